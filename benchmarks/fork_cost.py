@@ -1,6 +1,6 @@
 """What a fork of a running episode costs: in the process, and with a sandbox whose workspace has 2,000 files.
 
-``ms_in_process`` is the worst median of ``invoke(env, "fork")`` over ToolEnvs of the library that keep their state in
+``ms_in_process`` is the worst median of ``fork_env(env)`` over ToolEnvs of the library that keep their state in
 attributes, each with an episode of four turns behind it. ``ms_local`` is the median of a fork of a ToolEnv with a local
 sandbox in which a file was written since the last fork (``ms_local_fastest_tenth``: the tenth percentile, which other
 work on the machine disturbs least), ``s_local_32`` the wall seconds of 32 forks of one parent at
@@ -30,7 +30,7 @@ from sandbox import repository
 
 from harness.docker_engine import engine
 from harness.measure import machine, parse, parser, report
-from turnwise.envs import Env, ToolEnv, invoke, make
+from turnwise.envs import Env, ToolEnv, close_env, fork_env, make, reset_env, step_env
 from turnwise.sandboxes import SandboxConfig, SandboxManager, SandboxSpec
 from turnwise.sandboxes.archives import pack
 from turnwise.tasks import Task
@@ -66,7 +66,7 @@ async def played(name: str) -> Env:
     """Return an environment whose episode has had four turns."""
     env = make(name)
     task = None if env.default_tasks is None else load_tasks(env.default_tasks, limit=1)[0]
-    await invoke(env, "reset", task, seed=0)
+    await reset_env(env, task, seed=0)
     for turn in range(4):
         calls = [
             ToolCall(f"{turn}_{tool.name}", tool.name, example_arguments(tool.schema) or {})
@@ -74,7 +74,7 @@ async def played(name: str) -> Env:
         ]
         if env._running:
             action: Message = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
-            await invoke(env, "step", action)
+            await step_env(env, action)
     return env
 
 
@@ -83,9 +83,9 @@ async def forked(env: Env, count: int) -> list[float]:
     taken = []
     for _ in range(count):
         began = time.perf_counter()
-        fork = await invoke(env, "fork")
+        fork = await fork_env(env)
         taken.append(time.perf_counter() - began)
-        await invoke(fork, "close")
+        await close_env(fork)
     return taken
 
 
@@ -95,7 +95,7 @@ async def in_process(repeats: int) -> dict[str, float]:
     for name in IN_PROCESS:
         env = await played(name)
         found[name] = 1e3 * statistics.median(await forked(env, 40 * repeats))
-        await invoke(env, "close")
+        await close_env(env)
     return found
 
 
@@ -123,13 +123,13 @@ async def one_by_one(env: Env, count: int, *, use: bool) -> dict[str, float]:
     for number in range(count):
         await env.sandbox.write_file("package0/module0.py", b"%d" % number)  # type: ignore[union-attr]
         cpu, began = cpu_seconds(), time.perf_counter()
-        fork = await invoke(env, "fork")
+        fork = await fork_env(env)
         made = time.perf_counter()
         if use:
             await used(fork)
         taken.append(made - began)
         first.append(time.perf_counter() - made)
-        await invoke(fork, "close")
+        await close_env(fork)
         spent += cpu_seconds() - cpu
     return {
         "ms": 1e3 * statistics.median(taken),
@@ -143,11 +143,11 @@ async def at_once(env: Env, number: int, *, use: bool) -> float:
     """Return the wall seconds of forks of one parent at the same time, after a change of a file."""
     await env.sandbox.write_file("package0/module0.py", b"%d" % number)  # type: ignore[union-attr]
     began = time.perf_counter()
-    forks = await asyncio.gather(*(invoke(env, "fork") for _ in range(AT_ONCE)))
+    forks = await asyncio.gather(*(fork_env(env) for _ in range(AT_ONCE)))
     if use:
         await asyncio.gather(*map(used, forks))
     taken = time.perf_counter() - began
-    await asyncio.gather(*(invoke(each, "close") for each in forks))
+    await asyncio.gather(*(close_env(each) for each in forks))
     return taken
 
 
@@ -157,12 +157,12 @@ async def with_sandboxes(folder: Path, repeats: int) -> dict[str, Any]:
     env = Workspace(folder)
     env.sandboxes = manager
     try:
-        await invoke(env, "reset", None, seed=0)
+        await reset_env(env, None, seed=0)
         forks = await one_by_one(env, 8 * repeats, use=False)
         uses = await one_by_one(env, 4 * repeats, use=True)
         together = [await at_once(env, number, use=False) for number in range(repeats)]
         used_together = [await at_once(env, number, use=True) for number in range(max(1, repeats // 2))]
-        await invoke(env, "close")
+        await close_env(env)
     finally:
         await manager.close()
     return {

@@ -35,7 +35,7 @@ from turnwise import OutputLimit, RolloutConfig, RolloutProducer, RolloutRequest
 from turnwise.agents import Episode
 from turnwise.agents.limits import EpisodeLimits
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
-from turnwise.envs import invoke, register
+from turnwise.envs import close_env, register, reset_env
 from turnwise.inference.scripted import ScriptedClient, scripted_logprobs
 from turnwise.rollout.core import RolloutParts
 from turnwise.types import Completion, Message, TokenIds, ToolCall, as_ids
@@ -152,7 +152,7 @@ async def one_call(renderer: TemplateRenderer, case: Case, rounds: int) -> Sampl
     ids = said(renderer, {"role": "assistant", "content": "", "tool_calls": calls}, CallEnv)
     env = CallEnv()
     env.count_tokens = renderer.count
-    observation, info = await invoke(env, "reset", Task("t", QUESTION), seed=0)
+    observation, info = await reset_env(env, Task("t", QUESTION), seed=0)
     tools = [tool.schema for tool in env.toolset().values()]
     episode = Episode(
         env,
@@ -173,7 +173,7 @@ async def one_call(renderer: TemplateRenderer, case: Case, rounds: int) -> Sampl
     given = [message["content"] for message in result.observation]
     if given != texts or episode.metrics["tool_calls"] != rounds * len(calls) or episode.metrics["tool_errors"]:
         raise SystemExit(f"{calls} were answered with {given}, not {texts}; metrics {episode.metrics}")
-    await invoke(env, "close")
+    await close_env(env)
     return sample
 
 

@@ -1,7 +1,7 @@
 """Our side of ``env_steps``: ``guess_number``, stepped in this process.
 
-``direct`` calls ``step`` as a person does who writes the loop; ``invoked`` goes through ``invoke``, as the runner does:
-it awaits or threads what must be, and holds each result to the contract.
+``direct`` calls ``step`` as a person does who writes the loop; ``invoked`` goes through ``step_env``, as the runner
+does: it awaits or threads what must be, and holds each result to the contract.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 from clock import EPISODES, GUESSES, HIGH, LIMIT, LOW, answer, report
 
-from turnwise.envs import invoke
+from turnwise.envs import step_env
 from turnwise.envs.library.guess_number import GuessNumberEnv
 
 
@@ -47,7 +47,7 @@ async def play(episodes: int) -> tuple[float, int]:
         env, seed = begun(seed)
         began = time.process_time()
         for guess in GUESSES:
-            result = await invoke(env, "step", {"role": "assistant", "content": answer(guess)})
+            result = await step_env(env, {"role": "assistant", "content": answer(guess)})
         spent += time.process_time() - began
         steps += len(GUESSES)
         assert "higher" in str(result.observation)

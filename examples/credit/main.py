@@ -26,13 +26,13 @@ async def piles(count: int, seed: int) -> list[dict[str, Any]]:
     """File piles by habit, which is wrong: a letter goes where it belongs three times in ten."""
     from env import CIRCULAR, TRADES, TRAYS, Mailroom
 
-    from turnwise.envs import invoke
+    from turnwise.envs import reset_env, step_env
 
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
         env = Mailroom()
-        said, _ = await invoke(env, "reset", None, seed=rng.getrandbits(62))
+        said, _ = await reset_env(env, None, seed=rng.getrandbits(62))
         over = False
         while not over:
             letter = env.pile[0]
@@ -41,7 +41,7 @@ async def piles(count: int, seed: int) -> list[dict[str, Any]]:
                 right = TRAYS.index(TRADES[letter])
                 weights[right], weights[right - 1] = 3.0, 5.0
             said.append({"role": "assistant", "content": rng.choices(TRAYS, weights)[0]})
-            heard, _, terminated, truncated, _ = await invoke(env, "step", said[-1])
+            heard, _, terminated, truncated, _ = await step_env(env, said[-1])
             over = terminated or truncated
             said += [] if over else heard
         rows.append({"messages": said, "tools": []})

@@ -27,20 +27,20 @@ HERE = Path(__file__).parent
 
 async def games(count: int, seed: int) -> list[dict[str, Any]]:
     """Play games of two players that know the rules and nothing else; each sees only its own observations."""
-    from turnwise.envs import invoke, make
+    from turnwise.envs import make, reset_env, step_env
 
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
         env = make("nim", most=10)
-        heard, info = await invoke(env, "reset", None, seed=rng.getrandbits(62))
+        heard, info = await reset_env(env, None, seed=rng.getrandbits(62))
         said: dict[str, list[Any]] = {name: [] for name in info["agents"]}
         over = False
         while not over:
             turn = info["turn"]
             move = {"role": "assistant", "content": str(rng.randint(1, min(env.take, env.stones)))}
             said[turn] += [*heard, move]
-            heard, _, over, _, info = await invoke(env, "step", move)
+            heard, _, over, _, info = await step_env(env, move)
         rows += [{"messages": messages, "tools": []} for messages in said.values() if messages]
     return rows
 

@@ -21,7 +21,7 @@ from blocks import Block
 from line import ALGORITHM, BATCH, Parts, Walked, assembled, prepare, walk
 from shown import Page, columns, decimals, fields, own, pieces, shown_canonical, shown_message, wrapped
 
-from turnwise.envs.core import invoke, schemas
+from turnwise.envs.core import call_env, close_env, reset_env, schemas, step_env
 from turnwise.envs.library.lookup import LookupEnv
 from turnwise.envs.registration import make
 from turnwise.model.canonical import canonical_messages
@@ -103,9 +103,9 @@ async def environment(page: Page, walked: Walked) -> None:
 
     env = make("lookup")
     assert isinstance(env, LookupEnv)
-    messages, info = await invoke(env, "reset", walked.request.task, seed=member.seed)
-    steps = [await invoke(env, "step", message) for message in said]
-    await invoke(env, "close")
+    messages, info = await reset_env(env, walked.request.task, seed=member.seed)
+    steps = [await step_env(env, message) for message in said]
+    await close_env(env)
     page.add("rewards", *(f"{member.id}: {member.rewards}" for member in walked.group.trajectories))
     page.add("reset", f"observation  {messages}", f"info         {info}")
     lines = []
@@ -192,12 +192,12 @@ async def model_and_tools(page: Page, parts: Parts, walked: Walked) -> None:
     ]
 
     env = make("lookup")
-    await invoke(env, "reset", walked.request.task, seed=first.seed)
+    await reset_env(env, walked.request.task, seed=first.seed)
     lines = []
     for call in asked:
-        response = await invoke(env, "call", call)
+        response = await call_env(env, call)
         lines += [f"{call.name}({json.dumps(call.arguments)})", f"    {response.text}"]
-    await invoke(env, "close")
+    await close_env(env)
     page.add("answers", *lines)
     delta(page, renderer, first.segments)
 

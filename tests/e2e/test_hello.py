@@ -15,7 +15,7 @@ import pytest
 from support.doc_pages import section
 from support.processes.warm import run_command
 from support.trainer.lookup_run import environment, lines, shared, silent
-from turnwise.envs import invoke, make, schemas, tool_call
+from turnwise.envs import make, reset_env, schemas, step_env, tool_call
 from turnwise.envs.demonstrations import wire
 from turnwise.envs.library.seeded import tasks
 from turnwise.trainer.config.offline import SFTConfig
@@ -31,13 +31,13 @@ async def demonstrations(count: int) -> list[dict[str, Any]]:
     rows = []
     for seed in range(count):
         env = make(f"{ENV}:Dice")
-        messages, _ = await invoke(env, "reset", None, seed=seed)
+        messages, _ = await reset_env(env, None, seed=seed)
         said: list[Message] = list(messages)
         seen = []
         for die in (1, 2):
             call = tool_call("look", die=die)
             said.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            said += (await invoke(env, "step", said[-1])).observation
+            said += (await step_env(env, said[-1])).observation
             seen.append(int(text_of(said[-1])))
         said.append({"role": "assistant", "content": str(sum(seen) if seed % 2 else seen[0])})
         rows.append({"messages": [wire(each) for each in said], "tools": [each.to_json() for each in schemas(env)]})

@@ -16,7 +16,7 @@ from support.envs.code_cheats import FUNCTION_CHEATS, KILLER, PROGRAM_CHEATS, ro
 from support.envs.published_rows import ONE_ROW, write_quixbugs
 from support.envs.sandboxed_episodes import answered, fenced, some_boxes
 from turnwise.envs import EnvSpec, check_env
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env
 from turnwise.envs.library.code import CodeEnv, row, tasks
 from turnwise.envs.solution import play_solution
 from turnwise.inference.scripted import ScriptedClient
@@ -47,11 +47,11 @@ async def scored(boxes: SandboxManager, task: Task, answer: str | None, **config
     env = CodeEnv(**{"packages": True, "time_limit": 20.0, **config})
     env.sandboxes = boxes
     if answer is None:
-        await invoke(env, "reset", task, seed=0)
+        await reset_env(env, task, seed=0)
         reward = (await play_solution(env))[-1][1].reward
     else:
         reward = (await answered(env, task, fenced(answer))).reward
-    await invoke(env, "close")
+    await close_env(env)
     return reward
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.envs.exported import NAMES, SEED, Play, plays_of
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env, step_env
 from turnwise.envs.registration import make
 
 pytestmark = pytest.mark.real
@@ -107,11 +107,11 @@ async def test_what_was_exported_for_openenv_comes_back(tmp_path, monkeypatch) -
     (tmp_path / "path" / "sitecustomize.py").write_text(f"import sys\nsys.path += {HERE!r}\n")
     kwargs = {"observation_field": "text", "reset": {"task": right.task}}
     env = make("openenv:guess_number.server.app", python=openenv(), kwargs=kwargs)
-    await invoke(env, "reset", None, seed=SEED)
-    rewards = [(await invoke(env, "step", {"role": "assistant", "content": each["content"]})) for each in right.actions]
+    await reset_env(env, None, seed=SEED)
+    rewards = [(await step_env(env, {"role": "assistant", "content": each["content"]})) for each in right.actions]
     assert [result.reward for result in rewards] == right.rewards
     assert rewards[-1].terminated
-    await invoke(env, "close")
+    await close_env(env)
 
 
 @pytest.mark.alike("exports", "gymnasium")

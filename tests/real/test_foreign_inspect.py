@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.core import Env, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.foreign import tasks
 from turnwise.envs.registration import make
 from turnwise.errors import ConfigError, EnvError
@@ -61,21 +61,21 @@ async def test_rewards_are_those_of_its_own_evaluation(expected) -> None:
     # All at a time: an evaluation holds the episodes of a task.
     envs = [environment(name, **({"scorer": "tooled"} if name == "sums" else {})) for name, _, _ in PLAYS]
     for env, (_, sample, _) in zip(envs, PLAYS, strict=True):
-        await invoke(env, "reset", Task("t", "", {"sample": sample}), seed=1)
+        await reset_env(env, Task("t", "", {"sample": sample}), seed=1)
     for env, (_, _, actions) in zip(envs, PLAYS, strict=True):
         for action in actions:
-            result = await invoke(env, "step", message(action))
+            result = await step_env(env, message(action))
         assert (result.terminated, result.truncated) == (True, False)
         found.append({**result.info["rewards"], **result.info.get("metrics", {})})
         assert result.reward == sum(result.info["rewards"].values())
-        await invoke(env, "close")
+        await close_env(env)
     assert found == expected
     assert [each.get("tooled") for each in expected[3:]] == [1.0, 0.5, 0.0]
 
 
 async def test_an_episode_has_its_messages_tools_and_answers_of_tools() -> None:
     env = environment("sums", scorer="includes")
-    messages, _ = await invoke(env, "reset", Task("t", "", {"sample": 0}), seed=1)
+    messages, _ = await reset_env(env, Task("t", "", {"sample": 0}), seed=1)
     assert messages == [{"role": "user", "content": "Add 2 and 40."}]
     [schema] = schemas(env)
     assert (schema.name, schema.description, sorted(schema.parameters["properties"])) == (
@@ -83,21 +83,21 @@ async def test_an_episode_has_its_messages_tools_and_answers_of_tools() -> None:
         "Add two numbers.",
         ["x", "y"],
     )
-    answered = await invoke(env, "step", message({"text": "", "calls": ADD}))
+    answered = await step_env(env, message({"text": "", "calls": ADD}))
     assert answered.observation == [{"role": "tool", "tool_call_id": "c1", "name": "add", "content": "42"}]
     # What a limit of the run cuts off, the scorer still sees.
-    assert await invoke(env, "score", None) == {"includes": 0.0}
-    await invoke(env, "close")
-    await invoke(env, "reset", Task("t", "", {"sample": 0}), seed=1)
-    await invoke(env, "close")
+    assert await score_env(env, None) == {"includes": 0.0}
+    await close_env(env)
+    await reset_env(env, Task("t", "", {"sample": 0}), seed=1)
+    await close_env(env)
 
 
 async def test_a_solver_that_rewrites_the_conversation_is_an_error_of_the_episode() -> None:
     env = environment("rewritten")
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     with pytest.raises(EnvError, match="its solver changed the conversation at message 1"):
-        await invoke(env, "step", {"role": "assistant", "content": "x"})
-    await invoke(env, "close")
+        await step_env(env, {"role": "assistant", "content": "x"})
+    await close_env(env)
 
 
 def test_its_dataset_is_the_tasks_and_what_is_wrong_is_named() -> None:

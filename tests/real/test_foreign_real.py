@@ -17,7 +17,7 @@ from support.chat.toy_renderer import ToyRenderer
 from support.envs import foreign_plays
 from support.trainer.lookup_run import MODEL, build_model, environment, lines, shared, silent, train_config
 from turnwise.envs import foreign
-from turnwise.envs.core import invoke, schemas
+from turnwise.envs.core import close_env, fork_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.foreign import tasks
 from turnwise.envs.registration import make
 from turnwise.errors import ConfigError, EnvError
@@ -103,9 +103,9 @@ async def test_families_of_reasoning_gym_score_as_it_does(plays, place) -> None:
         [trajectory] = await played(name, each["actions"], task, **config_of("reasoning-gym", place))
         assert [reward for _, _, reward in trajectory.rewards] == each["rewards"], each["name"]
         env = make(name, system_prompt=None, **config_of("reasoning-gym", place))
-        messages, _ = await invoke(env, "reset", task, seed=1)
+        messages, _ = await reset_env(env, task, seed=1)
         assert messages == [{"role": "user", "content": each["first"]}]
-        await invoke(env, "close")
+        await close_env(env)
 
 
 @pytest.mark.alike("foreign plays", "reasoning-gym")
@@ -114,11 +114,11 @@ async def test_levels_are_those_of_its_curriculum() -> None:
     env = make("reasoning-gym:spell_backward", system_prompt=None, **config)
     for level, length in enumerate((3, 5, 7, 9)):
         task = Task("t", "", {"seed": 1, "size": 4, "index": 2, "level": level})
-        [message], _ = await invoke(env, "reset", task, seed=1)
+        [message], _ = await reset_env(env, task, seed=1)
         assert len(message["content"].rpartition(" ")[2]) == length
     with pytest.raises(EnvError, match="spell_backward has no level 5; it has 0 to 4"):
-        await invoke(env, "reset", Task("t", "", {"level": 5}), seed=1)
-    await invoke(env, "close")
+        await reset_env(env, Task("t", "", {"level": 5}), seed=1)
+    await close_env(env)
 
 
 @pytest.mark.alike("foreign plays", "textarena")
@@ -129,20 +129,20 @@ async def test_games_of_textarena_end_as_they_do_there(plays, place) -> None:
     for each in recorded:
         name, config = f"textarena:{each['name']}", config_of("textarena", place)
         env = make(name, **config)
-        messages, info = await invoke(env, "reset", None, seed=foreign_plays.SEED)
+        messages, info = await reset_env(env, None, seed=foreign_plays.SEED)
         assert messages == [{"role": "user", "content": each["first"].lstrip("\n")}]
         players = info.get("agents", ["main"])
         earned = dict.fromkeys(players, 0.0)
         for action in each["actions"]:
             actor = info.get("turn", "main")
-            result = await invoke(env, "step", {"role": "assistant", "content": action})
+            result = await step_env(env, {"role": "assistant", "content": action})
             earned[actor] += result.reward
             for player, parts in result.info.get("agent_rewards", {}).items():
                 earned[player] += sum(parts.values())
             info = result.info
         assert result.terminated
         assert list(earned.values()) == each["rewards"], each["name"]
-        await invoke(env, "close")
+        await close_env(env)
 
 
 @pytest.mark.alike("foreign plays", "textarena")
@@ -226,11 +226,11 @@ async def test_openenv_by_messages(monkeypatch) -> None:
     expected = openenv_rewards("guessing", [{"message": each} for each in guesses])
     assert [reward for _, _, reward in trajectory.rewards] == expected
     env = make(name, **config, kwargs={"reset": {"most": 3}})
-    messages, _ = await invoke(env, "reset", None, seed=1)
+    messages, _ = await reset_env(env, None, seed=1)
     assert messages[-1]["content"] == "guess from 1 to 3"
     with pytest.raises(EnvError, match="cannot fork"):
-        await invoke(env, "fork")
-    await invoke(env, "close")
+        await fork_env(env)
+    await close_env(env)
 
 
 @pytest.mark.alike("foreign plays", "openenv")
@@ -241,41 +241,41 @@ async def test_openenv_by_an_action_of_several_fields(monkeypatch) -> None:
     )
     assert [reward for _, _, reward in trajectory.rewards] == openenv_rewards("walking", [{"x": 1, "y": 2}, {"x": 2}])
     env = make(name, **config)
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     [schema] = schemas(env)
     assert (schema.name, schema.parameters["required"]) == ("act", ["x"])
-    answered = await invoke(env, "step", call("act", x="wide"))
+    answered = await step_env(env, call("act", x="wide"))
     assert "invalid_arguments" in answered.observation[0]["content"]
-    assert json.loads((await invoke(env, "step", call("act", x=3))).observation[0]["content"]) == {"x": 3, "y": 0}
-    await invoke(env, "close")
+    assert json.loads((await step_env(env, call("act", x=3))).observation[0]["content"]) == {"x": 3, "y": 0}
+    await close_env(env)
 
 
 @pytest.mark.alike("foreign plays", "openenv")
 async def test_openenv_by_mcp_tools(monkeypatch) -> None:
     name, config = openenv_config("counting", monkeypatch)
     env = make(name, **config)
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     [schema] = schemas(env)
     assert (schema.name, schema.description, sorted(schema.parameters["properties"])) == (
         "add",
         "Add two numbers.",
         ["a", "b"],
     )
-    result = await invoke(env, "step", call("add", a=2, b=40))
+    result = await step_env(env, call("add", a=2, b=40))
     assert result.observation[0]["role"] == "tool"
     assert result.observation[0]["content"] == "42"
-    wrong = await invoke(env, "step", call("subtract", a=1))
+    wrong = await step_env(env, call("subtract", a=1))
     assert "there is no tool 'subtract'; there are add" in wrong.observation[0]["content"]
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_openenv_without_a_reward_is_an_error(monkeypatch) -> None:
     name, config = openenv_config("unpaid", monkeypatch)
     env = make(name, **config)
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     with pytest.raises(EnvError, match="the server gave no reward in all of it"):
-        await invoke(env, "step", {"role": "assistant", "content": "1"})
-    await invoke(env, "close")
+        await step_env(env, {"role": "assistant", "content": "1"})
+    await close_env(env)
 
 
 def test_openenv_is_imported_by_an_episode_and_not_by_the_check_before_it() -> None:
@@ -290,7 +290,7 @@ def test_openenv_is_imported_by_an_episode_and_not_by_the_check_before_it() -> N
 async def test_openenv_at_a_url_that_no_server_answers_at() -> None:
     env = make("openenv:http://127.0.0.1:9", python=interpreter("openenv"))
     with pytest.raises(EnvError, match=r"127\.0\.0\.1:9/schema does not answer as an OpenEnv server"):
-        await invoke(env, "reset", None, seed=1)
+        await reset_env(env, None, seed=1)
 
 
 def said(message: dict[str, Any]) -> Any:
@@ -325,7 +325,7 @@ async def test_environments_of_verifiers_ask_and_reward_as_they_do_there(verifie
     envs = {name: make(reference, python=python) for name, reference in names.items()}
     for each in recorded:
         env, row = envs[each["name"]], Task("t", "", {"task": each["row"]})
-        seen, _ = await invoke(env, "reset", row, seed=1)
+        seen, _ = await reset_env(env, row, seed=1)
         offered = [tool["function"] for tool in each["asked"][0]["tools"] or ()]
         assert [schema.name for schema in schemas(env)] == [tool["name"] for tool in offered]
         assert [schema.parameters for schema in schemas(env)] == [tool["parameters"] for tool in offered]
@@ -335,13 +335,13 @@ async def test_environments_of_verifiers_ask_and_reward_as_they_do_there(verifie
                 {"role": told["role"], **{key: told[key] for key in ("tool_call_id", "name", "content") if key in told}}
                 for told in conversation
             ]
-            result = await invoke(env, "step", said(message))
+            result = await step_env(env, said(message))
             conversation += [said(message), *result.observation]
         assert (result.reward, result.info["rewards"]) == (each["reward"], each["rewards"])
         assert result.info["notes"] == {"stop": each["stop"]}
         assert (result.terminated, result.truncated) == (not each["truncated"], each["truncated"])
         assert result.info.get("metrics", {}) == each["metrics"]
-        await invoke(env, "close")
+        await close_env(env)
     # The same by the runner, and an episode that its limit ends.
     last = next(each for each in recorded if each["name"] == "vf_guess" and each["rewards"]["found"])
     [trajectory] = await played(
@@ -352,10 +352,10 @@ async def test_environments_of_verifiers_ask_and_reward_as_they_do_there(verifie
     )
     assert sum(reward for _, _, reward in trajectory.rewards) == last["reward"]
     env = envs["vf_guess"]
-    await invoke(env, "reset", None, seed=3)
-    await invoke(env, "step", {"role": "assistant", "content": "99"})
-    assert await invoke(env, "score", None) == {"patience": 0.0625, "found": 0.0}
-    await invoke(env, "close")
+    await reset_env(env, None, seed=3)
+    await step_env(env, {"role": "assistant", "content": "99"})
+    assert await score_env(env, None) == {"patience": 0.0625, "found": 0.0}
+    await close_env(env)
 
 
 @pytest.mark.timeout(600)

@@ -11,7 +11,7 @@ import pytest
 
 from support.envs.swe_episodes import task, worth
 from support.sandboxes.docker_engine import PYTHON, TestEngine, engine
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env, run_method
 from turnwise.envs.library.swe import SweEnv, tasks
 from turnwise.envs.library.terminal import TerminalEnv
 from turnwise.envs.library.terminal import tasks as terminal_tasks
@@ -94,9 +94,9 @@ async def test_every_row_is_solved_by_its_solution_and_not_by_nothing(local: San
             env = SweEnv(cache=str(tmp_path))
             env.sandboxes = local
             try:
-                return await invoke(env, "check_task", row)
+                return await run_method(env, env.check_task, row)
             finally:
-                await invoke(env, "close")
+                await close_env(env)
 
     rows = list(tasks())
     found = await asyncio.gather(*map(look, rows))
@@ -135,12 +135,12 @@ async def test_a_patch_by_hand_writes_nothing_but_files_of_the_repository(
 ) -> None:
     env = SweEnv(cache=str(tmp_path))
     env.sandboxes = local
-    await invoke(env, "reset", task(ROW), seed=0)
+    await reset_env(env, task(ROW), seed=0)
     loose = env.instance.patch.replace("     try:\n", "     try:  # loosely\n")
     assert (await env.judge(loose.encode())).resolved
     settings = "--- a/.git/config\n+++ b/.git/config\n@@ -1,1 +1,2 @@\n [core]\n+\tx = 1\n"
     assert not (await env.judge((loose + settings).encode())).resolved
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_what_is_put_back_costs_an_honest_solution_nothing(local: SandboxManager, tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ async def test_terminal_tasks(local: SandboxManager) -> None:
     for each in terminal_tasks():
         env = TerminalEnv()
         env.sandboxes = local
-        assert await invoke(env, "check_task", each) == [], each.id
-        await invoke(env, "close")
+        assert await run_method(env, env.check_task, each) == [], each.id
+        await close_env(env)
 
 
 @pytest.mark.timeout(300)
@@ -168,8 +168,8 @@ async def test_rows_in_docker(docker: SandboxManager, tmp_path: Path) -> None:
     )
     env = SweEnv(cache=str(tmp_path))
     env.sandboxes = docker
-    assert await invoke(env, "check_task", row) == []
-    await invoke(env, "close")
+    assert await run_method(env, env.check_task, row) == []
+    await close_env(env)
     for cheat in ("tests are deleted", "exit 0", "runtest"):
         score, _ = await worth(docker, row, CHEATS[cheat], cache=str(tmp_path))
         assert score == 0.0, cheat

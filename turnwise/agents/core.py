@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
 from turnwise.agents.forks import EpisodeRecord, ForkGate
 from turnwise.agents.limits import EpisodeLimits, fit_messages, tool_result_budget
 from turnwise.agents.roles import check_name, policy_of
-from turnwise.envs.core import Env, StepResult, in_thread, invoke
+from turnwise.envs.core import Env, StepResult, call_env, fork_env, in_thread, score_env, step_env
 from turnwise.envs.results import ScoreParts, agent_parts
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetExceeded, EnvError, SandboxError, TurnwiseError
@@ -256,7 +256,7 @@ class Episode:
         if not record.idle:
             return
         try:
-            fork = await invoke(self._env, "fork", executor=self._executor)
+            fork = await fork_env(self._env, executor=self._executor)
         except (EnvError, SandboxError) as error:
             record.refused, record.refusals = str(error), record.refusals + 1
             return
@@ -461,7 +461,7 @@ class Episode:
         self.scored = True
         if self.rewarded:
             return
-        parts: ScoreParts = await invoke(self._env, "score", self.answer, executor=self._executor)
+        parts: ScoreParts = await score_env(self._env, self.answer, executor=self._executor)
         for name, value in parts.items():
             self.note(name, value)
         for agent, own in agent_parts(parts.agents, "score").items():
@@ -493,7 +493,11 @@ class Episode:
         self._acting += 1
         try:
             with contextlib.nullcontext() if record is None else record.acting():
-                result = await invoke(self._env, method, argument, executor=self._executor)
+                result: StepResult | ToolResponse
+                if isinstance(argument, ToolCall):
+                    result = await call_env(self._env, argument, executor=self._executor)
+                else:
+                    result = await step_env(self._env, argument, executor=self._executor)
         except (EnvError, SandboxError) as error:
             self._failure = error
             raise

@@ -1,7 +1,19 @@
 """Environments at the level of messages, with Gymnasium's method names."""
 
 from turnwise.envs.checker import CheckReport, Finding, check_env
-from turnwise.envs.core import Env, Solution, StepResult, as_messages, invoke, schemas
+from turnwise.envs.core import (
+    Env,
+    Solution,
+    StepResult,
+    as_messages,
+    call_env,
+    close_env,
+    fork_env,
+    reset_env,
+    schemas,
+    score_env,
+    step_env,
+)
 from turnwise.envs.demonstrations import conversation, solved_conversation
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import EnvSpec, env_names, make, register
@@ -37,15 +49,20 @@ __all__ = [
     "TurnLimit",
     "Wrapper",
     "as_messages",
+    "call_env",
     "check_env",
+    "close_env",
     "conversation",
     "env_names",
-    "invoke",
+    "fork_env",
     "make",
     "play_solution",
     "register",
+    "reset_env",
     "schemas",
+    "score_env",
     "solved_conversation",
+    "step_env",
     "tool_call",
     "wrap",
 ]

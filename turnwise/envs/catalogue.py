@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.core import Env, close_env, reset_env, schemas
 from turnwise.envs.registration import EnvSpec, env_class, env_names
 from turnwise.errors import TurnwiseError, shown
 from turnwise.tasks.core import Task
@@ -106,10 +106,10 @@ async def first_observation(spec: EnvSpec, source: str | None = None) -> FirstOb
         try:
             source = source or env.default_tasks
             task = None if source is None else next(iter(iter_tasks(source)), None)
-            messages, info = await invoke(env, "reset", task, seed=0)
+            messages, info = await reset_env(env, task, seed=0)
             return FirstObservation(task, messages, schemas(env), max(1, len(info.get("agents", ()))))
         finally:
-            await invoke(env, "close")
+            await close_env(env)
 
 
 def _declared(cls: type[Env]) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""The contract of environments, Env, and the one function through which others call it, invoke."""
+"""The contract of environments, Env, and the functions through which everything else calls one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import contextvars
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, cast
 
-from turnwise.envs.forking import Memo, Script, answered, copied, refusal, replayed
+from turnwise.envs.forking import Memo, Script, answered, check_answer, copied, described, equip, refusal
 from turnwise.envs.results import Observation as Observation
 from turnwise.envs.results import ResetResult as ResetResult
 from turnwise.envs.results import Score as Score
@@ -18,13 +17,12 @@ from turnwise.envs.results import ScoreParts as ScoreParts
 from turnwise.envs.results import StepResult as StepResult
 from turnwise.envs.results import as_messages as as_messages
 from turnwise.envs.results import check_reset, check_score, check_step
+from turnwise.envs.sandbox_owner import SandboxOwner
 from turnwise.errors import ConfigError, EnvError, ToolSchemaError, TurnwiseError
-from turnwise.sandboxes.core import Mount, Sandbox, SandboxSpec
-from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
 from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
 from turnwise.tools.execute import ToolThreads, default_threads, guarded
-from turnwise.tools.response import CountTokens
+from turnwise.tools.response import CountTokens, ToolResponse
 from turnwise.tools.secrets import Secret, Secrets
 from turnwise.types import Message, ToolCall, ToolSchema
 
@@ -56,102 +54,15 @@ def tool_methods(cls: type) -> dict[str, FunctionTool]:
     return by_name
 
 
-class _OwnManager(SandboxManager):
-    """A sandbox manager that environments without a runner make; closed by the last of those that share it."""
-
-    users: int = 1
-
-
-class Sandboxed:
-    """Base of objects that open sandboxes for the length of an episode.
-
-    Attributes:
-        sandboxes: The sandbox manager, set by the runner from ``rollout.sandbox``. None: the first use makes one with
-            the defaults, closed with the environment.
-        sandbox: The episode's first sandbox, where tools and programs run.
-        guest_mounts: Mounts of that sandbox for an agent's program, set by the runner before a reset.
-    """
-
-    sandboxes: SandboxManager | None = None
-    sandbox: Sandbox | None = None
-    guest_mounts: tuple[Mount, ...] = ()
-
-    _own_manager: _OwnManager | None = None
-    _in_use: tuple[tuple[SandboxManager, Sandbox], ...] = ()
-
-    async def open_sandbox(self, spec: SandboxSpec | None = None) -> Sandbox:
-        """Return a started sandbox, which is closed with the environment or by the next reset.
-
-        Args:
-            spec: The sandbox; ``rollout.sandbox.limits`` overrides its limits.
-
-        Raises:
-            SandboxError: It is unavailable, or did not start.
-        """
-        manager = self.sandboxes or self._own_manager
-        if manager is None:
-            manager = self._own_manager = _OwnManager()
-        if self.sandbox is None and self.guest_mounts:
-            spec = spec or SandboxSpec()
-            spec = replace(
-                spec, mounts=(*spec.mounts, *(each for each in self.guest_mounts if each not in spec.mounts))
-            )
-        opened = await manager.open(spec)
-        self._keep(manager, opened)
-        return opened
-
-    async def fork_sandbox(self, sandbox: Sandbox) -> Sandbox:
-        """Return a started sandbox with the files of another sandbox of this episode.
-
-        Raises:
-            SandboxError: The backend cannot fork, or it did not start.
-        """
-        manager = next(manager for manager, each in self._in_use if each is sandbox)
-        [opened] = await manager.fork(sandbox)
-        self._keep(manager, opened)
-        return opened
-
-    async def close_sandbox(self, sandbox: Sandbox) -> None:
-        """Close a sandbox before the end of the episode."""
-        for manager, each in self._in_use:
-            if each is sandbox:
-                self._in_use = tuple(held for held in self._in_use if held[1] is not sandbox)
-                await manager.release(sandbox)
-        if self.sandbox is sandbox:
-            self.sandbox = None
-
-    async def close_sandboxes(self, *, last: bool = False) -> None:
-        """Close the sandboxes of the episode. Called before a reset and after ``close``.
-
-        Args:
-            last: Whether no episode follows: an own manager is closed, too.
-        """
-        in_use, self._in_use, self.sandbox = self._in_use, (), None
-        closing = [manager.release(sandbox) for manager, sandbox in in_use]
-        results = await asyncio.gather(*closing, return_exceptions=True)
-        if last and self._own_manager is not None:
-            manager, self._own_manager = self._own_manager, None
-            manager.users -= 1
-            if not manager.users:
-                await manager.close()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-
-    def _keep(self, manager: SandboxManager, sandbox: Sandbox) -> None:
-        self._in_use = (*self._in_use, (manager, sandbox))
-        if self.sandbox is None:
-            self.sandbox = sandbox
-
-
 T = TypeVar("T")
+P = ParamSpec("P")
 MaybeAwaitable: TypeAlias = T | Awaitable[T]
 Solution: TypeAlias = Generator[Any, list[Message], None]
 """Moves of a reference solution; each ``yield`` returns what the environment answered to it."""
 AsyncSolution: TypeAlias = AsyncGenerator[Any, list[Message]]
 
 
-class Env(Sandboxed):
+class Env(SandboxOwner):
     """An environment at the level of messages, with Gymnasium's names and meanings.
 
     Subclass it and write ``reset`` and ``step`` (or use ToolEnv and SingleTurnEnv, which write ``step``), each as
@@ -169,7 +80,8 @@ class Env(Sandboxed):
         count_tokens: Counts the model's tokens of a text, set by the runner; None without a model.
         lost_thread: Whether an abandoned tool or method still runs in its thread: the environment must not be reused.
         pending_score: A scoring in progress; kept here, since its waiter may be cancelled, and ``score`` runs once.
-        conversation: The episode's messages that passed through :func:`invoke`, for reward functions.
+        conversation: The episode's messages that passed through :func:`step_env` and :func:`call_env`, for reward
+            functions.
         forks: How :meth:`fork` works: ``copy`` by a deep copy of the attributes, ``replay`` by taking the episode's
             actions again in a new environment; None: it does not.
         fork_shares: Names of attributes that forks share: what no episode changes (a corpus, a table), or may not copy.
@@ -196,7 +108,7 @@ class Env(Sandboxed):
     tool_methods: ClassVar[dict[str, FunctionTool]] = {}
 
     _maker: Callable[[], Env] | None = None
-    # Set by invoke: whether an episode runs, and, where forks are replays, what was done in it.
+    # Set by the functions below: whether an episode runs, and, where forks are replays, what was done in it.
     _running: bool = False
     _script: Script | None = None
 
@@ -229,6 +141,14 @@ class Env(Sandboxed):
         """
         raise NotImplementedError
 
+    def call(self, call: ToolCall) -> MaybeAwaitable[ToolResponse]:  # noqa: ARG002
+        """Execute one tool call outside of a step; a ToolEnv does.
+
+        Raises:
+            EnvError: The environment takes whole messages only.
+        """
+        raise EnvError(f"{type(self).__qualname__} takes whole messages only: make it a ToolEnv to answer single calls")
+
     def score(self, final: Message | None) -> MaybeAwaitable[Score]:  # noqa: ARG002
         """Return the reward of the episode; called exactly once.
 
@@ -259,7 +179,7 @@ class Env(Sandboxed):
         return ()
 
     async def fork(self) -> Env:
-        """Return an independent environment in the same state of its episode; call it as ``invoke(env, "fork")``.
+        """Return an independent environment in the same state of its episode; call it through :func:`fork_env`.
 
         By default its attributes are copied deeply, but for ``fork_shares``, the task, tools and what the runner set;
         references to the environment and to its sandboxes become those of the fork. A class that overrides it calls
@@ -270,16 +190,15 @@ class Env(Sandboxed):
                 was answered otherwise.
         """
         if self.forks == "replay":
-            again: Env = await replayed(self, invoke)
-            return again
-        made: Self = await copied(self, self.fork_shares, self.carry)
-        return made
+            return await replay(self)
+        fork: Self = await copied(self, self.fork_shares, self._fork_state)
+        return fork
 
-    async def carry(self, made: Any, memo: Memo) -> None:
+    async def _fork_state(self, fork: Any, memo: Memo) -> None:
         """Give a fork what is no attribute to be copied. For base classes.
 
         Args:
-            made: The fork, with its attributes.
+            fork: The fork, with its attributes.
             memo: Copies by the id of the original, for ``copy.deepcopy``.
         """
 
@@ -327,94 +246,84 @@ def schemas(env: Env) -> list[ToolSchema]:
     return [tool.schema for tool in env.toolset().values()]
 
 
-async def invoke(env: Env, method: str, *args: Any, executor: Executor | None = None, **kwargs: Any) -> Any:
-    """Call a method of an environment, ``def`` or ``async def``, and check its result against the contract.
+async def reset_env(
+    env: Env, task: Task | None = None, *, seed: int | None = None, executor: Executor | None = None
+) -> tuple[list[Message], dict[str, Any]]:
+    """Start an episode of an environment.
 
     Args:
         env: The environment.
-        method: ``reset``, ``step``, ``score``, ``close``, or another one.
-        *args: Its arguments.
+        task: The dataset row, or None where the environment needs none.
+        seed: Seed of the episode's randomness.
         executor: Runs plain methods of a ``blocking`` environment, and its tools.
-        **kwargs: Its arguments.
 
     Returns:
-        ``reset``: (messages, info). ``step``: a StepResult. ``score``: named parts, ``{"score": x}`` for a number, with
-        the rewards of BaseTools. Else the method's result.
+        The head of the conversation, and the info.
 
     Raises:
         EnvError: The method raised, or broke its contract.
         TurnwiseError: The method raised it.
     """
-    if executor is not None:
-        env.executor = executor
-    if method == "close":
-        return await _close(env, args, kwargs)
-    if method == "score":
-        return await _score_once(env, args, kwargs)
-    if method == "reset":
-        return await _reset(env, args, kwargs)
-    if method == "fork":
-        if (why := refusal(env)) is not None:
-            raise EnvError(f"{type(env).__qualname__} cannot fork: {why}")
-        return await _call(env, method, args, kwargs)
-    if method not in ("step", "call"):
-        return await _call(env, method, args, kwargs)
-    said = env.conversation = env.conversation if isinstance(env.conversation, list) else []
-    given = (*args, *kwargs.values())
-    if method == "step":
-        said += [action for action in given if isinstance(action, Mapping)]
-        result = check_step(await _call(env, method, args, kwargs), env)
-        said += as_messages(result.observation)
-        env._running = env._running and not (result.terminated or result.truncated)
-        _record(env, method, given, result)
-        return result
-    response = await _call(env, method, args, kwargs)
-    for call in (each for each in given if isinstance(each, ToolCall)):
-        answer = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
-        said += [{"role": "assistant", "content": "", "tool_calls": [call]}, cast("Message", answer)]
-    _record(env, method, given, response)
-    return response
-
-
-async def _reset(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Message], dict[str, Any]]:
+    _use_executor(env, executor)
     drop_scoring(env)
     env._running = False
     await env.close_sandboxes()
-    messages, info = check_reset(await _call(env, "reset", args, kwargs), env)
+    messages, info = check_reset(await run_method(env, env.reset, task, seed=seed), env)
     env.conversation, env._running = list(messages), True
     if env.forks == "replay":
-        bound = inspect.signature(Env.reset).bind(env, *args, **kwargs).arguments
-        env._script = Script(bound.get("task"), bound.get("seed"), list(messages))
+        env._script = Script(task, seed, list(messages))
     return messages, info
 
 
-def _record(env: Env, method: str, given: tuple[Any, ...], result: Any) -> None:
+async def step_env(env: Env, action: Message, *, executor: Executor | None = None) -> StepResult:
+    """Pass an assistant message to an environment; the observation of the result is a list of messages.
+
+    Raises:
+        EnvError: The method raised, or broke its contract.
+        TurnwiseError: The method raised it.
+    """
+    _use_executor(env, executor)
+    conversation = _conversation(env)
+    conversation.append(action)
+    result = check_step(await run_method(env, env.step, action), env)
+    conversation += as_messages(result.observation)
+    env._running = env._running and not (result.terminated or result.truncated)
     if env._script is not None:
-        env._script.steps.append((method, given[0], answered(result)))
+        env._script.steps.append((action, answered(result)))
+    return result
 
 
-async def _close(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given_up = drop_scoring(env)
-    env._running, env._script = False, None
-    try:
-        try:
-            if given_up is not None:
-                await asyncio.wait([given_up])
-        finally:
-            result = await _call(env, "close", args, kwargs)
-        return result
-    finally:
-        try:
-            await env.release()
-        finally:
-            await env.close_sandboxes(last=True)
+async def call_env(env: Env, call: ToolCall, *, executor: Executor | None = None) -> ToolResponse:
+    """Execute one tool call of an environment, outside of a step.
+
+    Raises:
+        EnvError: The environment takes no single calls, or the method raised or broke its contract.
+        TurnwiseError: The method raised it.
+    """
+    _use_executor(env, executor)
+    conversation = _conversation(env)
+    response = await run_method(env, env.call, call)
+    answer: Message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
+    conversation += [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
+    if env._script is not None:
+        env._script.steps.append((call, answered(response)))
+    return response
 
 
-async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:
-    """Score, or await a scoring that a time limit interrupted in a step."""
+async def score_env(env: Env, final: Message | None, *, executor: Executor | None = None) -> ScoreParts:
+    """Score an episode, or await a scoring that a time limit interrupted in a step.
+
+    Returns:
+        Named parts, ``{"score": x}`` for a number, with the rewards of BaseTools.
+
+    Raises:
+        EnvError: The method raised, or broke its contract.
+        TurnwiseError: The method raised it.
+    """
+    _use_executor(env, executor)
     env._running = False
     if env.pending_score is None:
-        env.pending_score = asyncio.ensure_future(_score(env, args, kwargs))
+        env.pending_score = asyncio.ensure_future(_score(env, final))
     scoring = env.pending_score
     # Not awaited directly: cancelling the caller would cancel what has to run exactly once.
     await asyncio.wait([scoring])
@@ -422,8 +331,55 @@ async def _score_once(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return scoring.result()
 
 
-async def _score(env: Env, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScoreParts:
-    parts = check_score(await _call(env, "score", args, kwargs), env)
+async def fork_env(env: Env, *, executor: Executor | None = None) -> Env:
+    """Return an independent environment in the same state of its running episode.
+
+    Raises:
+        EnvError: The environment cannot be forked, or not now.
+    """
+    _use_executor(env, executor)
+    if (why := refusal(env)) is not None:
+        raise EnvError(f"{type(env).__qualname__} cannot fork: {why}")
+    return await run_method(env, env.fork)
+
+
+async def close_env(env: Env, *, executor: Executor | None = None) -> None:
+    """Close an environment, and release its tools and sandboxes, also where ``close`` raises.
+
+    Raises:
+        EnvError: The method raised.
+        TurnwiseError: The method raised it.
+    """
+    _use_executor(env, executor)
+    scoring = drop_scoring(env)
+    env._running, env._script = False, None
+    try:
+        try:
+            if scoring is not None:
+                await asyncio.wait([scoring])
+        finally:
+            await run_method(env, env.close)
+    finally:
+        try:
+            await env.release()
+        finally:
+            await env.close_sandboxes(last=True)
+
+
+def _use_executor(env: Env, executor: Executor | None) -> None:
+    if executor is not None:
+        env.executor = executor
+
+
+def _conversation(env: Env) -> list[Message]:
+    """Return the episode's messages, to be extended."""
+    if not isinstance(env.conversation, list):
+        env.conversation = []
+    return cast("list[Message]", env.conversation)
+
+
+async def _score(env: Env, final: Message | None) -> ScoreParts:
+    parts = check_score(await run_method(env, env.score, final), env)
     return ScoreParts({**parts, **await env.extra_rewards()}, parts.metrics, parts.agents, parts.notes)
 
 
@@ -440,22 +396,33 @@ def drop_scoring(env: Env) -> asyncio.Future[ScoreParts] | None:
     return scoring
 
 
-async def _call(env: Env, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    function: Callable[..., Any] = getattr(env, method)
+async def run_method(env: Env, method: Callable[P, MaybeAwaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a method of an environment, ``def`` or ``async def``; a ``blocking`` one in a thread.
+
+    Args:
+        env: The environment.
+        method: The bound method.
+        *args: Its arguments.
+        **kwargs: Its arguments.
+
+    Raises:
+        EnvError: The method raised.
+        TurnwiseError: The method raised it.
+    """
     try:
-        if env.blocking and not inspect.iscoroutinefunction(function):
-            result = await in_thread(env, function, args, kwargs)
+        if env.blocking and not inspect.iscoroutinefunction(method):
+            result = await in_thread(env, method, args, kwargs)
         else:
-            result = function(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
+            result = method(*args, **kwargs)
+        return cast("T", await result if inspect.isawaitable(result) else result)
     except TurnwiseError as error:
         _secrets(env).scrub(error)
         raise
     except NotImplementedError as error:
-        raise EnvError(f"{type(env).__qualname__} defines no {method}(): {error}") from error
+        raise EnvError(f"{type(env).__qualname__} defines no {method.__name__}(): {error}") from error
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's code: what it raises is named as its own
         secrets = _secrets(env)
-        text = f"{type(env).__qualname__}.{method} raised {type(error).__name__}: {error}"
+        text = f"{type(env).__qualname__}.{method.__name__} raised {type(error).__name__}: {error}"
         raise EnvError(secrets.redact(text)) from secrets.cause(error)
 
 
@@ -466,6 +433,35 @@ def _secrets(env: Env) -> Secrets:
         tools = []  # they are the error, and say so themselves
     declared = [*env.secrets, *(secret for tool in tools for secret in tool.secrets)]
     return Secrets(declared, [tool.config for tool in tools if isinstance(tool, BaseTool)])
+
+
+async def replay(env: Env) -> Env:
+    """Return a new environment that the same actions led to the state of ``env``.
+
+    Raises:
+        EnvError: It cannot be made again, or answers differently.
+    """
+    script, maker = env._script, env._maker
+    if script is None or maker is None:
+        raise EnvError(
+            f"{type(env).__qualname__} cannot fork: it forks by replay, so it must be made by turnwise.make (or a run) "
+            "and played by the runner, the functions of turnwise.envs (reset_env, step_env) or Gymnasium's step"
+        )
+    fork = maker()
+    try:
+        equip(env, fork)
+        messages, _ = await reset_env(fork, script.task, seed=script.seed, executor=env.executor)
+        check_answer(env, "reset", messages, script.first)
+        for number, (action, recorded) in enumerate(script.steps, 1):
+            if isinstance(action, ToolCall):
+                answer = answered(await call_env(fork, action, executor=env.executor))
+            else:
+                answer = answered(await step_env(fork, action, executor=env.executor))
+            check_answer(env, described(number, action), answer, recorded)
+    except BaseException:  # also a cancellation: what was made is closed
+        await close_env(fork)
+        raise
+    return fork
 
 
 async def in_thread(env: Env, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

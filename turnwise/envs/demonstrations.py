@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from turnwise.envs.core import Env, as_messages, invoke, schemas
+from turnwise.envs.core import Env, as_messages, close_env, reset_env, schemas, step_env
 from turnwise.envs.solution import play_solution
 from turnwise.tasks.core import Task
 from turnwise.types import Message, ToolCall
@@ -24,7 +24,7 @@ async def conversation(env: E, task: Task, seed: int, plan: Callable[[E], Sequen
         plan: Makes the plan when the episode has begun: calls of tools, and last the answer, which is written down and
             not played.
     """
-    messages, _ = await invoke(env, "reset", task, seed=seed)
+    messages, _ = await reset_env(env, task, seed=seed)
     said: list[Message] = list(messages)
     for number, move in enumerate(plan(env)):
         if isinstance(move, str):
@@ -32,9 +32,9 @@ async def conversation(env: E, task: Task, seed: int, plan: Callable[[E], Sequen
             continue
         call = ToolCall(f"call{number}", move.name, move.arguments)
         said.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        result = await invoke(env, "step", said[-1])
-        said += result.observation
-    await invoke(env, "close")
+        result = await step_env(env, said[-1])
+        said += as_messages(result.observation)
+    await close_env(env)
     return _record(env, said)
 
 
@@ -50,13 +50,13 @@ async def solved_conversation(env: Env, task: Task | None, seed: int) -> dict[st
         EnvError: The environment has no reference solution (``solve``), or it does not end the episode.
     """
     try:
-        messages, _ = await invoke(env, "reset", task, seed=seed)
+        messages, _ = await reset_env(env, task, seed=seed)
         said: list[Message] = list(messages)
         for message, result in await play_solution(env):
             said += [message, *as_messages(result.observation)]
         return _record(env, said)
     finally:
-        await invoke(env, "close")
+        await close_env(env)
 
 
 def _record(env: Env, said: Sequence[Message]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
 from turnwise.tools.core import BaseTool, FunctionTool
 from turnwise.tools.response import ToolResponse
-from turnwise.types import Message
+from turnwise.types import Message, ToolCall
 
 SHARED: Final = frozenset(
     {"executor", "count_tokens", "sandboxes", "guest_mounts", "secrets", "loaded_tools", "_own_manager", "_maker"}
@@ -42,13 +42,13 @@ class Script:
         task: The task of the reset.
         seed: Its seed.
         first: The messages that reset returned.
-        steps: Method (``step`` or ``call``), argument, and what was answered.
+        steps: Each message or single call, and what was answered to it.
     """
 
     task: Task | None
     seed: int | None
     first: list[Message]
-    steps: list[tuple[str, Any, Any]] = field(default_factory=list)
+    steps: list[tuple[Message | ToolCall, Any]] = field(default_factory=list)
 
 
 def refusal(env: Any) -> str | None:
@@ -205,36 +205,6 @@ def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
         ) from error
 
 
-async def replayed(env: Any, invoke: Callable[..., Any]) -> Any:
-    """Return a new environment that was led to the state of ``env`` by the same actions.
-
-    Args:
-        env: The environment.
-        invoke: ``turnwise.envs.core.invoke``.
-
-    Raises:
-        EnvError: It cannot be made again, or answers differently.
-    """
-    script, maker = env._script, env._maker
-    if script is None or maker is None:
-        raise EnvError(
-            f"{type(env).__qualname__} cannot fork: it forks by replay, so it must be made by turnwise.make (or a run) "
-            "and played by the runner, turnwise.envs.invoke or Gymnasium's step"
-        )
-    made = maker()
-    try:
-        _equip(env, made)
-        messages, _ = await invoke(made, "reset", script.task, seed=script.seed, executor=env.executor)
-        _same(env, "reset", messages, script.first)
-        for number, (method, argument, answer) in enumerate(script.steps, 1):
-            found = await invoke(made, method, argument, executor=env.executor)
-            _same(env, f"{method} {number} ({_said(argument)})", answered(found), answer)
-    except BaseException:  # also a cancellation: what was made is closed
-        await invoke(made, "close")
-        raise
-    return made
-
-
 def answered(result: Any) -> Any:
     """Return what a step or a single call answered, for comparison with what another one does."""
     if isinstance(result, ToolResponse):
@@ -244,21 +214,26 @@ def answered(result: Any) -> Any:
     return [observation, result.reward, result.terminated, result.truncated]
 
 
-def _equip(env: Any, made: Any) -> None:
+def equip(env: Any, fork: Any) -> None:
+    """Give a fork what the runner gave its original."""
     if loaded := vars(env).get("loaded_tools"):
-        made.add_tools(loaded)
-    made.sandboxes, made.guest_mounts = env.sandboxes, env.guest_mounts
-    made.count_tokens = env.count_tokens
+        fork.add_tools(loaded)
+    fork.sandboxes, fork.guest_mounts = env.sandboxes, env.guest_mounts
+    fork.count_tokens = env.count_tokens
 
 
-def _said(argument: Any) -> str:
-    calls = [argument] if not isinstance(argument, dict) else argument.get("tool_calls") or ()
-    return ", ".join(call.name for call in calls) or "a message without calls"
+def described(number: int, action: Message | ToolCall) -> str:
+    """Return how an error names a replayed action."""
+    if isinstance(action, ToolCall):
+        return f"call {number} ({action.name})"
+    called = ", ".join(call.name for call in action.get("tool_calls") or ())
+    return f"step {number} ({called or 'a message without calls'})"
 
 
-def _same(env: Any, where: str, found: Any, recorded: Any) -> None:
-    if found != recorded:
+def check_answer(env: Any, where: str, answer: Any, recorded: Any) -> None:
+    """Check that a replayed action was answered as in the episode. Raises EnvError."""
+    if answer != recorded:
         raise EnvError(
-            f"{type(env).__qualname__} cannot fork by replay: {where} answered {shown(found)} where the episode had "
+            f"{type(env).__qualname__} cannot fork by replay: {where} answered {shown(answer)} where the episode had "
             f"{shown(recorded)}: draw all randomness from the seed of reset, or write fork()"
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnwise.append_file import AppendFile
-from turnwise.envs.core import Env, invoke
+from turnwise.envs.core import Env, close_env, reset_env, score_env, step_env
 from turnwise.envs.results import ScoreParts, StepResult, as_messages
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.tool_env import ToolEnv
@@ -78,7 +78,7 @@ class ServedEpisode:
 
     async def begin(self) -> None:
         """Reset the environment."""
-        self.messages, _ = await invoke(self._env, "reset", self._task, seed=self._seed)
+        self.messages, _ = await reset_env(self._env, self._task, seed=self._seed)
         taken = [name for name in (self.TASK, self.finish) if name in self._env.toolset()]
         if taken:
             raise ConfigError(
@@ -130,7 +130,7 @@ class ServedEpisode:
         """Close the environment; an unfinished episode is not scored."""
         async with self._lock:
             self.over = self.over or "abandoned"
-            await invoke(self._env, "close")
+            await close_env(self._env)
 
     def record(self) -> dict[str, Any]:
         """Return the episode's record as JSON values."""
@@ -155,13 +155,13 @@ class ServedEpisode:
         else:
             call = ToolCall(f"call_{self._calls}", name, arguments, raw=json.dumps(arguments))
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result: StepResult = await invoke(self._env, "step", message)
+        result: StepResult = await step_env(self._env, message)
         named = result.info.get("rewards") or ({"step": result.reward} if result.reward else {})
         self._add(named)
         if self._env.lost_thread:
             raise EnvError("a call exceeded its time-out and cannot be stopped, so the episode ends")
         if result.truncated and not result.terminated:
-            parts: ScoreParts = await invoke(self._env, "score", None)
+            parts: ScoreParts = await score_env(self._env, None)
             self._add(parts)
         answers = as_messages(result.observation)
         reply = _reply(answers, call)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise.envs.core import MaybeAwaitable, ResetResult, StepResult, invoke
+from turnwise.envs.core import MaybeAwaitable, ResetResult, StepResult, run_method, score_env
 from turnwise.envs.results import AgentRewards, Observation, ScoreParts, agent_parts, as_messages, finite
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, shown
@@ -76,7 +76,7 @@ class MultiAgentEnv(ToolEnv):
         self._inbox: dict[str, list[Message]] = {}
         self._paid: dict[str, dict[str, float]] = {}
         self.turn = None
-        first = await invoke(self, "begin", task, seed)
+        first = await run_method(self, self.begin, task, seed)
         if first is None:
             raise EnvError(
                 f"{type(self).__qualname__}.begin returned None: it must return the name of the agent that acts first"
@@ -95,7 +95,7 @@ class MultiAgentEnv(ToolEnv):
             result = await super().step({**action, "tool_calls": calls})
             return result._replace(info={**result.info, "turn": agent})
         await self._open()
-        self._next(await invoke(self, "move", agent, action), "move")
+        self._next(await run_method(self, self.move, agent, action), "move")
         if self.turn is None:
             return await self._end(agent, action)
         own, others = self._earned(agent)
@@ -120,7 +120,7 @@ class MultiAgentEnv(ToolEnv):
 
     async def _end(self, agent: str, action: Message) -> StepResult:
         self._over = True
-        parts: ScoreParts = await invoke(self, "score", action)
+        parts: ScoreParts = await score_env(self, action)
         for name, scores in agent_parts(parts.agents, "score").items():
             for part, value in scores.items():
                 self.pay(name, value, part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from turnwise.envs.core import Env, ResetResult, Score, ScoreParts, StepResult, invoke
+from turnwise.envs.core import Env, ResetResult, Score, ScoreParts, StepResult, score_env
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
@@ -53,7 +53,7 @@ class SingleTurnEnv(Env):
         for call in action.get("tool_calls") or ():
             response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
             answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()})
-        parts: ScoreParts = await invoke(self, "score", action)
+        parts: ScoreParts = await score_env(self, action)
         return StepResult(answers, sum(parts.values()), True, False, parts.info())
 
     async def score(self, final: Message | None) -> Score:

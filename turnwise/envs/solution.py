@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from turnwise.envs.core import AsyncSolution, Env, Solution, StepResult, as_messages, invoke
+from turnwise.envs.core import AsyncSolution, Env, Solution, StepResult, as_messages, step_env
 from turnwise.errors import EnvError, TurnwiseError, shown
 from turnwise.types import Message, ToolCall
 
@@ -124,7 +124,7 @@ async def play_solution(env: Env, *, max_steps: int = 1_000) -> list[tuple[Messa
             message = await solver.next(observation)
             if message is None:
                 break
-            result: StepResult = await invoke(env, "step", message)
+            result: StepResult = await step_env(env, message)
             played.append((message, result))
             if result.terminated or result.truncated:
                 return played

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, drop_scoring, invoke
+from turnwise.envs.core import Env, MaybeAwaitable, ResetResult, StepResult, drop_scoring, score_env
 from turnwise.envs.forking import Memo
 from turnwise.envs.results import ScoreParts
 from turnwise.errors import EnvError
@@ -124,7 +124,7 @@ class ToolEnv(Env):
             observation: Further answers.
         """
         self._over = True
-        parts: ScoreParts = await invoke(self, "score", final)
+        parts: ScoreParts = await score_env(self, final)
         return StepResult(list(observation), sum(parts.values()), True, False, parts.info())
 
     def add_tools(self, tools: Sequence[Tool]) -> None:
@@ -154,14 +154,14 @@ class ToolEnv(Env):
         """Return the rewards of BaseTool instances, as ``tool/<name>``."""
         return {} if self._runner is None else await self._runner.rewards()
 
-    async def carry(self, made: Any, memo: Memo) -> None:
+    async def _fork_state(self, fork: Any, memo: Memo) -> None:
         """Give a fork the tools of the episode, with instances of its own.
 
         Raises:
             EnvError: An instance of a tool cannot be forked.
         """
         if self._runner is not None:
-            made._runner = await self._runner.fork(made, made.toolset(), memo)
+            fork._runner = await self._runner.fork(fork, fork.toolset(), memo)
 
     async def close(self) -> None:
         """Release the BaseTools of the episode."""

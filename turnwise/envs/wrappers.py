@@ -16,7 +16,22 @@ from typing import Any, ClassVar, Final, TypeAlias, cast
 import orjson
 
 from turnwise.append_file import AppendFile
-from turnwise.envs.core import AsyncSolution, Env, Score, ScoreParts, Solution, StepResult, as_messages, invoke
+from turnwise.envs.core import (
+    AsyncSolution,
+    Env,
+    Score,
+    ScoreParts,
+    Solution,
+    StepResult,
+    as_messages,
+    call_env,
+    close_env,
+    fork_env,
+    reset_env,
+    run_method,
+    score_env,
+    step_env,
+)
 from turnwise.envs.forking import Memo, copied
 from turnwise.envs.results import check_score
 from turnwise.envs.tool_env import ToolEnv
@@ -115,22 +130,22 @@ class Wrapper(Env):
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """Forward to the wrapped environment."""
-        messages, info = await invoke(self.env, "reset", task, seed=seed)
+        messages, info = await reset_env(self.env, task, seed=seed)
         return messages, info
 
     async def step(self, action: Message) -> StepResult:
         """Forward to the wrapped environment."""
-        result: StepResult = await invoke(self.env, "step", action)
+        result: StepResult = await step_env(self.env, action)
         return result
 
     async def call(self, call: ToolCall) -> ToolResponse:
         """Forward a single call; for wrappers around a ToolEnv."""
-        response: ToolResponse = await invoke(self.env, "call", call)
+        response: ToolResponse = await call_env(self.env, call)
         return response
 
     async def score(self, final: Message | None) -> Score:
         """Forward to the wrapped environment."""
-        parts: ScoreParts = await invoke(self.env, "score", final)
+        parts: ScoreParts = await score_env(self.env, final)
         return parts
 
     def solve(self) -> Solution | AsyncSolution | None:
@@ -139,8 +154,7 @@ class Wrapper(Env):
 
     async def check_task(self, task: Task) -> Sequence[str]:
         """Forward to the wrapped environment."""
-        found: Sequence[str] = await invoke(self.env, "check_task", task)
-        return found
+        return await run_method(self.env, self.env.check_task, task)
 
     @property
     def supports_fork(self) -> bool:
@@ -149,17 +163,17 @@ class Wrapper(Env):
 
     async def fork(self) -> Env:
         """Return the wrapper, with a copy of its own attributes, around a fork of the wrapped environment."""
-        inner = await invoke(self.env, "fork")
+        inner = await fork_env(self.env)
         try:
             made: Env = await copied(self, self.fork_shares, _carry_nothing, {id(self.env): inner})
         except BaseException:  # also a cancellation: what was forked is closed
-            await invoke(inner, "close")
+            await close_env(inner)
             raise
         return made
 
     async def close(self) -> None:
         """Close the wrapped environment."""
-        await invoke(self.env, "close")
+        await close_env(self.env)
 
     async def release(self) -> None:
         """Do nothing: closing the wrapped environment has released it."""
@@ -202,7 +216,7 @@ async def ask(env: Env, method: str, *args: Any, executor: Executor | None = Non
         env: The environment.
         method: A public method besides :class:`Env`'s.
         *args: Its arguments.
-        executor: As for :func:`invoke`.
+        executor: As for :func:`~turnwise.envs.core.reset_env`.
 
     Raises:
         AgentError: There is no such method.
@@ -214,7 +228,10 @@ async def ask(env: Env, method: str, *args: Any, executor: Executor | None = Non
         close = difflib.get_close_matches(method, own, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(own) or 'no methods'}"
         raise AgentError(f"{type(inner).__qualname__} has no method {method!r}{hint}")
-    return await invoke(inner, method, *args, executor=executor)
+    if executor is not None:
+        inner.executor = executor
+    function: Callable[..., Any] = getattr(inner, method)
+    return await run_method(inner, function, *args)
 
 
 @functools.cache
@@ -284,7 +301,7 @@ class TimeLimit(Wrapper):
             if not scope.expired():
                 raise
             if self.env.pending_score is not None:
-                parts: ScoreParts = await invoke(self.env, "score", action)
+                parts: ScoreParts = await score_env(self.env, action)
                 return StepResult([], sum(parts.values()), True, False, parts.info())
             answers = [self._unanswered(call) for call in action.get("tool_calls") or ()]
             return StepResult(answers, 0.0, False, True, {"stop_reason": StopReason.TIMEOUT})
@@ -381,7 +398,7 @@ class ShapeReward(Wrapper):
 
     async def score(self, final: Message | None) -> Score:
         """Shape the score of an episode that no step scored."""
-        parts: ScoreParts = await invoke(self.env, "score", final)
+        parts: ScoreParts = await score_env(self.env, final)
         shaped = await self._shaped(sum(parts.values()), {"rewards": dict(parts)}, final, dict(parts))
         return ScoreParts(shaped, parts.metrics, parts.agents, parts.notes)
 
@@ -447,7 +464,7 @@ class RecordTranscript(Wrapper):
 
     async def score(self, final: Message | None) -> Score:
         """Record the score of an episode that no step scored."""
-        parts: ScoreParts = await invoke(self.env, "score", final)
+        parts: ScoreParts = await score_env(self.env, final)
         self._note([], parts)
         return parts
 

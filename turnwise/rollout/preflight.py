@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from turnwise.chat.renderer import shipped_templates
-from turnwise.envs.core import Env, invoke
+from turnwise.envs.core import Env, close_env
 from turnwise.envs.registration import env_class, make, own_tasks
 from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError
 from turnwise.model.canonical import canonical_messages
@@ -132,7 +132,7 @@ async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
             agents.setdefault(_spec_key(task.agent, task.agent_config), task)
     for task in list(envs.values())[:_SPECS_CHECKED]:
         with contextlib.suppress(EnvError):
-            await invoke(made_env(task, rollout), "close")
+            await close_env(made_env(task, rollout))
     table = AgentTable(rollout)
     for task in list(agents.values())[:_SPECS_CHECKED]:
         try:

@@ -16,7 +16,7 @@ from turnwise.agents.forks import EpisodeRecord
 from turnwise.agents.limits import EpisodeLimits
 from turnwise.agents.outcome import within_budget
 from turnwise.agents.roles import MAIN, check_played
-from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.core import Env, close_env, fork_env, reset_env, schemas
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
@@ -187,7 +187,7 @@ class EpisodeRunner:
         if spare is not None:
             with contextlib.suppress(TurnwiseError, TimeoutError):
                 async with asyncio.timeout(self._config.close_timeout):
-                    await invoke(spare, "close", executor=self._executor)
+                    await close_env(spare, executor=self._executor)
 
     async def run(self, spec: EpisodeSpec, agent: Agent | None = None) -> EpisodeOutcome:
         """Run one episode.
@@ -319,7 +319,7 @@ class EpisodeRunner:
         run.env = await self._make(name, spec.task.env_config)
         self._register_env(name, run.env)
         run.env.guest_mounts = agent.sandbox_mounts()
-        observation, info = await invoke(run.env, "reset", spec.task, seed=spec.env_seed, executor=self._executor)
+        observation, info = await reset_env(run.env, spec.task, seed=spec.env_seed, executor=self._executor)
         if run.record is not None:
             run.record.observation = snapshot(observation)
         open_fork = None if self._strategy(spec) is not None else partial(self._fork, run)
@@ -329,7 +329,7 @@ class EpisodeRunner:
 
     async def _fork(self, run: _Run, origin: Episode) -> Episode:
         """Return a fork of a running episode, which its agent drives."""
-        env = await invoke(origin.env, "fork", executor=self._executor)
+        env = await fork_env(origin.env, executor=self._executor)
         run.forked_envs.append(env)
         made = run.sessions.fork_all(origin, len(run.agent_forks))
         fork = self._episode(
@@ -356,7 +356,7 @@ class EpisodeRunner:
         def open_session(name: str, policy: str) -> Session:
             return run.sessions.fork(name, policy, fork.point, fork.number)
 
-        run.env = await invoke(fork.point.env, "fork", executor=self._executor)
+        run.env = await fork_env(fork.point.env, executor=self._executor)
         return self._episode(run, run.env, record.observation, dict(fork.origin.info), open_session, deadline)
 
     def _episode(
@@ -471,9 +471,9 @@ class EpisodeRunner:
     async def _close_all(self, envs: Sequence[Env]) -> None:
         """Close environments; the first error is raised when all are closed."""
         if len(envs) == 1:
-            await invoke(envs[0], "close", executor=self._executor)
+            await close_env(envs[0], executor=self._executor)
             return
-        calls = [invoke(env, "close", executor=self._executor) for env in envs]
+        calls = [close_env(env, executor=self._executor) for env in envs]
         errors = [each for each in await asyncio.gather(*calls, return_exceptions=True) if each is not None]
         if errors:
             raise errors[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env, step_env
 from turnwise.envs.export import export_env, load_exported
 from turnwise.envs.gym.to_gymnasium import plain
 from turnwise.envs.registration import EnvSpec
@@ -35,16 +35,16 @@ async def plays_of(name: str, folder: Path, form: str) -> list[Play]:
     assert len(exported.tasks) == 4
     right, wrong = exported.tasks[1:3]
     env = exported.make()
-    await invoke(env, "reset", right, seed=SEED)
+    await reset_env(env, right, seed=SEED)
     solved = [(plain(message), result.reward) for message, result in await play_solution(env)]
-    await invoke(env, "reset", wrong, seed=SEED)
+    await reset_env(env, wrong, seed=SEED)
     failed = []
     while True:
-        result = await invoke(env, "step", copy.deepcopy(WRONG))
+        result = await step_env(env, copy.deepcopy(WRONG))
         failed.append((plain(WRONG), result.reward))
         if result.terminated or result.truncated:
             break
-    await invoke(env, "close")
+    await close_env(env)
     assert sum(reward for _, reward in solved) > sum(reward for _, reward in failed)
     return [
         Play(task.id, [message for message, _ in played], [reward for _, reward in played])

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from turnwise.envs.core import Env, StepResult, invoke
+from turnwise.envs.core import Env, StepResult, reset_env, step_env
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.manager import SandboxManager
@@ -33,15 +33,15 @@ async def some_boxes(isolation: str = "landlock") -> AsyncIterator[SandboxManage
 
 async def answered(env: Env, task: Task, text: str) -> StepResult:
     """What an environment says of a message without calls."""
-    await invoke(env, "reset", task, seed=0)
-    result: StepResult = await invoke(env, "step", {"role": "assistant", "content": text})
+    await reset_env(env, task, seed=0)
+    result: StepResult = await step_env(env, {"role": "assistant", "content": text})
     return result
 
 
 async def called(env: Env, *calls: tuple[str, dict[str, Any]]) -> StepResult:
     """What an environment says of a message with calls."""
     made = [ToolCall(f"c{number}", name, arguments) for number, (name, arguments) in enumerate(calls)]
-    result: StepResult = await invoke(env, "step", {"role": "assistant", "content": "", "tool_calls": made})
+    result: StepResult = await step_env(env, {"role": "assistant", "content": "", "tool_calls": made})
     return result
 
 

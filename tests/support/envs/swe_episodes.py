@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from turnwise.agents.core import Agent, Episode
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env, score_env
 from turnwise.envs.library.swe import SweEnv, tasks
 from turnwise.envs.library.swe.rows import instance_of
 from turnwise.errors import SandboxUnavailable
@@ -41,10 +41,10 @@ async def episode(manager: SandboxManager, row: Task, **config: Any) -> AsyncIte
     env = SweEnv(**config)
     env.sandboxes = manager
     try:
-        await invoke(env, "reset", row, seed=0)
+        await reset_env(env, row, seed=0)
         yield env
     finally:
-        await invoke(env, "close")
+        await close_env(env)
 
 
 @asynccontextmanager
@@ -55,7 +55,7 @@ async def judging(manager: SandboxManager, row: Task, **config: Any) -> AsyncIte
     try:
         yield env
     finally:
-        await invoke(env, "close")
+        await close_env(env)
 
 
 async def worth(manager: SandboxManager, row: Task, command: str, **config: Any) -> tuple[float, SweEnv]:
@@ -64,7 +64,7 @@ async def worth(manager: SandboxManager, row: Task, command: str, **config: Any)
         assert env.sandbox is not None
         done = await env.sandbox.exec(command, timeout=60.0)
         assert done.ok, done.text
-        parts = await invoke(env, "score", None)
+        parts = await score_env(env, None)
         return sum(parts.values()), env
 
 

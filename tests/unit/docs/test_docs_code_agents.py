@@ -9,7 +9,7 @@ import yaml
 
 from support.doc_pages import blocks, section
 from support.envs.sandboxed_episodes import called, some_boxes
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env
 from turnwise.tools.config import ToolsConfig
 from turnwise.tools.core import SHIPPED
 from turnwise.tools.sandboxed.editor import EditorConfig
@@ -51,8 +51,8 @@ async def test_the_environment_runs_with_the_tools_of_its_configuration() -> Non
     async with some_boxes() as manager:
         env = names["Workshop"]()
         env.sandboxes = manager
-        await invoke(env, "reset", None, seed=0)
+        await reset_env(env, None, seed=0)
         command = "echo $(( $(paste -sd+ notes.txt) )) > sum.txt"
         result = await called(env, ("shell", {"command": command}), ("submit", {}))
         assert (result.terminated, result.reward) == (True, 1.0)
-        await invoke(env, "close")
+        await close_env(env)

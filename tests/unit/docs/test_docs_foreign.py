@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from support.doc_pages import blocks, page, section
 from turnwise.cli.app import app
 from turnwise.config import load_config
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env, step_env
 from turnwise.envs.export import FORMS
 from turnwise.envs.foreign import core
 from turnwise.envs.registration import _PREFIXES, env_class
@@ -32,11 +32,11 @@ async def test_the_driver_of_the_page_works() -> None:
     names: dict = {"__name__": "page"}
     exec(compile(code, PAGE, "exec"), names)
     env = names["env"]
-    messages, _ = await invoke(env, "reset", None, seed=1)
+    messages, _ = await reset_env(env, None, seed=1)
     assert messages == [{"role": "user", "content": "5 left"}]
-    results = [await invoke(env, "step", {"role": "assistant", "content": ""}) for _ in range(5)]
+    results = [await step_env(env, {"role": "assistant", "content": ""}) for _ in range(5)]
     assert [each.terminated for each in results] == [False] * 4 + [True]
-    await invoke(env, "close")
+    await close_env(env)
 
 
 def test_every_framework_is_in_the_tables() -> None:

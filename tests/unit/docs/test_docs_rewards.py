@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from support.doc_pages import page
 from turnwise.cli.app import app
 from turnwise.config import load_config
-from turnwise.envs import SingleTurnEnv, invoke, make
+from turnwise.envs import SingleTurnEnv, make, reset_env, step_env
 from turnwise.envs.rewards import registry as loading
 from turnwise.envs.rewards.core import GIVEN
 from turnwise.rollout.config import RolloutConfig
@@ -44,17 +44,17 @@ def code() -> dict:
 async def test_the_rubric(code, text, rewards):
     env = SingleTurnEnv(code["rubric"])
     assert isinstance(code["env"], SingleTurnEnv)
-    await invoke(env, "reset", Task("t", "2 + 2, please?", {"answer": "4"}))
-    result = await invoke(env, "step", {"role": "assistant", "content": text})
+    await reset_env(env, Task("t", "2 + 2, please?", {"answer": "4"}))
+    result = await step_env(env, {"role": "assistant", "content": text})
     assert result.info["rewards"] == pytest.approx(rewards)
     assert result.info["metrics"]["rubric/polite"] == 1.0
 
 
 async def test_the_environment_with_a_score_of_its_own(code):
     env = code["Library"]()
-    await invoke(env, "reset", Task("t", "Which book?", {"answer": "book 3"}))
-    await invoke(env, "step", {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", "look", {"shelf": 3})]})
-    result = await invoke(env, "step", {"role": "assistant", "content": "It is book 3."})
+    await reset_env(env, Task("t", "Which book?", {"answer": "book 3"}))
+    await step_env(env, {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", "look", {"shelf": 3})]})
+    result = await step_env(env, {"role": "assistant", "content": "It is book 3."})
     assert result.info["rewards"] == {"found": 1.0, "said": 1.0}
 
 

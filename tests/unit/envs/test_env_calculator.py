@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.envs import invoke, make, play_solution
+from turnwise.envs import make, play_solution, reset_env, score_env, step_env
 from turnwise.envs.library import calculator
 from turnwise.envs.library.calculator import Problem
 from turnwise.errors import EnvError, TaskError
@@ -72,7 +72,7 @@ def test_tasks_hold_their_problem():
 )
 async def test_a_task_that_is_no_problem_is_named(data, words):
     with pytest.raises(TaskError, match=rf"task 'mine'.*{words}"):
-        await invoke(make("calculator"), "reset", Task("mine", "?", data), seed=0)
+        await reset_env(make("calculator"), Task("mine", "?", data), seed=0)
 
 
 def test_settings_out_of_range_are_named():
@@ -91,20 +91,20 @@ async def test_only_the_right_number_alone_is_worth_1():
         "2360": 1.0, " 2,360. ": 1.0, "2360.0": 1.0,
         "2361": 0.0, "-2360": 0.0, "I think it is 2360.": 0.0, "2360 or 2361": 0.0, "1200*2-40": 0.0, "": 0.0,
     }.items():  # fmt: skip
-        messages, _ = await invoke(env, "reset", task, seed=0)
+        messages, _ = await reset_env(env, task, seed=0)
         assert messages == [{"role": "user", "content": "Take 1200, times 2, then minus 40. What is the result?"}]
-        result = await invoke(env, "step", final(said))
+        result = await step_env(env, final(said))
         assert (result.reward, result.terminated) == (worth, True), said
-    await invoke(env, "reset", task, seed=0)
-    assert await invoke(env, "score", None) == {"score": 0.0}
+    await reset_env(env, task, seed=0)
+    assert await score_env(env, None) == {"score": 0.0}
 
 
 async def test_the_tool_calculates_and_says_what_is_wrong():
     env = make("calculator")
-    await invoke(env, "reset", seed=0)
-    result = await invoke(env, "step", call("1200 * 2"))
+    await reset_env(env, seed=0)
+    result = await step_env(env, call("1200 * 2"))
     assert result.observation[0]["content"] == "2400"
-    result = await invoke(env, "step", call("9**9**9"))
+    result = await step_env(env, call("9**9**9"))
     assert '"tool_error"' in result.observation[0]["content"]
     assert "too large" in result.observation[0]["content"]
     assert not result.truncated
@@ -112,19 +112,19 @@ async def test_the_tool_calculates_and_says_what_is_wrong():
 
 async def test_without_a_task_the_seed_draws_the_problem():
     env = make("calculator", operations=4, largest=50)
-    first, _ = await invoke(env, "reset", seed=3)
-    again, _ = await invoke(env, "reset", seed=3)
-    other, _ = await invoke(env, "reset", seed=4)
+    first, _ = await reset_env(env, seed=3)
+    again, _ = await reset_env(env, seed=3)
+    other, _ = await reset_env(env, seed=4)
     assert first == again != other
     assert first[0]["content"].count("then") == 3
-    free = [(await invoke(env, "reset"))[0][0]["content"] for _ in range(5)]
+    free = [(await reset_env(env))[0][0]["content"] for _ in range(5)]
     assert len(set(free)) > 1
 
 
 async def test_the_reference_calls_once_per_operation_and_is_right():
     env = make("calculator", operations=3)
     for seed in range(5):
-        await invoke(env, "reset", seed=seed)
+        await reset_env(env, seed=seed)
         played = await play_solution(env)
         assert len(played) == 4
         assert played[-1][1].reward == 1.0

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from support.envs.code_cheats import FUNCTION_CHEATS, PROGRAM_CHEATS, rows
 from support.envs.sandboxed_episodes import answered, called, fenced, some_boxes
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env
 from turnwise.envs.library.code import CodeEnv, row
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, EnvError
@@ -39,7 +39,7 @@ def made(boxes: SandboxManager, **config: Any) -> CodeEnv:
 
 async def graded(env: CodeEnv, record: dict[str, Any], code: str) -> float:
     result = await answered(env, task_of(record), fenced(code))
-    await invoke(env, "close")
+    await close_env(env)
     assert result.terminated
     return result.reward
 
@@ -48,7 +48,7 @@ async def graded(env: CodeEnv, record: dict[str, Any], code: str) -> float:
 async def test_the_reference_passes_and_nothing_does_not(boxes: SandboxManager, form: str) -> None:
     env = made(boxes)
     record = rows()[form]
-    await invoke(env, "reset", task_of(record), seed=0)
+    await reset_env(env, task_of(record), seed=0)
     reference = env.problem.reference
     assert await graded(env, record, reference or "") == 1.0
     assert env.report is not None
@@ -184,7 +184,7 @@ async def test_equal_answers_are_judged_once_where_asked(boxes: SandboxManager) 
 async def test_an_agent_works_in_a_sandbox_and_submits(boxes: SandboxManager) -> None:
     env = made(boxes, agentic=True)
     task = task_of(rows()["functional"])
-    await invoke(env, "reset", task, seed=0)
+    await reset_env(env, task, seed=0)
     result = await called(
         env, ("editor", {"command": "create", "path": "solution.py", "file_text": "def add(a, b):\n"})
     )
@@ -195,17 +195,17 @@ async def test_an_agent_works_in_a_sandbox_and_submits(boxes: SandboxManager) ->
     assert [message["content"] for message in result.observation][1] == "Submitted."
     assert result.info["metrics"]["tool_calls"] == 2.0
     assert result.info["metrics"]["tests_passed"] == 2.0
-    await invoke(env, "reset", task, seed=0)
+    await reset_env(env, task, seed=0)
     assert (await called(env, ("submit", {}))).reward == 0.0
-    await invoke(env, "reset", task, seed=0)
+    await reset_env(env, task, seed=0)
     assert (await play_solution(env))[-1][1].reward == 1.0
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_a_tool_without_a_sandbox_says_what_to_do(boxes: SandboxManager) -> None:
     env = made(boxes)
     env.tools = ("shell",)
-    await invoke(env, "reset", task_of(rows()["mbpp"]), seed=0)
+    await reset_env(env, task_of(rows()["mbpp"]), seed=0)
     with pytest.raises(ConfigError, match="'shell' needs a sandbox, and the environment opened none"):
         await called(env, ("shell", {"command": "ls"}))
-    await invoke(env, "close")
+    await close_env(env)

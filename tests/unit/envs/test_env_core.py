@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from turnwise.envs import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
 from turnwise.errors import ConfigError, EnvError, ToolSchemaError
 from turnwise.tools import ToolThreads, function_tool
 
@@ -67,18 +67,18 @@ class TestInvoke:
     @KINDS
     async def test_plain_async_and_blocking(self, kind):
         env = kind(reset=("hi", {"k": 1}), step=StepResult("yo", 1, False, False, {}), score=0.5)
-        assert await invoke(env, "reset", None, seed=1) == ([{"role": "user", "content": "hi"}], {"k": 1})
-        assert await invoke(env, "step", ACTION) == ([{"role": "user", "content": "yo"}], 1.0, False, False, {})
-        assert await invoke(env, "score", None) == {"score": 0.5}
-        await invoke(env, "close")
+        assert await reset_env(env, None, seed=1) == ([{"role": "user", "content": "hi"}], {"k": 1})
+        assert await step_env(env, ACTION) == ([{"role": "user", "content": "yo"}], 1.0, False, False, {})
+        assert await score_env(env, None) == {"score": 0.5}
+        await close_env(env)
         elsewhere = [thread is not threading.current_thread() for _, thread in env.calls]
         assert elsewhere == [kind is Blocking] * 4
 
     async def test_blocking_methods_run_in_the_given_executor(self):
         executor = ToolThreads(1)
         env = Blocking(score=1.0)
-        await invoke(env, "score", None, executor=executor)
-        await invoke(env, "score", None)
+        await score_env(env, None, executor=executor)
+        await score_env(env, None)
         threads = {thread for _, thread in env.calls}
         assert threads == {executor.submit(threading.current_thread).result(20)}
         executor.shutdown()
@@ -87,29 +87,29 @@ class TestInvoke:
     @pytest.mark.parametrize("raised", [ValueError("why"), StopIteration("why"), SystemExit("why"), KeyError("why")])
     async def test_what_it_raises_is_an_env_error_that_names_it(self, kind, raised):
         with pytest.raises(EnvError, match=rf"{kind.__name__}\.step raised \w+: .*(why|StopIteration)") as error:
-            await invoke(kind(step=raised), "step", ACTION)
+            await step_env(kind(step=raised), ACTION)
         assert error.value.__cause__ is not None
 
     @KINDS
     async def test_errors_of_ours_pass(self, kind):
         with pytest.raises(ConfigError, match="as it is"):
-            await invoke(kind(score=ConfigError("as it is")), "score", None)
+            await score_env(kind(score=ConfigError("as it is")), None)
 
     async def test_a_method_that_is_not_written(self):
         with pytest.raises(EnvError, match=r"Env defines no reset\(\)"):
-            await invoke(Env(), "reset")
+            await reset_env(Env())
 
     @KINDS
     async def test_close_releases_whatever_happens(self, kind):
         env = kind(close=OSError("stuck"))
         with pytest.raises(EnvError, match="stuck"):
-            await invoke(env, "close")
+            await close_env(env)
         assert env.released == 1
 
     async def test_defaults(self):
         env = Env()
-        assert await invoke(env, "score", None) == {"score": 0.0}
-        assert await invoke(env, "close") is None
+        assert await score_env(env, None) == {"score": 0.0}
+        assert await close_env(env) is None
         assert schemas(env) == []
 
 
@@ -128,7 +128,7 @@ class TestResults:
     )
     async def test_reset(self, result, words):
         with pytest.raises(EnvError, match=f"Given.reset.*{words}"):
-            await invoke(Given(reset=result), "reset")
+            await reset_env(Given(reset=result))
 
     @pytest.mark.parametrize(
         ("result", "words"),
@@ -152,23 +152,23 @@ class TestResults:
     )
     async def test_step(self, result, words):
         with pytest.raises(EnvError, match=f"Given.step.*{words}"):
-            await invoke(Given(step=result), "step", ACTION)
+            await step_env(Given(step=result), ACTION)
 
     async def test_numpys_numbers_and_flags_are_fine(self):
         env = Given(step=("a", np.float32(0.5), np.bool_(True), np.bool_(False), {}), score=np.float64(1))
-        result = await invoke(env, "step", ACTION)
+        result = await step_env(env, ACTION)
         assert (result.reward, result.terminated, result.truncated) == (0.5, True, False)
         assert type(result.reward) is float
         assert type(result.terminated) is bool
-        assert await invoke(env, "score", None) == {"score": 1.0}
+        assert await score_env(env, None) == {"score": 1.0}
 
     @pytest.mark.parametrize("result", [None, "1", float("nan"), {"a": float("nan")}, {1: 0.5}, {"a": "x"}, [1.0]])
     async def test_score(self, result):
         with pytest.raises(EnvError, match=r"Given\.score returned"):
-            await invoke(Given(score=result), "score", None)
+            await score_env(Given(score=result), None)
 
     async def test_a_score_in_parts(self):
-        assert await invoke(Given(score={"a": 1, "b": 0.5}), "score", None) == {"a": 1.0, "b": 0.5}
+        assert await score_env(Given(score={"a": 1, "b": 0.5}), None) == {"a": 1.0, "b": 0.5}
 
 
 class TestAsMessages:

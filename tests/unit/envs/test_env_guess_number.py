@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import invoke, make, play_solution
+from turnwise.envs import make, play_solution, reset_env
 from turnwise.envs.library import guess_number
 from turnwise.envs.library.guess_number import GuessNumberEnv
 from turnwise.errors import EnvError, TaskError
@@ -104,7 +104,7 @@ async def test_the_reference_halves_and_always_ends_in_time():
     for guesses in (1, 3, 10):
         env = make("guess_number", low=1, high=1000, guesses=guesses)
         for seed in range(20):
-            await invoke(env, "reset", seed=seed)
+            await reset_env(env, seed=seed)
             played = await play_solution(env)
             assert played[-1][1].reward == 1.0
             assert len(played) <= guesses

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from turnwise.envs import invoke, make, play_solution
+from turnwise.envs import close_env, make, play_solution, reset_env, score_env, step_env
 from turnwise.envs.library import math
 from turnwise.envs.library.math import calculations
 from turnwise.envs.library.math.made import made_rows
@@ -24,9 +24,9 @@ def final(text):
 
 async def worth(task, text):
     env = make("math")
-    await invoke(env, "reset", task, seed=0)
-    result = await invoke(env, "step", final(text))
-    await invoke(env, "close")
+    await reset_env(env, task, seed=0)
+    result = await step_env(env, final(text))
+    await close_env(env)
     assert result.terminated
     return result.reward
 
@@ -124,20 +124,20 @@ def test_calculations_of_a_solution():
 async def test_the_prompt_and_the_tool():
     env = make("math")
     (task,) = math.tasks(n=1)
-    messages, _ = await invoke(env, "reset", task, seed=0)
+    messages, _ = await reset_env(env, task, seed=0)
     assert [message["role"] for message in messages] == ["system", "user"]
     assert "####" in messages[0]["content"]
     assert messages[1]["content"] == task.prompt
     call = ToolCall("c", "calculator", {"expression": "$1,200 * 15%"})
-    result = await invoke(env, "step", {"role": "assistant", "content": "", "tool_calls": [call]})
+    result = await step_env(env, {"role": "assistant", "content": "", "tool_calls": [call]})
     assert result.observation[0]["content"] == "180"
     call = ToolCall("d", "calculator", {"expression": "12 apples"})
-    result = await invoke(env, "step", {"role": "assistant", "content": "", "tool_calls": [call]})
+    result = await step_env(env, {"role": "assistant", "content": "", "tool_calls": [call]})
     assert "cannot be evaluated" in result.observation[0]["content"]
     plain = make("math", instructions=None)
-    assert (await invoke(plain, "reset", task, seed=0))[0] == messages[1:]
+    assert (await reset_env(plain, task, seed=0))[0] == messages[1:]
     own = Task("t", [{"role": "system", "content": "mine"}, {"role": "user", "content": "?"}], {"answer": "1"})
-    assert (await invoke(env, "reset", own, seed=0))[0] == own.prompt
+    assert (await reset_env(env, own, seed=0))[0] == own.prompt
 
 
 async def test_where_the_answer_stands():
@@ -151,8 +151,8 @@ async def test_where_the_answer_stands():
     }.items():  # fmt: skip
         assert await worth(task, text) == value, text
     env = make("math")
-    await invoke(env, "reset", task, seed=0)
-    assert await invoke(env, "score", None) == {"score": 0.0}
+    await reset_env(env, task, seed=0)
+    assert await score_env(env, None) == {"score": 0.0}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
@@ -179,16 +179,16 @@ async def test_the_row_alone_decides_the_rule(monkeypatch):
 
 async def test_what_cannot_begin_says_why():
     with pytest.raises(EnvError, match=r"turnwise\.envs\.library\.math:tasks"):
-        await invoke(make("math"), "reset", seed=0)
+        await reset_env(make("math"), seed=0)
     for data in ({}, {"answer": 3}, {"answer": " "}):
         with pytest.raises(TaskError, match=r"task 't': data\['answer'\]"):
-            await invoke(make("math"), "reset", Task("t", "?", data), seed=0)
+            await reset_env(make("math"), Task("t", "?", data), seed=0)
 
 
 async def test_the_reference_does_the_marked_calculations():
     env = make("math")
     for task in math.tasks(n=10, split="test"):
-        await invoke(env, "reset", task, seed=0)
+        await reset_env(env, task, seed=0)
         played = await play_solution(env)
         expressions = [call.arguments["expression"] for message, _ in played for call in message.get("tool_calls", ())]
         assert expressions == [expression for expression, _ in calculations(task.data["solution"])]

@@ -18,7 +18,7 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
 from support.pictures import URI
-from turnwise.envs import Env, StepResult, ToolEnv, invoke, make
+from turnwise.envs import Env, StepResult, ToolEnv, make, reset_env, step_env
 from turnwise.envs.library.lookup import LookupEnv, table
 from turnwise.envs.mcp_server import EnvServer, ServedEpisode
 from turnwise.envs.single_turn import SingleTurnEnv
@@ -310,15 +310,15 @@ class TestToolEnvironment:
 
     async def test_prompt_system_and_scorer(self) -> None:
         env = make("tool", scorer="exact_match", system="Be exact.")
-        messages, _ = await invoke(env, "reset", Task("t", "2 + 2?", {"answer": "4"}))
+        messages, _ = await reset_env(env, Task("t", "2 + 2?", {"answer": "4"}))
         assert messages == [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "2 + 2?"}]
-        result = await invoke(env, "step", {"role": "assistant", "content": "4"})
+        result = await step_env(env, {"role": "assistant", "content": "4"})
         assert (result.reward, result.terminated) == (1.0, True)
 
     async def test_tasks_that_bring_a_system_prompt_keep_it(self) -> None:
         env = make("tool", scorer="turnwise.envs.library.task_env:only_tools", system="Be exact.")
         own = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-        messages, _ = await invoke(env, "reset", Task("t", own))
+        messages, _ = await reset_env(env, Task("t", own))
         assert messages == own
-        result = await invoke(env, "step", {"role": "assistant", "content": "Hello"})
+        result = await step_env(env, {"role": "assistant", "content": "Hello"})
         assert result.info["rewards"] == {}

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from turnwise.envs import invoke, make
+from turnwise.envs import make, reset_env, score_env, step_env
 from turnwise.envs.library.nim import best, chosen, tasks
 from turnwise.errors import EnvError, RegistryError, TaskError
 from turnwise.tasks import Task
@@ -18,8 +18,8 @@ def say(text: str) -> dict:
 
 async def game(*moves: str, stones: int = 7, **config):
     env = make("nim", **config)
-    heard, info = await invoke(env, "reset", Task("t", "", {"stones": stones}), seed=0)
-    results = [await invoke(env, "step", say(move)) for move in moves]
+    heard, info = await reset_env(env, Task("t", "", {"stones": stones}), seed=0)
+    results = [await step_env(env, say(move)) for move in moves]
     return env, [heard[-1]["content"], info], results
 
 
@@ -50,12 +50,12 @@ async def test_nobody_takes_more_than_there_are() -> None:
 async def test_after_the_end_nothing_goes_on() -> None:
     env, _, _ = await game("0")
     with pytest.raises(EnvError, match="no episode runs"):
-        await invoke(env, "step", say("1"))
+        await step_env(env, say("1"))
 
 
 async def test_a_limit_costs_the_game_who_let_it_pass() -> None:
     env, _, _ = await game("3")
-    parts = await invoke(env, "score", None)
+    parts = await score_env(env, None)
     assert parts.agents == {"first": {"score": 1.0}, "second": {"score": 0.0}}
 
 
@@ -78,10 +78,10 @@ def test_the_perfect_player_is_that_of_the_search(take: int) -> None:
 async def test_against_the_perfect_player_only_perfect_play_wins(seed: int) -> None:
     for careful in (True, False):
         env = make("nim", opponent="perfect")
-        await invoke(env, "reset", None, seed=seed)
+        await reset_env(env, None, seed=seed)
         over, result = False, None
         while not over:
-            result = await invoke(env, "step", say(str(best(env.stones, 3) if careful else 1)))
+            result = await step_env(env, say(str(best(env.stones, 3) if careful else 1)))
             over = result.terminated
         assert result is not None
         # Taking one each time is perfect only by luck of the heap.
@@ -103,7 +103,7 @@ def test_answers_and_configurations_are_read_strictly() -> None:
 async def test_games_that_cannot_be_played_are_refused(data: dict, words: str) -> None:
     env = make("nim", opponent="perfect")
     with pytest.raises(TaskError, match=words):
-        await invoke(env, "reset", Task("t", "", data), seed=0)
+        await reset_env(env, Task("t", "", data), seed=0)
 
 
 def test_tasks_name_their_opponent() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from turnwise.envs import invoke, make
+from turnwise.envs import make, reset_env, step_env
 from turnwise.envs.library import picture
 from turnwise.envs.library.picture import COLOURS, HIGHEST, chart, draw, said
 from turnwise.errors import TaskError
@@ -20,18 +20,18 @@ LOOK = {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", "look",
 
 async def scored(answer: str, seed: int = 3) -> float:
     env = make("picture")
-    await invoke(env, "reset", Task("t", "", {"colour": "blue"}), seed=seed)
-    result = await invoke(env, "step", {"role": "assistant", "content": answer})
+    await reset_env(env, Task("t", "", {"colour": "blue"}), seed=seed)
+    result = await step_env(env, {"role": "assistant", "content": answer})
     assert result.terminated
     return result.reward
 
 
 async def test_only_the_picture_tells_the_height():
     env = make("picture")
-    [question], info = await invoke(env, "reset", Task("t", "", {"colour": "red"}), seed=1)
+    [question], info = await reset_env(env, Task("t", "", {"colour": "red"}), seed=1)
     assert question["content"] == "How high is the red bar? Answer with its colour and height."
     assert info == {}
-    [answer] = (await invoke(env, "step", LOOK)).observation
+    [answer] = (await step_env(env, LOOK)).observation
     [part] = answer["content"]
     assert part["type"] == "image_url"
 
@@ -72,7 +72,7 @@ async def test_what_is_no_colour_or_split_is_named():
     with pytest.raises(TaskError, match="no split='dev': splits are train, test"):
         chart(0, split="dev")
     with pytest.raises(TaskError, match="no colour='pink': colours are red, green, blue, yellow"):
-        await invoke(make("picture"), "reset", Task("t", "", {"colour": "pink"}), seed=0)
+        await reset_env(make("picture"), Task("t", "", {"colour": "pink"}), seed=0)
 
 
 def test_tasks_ask_for_every_bar_and_keep_their_ids():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.chat.toy_renderer import ToyRenderer
 from support.property_tests import examples
-from turnwise.envs import check_env, invoke, make, play_solution, schemas
+from turnwise.envs import check_env, close_env, make, play_solution, reset_env, schemas, score_env, step_env
 from turnwise.envs.library.retail.changes import CHANGES
 from turnwise.envs.library.retail.desk import Desk, dollars
 from turnwise.envs.library.retail.goal import LONGEST_ANSWER, goal_of, states
@@ -42,7 +42,7 @@ def says(text):
 
 async def begun(task, **config):
     env = make("retail", **config)
-    await invoke(env, "reset", task, seed=0)
+    await reset_env(env, task, seed=0)
     return env
 
 
@@ -120,11 +120,11 @@ async def test_the_solution_is_worth_1_and_half_of_it_nothing(kind):
         assert (played[-1][1].reward, env.differences()) == (1.0, [])
         # The same end without the last change, or without the answer.
         moves = [message for message, _ in played]
-        await invoke(env, "reset", task, seed=0)
+        await reset_env(env, task, seed=0)
         for message in moves[:-2]:
-            await invoke(env, "step", message)
-        assert (await invoke(env, "step", says("Done."))).reward == 0.0
-        await invoke(env, "close")
+            await step_env(env, message)
+        assert (await step_env(env, says("Done."))).reward == 0.0
+        await close_env(env)
 
 
 async def test_doing_nothing_and_doing_too_much_are_wrong():
@@ -132,33 +132,33 @@ async def test_doing_nothing_and_doing_too_much_are_wrong():
         (task,) = of_kind(kind, 1)
         env = await begun(task)
         for text in ("", task.prompt, "Done.", "$1.00 " * 50):
-            assert await invoke(env, "score", says(text)) == {"score": 0.0}
-        assert await invoke(env, "score", None) == {"score": 0.0}
+            assert await score_env(env, says(text)) == {"score": 0.0}
+        assert await score_env(env, None) == {"score": 0.0}
         played = await play_solution(env)
         if kind == "transfer":
             continue
-        await invoke(env, "reset", task, seed=0)
+        await reset_env(env, task, seed=0)
         for message, _ in played[:-1]:
-            await invoke(env, "step", message)
+            await step_env(env, message)
         order = next(each.id for each in draw(env.goal.world).orders.values() if each.user == env.goal.customer)
         extra = [
             ("decline_request", {"order_id": order, "reason": reason}) for reason in ("final_sale", "out_of_stock")
         ]
-        await invoke(env, "step", calls(*extra))
-        assert (await invoke(env, "step", played[-1][0])).reward == 0.0
+        await step_env(env, calls(*extra))
+        assert (await step_env(env, played[-1][0])).reward == 0.0
         assert env.differences() == ["declined"]
 
 
 async def test_white_space_and_case_of_an_address_do_not_count():
     (task,) = of_kind("address", 1)
     env = await begun(task)
-    await invoke(env, "step", calls(("find_user_by_email", {"email": _email(env)})))
+    await step_env(env, calls(("find_user_by_email", {"email": _email(env)})))
     for action in task.data["actions"]:
         arguments = {
             key: value if key.endswith("_id") else f" {value.upper()} " for key, value in action["arguments"].items()
         }
-        await invoke(env, "step", calls((action["name"], arguments)))
-    assert (await invoke(env, "step", says("Done."))).reward == 1.0
+        await step_env(env, calls((action["name"], arguments)))
+    assert (await step_env(env, says("Done."))).reward == 1.0
 
 
 def _email(env):
@@ -198,7 +198,7 @@ async def test_reading_all_prices_aloud_is_not_naming_the_lowest():
         near = [each for each in prices if each >= round(100 * float(task.data["facts"][0][1:]))][:6]
         assert env.score(says(f"It is one of {', '.join(map(dollars, near))}.")) == 0.0
         assert env.score(says(f"It is {dollars(near[0])}.")) == 1.0
-        await invoke(env, "close")
+        await close_env(env)
         told += 1
     assert told >= 5
 
@@ -215,7 +215,7 @@ async def test_the_desk_serves_one_customer_who_was_identified():
     theirs = next(each.id for each in world.orders.values() if each.user == other.id)
 
     async def answer(name, **arguments):
-        (message,) = (await invoke(env, "step", calls((name, arguments)))).observation
+        (message,) = (await step_env(env, calls((name, arguments)))).observation
         return message["content"]
 
     assert "no customer has been identified" in await answer("get_user", user_id=mine.id)
@@ -239,7 +239,7 @@ async def test_the_desk_serves_one_customer_who_was_identified():
     kettle = json.loads(await answer("get_product", product_id=products["kettle"]))
     assert len(kettle["variants"]) == 6
     assert "not text that can be stored" in await answer("get_order", order_id="\ud800")
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_there_are_fifteen_tools_and_their_words_are_the_policys():
@@ -248,7 +248,7 @@ async def test_there_are_fifteen_tools_and_their_words_are_the_policys():
     assert set(CHANGES) < set(found)
     reasons = found["decline_request"].parameters["properties"]["reason"]["enum"]
     env = make("retail")
-    (system, _user), _ = await invoke(env, "reset", None, seed=1)
+    (system, _user), _ = await reset_env(env, None, seed=1)
     words = (*reasons, *found["transfer_to_human"].parameters["properties"]["topic"]["enum"])
     assert [each for each in words if each not in system["content"]] == []
     assert f"within {RETURN_DAYS} days" in system["content"]
@@ -258,8 +258,8 @@ async def test_there_are_fifteen_tools_and_their_words_are_the_policys():
 async def test_after_a_transfer_nothing_can_be_changed():
     (task,) = of_kind("transfer", 1)
     env = await begun(task)
-    await invoke(env, "step", calls(("find_user_by_email", {"email": _email(env)})))
-    await invoke(env, "step", calls(("transfer_to_human", task.data["actions"][0]["arguments"])))
+    await step_env(env, calls(("find_user_by_email", {"email": _email(env)})))
+    await step_env(env, calls(("transfer_to_human", task.data["actions"][0]["arguments"])))
     before = env.desk.store.digest()
     order = next(each.id for each in draw(env.goal.world).orders.values() if each.user == env.goal.customer)
     for call in (
@@ -267,7 +267,7 @@ async def test_after_a_transfer_nothing_can_be_changed():
         ("cancel_order", {"order_id": order, "reason": "no longer needed"}),
         ("transfer_to_human", {"topic": "courier"}),
     ):
-        (message,) = (await invoke(env, "step", calls(call))).observation
+        (message,) = (await step_env(env, calls(call))).observation
         assert "was transferred" in message["content"]
     assert env.desk.store.digest() == before
 
@@ -531,16 +531,16 @@ async def test_items_may_be_handled_in_one_call_or_one_by_one(kind):
     split = 0
     for task in of_kind(kind, 16):
         env = await begun(task)
-        await invoke(env, "step", calls(("find_user_by_email", {"email": _email(env)})))
+        await step_env(env, calls(("find_user_by_email", {"email": _email(env)})))
         ((name, arguments),) = env.goal.actions
         split += len(arguments["item_ids"]) > 1
         for number, item in enumerate(arguments["item_ids"]):
             one = {**arguments, "item_ids": [item]}
             if "new_item_ids" in arguments:
                 one["new_item_ids"] = [arguments["new_item_ids"][number]]
-            await invoke(env, "step", calls((name, one)))
+            await step_env(env, calls((name, one)))
         assert env.differences() == []
-        await invoke(env, "close")
+        await close_env(env)
     assert split >= 3
 
 
@@ -565,8 +565,8 @@ async def test_a_task_that_cannot_be_reached_is_named(change, words):
     (task,) = of_kind("cancel", 1)
     env = make("retail")
     with pytest.raises(TaskError, match=words):
-        await invoke(env, "reset", Task("t", "p", {**task.data, **change}), seed=0)
-    await invoke(env, "close")
+        await reset_env(env, Task("t", "p", {**task.data, **change}), seed=0)
+    await close_env(env)
 
 
 def test_unknown_splits_and_kinds_are_named():
@@ -588,32 +588,32 @@ def test_goals_are_computed_once_for_a_group():
 async def test_in_a_dialogue_the_customer_is_asked_who_they_are():
     (task,) = of_kind("cancel", 1)
     env = make("retail", dialogue=True)
-    messages, _ = await invoke(env, "reset", task, seed=0)
+    messages, _ = await reset_env(env, task, seed=0)
     assert messages[-1] == {"role": "user", "content": task.data["request"]}
     assert task.data["identity"] not in messages[-1]["content"]
-    first = await invoke(env, "step", says("Gladly. What is your e-mail address, please?"))
+    first = await step_env(env, says("Gladly. What is your e-mail address, please?"))
     assert first.observation == [{"role": "user", "content": task.data["identity"]}]
     assert (first.reward, first.terminated, first.truncated) == (0.0, False, False)
-    again = await invoke(env, "step", says("Shall I go on?"))
+    again = await step_env(env, says("Shall I go on?"))
     assert task.data["request"] in again.observation[0]["content"]
-    await invoke(env, "step", calls(("find_user_by_email", {"email": _email(env)})))
+    await step_env(env, calls(("find_user_by_email", {"email": _email(env)})))
     for action in task.data["actions"]:
-        await invoke(env, "step", calls((action["name"], action["arguments"])))
-    end = await invoke(env, "step", says(f"It is done. {' '.join(task.data['facts'])}"))
+        await step_env(env, calls((action["name"], action["arguments"])))
+    end = await step_env(env, says(f"It is done. {' '.join(task.data['facts'])}"))
     assert (end.reward, end.terminated) == (1.0, True)
     with pytest.raises(EnvError, match="is over: call reset"):
-        await invoke(env, "step", says("Anything else?"))
-    await invoke(env, "close")
+        await step_env(env, says("Anything else?"))
+    await close_env(env)
 
 
 async def test_a_customer_who_is_asked_again_and_again_goes():
     env = make("retail", dialogue=True)
-    await invoke(env, "reset", None, seed=0)
-    ends = [(await invoke(env, "step", says("What?"))).terminated for _ in range(5)]
+    await reset_env(env, None, seed=0)
+    ends = [(await step_env(env, says("What?"))).terminated for _ in range(5)]
     assert ends == [False, False, False, False, True]
     with pytest.raises(TaskError, match=r"data\['identity'\].*dialogue"):
-        await invoke(env, "reset", Task("t", "p", {**drawn(1).data, "identity": None}), seed=0)
-    await invoke(env, "close")
+        await reset_env(env, Task("t", "p", {**drawn(1).data, "identity": None}), seed=0)
+    await close_env(env)
 
 
 # The environment as such.
@@ -621,13 +621,13 @@ async def test_a_customer_who_is_asked_again_and_again_goes():
 
 async def test_equal_seeds_give_equal_episodes_and_shops_do_not_leak_into_each_other():
     one, other = make("retail"), make("retail")
-    assert await invoke(one, "reset", None, seed=4) == await invoke(other, "reset", None, seed=4)
+    assert await reset_env(one, None, seed=4) == await reset_env(other, None, seed=4)
     assert one.desk.store.digest() == other.desk.store.digest()
     await play_solution(one)
-    await invoke(one, "reset", None, seed=4)
+    await reset_env(one, None, seed=4)
     assert one.desk.store.digest() == other.desk.store.digest()
     for env in (one, other):
-        await invoke(env, "close")
+        await close_env(env)
 
 
 async def test_500_episodes_leave_no_connection_behind():
@@ -639,15 +639,15 @@ async def test_500_episodes_leave_no_connection_behind():
     before = connections()
     env = make("retail")
     for _ in range(250):
-        await invoke(env, "reset", task, seed=0)
+        await reset_env(env, task, seed=0)
     last = env.desk.store
-    await invoke(env, "close")
+    await close_env(env)
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         last.rows("SELECT 1")
     for _ in range(250):
         env = make("retail")
-        await invoke(env, "reset", task, seed=0)
-        await invoke(env, "close")
+        await reset_env(env, task, seed=0)
+        await close_env(env)
     del env, last
     assert connections() == before
 
@@ -660,9 +660,9 @@ async def test_it_passes_the_doctor_as_a_dialogue_too():
 async def test_a_dialogue_is_one_conversation_of_the_recorder():
     (task,) = of_kind("return", 1)
     env = make("retail", dialogue=True)
-    await invoke(env, "reset", task, seed=0)
+    await reset_env(env, task, seed=0)
     solution = [message for message, _ in await play_solution(env)]
-    await invoke(env, "close")
+    await close_env(env)
     script = ["Who are you? Please tell me your e-mail address.", *solution]
     renderer = ToyRenderer()
     config = RolloutConfig(env=SpecConfig(name="retail", config={"dialogue": True}))

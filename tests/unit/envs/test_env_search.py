@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import check_env, invoke, make, play_solution, schemas
+from turnwise.envs import check_env, close_env, make, play_solution, reset_env, schemas, score_env, step_env
 from turnwise.envs.library.search import bm25
 from turnwise.envs.library.search.bm25 import Index, index_of_encyclopedia, index_of_file
 from turnwise.envs.library.search.encyclopedia import SPLITS, Passage, encyclopedia, read_corpus
@@ -35,7 +35,7 @@ def says(text):
 
 
 async def answer(env, name, **arguments):
-    return (await invoke(env, "step", call(name, **arguments))).observation[0]["content"]
+    return (await step_env(env, call(name, **arguments))).observation[0]["content"]
 
 
 def lines(path, *rows):
@@ -109,14 +109,14 @@ def test_tasks_are_stable_and_different():
 async def test_the_solution_finds_what_it_opens_and_is_worth_1(split):
     env = make("search")
     for task in tasks(40, split=split):
-        await invoke(env, "reset", task, seed=0)
+        await reset_env(env, task, seed=0)
         played = await play_solution(env)
         assert played[-1][1].reward == 1.0
         contents = [message["content"] for _, step in played for message in step.observation]
         assert not [each for each in contents if "error" in each]
         for text in ("", task.prompt, "I do not know.", f"It is {env.accepted[0]}, I think", contents[-1]):
-            assert await invoke(env, "score", says(text)) == {"score": 0.0}
-        assert await invoke(env, "score", None) == {"score": 0.0}
+            assert await score_env(env, says(text)) == {"score": 0.0}
+        assert await score_env(env, None) == {"score": 0.0}
 
 
 # Searching.
@@ -174,7 +174,7 @@ def test_each_corpus_is_indexed_once_also_by_many_threads(monkeypatch, tmp_path)
 async def test_the_tools_tell_ids_and_errors():
     env = make("search")
     (task,) = tasks(1, split="test")
-    await invoke(env, "reset", task, seed=0)
+    await reset_env(env, task, seed=0)
     assert [each.name for each in schemas(env)] == ["search", "open"]
     k = schemas(env)[0].parameters["properties"]["k"]
     assert (k["minimum"], k["maximum"], k["default"]) == (1, 20, 5)
@@ -188,7 +188,7 @@ async def test_the_tools_tell_ids_and_errors():
     assert "there is no passage 'nowhere'" in await answer(env, "open", id="nowhere")
     assert await answer(env, "search", query="the") == "nothing was found: use other words"
     assert "invalid_arguments" in await answer(env, "search", query="x", k=21)
-    await invoke(env, "close")
+    await close_env(env)
 
 
 # Answers.
@@ -278,16 +278,16 @@ async def test_questions_from_a_file_over_ones_own_passages(own):
     assert (first.id, first.data) == ("rows-1", {"level": 1, "answer": ["Elbe", "the river Elbe"]})
     assert (second.id, second.prompt, second.data) == ("q7", "How many operas?", {"answer": 1})
     env = make("search", corpus=corpus)
-    await invoke(env, "reset", first, seed=0)
+    await reset_env(env, first, seed=0)
     assert "[p1] Rivers: The Elbe" in await answer(env, "search", query="river dresden")
-    assert (await invoke(env, "step", says("Answer: The River Elbe"))).reward == 1.0
-    await invoke(env, "reset", second, seed=0)
-    assert (await invoke(env, "step", says("1"))).reward == 1.0
+    assert (await step_env(env, says("Answer: The River Elbe"))).reward == 1.0
+    await reset_env(env, second, seed=0)
+    assert (await step_env(env, says("1"))).reward == 1.0
     part = make("search", corpus=corpus, metric="f1")
-    await invoke(part, "reset", first, seed=0)
-    assert (await invoke(part, "step", says("Elbe river probably"))).reward == pytest.approx(2 * 2 / 5)
+    await reset_env(part, first, seed=0)
+    assert (await step_env(part, says("Elbe river probably"))).reward == pytest.approx(2 * 2 / 5)
     with pytest.raises(TaskError, match=r"tasks: see turnwise.envs.library.search:qa_tasks"):
-        await invoke(env, "reset", None, seed=0)
+        await reset_env(env, None, seed=0)
     assert (await check_env(lambda: make("search", corpus=corpus), tasks=[first])).ok
 
 
@@ -356,7 +356,7 @@ def test_the_fields_of_a_row_may_have_other_names(tmp_path):
 )
 async def test_a_task_that_cannot_be_judged_is_named(data, words_):
     with pytest.raises(TaskError, match=f"^task 't': data.*{words_}"):
-        await invoke(make("search"), "reset", Task("t", "p", data), seed=0)
+        await reset_env(make("search"), Task("t", "p", data), seed=0)
 
 
 def test_without_the_package_the_environment_says_what_to_install():
@@ -398,7 +398,7 @@ async def test_500_episodes_share_one_index_and_leave_no_thread():
         other = make("search")
         other.reset(task, seed=0)
         assert other.index is env.index
-        await invoke(other, "close")
+        await close_env(other)
     assert indexes() == before
     assert threading.active_count() == threads
 
@@ -407,7 +407,7 @@ async def test_equal_seeds_give_equal_episodes():
     one, other = make("search"), make("search")
     prompts = set()
     for seed in range(6):
-        first = await invoke(one, "reset", None, seed=seed)
-        assert first == await invoke(other, "reset", None, seed=seed)
+        first = await reset_env(one, None, seed=seed)
+        assert first == await reset_env(other, None, seed=seed)
         prompts.add(first[0][-1]["content"])
     assert len(prompts) == 6

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from support.chat.model_dirs import model_dir
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
-from turnwise.envs import check_env, invoke, make, play_solution, schemas
+from turnwise.envs import check_env, close_env, make, play_solution, reset_env, schemas, score_env, step_env
 from turnwise.envs.library.sql.database import SCHEMAS, Database, Result, made, opened
 from turnwise.envs.library.sql.gold import (
     MOST_ROWS,
@@ -55,12 +55,12 @@ def says(text):
 
 async def begun(task, **config):
     env = make("sql", **config)
-    await invoke(env, "reset", task, seed=0)
+    await reset_env(env, task, seed=0)
     return env
 
 
 async def answer(env, name, **arguments):
-    return (await invoke(env, "step", call(name, **arguments))).observation[0]["content"]
+    return (await step_env(env, call(name, **arguments))).observation[0]["content"]
 
 
 @pytest.fixture
@@ -280,10 +280,10 @@ async def test_the_gold_query_is_worth_1_and_its_result_written_down_nothing():
         with closing(made(task.data["schema"], task.data["database"])) as database:
             rows = rows_of(database, task.data["gold"])
         written = " UNION ALL ".join("SELECT " + ", ".join(map(_literal, row)) for row in rows)
-        await invoke(env, "reset", task, seed=0)
-        end = await invoke(env, "step", says(f"```sql\n{written}\n```"))
+        await reset_env(env, task, seed=0)
+        end = await step_env(env, says(f"```sql\n{written}\n```"))
         assert (end.reward, end.terminated) == (0.0, True), task.prompt
-        await invoke(env, "close")
+        await close_env(env)
 
 
 def _literal(value):
@@ -293,10 +293,10 @@ def _literal(value):
 async def test_what_is_no_answer_is_worth_nothing():
     env = await begun(the_task())
     for text in ("", env.question.schema, the_task().prompt, "SELECT 1", "DROP TABLE orders", "```sql\n```", "SELECT"):
-        assert await invoke(env, "score", says(text)) == {"score": 0.0}
-    assert await invoke(env, "score", None) == {"score": 0.0}
+        assert await score_env(env, says(text)) == {"score": 0.0}
+    assert await score_env(env, None) == {"score": 0.0}
     bomb = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT COUNT(*) FROM r"
-    assert await invoke(env, "score", says(bomb)) == {"score": 0.0}
+    assert await score_env(env, says(bomb)) == {"score": 0.0}
     gold = env.question.gold
     for text in (
         gold,
@@ -304,8 +304,8 @@ async def test_what_is_no_answer_is_worth_nothing():
         f"Here it is:\n```sql\n{gold};\n```",
         f"```\nSELECT 1\n```\nor rather\n```SQL\n{gold}\n```\n",
     ):
-        assert await invoke(env, "score", says(text)) == {"score": 1.0}, text
-    await invoke(env, "close")
+        assert await score_env(env, says(text)) == {"score": 1.0}, text
+    await close_env(env)
 
 
 # Results.
@@ -418,7 +418,7 @@ async def test_the_tools_look_and_tell_errors():
     assert len(long.splitlines()[1]) == 123
     wide = await answer(env, "query", sql="SELECT " + ", ".join(["hex(zeroblob(60))"] * 200))
     assert len(wide) <= 8_000
-    await invoke(env, "close")
+    await close_env(env)
 
 
 @pytest.mark.parametrize("config", [{"max_rows": 0}, {"max_rows": True}, {"max_steps": -1}, {"max_steps": 1.5}])
@@ -451,12 +451,12 @@ async def test_a_database_file_is_read_and_judged_on_a_second_one(files):
     env = await begun(Task("t", "What is the largest n?", data))
     assert await answer(env, "list_tables") == 'odd "name'
     assert "0 | xxxx" in await answer(env, "describe_table", table='odd "name')
-    assert (await invoke(env, "step", says("SELECT 2"))).reward == 0.0
-    await invoke(env, "reset", Task("t", "What is the largest n?", data), seed=0)
+    assert (await step_env(env, says("SELECT 2"))).reward == 0.0
+    await reset_env(env, Task("t", "What is the largest n?", data), seed=0)
     assert (await play_solution(env))[-1][1].reward == 1.0
-    await invoke(env, "reset", Task("t", "?", {**data, "check_database": None}), seed=0)
-    assert (await invoke(env, "step", says("SELECT 2"))).reward == 1.0
-    await invoke(env, "close")
+    await reset_env(env, Task("t", "?", {**data, "check_database": None}), seed=0)
+    assert (await step_env(env, says("SELECT 2"))).reward == 1.0
+    await close_env(env)
     assert (files / "one.sqlite").read_bytes() == before
     assert sorted(each.name for each in files.iterdir()) == ["one.sqlite", "two.sqlite"]
 
@@ -485,8 +485,8 @@ async def test_a_database_file_is_read_and_judged_on_a_second_one(files):
 async def test_a_task_that_cannot_be_judged_is_named(data, words):
     env = make("sql")
     with pytest.raises(TaskError, match=rf"^task 't': .*{words}"):
-        await invoke(env, "reset", Task("t", "p", data), seed=0)
-    await invoke(env, "close")
+        await reset_env(env, Task("t", "p", data), seed=0)
+    await close_env(env)
 
 
 def test_unknown_splits_and_schemas_are_named():
@@ -527,9 +527,9 @@ async def test_500_episodes_leave_no_connection_behind():
     for _ in range(250):
         other = make("sql")
         other.reset(task, seed=0)
-        await invoke(other, "close")
-    await invoke(env, "close")
-    await invoke(env, "close")
+        await close_env(other)
+    await close_env(env)
+    await close_env(env)
     assert isinstance(env.database, Database)
     with pytest.raises(ToolError, match="closed"):
         env.database.query("SELECT 1", most_rows=1)
@@ -541,11 +541,11 @@ async def test_500_episodes_leave_no_connection_behind():
 async def test_equal_seeds_give_equal_episodes():
     one, other = make("sql"), make("sql")
     for seed in range(6):
-        assert await invoke(one, "reset", None, seed=seed) == await invoke(other, "reset", None, seed=seed)
+        assert await reset_env(one, None, seed=seed) == await reset_env(other, None, seed=seed)
         assert one.question == other.question
     assert (await play_solution(one))[-1][1].reward == 1.0
     for env in (one, other):
-        await invoke(env, "close")
+        await close_env(env)
 
 
 async def test_it_passes_the_doctor_with_a_file(files):
@@ -592,9 +592,9 @@ async def run(task, script, executor, **env):
 async def test_episodes_that_run_at_once_in_few_threads_keep_their_databases_apart():
     env, rows, scripts = make("sql"), list(tasks(24, split="test")), []
     for task in rows:
-        await invoke(env, "reset", task, seed=0)
+        await reset_env(env, task, seed=0)
         scripts.append([message for message, _ in await play_solution(env)])
-    await invoke(env, "close")
+    await close_env(env)
     wrong = [says(rows[n - 1].data["gold"]) for n in range(len(rows))]
     with ThreadPoolExecutor(3) as executor:
         right = [run(task, script, executor) for task, script in zip(rows, scripts, strict=True)]

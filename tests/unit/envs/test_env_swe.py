@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.envs.swe_episodes import any_manager, episode, task, worth
-from turnwise.envs.core import invoke
+from turnwise.envs.core import reset_env, score_env
 from turnwise.envs.library.swe import SweEnv
 from turnwise.envs.library.swe.judge import decide
 from turnwise.envs.library.swe.logs import TestStatus
@@ -20,9 +20,9 @@ F2P = "tests/test_money.py::test_half_a_unit_goes_to_the_even_neighbour"
 async def test_the_solution_is_worth_1_and_nothing_0(tmp_path):
     async with any_manager() as manager:
         async with episode(manager, task(ROW), cache=str(tmp_path)) as env:
-            assert await invoke(env, "score", None) == {"score": 0.0}
+            assert await score_env(env, None) == {"score": 0.0}
             assert env.verdict is None
-            await invoke(env, "reset", task(ROW), seed=0)
+            await reset_env(env, task(ROW), seed=0)
             *_, (_, last) = await play_solution(env)
         assert (last.reward, last.terminated) == (1.0, True)
         assert last.info["tests"]["FAIL_TO_PASS"][F2P] == "PASSED"
@@ -84,4 +84,4 @@ def test_settings_that_are_wrong(config, told):
 
 async def test_a_task_is_needed():
     with pytest.raises(EnvError, match="got no task"):
-        await invoke(SweEnv(), "reset", None)
+        await reset_env(SweEnv(), None)

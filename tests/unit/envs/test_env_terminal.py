@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from support.envs.swe_episodes import any_manager
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env, run_method, score_env, step_env
 from turnwise.envs.library.terminal import TerminalEnv, read_folder, tasks
 from turnwise.envs.library.terminal.altered import NOTHING, altered_tests, keep_tests, known_tests
 from turnwise.envs.registration import make
@@ -95,10 +95,10 @@ async def test_a_folder_of_harbor_s_by_its_name(tmp_path, monkeypatch):
     assert [(each.id, each.prompt) for each in rows] == [("one", "Do it."), ("two", "Do it.")]
     async with any_manager() as manager:
         env.sandboxes = manager
-        await invoke(env, "reset", rows[1])
+        await reset_env(env, rows[1])
         assert (await env.sandbox.exec('cat a.txt; echo "$PLACE $WORTH"')).stdout == b"twohere \n"
-        assert await invoke(env, "score", None) == {"score": 0.25}
-        await invoke(env, "close")
+        assert await score_env(env, None) == {"score": 0.25}
+        await close_env(env)
     with pytest.raises(RegistryError, match="there is no folder 'none': write harbor:PATH"):
         make("harbor:none")
     with pytest.raises(TaskError, match="holds no task"):
@@ -112,13 +112,13 @@ async def test_an_episode_and_the_reward_that_tests_write(tmp_path):
     async with any_manager() as manager:
         env = TerminalEnv()
         env.sandboxes = manager
-        await invoke(env, "reset", task)
+        await reset_env(env, task)
         done = await env.sandbox.exec("cat a.txt; mkdir -p logs; echo 1 > logs/reward.txt")
         assert done.stdout == b"a"
         *_, (_, last) = await play_solution(env)
         assert (last.reward, last.terminated) == (0.5, True)
         assert (await env.sandbox.exec("cat b.txt")).stdout == b"a"
-        await invoke(env, "close")
+        await close_env(env)
 
 
 NUMBER = {
@@ -154,10 +154,10 @@ async def test_tests_that_pass_whatever_they_expect(tmp_path, monkeypatch, comma
     async with any_manager() as manager:
         env = TerminalEnv(twins=twins)
         env.sandboxes = manager
-        await invoke(env, "reset", task)
+        await reset_env(env, task)
         assert (await env.sandbox.exec(command)).ok
-        last = await invoke(env, "step", {"role": "assistant", "content": "Done."})
-        await invoke(env, "close")
+        last = await step_env(env, {"role": "assistant", "content": "Done."})
+        await close_env(env)
     assert (last.reward, last.info["metrics"]["tampered"]) == (worth, tampered)
     assert ("test_n.py::test_n" in last.info.get("notes", {}).get("tampered", "")) == bool(tampered)
 
@@ -168,11 +168,11 @@ async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monke
     async with any_manager() as manager:
         env = TerminalEnv()
         env.sandboxes = manager
-        [remark] = await invoke(env, "check_task", *tasks(written(tmp_path / "whole", **whole)))
+        [remark] = await run_method(env, env.check_task, *tasks(written(tmp_path / "whole", **whole)))
         assert "can be altered" in remark
         assert isinstance(remark, Remark)
-        assert await invoke(env, "check_task", *tasks(written(tmp_path / "number", **NUMBER))) == []
-        await invoke(env, "close")
+        assert await run_method(env, env.check_task, *tasks(written(tmp_path / "number", **NUMBER))) == []
+        await close_env(env)
 
 
 async def test_a_sandbox_in_which_the_solution_fails_says_nothing_for_the_next_process(tmp_path, monkeypatch):

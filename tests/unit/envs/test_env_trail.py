@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.envs import invoke, make
+from turnwise.envs import make, reset_env, step_env
 from turnwise.envs.library import trail
 from turnwise.errors import EnvError, TaskError
 from turnwise.tasks import Task, load_tasks
@@ -17,7 +17,7 @@ def read(place):
 
 async def begun(seed=0, **config):
     env = make("trail", **config)
-    messages, _ = await invoke(env, "reset", None, seed=seed)
+    messages, _ = await reset_env(env, None, seed=seed)
     return env, messages
 
 
@@ -26,29 +26,29 @@ async def test_each_sign_names_the_next_place_and_the_last_one_the_end():
     places = env.trail.places
     assert question["content"] == f"A trail begins at {places[0]}. Where does it end?"
     for number, place in enumerate(places):
-        [answer] = (await invoke(env, "step", read(place))).observation
+        [answer] = (await step_env(env, read(place))).observation
         end = f"Go on to {places[number + 1]}." if number < 4 else f"The trail ends at {env.trail.end}."
         assert answer["content"].endswith(end)
         assert len(answer["content"].split(",")[0].split()) == 7
-    result = await invoke(env, "step", {"role": "assistant", "content": f" {env.trail.end}\n"})
+    result = await step_env(env, {"role": "assistant", "content": f" {env.trail.end}\n"})
     assert (result.terminated, result.reward) == (True, 1.0)
 
 
 async def test_nobody_gets_ahead_of_the_trail_but_everybody_may_read_again():
     env, _ = await begun()
     first, second, third, *_ = env.trail.places
-    [answer] = (await invoke(env, "step", read(third))).observation
+    [answer] = (await step_env(env, read(third))).observation
     assert "has not led" in answer["content"]
-    [one] = (await invoke(env, "step", read(first))).observation
-    [two] = (await invoke(env, "step", read(second))).observation
-    [again] = (await invoke(env, "step", read(first))).observation
+    [one] = (await step_env(env, read(first))).observation
+    [two] = (await step_env(env, read(second))).observation
+    [again] = (await step_env(env, read(first))).observation
     assert again["content"] == one["content"] != two["content"]
     assert env.reached == 2
 
 
 async def test_a_lucky_guess_is_worth_nothing():
     env, _ = await begun()
-    result = await invoke(env, "step", {"role": "assistant", "content": env.trail.end})
+    result = await step_env(env, {"role": "assistant", "content": env.trail.end})
     assert (result.terminated, result.reward) == (True, 0.0)
 
 
@@ -56,7 +56,7 @@ async def test_a_long_trail_comes_by_a_place_again_and_goes_on():
     env, _ = await begun(steps=60, words=0)
     assert len(set(env.trail.places)) < 60
     for number, place in enumerate(env.trail.places):
-        [answer] = (await invoke(env, "step", read(place))).observation
+        [answer] = (await step_env(env, read(place))).observation
         assert answer["content"] == env.signs[number]
     assert env.reached == 60
 
@@ -75,7 +75,7 @@ async def test_tasks_say_how_long_their_trails_are():
     assert {task.data["steps"] for task in tasks} == {2, 3, 4, 5, 6}
     assert len({task.id for task in tasks}) == 60
     env = make("trail")
-    await invoke(env, "reset", tasks[0], seed=1)
+    await reset_env(env, tasks[0], seed=1)
     assert len(env.signs) == tasks[0].data["steps"]
     assert len(env.signs[0].split(",")[0].split()) == 3
 
@@ -90,7 +90,7 @@ async def test_what_is_out_of_range_is_told(config, words):
     with pytest.raises(TaskError):
         list(trail.tasks(3, **config))
     with pytest.raises(TaskError):
-        await invoke(make("trail"), "reset", Task("a", "", config), seed=1)
+        await reset_env(make("trail"), Task("a", "", config), seed=1)
 
 
 def test_tasks_that_cannot_be_are_told():

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from support.envs.exported import NAMES, SEED, Play, plays_of
 from turnwise.cli.app import app
-from turnwise.envs.core import invoke
+from turnwise.envs.core import reset_env, step_env
 from turnwise.envs.export import export_env, load_exported
 from turnwise.envs.registration import EnvSpec
 from turnwise.errors import ConfigError, RegistryError
@@ -129,8 +129,8 @@ async def test_two_files_of_one_name_are_kept_apart(tmp_path) -> None:
     exported = load_exported(tmp_path / "out")
     assert [task.id for task in exported.tasks] == ["a"]
     env = exported.make()
-    await invoke(env, "reset", exported.tasks[0], seed=1)
-    assert (await invoke(env, "step", {"role": "assistant", "content": "x"})).info["rewards"] == {"a": 1.0, "b": 2.0}
+    await reset_env(env, exported.tasks[0], seed=1)
+    assert (await step_env(env, {"role": "assistant", "content": "x"})).info["rewards"] == {"a": 1.0, "b": 2.0}
 
 
 @pytest.mark.parametrize(

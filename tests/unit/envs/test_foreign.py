@@ -16,7 +16,7 @@ import pytest
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs.checker.forks import shared
-from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.core import Env, close_env, fork_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.export.core import export_env
 from turnwise.envs.foreign import core, register_framework, tasks
 from turnwise.envs.foreign.pool import pools as worker_pools
@@ -46,69 +46,69 @@ def tiny(python: str | None, trouble: str = "", **more) -> Env:
 @PLACES
 async def test_an_episode_has_the_framework_s_messages_rewards_and_end(python) -> None:
     env = tiny(python)
-    messages, info = await invoke(env, "reset", None, seed=2**40 + 3)
+    messages, info = await reset_env(env, None, seed=2**40 + 3)
     assert [each["role"] for each in messages] == ["system", "user"]
     assert messages[0]["content"] == "Count down."
     assert messages[1]["content"].startswith("5 left, seed 3, lucky ")
     assert info == {"state": 5}
     assert [each.name for each in schemas(env)] == ["take"]
-    first = await invoke(env, "step", say("2"))
+    first = await step_env(env, say("2"))
     assert (first.reward, first.terminated, first.truncated) == (2.0, False, False)
     assert first.info == {"metrics": {"taken": 2}, "notes": {"left": "3"}}
-    last = await invoke(env, "step", say("3"))
+    last = await step_env(env, say("3"))
     assert (last.reward, last.terminated) == (3.0, True)
-    await invoke(env, "close")
-    await invoke(env, "close")
+    await close_env(env)
+    await close_env(env)
 
 
 @PLACES
 async def test_what_an_episode_draws_depends_on_its_seed_alone(python) -> None:
     async def played(*others: Env) -> list[str]:
         env = tiny(python)
-        messages, _ = await invoke(env, "reset", None, seed=11)
+        messages, _ = await reset_env(env, None, seed=11)
         seen = [messages[-1]["content"]]
         for _ in range(3):
             for other in others:
-                await invoke(other, "step", say("0"))
+                await step_env(other, say("0"))
             random.seed(5)
-            seen.append((await invoke(env, "step", say("1"))).observation[0]["content"])
-        await invoke(env, "close")
+            seen.append((await step_env(env, say("1"))).observation[0]["content"])
+        await close_env(env)
         return seen
 
     other = tiny(python)
-    await invoke(other, "reset", None, seed=4)
+    await reset_env(other, None, seed=4)
     before = random.getstate()
     assert await played() == await played(other)
     random.seed(5)
     drawn = random.random()
     random.setstate(before)
     random.seed(5)
-    await invoke(other, "step", say("0"))
+    await step_env(other, say("0"))
     assert random.random() == drawn
-    await invoke(other, "close")
+    await close_env(other)
 
 
 @PLACES
 async def test_a_fork_goes_its_own_way(python) -> None:
     env = tiny(python)
-    await invoke(env, "reset", Task("t", "", {"start": 9}), seed=1)
-    await invoke(env, "step", say("4"))
-    fork = await invoke(env, "fork")
+    await reset_env(env, Task("t", "", {"start": 9}), seed=1)
+    await step_env(env, say("4"))
+    fork = await fork_env(env)
     assert not list(shared(env, fork))
-    ours, theirs = await invoke(env, "step", say("1")), await invoke(fork, "step", say("1"))
+    ours, theirs = await step_env(env, say("1")), await step_env(fork, say("1"))
     assert ours == theirs
-    await invoke(env, "close")
-    assert (await invoke(fork, "step", say("4"))).terminated
-    await invoke(fork, "close")
+    await close_env(env)
+    assert (await step_env(fork, say("4"))).terminated
+    await close_env(fork)
 
 
 @PLACES
 async def test_an_episode_that_a_limit_ends_has_the_framework_s_score(python) -> None:
     env = tiny(python)
-    await invoke(env, "reset", None, seed=1)
-    await invoke(env, "step", say("1"))
-    assert await invoke(env, "score", None) == {"left": -4.0}
-    await invoke(env, "close")
+    await reset_env(env, None, seed=1)
+    await step_env(env, say("1"))
+    assert await score_env(env, None) == {"left": -4.0}
+    await close_env(env)
 
 
 @PLACES
@@ -126,24 +126,24 @@ async def test_an_episode_that_a_limit_ends_has_the_framework_s_score(python) ->
 )
 async def test_what_goes_wrong_in_a_step_is_an_error_of_that_episode_alone(python, trouble, told) -> None:
     bystander, env = tiny(python), tiny(python, trouble)
-    await invoke(bystander, "reset", None, seed=1)
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(bystander, None, seed=1)
+    await reset_env(env, None, seed=1)
     with pytest.raises(EnvError) as caught:
-        await invoke(env, "step", say("1"))
+        await step_env(env, say("1"))
     assert told in str(caught.value)
-    await invoke(env, "close")
-    assert (await invoke(bystander, "step", say("1"))).reward == 1.0
-    await invoke(bystander, "close")
+    await close_env(env)
+    assert (await step_env(bystander, say("1"))).reward == 1.0
+    await close_env(bystander)
 
 
 @PLACES
 async def test_a_reset_that_raises_is_an_error_and_leaves_nothing(python) -> None:
     env = tiny(python, "reset")
     with pytest.raises(EnvError, match="LookupError: no such level"):
-        await invoke(env, "reset", None, seed=1)
-    await invoke(env, "close")
+        await reset_env(env, None, seed=1)
+    await close_env(env)
     with pytest.raises(EnvError, match=r"no episode runs: call reset\(\) first"):
-        await invoke(env, "step", say("1"))
+        await step_env(env, say("1"))
 
 
 @pytest.mark.parametrize(
@@ -158,44 +158,44 @@ async def test_a_reset_that_raises_is_an_error_and_leaves_nothing(python) -> Non
 )
 async def test_a_worker_that_dies_hangs_or_grows_costs_its_episode_and_no_later_one(trouble, told) -> None:
     env = tiny(sys.executable, trouble, timeout=0.5 if trouble == "hang" else 100.0, memory=2**31)
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     # The first request of a worker has more time, since it imports the framework: reset was it.
     with pytest.raises(EnvError, match=told) as caught:
-        await invoke(env, "step", say("1"))
+        await step_env(env, say("1"))
     assert caught.value.retryable
     assert "tiny:countdown" in str(caught.value)
-    await invoke(env, "close")
+    await close_env(env)
     again = tiny(sys.executable, timeout=100.0, memory=2**31)
-    await invoke(again, "reset", None, seed=1)
-    assert (await invoke(again, "step", say("5"))).terminated
-    await invoke(again, "close")
+    await reset_env(again, None, seed=1)
+    assert (await step_env(again, say("5"))).terminated
+    await close_env(again)
 
 
 async def test_the_time_of_a_request_begins_when_earlier_ones_are_answered() -> None:
     envs = [tiny(sys.executable, "slow", timeout=2.5) for _ in range(5)]
     for env in envs:
-        await invoke(env, "reset", None, seed=1)
-    steps = await asyncio.gather(*(invoke(env, "step", say("5")) for env in envs))
+        await reset_env(env, None, seed=1)
+    steps = await asyncio.gather(*(step_env(env, say("5")) for env in envs))
     assert all(each.terminated for each in steps)
     for env in envs:
-        await invoke(env, "close")
+        await close_env(env)
 
 
 async def test_episodes_that_begin_together_wait_for_one_import() -> None:
     # The driver loads each environment once: the other resets wait behind the load of the first.
     spec = {"timeout": 0.05, "memory": 2**32}
     envs = [tiny(sys.executable, **spec) for _ in range(4)]
-    await asyncio.gather(*(invoke(env, "reset", None, seed=1) for env in envs))
+    await asyncio.gather(*(reset_env(env, None, seed=1) for env in envs))
     for env in envs:
-        await invoke(env, "close")
+        await close_env(env)
 
 
 @PLACES
 async def test_an_environment_may_run_an_event_loop_of_its_own(python) -> None:
     env = tiny(python, "loop")
-    await invoke(env, "reset", None, seed=1)
-    assert (await invoke(env, "step", say("5"))).terminated
-    await invoke(env, "close")
+    await reset_env(env, None, seed=1)
+    assert (await step_env(env, say("5"))).terminated
+    await close_env(env)
     assert asyncio.current_task() is not None
 
 
@@ -205,9 +205,9 @@ async def test_what_a_model_writes_comes_alike_here_and_there() -> None:
     seen = []
     for python in (None, sys.executable):
         env = tiny(python, "echo")
-        await invoke(env, "reset", None, seed=1)
-        seen.append((await invoke(env, "step", action)).observation[0]["content"])
-        await invoke(env, "close")
+        await reset_env(env, None, seed=1)
+        seen.append((await step_env(env, action)).observation[0]["content"])
+        await close_env(env)
     assert seen[0] == seen[1]
     assert '"much": 1000000000000000000000000000000, "word": "a?b"' in seen[0]
     seen[0].encode()
@@ -215,31 +215,31 @@ async def test_what_a_model_writes_comes_alike_here_and_there() -> None:
 
 async def test_a_flood_of_output_is_kept_in_part_and_harms_nothing() -> None:
     env = tiny(sys.executable, "flood")
-    await invoke(env, "reset", None, seed=1)
-    assert (await invoke(env, "step", say("5"))).terminated
+    await reset_env(env, None, seed=1)
+    assert (await step_env(env, say("5"))).terminated
     worker = env._worker
     assert 0 < len(worker._output) <= 16_384
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_a_cancelled_step_still_ends_a_worker_that_hangs() -> None:
     env = tiny(sys.executable, "hang", timeout=0.5)
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     worker = env._worker
-    step = asyncio.ensure_future(invoke(env, "step", say("1")))
+    step = asyncio.ensure_future(step_env(env, say("1")))
     done, _ = await asyncio.wait([step], timeout=0.05)
     assert not done
     step.cancel()
     await asyncio.wait([step])
     with pytest.raises(EnvError, match="did not end within"):
-        await invoke(env, "close")
+        await close_env(env)
     assert worker.ended is not None
 
 
 async def test_episodes_are_spread_over_the_processes() -> None:
     envs = [tiny(sys.executable, processes=2) for _ in range(4)]
     for env in envs:
-        await invoke(env, "reset", None, seed=1)
+        await reset_env(env, None, seed=1)
     pids = [env._worker.pid for env in envs]
     assert sorted(pids.count(pid) for pid in set(pids)) == [2, 2]
     # Sets have one order in all of them.
@@ -248,10 +248,10 @@ async def test_episodes_are_spread_over_the_processes() -> None:
     for env, pid in zip(envs, pids, strict=True):
         if pid == pids[0]:
             with pytest.raises(EnvError, match="was killed by SIGKILL"):
-                await invoke(env, "step", say("5"))
+                await step_env(env, say("5"))
         else:
-            assert (await invoke(env, "step", say("5"))).terminated
-        await invoke(env, "close")
+            assert (await step_env(env, say("5"))).terminated
+        await close_env(env)
 
 
 async def play_through_kills(kills: int, seed: int) -> None:
@@ -404,9 +404,9 @@ def test_registered_prefixes_come_before_references(tmp_path, monkeypatch) -> No
 async def test_a_spec_travels_as_json() -> None:
     spec = EnvSpec("tiny:countdown", {"python": sys.executable, "kwargs": {"start": 2}})
     env = EnvSpec(**json.loads(json.dumps(spec.to_record()))).make()
-    messages, _ = await invoke(env, "reset", None, seed=1)
+    messages, _ = await reset_env(env, None, seed=1)
     assert messages[-1]["content"].startswith("2 left")
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_an_export_names_the_interpreter_from_anywhere_and_refuses_several_agents(tmp_path) -> None:
@@ -439,9 +439,9 @@ async def test_a_task_s_seed_is_that_of_its_episode(python) -> None:
     told = []
     for seed in (1, 2):
         env = tiny(python)
-        messages, _ = await invoke(env, "reset", task, seed=seed)
+        messages, _ = await reset_env(env, task, seed=seed)
         told.append(messages[-1]["content"])
-        await invoke(env, "close")
+        await close_env(env)
     assert told[0] == told[1]
     assert f"seed {core.SPLITS['test'] + 9}," in told[0]
 
@@ -505,12 +505,12 @@ def test_tasks_that_cannot_be(arguments, kind, told) -> None:
 def test_a_worker_ends_with_the_process_that_started_it(tmp_path) -> None:
     program = f"""
 import asyncio, os, signal
-from turnwise.envs import invoke, make
+from turnwise.envs import make, reset_env
 from turnwise.envs.foreign import register_framework
 register_framework("tiny", {str(DRIVER)!r})
 async def main():
     env = make("tiny:countdown", python={sys.executable!r})
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     print(env._worker.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())

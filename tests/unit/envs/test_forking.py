@@ -18,7 +18,7 @@ from turnwise.envs import Env, StepResult, ToolEnv, wrap
 from turnwise.envs.checker import check_env
 from turnwise.envs.checker.context import some_calls
 from turnwise.envs.checker.forks import shared, slow_copy
-from turnwise.envs.core import invoke
+from turnwise.envs.core import call_env, close_env, fork_env, reset_env, step_env
 from turnwise.envs.registration import make, register
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
@@ -61,7 +61,7 @@ async def play(env: Env, chosen: Sequence[Message]) -> list[Any]:
     for action in chosen:
         if not env._running:
             break
-        found.append(seen(await invoke(env, "step", action)))
+        found.append(seen(await step_env(env, action)))
     return found
 
 
@@ -77,13 +77,13 @@ async def fork_at_random(name: str, seed: int) -> None:
         task = first_task(envs[0])
         for env in envs:
             env.max_invalid_calls = 0  # type: ignore[attr-defined]
-            await invoke(env, "reset", task, seed=seed)
+            await reset_env(env, task, seed=seed)
         chosen = [draw.choice(actions(envs[0])[:-1]) for _ in range(4)] + [LAST]
         played_alone = await play(envs[1], chosen)
         # Before any of the steps that the episode has: no environment gets away without a fork.
         turn = draw.randrange(min(4, len(played_alone)))
         played = await play(envs[0], chosen[:turn])
-        envs += [await invoke(envs[0], "fork"), await invoke(envs[0], "fork")]
+        envs += [await fork_env(envs[0]), await fork_env(envs[0])]
         same, other = envs[2:]
         assert not list(shared(envs[0], same))
         await play(other, [draw.choice(actions(other)) for _ in range(3)])
@@ -91,7 +91,7 @@ async def fork_at_random(name: str, seed: int) -> None:
         assert played + await play(envs[0], chosen[turn:]) == played_alone
     finally:
         for env in envs:
-            await invoke(env, "close")
+            await close_env(env)
 
 
 @given(seed=st.integers(0, 2**20))
@@ -131,36 +131,36 @@ class Counter(ToolEnv):
 
 
 async def started(env: Env, **given: Any) -> Env:
-    await invoke(env, "reset", None, seed=0, **given)
+    await reset_env(env, None, seed=0, **given)
     return env
 
 
 async def test_forks_go_on_independently() -> None:
     env = await started(Counter())
-    await invoke(env, "step", called("add", n=1))
-    fork = await invoke(env, "fork")
+    await step_env(env, called("add", n=1))
+    fork = await fork_env(env)
     for one in (env, fork):
         assert len(one.conversation) == 3
-    twice = [seen(await invoke(one, "step", called("add", n=2))) for one in (env, fork)]
+    twice = [seen(await step_env(one, called("add", n=2))) for one in (env, fork)]
     assert twice[0] == twice[1]
-    await invoke(fork, "step", called("add", n=5))
+    await step_env(fork, called("add", n=5))
     assert (env.total, fork.total) == (3, 8)  # type: ignore[attr-defined]
-    assert (await invoke(env, "step", LAST)).reward == 3
+    assert (await step_env(env, LAST)).reward == 3
     with pytest.raises(EnvError, match="no episode runs: fork it between"):
-        await invoke(env, "fork")
-    assert (await invoke(fork, "step", LAST)).reward == 8
+        await fork_env(env)
+    assert (await step_env(fork, LAST)).reward == 8
 
 
 async def test_wrappers_fork_with_what_they_wrap(tmp_path: Any) -> None:
     env = await started(
         wrap(wrap(Counter(), "turn_limit", max_turns=2), "record_transcript", path=tmp_path / "t.jsonl")
     )
-    await invoke(env, "step", called("add", n=1))
-    fork = await invoke(env, "fork")
+    await step_env(env, called("add", n=1))
+    fork = await fork_env(env)
     for one, n in ((env, 1), (fork, 4)):
-        result = await invoke(one, "step", called("add", n=n))
+        result = await step_env(one, called("add", n=n))
         assert result.truncated
-        await invoke(one, "close")
+        await close_env(one)
     assert [one.unwrapped.total for one in (env, fork)] == [2, 5]
     assert len((tmp_path / "t.jsonl").read_text().splitlines()) == 2
 
@@ -209,11 +209,9 @@ class Listening(Pad):
 
 async def test_tools_of_a_fork_see_its_conversation() -> None:
     env = await started(Padded(Listening()))
-    await invoke(env, "step", called("pad", text="a"))
-    fork = await invoke(env, "fork")
-    heard = [
-        (await invoke(one, "step", called("pad", text="b"))).observation[0]["content"] for one in (fork, fork, env)
-    ]
+    await step_env(env, called("pad", text="a"))
+    fork = await fork_env(env)
+    heard = [(await step_env(one, called("pad", text="b"))).observation[0]["content"] for one in (fork, fork, env)]
     assert heard == ["2", "3", "2"]
 
 
@@ -229,8 +227,8 @@ class Remembering(Counter):
 
 async def test_messages_of_the_conversation_are_no_state_that_a_fork_shares() -> None:
     env = await started(Remembering())
-    await invoke(env, "step", called("add", n=1))
-    fork = await invoke(env, "fork")
+    await step_env(env, called("add", n=1))
+    fork = await fork_env(env)
     assert fork.heard is fork.conversation
     assert fork.heard is not env.heard  # type: ignore[attr-defined]
     assert list(shared(env, fork)) == []
@@ -239,24 +237,24 @@ async def test_messages_of_the_conversation_are_no_state_that_a_fork_shares() ->
 async def test_instances_of_tools_fork_and_are_released_once() -> None:
     pad = Pad()
     env = await started(Padded(pad))
-    await invoke(env, "step", called("pad", text="a"))
-    fork = await invoke(env, "fork")
-    found = [await invoke(one, "step", called("pad", text=text)) for one, text in ((env, "b"), (fork, "c"))]
+    await step_env(env, called("pad", text="a"))
+    fork = await fork_env(env)
+    found = [await step_env(one, called("pad", text=text)) for one, text in ((env, "b"), (fork, "c"))]
     assert [each.observation[0]["content"] for each in found] == ["a/b", "a/c"]
     assert len(pad.lines) == 2
     for one in (env, fork):
-        await invoke(one, "close")
+        await close_env(one)
     assert not pad.lines
 
 
 async def test_a_tool_with_instances_that_cannot_fork_is_named() -> None:
     env = await started(Padded(Pad(forkable=False)))
-    await invoke(env, "step", called("pad", text="a"))
+    await step_env(env, called("pad", text="a"))
     with pytest.raises(
         EnvError, match=r"tool 'pad' cannot fork: Pad has instances of its own.*write fork\(instance_id, agent_data\)"
     ):
-        await invoke(env, "fork")
-    await invoke(env, "close")
+        await fork_env(env)
+    await close_env(env)
 
 
 class Lazy(Pad):
@@ -271,11 +269,11 @@ class Lazy(Pad):
 
 async def test_a_tool_that_keeps_state_of_an_instance_it_did_not_create_is_named() -> None:
     env = await started(Padded(Lazy(forkable=False)))
-    await invoke(await invoke(env, "fork"), "close")
-    await invoke(env, "step", called("pad", text="a"))
+    await close_env(await fork_env(env))
+    await step_env(env, called("pad", text="a"))
     with pytest.raises(EnvError, match=r"tool 'pad' cannot fork: Lazy has state of its instance in 'lines'"):
-        await invoke(env, "fork")
-    await invoke(env, "close")
+        await fork_env(env)
+    await close_env(env)
 
 
 class Closed(Counter):
@@ -346,12 +344,12 @@ class Never(Counter):
 async def test_what_cannot_fork_is_named(env: Env, why: str) -> None:
     await started(env)
     with pytest.raises(EnvError, match=why):
-        await invoke(env, "fork")
+        await fork_env(env)
 
 
 async def test_slots_are_copied() -> None:
     env = await started(Slotted())
-    fork = await invoke(env, "fork")
+    fork = await fork_env(env)
     assert fork.state() == env.state() == ([1], [2])
     for mine, other in zip(env.state(), fork.state(), strict=True):
         mine.append(3)
@@ -360,7 +358,7 @@ async def test_slots_are_copied() -> None:
 
 async def test_what_has_not_begun_cannot_fork() -> None:
     with pytest.raises(EnvError, match="no episode runs"):
-        await invoke(Counter(), "fork")
+        await fork_env(Counter())
 
 
 @register("test/replayed")
@@ -380,23 +378,23 @@ class Replayed(Counter):
 
 async def test_replay_leads_another_environment_to_the_same_state() -> None:
     env = await started(make("test/replayed"))
-    await invoke(env, "step", called("add", n=1))
-    await invoke(env, "call", ToolCall("c", "add", {"n": 2}))
-    fork = await invoke(env, "fork")
-    again = await invoke(fork, "fork")
-    found = [seen(await invoke(one, "step", called("add", n=3))) for one in (env, fork, again)]
+    await step_env(env, called("add", n=1))
+    await call_env(env, ToolCall("c", "add", {"n": 2}))
+    fork = await fork_env(env)
+    again = await fork_env(fork)
+    found = [seen(await step_env(one, called("add", n=3))) for one in (env, fork, again)]
     assert found[0] == found[1] == found[2]
     assert len({id(one.rows) for one in (env, fork, again)}) == 3
 
 
 async def test_a_replay_that_is_answered_otherwise_is_refused() -> None:
     env = await started(make("test/replayed"))
-    await invoke(env, "step", called("add", n=1))
-    await invoke(env, "step", called("drifting"))
+    await step_env(env, called("add", n=1))
+    await step_env(env, called("drifting"))
     with pytest.raises(EnvError, match=r"step 2 \(drifting\) answered .*draw all randomness from the seed"):
-        await invoke(env, "fork")
+        await fork_env(env)
     with pytest.raises(EnvError, match="it must be made by"):
-        await invoke(await started(Replayed()), "fork")
+        await fork_env(await started(Replayed()))
 
 
 class Leaky(Counter):
@@ -467,7 +465,7 @@ class Bench(ToolEnv):
 
 
 async def told(env: Env, name: str, **arguments: Any) -> str:
-    result = await invoke(env, "step", called(name, **arguments))
+    result = await step_env(env, called(name, **arguments))
     return str(result.observation[0]["content"])
 
 
@@ -476,7 +474,7 @@ async def test_a_shell_session_goes_on_in_a_fork() -> None:
     try:
         await told(env, "shell", command="mkdir -p a && cd a && export X=1 && y='2 3' && f() { echo f $y; } && set -f")
         await told(env, "editor", command="create", path="b.txt", file_text="one\n")
-        fork = await invoke(env, "fork")
+        fork = await fork_env(env)
         try:
             await told(fork, "shell", command="y=9; echo two > b.txt; cd /")
             assert await told(env, "shell", command='echo "$X" *; f; basename "$PWD"') == "1 *\nf 2 3\na"
@@ -485,26 +483,26 @@ async def test_a_shell_session_goes_on_in_a_fork() -> None:
                 await told(one, "editor", command="undo_edit", path="b.txt")
                 assert "b.txt" not in await told(one, "shell", command="cd; ls")
         finally:
-            await invoke(fork, "close")
+            await close_env(fork)
         await told(env, "shell", command="sleep 60 &")
         with pytest.raises(EnvError, match=r"tool 'shell' cannot fork: jobs run in the background \(\d+\)"):
-            await invoke(env, "fork")
+            await fork_env(env)
         await told(env, "shell", command="kill %1; wait")
         await told(env, "python", code="x = 1")
         with pytest.raises(EnvError, match="tool 'python' cannot fork: its interpreter runs"):
-            await invoke(env, "fork")
+            await fork_env(env)
     finally:
-        await invoke(env, "close")
+        await close_env(env)
 
 
 async def test_the_last_of_forks_closes_the_sandbox_manager() -> None:
     env = await started(Bench())
-    fork = await invoke(env, "fork")
-    again = await invoke(fork, "fork")
+    fork = await fork_env(env)
+    again = await fork_env(fork)
     manager = env._own_manager
     assert manager is not None
     for one in (env, fork):
-        await invoke(one, "close")
+        await close_env(one)
     assert await told(again, "shell", command="echo here") == "here"
-    await invoke(again, "close")
+    await close_env(again)
     assert not manager.users

@@ -15,7 +15,7 @@ import pytest
 from gymnasium import spaces
 
 from support.chat.toy_renderer import ToyRenderer
-from turnwise.envs import EnvSpec, check_env, invoke, make, schemas
+from turnwise.envs import EnvSpec, check_env, close_env, make, reset_env, schemas, step_env
 from turnwise.envs.gym.from_gymnasium import _said
 from turnwise.envs.gym.text import plain_value, space_schema, value_from_json, value_text
 from turnwise.envs.gym.to_gymnasium import from_gymnasium
@@ -55,14 +55,14 @@ async def test_an_episode_is_the_raw_environment_step_by_step(env_id, tools):
     ends = set()
     for seed in range(4):
         expected, _ = raw.reset(seed=seed)
-        observation, info = await invoke(env, "reset", None, seed=seed)
+        observation, info = await reset_env(env, None, seed=seed)
         assert info["observation"] == plain_value(expected)
         assert [each["role"] for each in observation] == ["system", "user"]
         done = False
         while not done:
             action = int(rng.integers(raw.action_space.n))
             expected, reward, terminated, truncated, _ = raw.step(action)
-            result = await invoke(env, "step", message(NAMES[env_id][action], tools))
+            result = await step_env(env, message(NAMES[env_id][action], tools))
             assert result.info["observation"] == plain_value(expected)
             assert (result.reward, result.terminated, result.truncated) == (reward, terminated, truncated)
             [answer] = result.observation
@@ -71,9 +71,9 @@ async def test_an_episode_is_the_raw_environment_step_by_step(env_id, tools):
             done = terminated or truncated
             ends.add("terminated" if terminated else "truncated" if truncated else "")
         with pytest.raises(EnvError, match="over"):
-            await invoke(env, "step", message(NAMES[env_id][0], tools))
+            await step_env(env, message(NAMES[env_id][0], tools))
     assert ends >= ({"truncated"} if env_id == "Taxi-v4" else {"terminated"})
-    await invoke(env, "close")
+    await close_env(env)
     raw.close()
 
 
@@ -81,9 +81,9 @@ async def test_what_the_model_reads_of_each_world():
     shown = {}
     for env_id in NAMES:
         env = from_gymnasium(env_id)
-        (system, first), _ = await invoke(env, "reset", None, seed=1)
+        (system, first), _ = await reset_env(env, None, seed=1)
         shown[env_id] = (system["content"], first["content"])
-        await invoke(env, "close")
+        await close_env(env)
     assert shown["FrozenLake-v1"][1] == "PFFF\nFHFH\nFFFH\nHFFG"
     assert "one of: left, down, right, up" in shown["FrozenLake-v1"][0]
     assert re.search(r"The taxi T is at row \d, column \d\. The passenger is at", shown["Taxi-v4"][1])
@@ -94,12 +94,12 @@ async def test_what_the_model_reads_of_each_world():
 
 async def test_the_drawing_of_gymnasium_keeps_what_its_colours_say():
     env = make("gymnasium", env_id="FrozenLake-v1", kwargs={"render_mode": "ansi"}, render="ansi")
-    observation, _ = await invoke(env, "reset", None, seed=1)
+    observation, _ = await reset_env(env, None, seed=1)
     assert observation[-1]["content"] == "[S]FFF\nFHFH\nFFFH\nHFFG"
-    await invoke(env, "close")
+    await close_env(env)
     env = make("gymnasium", env_id="FrozenLake-v1", render="ansi")
     with pytest.raises(EnvError, match="render_mode='ansi'"):
-        await invoke(env, "reset", None, seed=1)
+        await reset_env(env, None, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -124,42 +124,42 @@ async def test_the_drawing_of_gymnasium_keeps_what_its_colours_say():
 )
 async def test_how_a_message_says_its_action(text, moved):
     env = from_gymnasium(lambda: gymnasium.make("FrozenLake-v1", is_slippery=False))
-    await invoke(env, "reset", None, seed=1)
-    result = await invoke(env, "step", says(text))
+    await reset_env(env, None, seed=1)
+    result = await step_env(env, says(text))
     assert result.info["observation"] == (1 if moved else 0)
     assert ("is not an action: write one of: left, down, right, up" in result.observation[0]["content"]) != moved
-    await invoke(env, "close")
+    await close_env(env)
 
 
 @pytest.mark.parametrize("tools", [False, True])
 async def test_messages_without_an_action_truncate_and_the_world_stands_still(tools):
     env = from_gymnasium("FrozenLake-v1", tools=tools, max_invalid=2)
-    await invoke(env, "reset", None, seed=1)
-    first = await invoke(env, "step", says("hm"))
+    await reset_env(env, None, seed=1)
+    first = await step_env(env, says("hm"))
     assert (first.reward, first.terminated, first.truncated) == (0.0, False, False)
-    second = await invoke(env, "step", says("hm"))
+    second = await step_env(env, says("hm"))
     assert (second.truncated, second.info["stop_reason"]) == (True, "invalid_calls")
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_a_call_where_there_are_no_tools_is_answered():
     env = from_gymnasium("FrozenLake-v1")
-    await invoke(env, "reset", None, seed=1)
-    result = await invoke(env, "step", calls(("go", {})))
+    await reset_env(env, None, seed=1)
+    result = await step_env(env, calls(("go", {})))
     assert [each["tool_call_id"] for each in result.observation] == ["c0"]
     assert "unknown_tool" in result.observation[0]["content"]
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_actions_after_the_end_are_not_taken():
     env = from_gymnasium("Blackjack-v1", tools=True)
-    await invoke(env, "reset", None, seed=1)
-    result = await invoke(env, "step", calls(("stick", {}), ("hit", {}), ("nothing", {})))
+    await reset_env(env, None, seed=1)
+    result = await step_env(env, calls(("stick", {}), ("hit", {}), ("nothing", {})))
     assert result.terminated
     assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1", "c2"]
     assert "the episode is over" in result.observation[1]["content"]
     assert result.reward in (-1.0, 0.0, 1.0)
-    await invoke(env, "close")
+    await close_env(env)
 
 
 class Odd(gymnasium.Env):
@@ -222,12 +222,12 @@ async def test_every_space_is_acted_in_by_text_and_by_tool(space):
     assert [schema.name for schema in schemas(by_tool)] == ["act"]
     made = calls(("act", {"action": plain_value(wanted)}))
     for env, action in ((by_text, says(f"<action>{text}</action>")), (by_tool, made)):
-        await invoke(env, "reset", Task("a", "", {"options": {"level": 2}}), seed=1)
+        await reset_env(env, Task("a", "", {"options": {"level": 2}}), seed=1)
         assert env.world.env.options == {"level": 2}
-        results = [await invoke(env, "step", action) for _ in range(3)]
+        results = [await step_env(env, action) for _ in range(3)]
         assert [(each.reward, each.truncated) for each in results] == [(0.5, False), (0.5, False), (0.5, True)]
         assert [plain_value(each) for each in env.world.env.taken] == [plain_value(wanted)] * 3
-        await invoke(env, "close")
+        await close_env(env)
 
 
 @pytest.mark.parametrize("space", SPACES, ids=repr)
@@ -235,21 +235,21 @@ async def test_every_space_is_acted_in_by_text_and_by_tool(space):
 async def test_an_action_that_is_none_is_told_to_the_model_and_ends_nothing(space, value):
     # Also where it fits the schema: a text of other letters, an element beyond its own bound.
     env = from_gymnasium(Odd(space), tools=True)
-    await invoke(env, "reset", None, seed=1)
-    result = await invoke(env, "step", calls(("act", {"action": value})))
+    await reset_env(env, None, seed=1)
+    result = await step_env(env, calls(("act", {"action": value})))
     assert '"error"' in result.observation[0]["content"]
     assert not (result.terminated)
     assert not (result.truncated)
     assert env.world.env.taken == []
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_a_whole_number_with_a_point_is_one():
     env = from_gymnasium(Odd(gymnasium.spaces.Discrete(3)), tools=True)
-    await invoke(env, "reset", None, seed=1)
-    await invoke(env, "step", calls(("act", {"action": 1.0})))
+    await reset_env(env, None, seed=1)
+    await step_env(env, calls(("act", {"action": 1.0})))
     assert env.world.env.taken == [1]
-    await invoke(env, "close")
+    await close_env(env)
 
 
 def test_a_text_of_opening_tags_costs_no_more_than_its_length():
@@ -266,13 +266,13 @@ async def test_functions_of_ones_own_show_and_read():
         parse=lambda text, env: {"go": 2}[text],
         instructions="Go.",
     )
-    (system, first), _ = await invoke(env, "reset", None, seed=1)
+    (system, first), _ = await reset_env(env, None, seed=1)
     assert first["content"] == "cell 0 of 16"
     assert system["content"].startswith("Go.\n")
     with pytest.raises(EnvError, match="KeyError"):
-        await invoke(env, "step", says("hm"))
-    assert (await invoke(env, "step", says("go"))).observation[0]["content"].startswith("cell ")
-    await invoke(env, "close")
+        await step_env(env, says("hm"))
+    assert (await step_env(env, says("go"))).observation[0]["content"].startswith("cell ")
+    await close_env(env)
 
 
 async def test_a_blocking_world_steps_in_a_thread():
@@ -283,10 +283,10 @@ async def test_a_blocking_world_steps_in_a_thread():
 
     for tools, action in ((False, says("1")), (True, calls(("act", {"action": 1})))):
         env = from_gymnasium(Slow(spaces.Discrete(2)), tools=tools, blocking=True)
-        await invoke(env, "reset", None, seed=1)
-        await invoke(env, "step", action)
+        await reset_env(env, None, seed=1)
+        await step_env(env, action)
         assert env.world.env.thread == "turnwise-tool"
-        await invoke(env, "close")
+        await close_env(env)
 
 
 def test_bad_arguments_are_told():

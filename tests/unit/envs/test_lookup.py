@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from turnwise.envs import invoke, make, schemas
+from turnwise.envs import make, reset_env, schemas, score_env, step_env
 from turnwise.envs.library import lookup
 from turnwise.errors import TaskError
 from turnwise.tasks import load_tasks
@@ -70,24 +70,24 @@ def test_wrong_splits_and_people_are_named():
 async def test_the_right_chain_is_worth_1_and_anything_else_0():
     env = make("lookup")
     for task in lookup.tasks(5, split="test"):
-        messages, _ = await invoke(env, "reset", task, seed=11)
+        messages, _ = await reset_env(env, task, seed=11)
         assert messages == [{"role": "user", "content": task.prompt}]
         table = lookup.table(11, person=task.data["person"], split="test")
-        team = (await invoke(env, "step", calls("team_of", person=table.person))).observation[0]["content"]
+        team = (await step_env(env, calls("team_of", person=table.person))).observation[0]["content"]
         assert team == table.teams[table.person]
-        manager = (await invoke(env, "step", calls("manager_of", team=team))).observation[0]["content"]
+        manager = (await step_env(env, calls("manager_of", team=team))).observation[0]["content"]
         assert manager == table.answer
-        result = await invoke(env, "step", {"role": "assistant", "content": f" {manager}\n"})
+        result = await step_env(env, {"role": "assistant", "content": f" {manager}\n"})
         assert (result.reward, result.terminated) == (1.0, True)
         for wrong in (None, {"role": "assistant", "content": f"It is {manager}"}, {"role": "assistant", "content": ""}):
-            assert await invoke(env, "score", wrong) == {"score": 0.0}
+            assert await score_env(env, wrong) == {"score": 0.0}
 
 
 async def test_unknown_names_are_tool_errors():
     env = make("lookup")
-    await invoke(env, "reset", seed=0)
+    await reset_env(env, seed=0)
     for call in (calls("team_of", person="bob"), calls("manager_of", team="mia")):
-        result = await invoke(env, "step", call)
+        result = await step_env(env, call)
         assert '"tool_error"' in result.observation[0]["content"]
 
 
@@ -95,7 +95,7 @@ async def test_without_a_seed_episodes_differ():
     env = make("lookup")
     tables = []
     for _ in range(5):
-        await invoke(env, "reset")
+        await reset_env(env)
         tables.append(env.table)
     assert any(table != tables[0] for table in tables)
 

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from turnwise.envs import SingleTurnEnv, invoke, make
+from turnwise.envs import SingleTurnEnv, make, reset_env, step_env
 from turnwise.envs.rewards import Judge, Rubric
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError
 from turnwise.envs.rewards.judge import transcript
@@ -141,9 +141,9 @@ async def test_nonsense_is_asked_about_again_and_then_an_error(server):
 
     server.answer = lambda body: "splendid"
     env = SingleTurnEnv(Rubric({"judge": judge(server, attempts=2)}))
-    await invoke(env, "reset", TASK)
+    await reset_env(env, TASK)
     with pytest.raises(EnvError, match=r"'judge' .*\(grader\) returned no verdict in 2 tries: .*'splendid'"):
-        await invoke(env, "step", FINAL)
+        await step_env(env, FINAL)
 
 
 @pytest.mark.parametrize("score", [True, None, "NaN", [], {}, -1, 10.5])
@@ -394,8 +394,8 @@ async def test_a_judge_behind_a_gate_in_a_configuration(server):
     rewards = []
     for text in ("paris", "Paris", "Paris"):
         env = make("single_turn", scorer=config)
-        await invoke(env, "reset", TASK)
-        rewards.append((await invoke(env, "step", {"role": "assistant", "content": text})).info["rewards"])
+        await reset_env(env, TASK)
+        rewards.append((await step_env(env, {"role": "assistant", "content": text})).info["rewards"])
     assert rewards == [{"judge": 0.0}, {"judge": 0.4}, {"judge": 0.4}]
     assert len(server.asked) == 1, "all episodes share one judge and its cache"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.envs import SingleTurnEnv, ToolEnv, invoke, make
+from turnwise.envs import SingleTurnEnv, ToolEnv, call_env, make, reset_env, score_env, step_env
 from turnwise.envs.rewards import Part, RewardFunction, Rubric, as_rubric, core, registry
 from turnwise.errors import ConfigError, EnvError
 from turnwise.plugins import load_object
@@ -24,8 +24,8 @@ FINAL = {"role": "assistant", "content": "4"}
 
 async def score(parts, final=FINAL, task=TASK, **options):
     env = SingleTurnEnv(Rubric(parts, **options))
-    await invoke(env, "reset", task)
-    return await invoke(env, "score", final)
+    await reset_env(env, task)
+    return await score_env(env, final)
 
 
 def correct(text, answer):
@@ -61,8 +61,8 @@ async def test_functions_get_what_they_name():
         return 0
 
     env = SingleTurnEnv({"all": everything})
-    await invoke(env, "reset", TASK)
-    await invoke(env, "step", FINAL)
+    await reset_env(env, TASK)
+    await step_env(env, FINAL)
     assert (seen["task"], seen["final"], seen["text"], seen["data"]) == (TASK, FINAL, "4", TASK.data)
     assert seen["messages"] == [{"role": "user", "content": "2 + 2?"}, FINAL]
     assert seen["env"] is env
@@ -87,15 +87,15 @@ async def test_the_conversation_of_a_tool_environment_holds_calls_and_answers():
             return await Rubric({"turns": turns}).score(self, None, final)
 
     env = Env()
-    await invoke(env, "reset")
+    await reset_env(env)
     call = ToolCall("c", "look", {})
-    await invoke(env, "step", {"role": "assistant", "content": "", "tool_calls": [call]})
-    await invoke(env, "call", ToolCall("d", "look", {}))
-    result = await invoke(env, "step", FINAL)
+    await step_env(env, {"role": "assistant", "content": "", "tool_calls": [call]})
+    await call_env(env, ToolCall("d", "look", {}))
+    result = await step_env(env, FINAL)
     assert result.info["rewards"] == {"turns": 6.0}
     assert result.info["metrics"]["rubric/turns"] == 6.0
     assert [message["role"] for message in env.conversation] == ["user"] + ["assistant", "tool"] * 2 + ["assistant"]
-    await invoke(env, "reset")
+    await reset_env(env)
     assert [message["role"] for message in env.conversation] == ["user"]
 
 
@@ -124,8 +124,8 @@ async def test_a_lone_scorer_needs_no_name():
 
     for scorer, wanted in ((correct, {"score": 1.0}), (parts, {"a": 1.0, "b": 0.5})):
         env = make("single_turn", scorer=scorer)
-        await invoke(env, "reset", TASK)
-        result = await invoke(env, "step", FINAL)
+        await reset_env(env, TASK)
+        result = await step_env(env, FINAL)
         assert (result.reward, result.info) == (sum(wanted.values()), {"rewards": wanted, "metrics": {}})
 
 
@@ -283,9 +283,9 @@ async def test_all_failures_are_told_and_the_others_run_to_their_end():
 async def test_a_thread_past_its_time_out_is_lost_and_the_environment_not_used_again():
     free = threading.Event()
     env = SingleTurnEnv({"slow": Part(lambda text: free.wait(30), timeout=0.5)})
-    await invoke(env, "reset", TASK)
+    await reset_env(env, TASK)
     with pytest.raises(EnvError, match=r"'slow' .* took longer than 0.5 s"):
-        await invoke(env, "score", FINAL)
+        await score_env(env, FINAL)
     assert env.lost_thread
     free.set()
 
@@ -393,8 +393,8 @@ async def test_configurations_name_functions_classes_and_rubrics():
     }
     for _ in range(3):
         env = make("single_turn", scorer=config)
-        await invoke(env, "reset", TASK)
-        assert await invoke(env, "score", FINAL) == {"length": 1.0, "counted": 5.0, "shipped": 1.0}
+        await reset_env(env, TASK)
+        assert await score_env(env, FINAL) == {"length": 1.0, "counted": 5.0, "shipped": 1.0}
     assert Counting.made == 1
     assert as_rubric(f"{__name__}:READY") is READY
     assert READY.names == ("correct", "short")
@@ -404,14 +404,14 @@ async def test_an_argument_is_not_overridden_by_a_column_of_the_same_name():
     task = Task("t", "?", {"factor": 100})
     config = {"length": {"function": f"{__name__}:scaled", "arguments": {"factor": 2}}}
     env = make("single_turn", scorer=config)
-    await invoke(env, "reset", task)
-    assert await invoke(env, "score", FINAL) == {"length": 2.0}
+    await reset_env(env, task)
+    assert await score_env(env, FINAL) == {"length": 2.0}
 
 
 async def test_scoring_costs_little():
     rubric = Rubric({"a": Part(lambda text: 1, inline=True), "b": "exact_match", "c": ("numeric", 0.5)})
     env = SingleTurnEnv(rubric)
-    await invoke(env, "reset", TASK)
+    await reset_env(env, TASK)
     await rubric.score(env, TASK, FINAL)
     began = time.process_time()
     for _ in range(200):

@@ -12,7 +12,7 @@ import textwrap
 import psutil
 import pytest
 
-from turnwise.envs import SingleTurnEnv, invoke
+from turnwise.envs import SingleTurnEnv, reset_env, score_env
 from turnwise.envs.rewards import Part, Rubric, Symbolic, symbolic
 from turnwise.envs.rewards.core import ready_part
 from turnwise.errors import ConfigError, EnvError, MissingExtraError
@@ -73,9 +73,9 @@ async def test_an_undecided_comparison_may_be_an_error():
 
 async def test_a_wall_clock_time_out_is_an_error_and_ends_the_process():
     env = SingleTurnEnv(Rubric({"math": Symbolic(cpu_seconds=300)}, timeout=0.5))
-    await invoke(env, "reset", Task("t", "?", {"answer": "3"}))
+    await reset_env(env, Task("t", "?", {"answer": "3"}))
     with pytest.raises(EnvError, match=r"'math' .*took longer than 0.5 s"):
-        await invoke(env, "score", {"role": "assistant", "content": HOSTILE})
+        await score_env(env, {"role": "assistant", "content": HOSTILE})
     assert await Symbolic()(r"\boxed{3}", {"answer": "3"}) == (1.0, {"undecided": 0.0})
     assert all(each.status() != psutil.STATUS_ZOMBIE for each in workers())
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from turnwise.envs import SingleTurnEnv, invoke, make
+from turnwise.envs import SingleTurnEnv, make, reset_env, score_env, step_env
 from turnwise.errors import EnvError
 from turnwise.tasks import Task
 from turnwise.types import ToolCall, text_of
@@ -25,14 +25,12 @@ TASK = Task("a", "2 + 2?", {"gold": "4"})
 )
 async def test_scorers(scorer, rewards):
     env = make("single_turn", scorer=scorer)
-    messages, _ = await invoke(env, "reset", TASK, seed=0)
+    messages, _ = await reset_env(env, TASK, seed=0)
     assert messages == [{"role": "user", "content": "2 + 2?"}]
-    result = await invoke(env, "step", {"role": "assistant", "content": "4"})
+    result = await step_env(env, {"role": "assistant", "content": "4"})
     assert (result.observation, result.reward, result.terminated) == ([], sum(rewards.values()), True)
     assert result.info["rewards"] == rewards
-    assert (await invoke(env, "score", None)) == {
-        name: 0.0 if value == 1.0 else value for name, value in rewards.items()
-    }
+    assert (await score_env(env, None)) == {name: 0.0 if value == 1.0 else value for name, value in rewards.items()}
 
 
 async def test_a_subclass_scores_itself():
@@ -41,14 +39,14 @@ async def test_a_subclass_scores_itself():
             return 2.0 * (text_of(final) == self.task.data["gold"])
 
     env = Own()
-    await invoke(env, "reset", TASK)
-    assert (await invoke(env, "step", {"role": "assistant", "content": "4"})).reward == 2.0
+    await reset_env(env, TASK)
+    assert (await step_env(env, {"role": "assistant", "content": "4"})).reward == 2.0
 
 
 async def test_calls_are_answered_though_no_tool_was_offered():
     env = SingleTurnEnv(exact)
-    await invoke(env, "reset", TASK)
-    result = await invoke(env, "step", {"role": "assistant", "content": "", "tool_calls": [ToolCall("x", "f", {})]})
+    await reset_env(env, TASK)
+    result = await step_env(env, {"role": "assistant", "content": "", "tool_calls": [ToolCall("x", "f", {})]})
     assert result.terminated
     assert [message["tool_call_id"] for message in result.observation] == ["x"]
     assert "unknown_tool" in result.observation[0]["content"]
@@ -58,4 +56,4 @@ async def test_what_is_missing_is_named():
     with pytest.raises(EnvError, match="scorer=function"):
         SingleTurnEnv()
     with pytest.raises(EnvError, match="got no task"):
-        await invoke(SingleTurnEnv(exact), "reset")
+        await reset_env(SingleTurnEnv(exact))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnwise.envs import SingleTurnEnv, ToolEnv, invoke, play_solution, tool_call
+from turnwise.envs import SingleTurnEnv, ToolEnv, close_env, play_solution, reset_env, tool_call
 from turnwise.envs.solution import solver_of
 from turnwise.errors import EnvError, ToolError
 from turnwise.tasks import Task
@@ -43,9 +43,9 @@ class Async(Base):
 
 async def played(cls):
     env = cls()
-    await invoke(env, "reset", None, seed=0)
+    await reset_env(env, None, seed=0)
     moves = await play_solution(env)
-    await invoke(env, "close")
+    await close_env(env)
     return env, moves
 
 
@@ -108,6 +108,6 @@ async def test_an_episode_that_is_not_begun_is_an_error():
     with pytest.raises(EnvError, match="call reset"):
         await play_solution(Plain())
     env = SingleTurnEnv(lambda task, final: 1.0)
-    await invoke(env, "reset", Task("a", "b"))
+    await reset_env(env, Task("a", "b"))
     with pytest.raises(EnvError, match="no reference solution"):
         await play_solution(env)

@@ -11,7 +11,7 @@ import pytest
 from support.envs.swe_cheats import CHEATS, OF_THE_ISSUE, command
 from support.envs.swe_episodes import any_manager, episode, judging, task, worth
 from support.envs.swe_mutants import appended, mutants
-from turnwise.envs.core import invoke
+from turnwise.envs.core import step_env
 from turnwise.envs.library.swe import SweEnv, tasks
 from turnwise.envs.library.swe.guard.comparisons import equal_to_all
 from turnwise.envs.library.swe.rows import instance_of
@@ -84,7 +84,7 @@ async def test_tampering_is_kept_with_the_trajectory(cache: Path) -> None:
     async with any_manager() as manager, episode(manager, task(ROW), cache=str(cache)) as env:
         assert env.sandbox is not None
         await env.sandbox.exec(cheat, timeout=60.0)
-        last = await invoke(env, "step", {"role": "assistant", "content": "Done."})
+        last = await step_env(env, {"role": "assistant", "content": "Done."})
     assert (last.reward, last.info["metrics"]["tampered"]) == (0.0, 1.0)
     assert last.info["notes"] == {"tampered": last.info["tampered"]}
     assert PAIR in last.info["tampered"]

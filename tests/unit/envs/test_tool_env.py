@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
-from turnwise.envs import ToolEnv, invoke, schemas
+from turnwise.envs import ToolEnv, close_env, reset_env, schemas, score_env, step_env
 from turnwise.errors import EnvError, TaskError, ToolError
 from turnwise.tasks import Task
 from turnwise.tools import BaseTool, ToolResponse, function_tool
@@ -83,7 +83,7 @@ UP, BAD = ("up", {"by": 1}), ("down", {})
 
 async def begun(env=None, **keywords):
     env = Counter() if env is None else env
-    await invoke(env, "reset", **keywords)
+    await reset_env(env, **keywords)
     return env
 
 
@@ -232,8 +232,8 @@ class TestEpisodes:
         await env.step(says(UP))
         await env.step(says(("purse", {})))
         assert env.purse.log == ["create"]
-        await invoke(env, "close")
-        await invoke(env, "close")
+        await close_env(env)
+        await close_env(env)
         assert env.purse.log == ["create", "release"]
 
     async def test_an_episode_that_is_reset_half_way(self):
@@ -241,7 +241,7 @@ class TestEpisodes:
         await env.step(says(BAD))
         await env.step(says(("purse", {})))
         await env.step(says(BAD))
-        await invoke(env, "reset", seed=7)
+        await reset_env(env, seed=7)
         assert env.invalid_in_a_row == 0
         await env.step(says(("purse", {})))
         assert env.purse.log == ["create", "release", "create"]
@@ -267,7 +267,7 @@ class TestEpisodes:
 
         env = Child()
         assert await env.reset(seed=1) == ("count async", {})
-        assert (await invoke(env, "reset", seed=1))[0][0]["content"] == "count async"
+        assert (await reset_env(env, seed=1))[0][0]["content"] == "count async"
         assert (await env.step(says(UP))).observation[0]["content"] == "2"
 
     async def test_a_close_of_ones_own_releases_them_all_the_same(self):
@@ -278,7 +278,7 @@ class TestEpisodes:
         env = await begun(Closing())
         await env.step(says(UP))
         with pytest.raises(EnvError, match="stuck"):
-            await invoke(env, "close")
+            await close_env(env)
         assert env.purse.log == ["create", "release"]
 
     async def test_after_close_the_episode_is_gone(self):
@@ -289,7 +289,7 @@ class TestEpisodes:
 
     async def test_the_score_of_an_episode_nobody_stepped_in(self):
         env = await begun()
-        assert await invoke(env, "score", None) == {"score": 0.0}
+        assert await score_env(env, None) == {"score": 0.0}
         assert env.purse.log == []
 
     async def test_without_a_reset_of_its_own_the_prompt_is_the_tasks(self):
@@ -297,11 +297,11 @@ class TestEpisodes:
             tools = (plain,)
 
         env = Bare()
-        messages, _ = await invoke(env, "reset", Task("a", "hi"))
+        messages, _ = await reset_env(env, Task("a", "hi"))
         assert messages == [{"role": "user", "content": "hi"}]
         assert (await env.step(says(("plain", {"a": 1})))).observation[0]["content"] == "2"
         with pytest.raises(EnvError, match=r"Bare\.reset got no task"):
-            await invoke(env, "reset")
+            await reset_env(env)
 
     async def test_tools_may_depend_on_the_episode(self):
         class Varying(ToolEnv):
@@ -310,10 +310,10 @@ class TestEpisodes:
                 return "hi", {}
 
         env = Varying()
-        await invoke(env, "reset", seed=1)
+        await reset_env(env, seed=1)
         assert [schema.name for schema in schemas(env)] == ["plain"]
         await env.step(says(("plain", {"a": 1})))
-        await invoke(env, "reset", seed=0)
+        await reset_env(env, seed=0)
         assert schemas(env) == []
         assert "unknown_tool" in (await env.step(says(("plain", {"a": 1})))).observation[0]["content"]
 
@@ -335,7 +335,7 @@ class TestTasksKwargs:
 
         env = KeyedEnv()
         task = Task("a", "hi", {"tools_kwargs": {"purse": {"create_kwargs": {"gold": 3}}}})
-        await invoke(env, "reset", task)
+        await reset_env(env, task)
         await env.step(says(("purse", {})))
         assert seen == {"gold": 3, "create_kwargs": {"gold": 3}}
 
@@ -401,7 +401,7 @@ class TestEnding:
                 return await self.final_step(action, result.observation) if self.submitted else result
 
         env = await begun(Submitting())
-        result = await invoke(env, "step", says(("submit", {})))
+        result = await step_env(env, says(("submit", {})))
         assert result.terminated
         assert [message["content"] for message in result.observation] == ["handed in"]
         assert len(env.scored) == 1
@@ -430,7 +430,7 @@ def test_whatever_is_called_step_answers_it(messages):
         env.max_invalid_calls = 0
         env.reset()
         for calls in messages:
-            result = await invoke(env, "step", says(*calls))
+            result = await step_env(env, says(*calls))
             assert [message["tool_call_id"] for message in result.observation] == [call.id for call in calls]
             assert result.info["metrics"]["tool_calls"] == len(calls)
             for message in result.observation:

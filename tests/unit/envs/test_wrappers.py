@@ -20,10 +20,14 @@ from turnwise.envs import (
     TruncateObservations,
     TurnLimit,
     Wrapper,
+    call_env,
     check_env,
-    invoke,
+    close_env,
     make,
     play_solution,
+    reset_env,
+    score_env,
+    step_env,
     wrap,
 )
 from turnwise.envs.library.lookup import LookupEnv
@@ -109,12 +113,12 @@ async def test_around_an_environment_with_tools_it_is_one_and_the_doctor_finds_n
 async def test_around_one_without_tools_it_is_none(number, tmp_path):
     wrapped = ALL[number](Chatty(), tmp_path)
     assert not isinstance(wrapped, ToolEnv)
-    await invoke(wrapped, "reset", None, seed=1)
-    result = await invoke(wrapped, "step", says("a"))
+    await reset_env(wrapped, None, seed=1)
+    result = await step_env(wrapped, says("a"))
     assert (result.reward, result.terminated, result.truncated) == (0.5, False, False)
     assert result.info["metrics"] == {"m": 1.0}
-    assert await invoke(wrapped, "score", None) == {"late": 2.0}
-    await invoke(wrapped, "close")
+    assert await score_env(wrapped, None) == {"late": 2.0}
+    await close_env(wrapped)
 
 
 async def test_all_of_them_together_score_once_and_release_once(tmp_path):
@@ -141,14 +145,14 @@ async def test_all_of_them_together_score_once_and_release_once(tmp_path):
         env = build(env, tmp_path)
     assert env.unwrapped is inner
     assert set(env.toolset()) == {"look", "wait", "kept"}
-    await invoke(env, "reset", None, seed=1)
-    result = await invoke(env, "step", says("", "kept", "look", "none"))
+    await reset_env(env, None, seed=1)
+    result = await step_env(env, says("", "kept", "look", "none"))
     assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1", "c2"]
     assert result.info["rewards"] == {"tool/kept": 0.125, "tool/look": 0.25}
-    result = await invoke(env, "step", says("done"))
+    result = await step_env(env, says("done"))
     assert result.info["rewards"] == {"score": 1.0, "tool/kept": 0.5}
     assert inner.scored == 1
-    await invoke(env, "close")
+    await close_env(env)
     assert (events, inner.closed) == (["create", "release"], 1)
     record = json.loads((tmp_path / "t.jsonl").read_text())
     assert record["reward"] == 1.875
@@ -157,40 +161,40 @@ async def test_all_of_them_together_score_once_and_release_once(tmp_path):
 async def test_a_turn_limit_truncates_at_the_last_turn_and_not_what_ended():
     env = TurnLimit(Chatty(), 2)
     for _ in range(2):
-        await invoke(env, "reset", None, seed=1)
-        assert not (await invoke(env, "step", says("a"))).truncated
-        second = await invoke(env, "step", says("a"))
+        await reset_env(env, None, seed=1)
+        assert not (await step_env(env, says("a"))).truncated
+        second = await step_env(env, says("a"))
         assert (second.terminated, second.truncated, second.info["stop_reason"]) == (False, True, "max_turns")
         assert second.reward == 0.5
-    await invoke(env, "reset", None, seed=1)
-    await invoke(env, "step", says("a"))
-    last = await invoke(env, "step", says("stop"))
+    await reset_env(env, None, seed=1)
+    await step_env(env, says("a"))
+    last = await step_env(env, says("stop"))
     assert (last.terminated, last.truncated) == (True, False)
 
 
 async def test_a_time_limit_ends_a_step_that_does_not_end_and_answers_its_calls():
     inner = Tooled()
     env = TimeLimit(inner, 0.05)
-    await invoke(env, "reset", None, seed=1)
-    result = await invoke(env, "step", says("", "wait", "look"))
+    await reset_env(env, None, seed=1)
+    result = await step_env(env, says("", "wait", "look"))
     assert (result.terminated, result.truncated, result.info["stop_reason"]) == (False, True, "timeout")
     assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1"]
     assert "the episode's 0.05 s are used up" in result.observation[0]["content"]
     assert inner.cancelled
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_a_time_limit_holds_for_single_calls():
     inner = Tooled()
     env = TimeLimit(inner, 0.05)
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     for _ in range(2):
         # The first one is interrupted, the second one is not begun.
-        response = await invoke(env, "call", ToolCall("c", "wait", {}))
+        response = await call_env(env, ToolCall("c", "wait", {}))
         assert response.error == "timeout"
         assert "the episode's 0.05 s are used up" in response.text
     assert inner.cancelled
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_a_time_limit_does_not_cut_the_scoring_of_an_answer():
@@ -205,8 +209,8 @@ async def test_a_time_limit_does_not_cut_the_scoring_of_an_answer():
         return 1.0
 
     env = TimeLimit(SingleTurnEnv(slow), 0.05)
-    await invoke(env, "reset", Task("a", "hi"), seed=1)
-    stepping = asyncio.ensure_future(invoke(env, "step", says("a")))
+    await reset_env(env, Task("a", "hi"), seed=1)
+    stepping = asyncio.ensure_future(step_env(env, says("a")))
     await begun.wait()
     asyncio.get_running_loop().call_later(0.1, gate.set)
     result = await stepping
@@ -216,8 +220,8 @@ async def test_a_time_limit_does_not_cut_the_scoring_of_an_answer():
 
 async def test_a_time_limit_that_passed_between_steps_truncates_the_next_one():
     env = TimeLimit(Chatty(), 1e-9)
-    await invoke(env, "reset", None, seed=1)
-    result = await invoke(env, "step", says("a"))
+    await reset_env(env, None, seed=1)
+    result = await step_env(env, says("a"))
     assert result.truncated
     assert result.info["stop_reason"] == "timeout"
 
@@ -237,25 +241,25 @@ async def test_a_score_that_a_cancelled_step_began_is_taken_once(depth):
     env = SingleTurnEnv(slow)
     for _ in range(depth):
         env = Wrapper(env)
-    await invoke(env, "reset", Task("a", "hi"), seed=1)
-    stepping = asyncio.ensure_future(invoke(env, "step", says("a")))
+    await reset_env(env, Task("a", "hi"), seed=1)
+    stepping = asyncio.ensure_future(step_env(env, says("a")))
     await begun.wait()
     stepping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stepping
     assert env.pending_score is not None
     gate.set()
-    assert await invoke(env, "score", says("a")) == {"score": 0.75}
+    assert await score_env(env, says("a")) == {"score": 0.75}
     assert count == 1
-    await invoke(env, "close")
+    await close_env(env)
 
 
 @pytest.mark.parametrize("keep", ["ends", "head", "tail", "middle"])
 async def test_observations_are_cut_to_their_limit_and_say_so(keep):
     env = TruncateObservations(Chatty(), 100, keep=keep)
-    messages, _ = await invoke(env, "reset", None, seed=1)
+    messages, _ = await reset_env(env, None, seed=1)
     assert messages[0]["content"] == "go " * 20  # the question is whole
-    [answer] = (await invoke(env, "step", says("a"))).observation
+    [answer] = (await step_env(env, says("a"))).observation
     assert len(answer["content"]) <= 100
     assert "cut" in answer["content"]
 
@@ -263,11 +267,11 @@ async def test_observations_are_cut_to_their_limit_and_say_so(keep):
 async def test_observations_are_cut_by_tokens_of_the_model():
     env = TruncateObservations(Tooled(), 12, unit="tokens")
     env.count_tokens = lambda text: len(text.split())
-    await invoke(env, "reset", None, seed=1)
-    [answer] = (await invoke(env, "step", says("", "look"))).observation
+    await reset_env(env, None, seed=1)
+    [answer] = (await step_env(env, says("", "look"))).observation
     assert len(answer["content"].split()) <= 12
     assert "cut" in answer["content"]
-    response = await invoke(env, "call", ToolCall("c", "look", {}))
+    response = await call_env(env, ToolCall("c", "look", {}))
     assert len(response.text.split()) <= 12
     assert response.reward == 0.25
 
@@ -279,8 +283,8 @@ async def test_parts_of_an_observation_are_cut_each():
             return StepResult([{"role": "user", "content": parts}], 0.0, False, False, {})
 
     env = TruncateObservations(Parts(), 50)
-    await invoke(env, "reset", None, seed=1)
-    [answer] = (await invoke(env, "step", says("a"))).observation
+    await reset_env(env, None, seed=1)
+    [answer] = (await step_env(env, says("a"))).observation
     assert len(answer["content"][0]["text"]) == 50
     assert len(answer["content"][1]["image"]) == 500
 
@@ -293,39 +297,39 @@ async def test_a_shaped_reward_is_what_the_function_says_and_names_the_differenc
         return reward - 0.1
 
     env = ShapeReward(Chatty(), minus)
-    await invoke(env, "reset", None, seed=1)
-    result = await invoke(env, "step", says("a"))
+    await reset_env(env, None, seed=1)
+    result = await step_env(env, says("a"))
     assert result.reward == pytest.approx(0.4)
     assert result.info["rewards"] == {"step": 0.5, "shaping": pytest.approx(-0.1)}
-    parts = await invoke(env, "score", None)
+    parts = await score_env(env, None)
     assert sum(parts.values()) == pytest.approx(1.9)
     assert seen == [(0.5, "a"), (2.0, "")]
 
     env = ShapeReward(Tooled(), lambda reward, info, action: {"double": 2 * reward})
-    await invoke(env, "reset", None, seed=1)
-    assert (await invoke(env, "step", says("", "look"))).info["rewards"] == {"double": 0.5}
-    assert (await invoke(env, "call", ToolCall("c", "look", {}))).reward == 0.5
-    assert (await invoke(env, "step", says("x"))).info["rewards"] == {"double": 2.0}
+    await reset_env(env, None, seed=1)
+    assert (await step_env(env, says("", "look"))).info["rewards"] == {"double": 0.5}
+    assert (await call_env(env, ToolCall("c", "look", {}))).reward == 0.5
+    assert (await step_env(env, says("x"))).info["rewards"] == {"double": 2.0}
 
 
 @pytest.mark.parametrize("value", [float("nan"), None, "0.5", {"a": "b"}])
 async def test_a_shaping_function_that_returns_no_number_is_an_error(value):
     env = ShapeReward(Chatty(), lambda reward, info, action: value)
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     with pytest.raises(EnvError, match="reward shaping function returned"):
-        await invoke(env, "step", says("a"))
+        await step_env(env, says("a"))
 
 
 async def test_transcripts_hold_episodes_line_by_line(tmp_path):
     path = tmp_path / "new" / "t.jsonl"
     env = RecordTranscript(LookupEnv(), path)
-    await invoke(env, "reset", Task("one", "x"), seed=3)
+    await reset_env(env, Task("one", "x"), seed=3)
     played = await play_solution(env)
-    await invoke(env, "reset", Task("two", "x"), seed=4)
-    await invoke(env, "call", ToolCall("c", "team_of", {"person": "ana"}))
-    await invoke(env, "score", None)
-    await invoke(env, "close")
-    await invoke(env, "close")
+    await reset_env(env, Task("two", "x"), seed=4)
+    await call_env(env, ToolCall("c", "team_of", {"person": "ana"}))
+    await score_env(env, None)
+    await close_env(env)
+    await close_env(env)
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["task_id"], first["seed"], first["terminated"], first["reward"]) == ("one", 3, True, 1.0)
     assert [each["role"] for each in first["messages"]] == [
@@ -345,10 +349,10 @@ async def test_transcripts_hold_episodes_line_by_line(tmp_path):
 @pytest.mark.parametrize("person", ["\ud800", 2**70])
 async def test_transcripts_hold_whatever_a_model_writes(tmp_path, person):
     env = RecordTranscript(LookupEnv(), tmp_path / "t.jsonl")
-    await invoke(env, "reset", None, seed=3)
+    await reset_env(env, None, seed=3)
     call = ToolCall("c", "team_of", {"person": person})
-    await invoke(env, "step", {"role": "assistant", "content": "", "tool_calls": [call]})
-    await invoke(env, "close")
+    await step_env(env, {"role": "assistant", "content": "", "tool_calls": [call]})
+    await close_env(env)
     (line,) = (tmp_path / "t.jsonl").read_text("utf-8").splitlines()
     assert json.loads(line)["messages"][1]["tool_calls"][0]["arguments"] == {"person": person}
 
@@ -357,9 +361,9 @@ async def test_a_transcript_that_cannot_be_written_is_an_error_and_the_environme
     (tmp_path / "file").write_text("")
     inner = Tooled()
     env = RecordTranscript(inner, tmp_path / "file" / "t.jsonl")
-    await invoke(env, "reset", None, seed=1)
+    await reset_env(env, None, seed=1)
     with pytest.raises(EnvError, match="cannot be written"):
-        await invoke(env, "close")
+        await close_env(env)
     assert inner.closed == 1
 
 
@@ -413,9 +417,9 @@ async def test_a_spec_puts_wrappers_around_and_travels():
     assert isinstance(env, Mine)
     assert isinstance(env, ToolEnv)
     assert isinstance(env.env, ShapeReward)
-    messages, _ = await invoke(env, "reset", None, seed=1)
+    messages, _ = await reset_env(env, None, seed=1)
     assert messages[0] == {"role": "system", "content": "hello"}
-    await invoke(env, "close")
+    await close_env(env)
 
 
 async def test_a_rollout_by_configuration_runs_in_the_wrapped_environment():

@@ -13,7 +13,7 @@ import pytest
 from support.chat.model_dirs import renderer_for
 from support.chat.sees import seeing
 from support.envs.shipped import SHIPPED
-from turnwise.envs.core import invoke, schemas
+from turnwise.envs.core import close_env, reset_env, schemas
 from turnwise.envs.registration import env_class, make
 from turnwise.envs.solution import play_solution
 from turnwise.envs.tool_env import ToolEnv
@@ -59,10 +59,10 @@ def length(text: str) -> float:
 
 async def solution(name: str, task: Task, seed: int) -> tuple[list[Any], Any]:
     env = make(name)
-    await invoke(env, "reset", task, seed=seed)
+    await reset_env(env, task, seed=seed)
     messages = [message for message, _ in await play_solution(env)]
     tools = schemas(env)
-    await invoke(env, "close")
+    await close_env(env)
     return messages, tools
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.envs import invoke
+from turnwise.envs import close_env, fork_env, reset_env, step_env
 from turnwise.envs.solution import play_solution, tool_call
 from turnwise.plugins import load_object
 from turnwise.sandboxes import SandboxManager
@@ -73,36 +73,36 @@ async def test_the_fix_is_worth_1_and_nothing_else_is() -> None:
             env = of("CodeRepair")()
             env.sandboxes = manager
             task = row(n)
-            await invoke(env, "reset", task)
+            await reset_env(env, task)
             played = await play_solution(env)
             assert [message["content"] for message in played[1][1].observation] == ["all passed"]
             assert played[-1][1].info["rewards"] == {"solved": 1.0, "errors": 0.0}
             assert manager.stats.opened == n + 1
-            await invoke(env, "close")
+            await close_env(env)
         # Nothing was done; the file is the old one; a failing test is answered with what failed.
-        await invoke(env, "reset", task)
+        await reset_env(env, task)
         assert await said(env, "run_tests") == task.data["failure"]
         assert await said(env, "view") == task.data["file"]
         assert (await final(env))["solved"] == 0.0
     finally:
-        await invoke(env, "close")
+        await close_env(env)
         await manager.close()
 
 
 async def said(env: Any, name: str, **arguments: Any) -> str:
     message = {"role": "assistant", "content": "", "tool_calls": [tool_call(name, **arguments)]}
-    return str((await invoke(env, "step", message)).observation[0]["content"])
+    return str((await step_env(env, message)).observation[0]["content"])
 
 
 async def final(env: Any) -> dict[str, float]:
-    result = await invoke(env, "step", {"role": "assistant", "content": "Done."})
+    result = await step_env(env, {"role": "assistant", "content": "Done."})
     return dict(result.info["rewards"])
 
 
 async def test_programs_cannot_answer_for_their_tests() -> None:
     env = of("CodeRepair")()
     task = row()
-    await invoke(env, "reset", task)
+    await reset_env(env, task)
     try:
         whole = task.data["file"]
         right = json.dumps([str(each) for each in task.data["expected"]])
@@ -123,15 +123,15 @@ async def test_programs_cannot_answer_for_their_tests() -> None:
         assert await said(env, "edit", find="nowhere", replace="") == "error"
         assert (await final(env)) == {"solved": 1.0, "errors": pytest.approx(-0.1)}
     finally:
-        await invoke(env, "close")
+        await close_env(env)
 
 
 async def test_a_fork_has_a_worker_of_its_own() -> None:
     env, task = of("CodeRepair")(), row()
     find, replace = task.data["fix"]
-    await invoke(env, "reset", task)
+    await reset_env(env, task)
     assert await said(env, "run_tests") == task.data["failure"]
-    fork = await invoke(env, "fork")
+    fork = await fork_env(env)
     try:
         assert await said(fork, "edit", find=find, replace=replace) == "all passed"
         assert await said(env, "view") == task.data["file"]
@@ -139,8 +139,8 @@ async def test_a_fork_has_a_worker_of_its_own() -> None:
         assert (await final(fork))["solved"] == 1.0
         assert (await final(env))["solved"] == 0.0
     finally:
-        await invoke(fork, "close")
-        await invoke(env, "close")
+        await close_env(fork)
+        await close_env(env)
 
 
 async def test_what_the_tests_tell_can_be_kept_back() -> None:
@@ -148,10 +148,10 @@ async def test_what_the_tests_tell_can_be_kept_back() -> None:
     find, replace = task.data["fix"]
     for shows, told in (("verdict", "all passed"), ("nothing", task.data["failure"])):
         env = of("CodeRepair")(shows=shows)
-        await invoke(env, "reset", task)
+        await reset_env(env, task)
         assert await said(env, "edit", find=find, replace=replace) == told
         assert (await final(env))["solved"] == 1.0
-        await invoke(env, "close")
+        await close_env(env)
 
 
 def test_the_teacher_is_mostly_wrong_and_edits_right() -> None:

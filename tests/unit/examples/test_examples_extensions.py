@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from support.chat.model_dirs import Family, renderer_for, write_model_dir
 from turnwise.chat.formats import FORMATS, find_format, register_format
 from turnwise.chat.renderer import load_renderer, save_format
-from turnwise.envs.core import invoke, schemas
+from turnwise.envs.core import close_env, reset_env, schemas
 from turnwise.envs.registration import make
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, RegistryError, RenderError
@@ -57,10 +57,10 @@ async def solved(renderer: Renderer, name: str, config: RolloutConfig) -> tuple[
     """An episode of an environment's own solution, and the client that it was sampled from."""
     task: Task | None = load_mix(make(name).default_tasks, limit=1).tasks[0]
     env = make(name)
-    await invoke(env, "reset", task, seed=5)
+    await reset_env(env, task, seed=5)
     lines = [message for message, _ in await play_solution(env)]
     client = ScriptedClient(renderer, lines, tools=schemas(env))
-    await invoke(env, "close")
+    await close_env(env)
     with ThreadPoolExecutor(2) as executor:
         runner = EpisodeRunner(config, client, renderer, context_length=100_000, executor=executor)
         await runner.prepare()

@@ -10,7 +10,7 @@ import pytest
 from support.chat.toy_renderer import ToyRenderer
 from support.event_loop import pass_time
 from turnwise.agents.core import Episode
-from turnwise.envs.core import Env, StepResult, invoke
+from turnwise.envs.core import Env, StepResult, close_env, reset_env, score_env, step_env
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError
 from turnwise.inference.scripted import ScriptedClient
@@ -73,7 +73,7 @@ class JudgedByStep(Env):
         return "go", {}
 
     async def step(self, action):
-        parts = await invoke(self, "score", action)
+        parts = await score_env(self, action)
         return StepResult([], sum(parts.values()), True, False, {"rewards": parts})
 
 
@@ -153,24 +153,24 @@ FINAL: Message = {"role": "assistant", "content": "42"}
 
 async def interrupted(env: Env) -> None:
     """Begin to score, and stop waiting."""
-    waiting = asyncio.create_task(invoke(env, "step", FINAL))
+    waiting = asyncio.create_task(step_env(env, FINAL))
     await Judge.asked.wait()
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
 
 
-@pytest.mark.parametrize("how", ["reset", "invoke"])
+@pytest.mark.parametrize("how", ["reset", "reset_env"])
 async def test_a_new_episode_is_scored_anew(how: str) -> None:
     env = Judged()
-    await invoke(env, "reset")
+    await reset_env(env)
     await interrupted(env)
     if how == "reset":
         env.reset()
     else:
-        await invoke(env, "reset")
+        await reset_env(env)
     Judge.may_speak.set()
-    result = await invoke(env, "step", {"role": "assistant", "content": "43"})
+    result = await step_env(env, {"role": "assistant", "content": "43"})
     assert result.reward == 1.0
     assert [each for each in LOG if each.startswith("score")] == ["score 42", "score 43"]
 
@@ -179,8 +179,8 @@ async def test_two_episodes_in_a_row_are_each_scored() -> None:
     Judge.may_speak.set()
     env = Judged()
     for _ in range(2):
-        await invoke(env, "reset")
-        await invoke(env, "step", FINAL)
+        await reset_env(env)
+        await step_env(env, FINAL)
     assert LOG == ["score 42", "score 42"]
     assert env.pending_score is None
 
@@ -190,14 +190,14 @@ async def test_closing_leaves_nothing_behind(end: str) -> None:
     complaints: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
     env = Judged()
-    await invoke(env, "reset")
+    await reset_env(env)
     await interrupted(env)
     assert env.pending_score is not None
     if end == "failed":
         Judge.verdict = ValueError("nobody asked")
         Judge.may_speak.set()
         await asyncio.wait([env.pending_score])
-    await invoke(env, "close")
+    await close_env(env)
     assert env.pending_score is None
     assert LOG[-1] == "close"
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -9,7 +9,7 @@ import pytest
 
 from support.sandboxes.noted_backend import NotedBackend, until
 from turnwise.config import load_config
-from turnwise.envs import Env, invoke
+from turnwise.envs import Env, close_env, reset_env
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import ConfigError, EnvError, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes import SandboxConfig, SandboxLimits, SandboxManager, SandboxSpec
@@ -165,11 +165,11 @@ async def test_an_episode_s_sandboxes_end_with_it(wrapped: bool) -> None:
     inside = _Boxed()
     env = wrap(inside, "turn_limit", max_turns=3) if wrapped else inside
     env.sandboxes = held
-    await invoke(env, "reset")
+    await reset_env(env)
     assert env.sandbox is not None
     assert env.sandbox.id == "noted-1"
     assert len(backend.alive) == 2
-    await invoke(env, "reset")
+    await reset_env(env)
     assert env.sandbox.id == "noted-3"
     assert backend.alive == {"noted-3", "noted-4"}
     fork = await inside.fork_sandbox(env.sandbox)
@@ -178,8 +178,8 @@ async def test_an_episode_s_sandboxes_end_with_it(wrapped: bool) -> None:
     assert env.sandbox is None
     inside.fails = True
     with pytest.raises(EnvError):
-        await invoke(env, "reset")
-    await invoke(env, "close")
+        await reset_env(env)
+    await close_env(env)
     assert backend.alive == set()
     assert not backend.closed, "the manager is the runner's"
     await held.close()

@@ -22,7 +22,7 @@ from support.envs.published_rows import (
     write_quixbugs,
     write_tau_bench,
 )
-from turnwise.envs.core import invoke
+from turnwise.envs.core import close_env, reset_env, step_env
 from turnwise.envs.library.code import problem_of
 from turnwise.envs.library.swe.rows import instance_of
 from turnwise.envs.library.tool_calls.matching import same_call
@@ -48,14 +48,14 @@ async def reward_of(task: Task, *messages: Message) -> float:
     assert task.env is not None
     env = make(task.env)
     try:
-        await invoke(env, "reset", task, seed=0)
+        await reset_env(env, task, seed=0)
         if not messages:
             return sum(result.reward for _, result in await play_solution(env))
-        results = [await invoke(env, "step", each) for each in messages]
+        results = [await step_env(env, each) for each in messages]
         assert results[-1].terminated
         return sum(each.reward for each in results)
     finally:
-        await invoke(env, "close")
+        await close_env(env)
 
 
 def says(text: str, *calls: ToolCall) -> Message:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.chat.model_dirs import renderer_for
 from support.property_tests import examples
 from turnwise import ToolEnv, function_tool
-from turnwise.envs import invoke
+from turnwise.envs import reset_env, step_env
 from turnwise.model.canonical import canonical_messages
 from turnwise.types import ToolCall, as_ids
 
@@ -88,8 +88,8 @@ def test_any_bytes_are_answered_or_final(family, data):
 
     async def play():
         env = World()
-        await invoke(env, "reset")
-        return await invoke(env, "step", message)
+        await reset_env(env)
+        return await step_env(env, message)
 
     result = asyncio.run(play())
     if not calls:

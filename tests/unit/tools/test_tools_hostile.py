@@ -11,7 +11,7 @@ import pytest
 
 from support.chat.model_dirs import renderer_for
 from turnwise import BaseTool, Task, ToolEnv, ToolResponse, function_tool
-from turnwise.envs import invoke, register
+from turnwise.envs import register, reset_env
 from turnwise.errors import ConfigError, EnvError, TaskError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
@@ -116,7 +116,7 @@ class TestArgumentsOfTasksThatNoMethodTakes:
     )  # fmt: skip
     async def test_they_are_the_tasks_error_and_not_told_to_the_model(self, given, words):
         env = type("Env", (ToolEnv,), {"tools": (Narrow(),), "score": lambda self, final: 1.0})()
-        await invoke(env, "reset", Task("t", "go", {"tools_kwargs": {"narrow": given}}))
+        await reset_env(env, Task("t", "go", {"tools_kwargs": {"narrow": given}}))
         with pytest.raises(TaskError, match=words):
             env.toolset()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.chat.model_dirs import renderer_for
 from support.property_tests import examples
 from turnwise import ToolEnv, function_tool
-from turnwise.envs import invoke
+from turnwise.envs import close_env, reset_env
 from turnwise.errors import ToolError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
@@ -215,7 +215,7 @@ async def test_the_runner_counts_with_the_models_tokenizer():
 
 async def test_an_environment_by_itself_estimates():
     env = Reader()
-    await invoke(env, "reset")
+    await reset_env(env)
     step = await env.step({"role": "assistant", "tool_calls": [ToolCall("a", "page", {})]})
     assert estimated_tokens(step.observation[0]["content"]) <= 50
-    await invoke(env, "close")
+    await close_env(env)

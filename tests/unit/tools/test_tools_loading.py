@@ -9,7 +9,7 @@ import pytest
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
-from turnwise.envs import EnvSpec, ToolEnv, check_env, invoke, schemas
+from turnwise.envs import EnvSpec, ToolEnv, check_env, close_env, reset_env, schemas, step_env
 from turnwise.errors import ConfigError, TaskError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
@@ -329,7 +329,7 @@ class Purse(BaseTool):
 
 async def begun(task: Task, *tools) -> ToolEnv:
     env = env_with(*tools)
-    await invoke(env, "reset", task)
+    await reset_env(env, task)
     return env
 
 
@@ -344,21 +344,21 @@ class TestSelection:
     async def test_only_the_selected_tools_are_offered(self) -> None:
         env = await begun(Task("t", "hi", {"tool_selection": ["sel_count"], "tools_kwargs": FULL}), sel_find, sel_count)
         assert [schema.name for schema in schemas(env)] == ["sel_count"]
-        result = await invoke(env, "step", says("sel_find", query="x"))
+        result = await step_env(env, says("sel_find", query="x"))
         assert '"unknown_tool"' in result.observation[0]["content"]
         assert '"available": ["sel_count"]' in result.observation[0]["content"]
 
     async def test_the_place_where_verl_has_it(self) -> None:
         info = {"tool_selection": ["sel_find"], "tools_kwargs": FULL | {"sel_count": None}}
         env = await begun(Task("t", "hi", {"extra_info": info}), sel_find, sel_count)
-        result = await invoke(env, "step", says("sel_find", query="ana"))
+        result = await step_env(env, says("sel_find", query="ana"))
         assert result.observation[0]["content"] == "ana in people, at most 3"
         assert list(env.toolset()) == ["sel_find"]
 
     async def test_the_next_task_selects_anew_and_an_empty_list_offers_none(self) -> None:
         env = await begun(Task("t", "hi", {"tool_selection": []}), sel_count)
         assert schemas(env) == []
-        await invoke(env, "reset", Task("u", "hi"))
+        await reset_env(env, Task("u", "hi"))
         assert [schema.name for schema in schemas(env)] == ["sel_count"]
 
     @pytest.mark.parametrize(
@@ -414,10 +414,8 @@ class TestInjected:
 
         env = Env()
         env.here = "here"
-        await invoke(
-            env, "reset", Task("t", "hi", {"tools_kwargs": {"sel_look": {"execute_kwargs": {"where": "door"}}}})
-        )
-        result = await invoke(env, "step", says("sel_look"))
+        await reset_env(env, Task("t", "hi", {"tools_kwargs": {"sel_look": {"execute_kwargs": {"where": "door"}}}}))
+        result = await step_env(env, says("sel_look"))
         assert result.observation[0]["content"] == "here: door"
 
 
@@ -429,12 +427,12 @@ class TestBaseToolArguments:
             "release_kwargs": {"note": "bye"},
         }  # fmt: skip
         env = await begun(Task("t", "hi", {"tools_kwargs": {"purse": kwargs}}), purse)
-        await invoke(env, "step", says("purse"))
-        result = await invoke(env, "step", says("purse"))
+        await step_env(env, says("purse"))
+        result = await step_env(env, says("purse"))
         assert result.observation[0]["content"] == "4"
-        final = await invoke(env, "step", {"role": "assistant", "content": "done"})
+        final = await step_env(env, {"role": "assistant", "content": "done"})
         assert final.info["rewards"] == {"score": 0.0, "tool/purse": 0.75}
-        await invoke(env, "close")
+        await close_env(env)
         assert purse.log[0] == ("create", 7, {"create_kwargs": {"gold": 7}})
         assert purse.log[1][:2] == ("execute", 2)
         assert purse.log[1][3] == ["user", "assistant"]
@@ -446,7 +444,7 @@ class TestBaseToolArguments:
         purse = Purse()
         one, two = await begun(Task("a", "hi"), purse), await begun(Task("b", "hi"), purse)
         for env in (one, two, one):
-            result = await invoke(env, "step", says("purse"))
+            result = await step_env(env, says("purse"))
         assert result.observation[0]["content"] == "2"
         assert len({entry[2] for entry in purse.log if entry[0] == "execute"}) == 2
 

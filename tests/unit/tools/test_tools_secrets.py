@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from support.chat.model_dirs import renderer_for
 from turnwise import BaseTool, ToolEnv, ToolResponse, function_tool
-from turnwise.envs import invoke
+from turnwise.envs import reset_env, score_env
 from turnwise.errors import ConfigError, EnvError, InferenceError, ToolError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
@@ -260,8 +260,8 @@ async def test_neither_model_nor_trajectory_sees_a_secret(final):
 
 async def test_an_environment_alone_too():
     env = Leaky()
-    await invoke(env, "reset")
+    await reset_env(env)
     with pytest.raises(EnvError) as raised:
-        await invoke(env, "score", {"role": "assistant", "content": "twice"})
+        await score_env(env, {"role": "assistant", "content": "twice"})
     assert str(raised.value) == "Leaky.score raised RuntimeError: *** and ***"
     assert "db-password" not in traced(raised.value)

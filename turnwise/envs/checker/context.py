@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import orjson
 
-from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.registration import EnvSpec, make
 from turnwise.errors import EnvError, TurnwiseError
 from turnwise.tasks.core import Task
@@ -254,17 +254,13 @@ class CheckContext:
         """Make a new environment; the given one where no second can be made."""
         return await self._worker.run(made(self.of.source, self.of.toolbox), self.of.timeout, "making the environment")
 
-    async def call(self, env: Env, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of an environment within the time limit.
+    async def run(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """Run a coroutine on the environment's loop within the time limit.
 
         Raises:
-            EnvError: It raised or broke its contract.
+            EnvError: A method raised or broke its contract.
             StallTimeout: It did not return in time.
         """
-        return await self._worker.run(invoke(env, method, *args, **kwargs), self.of.timeout, method)
-
-    async def run(self, work: Any, what: str) -> Any:
-        """Run a coroutine on the environment's loop within the time limit. Raises StallTimeout."""
         return await self._worker.run(work, self.of.timeout, what)
 
     @asynccontextmanager
@@ -276,7 +272,7 @@ class CheckContext:
         except StallTimeout:
             # What blocks the loop blocks close as well; the earlier hang is what is reported.
             with contextlib.suppress(TurnwiseError):
-                await self._worker.run(invoke(env, "close"), min(self.of.timeout, _LAST_S), "close")
+                await self._worker.run(close_env(env), min(self.of.timeout, _LAST_S), "close")
             raise
         except BaseException:  # also a cancellation: the environment is closed
             await self._close(env)
@@ -285,30 +281,30 @@ class CheckContext:
 
     async def _close(self, env: Env) -> None:
         if not self.single:
-            await self.call(env, "close")
+            await self.run(close_env(env), "close")
 
     async def begin(self, env: Env, task: Task | None, seed: int) -> Played:
         """Reset an environment."""
-        messages, info = await self.call(env, "reset", task, seed=seed)
+        messages, info = await self.run(reset_env(env, task, seed=seed), "reset")
         return Played(env, place(task, seed), task, list(messages), info)
 
     async def step(self, played: Played, action: Message) -> StepResult:
         """Pass a message to the environment and record the result."""
         started = time.perf_counter()
-        result: StepResult = await self.call(played.env, "step", action)
+        result = await self.run(step_env(played.env, action), "step")
         played.seconds.append(time.perf_counter() - started)
         played.messages += as_messages(result.observation)
         played.total += result.reward
         played.over = result.terminated or result.truncated
         if result.truncated and not result.terminated:
-            played.total += sum((await self.call(played.env, "score", None)).values())
+            played.total += sum((await self.run(score_env(played.env, None), "score")).values())
         return result
 
     async def finish(self, played: Played, last: Message | None) -> float:
         """Return the episode's total, scoring it unless a step did."""
         if not played.over:
             played.over = True
-            played.total += sum((await self.call(played.env, "score", last)).values())
+            played.total += sum((await self.run(score_env(played.env, last), "score")).values())
         return played.total
 
     def json_safe(self, what: str, value: Any, where: str) -> None:

@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from typing import Any, Final
 from jsonschema.exceptions import SchemaError
 
 from turnwise.envs.checker.context import CheckContext, StallTimeout, brief, place, some_calls
-from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs.core import Env, as_messages, call_env, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import EnvError, TurnwiseError
@@ -102,7 +102,7 @@ async def finals(exam: CheckContext) -> None:
     for final in GARBAGE:
         async with exam.episode(task, seed) as played:
             try:
-                result: StepResult = await exam.call(played.env, "step", final)
+                result = await exam.run(step_env(played.env, final), "step")
             except StallTimeout:
                 raise
             except TurnwiseError as error:
@@ -117,7 +117,7 @@ async def finals(exam: CheckContext) -> None:
     for last in (None, *GARBAGE):
         async with exam.episode(task, seed) as played:
             try:
-                parts = await exam.call(played.env, "score", last)
+                parts = await exam.run(score_env(played.env, last), "score")
             except StallTimeout:
                 raise
             except TurnwiseError as error:
@@ -136,7 +136,7 @@ async def calls(exam: CheckContext) -> None:
             made = some_calls(played.env)
             action: Message = {"role": "assistant", "content": "", "tool_calls": made}
             try:
-                result: StepResult = await exam.call(played.env, "step", action)
+                result = await exam.run(step_env(played.env, action), "step")
             except StallTimeout:
                 raise
             except TurnwiseError as error:
@@ -166,7 +166,7 @@ async def single_calls(exam: CheckContext) -> None:
         if not isinstance(played.env, ToolEnv):
             return
         for call in some_calls(played.env):
-            response = await exam.call(played.env, "call", call)
+            response = await exam.run(call_env(played.env, call), "call")
             unusable = call.error is not None or call.name == "no_such_tool" or call.id.endswith("_extra")
             if unusable and response.error is None:
                 exam.find(
@@ -205,7 +205,7 @@ async def close(exam: CheckContext) -> None:
     await exam.begin(env, task, seed)
     for time, remedy in (("", ""), (" a second time", "close may be called twice: free what is there and forget it")):
         try:
-            await exam.call(env, "close")
+            await exam.run(close_env(env), "close")
         except StallTimeout:
             raise
         except TurnwiseError as error:
@@ -220,7 +220,7 @@ async def close_after_errors(exam: CheckContext) -> None:
         env = await exam.make()
         await ending(exam, env)
         try:
-            await exam.call(env, "close")
+            await exam.run(close_env(env), "close")
         except StallTimeout as error:
             raise StallTimeout(f"closing {when}: {error}") from error
         except TurnwiseError as error:
@@ -260,7 +260,7 @@ async def _cycle(exam: CheckContext, ending: Ending, kept: list[Env]) -> None:
     # Kept: what only the garbage collector frees is not freed by close.
     kept.append(env)
     await ending(exam, env)
-    await _try(exam, env, "close")
+    await _try(exam, close_env(env), "close")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,14 +289,14 @@ async def _never_reset(exam: CheckContext, env: Env) -> None:
 
 
 async def _reset_raised(exam: CheckContext, env: Env) -> None:
-    await _try(exam, env, "reset", _UNUSABLE, seed=0)
+    await _try(exam, reset_env(env, _UNUSABLE, seed=0), "reset")
 
 
 async def _reset_cancelled(exam: CheckContext, env: Env) -> None:
     task, seed = exam.episodes[0]
 
     async def begin() -> None:
-        running = asyncio.ensure_future(invoke(env, "reset", task, seed=seed))
+        running = asyncio.ensure_future(reset_env(env, task, seed=seed))
         await asyncio.sleep(0)
         running.cancel()
         await asyncio.wait([running])
@@ -307,7 +307,7 @@ async def _reset_cancelled(exam: CheckContext, env: Env) -> None:
 async def _step_raised(exam: CheckContext, env: Env) -> None:
     await _reset(exam, env)
     broken: Any = {"role": "assistant", "content": "", "tool_calls": [object()]}
-    await _try(exam, env, "step", broken)
+    await _try(exam, step_env(env, broken), "step")
 
 
 async def _tool_raised(exam: CheckContext, env: Env) -> None:
@@ -318,7 +318,7 @@ async def _tool_raised(exam: CheckContext, env: Env) -> None:
         ToolCall(f"call_{name}", tool.name, example_arguments(tool.schema) or {}) for name, tool in methods.items()
     ]
     action: Message = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
-    await _try(exam, env, "step", action)
+    await _try(exam, step_env(env, action), "step")
 
 
 def _raising(tool: FunctionTool) -> FunctionTool:
@@ -328,9 +328,9 @@ def _raising(tool: FunctionTool) -> FunctionTool:
     return FunctionTool(fail, schema=tool.schema)
 
 
-async def _try(exam: CheckContext, env: Env, method: str, *args: Any, **kwargs: Any) -> None:
+async def _try(exam: CheckContext, work: Coroutine[Any, Any, Any], method: str) -> None:
     try:
-        await exam.call(env, method, *args, **kwargs)
+        await exam.run(work, method)
     except StallTimeout:
         raise
     except TurnwiseError:

@@ -22,7 +22,7 @@ from turnwise.envs.checker.context import (
     estimated_tokens,
     made,
 )
-from turnwise.envs.core import Env
+from turnwise.envs.core import Env, close_env, run_method
 from turnwise.envs.results import Remark
 from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import ConfigError, RegistryError, TaskError, TurnwiseError
@@ -50,13 +50,13 @@ async def each_task(exam: CheckContext) -> None:
         async with turn:
             env = await exam.make()
             try:
-                return list(await exam.call(env, "check_task", task))
+                return list(await exam.run(run_method(env, env.check_task, task), "check_task"))
             except StallTimeout as error:
                 return [f"{error}: give it more time (--timeout)"]
             except TurnwiseError as error:
                 return [f"it cannot be checked: {error}"]
             finally:
-                await exam.call(env, "close")
+                await exam.run(close_env(env), "close")
 
     found = await asyncio.gather(*map(look, rows))
     for task, problems in zip(rows, found, strict=True):
@@ -217,6 +217,6 @@ async def _examine(exam: CheckContext) -> None:
         report.checks.append(name)
     if not stalled:
         try:
-            await exam.call(exam.first, "close")
+            await exam.run(close_env(exam.first), "close")
         except TurnwiseError as error:
             exam.find("close", str(error))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from turnwise.envs.checker.context import CheckContext, Played
 from turnwise.envs.checker.repeats import actions_of, alone, compare, seen_of
-from turnwise.envs.core import Env
+from turnwise.envs.core import Env, close_env, fork_env
 from turnwise.envs.forking import SHARED, attributes
 from turnwise.envs.wrappers import Wrapper
 from turnwise.errors import EnvError
@@ -91,11 +91,11 @@ async def _play(exam: CheckContext, played: Played, actions: list[Message]) -> l
 
 @asynccontextmanager
 async def _fork(exam: CheckContext, played: Played) -> AsyncIterator[Played]:
-    env: Env = await exam.call(played.env, "fork")
+    env = await exam.run(fork_env(played.env), "fork")
     try:
         yield Played(env, f"{played.where}, a fork", played.task, list(played.messages), dict(played.info))
     finally:
-        await exam.call(env, "close")
+        await exam.run(close_env(env), "close")
 
 
 def shared(env: Env, other: Env, *, of_functions: bool = False) -> Iterator[str]:

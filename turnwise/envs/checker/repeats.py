@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from turnwise.envs.checker.context import CheckContext, Played, brief, some_calls
-from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, step_env
 from turnwise.tasks.core import Task
 from turnwise.types import Message
 
@@ -145,7 +145,7 @@ async def cost(exam: CheckContext) -> None:
             took, gap = await exam.run(_watched(env, task, seed + number), "an episode")
         finally:
             if not exam.single:
-                await exam.call(env, "close")
+                await exam.run(close_env(env), "close")
         seconds += took
         held = max(held, gap)
     exam.report.figures |= {
@@ -187,14 +187,15 @@ async def _watched(env: Env, task: Task | None, seed: int) -> tuple[list[float],
 
 
 async def _timed_play(env: Env, task: Task | None, seed: int) -> list[float]:
-    await invoke(env, "reset", task, seed=seed)
+    await reset_env(env, task, seed=seed)
     actions: list[Message] = [
         {"role": "assistant", "content": "", "tool_calls": [call]} for call in some_calls(env)[2:]
     ]
+    actions.append({"role": "assistant", "content": "I do not know."})
     took = []
-    for action in [*actions, {"role": "assistant", "content": "I do not know."}]:
+    for action in actions:
         started = time.perf_counter()
-        result: StepResult = await invoke(env, "step", action)
+        result = await step_env(env, action)
         took.append(time.perf_counter() - started)
         as_messages(result.observation)
         if result.terminated or result.truncated:
@@ -216,7 +217,7 @@ async def _memory(exam: CheckContext, task: Task | None, seed: int) -> None:
             try:
                 await exam.run(_timed_play(env, task, seed + number), "an episode")
             finally:
-                await exam.call(env, "close")
+                await exam.run(close_env(env), "close")
             peak = max(peak, tracemalloc.get_traced_memory()[1] - before)
             del env
             # The first episodes fill caches.

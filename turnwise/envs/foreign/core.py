@@ -203,7 +203,7 @@ class ForeignEnv(Env):
             if answer.get(key):
                 info[key] = answer[key]
         messages = [_message(each) for each in answer["messages"]]
-        # What is no finite number is refused by invoke, which names it.
+        # What is no finite number is refused by the check of the result, which names it.
         reward: Any = answer.get("reward")
         return StepResult(messages, reward, answer["terminated"], answer["truncated"], info)
 
@@ -213,13 +213,13 @@ class ForeignEnv(Env):
         score = answer["score"]
         return ScoreParts(score) if isinstance(score, dict) else score
 
-    async def carry(self, made: Any, memo: Memo) -> None:
+    async def _fork_state(self, fork: Any, memo: Memo) -> None:
         """Let the framework copy the episode."""
-        await super().carry(made, memo)
-        made.tools, made._station, made._worker = list(self.tools), self._station, self._worker
+        await super()._fork_state(fork, memo)
+        fork.tools, fork._station, fork._worker = list(self.tools), self._station, self._worker
         to = next(_EPISODES)
         await self._ask("fork", to=to)
-        made._episode = to
+        fork._episode = to
         if self._worker is not None:
             self._worker.episodes.add(to)
 

@@ -235,10 +235,10 @@ class GymnasiumToolEnv(ToolEnv):
         """Close the world, then the tools."""
         self.world.env.close()
 
-    async def carry(self, made: Any, memo: Memo) -> None:
+    async def _fork_state(self, fork: Any, memo: Memo) -> None:
         """Give a fork tools that act on its own world."""
-        made.tools = made._tools()
-        await super().carry(made, memo)
+        fork.tools = fork._tools()
+        await super()._fork_state(fork, memo)
 
     async def _reminded(self) -> StepResult:
         await self._open()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, TypeVar, cast, get_args
 import gymnasium
 import orjson
 
-from turnwise.envs.core import Env, StepResult, as_messages, invoke, schemas
+from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, from_gymnasium
 from turnwise.envs.registration import EnvSpec, announce, make
 from turnwise.errors import EnvError, TaskError, shown, undo_on_error
@@ -286,7 +286,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         super().reset(seed=seed)
         drawn = int(self.np_random.integers(2**31))
         task = self._task((options or {}).get("task"))
-        messages, info = self._run(invoke(self._env, "reset", task, seed=drawn if seed is None else seed))
+        messages, info = self._run(reset_env(self._env, task, seed=drawn if seed is None else seed))
         self.action_space.tools = tuple(schemas(self._env))
         self.conversation = list(messages)
         return self._observed(messages), {**_comparable(info), "task_id": None if task is None else task.id}
@@ -302,10 +302,10 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         """
         message = as_message(action)
         self.conversation.append(message)
-        result: StepResult = self._run(invoke(self._env, "step", message))
+        result: StepResult = self._run(step_env(self._env, message))
         reward, info = result.reward, dict(result.info)
         if result.truncated and not result.terminated:
-            parts: dict[str, float] = self._run(invoke(self._env, "score", None))
+            parts: dict[str, float] = self._run(score_env(self._env, None))
             info["rewards"] = {**(info.get("rewards") or {"step": reward}), **parts}
             reward += sum(parts.values())
         answered = as_messages(result.observation)
@@ -325,7 +325,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
             return
         try:
             # Before the first reset too: a constructor may have opened something.
-            self._run(invoke(self._env, "close"))
+            self._run(close_env(self._env))
         finally:
             self._open = False
             if self._loop is not None:

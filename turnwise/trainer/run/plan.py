@@ -12,7 +12,7 @@ from typing import Any, Literal
 from turnwise.agents.roles import check_played
 from turnwise.chat.model_dir import check_same_vocabulary, model_settings
 from turnwise.engine.lora import model_under
-from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.core import Env, close_env, reset_env, schemas
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import CheckpointError, EnvError, TurnwiseError
 from turnwise.gateway.frozen import load_renderers
@@ -330,7 +330,7 @@ class _Checker:
                 most = max(most, await self._begin(env, task))
                 names |= dict.fromkeys(schema.name for schema in schemas(env))
             finally:
-                await invoke(env, "close")
+                await close_env(env)
         said = f"{len(self._first)} begun; the model may call {', '.join(names) or 'nothing'}"
         if self._renderer is None:
             return f"{said}; prompts were not counted without a chat format"
@@ -349,7 +349,7 @@ class _Checker:
             env.add_tools(self._loaded)
         try:
             async with asyncio.timeout(RESET_TIMEOUT):
-                messages, info = await invoke(env, "reset", task, seed=0)
+                messages, info = await reset_env(env, task, seed=0)
         except TimeoutError as error:
             raise EnvError(
                 f"environment {name!r} did not reset within {RESET_TIMEOUT:g} s (task {task.id!r})"

@@ -19,7 +19,7 @@ from turnwise.agents.blackbox.tool_server import OfferedTools, ToolServer
 from turnwise.agents.blackbox.workdir import Workdir
 from turnwise.agents.core import Episode
 from turnwise.agents.limits import EpisodeLimits
-from turnwise.envs.core import Env, invoke, schemas
+from turnwise.envs.core import Env, reset_env, schemas
 from turnwise.envs.library.guess_number import GuessNumberEnv
 from turnwise.envs.library.lookup import LookupEnv
 from turnwise.errors import EnvError
@@ -35,7 +35,7 @@ async def offered(
     renderer = renderer_for("qwen3")
     client = ScriptedClient(renderer, script)
     task = Task("t", "go")
-    observation, info = await invoke(env, "reset", task, seed=7)
+    observation, info = await reset_env(env, task, seed=7)
 
     def open_session(name: str, policy: str) -> Session:
         del policy

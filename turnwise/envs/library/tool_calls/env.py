@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
-from turnwise.envs.core import Env, ResetResult, Solution, StepResult, invoke
+from turnwise.envs.core import Env, ResetResult, Solution, StepResult, score_env
 from turnwise.envs.library.tool_calls.matching import OMITTED, Allowed, same_calls
 from turnwise.envs.results import ScoreParts
 from turnwise.envs.solution import tool_call
@@ -59,7 +59,7 @@ class ToolCallsEnv(Env):
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": _NOTED}
             for call in action.get("tool_calls") or ()
         ]
-        parts: ScoreParts = await invoke(self, "score", action)
+        parts: ScoreParts = await score_env(self, action)
         return StepResult(answers, sum(parts.values()), True, False, parts.info())
 
     def score(self, final: Message | None) -> float:
