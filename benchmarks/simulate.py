@@ -1,8 +1,8 @@
 """The three modes at 8 to 4,096 GPUs, simulated: what asynchronous training gains, what staleness and failures cost.
 
 ``harness/simulation.py`` has the simulation and says what is simulated and what is not. Times of decoding, prefill and
-training are the formulas of ``turnwise plan`` with its default assumptions (35 % of the arithmetic, 60 % of the memory
-bandwidth, 3 ms a decoding step besides).
+training are the rooflines of ``harness/roofline.py`` with its default assumptions (35 % of the arithmetic, 60 % of the
+memory bandwidth, 3 ms a decoding step besides).
 
 - ``published``: three runs that verl publishes (docs/advance/v1_async_trainer.md): Qwen3.5-35B-A3B on 4 nodes of 8
   GPUs, 64 x 8 responses of up to 32,768 tokens, 150 steps, in 22.79 h (``sync``), 14.72 h (``colocate_async``) and
@@ -26,9 +26,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from harness.measure import machine, parse, parser, report
+from harness.roofline import Accelerators
 from harness.simulation import MODES, Lengths, Mode, Setting, mean_step
 from turnwise.trainer.scale.shape import Experts, ModelShape
-from turnwise.trainer.scale.throughput import ClusterConfig
 
 BAR = 0.15
 PUBLISHED_H: dict[Mode, float] = {"sync": 22.79, "colocate_async": 14.72, "separate_async": 14.10}
@@ -54,7 +54,7 @@ AGENTS = Lengths(600, 4, 400, 8192, sigma=1.0, observation=200, tool_s=0.5, tool
 
 def predicted(steps: int, **lengths: float) -> dict[str, Any]:
     """Return the hours of the published runs, and how much slower than the formulas their software is."""
-    cluster = ClusterConfig(device="h100", count=32)
+    cluster = Accelerators()
 
     def setting(mode: Mode, response: float, rollout: int, train: int, passes: float) -> Setting:
         drawn = Lengths(150, 1, response, 32_768, **lengths)
@@ -97,10 +97,7 @@ def published(steps: int) -> dict[str, Any]:
 
 def own(steps: int) -> dict[str, Any]:
     """Return the gains in the setting of ``async_modes``: a small model on CPUs, tools with a long tail."""
-    cluster = ClusterConfig(
-        device="core", count=2, memory_gb=8, tflops=0.1, tflops_float32=0.1, bandwidth_gb_s=10,
-        interconnect_gb_s=10, step_overhead_ms=4,
-    )  # fmt: skip
+    cluster = Accelerators(tflops=0.1, bandwidth_gb_s=10, step_overhead_ms=4)
     lengths = Lengths(60, 4, 13, 40, sigma=0.4, observation=10, tool_s=0.03, tool_shape=1.2, tool_most_s=1.5)
     base = Setting(
         SMALL, cluster, 1, 1, 1, 8, 4, lengths, 3.0, stream=1, ahead=2, staleness=2, sync_s=0.05, pauses=False
@@ -114,7 +111,7 @@ def agents(gpus: int, mode: Mode, per_gpu: int) -> Setting:
     train = gpus if mode != "separate_async" else gpus * 3 // 8
     rollout = gpus if mode != "separate_async" else gpus - train
     return Setting(
-        QWEN3_8B, ClusterConfig(device="h100", count=gpus), 1, rollout, train, gpus * per_gpu // 8, 8, AGENTS,
+        QWEN3_8B, Accelerators(), 1, rollout, train, gpus * per_gpu // 8, 8, AGENTS,
         ahead=2, staleness=2, hours_between_failures=HOURS_BETWEEN_FAILURES,
     )  # fmt: skip
 

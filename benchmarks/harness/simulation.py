@@ -2,9 +2,9 @@
 
 Time advances from event to event (a heap); a seed determines everything. What is simulated:
 
-- A server samples a token of each of its running episodes in a step, whose time is the roofline of a plan
-  (``turnwise/trainer/scale/throughput.py``): episodes slow each other down, and a server that empties gets faster.
-  Prefill holds the server up. More episodes than ``max_seqs`` wait.
+- A server samples a token of each of its running episodes in a step, whose time is a roofline
+  (``harness/roofline.py``): episodes slow each other down, and a server that empties gets faster. Prefill holds the
+  server up. More episodes than ``max_seqs`` wait.
 - An episode has turns: prefill of what is new, a completion, then a tool, during which it is on no server. Lengths of
   completions are log-normal and cut off, correlated within a group; tools take a Pareto time.
 - A group is finished with its last member. How many groups are requested is decided by the package's own
@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, fmean
 from typing import Any, Literal
 
+from harness.roofline import Accelerators, forward_operations, weights_read
 from turnwise.rollout.replay.setup import StalenessBound
 from turnwise.trainer.scale.memory import BYTES
 from turnwise.trainer.scale.shape import ModelShape
-from turnwise.trainer.scale.throughput import ClusterConfig
 
 Mode = Literal["sync", "colocate_async", "separate_async"]
 MODES: tuple[Mode, ...] = ("sync", "colocate_async", "separate_async")
@@ -107,7 +107,7 @@ class Setting:
     """
 
     shape: ModelShape
-    cluster: ClusterConfig
+    cluster: Accelerators
     devices: int
     rollout_gpus: int
     train_gpus: int
@@ -199,26 +199,26 @@ class Server:
 
 
 class Costs:
-    """Seconds of decoding steps, prefill and training, by the formulas of a plan, tabulated."""
+    """Seconds of decoding steps, prefill and training, by the rooflines, tabulated."""
 
     def __init__(self, setting: Setting) -> None:
         shape, cluster = setting.shape, setting.cluster
         number, devices = BYTES["bfloat16"], setting.devices
-        bandwidth = devices * cluster.bandwidth_use * 1e9 * cluster.sheet.bandwidth_gb_s
-        speed = cluster.operations("bfloat16")
+        bandwidth = devices * cluster.bandwidth
+        speed = cluster.operations
         sizes = range(setting.max_seqs + 1)
         whole = shape.layers - shape.windowed
         # Windowed layers are full after their window, which is short; a token more is read in the others.
         state = number * (shape.kv_elements(shape.window or 1) - 2 * shape.keys * whole * (shape.window or 1))
-        self._weights = [(number * shape.weights_read(n) + n * state) / bandwidth for n in sizes]
-        self._computing = [shape.forward_operations(n, 0) / (devices * speed) for n in sizes]
+        self._weights = [(number * weights_read(shape, n) + n * state) / bandwidth for n in sizes]
+        self._computing = [forward_operations(shape, n, 0) / (devices * speed) for n in sizes]
         self._token = number * 2 * shape.keys * whole / bandwidth
         self._attended = 4 * shape.queries * whole / (devices * speed)
         self._overhead = cluster.step_overhead_ms / 1e3
         self._slower = setting.slower
-        self._prefill = shape.forward_operations(1, setting.lengths.prompt) / (devices * speed)
+        self._prefill = forward_operations(shape, 1, setting.lengths.prompt) / (devices * speed)
         length = setting.lengths.prompt + setting.lengths.turns * setting.lengths.completion
-        self._train = setting.passes * shape.forward_operations(1, length / 2) / (setting.train_gpus * speed)
+        self._train = setting.passes * forward_operations(shape, 1, length / 2) / (setting.train_gpus * speed)
 
     def decode(self, sequences: int, tokens: float) -> float:
         """Return the seconds of a decoding step of so many sequences with so many tokens of context in all."""

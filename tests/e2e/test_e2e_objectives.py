@@ -20,7 +20,7 @@ from turnwise.trainer.offline.core import branch_messages
 from turnwise.trainer.offline.dpo import run_dpo
 from turnwise.trainer.offline.reward_model import run_reward_model
 from turnwise.trainer.offline.sft import run_sft
-from turnwise.trainer.run.plan import dry_run
+from turnwise.trainer.run.dry_run import dry_run
 from turnwise.trainer.run.train import run_train
 from turnwise.trajectory_file import read_trajectories
 

@@ -13,11 +13,11 @@ from turnwise.plugins import without_collections
 
 if TYPE_CHECKING:
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.scale.layout import PlanConfig
+    from turnwise.trainer.scale.cluster import ClusterConfig
 
 
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="File with the sections cluster and workload.", show_default=False)
+    Path | None, typer.Option("--cluster", help="File with the section cluster.", show_default=False)
 ]
 
 STEPS: Final = 100
@@ -74,7 +74,7 @@ def train(
     if fresh and resume_step is not None:
         raise ConfigError("--fresh removes the checkpoint that --resume-step resumes from: give only one of them")
     if dry:
-        _dry_run(checked, fresh, _plan_config(cluster, aims) if cluster is not None or aims else None)
+        _dry_run(checked, fresh, _cluster_config(cluster, aims) if cluster is not None or aims else None)
         return
     _run(checked, fresh, resume_step)
 
@@ -110,16 +110,16 @@ def _check_options(env: str | None, model: Path | None) -> None:
 
 
 def _split_plan(given: list[str]) -> tuple[list[str], list[str]]:
-    """Split overrides into those of the sections cluster and workload, and those of a run."""
-    own = [each for each in given if each.startswith(("cluster.", "workload."))]
-    return own, [each for each in given if each not in own]
+    """Split overrides into those of the section cluster, and those of a run."""
+    of_cluster = [key for key in given if key.startswith("cluster.")]
+    return of_cluster, [key for key in given if key not in of_cluster]
 
 
-def _plan_config(cluster: Path | None, given: list[str]) -> PlanConfig:
+def _cluster_config(cluster: Path | None, given: list[str]) -> ClusterConfig:
     from turnwise.config import load_config
-    from turnwise.trainer.scale.layout import PlanConfig
+    from turnwise.trainer.scale.cluster import PlanConfig
 
-    return load_config(PlanConfig, [] if cluster is None else [str(cluster)], given)
+    return load_config(PlanConfig, [] if cluster is None else [str(cluster)], given).cluster
 
 
 def plan(
@@ -127,36 +127,35 @@ def plan(
     overrides: Overrides = None,
     cluster: ClusterFile = None,
 ) -> None:
-    """Estimate memory, speed and layout of a run on a cluster, such as cluster.device=h100 cluster.count=8."""
+    """Estimate the memory of each device of a run on a cluster, such as cluster.device=h100 cluster.count=8."""
     from turnwise.config import load_config
     from turnwise.errors import ConfigError
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.scale.several import make_plan
+    from turnwise.trainer.scale.plan import Plan
 
     aims, given = _split_plan(list(overrides or ()))
     if cluster is None and not aims:
         raise ConfigError(
-            "no cluster to plan for: give cluster.device=h100 cluster.count=8 (and workload.turns=... where the limits "
-            "of the configuration are far off), or --cluster FILE with the sections cluster and workload"
+            "no cluster is given: add cluster.device=h100 cluster.count=8, or --cluster FILE with the section cluster"
         )
     files = [str(config), *(each for each in given if _is_file(each))]
     checked = load_config(TrainConfig, files, [each for each in given if not _is_file(each)])
-    made = make_plan(checked, _plan_config(cluster, aims))
-    for line in made.lines():
+    run_plan = Plan(checked, _cluster_config(cluster, aims))
+    for line in run_plan.lines():
         typer.echo(line)
-    if problems := made.problems():
+    if problems := run_plan.problems():
         for problem in problems:
             typer.echo(f"problem: {problem}")
         raise typer.Exit(1)
 
 
-def _dry_run(config: TrainConfig, fresh: bool, cluster: PlanConfig | None) -> None:
+def _dry_run(config: TrainConfig, fresh: bool, cluster: ClusterConfig | None) -> None:
     import asyncio
 
     from rich.console import Console
     from rich.text import Text
 
-    from turnwise.trainer.run.plan import dry_run
+    from turnwise.trainer.run.dry_run import dry_run
 
     found = asyncio.run(dry_run(config, fresh=fresh, cluster=cluster))
     console = Console(soft_wrap=True, highlight=False)

@@ -26,7 +26,7 @@ from turnwise.tasks.config import SourceConfig
 from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.run.plan import DryRun, dry_run
+from turnwise.trainer.run.dry_run import DryRun, dry_run
 from turnwise.trainer.run.run import TrainRun
 from turnwise.trainer.run.train import TrainSummary, run_train, train
 from turnwise.trainer.training import Algorithm, Training, as_algorithm, call_run

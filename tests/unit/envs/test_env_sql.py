@@ -39,7 +39,7 @@ from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task, load_tasks
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.run.plan import dry_run
+from turnwise.trainer.run.dry_run import dry_run
 from turnwise.types import ToolCall
 
 ROOT = Path(__file__).parents[3]

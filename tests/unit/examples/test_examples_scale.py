@@ -12,8 +12,9 @@ import yaml
 
 from turnwise.config import load_config
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.run.plan import dry_run
-from turnwise.trainer.scale.layout import Plan, PlanConfig
+from turnwise.trainer.run.dry_run import dry_run
+from turnwise.trainer.scale.cluster import PlanConfig
+from turnwise.trainer.scale.plan import Plan
 
 HERE = Path(__file__).parents[3] / "examples" / "scale"
 LAYOUTS = {
@@ -43,7 +44,7 @@ def models(program: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_every_layout_is_tried() -> None:
+def test_each_gpus_file_has_a_dry_run() -> None:
     assert {file.name for file in HERE.glob("gpus-*.yaml")} == set(LAYOUTS)
 
 
@@ -52,37 +53,37 @@ def test_every_layout_is_tried() -> None:
 async def test_a_dry_run_for_the_cluster_passes(models: Path, tmp_path: Path, layout: str, algorithm: str) -> None:
     files = [HERE / "train.yaml", HERE / layout, *([HERE / "ppo.yaml"] if algorithm == "ppo" else [])]
     name = load_config(TrainConfig, files).policy.model.path.name
-    given = [f"runs={tmp_path}/runs", f"policies.main.model.path={models / name}", "eval.limit=2"]
-    given += ["policies.main.critic.path=" + str(models / "Qwen3-0.6B")] if algorithm == "ppo" else []
-    config = load_config(TrainConfig, files, given)
-    cluster = load_config(PlanConfig, HERE / "clusters" / f"h100x{LAYOUTS[layout]}.yaml")
-    found = await dry_run(config, cluster=cluster)
-    assert [check for check in found.checks if check.outcome != "ok"] == []
-    memory = next(check.found for check in found.checks if check.name == "memory")
+    overrides = [f"runs={tmp_path}/runs", f"policies.main.model.path={models / name}", "eval.limit=2"]
+    overrides += ["policies.main.critic.path=" + str(models / "Qwen3-0.6B")] if algorithm == "ppo" else []
+    config = load_config(TrainConfig, files, overrides)
+    cluster = load_config(PlanConfig, HERE / "clusters" / f"h100x{LAYOUTS[layout]}.yaml").cluster
+    report = await dry_run(config, cluster=cluster)
+    assert [check for check in report.checks if check.outcome != "ok"] == []
+    memory = next(check.found for check in report.checks if check.name == "memory")
     assert "72.0 GB of each are usable" in memory
     plan = Plan(config, cluster)
-    assert plan.placement.separate == layout.endswith("separate.yaml")
-    assert plan.placement.devices == LAYOUTS[layout]
+    assert plan.separate == layout.endswith("separate.yaml")
+    assert len(plan.devices) == LAYOUTS[layout]
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_published_sizes_are_those_of_the_program(program: ModuleType, models: Path) -> None:
+def test_model_directories_have_the_published_numbers_of_parameters(program: ModuleType, models: Path) -> None:
     # As the model cards say.
     published = {"Qwen3-0.6B": 0.6, "Qwen3-1.7B": 1.7, "Qwen3-8B": 8.2, "Qwen3-32B": 32.8}
     config = load_config(TrainConfig, HERE / "train.yaml")
-    cluster = load_config(PlanConfig, HERE / "clusters" / "h100x64.yaml")
+    cluster = load_config(PlanConfig, HERE / "clusters" / "h100x64.yaml").cluster
     for name, billions in published.items():
         path = [f"policies.main.model.path={models / name}"]
-        shape = Plan(load_config(TrainConfig, HERE / "train.yaml", path), cluster).shape
+        shape = Plan(load_config(TrainConfig, HERE / "train.yaml", path), cluster).policies["main"].shape
         assert round(shape.parameters / 1e9, 1) == billions
     assert config.policy.model.path == HERE / "models" / "Qwen3-8B"
 
 
-def test_the_cluster_files_are_sound() -> None:
+def test_kuberay_and_slurm_files_describe_64_gpus() -> None:
     (ray,) = yaml.safe_load_all((HERE / "clusters" / "kuberay.yaml").read_text())
     (group,) = ray["spec"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     assert group["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"]) == 64
-    volumes = {each["name"] for each in group["template"]["spec"]["volumes"]}
-    assert {each["name"] for each in container["volumeMounts"]} == volumes
+    volumes = {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     subprocess.run(["bash", "-n", str(HERE / "clusters" / "slurm.sh")], check=True)

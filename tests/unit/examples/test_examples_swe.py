@@ -10,7 +10,7 @@ from support.chat.model_dirs import model_dir
 from turnwise.config import load_config
 from turnwise.evaluation.config import EvalConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.run.plan import dry_run
+from turnwise.trainer.run.dry_run import dry_run
 
 HERE = Path(__file__).parents[3] / "examples" / "swe"
 

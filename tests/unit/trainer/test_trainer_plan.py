@@ -1,331 +1,440 @@
-"""``turnwise train --dry-run``: everything that is wrong is found at once, and nothing is changed."""
+"""Plans: parameters and memory by formula, compared with real models and what torch allocates."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from rich.console import Console
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from support.rollout.custom_managers import EXAMPLE
-from support.trainer.lookup_run import example
-from turnwise.chat.renderer import save_format
 from turnwise.cli import main
-from turnwise.config import load_config
-from turnwise.envs import ToolEnv
-from turnwise.errors import CheckpointError, ConfigError
+from turnwise.config import dump_config
+from turnwise.errors import ConfigError
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.offline.small_model import make_model
-from turnwise.trainer.run import plan as module
-from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
-from turnwise.trainer.run.directory import RunDirectory, config_digest, read_start
-from turnwise.trainer.run.plan import DryRun, dry_run
+from turnwise.trainer.core import MicroBatch
+from turnwise.trainer.learn.fsdp_rank import RankModel
+from turnwise.trainer.learn.optim import OptimizerSet
+from turnwise.trainer.learn.rank_processes import Sharding
+from turnwise.trainer.model.policy import Policy, load_model
+from turnwise.trainer.scale.cluster import ClusterConfig, Placement
+from turnwise.trainer.scale.memory import Sharded, activation_bytes, layer_activations, optimizer_bytes, trainer_memory
+from turnwise.trainer.scale.plan import Plan, check_plan
+from turnwise.trainer.scale.shape import FAMILIES, ModelShape
 
-NOTED = "support.sandboxes.noted_backend:NotedBackend"
-EXAMPLES = Path(__file__).parents[3] / "examples"
-GSM8K = {"question": "2 apples and 3 pears?", "answer": "<<2+3=5>>5\n#### 5"}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 16},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80, "mlp_only_layers": [1]},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2},
+}
+# As config.json of huggingface.co/Qwen/Qwen3-8B and Qwen3-30B-A3B says; their model cards: 8.2 B parameters, 6.95 B
+# without embeddings; 30.5 B, 29.9 B without embeddings.
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "max_position_embeddings": 40960,
+}  # fmt: skip
+QWEN3_30B: dict[str, Any] = {
+    **QWEN3_8B, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
+}  # fmt: skip
 
 
-class Broken(ToolEnv):
-    def reset(self, task=None, *, seed=None):
-        raise ValueError("no database")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameter_count_equals_that_of_a_real_model(family: str) -> None:
+    settings = AutoConfig.for_model(family, **{**SIZES, **OF_FAMILY.get(family, {})})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings)
+    shape = ModelShape.of(settings.to_dict())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    heads = {type(module).__name__: module for module in model.modules() if hasattr(module, "k_proj")}
+    for attention in heads.values():
+        assert attention.k_proj.out_features == shape.keys
 
 
-class Hanging(ToolEnv):
-    async def reset(self, task=None, *, seed=None):
-        await asyncio.Event().wait()
+def test_published_models_have_their_published_sizes() -> None:
+    dense, experts = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B)
+    assert dense.parameters == 8_190_735_360
+    assert round((dense.parameters - dense.embeddings) / 1e9, 2) == 6.95
+    assert experts.parameters == 30_532_122_624
+    assert round((experts.parameters - experts.embeddings) / 1e9, 1) == 29.9
+    # 2 x 36 layers x 8 heads x 128 numbers.
+    assert dense.kv_elements(1) == 73_728
+
+
+def test_unknown_model_family_raises_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"model_type is 'mamba'.*known: llama, mistral"):
+        ModelShape.of({"model_type": "mamba"})
+    with pytest.raises(ConfigError, match=r"lacks a size.*hidden_size"):
+        ModelShape.of({"model_type": "qwen3", "num_hidden_layers": 2})
+
+
+# Memory, against torch.
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = list(asyncio.run(example("teacher").demonstrations(40, 0)))
-    directory = tmp_path_factory.mktemp("dry-run") / "model"
-    make_model(directory, rows, 0)
-    return directory
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scale") / "model"
+    sizes = {**SIZES, **OF_FAMILY["qwen3"], "num_hidden_layers": 6, "vocab_size": 2048, "hidden_size": 128}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes)).save_pretrained(path)
+    return path
 
 
-def config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
+def batch(tokens: int) -> MicroBatch:
+    count = tokens - 1
+    return MicroBatch(
+        input_ids=torch.arange(tokens)[None],
+        position_ids=torch.arange(tokens)[None],
+        segments=((0, tokens, -1),),
+        rows=(0,),
+        predictors=torch.arange(count),
+        target_ids=torch.arange(count),
+        rollout_logprobs=torch.zeros(count),
+        advantages=torch.zeros(count),
+        weights=torch.ones(count),
+        temperatures=torch.ones(count),
+        sequences=torch.zeros(count, dtype=torch.int64),
+        turns=torch.zeros(count, dtype=torch.int64),
+    )
+
+
+def step(policy: Policy, optimizers: OptimizerSet, tokens: int) -> None:
+    policy.forward(batch(tokens)).logprobs.sum().backward()
+    for optimizer in optimizers.optimizers:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_weights_gradients_and_optimizer_states_have_the_bytes_that_torch_reports(directory: Path, optim: str) -> None:
+    policy = load_model(directory)
+    config = OptimConfig.model_validate({"name": optim})
+    optimizers = OptimizerSet(policy.model, config)
+    step(policy, optimizers, 32)
+    parameters = list(policy.model.parameters())
+    shape = ModelShape.load(directory, "model")
+    assert sum(parameter.nbytes for parameter in parameters) == 4 * shape.parameters
+    assert sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None) == 4 * shape.parameters
+    tensors = (
+        value for optimizer in optimizers.optimizers for state in optimizer.state.values() for value in state.values()
+    )
+    # AdamW's counters of steps are one number a parameter.
+    states = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor) and value.ndim)
+    assert states == optimizer_bytes(shape, config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layer_activations_equal_the_tensors_that_autograd_saves(directory: Path, dtype: Any) -> None:
+    tokens = 256
+    policy = load_model(directory, compute_dtype=dtype)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in weights:
+            saved[pointer] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        scores = policy.forward(batch(tokens))
+    shape = ModelShape.load(directory, "model")
+    copies = (
+        sum(parameter.numel() * 2 for parameter in policy.model.parameters() if parameter.ndim == 2)
+        if dtype != "float32"
+        else 0
+    )
+    # The last norm, the states and the logits: what a layer keeps has a token's width in it more than these.
+    per_layer = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) - copies
+    logits = 4 * (tokens - 1) * shape.vocabulary
+    measured = (per_layer - logits) / tokens / shape.layers
+    assert layer_activations(shape, dtype) == pytest.approx(measured, rel=0.05)
+    assert scores.logprobs.shape == (tokens - 1,)
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of all storages that operations made and that are still there, at their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.live = {reference: size for reference, size in self.live.items() if not reference.expired()}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.live[StorageWeakRef(storage)] = storage.nbytes()
+        self.most = max(self.most, sum(self.live.values()))
+        return result
+
+
+@contextmanager
+def measured(policy: Policy) -> Iterator[Peak]:
+    """Measure a block; weights that views are made of are not counted."""
+    peak = Peak()
+    with peak:
+        yield peak
+    weights = {StorageWeakRef(parameter.untyped_storage()) for parameter in policy.model.parameters()}
+    peak.most -= sum(size for reference, size in peak.live.items() if reference in weights)
+
+
+@pytest.mark.parametrize("checkpointing", [False, "matmuls", True])
+def test_the_peak_of_a_pass_is_near_the_formula(directory: Path, checkpointing: Any) -> None:
+    tokens = 512
+    policy = load_model(directory, gradient_checkpointing=checkpointing)
+    optimizers = OptimizerSet(policy.model, OptimConfig())
+    # Gradients are there: they are added to, not made.
+    step(policy, optimizers, 32)
+    shape = ModelShape.load(directory, "model")
+    with measured(policy) as peak:
+        policy.states(batch(tokens)).sum().backward()
+    expected = activation_bytes(shape, ModelConfig(path=directory), tokens, checkpointing)
+    # Measured: 1.03, 0.89 and 0.99.
+    assert 0.85 < peak.most / expected < 1.1, (peak.most, expected)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Let this process be the first of four, whose collectives do nothing: what it holds is what it would hold."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_rank_of_four_holds_a_quarter(directory: Path) -> None:
+    options = {"model": {"path": directory}, "engine": "fsdp", "engine_options": {"ranks": 4}}
+    policy = PolicyConfig.model_validate(options)
+    model, _ = RankModel.open("cpu", policy, 1, directory, Sharding(4), values=False, at_once=4)
+    model.root(batch(32), entropy=False)[0].sum().backward()
+    parameters: list[Any] = list(model.policy.model.parameters())
+    shape = ModelShape.load(directory, "model")
+    expected = trainer_memory(config(directory, policies={"main": options}), shape).parts
+    assert sum(parameter.to_local().nbytes for parameter in parameters) == expected["weights"]
+    assert sum(parameter.grad.to_local().nbytes for parameter in parameters) == expected["gradients"]
+    for parameter in parameters:
+        # Nothing was gathered, so they are no numbers.
+        parameter.grad.to_local().zero_()
+    model.optim_step(1)
+    assert model.optimizer is not None
+    states = [tensor for _, _, state in model.optimizer._optimizers.states() for tensor in state.values()]
+    assert (
+        sum(tensor.to_local().nbytes for tensor in states if isinstance(tensor, DTensor))
+        == expected["optimizer states"]
+    )
+
+
+# Placement and plans.
+
+
+def config(model: Path, **changes: Any) -> TrainConfig:
     return TrainConfig.model_validate({
         "name": "run",
-        "runs": runs,
         "steps": 3,
-        "tasks": "turnwise.envs.library.lookup:tasks?n=20",
         "policies": {"main": {"model": {"path": model}}},
-        "rollout": {"env": {"name": "lookup"}, "group_size": 4, "max_turns": 4},
-        "batch": {"groups": 2},
+        "rollout": {"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 256},
         **changes,
     })  # fmt: skip
 
 
-def by_name(found: DryRun) -> dict[str, str]:
-    return {check.name: f"{check.outcome}: {check.found}" for check in found.checks}
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """The directory of a model of which nothing but the settings is there."""
+    path = tmp_path / "Qwen3-8B"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return path
 
 
-async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
-    held_out = {"tasks": "turnwise.envs.library.lookup:tasks?n=5&split=test", "samples": 2, "every": None}
-    found = await dry_run(config(model, tmp_path / "runs", eval=held_out))
-    assert found.ok
-    checks = by_name(found)
-    assert checks["run directory"] == f"ok: {tmp_path / 'runs' / 'run'}: a new run"
-    assert "Qwen3ForCausalLM, context 512" in checks["model"]
-    assert checks["inference"] == "ok: builtin, 1 server"
-    assert checks["chat format"] == "ok: hermes"
-    assert "20 tasks" in checks["tasks"]
-    assert "5 tasks" in checks["held-out tasks"]
-    assert "13 begun; the model may call team_of, manager_of; the longest prompt takes" in checks["episodes"]
-    assert checks["agent"] == "ok: react"
-    assert found.plan[0] == "3 steps of 2 tasks x 4 episodes = 8 episodes, 24 in all"
-    assert "2 sampled and 1 greedy per held-out task" in "\n".join(found.plan)
-    assert not (tmp_path / "runs").exists()
+def sharded(model: Path, ranks: int, **changes: Any) -> dict[str, Any]:
+    options = {"ranks": ranks, "mixed_precision": True}
+    settings = {"path": model, "compute_dtype": "bfloat16", "gradient_checkpointing": True}
+    return {"policies": {"main": {"model": settings, "engine": "fsdp", "engine_options": options, **changes}}}
 
 
-async def test_the_engines_of_all_policies_are_checked(model: Path, tmp_path: Path) -> None:
-    away = {"engine": "vllm", "server": {"python": str(tmp_path / "python")}}
-    found = by_name(await dry_run(config(model, tmp_path / "runs", inference=away)))
-    assert found["inference"] == (
-        f"failed: inference.server.python is {tmp_path / 'python'}, which cannot be executed: name the interpreter of "
-        "an environment with vLLM"
-    )
-
-    def rollout(inference: dict[str, Any]) -> dict[str, Any]:
-        frozen = {"judge": {"start": True, "inference": inference}}
-        return {"env": {"name": "lookup"}, "group_size": 4, "frozen": frozen}
-
-    found = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout({"replicas": 2}))))
-    assert found["inference"] == "ok: builtin, 1 server; judge: builtin, 2 servers"
-    found = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout(away))))
-    assert found["inference"].startswith("failed: inference.server.python is")
+def h100(count: int) -> ClusterConfig:
+    return ClusterConfig(device="h100", count=count)
 
 
-async def test_where_a_critic_starts_is_looked_at(model: Path, tmp_path: Path) -> None:
-    def judged(**critic: Any) -> TrainConfig:
-        policies = {"main": {"model": {"path": model}, "critic": critic}}
-        return config(model, tmp_path / "runs", policies=policies, algorithm={"advantage": "gae"})
-
-    assert by_name(await dry_run(judged()))["critic"] == f"ok: {model}: a separate model"
-    nowhere = by_name(await dry_run(judged(path=tmp_path / "nowhere")))
-    assert nowhere["critic"].startswith(
-        f"failed: policies.main.critic.path is {tmp_path / 'nowhere'}: there is no such"
-    )
+def test_ranks_share_weights_gradients_and_optimizer_states(large: Path) -> None:
+    shape = ModelShape.load(large, "model")
+    unsharded, parts = (trainer_memory(config(large, **sharded(large, ranks)), shape).parts for ranks in (1, 8))
+    for part in ("weights", "gradients", "optimizer states"):
+        assert parts[part] == unsharded[part] / 8
+    assert unsharded["weights"] == 4 * shape.parameters
+    assert parts["activations"] == unsharded["activations"]
 
 
-async def test_adapters_are_put_on_the_model_without_its_weights(model: Path, tmp_path: Path) -> None:
-    def adapted(**lora: Any) -> TrainConfig:
-        return config(model, tmp_path / "runs", policies={"main": {"model": {"path": model, "lora": lora}}})
-
-    found = by_name(await dry_run(adapted(rank=4, targets=["q_proj", "v_proj"])))
-    assert re.fullmatch(r"ok: new, of rank 4 on \d+ matrices \(q_proj, v_proj\)", found["adapters"])
-    found = by_name(await dry_run(adapted(targets=["q_proj", "v_prj"])))
-    assert found["adapters"].startswith("failed: model.lora.targets is ['q_proj', 'v_prj']: no linear layer's name")
-
-
-async def test_of_an_adapter_the_model_under_it_is_looked_at(model: Path, tmp_path: Path) -> None:
-    # As peft leaves it: without the settings of its model.
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(model)}
-    (folder / "adapter_config.json").write_text(json.dumps(said))
-    found = by_name(await dry_run(config(folder, tmp_path / "runs")))
-    assert "Qwen3ForCausalLM, context 512" in found["model"]
-    (folder / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": "nowhere"}))
-    found = by_name(await dry_run(config(folder, tmp_path / "runs")))
-    assert "which does not exist" in found["model"]
-
-
-async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
-    wrong = config(
-        tmp_path / "nowhere",
-        tmp_path / "runs",
-        tasks=str(tmp_path / "rows.jsonl"),
-        eval={"tasks": "turnwise.envs.library.lookup:tusks"},
-        rollout={"env": {"name": "lookup"}, "agent": {"name": "reakt"}, "group_size": 4},
-        inference={"device": "cuda:97"},
-    )
-    checks = by_name(await dry_run(wrong))
-    assert f"failed: policies.main.model.path is {tmp_path / 'nowhere'}: there is no such folder" in checks["model"]
-    assert checks["devices"].startswith("failed: ")
-    assert "cuda:97" in checks["devices"]
-    assert checks["chat format"] == "not run: wants a model"
-    assert "failed" in checks["tasks"]
-    assert "rows.jsonl: there is no such file" in checks["tasks"]
-    assert "did you mean 'tasks'" in checks["held-out tasks"]
-    assert checks["episodes"] == "not run: want tasks"
-    assert "did you mean 'react'" in checks["agent"]
-
-
-async def test_wrappers_and_the_group_reward_are_checked_where_there_are_any(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "transcript.jsonl"
-    recorder = {"name": "record_transcript", "config": {"path": str(file)}}
-
-    async def checked(wrappers: list[Any], group_reward: Any) -> dict[str, str]:
-        env = {"name": "lookup", "wrappers": wrappers}
-        rollout = {"env": env, "group_size": 4, "max_turns": 4, "group_reward": group_reward}
-        return by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout)))
-
-    wrong = await checked([{"name": "turn_limits"}], "rank_bye")
-    assert wrong["wrappers"].startswith("failed: there is no wrapper 'turn_limits'; did you mean 'turn_limit'")
-    assert wrong["group reward"].startswith("failed: rollout.group_reward: there is no reward function 'rank_bye'")
-    assert "did you mean 'rank_by'" in wrong["group reward"]
-    right = await checked([recorder], {"function": "rank_by", "arguments": {"metric": "turns"}})
-    assert right["wrappers"] == "ok: record_transcript"
-    assert right["group reward"] == "ok: rank_by"
-    assert not file.exists()
+def test_critic_and_reference_are_on_the_ranks_and_slices_of_tokens_too(large: Path) -> None:
+    settings = sharded(large, 8, critic={"kind": "own"})
+    shape = ModelShape.load(large, "model")
+    judged = config(large, **settings, algorithm={"advantage": "gae", "kl": {"coef": 0.01}})
+    parts = trainer_memory(judged, shape).parts
+    # Without the output matrix, which is loaded and not trained.
+    assert parts["critic"] == (16 * shape.parameters - 12 * shape.hidden * shape.vocabulary) / 8
+    assert parts["reference"] == 4 * shape.parameters / 8
+    judged.policy.engine_options["sequence_parallel"] = 4
+    assert trainer_memory(judged, shape).parts["activations"] == parts["activations"] / 4
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("inference", "mode", "servers"),
     [
-        ({}, "no config.json is in it"),
-        ({"config.json": "{"}, "its config.json is not JSON"),
-        ({"config.json": "[]"}, "holds no JSON object"),
-        ({"config.json": "{}"}, "no *.safetensors is in it"),
+        ({"engine": "vllm", "replicas": 2, "server": {"gpus": [2, 3]}}, "sync", ((2,), (3,))),
+        ({"engine": "vllm", "replicas": 2, "server": {"tensor_parallel": 2}}, "separate_async", ((2, 3), (4, 5))),
+        ({"engine": "vllm", "replicas": 2}, "sync", ((0,), (1,))),
+        ({"device": "cuda:3", "replicas": 2}, "sync", ((3,), (3,))),
     ],
 )
-async def test_a_folder_that_is_no_model(tmp_path: Path, files: dict[str, str], words: str) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert words in by_name(await dry_run(config(tmp_path, tmp_path / "runs")))["model"]
+def test_placement_takes_named_devices_or_follows_from_the_mode(
+    large: Path, inference: dict[str, Any], mode: str, servers: tuple[tuple[int, ...], ...]
+) -> None:
+    placement = Placement.of(config(large, **sharded(large, 2), inference=inference, mode=mode))
+    assert placement.trainer == (0, 1)
+    assert placement.servers == servers
+    assert Sharded.of(PolicyConfig.model_validate(sharded(large, 2)["policies"]["main"])).ranks == 2
 
 
-async def test_environments_that_do_not_begin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = tmp_path / "runs"
-    monkeypatch.setattr(module, "RESET_TIMEOUT", 0.05)
-    for cls, words in ((Broken, "reset raised ValueError: no database"), (Hanging, "did not reset within 0.05 s")):
-        rollout = {"env": {"name": f"{__name__}:{cls.__name__}"}, "group_size": 4}
-        episodes = by_name(await dry_run(config(model, runs, rollout=rollout)))["episodes"]
-        assert episodes.startswith("failed: ")
-        assert words in episodes
-    rollout = {"env": {"name": "lookup", "config": {"size": 3}}, "group_size": 4}
-    assert "does not take {'size': 3}" in by_name(await dry_run(config(model, runs, rollout=rollout)))["episodes"]
+def test_plan_that_exceeds_memory_raises_with_largest_parts_and_remedies(large: Path) -> None:
+    unsharded = config(large, inference={"engine": "vllm"})
+    with pytest.raises(ConfigError) as error:
+        check_plan(unsharded, h100(1))
+    message = str(error.value)
+    # 16 bytes for each of 8.19 B parameters are 131 GB; activations in float32, and the server on the same device.
+    assert "devices 0 need 224.2 GB of the 72.0 GB that are usable of a h100" in message
+    assert "optimizer states 65.5 GB" in message
+    assert "policies.main.engine_options.ranks" in message
+    few = config(large, **sharded(large, 8), inference={"engine": "vllm", "replicas": 4}, mode="separate_async")
+    with pytest.raises(ConfigError, match=r"cluster.count is 8, but 8 ranks and 4 servers occupy 12 devices"):
+        check_plan(few, h100(8))
 
 
-async def test_prompts_that_leave_no_room(model: Path, tmp_path: Path) -> None:
-    rollout = {"env": {"name": "math"}, "group_size": 4}
-    row = {**GSM8K, "question": "apples " * 600}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.envs.library.math:row"}
-    checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout, tasks=tasks)))
-    assert "of 512 tokens of the context, and no room is left to answer" in checks["episodes"]
+# The command.
 
 
-async def test_an_earlier_run_is_seen_and_left_alone(model: Path, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "run"
-    run.mkdir(parents=True)
-    (run / "run.json").write_text('{"config_digest": "another"}')
-    before = sorted(tmp_path.rglob("*"))
-    wanted = config(model, tmp_path / "runs")
-    assert "holds a run of another configuration" in by_name(await dry_run(wanted))["run directory"]
-    assert "an earlier run there is removed" in by_name(await dry_run(wanted, fresh=True))["run directory"]
-    inside = config(run, tmp_path / "runs")
-    assert "that --fresh would remove" in by_name(await dry_run(inside, fresh=True))["run directory"]
-    assert sorted(tmp_path.rglob("*")) == before
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    return int(exit_.value.code or 0)
 
 
-async def test_a_run_goes_on_with_the_template_that_it_was_trained_with_only(model: Path, tmp_path: Path) -> None:
-    template = tmp_path / "own.jinja"
-    shutil.copyfile(model / "chat_template.jinja", template)
-    wanted = config(model, tmp_path / "runs", renderer={"chat_template": template})
-    home = RunDirectory(tmp_path / "runs" / "run")
-    state = TrainerState(2, config_digest=config_digest(wanted))
-    renderer = wanted.renderer.load(model)
-    store = CheckpointStore(home.path / "checkpoints")
-    checkpoint = store.save(state, lambda folder: save_format(renderer, folder) and None)
-    checks = by_name(await dry_run(wanted))
-    assert "resumes after step 2" in checks["run directory"]
-    assert checks["chat format"] == "ok: hermes"
-
-    template.write_text(template.read_text().replace("Tools:", "What you may call:"))
-    words = "was trained with another chat template .* than the run would resume with .*: make renderer.chat_template"
-    assert re.search(f"failed: .*step_000002 {words}", by_name(await dry_run(wanted))["chat format"])
-    assert by_name(await dry_run(wanted, fresh=True))["chat format"] == "ok: hermes"
-    with pytest.raises(CheckpointError, match=words):
-        await read_start(wanted, home, Console(quiet=True), fresh=False, resume_step=None)
-    # The checkpoint holds what is to be put back.
-    shutil.copyfile(checkpoint / "chat_template.jinja", template)
-    assert by_name(await dry_run(wanted))["chat format"] == "ok: hermes"
+def test_plan_command_prints_memory_by_part_and_exits_with_1_where_devices_are_missing(
+    large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train.yaml"
+    settings = config(large, **sharded(large, 4), mode="separate_async").model_dump(mode="json", exclude_defaults=True)
+    file.write_text(json.dumps(settings))
+    servers = ("inference.engine=vllm", "inference.replicas=4")
+    assert run("plan", str(file), "cluster.device=h100", "cluster.count=8", *servers) == 0
+    output = capsys.readouterr().out
+    assert "model: qwen3, 8.19 B parameters; keys and values take 147,456 bytes a token in bfloat16" in output
+    assert "cluster: 8 x h100, 80 GB (90% usable)" in output
+    assert "GB per device                      0-3           4-7" in output
+    assert "served weights                    0.00         16.38" in output
+    assert run("plan", str(file), "cluster.device=h100", "cluster.count=4", *servers) == 1
+    assert "problem: cluster.count is 4" in capsys.readouterr().out
 
 
-async def test_tools_that_no_prompt_shows_are_found_before_the_run(model: Path, tmp_path: Path) -> None:
-    template = tmp_path / "silent.jinja"
-    template.write_text((model / "chat_template.jinja").read_text().replace("{%- if tools %}", "{%- if false %}"))
-    wanted = config(model, tmp_path / "runs", renderer={"chat_template": template})
-    found = by_name(await dry_run(wanted))["episodes"]
-    assert found.startswith("failed: environment 'lookup' offers the model tools (team_of, manager_of), but the chat")
-    assert "Set renderer.chat_template to one that shows tools: hermes, hermes-short, or a jinja file" in found
-    with pytest.raises(ConfigError, match="environment 'lookup' offers the model tools"):
-        await read_start(
-            wanted, RunDirectory(tmp_path / "runs" / "run"), Console(quiet=True), fresh=False, resume_step=None
-        )
-    for name in ("hermes", "hermes-short"):
-        mended = await dry_run(config(model, tmp_path / "runs", renderer={"chat_template": name}))
-        assert by_name(mended)["episodes"].startswith("ok: ")
+def test_a_cluster_has_to_be_given_and_known(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(json.dumps(config(large).model_dump(mode="json", exclude_defaults=True)))
+    assert run("plan", str(file)) == 1
+    assert "no cluster is given: add cluster.device=h100" in capsys.readouterr().err
+    assert run("plan", str(file), "cluster.device=v100", "cluster.count=8") == 1
+    message = capsys.readouterr().err
+    assert "which is none of a100-40" in message
+    assert "give memory_gb of its data sheet" in message
+    assert run("train", str(file), "cluster.device=h100", "cluster.count=8") == 1
+    assert "only --dry-run and turnwise plan read it" in capsys.readouterr().err
 
 
-def rows_for(folder: Path) -> list[str]:
-    for name in ("train", "test"):
-        (folder / f"{name}.jsonl").write_text(json.dumps(GSM8K) + "\n")
-    return [f"tasks.source={folder / 'train.jsonl'}", f"eval.tasks.source={folder / 'test.jsonl'}"]
+# Several policies.
 
 
-def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a model and rows in the places of those that it names, the run could start; without them it says so."""
-    file = EXAMPLES / "math" / "train.yaml"
-    arguments = ["train", str(file), "--dry-run", f"runs={tmp_path / 'runs'}"]
-    room = ["rollout.context_length=512", "inference.max_context=512"]
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, f"policies.main.model.path={model}", *room, *rows_for(tmp_path)])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "the model may call calculator" in said
-    assert "math: ready to start" in said
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, f"policies.main.model.path={tmp_path / 'nowhere'}"])
-    assert ended.value.code == 1
-    said = capsys.readouterr().out
-    assert "✗ model: policies.main.model.path is" in said
-    assert "✗ tasks: " in said
-    assert "✗ held-out tasks: " in said
-    assert "3 of 10 checks failed, the run cannot start" in said
-    assert not (tmp_path / "runs").exists()
+def two_policies(model: Path, ranks: int = 4, *, lora: bool = False, **changes: Any) -> TrainConfig:
+    """Return a configuration of solver and critic, which with adapters may share servers."""
+    plain = sharded(model, ranks)["policies"]["main"]
+    if lora:
+        plain = {**plain, "model": {**plain["model"], "lora": {"rank": 8}}}
+    policies = {"solver": plain, "critic": {**plain, **changes.pop("critic", {})}}
+    rollout = {"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 256}
+    rollout["roles"] = {"solver": "solver", "critic": "critic"}
+    return config(model, policies=policies, rollout=rollout, inference={"engine": "vllm"}, **changes)
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/train.yaml")), ids=lambda file: file.parent.name)
-def test_every_training_config_of_the_examples_is_one(file: Path) -> None:
-    loaded = load_config(TrainConfig, file)
-    assert loaded.name == file.parent.name == yaml.safe_load(file.read_text())["name"]
-
-
-async def test_a_rollout_manager_from_elsewhere_is_looked_up(model: Path, tmp_path: Path) -> None:
-    rollout = {"env": {"name": "lookup"}, "group_size": 4}
-    for named, custom, found in (
-        (EXAMPLE, {"groups": {"at_once": 2}}, "ok: react, rolled out by WholeGroups"),
-        (EXAMPLE, {"groups": {"at_one": 2}}, "did you mean groups.at_once?"),
-        (EXAMPLE.removesuffix("s"), {}, "failed: rollout.agent_loop_manager_class"),
+def test_memory_of_several_policies_is_listed_by_policy_and_part(large: Path) -> None:
+    two = two_policies(large, mode="separate_async")
+    plan = Plan(two, h100(8))
+    alone = Plan(config(large, **sharded(large, 4), inference={"engine": "vllm"}, mode="separate_async"), h100(8))
+    # Ranks of both on the same four devices, a server each on one of its own behind them.
+    [(ranks, trained), (first, solver), (second, critic)] = plan.memory()
+    assert (ranks, first, second) == ("0-3", "4", "5")
+    [(_, one), (_, served)] = alone.memory()
+    assert trained.total == pytest.approx(2 * one.total)
+    assert solver.parts == {f"solver: {part}": size for part, size in served.parts.items()}
+    assert critic.parts == {f"critic: {part}": size for part, size in served.parts.items()}
+    # What is planned for one policy alone fits on these devices, both do not.
+    check_plan(config(large, **sharded(large, 4), inference={"engine": "vllm"}, mode="separate_async"), h100(8))
+    with pytest.raises(
+        ConfigError, match=r"devices 0-3 need .*largest: (solver|critic): .* or give policies other dev"
     ):
-        changes = {"rollout": {**rollout, "agent_loop_manager_class": named}, "custom": custom}
-        assert found in by_name(await dry_run(config(model, tmp_path, **changes)))["agent"]
+        check_plan(two, h100(8))
+    with pytest.raises(ConfigError, match=r"cluster.count is 4, but .* of the policies solver, critic occupy 6 dev"):
+        check_plan(two, h100(4))
 
 
-class Boxed(ToolEnv):
-    async def reset(self, task=None, *, seed=None):
-        sandbox = await self.open_sandbox()
-        return f"limits.pids is {sandbox.spec.limits.pids}", {}
+def test_policies_that_share_servers_are_counted_with_one_server(large: Path) -> None:
+    apart = Plan(two_policies(large, lora=True, mode="separate_async"), h100(8))
+    shared = check_plan(two_policies(large, lora=True, critic={"served_by": "solver"}, mode="separate_async"), h100(8))
+    assert [devices for devices, _ in apart.memory()] == ["0-3", "4", "5"]
+    [(_, _), (device, serving)] = shared.memory()
+    assert device == "4"
+    parts = apart.memory()[1][1].parts
+    # Rank 8 on the seven matrices of 36 layers, in bfloat16: 2 x 8 x the sums of their sides.
+    sides = 2 * 4096 + 2 * (4096 + 1024) + 2 * 4096 + 3 * (4096 + 12288)
+    adapter = 2 * 8 * 36 * sides
+    assert serving.parts == {**parts, "solver: served adapter": adapter, "critic: served adapter": adapter}
 
 
-async def test_the_configured_sandboxes_are_tried(model: Path, tmp_path: Path) -> None:
-    for sandbox, found in (
-        ({"name": "doker"}, "failed: sandbox.name is 'doker'; did you mean 'docker'?"),
-        ({"config": {"isolaton": "auto"}}, "failed: sandbox.config of 'local': "),
-        ({"name": "docker", "config": {"url": f"unix://{tmp_path}/none.sock"}}, "failed: no container engine answers"),
-        ({"name": NOTED, "prewarm": 2}, f"ok: {NOTED}"),
-    ):
-        rollout = {"env": {"name": f"{__name__}:Boxed"}, "group_size": 4, "sandbox": sandbox}
-        checks = by_name(await dry_run(config(model, tmp_path, rollout=rollout)))
-        assert found in checks["sandboxes"]
-        assert checks["episodes"].partition(":")[0] == checks["sandboxes"].partition(":")[0]
+def test_plan_command_prints_each_policy(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = two_policies(large, lora=True, critic={"served_by": "solver"}, mode="separate_async")
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(two))
+    assert run("plan", str(file), "cluster.device=h100", "cluster.count=8") == 0
+    output = capsys.readouterr().out
+    assert "\npolicy solver\nmodel: qwen3, 8.19 B" in output
+    assert "\npolicy critic, by the servers of solver\n" in output
+    assert "critic: optimizer states" in output
+    assert run("plan", str(file), "cluster.device=h100", "cluster.count=2") == 1
+    assert "problem: cluster.count is 2, but" in capsys.readouterr().out

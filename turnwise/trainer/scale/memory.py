@@ -111,15 +111,15 @@ def activation_bytes(shape: ModelShape, model: ModelConfig, tokens: int, checkpo
 
     Without checkpointing every layer keeps :func:`layer_activations`. With it a layer keeps its input (``4 h`` bytes;
     Chen et al. 2016, arXiv:1604.06174), with ``matmuls`` the results of its matrix products too (``2 h + q + 2 k + 2
-    f`` numbers), and one layer at a time has all of its own again. On top: the last norm and the states that are
+    f`` numbers), and one layer at a time recomputes all of its activations. On top: the last norm and the states that are
     scored.
     """
     number = BYTES[model.compute_dtype]
-    whole = layer_activations(shape, model.compute_dtype)
+    full = layer_activations(shape, model.compute_dtype)
     products = number * (2 * shape.hidden + shape.queries + 2 * shape.keys + 2 * shape.active_intermediate)
-    kept = {False: whole, "matmuls": 4 * shape.hidden + products, True: 4 * shape.hidden}[checkpointing]
-    again = whole if checkpointing else 0
-    return tokens * (shape.layers * kept + again + 4 * 4 * shape.hidden)
+    stored = {False: full, "matmuls": 4 * shape.hidden + products, True: 4 * shape.hidden}[checkpointing]
+    recomputed = full if checkpointing else 0
+    return tokens * (shape.layers * stored + recomputed + 4 * 4 * shape.hidden)
 
 
 def loss_bytes(shape: ModelShape, tokens: int) -> float:
@@ -174,7 +174,7 @@ def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: S
 
 
 def add_critic(memory: Memory, shape: ModelShape, critic: CriticConfig, sharded: Sharded) -> None:
-    """Add a critic of its own: weights, gradients and optimizer state, over the ranks like the policy.
+    """Add a separate critic: weights, gradients and optimizer state, over the ranks like the policy.
 
     A shared critic is a head on the policy's model, of ``hidden + 1`` numbers.
     """
@@ -229,12 +229,12 @@ def server_memory(config: InferenceConfig, model: Path, shape: ModelShape) -> Me
     tokens = kv_tokens(config, shape)
     memory = Memory()
     memory.add("served weights", number * shape.parameters / devices)
-    # A key or value head is on as many devices as it takes, where there are fewer heads than devices.
+    # With fewer key and value heads than devices, several devices hold the same head.
     copies = max(1.0, devices / shape.kv_heads)
     keys = copies * number * shape.kv_elements(tokens) / devices
-    if config.engine == "vllm" and (given := kv_bytes(model, config)) is not None:
+    if config.engine == "vllm" and (fixed := kv_bytes(model, config)) is not None:
         # What the command line gives to each device, whatever share of the heads it has.
-        keys = given
+        keys = fixed
     memory.add("keys and values", keys)
     inner = 2 * shape.hidden + shape.queries + 2 * shape.keys + 2 * shape.active_intermediate
     sequences = min(config.max_seqs, config.max_batch_tokens)
@@ -254,12 +254,6 @@ def adapter_memory(config: TrainConfig, shape: ModelShape) -> float:
 def kv_tokens(config: InferenceConfig, shape: ModelShape) -> int:
     """Return the ``kv_tokens`` of a server: as configured, 131072, or one sequence if that is more."""
     return config.kv_tokens or max(_KV_TOKENS, config.max_context or shape.context)
-
-
-def kv_room(config: InferenceConfig, shape: ModelShape) -> int:
-    """Return the tokens that a server has room for: each device of a vLLM server gets the bytes of ``kv_tokens``."""
-    spread = min(tensor_parallel(config), shape.kv_heads) if config.engine == "vllm" else 1
-    return kv_tokens(config, shape) * spread
 
 
 def tensor_parallel(config: InferenceConfig) -> int:

@@ -1,8 +1,7 @@
-"""The shape of a transformer by its ``config.json``: parameters, keys and values, and operations, by formula."""
+"""The shape of a transformer by its ``config.json``: parameters, and keys and values, by formula."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +132,7 @@ class ModelShape:
                 f"{what}, whose model_type is {family!r}: its parameters cannot be counted by formula; known: "
                 f"{', '.join(FAMILIES)}"
             )
-        known = FAMILIES[family]
+        family_facts = FAMILIES[family]
         try:
             layers, hidden, heads = (
                 int(settings[name]) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -149,8 +148,8 @@ class ModelShape:
                 head_dim=int(settings.get("head_dim") or hidden // heads),
                 intermediate=int(settings["intermediate_size"]),
                 vocabulary=int(settings["vocab_size"]),
-                tied=bool(settings.get("tie_word_embeddings", known.tied)),
-                attention_bias=(2 if own_bias else 0) if known.qkv_bias is None else int(known.qkv_bias),
+                tied=bool(settings.get("tie_word_embeddings", family_facts.tied)),
+                attention_bias=(2 if own_bias else 0) if family_facts.qkv_bias is None else int(family_facts.qkv_bias),
                 mlp_bias=bool(settings.get("mlp_bias")),
                 experts=_experts(settings, layers),
                 windowed=sum(kind == _WINDOWED for kind in kinds),
@@ -183,20 +182,9 @@ class ModelShape:
         if self.experts is None:
             return total + self.layers * 3 * self.hidden * self.intermediate
         experts = self.experts
-        each = experts.count * (3 * experts.intermediate + 1) + 3 * experts.shared + bool(experts.shared)
+        of_layer = experts.count * (3 * experts.intermediate + 1) + 3 * experts.shared + bool(experts.shared)
         dense = (self.layers - experts.layers) * 3 * self.intermediate
-        return total + self.hidden * (experts.layers * each + dense)
-
-    @property
-    def active_matrices(self) -> int:
-        """Elements of the layers' matrices that one token is multiplied with, the output matrix included."""
-        total = self.layers * self.attention_matrices + self.hidden * self.vocabulary
-        if self.experts is None:
-            return total + self.layers * 3 * self.hidden * self.intermediate
-        experts = self.experts
-        each = experts.active * 3 * experts.intermediate + experts.count + 3 * experts.shared + bool(experts.shared)
-        dense = (self.layers - experts.layers) * 3 * self.intermediate
-        return total + self.hidden * (experts.layers * each + dense)
+        return total + self.hidden * (experts.layers * of_layer + dense)
 
     @property
     def embeddings(self) -> int:
@@ -251,42 +239,16 @@ class ModelShape:
             "up_proj": (self.hidden + inner, dense),
             "down_proj": (inner + self.hidden, dense),
         }
-        chosen = sizes if targets is None else {name: size for name, size in sizes.items() if name in targets}
-        return rank * sum(size * count for size, count in chosen.values())
+        adapted = sizes if targets is None else {name: size for name, size in sizes.items() if name in targets}
+        return rank * sum(size * count for size, count in adapted.values())
 
     def kv_elements(self, tokens: int) -> int:
         """Return the numbers that keys and values of one sequence take: ``2 layers kv_heads head_dim`` for each token.
 
         Source: Kwon et al. 2023, "PagedAttention" (arXiv:2309.06180), section 3. Windowed layers keep a window.
         """
-        whole = self.layers - self.windowed
-        return 2 * self.keys * (whole * tokens + self.windowed * min(tokens, self.window or tokens))
-
-    def forward_operations(self, tokens: float, context: float) -> float:
-        """Return the floating point operations of a forward pass over ``tokens``, each of which sees ``context``.
-
-        ``2 N`` for each token with the N elements of :attr:`active_matrices`, and ``4 layers queries context`` for
-        scores and weighted values. Source: Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B, whose ``6 N +
-        12 L H Q T`` is the forward pass (a third) with the backward pass. Of a causal sequence of T tokens the mean
-        context is T / 2.
-        """
-        whole = self.layers - self.windowed
-        seen = whole * context + self.windowed * min(context, self.window or context)
-        return tokens * (2.0 * self.active_matrices + 4.0 * self.queries * seen)
-
-    def weights_read(self, sequences: float) -> float:
-        """Return the elements of weights that a decoding step of so many sequences reads.
-
-        All of them, but of the experts those that at least one sequence chose: ``count (1 - (1 - active / count) ^
-        sequences)`` where choices are independent and alike. The embedding is read a row at a time.
-        """
-        output = self.hidden * self.vocabulary
-        if self.experts is None:
-            return float(self.layer_matrices + output)
-        experts = self.experts
-        routed = experts.layers * experts.count * 3 * experts.intermediate * self.hidden
-        share = 1.0 - math.pow(1.0 - experts.active / experts.count, max(1.0, sequences))
-        return float(self.layer_matrices - routed + output) + share * routed
+        unwindowed = self.layers - self.windowed
+        return 2 * self.keys * (unwindowed * tokens + self.windowed * min(tokens, self.window or tokens))
 
 
 def _experts(settings: Mapping[str, Any], layers: int) -> Experts | None:

@@ -47,8 +47,8 @@ from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, changed_ke
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trainer.run.policies import check_shared_servers
-from turnwise.trainer.scale.layout import Placement, PlanConfig
-from turnwise.trainer.scale.several import check_plan
+from turnwise.trainer.scale.cluster import ClusterConfig, Placement
+from turnwise.trainer.scale.plan import check_plan
 
 RESET_TIMEOUT = 60.0
 """Seconds that an environment may take to begin an episode."""
@@ -84,14 +84,14 @@ class DryRun:
         return all(check.outcome == "ok" for check in self.checks)
 
 
-async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: PlanConfig | None = None) -> DryRun:
+async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: ClusterConfig | None = None) -> DryRun:
     """Check the inputs of a run, and begin an episode of each of its first tasks; errors become failed checks.
 
     Args:
         config: The run's configuration.
         fresh: Whether an earlier run of its name would be removed.
-        cluster: Devices of another place where it is to run; by default this machine's. Their number and memory are
-            then estimated by formula, and neither weights nor engines need to be here.
+        cluster: The devices of another machine on which it is to run; by default this machine's. Number and memory of
+            devices are then estimated by formula, and neither weights nor engines need to be here.
     """
     checker = _Checker(config, cluster)
     await checker.run("run directory", checker.directory(fresh))
@@ -186,13 +186,12 @@ async def _placement(config: TrainConfig, *, here: bool) -> str:
     return placement_text(config)
 
 
-async def _memory(config: TrainConfig, cluster: PlanConfig) -> str:
+async def _memory(config: TrainConfig, cluster: ClusterConfig) -> str:
     if not (model_under(config.policy.model.path) / "config.json").is_file():
         raise _Wanting("wants a model")
-    held = check_plan(config, cluster).memory()
-    usable = cluster.cluster.usable_bytes / 1e9
-    most = "; ".join(f"devices {devices} {memory.total / 1e9:,.1f} GB" for devices, memory in held)
-    return f"{most}; {usable:,.1f} GB of each are usable"
+    groups = check_plan(config, cluster).memory()
+    sizes = "; ".join(f"devices {devices} {memory.total / 1e9:,.1f} GB" for devices, memory in groups)
+    return f"{sizes}; {cluster.usable_bytes / 1e9:,.1f} GB of each are usable"
 
 
 class _Wanting(TurnwiseError):
@@ -200,7 +199,7 @@ class _Wanting(TurnwiseError):
 
 
 class _Checker:
-    def __init__(self, config: TrainConfig, cluster: PlanConfig | None = None, policy: str | None = None) -> None:
+    def __init__(self, config: TrainConfig, cluster: ClusterConfig | None = None, policy: str | None = None) -> None:
         self._config = config
         self._cluster = cluster
         # What is checked of a policy is that of the first, unless another is named.
@@ -258,10 +257,10 @@ class _Checker:
     async def devices(self) -> str:
         own = self._own
         if self._cluster is not None:
-            cluster, placement = self._cluster.cluster, Placement.of(own)
+            cluster, placement = self._cluster, Placement.of(own)
             engine = find_engine(own.inference.engine).__name__
             return (
-                f"{placement.devices} of {cluster.count} x {cluster.device}: trains on {len(placement.trainer)}, "
+                f"{len(placement.devices)} of {cluster.count} x {cluster.device}: trains on {len(placement.trainer)}, "
                 f"samples with {len(placement.servers)} servers of {len(placement.servers[0])} ({engine})"
             )
         trainer, server = own.policy.model.device, own.inference.device
