@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from turnwise.trainer.offline.sft import run_sft
     from turnwise.trainer.run.hooks import Hooks
     from turnwise.trainer.run.train import run_train
-    from turnwise.trainer.training import Algorithm
     from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
     from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenPrompt, ToolCall, ToolSchema
 
@@ -116,7 +115,6 @@ _HOMES = {
     "trainer.offline.sft": ("run_sft",),
     "trainer.run.hooks": ("Hooks",),
     "trainer.run.train": ("run_train",),
-    "trainer.training": ("Algorithm",),
     "trajectory": ("Segment", "TrainSample", "Trajectory", "TrajectoryGroup", "to_samples"),
     "types": ("Completion", "Message", "SamplingParams", "StopReason", "TokenPrompt", "ToolCall", "ToolSchema"),
 }  # fmt: skip
@@ -125,7 +123,6 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Agent",
     "AgentError",
-    "Algorithm",
     "AlgorithmConfig",
     "BaseTool",
     "BlackBoxAgent",

@@ -17,6 +17,7 @@ from turnwise.config import load_config
 from turnwise.errors import ConfigError
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.directory import config_digest
+from turnwise.trainer.training import Training
 
 
 class Question(TypedDict):
@@ -49,8 +50,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_an_agent_a_dataset_and_an_algorithm(settings: dict[str, Any], tmp_path: Path) -> None:
-    algorithm = turnwise.Algorithm(loss="gspo", clip_low=3e-4, clip_high=4e-4, minibatches=2)
+def test_fit_trains_an_agent_on_rows_with_an_algorithm(settings: dict[str, Any], tmp_path: Path) -> None:
+    algorithm = turnwise.AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4, minibatches=2)
     trainer = turnwise.Trainer({**settings, "runs": tmp_path}, algorithm=algorithm, n_runners=4, console=silent())
     summary = trainer.fit(short_answers, ROWS, val_dataset=ROWS[:2])
     assert (summary.steps, summary.ended_by, summary.directory) == (1, "steps", tmp_path / "short-answers")
@@ -72,36 +73,35 @@ def test_an_agent_a_dataset_and_an_algorithm(settings: dict[str, Any], tmp_path:
     assert config_digest(trainer.plan(short_answers, ROWS[:4], ROWS[:2]).config) != config_digest(config)
 
 
-class BestOf(turnwise.Algorithm):
-    """Asks for every task of a step twice, and learns from the groups that paid more."""
+class BestOf:
+    """Rolls out every task of a step twice, and learns from the groups that paid more."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.seen: list[int] = []
+    def __init__(self) -> None:
+        self.trajectories: list[int] = []
 
-    async def run(self, training, train_dataset, val_dataset) -> None:
-        assert val_dataset == []
-        assert sorted(task.data["answer"] for task in train_dataset) == [str(n) for n in range(5)]
+    async def run(self, training: Training) -> None:
+        tasks = training.train_tasks
+        assert training.val_tasks == []
+        assert sorted(task.data["answer"] for task in tasks) == [str(n) for n in range(5)]
         while not training.finished:
-            groups = await training.rollouts(train_dataset[:2])
-            groups += await training.rollouts(train_dataset[:2])
-            assert len({each.id for group in groups for each in group.trajectories}) == 16
-            groups.sort(key=lambda group: -sum(each.reward for each in group.trajectories))
+            groups = await training.rollouts(tasks[:2])
+            groups += await training.rollouts(tasks[:2])
+            assert len({trajectory.id for group in groups for trajectory in group.trajectories}) == 16
+            groups.sort(key=lambda group: -sum(trajectory.reward for trajectory in group.trajectories))
             metrics = await training.learn(groups[:2])
-            self.seen.append(int(metrics["batch/trajectories"]))
+            self.trajectories.append(int(metrics["batch/trajectories"]))
 
 
-async def test_an_algorithm_of_ones_own_in_a_running_event_loop(settings: dict[str, Any], tmp_path: Path) -> None:
-    mine = BestOf(drop_zero_variance=False)
-    config = {**settings, "runs": tmp_path, "name": "own", "eval": None}
+async def test_custom_training_loop_trains_in_a_running_event_loop(settings: dict[str, Any], tmp_path: Path) -> None:
+    best_of = BestOf()
+    config = {**settings, "runs": tmp_path, "name": "own", "eval": None, "algorithm": {"drop_zero_variance": False}}
     trainer = turnwise.Trainer(config, agent=short_answers, console=silent())
     with pytest.raises(ConfigError, match=r"await trainer\.fit_async"):
-        trainer.fit(mine, ROWS)
-    summary = await trainer.fit_async(mine, ROWS)
-    assert (summary.steps, mine.seen) == (1, [8])
+        trainer.fit(best_of.run, ROWS)
+    summary = await trainer.fit_async(best_of.run, ROWS)
+    assert (summary.steps, best_of.trajectories) == (1, [8])
     assert summary.spent["sampled_tokens"] > 0
     assert (summary.directory / "checkpoints" / "step_000001").is_dir()
-    assert not load_config(TrainConfig, summary.directory / "config.yaml").algorithm.drop_zero_variance
     report = await asyncio.to_thread(turnwise_audit, summary.directory)
     assert report.contradictions == []
 

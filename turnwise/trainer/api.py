@@ -1,169 +1,81 @@
-"""Training from Python: :class:`Trainer`, and datasets as task sources."""
+"""Training from Python: :class:`Trainer`."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-import orjson
 from pydantic import BaseModel
 from rich.console import Console
 
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import AgentMaker
-from turnwise.append_file import private_directory, write_private
 from turnwise.config import load_config
 from turnwise.envs.core import Env
-from turnwise.errors import ConfigError, TaskError, shown
+from turnwise.errors import ConfigError, shown
 from turnwise.plugins import reference_to
-from turnwise.tasks.config import SourceConfig
-from turnwise.tasks.core import Task
+from turnwise.trainer.algorithms.advantages import ADVANTAGES
 from turnwise.trainer.algorithms.config import AlgorithmConfig
+from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
+from turnwise.trainer.algorithms.losses import LOSSES
+from turnwise.trainer.algorithms.registry import nearest
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.datasets import Dataset, task_config
+from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.run.dry_run import DryRun, dry_run
 from turnwise.trainer.run.run import TrainRun
 from turnwise.trainer.run.train import TrainSummary, run_train, train
-from turnwise.trainer.training import Algorithm, Training, as_algorithm, call_run
-
-Dataset: TypeAlias = "str | Path | SourceConfig | Iterable[Task | Mapping[str, Any]] | Callable[..., Any]"
-"""A source as ``tasks:`` takes it (text, a :class:`~turnwise.tasks.SourceConfig`, a list of either, which is a mix), a
-function at the top of a module that returns or yields rows, or rows: Tasks or dicts, of a list, a generator or a
-Hugging Face dataset."""
-
-MOST_ROWS: Final = 1_000_000
-"""More rows are not copied into a file: an iterable without an end would never let the run begin."""
-
-
-def task_config(dataset: Dataset, home: Path, *, name: str, whole_rows: bool = False) -> Any:
-    """Return the ``tasks`` configuration of a dataset.
-
-    Args:
-        dataset: The dataset.
-        home: Directory for rows in memory, written as ``datasets/NAME-DIGEST.jsonl``.
-        name: The dataset's name.
-        whole_rows: Whether rows are passed whole to the agent; one without a ``prompt`` then has an empty one.
-
-    Raises:
-        TaskError: A row is no Task or mapping, or is not JSON-serialisable; the message names row and field. Or there
-            are no rows, or more than a million.
-        ConfigError: A function cannot be imported by another process.
-    """
-    if isinstance(dataset, (str, Path)):
-        return str(dataset)
-    if isinstance(dataset, SourceConfig) or (isinstance(dataset, Mapping) and "source" in dataset):
-        return dataset
-    if isinstance(dataset, Mapping):
-        raise TaskError(
-            f"the {name} dataset is a mapping of {', '.join(map(repr, dataset)) or 'nothing'}: give one of its parts "
-            "(dataset['train']), or a source with its keys ({'source': ...})"
-        )
-    if isinstance(dataset, (list, tuple)) and _is_mix(dataset):
-        return list(dataset)
-    if callable(dataset):
-        _callable_without_arguments(dataset, name)
-        return reference_to(dataset, f"{name} dataset")
-    lines = [_line(row, f"{name} dataset: row {number}", whole_rows) for number, row in _rows(dataset, name)]
-    if not lines:
-        raise TaskError(f"the {name} dataset holds no row")
-    content = b"\n".join(lines) + b"\n"
-    digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    file = home / "datasets" / f"{name}-{digest}.jsonl"
-    if not file.exists():
-        private_directory(file.parent)
-        draft = file.with_suffix(".draft")
-        write_private(draft, content)
-        draft.rename(file)
-    return str(file.absolute())
-
-
-def _is_mix(listed: Sequence[Any]) -> bool:
-    """Whether a list holds sources instead of rows."""
-    return bool(listed) and all(
-        isinstance(each, (str, Path, SourceConfig))
-        or (isinstance(each, Mapping) and "source" in each and "prompt" not in each)
-        for each in listed
-    )
-
-
-def _callable_without_arguments(function: Callable[..., Any], name: str) -> None:
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise TaskError(
-            f"the {name} dataset is a function that cannot be called without arguments ({error}): give its rows, or "
-            "its reference with arguments, as pkg.module:function?n=200"
-        ) from error
-
-
-def _rows(dataset: Any, name: str) -> Iterator[tuple[int, Any]]:
-    try:
-        rows = iter(dataset)
-    except TypeError:
-        raise TaskError(
-            f"the {name} dataset is {shown(dataset)}: give rows (a list, a generator, a Hugging Face dataset), a "
-            "function that returns them, or a source as tasks: takes it"
-        ) from None
-    for number, row in enumerate(rows):
-        if number == MOST_ROWS:
-            raise TaskError(
-                f"the {name} dataset has more than {MOST_ROWS:,} rows, or no end: give the function that yields them "
-                "itself, or a file, so that it is streamed"
-            )
-        yield number, row
-
-
-def _line(row: Any, where: str, whole_rows: bool) -> bytes:
-    if isinstance(row, Task):
-        record: Mapping[str, Any] = row.to_record()
-    elif isinstance(row, Mapping):
-        record = {**row, "prompt": ""} if whole_rows and row.get("prompt") is None else row
-    else:
-        remedy = " (of a table, give its rows: frame.to_dict('records'))" if isinstance(row, str) else ""
-        raise TaskError(f"{where} is {shown(row)}: a row is a turnwise.Task or a dict{remedy}")
-    try:
-        return orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError as error:
-        field = next((key for key, value in record.items() if not _is_json(value)), None)
-        named = f": field {field!r} is {shown(record[field])}" if field is not None else ""
-        raise TaskError(f"{where} cannot be written as JSON ({error}){named}") from error
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:
-        return False
-    return True
-
+from turnwise.trainer.training import Training, TrainingLoop
 
 Config: TypeAlias = "TrainConfig | Mapping[str, Any] | str | Path | Sequence[str | Path]"
-Named: TypeAlias = "str | type[Any] | Mapping[str, Any] | Any"
+NameOrObject: TypeAlias = "str | type[Any] | Mapping[str, Any] | Any"
+
+AlgorithmKeys: TypeAlias = "str | AlgorithmConfig | Mapping[str, Any]"
+"""A name, or keys of the ``algorithm`` section; a function may stand where a key names one."""
+
+FORMULA_KEYS: Final = (
+    "advantage", "advantage_options", "norm_by_std", "std_eps", "drop_zero_variance", "loss", "loss_options",
+    "clip_low", "clip_high", "dual_clip", "loss_aggregation", "loss_scale",
+)  # fmt: skip
+"""Keys of ``algorithm`` that a name sets anew: those of another formula would be wrong."""
+
+_PPO: Final = {"advantage": "gae", "drop_zero_variance": False}
+_FORMULAS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "ppo": _PPO,
+    "gae": _PPO,
+    "dr_grpo": {"advantage": "dr_grpo", "loss_aggregation": "seq_mean_token_sum_norm"},
+    "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "drop_zero_variance": False},
+    "gpg": {"advantage": "gpg", "loss": "gpg", "drop_zero_variance": False},
+}
+"""The names whose formula is more than one key."""
 
 # Environment of agents that bring their own reward.
 _OWN_REWARD: Final = "task"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainingPlan:
     """The resolved arguments of :meth:`Trainer.fit`.
 
     Attributes:
         config: The configuration.
-        algorithm: The algorithm.
+        loop: The custom training loop; None is that of ``mode``.
     """
 
     config: TrainConfig
-    algorithm: Algorithm
+    loop: TrainingLoop | None = None
 
     async def run(self, run: TrainRun) -> None:
-        """Run the algorithm on the parts of a run."""
-        await call_run(self.algorithm.run, repr(self.algorithm), Training(run))
+        """Train an opened run until it should end."""
+        if self.loop is None:
+            await train_as_configured(run)
+        else:
+            await self.loop(Training(run))
 
 
 class Trainer:
@@ -193,17 +105,17 @@ class Trainer:
         config: Config | None = None,
         *overrides: str,
         algorithm: Any = None,
-        agent: Named | None = None,
-        env: Named | None = None,
+        agent: NameOrObject | None = None,
+        env: NameOrObject | None = None,
         model: str | Path | None = None,
         name: str | None = None,
         n_runners: int | None = None,
-        hooks: Named | Sequence[Named] | None = None,
+        hooks: NameOrObject | Sequence[NameOrObject] | None = None,
         console: Console | None = None,
     ) -> None:
         self._config = config
         self._overrides = overrides
-        self._algorithm = None if algorithm is None else as_algorithm(algorithm)
+        self._algorithm = algorithm
         self._agent, self._env = agent, env
         self._options: dict[str, Any] = {
             "policies.main.model.path": model,
@@ -211,8 +123,8 @@ class Trainer:
             "rollout.concurrency": n_runners,
         }
         if hooks is not None:
-            listed = hooks if isinstance(hooks, (list, tuple)) else [hooks]
-            self._options["hooks"] = [_plain(each, "hooks") for each in listed]
+            references = hooks if isinstance(hooks, (list, tuple)) else [hooks]
+            self._options["hooks"] = [_plain(reference, "hooks") for reference in references]
         self._console = console
 
     def fit(
@@ -226,12 +138,12 @@ class Trainer:
         """Train until the budget is spent, resuming from the last checkpoint if there is one.
 
         Ctrl-C ends the run in order, with a checkpoint of the last finished step; the same call resumes it, and so does
-        ``turnwise train runs/NAME/config.yaml`` (except for a custom algorithm object).
+        ``turnwise train runs/NAME/config.yaml`` (except for a custom training loop).
 
         Args:
-            algorithm: A name (``"grpo"``, ``"gspo"``, ``"ppo"``), an ``AlgorithmConfig``, an object with
-                ``async def run`` or an async function; by default the configured one. May also be an agent, as in
-                Agent-Lightning.
+            algorithm: A name (``"grpo"``, ``"gspo"``, ``"ppo"``), an ``AlgorithmConfig`` or a mapping of its keys; or a
+                training loop, an async function ``run(training)`` (:class:`~turnwise.trainer.training.Training`). By
+                default as configured. May also be an agent, as in Agent-Lightning.
             train_dataset: Tasks or dicts, a Hugging Face dataset, a generator, a function or a source as in ``tasks``;
                 by default the configured one.
             val_dataset: Held-out tasks, in the same forms.
@@ -276,7 +188,7 @@ class Trainer:
 
     def plan(
         self, algorithm: Any = None, train_dataset: Dataset | None = None, val_dataset: Dataset | None = None
-    ) -> Plan:
+    ) -> TrainingPlan:
         """Resolve the arguments of :meth:`fit`; rows in memory are written to ``runs/datasets``.
 
         Raises:
@@ -286,43 +198,43 @@ class Trainer:
         agent = self._agent
         if is_agent(algorithm):
             algorithm, agent = None, algorithm
-        chosen = self._algorithm if algorithm is None else as_algorithm(algorithm)
-        named = None if agent is None else _named(agent, "agent")
-        env = None if self._env is None else _named(self._env, "environment")
-        said = {
+        algorithm = self._algorithm if algorithm is None else algorithm
+        loop = _training_loop(algorithm)
+        keys = {} if algorithm is None or loop is not None else algorithm_keys(algorithm)
+        agent_spec = None if agent is None else _spec(agent, "agent")
+        env_spec = None if self._env is None else _spec(self._env, "environment")
+        overrides = {
             **{key: value for key, value in self._options.items() if value is not None},
-            **_spec("rollout.agent", named),
-            **_spec("rollout.env", env),
-            **({} if chosen is None else _algorithm_keys(chosen)),
+            **_spec_overrides("rollout.agent", agent_spec),
+            **_spec_overrides("rollout.env", env_spec),
+            **{f"algorithm.{name}": value for name, value in keys.items()},
         }
-        defaults = self._defaults(named, env, chosen)
+        defaults = self._defaults(agent_spec, env_spec, critic=needs_critic(keys))
         # Where rows are written is known from the configuration; their files are not in it yet.
-        unknown = {} if val_dataset is None else {"eval.tasks": "val"}
-        first = self._load(defaults, {**said, **unknown})
+        pending = {} if val_dataset is None else {"eval.tasks": "val"}
+        first = self._load(defaults, {**overrides, **pending})
         whole_rows = first.rollout.env.name == _OWN_REWARD
         for key, label, dataset in (("tasks", "train", train_dataset), ("eval.tasks", "val", val_dataset)):
             if dataset is not None:
-                said[key] = task_config(dataset, first.runs, name=label, whole_rows=whole_rows)
-        return Plan(self._load(defaults, said), Algorithm() if chosen is None else chosen)
+                overrides[key] = task_config(dataset, first.runs, name=label, whole_rows=whole_rows)
+        return TrainingPlan(self._load(defaults, overrides), loop)
 
-    def _defaults(
-        self, agent: dict[str, Any] | None, env: dict[str, Any] | None, algorithm: Algorithm | None
-    ) -> dict[str, Any]:
-        called = (agent or env or {"name": "run"})["name"]
-        short = str(called).rpartition(":")[2].lower()
+    def _defaults(self, agent: dict[str, Any] | None, env: dict[str, Any] | None, *, critic: bool) -> dict[str, Any]:
+        reference = str((agent or env or {"name": "run"})["name"])
+        short = reference.rpartition(":")[2].lower()
         name = "".join(letter if letter.isalnum() else "-" for letter in short).strip("-") or "run"
-        below: dict[str, Any] = {"name": name}
+        defaults: dict[str, Any] = {"name": name}
         if agent is not None:
-            below["rollout"] = {"env": {"name": _OWN_REWARD}}
-        for key, value in ({} if algorithm is None else algorithm.sections).items():
-            _put(below, key.split("."), _plain(value, key))
-        return below
+            defaults["rollout"] = {"env": {"name": _OWN_REWARD}}
+        if critic:
+            defaults["policies"] = {"main": {"critic": {}}}
+        return defaults
 
-    def _load(self, defaults: Mapping[str, Any], said: Mapping[str, Any]) -> TrainConfig:
-        overrides = [f"{key}={json.dumps(_plain(value, key))}" for key, value in said.items()]
+    def _load(self, defaults: Mapping[str, Any], keys: Mapping[str, Any]) -> TrainConfig:
+        overrides = [f"{key}={json.dumps(_plain(value, key))}" for key, value in keys.items()]
         config, files = self._config, None
         if isinstance(config, TrainConfig):
-            # It says all there is to say: where it has no section, it does not forbid one.
+            # A dumped configuration holds every key: a section that is None in it is not thereby forbidden.
             config = _without_gaps(config.model_dump(), defaults)
         if isinstance(config, Mapping):
             defaults = _merged(defaults, config)
@@ -331,33 +243,90 @@ class Trainer:
         return load_config(TrainConfig, files, [*self._overrides, *overrides], defaults)
 
 
-def is_agent(given: Any) -> bool:
+def is_agent(algorithm: Any) -> bool:
     """Whether the first argument of ``fit`` is an agent."""
-    return (isinstance(given, (Agent, AgentMaker)) and not isinstance(given, Algorithm)) or (
-        isinstance(given, type) and issubclass(given, Agent)
-    )
+    return isinstance(algorithm, (Agent, AgentMaker)) or (isinstance(algorithm, type) and issubclass(algorithm, Agent))
 
 
-def _named(given: Named, what: str) -> dict[str, Any]:
+def _training_loop(algorithm: Any) -> TrainingLoop | None:
+    """Return the ``algorithm`` argument of ``fit`` if it is a training loop; None if it is a name or keys.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if algorithm is None or isinstance(algorithm, (str, AlgorithmConfig, Mapping)):
+        return None
+    if not inspect.isroutine(algorithm):
+        raise ConfigError(
+            f"the algorithm is {shown(algorithm)}: give a name such as 'grpo', an AlgorithmConfig, a mapping of its "
+            "keys, or an async function run(training)"
+        )
+    name = algorithm.__qualname__
+    if not inspect.iscoroutinefunction(algorithm):
+        raise ConfigError(f"the training loop {name} is not async: write async def, and await what it calls")
+    try:
+        inspect.signature(algorithm).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the training loop {name} cannot be called as {name}(training) ({error}): give it that one parameter"
+        ) from error
+    return algorithm
+
+
+def algorithm_keys(algorithm: AlgorithmKeys) -> dict[str, Any]:
+    """Return the keys of the ``algorithm`` section that override those of a configuration.
+
+    A name is that of an estimator (with loss ``ppo_clip``), of a loss (with GRPO advantages), or ``ppo``. Its formula
+    replaces the configured one; other keys (epochs, credit, kl) stay.
+
+    Raises:
+        ConfigError: No such estimator or loss.
+    """
+    if isinstance(algorithm, AlgorithmConfig):
+        return algorithm.model_dump(exclude_unset=True)
+    if not isinstance(algorithm, str):
+        return dict(algorithm)
+    names = {*ADVANTAGES, *CRITIC_ADVANTAGES, *LOSSES, "ppo"}
+    if algorithm not in names:
+        close = nearest(algorithm, names)
+        hint = f"did you mean {close!r}? " if close else ""
+        raise ConfigError(
+            f"algorithm {algorithm!r} is unknown; {hint}known: {', '.join(sorted(names))}; or give an AlgorithmConfig, "
+            "a mapping of its keys, or an async function run(training)"
+        )
+    default = {"advantage": algorithm} if algorithm in ADVANTAGES else {"advantage": "grpo", "loss": algorithm}
+    fields = AlgorithmConfig.model_fields
+    # Dr. GRPO divides by a constant that only the configuration can know.
+    reset = [key for key in FORMULA_KEYS if (algorithm, key) != ("dr_grpo", "loss_scale")]
+    defaults = {key: fields[key].get_default(call_default_factory=True) for key in reset}
+    return {**defaults, "loss": "ppo_clip", **_FORMULAS.get(algorithm, default)}
+
+
+def needs_critic(keys: Mapping[str, Any]) -> bool:
+    """Whether the estimator of these keys reads a critic's values."""
+    return keys.get("advantage") in CRITIC_ADVANTAGES
+
+
+def _spec(argument: NameOrObject, what: str) -> dict[str, Any]:
     """Return name and configuration of an environment or agent in any form."""
     config: dict[str, Any] = {}
-    if isinstance(given, Mapping):
-        unknown = sorted(given.keys() - {"name", "config"})
-        if unknown or "name" not in given:
-            raise ConfigError(f"{what} {shown(given)}: a mapping holds name and, optionally, config")
-        given, config = given["name"], dict(given.get("config") or {})
-    if isinstance(given, str):
-        return {"name": given, "config": config}
-    if isinstance(given, (Agent, Env)):
-        return {"name": reference_to(_class_of(given, what), what), "config": config}
-    return {"name": reference_to(given, what), "config": config}
+    if isinstance(argument, Mapping):
+        unknown = sorted(argument.keys() - {"name", "config"})
+        if unknown or "name" not in argument:
+            raise ConfigError(f"{what} {shown(argument)}: a mapping holds name and, optionally, config")
+        argument, config = argument["name"], dict(argument.get("config") or {})
+    if isinstance(argument, str):
+        return {"name": argument, "config": config}
+    if isinstance(argument, (Agent, Env)):
+        return {"name": reference_to(_class_of(argument, what), what), "config": config}
+    return {"name": reference_to(argument, what), "config": config}
 
 
-def _class_of(given: Agent | Env, what: str) -> type[Any]:
+def _class_of(instance: Agent | Env, what: str) -> type[Any]:
     """Return the class of an object that can be recreated from it."""
-    cls = type(given)
+    cls = type(instance)
     try:
-        same = vars(cls()) == vars(given)
+        same = vars(cls()) == vars(instance)
     except TypeError:
         same = False
     if not same:
@@ -368,17 +337,10 @@ def _class_of(given: Agent | Env, what: str) -> type[Any]:
     return cls
 
 
-def _spec(key: str, named: dict[str, Any] | None) -> dict[str, Any]:
-    if named is None:
+def _spec_overrides(key: str, spec: dict[str, Any] | None) -> dict[str, Any]:
+    if spec is None:
         return {}
-    return {f"{key}.name": named["name"], **({f"{key}.config": named["config"]} if named["config"] else {})}
-
-
-def _algorithm_keys(algorithm: Algorithm) -> dict[str, Any]:
-    """Return the keys of an algorithm, with other formulas' keys reset to their defaults."""
-    fields = AlgorithmConfig.model_fields
-    forgotten = {name: fields[name].get_default(call_default_factory=True) for name in algorithm.replaces}
-    return {f"algorithm.{name}": value for name, value in {**forgotten, **algorithm.settings}.items()}
+    return {f"{key}.name": spec["name"], **({f"{key}.config": spec["config"]} if spec["config"] else {})}
 
 
 def _plain(value: Any, key: str) -> Any:
@@ -395,30 +357,24 @@ def _plain(value: Any, key: str) -> Any:
     return reference_to(value, key)
 
 
-def _put(below: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    for key in keys[:-1]:
-        below = below.setdefault(key, {})
-    below[keys[-1]] = value
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
+def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(lower)
+    for key, value in upper.items():
         old = merged.get(key)
         merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 
-def _without_gaps(above: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop each None of ``above`` that would hide a section of ``below``."""
-    kept: dict[str, Any] = {}
-    for key, value in above.items():
-        section = below.get(key)
+def _without_gaps(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop each None of ``config`` that would hide a section of ``defaults``."""
+    keys: dict[str, Any] = {}
+    for key, value in config.items():
+        section = defaults.get(key)
         if isinstance(section, Mapping) and isinstance(value, Mapping):
-            kept[key] = _without_gaps(value, section)
+            keys[key] = _without_gaps(value, section)
         elif value is not None or not isinstance(section, Mapping):
-            kept[key] = value
-    return kept
+            keys[key] = value
+    return keys
 
 
 def _check_no_loop() -> None:

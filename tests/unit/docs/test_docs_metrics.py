@@ -7,9 +7,9 @@ import re
 import turnwise
 from support.doc_pages import blocks, page, section
 from turnwise.agents.registry import RolloutFunction
+from turnwise.trainer.api import algorithm_keys
 from turnwise.trainer.observe.metrics import METRICS
 from turnwise.trainer.observe.warnings import RULES
-from turnwise.trainer.training import as_algorithm
 
 PAGE = page("metrics.md")
 API = section("training.md", "Training from Python")
@@ -39,6 +39,7 @@ def test_the_code_of_the_python_page() -> None:
     exec(first, names)
     assert isinstance(names["ask"], RolloutFunction)
     exec(own, names)
-    assert isinstance(as_algorithm(names["HardestFirst"]), turnwise.Algorithm)
+    trainer = turnwise.Trainer({"steps": 1}, model="m", env="lookup")
+    assert trainer.plan(names["hardest_first"]).loop is names["hardest_first"]
     for name in re.findall(r"`\"(\w+)\"`", API):
-        assert isinstance(as_algorithm(name), turnwise.Algorithm)
+        assert algorithm_keys(name)["loss"]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import turnwise
 from support.envs.run_envs import Graded
 from turnwise.agents import Agent, rollout
 from turnwise.config import load_config
@@ -21,10 +20,11 @@ from turnwise.trainer.algorithms.advantages import ADVANTAGES
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
 from turnwise.trainer.algorithms.losses import LOSSES, LossSums
-from turnwise.trainer.api import Trainer, task_config
+from turnwise.trainer.api import Trainer, algorithm_keys
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.datasets import task_config
 from turnwise.trainer.loops.steps import Batch
-from turnwise.trainer.training import Algorithm, Training, as_algorithm
+from turnwise.trainer.training import Training
 
 BASE: dict[str, Any] = {"steps": 3, "policies": {"main": {"model": {"path": "m"}}}}
 
@@ -103,29 +103,6 @@ def test_an_algorithm_brings_its_critic_to_a_checked_configuration_too() -> None
     assert critic.warmup_steps == 2
 
 
-def test_a_subclass_may_have_a_constructor_of_its_own() -> None:
-    class Mine(turnwise.Algorithm):
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(advantage="rloo", **settings)
-
-        async def run(self, training) -> None: ...
-
-    class Own(turnwise.Algorithm):
-        def __init__(self, size: int) -> None:
-            self.size = size
-
-        async def run(self, training) -> None: ...
-
-    trainer = Trainer({**BASE, "algorithm": {"loss": "gspo"}}, env="lookup", name="r")
-    config = trainer.plan(Mine(minibatches=2)).config.algorithm
-    assert (config.advantage, config.loss, config.minibatches) == ("rloo", "gspo", 2)
-    assert trainer.plan(Mine).config.algorithm.advantage == "rloo"
-    assert trainer.plan(Own(3)).config.algorithm.loss == "gspo"
-    # The keys of one object are not another's.
-    assert Mine(minibatches=2).settings != Mine().settings
-    assert turnwise.Algorithm().settings == {}
-
-
 async def test_a_step_wants_a_group() -> None:
     run: Any = types.SimpleNamespace(state=types.SimpleNamespace(step=4))
     with pytest.raises(TrainError, match=r"step 5: learn\(\) was given no group"):
@@ -172,8 +149,8 @@ def test_a_named_algorithm_replaces_the_formula_and_keeps_the_rest() -> None:
     assert (config.advantage, config.loss, config.clip_low, config.clip_high) == ("grpo", "ppo_clip", None, None)
     assert (config.epochs, config.minibatches, config.credit.name) == (2, 4, "last")
     # Keys are laid over what is there.
-    for given in (Algorithm(clip_high=5e-4), AlgorithmConfig.model_construct({"clip_high"}, clip_high=5e-4)):
-        config = trainer.plan(given).config.algorithm
+    for keys in ({"clip_high": 5e-4}, AlgorithmConfig.model_construct({"clip_high"}, clip_high=5e-4)):
+        config = trainer.plan(keys).config.algorithm
         assert (config.loss, config.clip_low, config.clip_high) == ("gspo", 3e-4, 5e-4)
     assert trainer.plan({"loss": own_loss, "clip_low": None, "clip_high": None}).config.algorithm.loss == (
         f"{__name__}:own_loss"
@@ -234,33 +211,37 @@ OLD = {
 @pytest.mark.parametrize("name", OLD)
 def test_a_class_name_is_answered_with_the_name_to_write(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm '{name}' is unknown; did you mean '{OLD[name]}'\?"):
-        as_algorithm(name)
+        algorithm_keys(name)
 
 
-def test_what_is_an_algorithm() -> None:
-    class Object:
+def test_algorithm_is_a_name_keys_or_a_training_loop() -> None:
+    trainer = Trainer(BASE, env="lookup", name="r")
+
+    async def loop(training) -> None: ...
+
+    assert trainer.plan(loop).loop is loop
+    assert trainer.plan("grpo").loop is None
+    for keys in ({"epochs": 2}, AlgorithmConfig(epochs=2)):
+        plan = trainer.plan(keys)
+        assert (plan.config.algorithm.epochs, plan.loop) == (2, None)
+
+    def blocking(training) -> None: ...
+
+    async def of_two(training, store) -> None: ...
+
+    class WithRun:
         async def run(self, training) -> None: ...
 
-    async def function(training, val_dataset) -> None: ...
-
-    for given in (Object(), function, "grpo", turnwise.Algorithm, {"epochs": 2}, AlgorithmConfig(epochs=2)):
-        assert isinstance(as_algorithm(given), Algorithm)
-    assert as_algorithm(AlgorithmConfig(epochs=2)).settings == {"epochs": 2}
-
-    class Blocking:
-        def run(self, training) -> None: ...
-
-    class Wants:
-        async def run(self, store) -> None: ...
-
-    for given, said in [
-        (Blocking(), "Blocking: its run is not async"),
-        (Wants(), "Wants: its run has the unknown parameters store; allowed are training, train_dataset, val_dataset"),
+    assert trainer.plan(WithRun().run).loop is not None
+    for algorithm, message in [
+        (blocking, "blocking is not async"),
+        (of_two, "of_two(training) (missing a required argument: 'store')"),
+        (WithRun(), "an AlgorithmConfig, a mapping of its keys, or an async function run(training)"),
         ("grop", "algorithm 'grop' is unknown; did you mean 'grpo'?"),
         (3, "the algorithm is 3: give a name such as 'grpo'"),
     ]:
-        with pytest.raises(ConfigError, match=re.escape(said)):
-            as_algorithm(given)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            trainer.plan(algorithm)
 
 
 def test_what_cannot_be_found_again_is_refused() -> None:

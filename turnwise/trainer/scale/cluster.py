@@ -113,8 +113,8 @@ class Placement:
     def of(cls, config: TrainConfig, *, first_free: int = 0) -> Self:
         """Return the placement of a configuration of one policy.
 
-        Where no device is named, servers of ``separate_async`` follow the trainer's devices (and device ``first_free``), as
-        that mode is meant for, and those of other modes share them in turn.
+        Where no device is named, servers of ``separate_async`` follow the trainer's devices (at ``first_free`` or
+        later), as that mode is meant for, and those of other modes share them in turn.
         """
         ranks, inference = Sharded.of(config.policy).ranks, config.inference
         trainer = tuple(range(ranks)) if ranks > 1 else (number_of(config.policy.model.device) or 0,)

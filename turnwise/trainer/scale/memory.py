@@ -111,8 +111,8 @@ def activation_bytes(shape: ModelShape, model: ModelConfig, tokens: int, checkpo
 
     Without checkpointing every layer keeps :func:`layer_activations`. With it a layer keeps its input (``4 h`` bytes;
     Chen et al. 2016, arXiv:1604.06174), with ``matmuls`` the results of its matrix products too (``2 h + q + 2 k + 2
-    f`` numbers), and one layer at a time recomputes all of its activations. On top: the last norm and the states that are
-    scored.
+    f`` numbers), and one layer at a time recomputes all of its activations. On top: the last norm and the states that
+    are scored.
     """
     number = BYTES[model.compute_dtype]
     full = layer_activations(shape, model.compute_dtype)
