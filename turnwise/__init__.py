@@ -234,27 +234,27 @@ class _GymnasiumIds:
         """Find Gymnasium's spec and register the ids after its module was executed."""
         if name != "gymnasium":
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((each for each in others if each is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found_spec for found_spec in specs if found_spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         loader, execute = spec.loader, spec.loader.exec_module
 
-        def execute_and_enter(module: Any) -> None:
+        def execute_and_register(module: Any) -> None:
             del vars(loader)["exec_module"]
             sys.meta_path.remove(self)
             execute(module)
-            _enter_ids()
+            _register_gymnasium_ids()
 
-        vars(loader)["exec_module"] = execute_and_enter
+        vars(loader)["exec_module"] = execute_and_register
         return spec
 
 
-def _enter_ids() -> None:
+def _register_gymnasium_ids() -> None:
     importlib.import_module("turnwise.envs.registration").announce()
 
 
 if "gymnasium" in sys.modules:
-    _enter_ids()
+    _register_gymnasium_ids()
 else:
     sys.meta_path.insert(0, _GymnasiumIds())

@@ -102,8 +102,8 @@ def _last_line(file: int, size: int) -> int:
     block = 2**20
     while size > 0:
         begins = max(0, size - block)
-        found = os.pread(file, size - begins, begins).rfind(b"\n")
-        if found >= 0:
-            return begins + found + 1
+        line_break = os.pread(file, size - begins, begins).rfind(b"\n")
+        if line_break >= 0:
+            return begins + line_break + 1
         size = begins
     return 0

@@ -36,22 +36,22 @@ def pack_trajectory(trajectory: Trajectory, media: WriteMedia | None = None) -> 
         FormatError: It holds what JSON cannot, or a number that is not finite.
     """
     segments = trajectory.segments
-    scored = [each.logprobs for each in segments if each.logprobs is not None]
-    for each in segments:
-        if each.logprobs is not None and not np.isfinite(each.logprobs).all():
-            raise FormatError(f"trajectory {trajectory.id}: segment {each.index} has a logprob that is not finite")
+    scored = [segment.logprobs for segment in segments if segment.logprobs is not None]
+    for segment in segments:
+        if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
+            raise FormatError(f"trajectory {trajectory.id}: segment {segment.index} has a logprob that is not finite")
     return {
         "record": _bytes(replace(trajectory, segments=[]).to_bytes()),
-        "segments": _json(trajectory.id, [_shape(each, media) for each in segments]),
-        "messages": _json(trajectory.id, [_said(each) for each in segments]),
-        "token_ids": np.concatenate([_NO_IDS, *(each.token_ids for each in segments)], dtype=np.int32),
+        "segments": _json(trajectory.id, [_shape(segment, media) for segment in segments]),
+        "messages": _json(trajectory.id, [_messages_record(segment) for segment in segments]),
+        "token_ids": np.concatenate([_NO_IDS, *(segment.token_ids for segment in segments)], dtype=np.int32),
         "logprobs": np.concatenate([np.empty(0, np.float32), *scored], dtype=np.float32),
     }
 
 
 def unpack_trajectory(row: Columns, media: ReadMedia | None = None) -> Trajectory:
-    """Return the trajectory of columns: without segments where there are no ``token_ids``, and without messages and
-    tools where there are no ``messages``. ``media`` reads images that are only named.
+    """Return the trajectory of columns: without segments if ``token_ids`` is missing, without messages and
+    tools if ``messages`` is missing. ``media`` reads images that are only named.
 
     Raises:
         FormatError: The columns are damaged, or an image is missing.
@@ -62,11 +62,11 @@ def unpack_trajectory(row: Columns, media: ReadMedia | None = None) -> Trajector
     ids, logprobs = row["token_ids"], row["logprobs"]
     try:
         shapes = orjson.loads(row["segments"].tobytes())
-        said = orjson.loads(row["messages"].tobytes()) if "messages" in row else [{"messages": ()}] * len(shapes)
-        for shape, messages in zip(shapes, said, strict=True):
+        texts = orjson.loads(row["messages"].tobytes()) if "messages" in row else [{"messages": ()}] * len(shapes)
+        for shape, messages in zip(shapes, texts, strict=True):
             count, scored = shape.pop("lengths")
-            mine = {"token_ids": ids[:count], "logprobs": None if scored is None else logprobs[:scored]}
-            trajectory.segments.append(read_segment({**shape, **messages, **mine}, media))
+            tokens = {"token_ids": ids[:count], "logprobs": None if scored is None else logprobs[:scored]}
+            trajectory.segments.append(read_segment({**shape, **messages, **tokens}, media))
             ids, logprobs = ids[count:], logprobs[scored or 0 :]
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"the columns of trajectory {trajectory.id!r} are damaged: {error!r}") from error
@@ -78,11 +78,11 @@ def unpack_trajectory(row: Columns, media: ReadMedia | None = None) -> Trajector
 def _shape(segment: Segment, media: WriteMedia | None) -> dict[str, Any]:
     record = segment_record(replace(segment, token_ids=_NO_IDS, logprobs=None, messages=(), tools=None), media)
     scored = None if segment.logprobs is None else len(segment.logprobs)
-    kept = {name: value for name, value in record.items() if name not in ("token_ids", "logprobs", "messages")}
-    return {**kept, "lengths": [len(segment.token_ids), scored]}
+    shape = {name: value for name, value in record.items() if name not in ("token_ids", "logprobs", "messages")}
+    return {**shape, "lengths": [len(segment.token_ids), scored]}
 
 
-def _said(segment: Segment) -> dict[str, Any]:
+def _messages_record(segment: Segment) -> dict[str, Any]:
     return {"messages": segment.messages} | ({} if segment.tools is None else {"tools": segment.tools})
 
 
@@ -95,7 +95,10 @@ def _json(name: str, records: list[dict[str, Any]]) -> npt.NDArray[np.uint8]:
     try:
         return _bytes(
             orjson.dumps(
-                [{key: json.dumps(value) if key in texts else value for key, value in each.items()} for each in records]
+                [
+                    {key: json.dumps(value) if key in texts else value for key, value in record.items()}
+                    for record in records
+                ]
             )
         )
     except TypeError as error:

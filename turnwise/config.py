@@ -112,12 +112,14 @@ def _allowed(error: ErrorDetails) -> str:
 
 def _models_at(model: type[BaseModel], keys: Keys) -> list[type[BaseModel]]:
     """Return the classes that a path may hold (several for a union)."""
-    found = [model]
+    classes = [model]
     for key in keys:
-        inner = [cls.model_fields[key].annotation for cls in found if isinstance(key, str) and key in cls.model_fields]
+        inner = [
+            cls.model_fields[key].annotation for cls in classes if isinstance(key, str) and key in cls.model_fields
+        ]
         if inner or not isinstance(key, int):
-            found = [cls for annotation in inner for cls in _models_in(annotation)]
-    return found
+            classes = [cls for annotation in inner for cls in _models_in(annotation)]
+    return classes
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -142,26 +144,26 @@ def _why_removed(model: type[BaseModel], keys: Keys) -> str | None:
 
 def _nearest(model: type[BaseModel], keys: Keys) -> str:
     parents = _models_at(model, keys[:-1])
-    known = list(dict.fromkeys(name for cls in parents for name in cls.model_fields))
+    names = list(dict.fromkeys(name for cls in parents for name in cls.model_fields))
     prefix, name = "".join(f"{key}." for key in keys[:-1]), str(keys[-1])
-    if close := difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
         return f"did you mean {prefix}{close[0]}?"
     # The shallowest place wins: a key of the policy, not the one of its critic.
-    everywhere = dict(sorted(_all_keys(model, "", ()), key=lambda found: -found[1].count(".")))
+    everywhere = dict(sorted(_all_keys(model, "", ()), key=lambda found_key: -found_key[1].count(".")))
     if name in everywhere:
         return f"did you mean {everywhere[name]}?"
     if close := difflib.get_close_matches(name, everywhere, n=1, cutoff=0.75):
         return f"did you mean {everywhere[close[0]]}?"
-    return f"known keys here: {', '.join(known) or 'none'}"
+    return f"known keys here: {', '.join(names) or 'none'}"
 
 
 def _all_keys(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
         inner = [cls for cls in _models_in(field.annotation) if cls not in above]
-        # In a section whose keys are names of the user's, such as policies.main.
-        place = f"{name}.{(field.examples or ['NAME'])[0]}" if get_origin(field.annotation) is dict else name
+        # In a section whose keys are names that the user chose, such as policies.main.
+        pattern = f"{name}.{(field.examples or ['NAME'])[0]}" if get_origin(field.annotation) is dict else name
         for cls in inner:
-            yield from _all_keys(cls, f"{prefix}{place}.", (*above, model))
+            yield from _all_keys(cls, f"{prefix}{pattern}.", (*above, model))
         yield name, f"{prefix}{name}"
 
 
@@ -390,8 +392,8 @@ def _read_yaml(file: Path, root: str | None) -> tuple[dict[str, Any], dict[Keys,
         content = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
-        raise ConfigError(f"{place}: not YAML: {error.problem or error.context}") from error
+        position = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else str(file)
+        raise ConfigError(f"{position}: not YAML: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: not YAML: {error}") from error
     finally:
@@ -433,38 +435,38 @@ def _override(data: dict[str, Any], text: str, origins: dict[Keys, str]) -> None
         value = _Located.wrap(read_yaml(written), Path.cwd())
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of the override {text!r} is not YAML: {error}") from error
-    place: Any = data
+    section: Any = data
     keys: list[str | int] = []
     for position, name in enumerate(names):
-        key = _key_into(place, name, ".".join(str(known) for known in keys), text)
+        key = _key_into(section, name, ".".join(str(step) for step in keys), text)
         keys.append(key)
         if position == len(names) - 1:
-            if isinstance(place, list) and key == len(place):
-                place.append(value)
+            if isinstance(section, list) and key == len(section):
+                section.append(value)
             else:
-                place[key] = value
-        elif isinstance(place, list):
-            if key == len(place):
-                place.append({})
-            place = place[key]
+                section[key] = value
+        elif isinstance(section, list):
+            if key == len(section):
+                section.append({})
+            section = section[key]
         else:
-            if place.get(key) is None:
-                place[key] = {}
-            place = place[key]
-    for known in [known for known in origins if known[: len(keys)] == tuple(keys)]:
-        del origins[known]
+            if section.get(key) is None:
+                section[key] = {}
+            section = section[key]
+    for path in [path for path in origins if path[: len(keys)] == tuple(keys)]:
+        del origins[path]
     origins[tuple(keys)] = f"override {text}"
 
 
-def _key_into(place: Any, name: str, path: str, text: str) -> Any:
-    if isinstance(place, dict):
-        if name.isdigit() and not place and path:
+def _key_into(section: Any, name: str, path: str, text: str) -> Any:
+    if isinstance(section, dict):
+        if name.isdigit() and not section and path:
             raise ConfigError(f"the override {text!r} indexes {path}, which is not a list: give the whole list")
         return name
-    if not isinstance(place, list):
-        raise ConfigError(f"the override {text!r} goes into {path}, which is {shown(place)}, not a section")
-    if not name.isdigit() or int(name) > len(place):
-        end = len(place)
+    if not isinstance(section, list):
+        raise ConfigError(f"the override {text!r} goes into {path}, which is {shown(section)}, not a section")
+    if not name.isdigit() or int(name) > len(section):
+        end = len(section)
         raise ConfigError(f"the override {text!r} goes into {path} at {name!r}; allowed: 0 to {end} ({end} appends)")
     return int(name)
 

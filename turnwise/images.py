@@ -59,7 +59,7 @@ def image_type(data: bytes) -> str | None:
 
 def data_uri(data: bytes) -> str:
     """Return an encoded image as a ``data:`` URI. Raises SessionError if it is of another type or too large."""
-    return f"data:image/{_checked(data, 'the image')};base64,{base64.b64encode(data).decode()}"
+    return f"data:image/{_check_size_and_type(data, 'the image')};base64,{base64.b64encode(data).decode()}"
 
 
 def image_bytes(value: Any, where: str = "the image") -> bytes:
@@ -74,10 +74,10 @@ def image_bytes(value: Any, where: str = "the image") -> bytes:
     """
     if isinstance(value, (bytes, bytearray, memoryview)):
         data = bytes(value)
-        _checked(data, where)
+        _check_size_and_type(data, where)
         return data
     if isinstance(value, str):
-        return _of_uri(value, where)
+        return _decode_data_uri(value, where)
     # Who has a Pillow image has imported Pillow; nothing else here needs it.
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and isinstance(value, pillow.Image):
@@ -151,7 +151,7 @@ def _media(value: Any, at: int, where: str, keep: MediaBytes | None) -> MessageM
     return MessageMedia("image", digest, at, data if keep is None else keep(digest, data))
 
 
-def _of_uri(uri: str, where: str) -> bytes:
+def _decode_data_uri(uri: str, where: str) -> bytes:
     head, comma, encoded = uri.partition(",")
     if not uri.startswith("data:") or not comma:
         raise SessionError(f"{where} is {shown(uri)}: URLs and file names are not read; {_REMEDY}")
@@ -165,13 +165,13 @@ def _of_uri(uri: str, where: str) -> bytes:
         data = base64.b64decode("".join(encoded.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise SessionError(f"{where} is not valid base64 ({error}): send the whole file, encoded once") from None
-    found = _checked(data, where)
-    if declared.removeprefix("image/").replace("jpg", "jpeg") != found:
-        raise SessionError(f"{where} says that it is {shown(declared)}, but its data are image/{found}: name that type")
+    kind = _check_size_and_type(data, where)
+    if declared.removeprefix("image/").replace("jpg", "jpeg") != kind:
+        raise SessionError(f"{where} says that it is {shown(declared)}, but its data are image/{kind}: name that type")
     return data
 
 
-def _checked(data: bytes, where: str) -> str:
+def _check_size_and_type(data: bytes, where: str) -> str:
     """Return the type of an encoded image. Raises SessionError if it is of none that is known, or too large."""
     if len(data) > MOST_BYTES:
         raise _too_large(where, len(data))
@@ -180,12 +180,12 @@ def _checked(data: bytes, where: str) -> str:
 
 def check_type(data: bytes, where: str) -> str:
     """Return the type of an image that begins with these bytes. Raises SessionError if it is of none that is known."""
-    found = image_type(data)
-    if found is None:
+    kind = image_type(data)
+    if kind is None:
         begins = data[:8].hex(" ") or "nothing"
         allowed = ", ".join(IMAGE_TYPES)
         raise SessionError(f"{where} is no image of a known type (it begins with {begins}): give {allowed}")
-    return found
+    return kind
 
 
 def _too_large(where: str, size: int) -> SessionError:
@@ -251,7 +251,7 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
 
 
 def readable_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message with a label in the place of each image, for whoever reads text only."""
+    """Return the text of a message with a label for each image, for readers of text only."""
     content = message.get("content")
     if not isinstance(content, list):
         return content or ""
@@ -264,5 +264,5 @@ def readable_text(message: Mapping[str, Any]) -> str:
         if digest:
             pieces.append(f"[image, sha {str(digest)[:12]}]")
         else:
-            pieces += [image_label(each.data, each.digest) for each in media_of_part(part, 0, "the message")]
+            pieces += [image_label(media.data, media.digest) for media in media_of_part(part, 0, "the message")]
     return "".join(pieces)

@@ -24,8 +24,8 @@ FOLDER = "media"
 _CACHED_BYTES = 64 * 2**20
 
 
-class MediaPlace(NamedTuple):
-    """An image in a sequence of ids: kind, digest, and its placeholders."""
+class MediaSpan(NamedTuple):
+    """The span of an image in a sequence of ids: kind, digest, and where its placeholders stand."""
 
     kind: str
     digest: str
@@ -33,20 +33,20 @@ class MediaPlace(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, media: Media) -> MediaPlace:
-        """Return the place of an image."""
+    def of(cls, media: Media) -> MediaSpan:
+        """Return the span of an image."""
         return cls(media.kind, media.digest, media.position, media.length)
 
     @classmethod
-    def read(cls, record: Any) -> MediaPlace:
-        """Read a place from JSON. A malformed one raises TypeError or ValueError."""
+    def read(cls, record: Any) -> MediaSpan:
+        """Read a span from JSON. A malformed one raises TypeError or ValueError."""
         kind, digest, position, length = record
         return cls(str(kind), str(digest), int(position), int(length))
 
 
-def places_of(media: Iterable[Media]) -> list[MediaPlace]:
-    """Return the places of images."""
-    return [MediaPlace.of(each) for each in media]
+def media_spans(media: Iterable[Media]) -> list[MediaSpan]:
+    """Return the spans of images."""
+    return [MediaSpan.of(image) for image in media]
 
 
 class MediaFiles:
@@ -69,7 +69,7 @@ class MediaFiles:
 
     def write(self, media: Iterable[Media]) -> None:
         """Write the images that have no file yet; they are on disk on return. Raises DiskError."""
-        fresh = {each.digest: each.data for each in media if each.digest not in self._written}
+        fresh = {image.digest: image.data for image in media if image.digest not in self._written}
         if not fresh:
             return
         with writing(self.folder):
@@ -104,10 +104,10 @@ class MediaFiles:
         Raises:
             FormatError: There is no such file, or it was changed.
         """
-        found = self._cached.get(digest)
-        if found is not None:
+        cached = self._cached.get(digest)
+        if cached is not None:
             self._cached.move_to_end(digest)
-            return found
+            return cached
         path = self.folder / digest
         try:
             data = path.read_bytes()

@@ -50,28 +50,28 @@ def load_object(reference: str, what: str) -> Any:
             f"{what} {reference!r} is not a reference: write pkg.mod:Name, pkg.mod.Name or path/to/file.py:Name"
         )
     module = load_file(owner, f"{what} {reference!r}") if owner.endswith(".py") else _import(owner, reference, what)
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, part)
         except AttributeError:
-            public = [known for known in vars(found) if not known.startswith("_")]
+            public = [public_name for public_name in vars(target) if not public_name.startswith("_")]
             close = difflib.get_close_matches(part, public, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{what} {reference!r}: {owner} has no {part!r}{hint}") from None
-    return found
+    return target
 
 
 def load_class_from_fqn(reference: str, what: str) -> type[Any]:
     """Return the class of a reference; raise ConfigError as :func:`load_object` and for non-classes."""
-    found = load_object(reference, what)
-    if not isinstance(found, type):
-        raise ConfigError(f"{what} {reference!r} is {_kind(found)}, not a class")
-    return found
+    cls = load_object(reference, what)
+    if not isinstance(cls, type):
+        raise ConfigError(f"{what} {reference!r} is {_type_text(cls)}, not a class")
+    return cls
 
 
 def register_entry(
-    name: str, thing: Any, known: dict[str, Any], kind: str, of: Callable[[Any], Any] = lambda held: held
+    name: str, thing: Any, registry: dict[str, Any], kind: str, of: Callable[[Any], Any] = lambda entry: entry
 ) -> None:
     """Add an entry to a registry. Adding the same definition again (a reimported module) is allowed.
 
@@ -80,36 +80,36 @@ def register_entry(
     Raises:
         RegistryError: The name contains ``:``, ``.`` or ``/``, or is taken by another definition.
     """
-    own = _definition(of(thing))
+    definition = _definition(of(thing))
     if not name or any(mark in name for mark in ":./"):
         raise RegistryError(
-            f"{name!r} cannot be the name of the {kind} {own}: ':', '.' and '/' are reserved for references"
+            f"{name!r} cannot be the name of the {kind} {definition}: ':', '.' and '/' are reserved for references"
         )
-    if name in known and (taken := _definition(of(known[name]))) != own:
-        raise RegistryError(f"the {kind} name {name!r} is taken by {taken}; {own} needs another name")
-    known[name] = thing
+    if name in registry and (registered := _definition(of(registry[name]))) != definition:
+        raise RegistryError(f"the {kind} name {name!r} is taken by {registered}; {definition} needs another name")
+    registry[name] = thing
 
 
 def _definition(thing: Any) -> str:
     """Return the qualified name of a definition, with the ``id`` of lambdas and local functions."""
-    place = f"{thing.__module__}:{thing.__qualname__}"
-    return f"{place} at {id(thing):#x}" if "<" in place else place
+    definition = f"{thing.__module__}:{thing.__qualname__}"
+    return f"{definition} at {id(thing):#x}" if "<" in definition else definition
 
 
-def find_class(name: str, known: Mapping[str, type[Any]], what: str) -> type[Any]:
+def find_class(name: str, registry: Mapping[str, type[Any]], what: str) -> type[Any]:
     """Return the class that is registered under a name, or else that of a reference.
 
     Raises:
         ConfigError: There is none; or as :func:`load_class_from_fqn`.
     """
-    if name in known:
-        return known[name]
-    if known and ":" not in name and "." not in name:
-        close = difflib.get_close_matches(name, known, n=1)
+    if name in registry:
+        return registry[name]
+    if registry and ":" not in name and "." not in name:
+        close = difflib.get_close_matches(name, registry, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"{what} {name!r} is not registered; {hint}known: {', '.join(sorted(known))}, or a class as pkg.mod:Class "
-            "or path/to/file.py:Class"
+            f"{what} {name!r} is not registered; {hint}known: {', '.join(sorted(registry))}, or a class as "
+            "pkg.mod:Class or path/to/file.py:Class"
         )
     return load_class_from_fqn(name, what)
 
@@ -123,11 +123,11 @@ def _import(name: str, reference: str, what: str) -> Any:
                 f"{what} {reference!r}: no module named {error.name!r}; is its package installed, or on PYTHONPATH?"
             ) from error
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {error}") from error
-    except Exception as error:  # a module of the user's runs here: whatever it raises is named
+    except Exception as error:  # a user's module runs here: whatever it raises is named
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
-def place_of(module: str) -> str:
+def module_label(module: str) -> str:
     """Return a module's name for messages: its file where :func:`load_file` made it."""
     file = vars(sys.modules[module]).get("__file__") if module.startswith(_FILE) and module in sys.modules else None
     return Path(file).name if file else module
@@ -147,10 +147,10 @@ def load_file(file: str | Path, what: str) -> ModuleType:
     name = f"{_FILE}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
-    known = _imported(str(path))
-    if known is not None:
+    imported = _imported(str(path))
+    if imported is not None:
         # It was imported as a module: run once more, it would register everything a second time.
-        return known
+        return imported
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what}: {path} is not a Python file")
@@ -158,10 +158,12 @@ def load_file(file: str | Path, what: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a file of the user's runs here: whatever it raises is named
+    except Exception as error:  # a user's file runs here: whatever it raises is named
         del sys.modules[name]
         text = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"{what}: running {_place(path, error)} failed: {type(error).__name__}: {text}") from error
+        raise ConfigError(
+            f"{what}: running {_raising_line(path, error)} failed: {type(error).__name__}: {text}"
+        ) from error
     return module
 
 
@@ -173,25 +175,25 @@ def _resolved(file: str, folder: str) -> Path:
 
 def _imported(file: str) -> ModuleType | None:
     """Return the module that was imported from a file, if any."""
-    before = sys.modules.get(_IMPORTED.get(file, ""))
-    if before is not None and vars(before).get("__file__") == file:
-        return before
-    for name, each in list(sys.modules.items()):
-        if isinstance(each, ModuleType) and vars(each).get("__file__") == file:
+    cached = sys.modules.get(_IMPORTED.get(file, ""))
+    if cached is not None and vars(cached).get("__file__") == file:
+        return cached
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and vars(module).get("__file__") == file:
             _IMPORTED[file] = name
-            return each
+            return module
     return None
 
 
-def _place(path: Path, error: Exception) -> str:
+def _raising_line(path: Path, error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{path}:{lines[-1]}" if lines else str(path)
 
 
-def _kind(found: Any) -> str:
-    return f"a {type(found).__name__}"
+def _type_text(target: Any) -> str:
+    return f"a {type(target).__name__}"
 
 
 def reference_to(target: Any, what: str) -> str:
@@ -261,65 +263,65 @@ def without_collections() -> Iterator[None]:
 
 def load_extensions() -> list[str]:
     """Import the extensions not imported yet; return their names, in order. Raises ConfigError."""
-    said = {variable: os.environ.get(variable) for variable in (MODULES, CHOSEN)}
-    if said == _done:
+    environment = {variable: os.environ.get(variable) for variable in (MODULES, CHOSEN)}
+    if environment == _done:
         # Asked before every configuration: what is installed is looked up once.
         return []
     done: list[str] = []
-    for entry in _entries():
-        if _begin(f"{GROUP}:{entry.name}"):
+    for entry in _entry_points():
+        if _mark_loading(f"{GROUP}:{entry.name}"):
             done.append(entry.name)
-            _enter(entry)
-    for name in _listed(MODULES):
-        if _begin(name):
+            _load_entry_point(entry)
+    for name in _names_in(MODULES):
+        if _mark_loading(name):
             done.append(name)
             _import_extension(name)
-    _done.update(said)
+    _done.update(environment)
     return done
 
 
-def _begin(key: str) -> bool:
+def _mark_loading(key: str) -> bool:
     """Mark an extension as loading; False if it was before (a module may load a configuration itself)."""
     fresh = key not in _loaded
     _loaded.add(key)
     return fresh
 
 
-def _listed(variable: str) -> list[str]:
-    return [name for each in os.environ.get(variable, "").split(",") if (name := each.strip())]
+def _names_in(variable: str) -> list[str]:
+    return [name for text in os.environ.get(variable, "").split(",") if (name := text.strip())]
 
 
-def _entries() -> Iterator[EntryPoint]:
-    chosen = _listed(CHOSEN) or ["all"]
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if chosen == ["none"]:
+def _entry_points() -> Iterator[EntryPoint]:
+    names = _names_in(CHOSEN) or ["all"]
+    by_name = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if names == ["none"]:
         return
-    if chosen == ["all"]:
-        chosen = sorted(found)
-    for name in chosen:
-        if name not in found:
-            known = ", ".join(sorted(found)) or "none"
+    if names == ["all"]:
+        names = sorted(by_name)
+    for name in names:
+        if name not in by_name:
+            installed = ", ".join(sorted(by_name)) or "none"
             raise ConfigError(
                 f"{CHOSEN} names {name!r}, but no installed package has an entry point of that name in {GROUP} "
-                f"(there are: {known}): install it, or remove the name"
+                f"(there are: {installed}): install it, or remove the name"
             )
-        yield found[name]
+        yield by_name[name]
 
 
-def _enter(entry: EntryPoint) -> None:
+def _load_entry_point(entry: EntryPoint) -> None:
     owner = entry.dist.name if entry.dist is not None else "an unknown package"
     what = f"the extension {entry.name!r} ({entry.value}, of the package {owner})"
     remedy = f"fix or uninstall {owner}, or leave it out with {CHOSEN}=none"
     try:
-        found = entry.load()
-        if callable(found):
-            found()
+        extension = entry.load()
+        if callable(extension):
+            extension()
     except Exception as error:  # code of others runs here: whatever it raises is named
         _loaded.discard(f"{GROUP}:{entry.name}")
         raise ConfigError(f"{what} cannot be loaded: {_error_text(error)}; {remedy}") from error
-    if not callable(found) and not isinstance(found, ModuleType):
+    if not callable(extension) and not isinstance(extension, ModuleType):
         raise ConfigError(
-            f"{what} is a {type(found).__name__}: it must name a module, or a function without arguments; {remedy}"
+            f"{what} is a {type(extension).__name__}: it must name a module, or a function without arguments; {remedy}"
         )
 
 

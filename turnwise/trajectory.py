@@ -72,10 +72,12 @@ class Segment:
 
 
 def messages_of(segment: Segment) -> tuple[dict[str, Any], ...]:
-    """Return a segment's messages in OpenAI's form: parts ``image_url`` with data in the place of images' digests."""
+    """Return a segment's messages in OpenAI's form: parts ``image_url`` with data instead of images' digests."""
     if not segment.media:
         return segment.messages
-    images = {each.digest: {"type": "image_url", "image_url": {"url": data_uri(each.data)}} for each in segment.media}
+    images = {
+        image.digest: {"type": "image_url", "image_url": {"url": data_uri(image.data)}} for image in segment.media
+    }
     return tuple(
         {**message, "content": [images.get(part.get("sha256"), part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
@@ -102,13 +104,13 @@ def segment_record(segment: Segment, media: WriteMedia | None = None) -> dict[st
     """
     record = {name: getattr(segment, name) for name in _SEGMENT_FIELDS + _SAMPLED_FIELDS * segment.sampled}
     if segment.media:
-        record["media"] = [[each.kind, each.digest, each.position, each.length] for each in segment.media]
+        record["media"] = [[image.kind, image.digest, image.position, image.length] for image in segment.media]
         if media is not None:
             media(segment.media)
         else:
-            for entry, each in zip(record["media"], segment.media, strict=True):
-                entry.append(base64.b64encode(each.data).decode())
-    return record | {name: held for name in _RARE_FIELDS if (held := getattr(segment, name)) is not None}
+            for entry, image in zip(record["media"], segment.media, strict=True):
+                entry.append(base64.b64encode(image.data).decode())
+    return record | {name: value for name in _RARE_FIELDS if (value := getattr(segment, name)) is not None}
 
 
 def read_segment(record: dict[str, Any], media: ReadMedia | None = None) -> Segment:
@@ -117,23 +119,23 @@ def read_segment(record: dict[str, Any], media: ReadMedia | None = None) -> Segm
     ``media`` reads the images that the record only names. Raises FormatError where one is missing.
     """
     logprobs = record.get("logprobs")
-    tools, given = record.get("tools"), record.get("template_args")
+    tools, template_args = record.get("tools"), record.get("template_args")
     left_out = record.get("left_out")
     return Segment(
         index=record["index"],
         parent=record["parent"],
         kind=record["kind"],
         token_ids=np.asarray(record["token_ids"], np.int32),
-        messages=_listed(record["messages"]),
+        messages=_as_tuple(record["messages"]),
         turn_id=record.get("turn_id"),
         logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
         weight_versions=tuple((int(v), int(s), int(e)) for v, s, e in record.get("weight_versions", ())),
         finish_reason=record.get("finish_reason"),
         fork=record.get("fork"),
-        tools=None if tools is None else _listed(tools),
-        template_args=json.loads(given) if isinstance(given, str) else given,
+        tools=None if tools is None else _as_tuple(tools),
+        template_args=json.loads(template_args) if isinstance(template_args, str) else template_args,
         left_out=None if left_out is None else tuple((int(start), int(end)) for start, end in left_out),
-        media=tuple(_read_media(each, media) for each in record.get("media", ())),
+        media=tuple(_read_media(image, media) for image in record.get("media", ())),
     )
 
 
@@ -148,7 +150,7 @@ def _read_media(record: Sequence[Any], read: ReadMedia | None) -> Media:
     return Media(kind, data, int(position), int(length))
 
 
-def _listed(value: Any) -> tuple[dict[str, Any], ...]:
+def _as_tuple(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(value) if isinstance(value, str) else value)
 
 
@@ -262,31 +264,31 @@ class Trajectory:
         """Return the reward of each branch; of an episode that was not forked, its one reward."""
         if not self.branches:
             return [float(sum(value for _, _, value in self.rewards))]
-        return [sum(each.values()) for each in self.branch_rewards()]
+        return [sum(rewards.values()) for rewards in self.branch_rewards()]
 
     def named_rewards(self) -> dict[str, float]:
         """Return the rewards summed by name; of a forked episode the mean, of a searched one those of the choice."""
         if self.search is not None:
             return self.branch_rewards()[self.search.chosen]
-        found: dict[str, float] = {}
-        for each in self.branch_rewards():
-            for name, value in each.items():
-                found[name] = found.get(name, 0.0) + value / max(1, len(self.branches))
-        return found
+        means: dict[str, float] = {}
+        for rewards in self.branch_rewards():
+            for name, value in rewards.items():
+                means[name] = means.get(name, 0.0) + value / max(1, len(self.branches))
+        return means
 
     def branch_rewards(self) -> list[dict[str, float]]:
         """Return the rewards of each branch, summed by name; of an episode that was not forked, its one."""
         paths = [set(path) for path in branch_paths(self.branches)] if self.branches else [None]
-        found: list[dict[str, float]] = []
+        by_branch: list[dict[str, float]] = []
         for number, path in enumerate(paths):
-            own: dict[str, float] = {}
+            sums: dict[str, float] = {}
             for turn_id, name, value in self.rewards:
                 if path is None or turn_id is None or turn_id in path:
-                    own[name] = own.get(name, 0.0) + value
+                    sums[name] = sums.get(name, 0.0) + value
             for _, name, value in self.branches[number].rewards if path is not None else ():
-                own[name] = own.get(name, 0.0) + value
-            found.append(own)
-        return found
+                sums[name] = sums.get(name, 0.0) + value
+            by_branch.append(sums)
+        return by_branch
 
     @property
     def sampled_tokens(self) -> int:
@@ -316,7 +318,7 @@ class Trajectory:
         """Yield the turns in commit order."""
         for segment in self.segments:
             if segment.sampled and segment.turn_id is not None:
-                path = tuple(before.index for before in self.path(segment.parent))
+                path = tuple(ancestor.index for ancestor in self.path(segment.parent))
                 yield Turn(segment.turn_id, segment, path)
 
     def to_bytes(self, media: WriteMedia | None = None) -> bytes:
@@ -360,7 +362,7 @@ class Trajectory:
             times = record.get("turn_times", {})
             record["turn_times"] = {turn: (begin, end) for turn, (begin, end) in times.items()}
             record["rewards"] = [(turn, name, float(value)) for turn, name, value in record["rewards"]]
-            record["branches"] = [_read_branch(each) for each in record.get("branches", ())]
+            record["branches"] = [_read_branch(branch) for branch in record.get("branches", ())]
             if (search := record.get("search")) is not None:
                 record["search"] = Search(**{**search, "scores": tuple(search["scores"])})
             return cls(segments=segments, **record)
@@ -379,7 +381,7 @@ def _read_branch(record: dict[str, Any]) -> Branch:
     )
 
 
-_TRAJECTORY_FIELDS = tuple(each.name for each in fields(Trajectory) if each.name != "segments")
+_TRAJECTORY_FIELDS = tuple(attribute.name for attribute in fields(Trajectory) if attribute.name != "segments")
 
 
 def _load(data: bytes | str, what: str) -> dict[str, Any]:
@@ -403,7 +405,7 @@ class TrajectoryGroup:
         trajectories: The members.
         partition: ``train`` or ``val``.
         failed: Number of members that ended in an error and are not in ``trajectories``.
-        source: Task source for metrics, where there are several.
+        source: Task source for metrics, if there is more than one.
         baselines: Greedy rollouts of the task, where requested; not members.
     """
 
@@ -538,7 +540,7 @@ def _row(
     length = total if max_tokens is None else min(total, max_tokens)
     media = path_media(path)
     # An image is whole or not in the row.
-    length = min([length, *(each.position for each in media if each.position < length < each.end)])
+    length = min([length, *(image.position for image in media if image.position < length < image.end)])
     token_ids = np.concatenate([segment.token_ids for segment in path])[:length]
     mask = np.zeros(length, np.bool_)
     logprobs = np.zeros(length, np.float32)
@@ -550,8 +552,8 @@ def _row(
         if segment.sampled and segment.logprobs is not None and start < end:
             logprobs[start:end] = segment.logprobs[: end - start]
             turns[start:end] = numbers[segment.index]
-            for version, first, last in segment.weight_versions:
-                versions[start + first : min(start + last, end)] = version
+            for version, span_start, span_end in segment.weight_versions:
+                versions[start + span_start : min(start + span_end, end)] = version
             if segment.index not in owned:
                 mask[start:end] = segment.trained[: end - start]
                 owned.add(segment.index)
@@ -565,15 +567,15 @@ def _row(
         trajectory.id,
         trajectory.group_id,
         path[-1].index,
-        tuple(each for each in media if each.end <= length),
+        tuple(image for image in media if image.end <= length),
     )
 
 
 def path_media(path: Sequence[Segment]) -> tuple[Media, ...]:
     """Return the images of a path of segments, with positions in its ids."""
-    found: list[Media] = []
+    images: list[Media] = []
     start = 0
     for segment in path:
-        found += (each.at(start + each.position) for each in segment.media)
+        images += (image.at(start + image.position) for image in segment.media)
         start += len(segment.token_ids)
-    return tuple(found)
+    return tuple(images)

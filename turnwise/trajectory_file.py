@@ -53,8 +53,8 @@ _SAMPLES, _SAMPLE_TEXT, _SAMPLE_IDS = 16, 8192, 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Place of a trajectory in its file.
+class RecordLocation:
+    """The location of a trajectory's record in its file.
 
     Attributes:
         length: Bytes of its record.
@@ -67,7 +67,7 @@ class Place:
 
 
 class TrajectoryEntry(NamedTuple):
-    """A line of the index: the place of a trajectory, and what is chosen by without reading it.
+    """A line of the index: the location of a trajectory, and the facts by which readers select without reading it.
 
     Attributes:
         failed: Whether an error ended it.
@@ -91,17 +91,19 @@ class TrajectoryEntry(NamedTuple):
     sampled_tokens: int
 
     @property
-    def place(self) -> Place:
-        """Its place in the file."""
-        return Place(self.offset, self.length, self.crc)
+    def location(self) -> RecordLocation:
+        """The location of its record in the file."""
+        return RecordLocation(self.offset, self.length, self.crc)
 
 
-def _line(place: Place, one: Trajectory) -> bytes:
+def _index_line(location: RecordLocation, trajectory: Trajectory) -> bytes:
     """Return the line of the index for a trajectory."""
     return orjson.dumps([
-        place.offset, place.length, place.crc, one.id, one.episode_id, one.attempt, one.group_id, one.task_id,
-        one.agent, one.policy, one.partition, str(one.stop_reason), one.error is not None, one.reward,
-        sum(segment.sampled for segment in one.segments), one.sampled_tokens,
+        location.offset, location.length, location.crc,
+        trajectory.id, trajectory.episode_id, trajectory.attempt, trajectory.group_id, trajectory.task_id,
+        trajectory.agent, trajectory.policy, trajectory.partition,
+        str(trajectory.stop_reason), trajectory.error is not None, trajectory.reward,
+        sum(segment.sampled for segment in trajectory.segments), trajectory.sampled_tokens,
     ])  # fmt: skip
 
 
@@ -111,13 +113,13 @@ def _crc(length: int, dictionary: int, frame: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """An intact record, or (``kind`` empty) a stretch of bytes without one; ``last`` if no intact one follows it."""
+    """An intact record, or (``kind`` empty) bytes without one; ``at_end`` if no intact record follows."""
 
-    place: Place
+    location: RecordLocation
     kind: bytes
     dictionary: int = 0
     frame: bytes = b""
-    last: bool = False
+    at_end: bool = False
 
 
 class _Records:
@@ -144,33 +146,37 @@ class _Records:
         frame = os.pread(self.file, length, offset + _HEAD.size)
         if kind not in (b"T", b"D", b"V") or len(frame) < length or _crc(length, dictionary, frame) != crc:
             return None
-        return _Record(Place(offset, _HEAD.size + length, crc), kind, dictionary, frame)
+        return _Record(RecordLocation(offset, _HEAD.size + length, crc), kind, dictionary, frame)
 
     def scan(self, offset: int = 0) -> Iterator[_Record]:
-        """Yield records from one's offset on, and the damaged stretches between and behind them."""
+        """Yield the records from an offset, and the damaged stretches between and behind them."""
         while True:
             record = self.at(offset)
             if record is None:
                 end = self.size
                 if offset >= end:
                     return
-                after = self._next(offset + 1)
-                yield _Record(Place(offset, (end if after is None else after) - offset, 0), b"", last=after is None)
-                if after is None:
+                following = self._next_intact(offset + 1)
+                yield _Record(
+                    RecordLocation(offset, (end if following is None else following) - offset, 0),
+                    b"",
+                    at_end=following is None,
+                )
+                if following is None:
                     return
-                offset = after
+                offset = following
                 continue
             yield record
-            offset += record.place.length
+            offset += record.location.length
 
-    def _next(self, offset: int) -> int | None:
+    def _next_intact(self, offset: int) -> int | None:
         """Return the offset of the first intact record from ``offset`` on."""
         while block := os.pread(self.file, _SEARCH, offset):
-            found = block.find(_MARK)
-            while found >= 0:
-                if self.at(offset + found) is not None:
-                    return offset + found
-                found = block.find(_MARK, found + 1)
+            position = block.find(_MARK)
+            while position >= 0:
+                if self.at(offset + position) is not None:
+                    return offset + position
+                position = block.find(_MARK, position + 1)
             if len(block) < len(_MARK):
                 return None
             offset += len(block) - len(_MARK) + 1
@@ -192,9 +198,9 @@ class _Records:
             reader = zstandard.ZstdDecompressor(dict_data=self.dictionary(record.dictionary))
             self._readers[record.dictionary] = reader
         try:
-            return unpack_trajectory(_split(reader.decompress(record.frame)), self.images.read)
+            return unpack_trajectory(_split_frame(reader.decompress(record.frame)), self.images.read)
         except (FormatError, ValueError, struct.error, zstandard.ZstdError) as error:
-            raise FormatError(f"{self.path}: the trajectory at byte {record.place.offset}: {error}") from error
+            raise FormatError(f"{self.path}: the trajectory at byte {record.location.offset}: {error}") from error
 
     def intact(self, offset: int) -> _Record:
         """Return the record of a trajectory at an offset. Raises FormatError."""
@@ -203,27 +209,27 @@ class _Records:
             raise FormatError(f"{self.path}: there is no intact trajectory at byte {offset}")
         return record
 
-    def read(self, place: Place) -> Trajectory:
-        """Return the trajectory at a place. Raises FormatError."""
-        record = self.at(place.offset)
-        if record is None or record.kind != b"T" or record.place != place:
+    def read(self, location: RecordLocation) -> Trajectory:
+        """Return the trajectory at a location. Raises FormatError."""
+        record = self.at(location.offset)
+        if record is None or record.kind != b"T" or record.location != location:
             raise FormatError(
-                f"{self.path}: the {place.length} bytes at {place.offset} are not those that were written: the file "
-                "was changed, or the disk lost them"
+                f"{self.path}: the {location.length} bytes at {location.offset} are not those that were written: "
+                "the file was changed, or the disk lost them"
             )
         return self.trajectory(record)
 
-    def trajectories(self, offset: int = 0) -> Iterator[tuple[Place, Trajectory]]:
-        """Yield trajectories with their places; FormatError for damage that no kill explains."""
+    def trajectories(self, offset: int = 0) -> Iterator[tuple[RecordLocation, Trajectory]]:
+        """Yield trajectories with their locations; FormatError for damage that no kill explains."""
         for record in self.scan(offset):
             if record.kind == b"T":
-                yield record.place, self.trajectory(record)
-            elif not record.kind and record.last:
+                yield record.location, self.trajectory(record)
+            elif not record.kind and record.at_end:
                 self.check_kind()
             elif not record.kind:
                 raise FormatError(
-                    f"{self.path}: the {record.place.length} bytes at {record.place.offset} are damaged, and intact "
-                    "trajectories follow: restore the file from a copy"
+                    f"{self.path}: the {record.location.length} bytes at {record.location.offset} are damaged, and "
+                    "intact trajectories follow: restore the file from a copy"
                 )
 
     def check_kind(self) -> None:
@@ -235,8 +241,8 @@ class _Records:
             raise FormatError(f"{self.path} is no file of trajectories: it begins with {begins!r}, not {_MARK!r}")
 
 
-def _joined(columns: Columns) -> list[bytes]:
-    """Return the parts of a frame's content, each to be compressed as blocks of its own."""
+def _frame_parts(columns: Columns) -> list[bytes]:
+    """Return the parts of a frame's content, each to be compressed as separate blocks."""
     parts = [columns[name] for name in DTYPES]
     lengths = _LENGTHS.pack(*(len(part) for part in parts))
     return [
@@ -245,7 +251,7 @@ def _joined(columns: Columns) -> list[bytes]:
     ]
 
 
-def _split(content: bytes) -> Columns:
+def _split_frame(content: bytes) -> Columns:
     lengths = _LENGTHS.unpack_from(content)
     columns: Columns = {}
     begins = _LENGTHS.size
@@ -269,17 +275,17 @@ class TrajectoryEntries(Sequence[TrajectoryEntry]):
         return len(self._lines)
 
     @overload
-    def __getitem__(self, place: int) -> TrajectoryEntry: ...
+    def __getitem__(self, index: int) -> TrajectoryEntry: ...
 
     @overload
-    def __getitem__(self, place: slice) -> TrajectoryEntries: ...
+    def __getitem__(self, index: slice) -> TrajectoryEntries: ...
 
-    def __getitem__(self, place: int | slice) -> TrajectoryEntry | TrajectoryEntries:
+    def __getitem__(self, index: int | slice) -> TrajectoryEntry | TrajectoryEntries:
         """Return an entry, or some of them. Raises FormatError for a damaged index."""
-        if isinstance(place, slice):
-            return TrajectoryEntries(self._path, self._lines[place])
+        if isinstance(index, slice):
+            return TrajectoryEntries(self._path, self._lines[index])
         try:
-            return _read_entry(self._lines[place])
+            return _read_entry(self._lines[index])
         except (orjson.JSONDecodeError, TypeError) as error:
             raise FormatError(f"{index_path(self._path)} is damaged: remove it: it is made again ({error})") from error
 
@@ -298,7 +304,7 @@ class _Index:
     """The lines of a file's index that agree with its records.
 
     Attributes:
-        lines: They, in order of their offsets.
+        lines: The lines, in order of their offsets.
         end: Byte behind the last record that the index knows.
     """
 
@@ -321,10 +327,10 @@ def _end_of(records: _Records, line: bytes) -> int | None:
     """Return the byte behind the record of a line of the index, or None where they do not agree."""
     try:
         entry = _read_entry(line)
-        found = records.at(entry.offset)
+        record = records.at(entry.offset)
     except (orjson.JSONDecodeError, TypeError, OverflowError):
         return None
-    return entry.offset + entry.length if found is not None and found.place == entry.place else None
+    return entry.offset + entry.length if record is not None and record.location == entry.location else None
 
 
 def index_path(path: Path) -> Path:
@@ -348,13 +354,15 @@ class TrajectoryFile:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._file)
             index = _Index(self._records)
-            index.lines += [_line(place, each) for place, each in self._records.trajectories(index.end)]
+            index.lines += [
+                _index_line(location, trajectory) for location, trajectory in self._records.trajectories(index.end)
+            ]
             self.entries = TrajectoryEntries(path, index.lines)
             undo.pop_all()
 
     def read(self, entry: TrajectoryEntry) -> Trajectory:
         """Return one trajectory, without reading the others. Raises FormatError."""
-        return self._records.read(entry.place)
+        return self._records.read(entry.location)
 
     def at(self, offset: int) -> Trajectory:
         """Return the trajectory of the record at an offset. Raises FormatError."""
@@ -368,7 +376,7 @@ class TrajectoryFile:
         """Return the file."""
         return self
 
-    def __exit__(self, *about: object) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Close the file."""
         self.close()
 
@@ -396,52 +404,52 @@ class TrajectoryWriter:
         self._samples: list[bytes] = []
         self._dictionary, self._compressor = 0, zstandard.ZstdCompressor(level=_LEVEL)
         self._index: AppendFile | None = None
-        known = _Index(self._records)
-        self.size, self.torn = known.end, 0
-        found: list[bytes] = []
-        for record in self._records.scan(known.end):
-            if record.kind or not record.last:
-                self.size = record.place.offset + record.place.length
+        indexed = _Index(self._records)
+        self.size, self.torn = indexed.end, 0
+        unindexed: list[bytes] = []
+        for record in self._records.scan(indexed.end):
+            if record.kind or not record.at_end:
+                self.size = record.location.offset + record.location.length
                 if record.kind == b"T" and index:
-                    found.append(_line(record.place, self._records.trajectory(record)))
+                    unindexed.append(_index_line(record.location, self._records.trajectory(record)))
                 continue
             self._records.check_kind()
-            self.torn = record.place.length
+            self.torn = record.location.length
             os.ftruncate(self._file, self.size)
         if index:
             self._index = AppendFile(index_path(path), cut=True)
-            self._write_index([*known.lines, *found])
-            self._continue([*known.lines, *found][-1:])
+            self._write_index([*indexed.lines, *unindexed])
+            self._resume_dictionary([*indexed.lines, *unindexed][-1:])
 
-    def write(self, trajectory: Trajectory) -> Place:
+    def write(self, trajectory: Trajectory) -> RecordLocation:
         """Append one trajectory, whole or not at all. Raises FormatError or OSError."""
-        parts = _joined(pack_trajectory(trajectory, self._records.images.write))
+        parts = _frame_parts(pack_trajectory(trajectory, self._records.images.write))
         with self._lock:
             if not self._dictionary and self._index is not None:
-                self._learn(parts)
+                self._collect_sample(parts)
             stream = self._compressor.compressobj(size=sum(map(len, parts)))
             frame = bytearray()
             for part in parts:
                 frame += stream.compress(part)
                 frame += stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
             frame += stream.flush()
-            place = self._append(b"T", bytes(frame), self._dictionary)
+            location = self._append(b"T", bytes(frame), self._dictionary)
             if self._index is not None:
-                self._index.append(_line(place, trajectory))
-        return place
+                self._index.append(_index_line(location, trajectory))
+        return location
 
-    def holds(self, place: Place) -> bool:
-        """Whether the record at a place is intact, and that which was written there."""
-        record = self._records.at(place.offset)
-        return record is not None and record.kind == b"T" and record.place == place
+    def holds(self, location: RecordLocation) -> bool:
+        """Whether the record at a location is intact and the one that was written there."""
+        record = self._records.at(location.offset)
+        return record is not None and record.kind == b"T" and record.location == location
 
-    def read(self, place: Place) -> Trajectory:
-        """Return the trajectory at a place. Raises FormatError."""
-        return self._records.read(place)
+    def read(self, location: RecordLocation) -> Trajectory:
+        """Return the trajectory at a location. Raises FormatError."""
+        return self._records.read(location)
 
-    def places(self, offset: int) -> Iterator[Place]:
-        """Yield the places of intact trajectories, from the offset of a record on."""
-        return (record.place for record in self._records.scan(offset) if record.kind == b"T")
+    def locations(self, offset: int) -> Iterator[RecordLocation]:
+        """Yield the locations of intact trajectories, from the offset of a record on."""
+        return (record.location for record in self._records.scan(offset) if record.kind == b"T")
 
     def truncate(self, size: int) -> None:
         """Cut the file to its first ``size`` bytes."""
@@ -453,15 +461,15 @@ class TrajectoryWriter:
             if self._dictionary > size:
                 self._dictionary, self._compressor = 0, zstandard.ZstdCompressor(level=_LEVEL)
 
-    def invalidate(self, place: Place) -> None:
+    def invalidate(self, location: RecordLocation) -> None:
         """Mark a trajectory as void, so that it can be written again."""
         with self._lock:
             # Not through the descriptor of the file: what is open for appending writes at its end.
             with self.path.open("r+b") as file:
-                file.seek(place.offset + len(_MARK))
+                file.seek(location.offset + len(_MARK))
                 file.write(b"V")
             if self._index is not None:
-                self._index.append(orjson.dumps([place.offset]))
+                self._index.append(orjson.dumps([location.offset]))
 
     def sync(self) -> None:
         """Flush to disk (fsync)."""
@@ -476,12 +484,12 @@ class TrajectoryWriter:
             if self._index is not None:
                 self._index.close()
 
-    def _append(self, kind: bytes, frame: bytes, dictionary: int) -> Place:
+    def _append(self, kind: bytes, frame: bytes, dictionary: int) -> RecordLocation:
         crc = _crc(len(frame), dictionary, frame)
         append_whole(self._file, _HEAD.pack(_MARK, kind, len(frame), crc, dictionary) + frame)
-        place = Place(self.size, _HEAD.size + len(frame), crc)
-        self.size += place.length
-        return place
+        location = RecordLocation(self.size, _HEAD.size + len(frame), crc)
+        self.size += location.length
+        return location
 
     def _write_index(self, lines: list[bytes]) -> None:
         """Make the index have these lines and no others."""
@@ -492,25 +500,25 @@ class TrajectoryWriter:
             if content:
                 self._index.append(content[:-1])
 
-    def _continue(self, last: list[bytes]) -> None:
+    def _resume_dictionary(self, last_lines: list[bytes]) -> None:
         """Use the dictionary of the last trajectory."""
-        record = self._records.at(_read_entry(last[0]).offset) if last else None
+        record = self._records.at(_read_entry(last_lines[0]).offset) if last_lines else None
         if record is not None and record.dictionary:
-            self._use(record.dictionary)
+            self._use_dictionary(record.dictionary)
 
-    def _learn(self, parts: list[bytes]) -> None:
+    def _collect_sample(self, parts: list[bytes]) -> None:
         """Make the dictionary once enough trajectories were seen."""
         self._samples.append(parts[0][:_SAMPLE_TEXT] + parts[1][:_SAMPLE_IDS])
         if len(self._samples) < _SAMPLES:
             return
         content, self._samples = b"".join(self._samples), []
-        place = self._append(b"D", zstandard.ZstdCompressor(level=_LEVEL).compress(content), 0)
-        self._use(place.offset + 1)
+        location = self._append(b"D", zstandard.ZstdCompressor(level=_LEVEL).compress(content), 0)
+        self._use_dictionary(location.offset + 1)
 
-    def _use(self, reference: int) -> None:
-        known = self._records.dictionary(reference)
-        known.precompute_compress(level=_LEVEL)
-        self._dictionary, self._compressor = reference, zstandard.ZstdCompressor(level=_LEVEL, dict_data=known)
+    def _use_dictionary(self, reference: int) -> None:
+        dictionary = self._records.dictionary(reference)
+        dictionary.precompute_compress(level=_LEVEL)
+        self._dictionary, self._compressor = reference, zstandard.ZstdCompressor(level=_LEVEL, dict_data=dictionary)
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
@@ -519,11 +527,11 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
     Raises:
         FormatError: It is no file of trajectories, or is damaged elsewhere. The message names file and byte.
     """
-    return (trajectory for _, trajectory in placed_trajectories(path))
+    return (trajectory for _, trajectory in located_trajectories(path))
 
 
-def placed_trajectories(path: Path, offset: int = 0) -> Iterator[tuple[Place, Trajectory]]:
-    """Yield what :func:`read_trajectories` does, each with its place, from a record's offset on. Raises FormatError."""
+def located_trajectories(path: Path, offset: int = 0) -> Iterator[tuple[RecordLocation, Trajectory]]:
+    """Yield what :func:`read_trajectories` does, with locations, from a record's offset on. Raises FormatError."""
     with path.open("rb") as file:
         yield from _Records(file.fileno(), path).trajectories(offset)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from turnwise.errors import ConfigError
-from turnwise.plugins import load_class_from_fqn, load_object, place_of
+from turnwise.plugins import load_class_from_fqn, load_object, module_label
 
 
 def write(folder: Path, text: str, name: str) -> Path:
@@ -29,7 +29,7 @@ def test_a_class_is_found_in_a_file_and_only_loaded_once(tmp_path: Path) -> None
     found = load_class_from_fqn(f"{file}:Outer", "env")
     assert found is load_class_from_fqn(f"{file}:Outer", "env")
     assert load_object(f"{file}:Outer.Inner", "env") is found.Inner
-    assert (place_of(found.__module__), place_of("collections"), place_of("turnwise_file_no")) == (
+    assert (module_label(found.__module__), module_label("collections"), module_label("turnwise_file_no")) == (
         "mine.py", "collections", "turnwise_file_no",
     )  # fmt: skip
 

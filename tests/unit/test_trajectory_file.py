@@ -18,7 +18,7 @@ from turnwise.trajectory_file import (
     TrajectoryFile,
     TrajectoryWriter,
     index_path,
-    placed_trajectories,
+    located_trajectories,
     read_trajectories,
 )
 
@@ -134,7 +134,7 @@ def test_an_index_that_is_lost_or_late_is_completed(file: Path, left: str) -> No
 
 
 def test_damage_that_no_kill_explains_is_named(file: Path) -> None:
-    places = [place for place, _ in placed_trajectories(file)]
+    places = [place for place, _ in located_trajectories(file)]
     spoil(file, 7)
     with pytest.raises(FormatError, match=rf"the {places[7].length} bytes at {places[7].offset} are damaged, and"):
         list(read_trajectories(file))
@@ -143,7 +143,7 @@ def test_damage_that_no_kill_explains_is_named(file: Path) -> None:
     # The others are whole, and what is written goes behind them.
     writer = TrajectoryWriter(file)
     assert [writer.holds(place) for place in places] == [number != 7 for number in range(20)]
-    assert len(list(writer.places(0))) == 19
+    assert len(list(writer.locations(0))) == 19
     writer.close()
 
 
@@ -176,7 +176,7 @@ def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: bytes, 
 
 def test_a_void_trajectory_is_in_none_of_the_readers(file: Path) -> None:
     writer = TrajectoryWriter(file)
-    places = list(writer.places(0))
+    places = list(writer.locations(0))
     writer.invalidate(places[4])
     writer.invalidate(places[19])
     assert not writer.holds(places[4])
@@ -190,7 +190,7 @@ def test_a_void_trajectory_is_in_none_of_the_readers(file: Path) -> None:
 def test_what_is_truncated_is_gone_and_written_anew(file: Path) -> None:
     writer = TrajectoryWriter(file)
     # Before the dictionary, too.
-    writer.truncate(list(writer.places(0))[2].offset)
+    writer.truncate(list(writer.locations(0))[2].offset)
     for number in range(30, 50):
         writer.write(trajectory(number))
     writer.close()

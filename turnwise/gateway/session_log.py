@@ -30,7 +30,7 @@ from turnwise.errors import (
     TurnwiseError,
 )
 from turnwise.gateway.dialects.core import Origin
-from turnwise.media_files import MediaFiles, MediaPlace
+from turnwise.media_files import MediaFiles, MediaSpan
 from turnwise.model.canonical import unplaced
 from turnwise.recorder.ledger import LedgerEntry, LedgerWriter, Resumption, read_calls
 from turnwise.recorder.turn_record import TurnRecord
@@ -207,7 +207,7 @@ class Restorable(Protocol):
         """``tokens`` or ``text``."""
 
     def restore(
-        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaPlace] = ()
+        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaSpan] = ()
     ) -> None:
         """Commit a turn again. Raises SessionError."""
 

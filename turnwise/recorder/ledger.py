@@ -30,7 +30,7 @@ import orjson
 
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import DiskError, FormatError
-from turnwise.media_files import MediaFiles, MediaPlace, places_of
+from turnwise.media_files import MediaFiles, MediaSpan, media_spans
 from turnwise.model.core import LLMClient, ModelInfo, closing
 from turnwise.types import Completion, Logprobs, Media, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
 
@@ -64,7 +64,7 @@ class LedgerEntry:
     logprobs: Logprobs
     weight_versions: tuple[VersionSpan, ...]
     finish_reason: str
-    media: tuple[MediaPlace, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class LedgerWriter:
             self._file = AppendFile(path)
             self._file.append(orjson.dumps({"event": "start", "schema_version": SCHEMA_VERSION}))
         # Of the last call of each session the ids, as bytes (compared and joined at once), its first byte, its images.
-        self._last: OrderedDict[str, tuple[bytes, int, tuple[MediaPlace, ...]]] = OrderedDict()
+        self._last: OrderedDict[str, tuple[bytes, int, tuple[MediaSpan, ...]]] = OrderedDict()
         self._remembered = 0
         self._closed = False
 
@@ -149,7 +149,7 @@ class LedgerWriter:
         previous, _, seen = self._last.pop(session, (b"", 0, ()))
         prompt_bytes = _id_bytes(prompt)
         shared = len(previous) // _ID_BYTES if prompt_bytes.startswith(previous) else _shared_prefix(previous, prompt)
-        media_places = tuple(places_of(media))
+        media_places = tuple(media_spans(media))
         shared_images = _common_media(seen, media_places, shared)
         shared = min(
             [shared, *(image.position for image in (*seen[shared_images:][:1], *media_places[shared_images:][:1]))]
@@ -222,7 +222,7 @@ def _id_bytes(token_ids: TokenIds) -> bytes:
     return token_ids.astype(np.int32, copy=False).tobytes()
 
 
-def _common_media(seen: Sequence[MediaPlace], media_places: Sequence[MediaPlace], shared: int) -> int:
+def _common_media(seen: Sequence[MediaSpan], media_places: Sequence[MediaSpan], shared: int) -> int:
     """Return how many images two prompts begin with that lie within their first ``shared`` ids."""
     count = 0
     for earlier, now in zip(seen, media_places, strict=False):
@@ -296,7 +296,7 @@ def read_calls(
     Raises FormatError as :func:`read_ledger`.
     """
     part = -1
-    previous_calls: dict[str, tuple[TokenIds, tuple[MediaPlace, ...]]] = {}
+    previous_calls: dict[str, tuple[TokenIds, tuple[MediaSpan, ...]]] = {}
     for number, at, record in _read_lines(path, selects):
         if record is None:
             yield LedgerMark(part, "torn")
@@ -364,7 +364,7 @@ def _read_entry(
     number: int,
     location: tuple[int, int],
     record: Mapping[str, Any],
-    previous_calls: dict[str, tuple[TokenIds, tuple[MediaPlace, ...]]],
+    previous_calls: dict[str, tuple[TokenIds, tuple[MediaSpan, ...]]],
 ) -> LedgerEntry:
     try:
         session = str(record["session"])
@@ -375,7 +375,7 @@ def _read_entry(
         prompt = np.concatenate([previous[:shared], np.asarray(record["token_ids"], np.int32)])
         completion = np.asarray(record["completion"], np.int32)
         shared_images = (image for image in seen if image.position + image.length <= shared)
-        media = (*shared_images, *map(MediaPlace.read, record.get("media", ())))
+        media = (*shared_images, *map(MediaSpan.read, record.get("media", ())))
         previous_calls[session] = np.concatenate([prompt, completion]), media
         versions = tuple((int(v), int(s), int(e)) for v, s, e in record["versions"])
         logprobs = np.asarray(record["logprobs"], np.float32)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from turnwise.errors import InferenceError, PromptTooLong, SessionError, TurnwiseError
-from turnwise.media_files import MediaPlace
+from turnwise.media_files import MediaSpan
 from turnwise.model.canonical import Canonical, canonical_tools, template_arguments
 from turnwise.model.core import LLMClient, Renderer, closing
 from turnwise.recorder.completion import (
@@ -283,7 +283,7 @@ class Session:
         return [segment_of(node, messages=messages) for node in self._tree.nodes]
 
     def restore(
-        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaPlace] = ()
+        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaSpan] = ()
     ) -> None:
         """Commit a turn of an earlier process again; turns come in commit order, before any request.
 
@@ -314,7 +314,7 @@ class Session:
             self.turn_times[record.turn_id] = record.times
 
     def _restored_media(
-        self, record: TurnRecord, last_node: Node | None, prefix_tokens: int, media: Sequence[MediaPlace]
+        self, record: TurnRecord, last_node: Node | None, prefix_tokens: int, media: Sequence[MediaSpan]
     ) -> tuple[Media, ...]:
         """Return the images of a restored context, given the last node before it and the number of ids before it."""
         placed = context_media(record, last_node, prefix_tokens, media, self.id)

@@ -11,7 +11,7 @@ import numpy as np
 
 from turnwise.errors import FormatError, SessionError
 from turnwise.images import MessageMedia
-from turnwise.media_files import MediaPlace, places_of
+from turnwise.media_files import MediaSpan, media_spans
 from turnwise.model.canonical import Canonical, CanonicalCall, TemplateArguments, canonical_arguments
 from turnwise.recorder.tree import NO_IDS, Node, Tree, path_ids, path_media
 from turnwise.types import Completion, FinishReason, Media, TokenIds, ToolSchema
@@ -228,7 +228,7 @@ def find_context(
 
 
 def context_media(
-    record: TurnRecord, last_node: Node | None, prefix_tokens: int, media: Sequence[MediaPlace], session_id: str
+    record: TurnRecord, last_node: Node | None, prefix_tokens: int, media: Sequence[MediaSpan], session_id: str
 ) -> tuple[Media, ...]:
     """Return the images of a restored context, with positions in its ids.
 
@@ -242,7 +242,7 @@ def context_media(
     Raises:
         SessionError: They are not the images of the record.
     """
-    seen = places_of(path_media(last_node, ()))
+    seen = media_spans(path_media(last_node, ()))
     files = {image.digest: image for message in record.new or () for image in message.media}
     fresh = media[len(seen) :]
     if list(media[: len(seen)]) != seen or [image.digest for image in fresh] != [

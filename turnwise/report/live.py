@@ -29,7 +29,7 @@ from turnwise.report.trajectories import (
 )
 from turnwise.trainer.observe.run_log import METRICS_FILE, effective_records
 from turnwise.trajectory import Trajectory
-from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile, placed_trajectories, trajectory_at
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile, located_trajectories, trajectory_at
 
 MOST_POINTS: Final = 2_000
 """Most points of a curve when the page is opened; later ones are added to it."""
@@ -202,7 +202,7 @@ class LiveRun:
             self._rows[self._whole] = row
             self._whole += 1
             self._rows_changed = True
-        for place, trajectory in placed_trajectories(file, self._end):
+        for place, trajectory in located_trajectories(file, self._end):
             if trajectory.id in self._ids:
                 # The earlier one is void: it was written again.
                 self._begin()

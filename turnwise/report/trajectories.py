@@ -20,7 +20,7 @@ from turnwise.evaluation.estimates import clustered_mean
 from turnwise.evaluation.searched import chosen_members, search_row
 from turnwise.report.runs import MOST_TEXT, RunFacts
 from turnwise.trajectory import Segment, Trajectory, branch_paths, messages_of, segment_record
-from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, placed_trajectories
+from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, located_trajectories
 
 CHUNK_BYTES: Final = 256 * 1024
 """JSON of a chunk, before compression: what is decoded to show one trajectory."""
@@ -122,7 +122,7 @@ def read_rows(facts: RunFacts) -> list[Row]:
     if facts.trajectories is None:
         return []
     try:
-        rows = [trajectory_row(place.offset, each, facts) for place, each in placed_trajectories(facts.trajectories)]
+        rows = [trajectory_row(place.offset, each, facts) for place, each in located_trajectories(facts.trajectories)]
     except FormatError as error:
         raise FormatError(
             f"{error}; leave this run out, or make the report with the version of Turnwise that wrote it"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from turnwise.errors import AuditError, FormatError
-from turnwise.media_files import MediaPlace, places_of
+from turnwise.media_files import MediaSpan, media_spans
 from turnwise.recorder.ledger import LEDGER, Ledger, LedgerEntry, Resumption, read_ledgers
 from turnwise.rollout.journal.journal import PENDING
 from turnwise.rollout.journal.state import JOURNAL
@@ -453,11 +453,11 @@ class _Prompt(NamedTuple):
     """What a model saw: ids and images."""
 
     token_ids: TokenIds
-    media: tuple[MediaPlace, ...]
+    media: tuple[MediaSpan, ...]
 
     @classmethod
     def of(cls, path: Sequence[Segment]) -> _Prompt:
-        return cls(np.concatenate([segment.token_ids for segment in path]), tuple(places_of(path_media(path))))
+        return cls(np.concatenate([segment.token_ids for segment in path]), tuple(media_spans(path_media(path))))
 
 
 def _call_key(call: LedgerEntry) -> bytes:

@@ -26,7 +26,7 @@ import orjson
 from turnwise.agents.roles import MAIN
 from turnwise.append_file import AppendFile, writing
 from turnwise.errors import FormatError
-from turnwise.media_files import places_of
+from turnwise.media_files import media_spans
 from turnwise.trajectory import TrainSample
 
 SCHEMA_VERSION = 1
@@ -88,7 +88,7 @@ def row_digest(sample: TrainSample) -> str:
         (sample.weight_versions, "<i4"),
     ):
         digest.update(np.ascontiguousarray(array, dtype=kind).tobytes())
-    for media in places_of(sample.media):
+    for media in media_spans(sample.media):
         digest.update(" ".join(map(str, media)).encode())
     return digest.hexdigest()
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from turnwise.trajectory import Trajectory
-from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter, index_path, placed_trajectories, read_trajectories
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter, index_path, located_trajectories, read_trajectories
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
@@ -35,12 +35,12 @@ def write_records(file: Path, records: Iterable[dict[str, Any]]) -> None:
 def record_bytes(file: Path) -> list[bytes]:
     """Return the bytes of each trajectory's record, as they are in the file."""
     data = file.read_bytes()
-    return [data[place.offset : place.offset + place.length] for place, _ in placed_trajectories(file)]
+    return [data[place.offset : place.offset + place.length] for place, _ in located_trajectories(file)]
 
 
 def spoil(file: Path, number: int) -> None:
     """Change a byte in the middle of a trajectory's record."""
-    place = [place for place, _ in placed_trajectories(file)][number]
+    place = [place for place, _ in located_trajectories(file)][number]
     data = bytearray(file.read_bytes())
     data[place.offset + place.length // 2] ^= 1
     file.write_bytes(bytes(data))

@@ -21,7 +21,7 @@ from support.rollout.audited import assert_sound
 from turnwise.errors import BudgetExceeded, FormatError, RenderError, SessionError
 from turnwise.images import image_part
 from turnwise.inference.scripted import ScriptedClient
-from turnwise.media_files import MediaFiles, places_of
+from turnwise.media_files import MediaFiles, media_spans
 from turnwise.model.core import LLMClient
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter, read_ledger
 from turnwise.recorder.session import Session, SessionLimits
@@ -63,7 +63,7 @@ def trajectory_of(session: Session) -> Trajectory:
 
 
 def seen(prompt) -> list[tuple]:
-    return [tuple(each) for each in places_of(prompt.media)]
+    return [tuple(each) for each in media_spans(prompt.media)]
 
 
 @given(

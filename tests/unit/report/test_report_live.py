@@ -137,7 +137,7 @@ def test_a_run_that_resumes_is_read_anew(tmp_path: Path) -> None:
     page.read()
     # Cut, as a resumed run cuts what its checkpoint does not know; the void one is written again.
     writer = TrajectoryWriter(run / TRAJECTORIES)
-    places = [*writer.places(0)]
+    places = [*writer.locations(0)]
     writer.truncate(places[4].offset)
     writer.invalidate(places[1])
     append(run, {"kind": "start", "part": 1, "step": 1}, step(2, loss=3.0))
@@ -160,7 +160,7 @@ def test_a_trajectory_that_is_written_again_replaces_the_void_one(tmp_path: Path
     page = Follower(LiveRun(run, "run"))
     page.read()
     writer = TrajectoryWriter(run / TRAJECTORIES)
-    writer.invalidate(next(iter(writer.places(0))))
+    writer.invalidate(next(iter(writer.locations(0))))
     writer.write(recorded(1)[0])
     writer.close()
     assert page.read()

@@ -34,7 +34,7 @@ from turnwise.report.trajectories import (
     trajectory_record,
 )
 from turnwise.trajectory import Trajectory, TrajectoryGroup
-from turnwise.trajectory_file import placed_trajectories
+from turnwise.trajectory_file import located_trajectories
 
 
 def rows_of(folder: Path, trajectories: list[Trajectory], **facts: Any) -> tuple[RunFacts, list[Row]]:
@@ -220,7 +220,7 @@ def test_offsets_are_those_of_records_and_a_torn_one_is_skipped(tmp_path: Path) 
     file = write_run(tmp_path / "a", [played("e0"), played("e1")]) / "trajectories.twz"
     first, second = record_bytes(file)
     file.write_bytes(first + second + first[:50])
-    found = [(place.offset, each.id) for place, each in placed_trajectories(file)]
+    found = [(place.offset, each.id) for place, each in located_trajectories(file)]
     assert found == [(0, "e0"), (len(first), "e1")]
     assert write_report([file], tmp_path / "out.html").kept == 2
     assert Page(tmp_path / "out.html").record("e1")["id"] == "e1"

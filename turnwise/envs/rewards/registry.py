@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import orjson
 
 from turnwise.errors import ConfigError, shown
-from turnwise.plugins import load_object, place_of, register_entry
+from turnwise.plugins import load_object, module_label, register_entry
 from turnwise.tools.core import nearest
 
 _HERE = "turnwise.envs.rewards"
@@ -98,5 +98,5 @@ def describe(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)):
-        return f"{place_of(function.__module__)}:{function.__qualname__}"
-    return f"{place_of(type(function).__module__)}:{type(function).__qualname__}"
+        return f"{module_label(function.__module__)}:{function.__qualname__}"
+    return f"{module_label(type(function).__module__)}:{type(function).__qualname__}"

@@ -15,7 +15,7 @@ import numpy as np
 from turnwise.errors import InferenceError, SessionError, StructuredOutputError, TurnwiseError
 from turnwise.gateway.config import SETTINGS, SessionSettings
 from turnwise.gateway.errors import unsupported
-from turnwise.media_files import MediaPlace
+from turnwise.media_files import MediaSpan
 from turnwise.model.canonical import Canonical, TemplateArguments, unplaced
 from turnwise.model.core import LLMClient, ModelInfo, StructuralTags
 from turnwise.recorder.completion import SessionLimits, token_budget
@@ -279,7 +279,7 @@ class TextSession(Session):
         return given
 
     def restore(
-        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaPlace] = ()
+        self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaSpan] = ()
     ) -> None:
         """Commit a turn of an earlier process again; see :meth:`Session.restore`."""
         super().restore(record, prompt, completion, media)
@@ -297,7 +297,7 @@ class TextSession(Session):
         record: TurnRecord,
         known: Node | None,  # noqa: ARG002 - no ids, no places
         before: int,  # noqa: ARG002
-        media: Sequence[MediaPlace],  # noqa: ARG002
+        media: Sequence[MediaSpan],  # noqa: ARG002
     ) -> tuple[Media, ...]:
         return unplaced(record.new or ())
 

@@ -21,7 +21,7 @@ from turnwise.append_file import AppendFile
 from turnwise.errors import FormatError
 from turnwise.rollout.journal.journal import RestoredGroup
 from turnwise.trajectory import Trajectory
-from turnwise.trajectory_file import TRAJECTORIES, Place, TrajectoryWriter
+from turnwise.trajectory_file import TRAJECTORIES, RecordLocation, TrajectoryWriter
 
 FINISHED = "finished.jsonl"
 
@@ -29,7 +29,7 @@ FINISHED = "finished.jsonl"
 @dataclass(slots=True)
 class _Group:
     id: str
-    members: dict[int, list[Place]]
+    members: dict[int, list[RecordLocation]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class FinishedMembers:
         self._file = AppendFile(directory / FINISHED, cut=True)
         self._groups: dict[str, _Group] = {}
         # Of this process: what is on disk, and the members that wait for a trajectory of theirs.
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RecordLocation] = {}
         self._waiting: defaultdict[str, list[_Unwritten]] = defaultdict(list)
         self.part = 0
         for number, line in enumerate((directory / FINISHED).read_bytes().splitlines(), 1):
@@ -129,7 +129,7 @@ class FinishedMembers:
         stored = record["trajectories"]
         if not isinstance(stored, list):
             raise TypeError("trajectories must be a list")
-        places = [Place(int(offset), int(length), int(crc)) for _, offset, length, crc in stored]
+        places = [RecordLocation(int(offset), int(length), int(crc)) for _, offset, length, crc in stored]
         if all(self._payloads.holds(place) for place in places):
             group = self._groups.setdefault(str(record["key"]), _Group(str(record["group"]), {}))
             group.members[int(str(record["member"]))] = places

@@ -82,7 +82,7 @@ def unreferenced(
     if payloads.torn:
         say(f"{payloads.path}: the last {payloads.torn} bytes are an incomplete write: truncated")
     found: list[tuple[Stored, bool]] = []
-    for place in payloads.places(since):
+    for place in payloads.locations(since):
         if place.offset not in offsets:
             trajectory = payloads.read(place)
             found.append((Stored(trajectory.id, place), _finished(trajectory)))

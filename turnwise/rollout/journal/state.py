@@ -29,7 +29,7 @@ from typing import Any
 import orjson
 
 from turnwise.errors import FormatError
-from turnwise.trajectory_file import Place
+from turnwise.trajectory_file import RecordLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Stored:
     """
 
     id: str
-    place: Place
+    place: RecordLocation
     pending: bool = False
 
     def record(self) -> list[Any]:
@@ -196,7 +196,8 @@ class JournalState:
 
 def _stored(records: list[list[Any]], pending: bool = False) -> tuple[Stored, ...]:
     return tuple(
-        Stored(str(name), Place(int(offset), int(length), int(crc)), pending) for name, offset, length, crc in records
+        Stored(str(name), RecordLocation(int(offset), int(length), int(crc)), pending)
+        for name, offset, length, crc in records
     )
 
 

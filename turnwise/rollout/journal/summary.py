@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from turnwise.rollout.journal.state import read_journal
-from turnwise.trajectory_file import placed_trajectories
+from turnwise.trajectory_file import located_trajectories
 
 
 @dataclass(slots=True)
@@ -121,4 +121,4 @@ def _undo_take(found: JournalSummary, keys: Iterable[str], step: int) -> None:
 
 def _places(file: Path) -> dict[str, int]:
     """Return the byte offset of each trajectory in its file."""
-    return {each.id: place.offset for place, each in placed_trajectories(file)}
+    return {each.id: place.offset for place, each in located_trajectories(file)}

@@ -34,7 +34,7 @@ from turnwise.errors import ConfigError, PlacementError, RankDied, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.core import RANK_TOKEN, RankAddress, RankHosts, StartedRank
 from turnwise.placement.local import current_placement
-from turnwise.plugins import load_object, place_of, reference_to
+from turnwise.plugins import load_object, module_label, reference_to
 
 PROGRAM = "turnwise.trainer.learn.fsdp_rank"
 _LOG_END = 2000
@@ -344,7 +344,7 @@ class _Pickler(pickle.Pickler):
 
 def _importable(given: Any) -> bool:
     module: str = given.__module__
-    return module != "__main__" and place_of(module) == module
+    return module != "__main__" and module_label(module) == module
 
 
 def encode(given: Any) -> bytes:
