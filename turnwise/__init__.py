@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from turnwise.trainer.offline.reward_model import run_reward_model
     from turnwise.trainer.offline.sft import run_sft
     from turnwise.trainer.run.hooks import Hooks
-    from turnwise.trainer.run.train import run_train
+    from turnwise.trainer.train import run_train
     from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
     from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenPrompt, ToolCall, ToolSchema
 
@@ -114,7 +114,7 @@ _HOMES = {
     "trainer.offline.reward_model": ("run_reward_model",),
     "trainer.offline.sft": ("run_sft",),
     "trainer.run.hooks": ("Hooks",),
-    "trainer.run.train": ("run_train",),
+    "trainer.train": ("run_train",),
     "trajectory": ("Segment", "TrainSample", "Trajectory", "TrajectoryGroup", "to_samples"),
     "types": ("Completion", "Message", "SamplingParams", "StopReason", "TokenPrompt", "ToolCall", "ToolSchema"),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from turnwise.trainer.run.train import TrainSummary
+    from turnwise.trainer.train import TrainSummary
 
 HERE = Path(__file__).parent
 LOOKUP = HERE.parent / "lookup"

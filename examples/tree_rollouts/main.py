@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from turnwise.trainer.run.train import TrainSummary
+    from turnwise.trainer.train import TrainSummary
 
 HERE = Path(__file__).parent
 CREDIT = HERE.parent / "credit"

@@ -13,7 +13,7 @@ import turnwise
 from support.trainer.lookup_run import MODEL, build_model, lines, shared, silent, train_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.run.hooks import load_hooks
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 HERE = __name__
 CALLED: list[tuple[str, int, str]] = []

@@ -20,7 +20,7 @@ from turnwise.recorder.session import Session, SessionLimits
 from turnwise.rollout import RolloutConfig, RolloutParts, current_rollout
 from turnwise.rollout.managers import create_manager
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import SamplingParams
 

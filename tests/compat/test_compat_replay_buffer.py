@@ -21,7 +21,7 @@ from turnwise.rollout.replay.config import ReplayConfig, RunFacts
 from turnwise.rollout.replay.setup import make_buffer
 from turnwise.tasks import Task
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 DOCS = Path(__file__).parents[2] / "docs" / "extending.md"

@@ -13,7 +13,7 @@ from support.trainer.lookup_run import MEMBERS, lines, silent, train_config
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.run.run import TrainRun
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trainer.training import Training
 from turnwise.trajectory_file import read_trajectories
 from turnwise.types import StopReason

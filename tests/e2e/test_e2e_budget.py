@@ -11,7 +11,7 @@ import pytest
 
 from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.trainer.run.run import open_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 
 def rates(run: Path) -> list[float]:

@@ -20,7 +20,7 @@ from turnwise.trainer.observe.run_log import read_metrics
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 pytestmark = pytest.mark.long
 STEPS = 4

@@ -16,7 +16,7 @@ from turnwise.rollout.audit import audit_files
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.offline.small_model import make_model
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 SUB_AGENT = {"prompt": "Help.", "description": "Help."}

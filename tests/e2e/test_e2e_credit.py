@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory import Trajectory
 
 

@@ -15,7 +15,7 @@ from support.trainer.lookup_run import environment, lines, silent, take_warm, tr
 from turnwise.cli import app
 from turnwise.config import dump_config
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_loop"

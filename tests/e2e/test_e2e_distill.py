@@ -19,7 +19,7 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.offline.small_model import make_model
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 DISTILL = EXAMPLE.parent / "objectives" / "distill.yaml"
 # Of how many demonstrations the models of the long test are made, and for how many steps of 24 they are shown them.

@@ -14,7 +14,7 @@ from support.trainer.lookup_run import Turnwise, gone, lines, silent, train_conf
 from turnwise import read_run
 from turnwise.evaluation.comparison import compare, read_scores
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 TASKS = "turnwise.envs.library.lookup:tasks?n=8&split=test"

@@ -22,7 +22,7 @@ from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.run import open_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 MANY = 10_000

@@ -13,7 +13,7 @@ from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.trainer.config.policy import LoRAConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from support.trainer.lookup_run import GROUPS, MEMBERS, environment, lines, sile
 from turnwise.errors import TrainError
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"

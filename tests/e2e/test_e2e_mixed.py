@@ -13,7 +13,7 @@ from support.trainer.lookup_run import lines, shared, silent, train_config
 from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 STEPS = 6
 # Three tasks are soon known: the later ones are drawn by their success rates.

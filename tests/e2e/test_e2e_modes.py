@@ -27,7 +27,7 @@ from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS
 from turnwise.trainer.run.run import open_run
-from turnwise.trainer.run.train import train
+from turnwise.trainer.train import train
 from turnwise.trajectory_file import read_trajectories
 
 STEPS = 5

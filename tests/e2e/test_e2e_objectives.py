@@ -21,7 +21,7 @@ from turnwise.trainer.offline.dpo import run_dpo
 from turnwise.trainer.offline.reward_model import run_reward_model
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.run.dry_run import dry_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"

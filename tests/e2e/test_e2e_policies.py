@@ -20,8 +20,9 @@ from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
+from turnwise.trainer.run.export import export_model
 from turnwise.trainer.run.run import open_run
-from turnwise.trainer.run.train import export_model, run_train, train
+from turnwise.trainer.train import run_train, train
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 

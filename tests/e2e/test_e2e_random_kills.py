@@ -25,7 +25,7 @@ from support.crash.runs import Boxes, killed_config, open_boxes, start_runner
 from support.trainer.lookup_run import Turnwise, gone, silent, training, wait_until
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.checkpoint import CheckpointStore
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 # How often each victim is drawn, among those that a run has.
 SHARES = {"trainer": 1, "server": 1, "runner": 3, "sandboxes": 3}

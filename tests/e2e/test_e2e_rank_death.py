@@ -14,7 +14,7 @@ from turnwise.errors import RankDied
 from turnwise.trainer.learn.rank_processes import RankProcesses
 from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS
-from turnwise.trainer.run.train import train
+from turnwise.trainer.train import train
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import capture_rng
 from turnwise.trainer.run.directory import RunDirectory
 from turnwise.trainer.run.run import open_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trainer.weight_sync import SharedMemoryWriter
 from turnwise.trajectory_file import read_trajectories
 

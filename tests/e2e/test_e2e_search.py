@@ -18,7 +18,7 @@ from turnwise.evaluation.metrics import Summary
 from turnwise.evaluation.runner import run_eval
 from turnwise.trainer.observe.metrics import figures
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Message
 

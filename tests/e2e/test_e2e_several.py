@@ -14,7 +14,7 @@ from turnwise.evaluation.config import EvalConfig
 from turnwise.evaluation.runner import run_eval
 from turnwise.rollout.audit import audit_files
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 FROZEN = {"past": {"start": True, "temperature": 0.5, "inference": {"threads": 1}}}
 

@@ -18,7 +18,7 @@ from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.directory import RunDirectory
 from turnwise.trainer.run.dry_run import dry_run
 from turnwise.trainer.run.run import open_run
-from turnwise.trainer.run.train import run_train, train
+from turnwise.trainer.train import run_train, train
 from turnwise.trajectory_file import read_trajectories
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from support.trainer.lookup_run import GROUPS, lines, silent, train_config
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 

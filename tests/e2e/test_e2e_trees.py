@@ -17,7 +17,7 @@ from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory import Trajectory, branch_paths
 from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Message

@@ -25,7 +25,7 @@ from turnwise.rollout.audit import audit_files
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 

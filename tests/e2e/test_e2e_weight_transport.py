@@ -9,7 +9,7 @@ import pytest
 from support.trainer.lookup_run import lines, silent, train_config
 from turnwise.plugins import load_object
 from turnwise.rollout.audit import audit_files
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "extensions" / "weight_transport.py"
 FolderTransport = load_object(f"{EXAMPLE}:FolderTransport", "weight transport")

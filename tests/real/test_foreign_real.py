@@ -26,7 +26,7 @@ from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.tasks import Task
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 from turnwise.types import ToolCall
 
 pytestmark = pytest.mark.real

@@ -19,7 +19,7 @@ from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import TransferQueueConfig
 from turnwise.rollout.replay.payloads import PayloadsLost
 from turnwise.trainer.run.audit import audit_run
-from turnwise.trainer.run.train import run_train
+from turnwise.trainer.train import run_train
 
 # TransferQueue leaves calls pending on a connection whose other end died.
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]

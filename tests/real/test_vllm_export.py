@@ -16,7 +16,7 @@ from support.trainer.lookup_run import silent, train_config
 from turnwise.cli.app import app
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
-from turnwise.trainer.run.train import train
+from turnwise.trainer.train import train
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
 

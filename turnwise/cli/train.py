@@ -82,7 +82,7 @@ def train(
 def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
     with without_collections():
         from turnwise.inference.builtin import forked_servers
-        from turnwise.trainer.run.train import run_train
+        from turnwise.trainer.train import run_train
 
     here = []
     if checked.placement == "local":
@@ -246,7 +246,7 @@ def export(
         one = "a model has none" if to == "model" else "they choose a model: leave out --to"
         raise ConfigError(f"--to is {to}, with {', '.join(wrong)}: {one}")
     if to == "model":
-        from turnwise.trainer.run.train import export_model
+        from turnwise.trainer.run.export import export_model
 
         found = export_model(source, target, step=step, best=best, adapter=adapter, policy=policy)
         typer.echo(f"{target} (from {found})")

@@ -29,7 +29,7 @@ from turnwise.trainer.datasets import Dataset, task_config
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.run.dry_run import DryRun, dry_run
 from turnwise.trainer.run.run import TrainRun
-from turnwise.trainer.run.train import TrainSummary, run_train, train
+from turnwise.trainer.train import TrainSummary, run_train, train
 from turnwise.trainer.training import Training, TrainingLoop
 
 Config: TypeAlias = "TrainConfig | Mapping[str, Any] | str | Path | Sequence[str | Path]"

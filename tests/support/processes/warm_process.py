@@ -29,7 +29,7 @@ import numpy
 
 # What a server, a training run, an evaluation and a gateway import by the time that they work.
 IMPORTED = (
-    "turnwise.cli", "turnwise.trainer.run.train", "turnwise.trainer.run.audit", "turnwise.trainer.offline.sft",
+    "turnwise.cli", "turnwise.trainer.train", "turnwise.trainer.run.audit", "turnwise.trainer.offline.sft",
     "turnwise.trainer.loops.modes", "turnwise.trainer.learn.fsdp_rank", "turnwise.evaluation.runner",
     "turnwise.engine.causal_lm", "turnwise.engine.server", "turnwise.engine.reward_model", "turnwise.gateway.server",
     "turnwise.rollout.remote", "turnwise.envs.library.lookup",

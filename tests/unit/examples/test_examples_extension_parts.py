@@ -28,10 +28,10 @@ from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.replay.strategies import GroupFacts, InFlight
 from turnwise.tasks import Task
-from turnwise.trainer.config.policy import PolicyConfig
+from turnwise.trainer.config.policy import LoggerConfig, PolicyConfig
 from turnwise.trainer.learn.learner import check_engine, open_learner
 from turnwise.trainer.learner_checker import check_learner
-from turnwise.trainer.observe.loggers import LoggedRun, LoggerConfig, chosen_logger
+from turnwise.trainer.observe.loggers import LoggedRun, chosen_logger
 from turnwise.trajectory import TrajectoryGroup
 
 FOLDER = Path(__file__).parents[3] / "examples" / "extensions"

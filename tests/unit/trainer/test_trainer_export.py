@@ -26,7 +26,7 @@ from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import open_learner
 from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState
-from turnwise.trainer.run.train import export_model
+from turnwise.trainer.run.export import export_model
 
 COMPANIONS = {
     "tokenizer.json": "{}",

@@ -28,7 +28,7 @@ from turnwise.trainer.offline import preferences as demonstrations_module
 from turnwise.trainer.offline import sft as sft_module
 from turnwise.trainer.offline.preferences import Demonstration, demonstration_rows, load_demonstrations
 from turnwise.trainer.offline.sft import run_sft
-from turnwise.trainer.run.train import export_model
+from turnwise.trainer.run.export import export_model
 from turnwise.types import ToolSchema
 
 TOOL = {

@@ -11,6 +11,7 @@ from turnwise.config import ConfigPath
 from turnwise.inference.config import RendererConfig
 from turnwise.trainer.algorithms.losses.core import LossAggregation
 from turnwise.trainer.config.policy import (
+    LoggersConfig,
     ModelConfig,
     OptimConfig,
     PolicyConfig,
@@ -19,7 +20,6 @@ from turnwise.trainer.config.policy import (
     ScheduleConfig,
 )
 from turnwise.trainer.config.train import RunName
-from turnwise.trainer.observe.loggers import LoggersConfig
 
 NotNegative = Annotated[float, Field(ge=0)]
 

@@ -178,6 +178,11 @@ class CriticConfig(Section):
         return self
 
 
+def read_name(value: Any) -> Any:
+    """Return the section that a text stands for: the one with this ``name``. Other types are returned unchanged."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 class WeightTransportConfig(Section):
     """How new weights reach a policy's servers (``trainer/weight_sync.py``).
 
@@ -199,10 +204,6 @@ class WeightTransportConfig(Section):
         except RegistryError as error:
             raise ValueError(str(error)) from error
         return self
-
-
-def _named(given: Any) -> Any:
-    return {"name": given} if isinstance(given, str) else given
 
 
 class PolicyConfig(Section):
@@ -229,7 +230,7 @@ class PolicyConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     engine: ConfigReference = "torch"
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    weight_transport: Annotated[WeightTransportConfig, BeforeValidator(_named)] = WeightTransportConfig()
+    weight_transport: Annotated[WeightTransportConfig, BeforeValidator(read_name)] = WeightTransportConfig()
     critic: CriticConfig | None = None
     algorithm: AlgorithmConfig | None = None
     inference: InferenceConfig | None = None
@@ -257,6 +258,32 @@ class PolicyConfig(Section):
         except RegistryError as error:
             raise ValueError(str(error)) from error
         return self
+
+
+class LoggerConfig(Section):
+    """One logger beside the console and ``metrics.jsonl`` (``trainer/observe/loggers.py``).
+
+    Attributes:
+        name: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another registered name, or a custom class as
+            ``pkg.mod:Class``.
+        config: Its options by name (docs/metrics.md).
+    """
+
+    name: ConfigReference
+    config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Self:
+        # By name: loggers stand above the configuration that names them.
+        try:
+            load_object("turnwise.trainer.observe.loggers:chosen_logger", "logger")(self)
+        except RegistryError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, BeforeValidator(read_name)]]
+"""``loggers`` of a configuration; a name alone is a logger without options."""
 
 
 Merged = TypeVar("Merged", bound=BaseModel)

@@ -20,8 +20,14 @@ from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.trees import TREE_CREDITS
 from turnwise.trainer.config.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
-from turnwise.trainer.config.policy import PolicyConfig, PositiveInt, Section, check_policies, merged_section
-from turnwise.trainer.observe.loggers import LoggersConfig
+from turnwise.trainer.config.policy import (
+    LoggersConfig,
+    PolicyConfig,
+    PositiveInt,
+    Section,
+    check_policies,
+    merged_section,
+)
 
 
 class TrainEvalConfig(EvalPlan):

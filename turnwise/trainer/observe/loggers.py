@@ -11,15 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing import Any, Literal, TypeVar
 
 from turnwise.append_file import private_directory
-from turnwise.config import ConfigReference
 from turnwise.errors import MissingExtraError, RegistryError
 from turnwise.plugins import load_object, register_entry
 from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
+from turnwise.trainer.config.policy import LoggerConfig
 
 LOGGERS: dict[str, type[Logger] | str] = {
     "tensorboard": "turnwise.trainer.observe.loggers:TensorBoardLogger",
@@ -80,37 +78,6 @@ class Logger(ABC):
 
 
 L = TypeVar("L", bound=type[Logger])
-
-
-def _named(given: Any) -> Any:
-    return {"name": given} if isinstance(given, str) else given
-
-
-class LoggerConfig(BaseModel):
-    """One logger beside the console and ``metrics.jsonl``.
-
-    Attributes:
-        name: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another registered name, or a custom class as
-            ``pkg.mod:Class``.
-        config: Its options by name (docs/metrics.md).
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    name: ConfigReference
-    config: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _can_be_made(self) -> Self:
-        try:
-            chosen_logger(self)
-        except RegistryError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-
-LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, BeforeValidator(_named)]]
-"""``loggers`` of a configuration; a name alone is a logger without options."""
 
 
 def find_logger(name: str) -> type[Logger]:

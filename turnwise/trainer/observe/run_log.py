@@ -25,7 +25,8 @@ from rich.table import Table
 
 from turnwise.append_file import AppendFile, private_directory, writing
 from turnwise.errors import ConfigError, FormatError, TurnwiseError
-from turnwise.trainer.observe.loggers import LoggedRun, Logger, LoggerConfig, chosen_logger, find_logger
+from turnwise.trainer.config.policy import LoggerConfig
+from turnwise.trainer.observe.loggers import LoggedRun, Logger, chosen_logger, find_logger
 from turnwise.trainer.observe.metrics import figures
 
 

@@ -334,7 +334,7 @@ async def open_run(
 
     At exit, also after an interrupt or an error, the last finished step is checkpointed, servers and environments are
     closed, and the ledger is marked complete. Nothing is written or removed before configuration, tasks and model were
-    read. ``fresh`` and ``resume_step`` are those of :func:`turnwise.trainer.run.train.run_train`.
+    read. ``fresh`` and ``resume_step`` are those of :func:`turnwise.trainer.train.run_train`.
     """
     started = time.monotonic()
     home = RunDirectory(directory)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,20 +13,19 @@ from typing import Any, TypeAlias
 
 import orjson
 from rich.console import Console
-from safetensors import SafetensorError
 
-from turnwise.agents.roles import MAIN
 from turnwise.append_file import write_private, writing
-from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
-from turnwise.errors import CheckpointError, ConfigError, RankDied, TrainError
+from turnwise.errors import RankDied, TrainError
 from turnwise.evaluation.metrics import result_table
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
-from turnwise.trainer.model.policy import copy_companions, load_model
 from turnwise.trainer.observe.run_log import METRICS_FILE, read_metrics
-from turnwise.trainer.run.checkpoint import BEST, POLICIES, STATE_FILE, CheckpointStore, load_state
+from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory
 from turnwise.trainer.run.run import TrainRun, open_run
+
+RANK_RESTARTS = 3
+"""Times that a run resumes from its last checkpoint by itself after the death of a rank on a cluster."""
 
 Loop: TypeAlias = Callable[[TrainRun], Awaitable[None]]
 """Trains an opened run, until it should end."""
@@ -210,96 +207,3 @@ def _sigterm_cancels() -> Iterator[None]:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
-
-
-# What a folder of an adapter has besides the adapter and the tokenizer: which model it is, without its weights.
-RANK_RESTARTS = 3
-"""Times that a run resumes from its last checkpoint by itself after the death of a rank on a cluster."""
-_ABOUT = ("config.json", "generation_config.json")
-
-
-def export_model(
-    source: Path,
-    target: Path,
-    *,
-    step: int | None = None,
-    best: bool = False,
-    adapter: bool = False,
-    policy: str | None = None,
-) -> Path:
-    """Write a model with its tokenizer, chat template and generation settings, adapters merged. Atomic.
-
-    Args:
-        source: A run, a checkpoint, or any directory of a model or an adapter.
-        target: The directory to write; must be missing or empty.
-        step: Of a run: the checkpoint of this step; by default the newest.
-        best: Of a run: the best checkpoint (``checkpoint.best``).
-        adapter: Write only the adapter, in peft's format.
-        policy: Which policy, where the run trained several.
-
-    Returns:
-        The exported directory.
-
-    Raises:
-        ConfigError: The target is taken, or there is no such checkpoint or adapter.
-        CheckpointError: The checkpoint is incomplete.
-        TrainError: The model cannot be loaded, or the disk refuses.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} already exists: name another folder, or remove it")
-    folder = _folder(source, step, best)
-    if (folder / STATE_FILE).is_file():
-        load_state(folder)
-    folder = _of_policy(folder, policy)
-    if adapter and not is_adapter(folder):
-        raise ConfigError(f"{folder} holds no adapter (no {ADAPTER_CONFIG}): export it without --adapter")
-    draft = target.absolute().parent / f".draft-{target.name}-{os.getpid()}"
-    try:
-        if adapter:
-            draft.mkdir(parents=True)
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *(each for each in _ABOUT if (folder / each).is_file())):
-                shutil.copyfile(folder / name, draft / name)
-            copy_companions(folder, draft)
-        else:
-            load_model(folder).save_hf(draft)
-        draft.rename(target)
-    except (OSError, SafetensorError) as error:
-        raise TrainError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
-
-
-def _of_policy(folder: Path, policy: str | None) -> Path:
-    """Return the folder of a policy in a checkpoint or a model directory."""
-    found = sorted(each.name for each in (folder / POLICIES).iterdir()) if (folder / POLICIES).is_dir() else []
-    if policy is None and found:
-        raise ConfigError(f"{folder} holds the policies {', '.join(found)}: choose one with --policy")
-    if policy is not None and policy not in (found or [MAIN]):
-        raise ConfigError(f"--policy is {policy}, but {folder} holds {', '.join(found) or 'one policy'}")
-    return folder if policy is None or not found else folder / POLICIES / policy
-
-
-def _folder(source: Path, step: int | None, best: bool) -> Path:
-    checkpoints = source / CHECKPOINTS
-    if not checkpoints.is_dir():
-        if step is not None or best:
-            raise ConfigError(
-                f"{source} is not a run (no {CHECKPOINTS}/ in it), so there is no --step or --best to choose"
-            )
-        return source
-    if step is not None and best:
-        raise ConfigError("--step and --best name two checkpoints: give one of them")
-    store = CheckpointStore(checkpoints)
-    steps = store.steps()
-    if best:
-        if not (checkpoints / BEST).is_dir():
-            raise ConfigError(f"{checkpoints} has no best checkpoint: the run was trained without checkpoint.best")
-        return (checkpoints / BEST).resolve()
-    if step is not None and step not in steps:
-        raise ConfigError(
-            f"--step is {step}, but {source} has the checkpoints {', '.join(map(str, steps)) or '(none)'}"
-        )
-    if not steps:
-        raise CheckpointError(f"{source} has no checkpoint: nothing to export")
-    return store.path(steps[-1] if step is None else step)
