@@ -20,7 +20,7 @@ from support.engine.tiny_lm import save_random_model
 from support.gateway.server import serving
 from support.gateway.structured_requests import DIALECTS, SCHEMA, ask, body, check
 from turnwise.chat.renderer import load_renderer
-from turnwise.gateway.dialects.openai_chat import abilities_of
+from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig

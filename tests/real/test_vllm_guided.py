@@ -17,7 +17,7 @@ from support.gateway.server import serving
 from support.gateway.structured_requests import DIALECTS, SCHEMA, ask, body, check
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import StructuredOutputError
-from turnwise.gateway.dialects.openai_chat import abilities_of
+from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
 from turnwise.model.canonical import canonical_messages

@@ -24,19 +24,12 @@ import orjson
 from turnwise.errors import StructuredOutputError, TurnwiseError, shown
 from turnwise.gateway.config import SETTINGS
 from turnwise.gateway.dialects.anthropic import Anthropic
-from turnwise.gateway.dialects.core import (
-    NO_TEMPLATE_OPTIONS,
-    Abilities,
-    ChatRequest,
-    Dialect,
-    Fields,
-    Reader,
-    not_found,
-    template_args,
-)
+from turnwise.gateway.dialects.core import Abilities, ChatRequest, Dialect, Reader
+from turnwise.gateway.dialects.fields import Fields
 from turnwise.gateway.dialects.openai_chat import OpenAIChat
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
-from turnwise.gateway.errors import ApiError, api_error, invalid, too_deep
+from turnwise.gateway.dialects.template_options import NO_TEMPLATE_OPTIONS, template_args
+from turnwise.gateway.errors import ApiError, api_error, invalid, not_found, too_deep
 from turnwise.gateway.exchange import Deadline, Exchange, reader_of
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, check_known, read_id, read_settings
 from turnwise.inference.process import Receive, Scope, Send

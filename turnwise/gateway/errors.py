@@ -64,6 +64,11 @@ def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param} is not supported here: {message}", param=param, code="unsupported_parameter")
 
 
+def not_found(message: str) -> ApiError:
+    """Return the error of a missing resource."""
+    return ApiError(404, message, code="not_found")
+
+
 def too_deep() -> ApiError:
     """Return the error of a body that is nested too deep."""
     return ApiError(400, "the body is nested too deeply: reduce its nesting", code="invalid_json")

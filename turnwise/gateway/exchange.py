@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import types
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
 from turnwise.chat.formats.live import LiveTurn, StreamedTurn
 from turnwise.errors import TurnwiseError
 from turnwise.gateway.config import GatewayLimits
-from turnwise.gateway.dialects import core as sse
+from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Answer, ChatRequest, Dialect, Reader, StreamWriter, TokenLogprob
 from turnwise.gateway.errors import ApiError, api_error, too_deep
 from turnwise.gateway.sessions import GatewaySession
@@ -111,20 +110,6 @@ def _stop_string(reader: Reader, params: SamplingParams, sampled: TokenIds, mess
     return max(params.stop, key=text.rfind) if any(stop in text for stop in params.stop) else params.stop[0]
 
 
-_T = TypeVar("_T")
-
-
-async def within(seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await a coroutine with a timeout, which starts when it first suspends. Raises TimeoutError."""
-    try:
-        awaited = work.send(None)
-    except StopIteration as done:
-        result: _T = done.value
-        return result
-    async with asyncio.timeout(seconds):
-        return await _rest(work, awaited)
-
-
 class Deadline:
     """Cancels a task after some seconds unless closed."""
 
@@ -147,23 +132,6 @@ class Deadline:
     def _pass(self) -> None:
         self._passed = True
         self._task.cancel()
-
-
-@types.coroutine
-def _rest(work: Coroutine[Any, Any, _T], awaited: Any) -> Generator[Any, Any, _T]:
-    """Resume a coroutine that has begun and awaits ``awaited``."""
-    while True:
-        failed: BaseException | None = None
-        sent = None
-        try:
-            sent = yield awaited
-        except BaseException as error:  # noqa: BLE001 - it is the coroutine's, whatever it is
-            failed = error
-        try:
-            awaited = work.send(sent) if failed is None else work.throw(failed)
-        except StopIteration as done:
-            result: _T = done.value
-            return result
 
 
 _log = logging.getLogger(__name__)
@@ -232,7 +200,8 @@ class Exchange:
         if told.isdigit() and int(told) > most:
             raise _too_large(most)
         try:
-            return await within(self._limits.body_seconds, self._received(most))
+            async with asyncio.timeout(self._limits.body_seconds):
+                return await self._received(most)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._limits.body_seconds:g} s") from None
 
@@ -257,7 +226,8 @@ class Exchange:
         encoded = sse.encoded(body)
         self._started = True
         if retry_after is None:
-            await within(self._limits.write_seconds, answer_json(self._send, status, encoded))
+            async with asyncio.timeout(self._limits.write_seconds):
+                await answer_json(self._send, status, encoded)
             return
         headers = [
             (b"content-type", b"application/json"),
@@ -384,10 +354,8 @@ class Exchange:
         self._writer = None if last else writer
 
     async def _write(self, message: dict[str, Any]) -> None:
-        await within(self._limits.write_seconds, self._sent(message))
-
-    async def _sent(self, message: dict[str, Any]) -> None:
-        await self._send(message)
+        async with asyncio.timeout(self._limits.write_seconds):
+            await self._send(message)
 
 
 def _too_large(most: int) -> ApiError:

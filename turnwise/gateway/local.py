@@ -18,7 +18,7 @@ from turnwise.errors import ConfigError, InferenceError, MissingExtraError, Turn
 from turnwise.gateway.app import GatewayApp
 from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
-from turnwise.gateway.dialects.openai_chat import abilities_of
+from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.gateway.endpoints import EndpointRouter, EndpointTemplate, Place
 from turnwise.gateway.errors import ApiError, Lenient
 from turnwise.gateway.proxy.app import HostedApp

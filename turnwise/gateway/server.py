@@ -28,7 +28,7 @@ from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.gateway.app import GatewayApp, SessionApp
 from turnwise.gateway.config import GatewayConfig, SessionSettings, base_url
 from turnwise.gateway.dialects.core import Reader
-from turnwise.gateway.dialects.openai_chat import abilities_of
+from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.proxy.session import TextSettings

@@ -21,9 +21,10 @@ from typing import Any, cast, get_args
 
 from turnwise.errors import BudgetExceeded, RenderError, TurnwiseError, shown
 from turnwise.gateway.config import GatewayLimits, SessionSettings
-from turnwise.gateway.dialects.core import Fields, Reader, not_found
+from turnwise.gateway.dialects.core import Reader
+from turnwise.gateway.dialects.fields import Fields
 from turnwise.gateway.dialects.responses_request import Conversations
-from turnwise.gateway.errors import ApiError, Lenient, invalid
+from turnwise.gateway.errors import ApiError, Lenient, invalid, not_found
 from turnwise.gateway.session_log import NAME, SavedSession, SessionLog, rebuild
 from turnwise.model.canonical import clean
 from turnwise.recorder.ledger import LedgerWriter

@@ -28,7 +28,7 @@ from support.chat.model_dirs import renderer_for
 from support.gateway.broken_streams import Cut, Stumble, StumblingClient, cutting
 from turnwise.gateway.app import GatewayApp
 from turnwise.gateway.config import SessionSettings
-from turnwise.gateway.dialects.openai_chat import abilities_of
+from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.gateway.sessions import GatewayLimits, Sessions
 from turnwise.inference.scripted import Line, Script, ScriptedClient, ScriptedRequest
 from turnwise.model.core import Renderer

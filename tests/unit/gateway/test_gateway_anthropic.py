@@ -8,7 +8,7 @@ import anthropic
 import pytest
 
 from support.gateway.server import serving
-from turnwise.gateway.dialects.anthropic import Anthropic, read_request
+from turnwise.gateway.dialects.anthropic import Anthropic, read_messages_request
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest
 from turnwise.gateway.errors import ApiError
 from turnwise.types import ToolCall, ToolSchema
@@ -212,11 +212,11 @@ def test_a_waiting_stream_shows_life_by_deltas_and_closes_each_block_once() -> N
 def test_a_tool_that_the_provider_runs_is_refused_by_name_or_left_out(kind: str) -> None:
     asked = {"model": "m", "messages": [{"role": "user", "content": "Go."}], "tools": [{"type": kind, "name": "x"}]}
     with pytest.raises(ApiError) as told:
-        read_request(asked, Abilities())
+        read_messages_request(asked, Abilities())
     assert told.value.param == "tools[0].type"
     assert kind in told.value.message
-    found = read_request(asked, Abilities(lenient=frozenset({"server_tools"})))
+    found = read_messages_request(asked, Abilities(lenient=frozenset({"server_tools"})))
     assert (found.tools, found.ignored) == ((), {"server_tools"})
     # One that the agent runs, but whose schema only the provider has, is never left out.
     with pytest.raises(ApiError, match=r"'computer_20250124'.*describe it as custom"):
-        read_request({**asked, "tools": [{"type": "computer_20250124", "name": "computer"}]}, Abilities())
+        read_messages_request({**asked, "tools": [{"type": "computer_20250124", "name": "computer"}]}, Abilities())

@@ -15,7 +15,7 @@ from support.chat.model_dirs import renderer_for
 from support.gateway.server import ADMIN_HEADERS, Served, serving
 from turnwise.errors import FormatError
 from turnwise.gateway.config import GatewayLimits
-from turnwise.gateway.dialects.anthropic import read_request as read_anthropic
+from turnwise.gateway.dialects.anthropic import read_messages_request
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
 from turnwise.inference.scripted import ScriptedClient
@@ -80,7 +80,7 @@ def test_many_small_items_cost_no_more_than_they_are() -> None:
         item = {"type": "message", "role": "assistant", "content": "x"}
         said = {"input": [item] * count}
         began = time.process_time()
-        read_anthropic(reminded, Abilities())
+        read_messages_request(reminded, Abilities())
         OpenAIResponses().read(said, Abilities())
         return time.process_time() - began
 

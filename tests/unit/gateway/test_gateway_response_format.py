@@ -13,8 +13,9 @@ from support.gateway.structured_requests import DIALECTS, PATHS, SCHEMA, TOOLS, 
 from turnwise.errors import InferenceError, StructuredOutputError
 from turnwise.gateway.dialects.anthropic import Anthropic
 from turnwise.gateway.dialects.core import Abilities, ChatRequest
-from turnwise.gateway.dialects.openai_chat import OpenAIChat, abilities_of
+from turnwise.gateway.dialects.openai_chat import OpenAIChat
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
+from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.gateway.errors import ApiError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.types import Guide, Message, ToolCall, ToolSchema

@@ -10,8 +10,10 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 
 from turnwise.agents.langgraph.run import EpisodeTool
 from turnwise.errors import SessionError, shown
-from turnwise.gateway.dialects.core import Abilities, Fields
-from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
+from turnwise.gateway.dialects.core import Abilities
+from turnwise.gateway.dialects.fields import Fields
+from turnwise.gateway.dialects.openai_chat import read_choice
+from turnwise.gateway.dialects.response_format import FormatField, read_response_format
 from turnwise.gateway.errors import ApiError
 from turnwise.types import SamplingParams, ToolSchema
 
@@ -73,7 +75,7 @@ def _held(given: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> tuple[tupl
     parallel = given.get("parallel_tool_calls", True)
     try:
         choice = read_choice(Fields({"tool_choice": _choice(given.get("tool_choice"), names)}))
-        answer = Format("response_format", _response_format(given.get("response_format")), nested=True)
+        answer = FormatField("response_format", _response_format(given.get("response_format")), nested=True)
         held = read_response_format(tools, choice, answer, _ABILITIES, single="" if parallel else "parallel_tool_calls")
     except ApiError as error:
         raise SessionError(f"ChatTurnwise: {error.message}") from error

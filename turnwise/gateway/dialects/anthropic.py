@@ -12,25 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from turnwise.errors import shown
-from turnwise.gateway.dialects import core as sse
-from turnwise.gateway.dialects.core import (
-    Abilities,
-    Answer,
-    ChatRequest,
+from turnwise.gateway.dialects import sse
+from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, ToolChoice, call_for_client, new_id
+from turnwise.gateway.dialects.fields import (
     Fields,
-    ToolChoice,
-    call_for_client,
     check_names,
     echoed_call,
     image_part,
     leave_out,
-    new_id,
     read_sampling,
-    read_template_options,
     read_tool,
     text_part,
 )
-from turnwise.gateway.dialects.openai_chat import Format, read_response_format
+from turnwise.gateway.dialects.response_format import FormatField, read_response_format
+from turnwise.gateway.dialects.template_options import read_template_options
 from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
@@ -42,7 +37,7 @@ _RUN_BY_THE_SERVER = re.compile(r"(web_search|web_fetch|code_execution|tool_sear
 _THINKING = {"enabled": True, "disabled": False}
 
 
-def read_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
+def read_messages_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
     """Parse a request body."""
     fields = Fields(body)
     fields.refuse("container", "nothing is run here")
@@ -103,11 +98,11 @@ def _choice(fields: Fields) -> tuple[ToolChoice, str]:
     return modes[kind], single
 
 
-def _format(fields: Fields) -> Format:
+def _format(fields: Fields) -> FormatField:
     output = Fields(fields.get("output_config") or {}, "output_config")
     if output.get("format") is not None:
-        return Format("output_config.format", output.get("format"))
-    return Format("output_format", fields.get("output_format"))
+        return FormatField("output_config.format", output.get("format"))
+    return FormatField("output_format", fields.get("output_format"))
 
 
 def _messages(fields: Fields, abilities: Abilities) -> list[Message]:
@@ -283,7 +278,7 @@ class Anthropic:
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
-        return read_request(body, abilities)
+        return read_messages_request(body, abilities)
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a ``message``."""

@@ -10,10 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.gateway.dialects import core as sse
+from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, Origin, call_for_client, new_id
 from turnwise.gateway.dialects.openai_chat import openai_error
-from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_request
+from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_responses_request
 from turnwise.gateway.errors import ApiError
 from turnwise.types import Message, ToolCall
 
@@ -47,7 +47,7 @@ class OpenAIResponses:
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
-        return read_request(body, abilities, self._conversations)
+        return read_responses_request(body, abilities, self._conversations)
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a ``response``, which later requests may reference."""

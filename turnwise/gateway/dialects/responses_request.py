@@ -11,21 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from turnwise.errors import SessionError, shown
-from turnwise.gateway.dialects.core import (
-    Abilities,
-    ChatRequest,
+from turnwise.gateway.dialects.core import Abilities, ChatRequest, Origin
+from turnwise.gateway.dialects.fields import (
     Fields,
-    Origin,
     check_names,
     echoed_call,
     image_part,
     leave_out,
     read_sampling,
-    read_template_options,
     read_tool,
     text_part,
 )
-from turnwise.gateway.dialects.openai_chat import Format, read_choice, read_response_format
+from turnwise.gateway.dialects.openai_chat import read_choice
+from turnwise.gateway.dialects.response_format import FormatField, read_response_format
+from turnwise.gateway.dialects.template_options import read_template_options
 from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.trajectory import Segment
 from turnwise.types import Message, ToolSchema
@@ -50,7 +49,7 @@ def namespaced(namespace: Any, name: Any) -> Any:
     return f"{namespace}__{name}" if isinstance(namespace, str) and namespace else name
 
 
-def read_request(body: Mapping[str, Any], abilities: Abilities, stored: Conversations) -> ChatRequest:
+def read_responses_request(body: Mapping[str, Any], abilities: Abilities, stored: Conversations) -> ChatRequest:
     """Parse a request body; ``stored`` has what ``previous_response_id`` and references name. Raises ApiError."""
     fields = Fields(body)
     fields.refuse("background", "background responses are not supported")
@@ -66,7 +65,9 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, stored: Conversa
     if fields.whole("top_logprobs", 0, 20):
         raise unsupported("top_logprobs", "only the sampled token's log-probability is available; set it to 0")
     text = Fields(fields.get("text") or {}, "text")
-    held = read_response_format(schemas, choice, Format("text.format", text.get("format")), abilities, single=single)
+    resolved = read_response_format(
+        schemas, choice, FormatField("text.format", text.get("format")), abilities, single=single
+    )
     before = list(stored.earlier(previous)) if (previous := fields.text("previous_response_id", "")) else []
     new = Reader(abilities, tools.custom, stored).read(fields.get("input"))
     if not before and not new:
@@ -77,13 +78,13 @@ def read_request(body: Mapping[str, Any], abilities: Abilities, stored: Conversa
     return ChatRequest(
         model=fields.text("model", ""),
         messages=[*system, *before, *new],
-        tools=held.tools,
+        tools=resolved.tools,
         sampling=read_sampling(fields, most=("max_output_tokens",), stop="stop"),
         stream=fields.flag("stream"),
         tool_choice=choice,
-        guide=held.guide,
-        guide_field=held.field,
-        ignored=held.ignored | tools.ignored,
+        guide=resolved.guide,
+        guide_field=resolved.field,
+        ignored=resolved.ignored | tools.ignored,
         logprobs="message.output_text.logprobs" in fields.items("include"),
         options=read_template_options(reasoning.text("effort", ""), kwargs=fields.get("chat_template_kwargs")),
         extra={"body": body, "tools": tools, "conversation": (previous or None, new, len(system))},

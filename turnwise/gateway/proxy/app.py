@@ -15,8 +15,8 @@ import aiohttp
 
 from turnwise.errors import BudgetExceeded, InferenceError, SessionError, TurnwiseError, undo_on_error
 from turnwise.gateway.app import SessionApp, read_json
-from turnwise.gateway.dialects.core import Dialect, Origin, not_found
-from turnwise.gateway.errors import ApiError
+from turnwise.gateway.dialects.core import Dialect, Origin
+from turnwise.gateway.errors import ApiError, not_found
 from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader, failure_of
 from turnwise.gateway.proxy.endpoint import Endpoint

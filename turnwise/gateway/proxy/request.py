@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from turnwise.errors import SessionError
-from turnwise.gateway.dialects.anthropic import read_request as read_anthropic
+from turnwise.gateway.dialects.anthropic import read_messages_request
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.dialects.openai_chat import read_message
 from turnwise.gateway.dialects.responses_request import Conversations, Reader
@@ -87,7 +87,7 @@ def read_answer(dialect: str, parts: Any) -> Message:
     else:
         asked = {"role": "user", "content": "-"}
         turn = {"role": "assistant", "content": [_block(part) for part in parts]}
-        found = read_anthropic({"messages": [asked, turn]}, _ANY).messages[1:]
+        found = read_messages_request({"messages": [asked, turn]}, _ANY).messages[1:]
     text, thoughts = "", ""
     calls: list[ToolCall] = []
     for message in found:
@@ -133,7 +133,7 @@ def _chat(body: Mapping[str, Any]) -> list[Message]:
 def _anthropic(body: Mapping[str, Any]) -> list[Message]:
     entries = [{**entry, "content": _content(entry.get("content"), _block)} for entry in body["messages"]]
     asked = {"messages": entries, "system": _content(body.get("system"), _block)}
-    return read_anthropic(asked, _ANY).messages
+    return read_messages_request(asked, _ANY).messages
 
 
 def _responses(
