@@ -20,7 +20,7 @@ from turnwise.trainer.algorithms.advantages import compare_returns, grpo
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import CreditConfig, load_credit, turn_returns, turn_shares
 from turnwise.trainer.algorithms.losses.core import weigh
-from turnwise.trainer.algorithms.rewards import ways_of
+from turnwise.trainer.algorithms.rewards import branch_rewards
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trajectory import Trajectory
@@ -104,9 +104,9 @@ def test_the_turns_of_a_fork_are_counted_in_the_order_in_which_they_were_committ
 def test_rewards_of_the_episode_and_of_unknown_turns_come_with_the_last_turn() -> None:
     member = trajectory("a", 2, [(None, 1.0), (0, 0.5)])
     member.rewards.append(("a turn of another session", "r", 4.0))
-    [way] = ways_of(member)
-    assert way.rewards == [0.5, 5.0]
-    assert sum(way.rewards) == member.reward
+    [branch] = branch_rewards(member)
+    assert branch.rewards == [0.5, 5.0]
+    assert sum(branch.rewards) == member.reward
 
 
 def by_length(trajectory: Trajectory) -> list[float]:

@@ -21,7 +21,7 @@ from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
 from turnwise.trainer.algorithms.rewards import with_penalties
-from turnwise.trainer.batch.experience import Collected, build_experience, collect
+from turnwise.trainer.batch.experience import StepTrajectories, build_experience, collect
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.batch.value_targets import TrajectoryValues
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
@@ -56,7 +56,7 @@ def trajectory(name: str, reward: float, *, branches: int = 1) -> Trajectory:
     return Trajectory(name, name, "g", "t", segments=segments, rewards=[(None, "score", reward)])
 
 
-def collected(*members: Trajectory) -> Collected:
+def collected(*members: Trajectory) -> StepTrajectories:
     return collect([TrajectoryGroup("g", "t", list(members))])
 
 

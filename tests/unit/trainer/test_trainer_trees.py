@@ -167,7 +167,7 @@ def test_a_critic_refuses_an_episode_that_its_agent_forked() -> None:
     samples = [to_samples(forked()).rows]
     values = [TrajectoryValues([np.zeros(row.trained_tokens, np.float32) for row in samples[0]])]
     with pytest.raises(
-        TrainError, match=r"g/0 was forked by its agent .* into 2 ways.*set algorithm.advantage to grpo"
+        TrainError, match=r"g/0 was forked by its agent .* into 2 branches.*set algorithm.advantage to grpo"
     ):
         value_rows(step_rewards([forked()], {}), samples, {}, values, config.chosen_advantage(), temperature=1.0)
 

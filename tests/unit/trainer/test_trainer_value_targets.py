@@ -12,7 +12,7 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.batch.experience import Collected, Experience, build_experience, collect
+from turnwise.trainer.batch.experience import Experience, StepTrajectories, build_experience, collect
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.batch.value_targets import token_rewards
 from turnwise.trainer.config.train import BatchConfig
@@ -62,7 +62,7 @@ def interleaved(stop: StopReason = StopReason.COMPLETED, group: str = "g") -> Tr
 
 def experience(
     members: list[Trajectory], critic: Reader, *, max_tokens_per_row: int | None = None, **options: object
-) -> tuple[Collected, Experience]:
+) -> tuple[StepTrajectories, Experience]:
     config = AlgorithmConfig.model_validate({
         "advantage": "gae", "advantage_options": {"whiten": False, "gamma": 0.5, "lam": 1.0, **options},
     })  # fmt: skip

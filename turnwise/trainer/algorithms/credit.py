@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from turnwise.config import ConfigReference
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.plugins import load_object
-from turnwise.trainer.algorithms.rewards import StepRewards, WayRewards
+from turnwise.trainer.algorithms.rewards import BranchRewards, StepRewards
 from turnwise.trainer.algorithms.trees import TREE_CREDITS, Tree
 from turnwise.trajectory import Trajectory
 
 CREDITS: Final = ("same", "last", "discounted", "turns", "tokens", "gigpo", *TREE_CREDITS)
-"""The ways of assigning credit that have a name."""
+"""The built-in credits."""
 DISCOUNTING: Final = CREDITS[2:6]
 """Those that read ``gamma``."""
 AnchorState: TypeAlias = Literal["named", "seen", "shown"]
@@ -175,13 +175,13 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
         return TreeCredit(config.name, [Tree.of(each) for each in trajectories])
     gamma = config.discount
     if config.name == "tokens":
-        pairs = list(zip(rewards.ways, rewards.turn_lengths, strict=True))
+        pairs = list(zip(rewards.branches, rewards.turn_lengths, strict=True))
         starts = [_token_starts(lengths)[:-1] for _, lengths in pairs]
-        return ReturnCredit([_token_returns_of(ways, lengths, gamma) for ways, lengths in pairs], starts)
+        return ReturnCredit([_token_returns_of(branches, lengths, gamma) for branches, lengths in pairs], starts)
     if config.name in ("turns", "gigpo"):
         returns = [
-            _mean_over_ways(ways, len(lengths), lambda way: turn_returns(way.rewards, gamma))
-            for ways, lengths in zip(rewards.ways, rewards.turn_lengths, strict=True)
+            _mean_over_branches(branches, len(lengths), lambda branch: turn_returns(branch.rewards, gamma))
+            for branches, lengths in zip(rewards.branches, rewards.turn_lengths, strict=True)
         ]
         if config.name == "turns":
             return ReturnCredit(returns)
@@ -189,16 +189,16 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
         return StateCredit(returns, states, 1.0 if config.omega is None else config.omega)
     if config.name == "same":
         return TrajectoryCredit(None)
-    pairs = list(zip(rewards.ways, rewards.turn_lengths, strict=True))
-    return TrajectoryCredit([_shares_of(ways, lengths, config.name, gamma) for ways, lengths in pairs])
+    pairs = list(zip(rewards.branches, rewards.turn_lengths, strict=True))
+    return TrajectoryCredit([_shares_of(branches, lengths, config.name, gamma) for branches, lengths in pairs])
 
 
-def _mean_over_ways(ways: Sequence[WayRewards], size: int, of: Callable[[WayRewards], Values]) -> Values:
-    """Return the mean over the ways that hold a turn of its number in each; 0 for a turn that no way holds."""
+def _mean_over_branches(branches: Sequence[BranchRewards], size: int, of: Callable[[BranchRewards], Values]) -> Values:
+    """Return the mean over the branches that hold a turn of its number in each; 0 for a turn that no branch holds."""
     total, held = np.zeros(size), np.zeros(size)
-    for way in ways:
-        total[list(way.turns)] += of(way)
-        held[list(way.turns)] += 1
+    for branch in branches:
+        total[list(branch.turns)] += of(branch)
+        held[list(branch.turns)] += 1
     return np.divide(total, held, out=np.zeros(size), where=held > 0)
 
 
@@ -206,26 +206,26 @@ def _token_starts(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.cumsum([0, *lengths], dtype=np.int64)
 
 
-def _token_returns_of(ways: Sequence[WayRewards], lengths: Sequence[int], gamma: float) -> Values:
-    """Return the return of each sampled token of a trajectory, its mean over the ways that hold the token."""
+def _token_returns_of(branches: Sequence[BranchRewards], lengths: Sequence[int], gamma: float) -> Values:
+    """Return the return of each sampled token of a trajectory, its mean over the branches that hold the token."""
     starts = _token_starts(lengths)
     total, held = np.zeros(starts[-1]), np.zeros(starts[-1])
-    for way in ways:
-        places = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[t], starts[t + 1]) for t in way.turns)])
-        total[places] += token_returns(way.rewards, [lengths[turn] for turn in way.turns], gamma)
+    for branch in branches:
+        places = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[t], starts[t + 1]) for t in branch.turns)])
+        total[places] += token_returns(branch.rewards, [lengths[turn] for turn in branch.turns], gamma)
         held[places] += 1
     return np.divide(total, held, out=np.zeros(len(total)), where=held > 0)
 
 
-def _shares_of(ways: Sequence[WayRewards], lengths: Sequence[int], name: str, gamma: float) -> Values:
-    """Return the share of each turn of a trajectory, its mean over the ways that hold the turn."""
+def _shares_of(branches: Sequence[BranchRewards], lengths: Sequence[int], name: str, gamma: float) -> Values:
+    """Return the share of each turn of a trajectory, its mean over the branches that hold the turn."""
 
-    def of_way(way: WayRewards) -> Values:
+    def of_branch(branch: BranchRewards) -> Values:
         # The last turn is the last one with ids: an empty one has no token that could take its share.
-        reached = len(np.trim_zeros(np.array([lengths[turn] for turn in way.turns]), "b"))
-        return np.pad(turn_shares(name, reached, gamma), (0, len(way.turns) - reached))
+        reached = len(np.trim_zeros(np.array([lengths[turn] for turn in branch.turns]), "b"))
+        return np.pad(turn_shares(name, reached, gamma), (0, len(branch.turns) - reached))
 
-    return _mean_over_ways(ways, len(lengths), of_way)
+    return _mean_over_branches(branches, len(lengths), of_branch)
 
 
 def _by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], custom: CustomCredit) -> list[Values]:

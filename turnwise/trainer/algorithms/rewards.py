@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,13 +11,12 @@ from torch import Tensor
 
 from turnwise.errors import TrainError
 from turnwise.trainer.core import RowKey
-from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, branch_paths
-from turnwise.types import RewardEvent
+from turnwise.trajectory import TrainSample, Trajectory, branch_paths
 
 
 @dataclass(frozen=True, slots=True)
-class WayRewards:
-    """The rewards of one way through an episode.
+class BranchRewards:
+    """The rewards of one branch of an episode: of its turns from the first one on.
 
     Attributes:
         turns: Its turns, as their numbers in the trajectory's commit order.
@@ -36,7 +34,7 @@ class StepRewards:
     Attributes:
         totals: Sum of each trajectory's rewards, float64 of shape [n].
         groups: Group of each trajectory, numbered from 0.
-        ways: Per trajectory the rewards of its turns, way by way; one that was not forked has one way.
+        branches: Per trajectory the rewards of its turns, branch by branch; one that was not forked has one branch.
         turn_lengths: Per trajectory the sampled tokens of each turn.
         components: float64 of shape [n] by reward name.
         baselines: Reward of the group's greedy rollout, float64 of shape [n]; NaN where there is none.
@@ -44,7 +42,7 @@ class StepRewards:
 
     totals: Tensor
     groups: list[int]
-    ways: list[list[WayRewards]]
+    branches: list[list[BranchRewards]]
     turn_lengths: list[list[int]]
     components: dict[str, Tensor]
     baselines: Tensor
@@ -65,7 +63,7 @@ def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, flo
     return StepRewards(
         totals=torch.tensor([each.reward for each in trajectories], dtype=torch.float64),
         groups=[numbers.setdefault(each.group_id, len(numbers)) for each in trajectories],
-        ways=[ways_of(each) for each in trajectories],
+        branches=[branch_rewards(each) for each in trajectories],
         turn_lengths=[
             [len(segment.token_ids) for segment in each.segments if segment.sampled] for each in trajectories
         ],
@@ -74,27 +72,28 @@ def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, flo
     )
 
 
-def ways_of(trajectory: Trajectory) -> list[WayRewards]:
-    """Return the rewards of a trajectory's turns, for each way through its episode.
+def branch_rewards(trajectory: Trajectory) -> list[BranchRewards]:
+    """Return the rewards of a trajectory's turns, for each branch of its episode.
 
-    Rewards of a way as a whole, and of turns that it does not have, go to its last turn.
+    Rewards of a branch as a whole, and of turns that it does not have, go to its last turn.
     """
-    numbers = {segment.turn_id: number for number, segment in enumerate(s for s in trajectory.segments if s.sampled)}
-    if not trajectory.branches:
-        return [_way(list(numbers.values()), trajectory.rewards, numbers)]
-    found: list[WayRewards] = []
-    for branch, path in zip(trajectory.branches, branch_paths(trajectory.branches), strict=True):
-        shared = [event for event in trajectory.rewards if event[0] is None or event[0] in path]
-        found.append(_way([numbers[turn] for turn in path], [*shared, *branch.rewards], numbers))
-    return found
-
-
-def _way(turns: list[int], events: Sequence[RewardEvent], numbers: Mapping[str | None, int]) -> WayRewards:
-    places = {turn: place for place, turn in enumerate(turns)}
-    rewards = [0.0] * len(turns)
-    for turn_id, _, value in events if turns else ():
-        rewards[places.get(numbers.get(turn_id, -1), -1)] += value
-    return WayRewards(tuple(turns), rewards)
+    turn_ids = [segment.turn_id for segment in trajectory.segments if segment.sampled]
+    numbers = {turn_id: number for number, turn_id in enumerate(turn_ids)}
+    paths: list[list[int]] = [list(range(len(turn_ids)))]
+    events = [trajectory.rewards]
+    if trajectory.branches:
+        turns = branch_paths(trajectory.branches)
+        paths = [[numbers[turn_id] for turn_id in path] for path in turns]
+        shared = [[event for event in trajectory.rewards if event[0] is None or event[0] in path] for path in turns]
+        events = [[*common, *branch.rewards] for common, branch in zip(shared, trajectory.branches, strict=True)]
+    branches: list[BranchRewards] = []
+    for path, of_branch in zip(paths, events, strict=True):
+        position_of = {number: position for position, number in enumerate(path)}
+        rewards = [0.0] * len(path)
+        for turn_id, _, reward in of_branch if path else ():
+            rewards[position_of.get(numbers.get(turn_id, -1), -1)] += reward
+        branches.append(BranchRewards(tuple(path), rewards))
+    return branches
 
 
 def with_penalties(
@@ -121,15 +120,6 @@ def _with_penalty(
     turn_ids = [segment.turn_id for segment in trajectory.segments if segment.sampled]
     events = [(turn_ids[turn], "kl", -value) for turn, value in sorted(paid.items())]
     return replace(trajectory, rewards=[*trajectory.rewards, *events])
-
-
-def greedy_rewards(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
-    """Return the greedy rollout's reward of a policy by group id, averaged over a role's sessions."""
-    rewards: defaultdict[str, list[float]] = defaultdict(list)
-    for trajectory in (each for group in groups for each in group.baselines):
-        if trajectory.policy == policy and trajectory.error is None:
-            rewards[trajectory.group_id].append(trajectory.reward)
-    return {name: sum(each) / len(each) for name, each in rewards.items()}
 
 
 def without_baseline(trajectories: Sequence[Trajectory], baselines: Mapping[str, float]) -> set[int]:

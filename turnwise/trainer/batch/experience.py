@@ -13,14 +13,14 @@ from turnwise.agents.roles import role_of
 from turnwise.trainer.algorithms.advantages import estimate_advantages
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import assign_credit
-from turnwise.trainer.algorithms.rewards import greedy_rewards, step_rewards, with_penalties, without_baseline
+from turnwise.trainer.algorithms.rewards import step_rewards, with_penalties, without_baseline
 from turnwise.trainer.batch.value_targets import TrajectoryValues, value_rows
 from turnwise.trainer.core import RowKey, TrainRow
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class StepTrajectories:
     """The trajectories of a step that a policy learns from, before advantages.
 
     Attributes:
@@ -37,18 +37,18 @@ class Collected:
     baselines: dict[str, float] = field(default_factory=dict)
     penalties: Mapping[RowKey, Tensor] = field(default_factory=dict)
 
-    def with_baseline(self) -> Collected:
+    def with_baseline(self) -> StepTrajectories:
         """Drop trajectories whose group has no greedy rollout.
 
         Raises:
             TrainError: No trajectory has one.
         """
         missing = without_baseline(self.trajectories, self.baselines)
-        kept = [number for number in range(len(self.trajectories)) if number not in missing]
+        compared = [number for number in range(len(self.trajectories)) if number not in missing]
         return replace(
             self,
-            trajectories=[self.trajectories[number] for number in kept],
-            samples=[self.samples[number] for number in kept],
+            trajectories=[self.trajectories[number] for number in compared],
+            samples=[self.samples[number] for number in compared],
             metrics=self.metrics | {"batch/no_baseline": float(len(missing))},
         )
 
@@ -65,35 +65,44 @@ class Experience:
     rows: list[TrainRow]
     metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def has_trajectories(self) -> bool:
+        """Whether the policy has a trajectory without an error."""
+        return bool(self.metrics["batch/trajectories"])
+
+    def with_metrics(self, metrics: Mapping[str, float]) -> Experience:
+        """Return the experience with further metrics."""
+        return replace(self, metrics=self.metrics | dict(metrics))
+
 
 def collect(
     groups: Sequence[TrajectoryGroup], *, policy: str = "main", max_tokens_per_row: int | None = None
-) -> Collected:
+) -> StepTrajectories:
     """Return the trainable trajectories of groups, with their rows, truncated to ``max_tokens_per_row``.
 
     Dropped are trajectories that ended with an error (an infrastructure failure is not a reward), those without sampled
     tokens, and those of other policies.
     """
-    of_policy = [each for group in groups for each in group.trajectories if each.policy == policy]
-    whole = [each for each in of_policy if each.error is None]
-    trajectories = [each for each in whole if each.sampled_tokens]
-    samples = [to_samples(each, max_tokens=max_tokens_per_row) for each in trajectories]
-    metrics = _trajectory_metrics(whole) | _source_metrics(groups, policy) | _role_metrics(groups, policy)
+    of_policy = [trajectory for group in groups for trajectory in group.trajectories if trajectory.policy == policy]
+    complete = [trajectory for trajectory in of_policy if trajectory.error is None]
+    trajectories = [trajectory for trajectory in complete if trajectory.sampled_tokens]
+    baselines = _greedy_rewards(groups, policy)
+    metrics = _source_metrics(groups, policy) | _role_metrics(groups, policy) | _trajectory_metrics(complete)
+    samples = [to_samples(trajectory, max_tokens=max_tokens_per_row) for trajectory in trajectories]
     metrics |= {
-        "batch/trajectories": float(len(whole)),
-        "batch/silent": float(len(whole) - len(trajectories)),
-        "batch/failed": float(len(of_policy) - len(whole) + sum(group.failed for group in groups)),
-        "batch/cut_tokens": float(sum(each.unowned_tokens for each in samples)),
-        "batch/empty_leaves": float(sum(each.empty_leaves for each in samples)),
+        "batch/trajectories": float(len(complete)),
+        "batch/silent": float(len(complete) - len(trajectories)),
+        "batch/failed": float(len(of_policy) - len(complete) + sum(group.failed for group in groups)),
+        "batch/cut_tokens": float(sum(rows.unowned_tokens for rows in samples)),
+        "batch/empty_leaves": float(sum(rows.empty_leaves for rows in samples)),
     }
-    baselines = greedy_rewards(groups, policy)
     if baselines:
         metrics["reward/greedy"] = sum(baselines.values()) / len(baselines)
-    return Collected(trajectories, [each.rows for each in samples], metrics, baselines)
+    return StepTrajectories(trajectories, [rows.rows for rows in samples], metrics, baselines)
 
 
 def build_experience(
-    collected: Collected,
+    collected: StepTrajectories,
     config: AlgorithmConfig,
     *,
     temperature: float,
@@ -131,8 +140,8 @@ def build_experience(
         metrics = advantages.group_metrics()
         rows = [
             TrainRow(sample, advantages.of_row(number, sample), temperature=temperature)
-            for number, (own, dead) in enumerate(zip(samples, advantages.dead, strict=True))
-            for sample in own
+            for number, (branches, dead) in enumerate(zip(samples, advantages.dead, strict=True))
+            for sample in branches
             if not (dead and config.leaves_out_dead)
         ]
     else:
@@ -145,50 +154,70 @@ def build_experience(
     return Experience(rows, collected.metrics | metrics)
 
 
+def _greedy_rewards(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
+    """Return the greedy rollout's reward of a policy by group id, averaged over a role's sessions."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in (trajectory for group in groups for trajectory in group.baselines):
+        if trajectory.policy == policy and trajectory.error is None:
+            rewards[trajectory.group_id].append(trajectory.reward)
+    return {group_id: _mean(of_group) for group_id, of_group in rewards.items()}
+
+
 def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         if group.source is not None:
-            trajectories = [each for each in group.trajectories if each.policy == policy and each.error is None]
-            rewards[group.source] += [each.reward for each in trajectories]
-    means = {name: sum(each) / len(each) for name, each in sorted(rewards.items()) if each}
+            of_policy = [trajectory for trajectory in group.trajectories if trajectory.policy == policy]
+            rewards[group.source] += [trajectory.reward for trajectory in of_policy if trajectory.error is None]
     # A slash would be a level of the metric's name.
-    return {f"reward/by_source/{name.replace('/', '_')}": mean for name, mean in means.items()}
+    return {
+        f"reward/by_source/{source.replace('/', '_')}": _mean(of_source)
+        for source, of_source in sorted(rewards.items())
+        if of_source
+    }
 
 
 def _role_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
     """Return mean rewards and turns by role, where there are several; a frozen policy's name is appended."""
     roles: defaultdict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in (each for group in groups for each in group.trajectories if each.error is None):
-        name = role_of(trajectory.agent)
-        roles[name if trajectory.policy == policy else f"{name}@{trajectory.policy}"].append(trajectory)
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        if trajectory.error is None:
+            role = role_of(trajectory.agent)
+            roles[role if trajectory.policy == policy else f"{role}@{trajectory.policy}"].append(trajectory)
     metrics: dict[str, float] = {}
-    for name, trajectories in sorted(roles.items()) if len(roles) > 1 else ():
-        metrics[f"reward/by_role/{name}"] = sum(each.reward for each in trajectories) / len(trajectories)
-        turns = sum(sum(1 for _ in each.turns()) for each in trajectories)
-        metrics[f"rollout/turns_by_role/{name}"] = turns / len(trajectories)
+    for role, trajectories in sorted(roles.items()) if len(roles) > 1 else ():
+        metrics[f"reward/by_role/{role}"] = _mean([trajectory.reward for trajectory in trajectories])
+        metrics[f"rollout/turns_by_role/{role}"] = _mean([_turn_count(trajectory) for trajectory in trajectories])
     return metrics
 
 
 def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     count = max(1, len(trajectories))
-    rewards = torch.tensor([each.reward for each in trajectories], dtype=torch.float64)
-    named: defaultdict[str, float] = defaultdict(float)
-    counted: defaultdict[str, float] = defaultdict(float)
-    for trajectory in trajectories:
-        for name, value in trajectory.named_rewards().items():
-            named[name] += value
-        for name, value in trajectory.metrics.items():
-            if name.startswith(("context/", "tree/")):
-                counted[name] += value
-    stops = Counter(trajectory.stop_reason.value for trajectory in trajectories)
+    rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
     metrics = {
-        "rollout/turns": sum(sum(1 for _ in each.turns()) for each in trajectories) / count,
-        "rollout/sampled_tokens": sum(each.sampled_tokens for each in trajectories) / count,
-        "rollout/forks": sum(each.forks().total() for each in trajectories) / count,
+        "rollout/turns": sum(_turn_count(trajectory) for trajectory in trajectories) / count,
+        "rollout/sampled_tokens": sum(trajectory.sampled_tokens for trajectory in trajectories) / count,
+        "rollout/forks": sum(trajectory.forks().total() for trajectory in trajectories) / count,
     }
     if trajectories:
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std(correction=0))}
-    metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(named.items())}
-    metrics |= {name: total / count for name, total in sorted(counted.items())}
-    return metrics | {f"stop/{name}": number / count for name, number in sorted(stops.items())}
+    by_name: defaultdict[str, float] = defaultdict(float)
+    reported: defaultdict[str, float] = defaultdict(float)
+    for trajectory in trajectories:
+        for name, reward in trajectory.named_rewards().items():
+            by_name[name] += reward
+        for name, figure in trajectory.metrics.items():
+            if name.startswith(("context/", "tree/")):
+                reported[name] += figure
+    stops = Counter(trajectory.stop_reason.value for trajectory in trajectories)
+    metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(by_name.items())}
+    metrics |= {name: total / count for name, total in sorted(reported.items())}
+    return metrics | {f"stop/{reason}": stopped / count for reason, stopped in sorted(stops.items())}
+
+
+def _turn_count(trajectory: Trajectory) -> int:
+    return sum(segment.turn_id is not None for segment in trajectory.segments)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)

@@ -17,7 +17,7 @@ from torch import Tensor
 from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.gae import TokenAdvantages
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
-from turnwise.trainer.algorithms.rewards import StepRewards, WayRewards
+from turnwise.trainer.algorithms.rewards import BranchRewards, StepRewards
 from turnwise.trainer.core import RowKey, TrainRow
 from turnwise.trajectory import TrainSample
 
@@ -57,8 +57,8 @@ def value_rows(
     old_values = [order.in_time(each.values) for order, each in zip(orders, values, strict=True)]
     turns = [torch.from_numpy(order.turns) for order in orders]
     earned = [
-        token_rewards(torch.tensor(_only_way(ways, own).rewards, dtype=torch.float64), of_tokens)
-        for ways, own, of_tokens in zip(rewards.ways, samples, turns, strict=True)
+        token_rewards(torch.tensor(_single_branch(branches, own).rewards, dtype=torch.float64), of_tokens)
+        for branches, own, of_tokens in zip(rewards.branches, samples, turns, strict=True)
     ]
     if penalties:
         paid = [[penalties[sample.key].numpy().astype(np.float32) for sample in own] for own in samples]
@@ -78,15 +78,15 @@ def value_rows(
     return rows, metrics | _critic_metrics(old_values, advantages, values)
 
 
-def _only_way(ways: Sequence[WayRewards], samples: Sequence[TrainSample]) -> WayRewards:
-    """Return the rewards of an episode with one way through it. Raises TrainError for one with several."""
-    if len(ways) > 1:
+def _single_branch(branches: Sequence[BranchRewards], samples: Sequence[TrainSample]) -> BranchRewards:
+    """Return the rewards of an episode that was not forked. Raises TrainError for one with several branches."""
+    if len(branches) > 1:
         raise TrainError(
-            f"trajectory {samples[0].trajectory_id} was forked by its agent (episode.fork) into {len(ways)} ways, but "
-            "a critic values one sequence of tokens: set algorithm.advantage to grpo and algorithm.credit to "
-            "tree_value, or let the agent not fork"
+            f"trajectory {samples[0].trajectory_id} was forked by its agent (episode.fork) into {len(branches)} "
+            "branches, but a critic values one sequence of tokens: set algorithm.advantage to grpo and "
+            "algorithm.credit to tree_value, or let the agent not fork"
         )
-    return ways[0]
+    return branches[0]
 
 
 def token_rewards(rewards: Tensor, turns: Tensor) -> Tensor:

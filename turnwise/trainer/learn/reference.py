@@ -15,7 +15,7 @@ from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.engine.accelerator import main_memory
 from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
-from turnwise.trainer.batch.experience import Collected
+from turnwise.trainer.batch.experience import StepTrajectories
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
 from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
@@ -144,7 +144,7 @@ class KLGuard:
             config.algorithm.old_logprobs == "recompute",
         )
 
-    def reward_penalties(self, collected: Collected, learner: Learner) -> Collected:
+    def reward_penalties(self, collected: StepTrajectories, learner: Learner) -> StepTrajectories:
         """Add the reward penalties of the tokens, where the penalty is in the reward."""
         config = self.control.config
         if config.where != "reward":

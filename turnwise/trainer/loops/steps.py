@@ -17,7 +17,7 @@ from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.setup import make_admission
 from turnwise.trainer.algorithms.gap import Gaps, GapWatch
-from turnwise.trainer.batch.experience import Collected, Experience, build_experience, collect
+from turnwise.trainer.batch.experience import Experience, build_experience, collect
 from turnwise.trainer.config.train import Mode
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.critic import critic_values
@@ -327,77 +327,64 @@ async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bo
     run.display.status(f"step {step}: updating")
     overlap = run.timeline.overlap
     with run.timeline.span(UPDATE, step):
-        prepared = [await _prepare(policy, batch, place) for policy in run.policies.values()]
-        if not any(each.trains for each in prepared):
-            silent = policy_metrics({each.policy.name: each.collected.metrics for each in prepared})
+        experiences = {name: await _prepare_experience(policy, batch, place) for name, policy in run.policies.items()}
+        by_policy = {name: experience.metrics for name, experience in experiences.items()}
+        trained = {name: experience for name, experience in experiences.items() if experience.has_trajectories}
+        if not trained:
             if part:
-                return Learned(batch, batch.metrics | silent, {}, time.monotonic(), 0.0)
+                return Learned(batch, batch.metrics | policy_metrics(by_policy), {}, time.monotonic(), 0.0)
             raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
         with run.updating() as changing:
             # All policies or none: an interrupt between two would leave weights of no step.
-            trained = await uninterrupted(_train_all(run, prepared, batch, place, changing))
-    found = {each.policy.name: each.collected.metrics for each in prepared}
-    metrics = batch.metrics | policy_metrics(found | {name: figures for name, (figures, _) in trained.items()})
-    gaps = {name: each for name, (_, each) in trained.items()}
+            updates = await uninterrupted(_train_all(run, trained, place, changing))
+    metrics = batch.metrics | policy_metrics(by_policy | {name: figures for name, (figures, _) in updates.items()})
+    gaps = {name: gaps for name, (_, gaps) in updates.items()}
     return Learned(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What one policy learns from in a step."""
-
-    policy: TrainedPolicy
-    collected: Collected
-    experience: Experience
-
-    @property
-    def trains(self) -> bool:
-        return bool(self.collected.metrics["batch/trajectories"])
-
-
-async def _prepare(policy: TrainedPolicy, batch: Batch, place: Runner) -> _Prepared:
-    collected, experience = await place(lambda: _experience(policy, batch))
+async def _prepare_experience(policy: TrainedPolicy, batch: Batch, place: Runner) -> Experience:
+    """Return the rows that one policy learns from, with advantages."""
+    experience = await place(lambda: _compute_experience(policy, batch))
     distill = policy.config.algorithm.distill
     if policy.teacher is not None and distill is not None and experience.rows:
         scores = await uninterrupted(policy.teacher.score([row.sample for row in experience.rows]))
-        experience = distilled(experience, scores, distill)
-    return _Prepared(policy, collected, experience)
+        return distilled(experience, scores, distill)
+    return experience
 
 
-async def _train_all(
-    run: TrainRun, prepared: Sequence[_Prepared], batch: Batch, place: Runner, changing: Callable[[], object]
-) -> dict[str, tuple[dict[str, float], Gaps]]:
-    """Update the policies that have trajectories, in order; return metrics and gaps of each."""
-    return {each.policy.name: await _train(run, each, batch, place, changing) for each in prepared if each.trains}
-
-
-async def _train(
-    run: TrainRun, prepared: _Prepared, batch: Batch, place: Runner, changing: Callable[[], object]
-) -> tuple[dict[str, float], Gaps]:
-    """Update one policy; return the metrics of its step, and its gaps."""
-    policy, collected, experience = prepared.policy, prepared.collected, prepared.experience
-    step, watch = run.state.step + 1, GapWatch()
-    metrics = await place(lambda: _update(run, policy, experience, watch, changing))
-    run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
-    gaps = watch.found()
-    metrics |= gaps.metrics() | tool_metrics(batch.groups, policy=policy.name)
-    metrics |= staleness_metrics(experience.rows, step)
-    samples = collected.samples
-    metrics |= dropped_tokens(batch.groups, collected.trajectories, samples, experience.rows, policy=policy.name)
-    return experience.metrics | metrics, gaps
-
-
-def _experience(policy: TrainedPolicy, batch: Batch) -> tuple[Collected, Experience]:
+def _compute_experience(policy: TrainedPolicy, batch: Batch) -> Experience:
     config = policy.config
     collected = collect(batch.groups, policy=policy.name, max_tokens_per_row=config.batch.max_tokens_per_row)
     if not collected.metrics["batch/trajectories"]:
-        return collected, Experience([])
+        return Experience([], collected.metrics)
     if policy.kl is not None:
         collected = policy.kl.reward_penalties(collected, policy.learner)
     values = critic_values(policy.critic, collected.trajectories, collected.samples, config.batch)
-    return collected, build_experience(
-        collected, config.algorithm, temperature=config.rollout.temperature, values=values
+    experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature, values=values)
+    tools = tool_metrics(batch.groups, policy=policy.name)
+    return experience.with_metrics(
+        tools
+        | dropped_tokens(batch.groups, collected.trajectories, collected.samples, experience.rows, policy=policy.name)
     )
+
+
+async def _train_all(
+    run: TrainRun, experiences: Mapping[str, Experience], place: Runner, changing: Callable[[], object]
+) -> dict[str, tuple[dict[str, float], Gaps]]:
+    """Update the policies that have trajectories, in order; return metrics and gaps of each."""
+    return {name: await _train(run, name, experience, place, changing) for name, experience in experiences.items()}
+
+
+async def _train(
+    run: TrainRun, name: str, experience: Experience, place: Runner, changing: Callable[[], object]
+) -> tuple[dict[str, float], Gaps]:
+    """Update one policy; return the metrics of its step, and its gaps."""
+    watch = GapWatch()
+    metrics = await place(lambda: _update(run, run.policies[name], experience, watch, changing))
+    run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
+    gaps = watch.found()
+    lag = staleness_metrics(experience.rows, run.state.step + 1)
+    return experience.metrics | metrics | gaps.metrics() | lag, gaps
 
 
 def _update(
