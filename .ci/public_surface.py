@@ -61,7 +61,7 @@ ROOTS = (
     "TrainConfig", "EvalConfig", "SFTConfig", "DPOConfig", "RewardModelConfig", "GatewayConfig", "InferenceConfig",
     "RewardServerConfig",
 )  # fmt: skip
-TASKS = "turnwise.envs.library.lookup:tasks?n=3&split=test"
+TASKS = "turnwise.envs.basic.lookup:tasks?n=3&split=test"
 METHODS = {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"}
 FILE_NAME = re.compile(r"[\w.{}*-]*\.(jsonl|json|safetensors|ya?ml|pt|html|jinja|lock|toml|log|txt|sock)")
 ROUTE = re.compile(r"/?(v1|s|inference|sessions|runners|chat|responses|messages|models|classify|health)(/[\w{}]+)*")

@@ -39,7 +39,7 @@ from harness.measure import (
 )
 from turnwise import RolloutConfig, RolloutProducer, RolloutRequest, Task
 from turnwise.chat.renderer import load_renderer
-from turnwise.envs.foreign import tasks
+from turnwise.ext.frameworks.foreign import tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.core import RolloutParts
 from turnwise.types import TokenIds

@@ -38,8 +38,8 @@ from rich.table import Table
 from harness.gateways import Ours, conversation, ours, upstream
 from harness.http_load import Connection, request
 from harness.measure import machine, parse, parser, report
-from turnwise.agents.blackbox.config import BlackBoxConfig
-from turnwise.agents.blackbox.program import Program, Worker
+from turnwise.ext.programs.config import BlackBoxConfig
+from turnwise.ext.programs.program import Program, Worker
 
 CONTEXTS = {"large": 131_072, "small": 8_192}
 BARS = {"ms_p99": 250.0, "mb_kept": 100.0}

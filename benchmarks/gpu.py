@@ -339,7 +339,7 @@ def lookup(sizes: Sizes, smollm2: Path | None) -> dict[str, Any]:
             "inference.device": sizes.device,
             "steps": 2 + sizes.steps,
             "runs": runs,
-            "eval.tasks": "turnwise.envs.library.lookup:tasks?n=1&split=test",
+            "eval.tasks": "turnwise.envs.basic.lookup:tasks?n=1&split=test",
         }
         command = [sys.executable, "-m", "turnwise", "train", str(ROOT / "examples" / "lookup" / "train.yaml")]
         command += [f"{key}={value}" for key, value in keys.items()]

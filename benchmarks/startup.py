@@ -82,7 +82,7 @@ def evaluating(model: Path) -> Sample:
         "eval",
         lambda out: [
             "eval", "lookup", "--model", str(model), "--out", str(out / "run"),
-            "--tasks", "turnwise.envs.library.lookup:tasks?n=1&split=test", "--samples", "0",
+            "--tasks", "turnwise.envs.basic.lookup:tasks?n=1&split=test", "--samples", "0",
             "rollout.max_tokens_per_turn=1",
         ],
     )  # fmt: skip
@@ -94,7 +94,7 @@ def training(model: Path) -> Sample:
         "train",
         lambda out: [
             "train", "--env", "lookup", "--model", str(model), "--name", "run",
-            "--tasks", "turnwise.envs.library.lookup:tasks?n=1&split=train", f"runs={out}", "steps=1",
+            "--tasks", "turnwise.envs.basic.lookup:tasks?n=1&split=train", f"runs={out}", "steps=1",
             "rollout.max_tokens_per_turn=1", "rollout.group_size=2", "batch.groups=1",
         ],
     )  # fmt: skip

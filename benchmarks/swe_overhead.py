@@ -23,8 +23,8 @@ from harness.chat import chat_dir
 from harness.measure import Sample, machine, measured, median, parse, parser, report, spread
 from turnwise import RolloutConfig, Task
 from turnwise.chat.renderer import load_renderer
-from turnwise.envs.library.swe import tasks
 from turnwise.envs.solution import tool_call
+from turnwise.ext.environments.swe import tasks
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
@@ -149,7 +149,7 @@ def main() -> int:
             "config": {
                 "episodes": count,
                 "at_once": at_once,
-                "rows": "turnwise.envs.library.swe:tasks, each in turn",
+                "rows": "turnwise.ext.environments.swe:tasks, each in turn",
                 "script": [*LOOK, "git apply of the row's patch", LOOK[3], "submit"],
                 "sandboxes": "local, default limits",
                 "repeats": arguments.repeats,

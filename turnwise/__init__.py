@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from turnwise.agents import Agent, Episode, ReActAgent, SingleTurnAgent, TurnsAgent, make_agent, register_agent
-    from turnwise.agents.blackbox import BlackBoxAgent
     from turnwise.agents.langgraph import ChatTurnwise, LangGraphAgent
     from turnwise.cli.env_file import main
     from turnwise.config import dump_config, load_config
-    from turnwise.envs import (
-        Env,
-        EnvSpec,
-        MultiAgentEnv,
-        SingleTurnEnv,
-        StepResult,
-        ToolEnv,
-        check_env,
-        make,
-        register,
-        tool_call,
-    )
+    from turnwise.envs import Env, EnvSpec, MultiAgentEnv, SingleTurnEnv, StepResult, ToolEnv, make, register, tool_call
     from turnwise.envs.gym.to_gymnasium import from_gymnasium, to_gymnasium
     from turnwise.envs.rewards import Rubric
     from turnwise.errors import (
@@ -39,6 +27,8 @@ if TYPE_CHECKING:
     from turnwise.evaluation import EvalConfig, EvalResult, evaluate
     from turnwise.evaluation.runner import run_eval
     from turnwise.evaluation.tables import RunTables, read_run
+    from turnwise.ext.checks.environment import check_env
+    from turnwise.ext.programs import BlackBoxAgent
     from turnwise.images import image_part
     from turnwise.inference.scripted import ScriptedClient
     from turnwise.model.core import LLMClient, Renderer
@@ -74,13 +64,11 @@ from turnwise.version import __version__ as __version__
 
 _HOMES = {
     "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "TurnsAgent", "make_agent", "register_agent"),
-    "agents.blackbox": ("BlackBoxAgent",),
     "agents.langgraph": ("ChatTurnwise", "LangGraphAgent"),
     "cli.env_file": ("main",),
     "config": ("dump_config", "load_config"),
     "envs": (
-        "Env", "EnvSpec", "MultiAgentEnv", "SingleTurnEnv", "StepResult", "ToolEnv", "check_env", "make",
-        "register", "tool_call",
+        "Env", "EnvSpec", "MultiAgentEnv", "SingleTurnEnv", "StepResult", "ToolEnv", "make", "register", "tool_call",
     ),
     "envs.gym.to_gymnasium": ("from_gymnasium", "to_gymnasium"),
     "envs.rewards": ("Rubric",),
@@ -91,6 +79,8 @@ _HOMES = {
     "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
     "evaluation.runner": ("run_eval",),
     "evaluation.tables": ("RunTables", "read_run"),
+    "ext.checks.environment": ("check_env",),
+    "ext.programs": ("BlackBoxAgent",),
     "images": ("image_part",),
     "inference.scripted": ("ScriptedClient",),
     "model.core": ("LLMClient", "Renderer"),

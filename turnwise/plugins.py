@@ -1,4 +1,8 @@
-"""References such as ``pkg.mod:Class`` or ``path/file.py:Class`` to objects, and the loading of extensions.
+"""References such as ``pkg.mod:Class`` or ``path/file.py:Class`` to objects, plug-ins by name, and extensions.
+
+Plug-ins are entry points: a package adds an environment, agent, sandbox backend, row format or command by one of the
+group ``turnwise.environments``, ``turnwise.agents`` and so on, whose value is ``pkg.module:Name``, imported on first
+use. What ships in ``turnwise.ext`` is registered in the same form, so that it works from a checkout, too.
 
 Extensions are the modules or files of the environment variable ``TURNWISE_EXTERNAL_MODULES`` (separated by commas) and
 the entry points of the group ``turnwise.extensions``. They are imported once per process, before a configuration is
@@ -19,7 +23,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -238,10 +242,62 @@ def _name_of(target: Any) -> tuple[str | None, str | None]:
     return None, None
 
 
-MODULES: Final = "TURNWISE_EXTERNAL_MODULES"
-"""Names of modules, or paths of files ending in .py, separated by commas."""
+PLUGIN_KINDS: Final = ("environments", "environment_families", "agents", "sandboxes", "row_formats", "commands")
+"""Kinds of plug-ins; the group of entry points is ``turnwise.<kind>``."""
 CHOSEN: Final = "TURNWISE_EXTENSIONS"
 """Which entry points are loaded: ``all`` (the default), ``none``, or their names separated by commas."""
+_SHIPPED: Final = "turnwise.ext.registry"
+
+
+@functools.lru_cache(maxsize=1)
+def _installed(path: tuple[str, ...]) -> Any:  # noqa: ARG001 - what is installed depends on it
+    return entry_points()
+
+
+def installed_entry_points(group: str) -> EntryPoints:
+    """Return the entry points of a group in all installed packages, which are read once for a ``sys.path``."""
+    selected: EntryPoints = _installed(tuple(sys.path)).select(group=group)
+    return selected
+
+
+def chosen_entry_points() -> list[str]:
+    """Return the names in the environment variable that chooses entry points, ``["all"]`` where it is not set."""
+    return [name.strip() for name in os.environ.get(CHOSEN, "").split(",") if name.strip()] or ["all"]
+
+
+def references(kind: str) -> dict[str, str]:
+    """Return the references that plug in for a kind, by name: those that ship, then those of installed packages.
+
+    Args:
+        kind: One of :data:`PLUGIN_KINDS`.
+
+    Raises:
+        ConfigError: Two packages have an entry point of one name.
+    """
+    shipped = _shipped_references().get(kind, {})
+    by_name = dict(shipped)
+    if chosen_entry_points() == ["none"]:
+        return by_name
+    for entry in installed_entry_points(f"turnwise.{kind}"):
+        owner = entry.dist.name if entry.dist is not None else "an unknown package"
+        if by_name.setdefault(entry.name, entry.value) != entry.value:
+            raise ConfigError(
+                f"the entry point {entry.name!r} of the group turnwise.{kind} (package {owner}) is taken by "
+                f"{by_name[entry.name]}: uninstall one of the two, or leave all out with {CHOSEN}=none"
+            )
+    return by_name
+
+
+@functools.cache
+def _shipped_references() -> Mapping[str, Mapping[str, str]]:
+    if importlib.util.find_spec(_SHIPPED.rpartition(".")[0]) is None:
+        return {}
+    registry: Mapping[str, Mapping[str, str]] = vars(importlib.import_module(_SHIPPED))["REFERENCES"]
+    return registry
+
+
+MODULES: Final = "TURNWISE_EXTERNAL_MODULES"
+"""Names of modules, or paths of files ending in .py, separated by commas."""
 GROUP: Final = "turnwise.extensions"
 """The group of entry points."""
 
@@ -292,8 +348,8 @@ def _names_in(variable: str) -> list[str]:
 
 
 def _entry_points() -> Iterator[EntryPoint]:
-    names = _names_in(CHOSEN) or ["all"]
-    by_name = {entry.name: entry for entry in entry_points(group=GROUP)}
+    names = chosen_entry_points()
+    by_name = {entry.name: entry for entry in installed_entry_points(GROUP)}
     if names == ["none"]:
         return
     if names == ["all"]:

@@ -13,7 +13,7 @@ import time
 from clock import EPISODES, GUESSES, HIGH, LIMIT, LOW, answer, report
 
 from turnwise.envs import step_env
-from turnwise.envs.library.guess_number import GuessNumberEnv
+from turnwise.envs.basic.guess_number import GuessNumberEnv
 
 
 def begun(seed: int) -> tuple[GuessNumberEnv, int]:

@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
+from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.core import StepResult
-from turnwise.envs.library.lookup import LookupEnv
 from turnwise.types import Message
 
 TURNS, GROUPS, MEMBERS = 4, 8, 4
@@ -66,7 +66,7 @@ async def side(model: Path, mode: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as runs:
         config = TrainConfig.model_validate({
             "name": "run", "runs": runs, "steps": steps + 1, "seed": SEED,
-            "tasks": "turnwise.envs.library.lookup:tasks?n=64&split=train",
+            "tasks": "turnwise.envs.basic.lookup:tasks?n=64&split=train",
             "policies": {"main": {"model": {"path": model, "threads": 1}, "optim": {"lr": 1e-6}}},
             "rollout": {
                 "env": {"name": f"{__file__}:SlowEnv"}, "group_size": MEMBERS, "max_turns": TURNS,

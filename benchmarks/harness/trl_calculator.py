@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from turnwise.envs.library.calculator import Problem, problem
+from turnwise.envs.basic.calculator import Problem, problem
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 from turnwise.tools.arithmetic import evaluate, read_number, write_number

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.envs.basic.lookup import NAMES, TEAMS, Table, table
 from turnwise.envs.core import ResetResult
-from turnwise.envs.library.lookup import NAMES, TEAMS, Table, table
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ToolError
 from turnwise.seeding import stable_hash

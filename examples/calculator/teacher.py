@@ -17,8 +17,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from turnwise.envs.basic.calculator import CalculatorEnv, tasks
 from turnwise.envs.demonstrations import conversation
-from turnwise.envs.library.calculator import CalculatorEnv, tasks
 from turnwise.envs.solution import tool_call
 from turnwise.types import ToolCall
 

@@ -41,7 +41,7 @@ async def spelled(python: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Return the conversations of a teacher that spells words of all levels backward, and swaps letters."""
     from turnwise import make
     from turnwise.envs.demonstrations import conversation
-    from turnwise.envs.foreign import tasks
+    from turnwise.ext.frameworks.foreign import tasks
 
     rng = random.Random(seed)
     env = make(FAMILY, python=python, system_prompt=None)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from turnwise.compat.verl_agent_loop import AgentLoopBase, AgentLoopOutput, register, simple_timer
+from turnwise.ext.frameworks.compat.verl_agent_loop import AgentLoopBase, AgentLoopOutput, register, simple_timer
 
 
 @register("lookup_loop")

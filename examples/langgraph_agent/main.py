@@ -61,7 +61,7 @@ async def smoke() -> int:
     )
     client = ScriptedClient(renderer, answer)
     producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
-    [group] = await producer.gather([RolloutRequest(next(iter(load_tasks("turnwise.envs.library.lookup:tasks?n=1"))))])
+    [group] = await producer.gather([RolloutRequest(next(iter(load_tasks("turnwise.envs.basic.lookup:tasks?n=1"))))])
     await producer.close()
     [trajectory] = group.trajectories
     print(f"{trajectory.stop_reason}, reward {trajectory.reward:g}, forks {dict(trajectory.forks())}")

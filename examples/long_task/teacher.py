@@ -16,8 +16,8 @@ import random
 from typing import Any
 
 from turnwise.envs.demonstrations import conversation
-from turnwise.envs.library.trail import TrailEnv, tasks
 from turnwise.envs.solution import tool_call
+from turnwise.ext.environments.trail import TrailEnv, tasks
 from turnwise.types import ToolCall
 
 LONGEST = 4

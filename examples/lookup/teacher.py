@@ -19,8 +19,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from turnwise.envs.basic.lookup import LookupEnv, tasks
 from turnwise.envs.demonstrations import conversation
-from turnwise.envs.library.lookup import LookupEnv, tasks
 from turnwise.envs.solution import tool_call
 from turnwise.types import ToolCall
 

@@ -40,7 +40,7 @@ def smoke() -> int:
     from smoke import play
 
     from turnwise import Message, ToolCall
-    from turnwise.envs.library.lookup import table, tasks
+    from turnwise.envs.basic.lookup import table, tasks
 
     seed = 7
     asked = list(tasks(4))

@@ -21,7 +21,7 @@ def main() -> int:
     from job import Job, command_line, new_parser, train
     from teacher import demonstrations
 
-    from turnwise.envs.library.picture import COLOURS
+    from turnwise.ext.environments.picture import COLOURS
 
     parser = new_parser(__doc__)
     parser.add_argument("--family", default="qwen3_vl", help="model_type of the model (default: %(default)s)")

@@ -18,8 +18,8 @@ import random
 from typing import Any
 
 from turnwise.envs.demonstrations import conversation
-from turnwise.envs.library.picture import COLOURS, HIGHEST, PictureEnv, said, tasks
 from turnwise.envs.solution import tool_call
+from turnwise.ext.environments.picture import COLOURS, HIGHEST, PictureEnv, said, tasks
 from turnwise.types import ToolCall
 
 

@@ -15,7 +15,7 @@ class ProposerSolver(MultiAgentEnv):
     """The proposer is paid for sums that some solvers get right and some do not, the solvers for being right."""
 
     score_range = (0.0, 1.0)
-    default_tasks = "turnwise.envs.library.seeded:tasks"
+    default_tasks = "turnwise.tasks.seeded:tasks"
 
     def __init__(self, solvers: int = 3) -> None:
         self.solvers = tuple(f"solver/{number}" for number in range(solvers))

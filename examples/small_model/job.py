@@ -237,7 +237,7 @@ def report_success(job: Job, summary: TrainSummary) -> None:
     run_directory = summary.directory
     last = max(path.name for path in (run_directory / "checkpoints").iterdir())
     env = job.env or job.name
-    tasks = job.tasks or f"{env.rpartition(':')[0] or f'turnwise.envs.library.{job.name}'}:tasks?split=test"
+    tasks = job.tasks or f"{env.rpartition(':')[0] or f'turnwise.ext.environments.{job.name}'}:tasks?split=test"
     print(f"\neverything is in {run_directory}. Next steps:")
     print(f"  turnwise view {run_directory} -n 2              read what the model did, turn by turn")
     print(f"  turnwise report {run_directory} --open          curves, tasks, trajectories and tokens on one HTML page")

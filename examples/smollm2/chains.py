@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
+from turnwise.envs.basic.calculator import CalculatorEnv, Problem, problem
+from turnwise.envs.basic.calculator import tasks as calculator_tasks
 from turnwise.envs.demonstrations import conversation
-from turnwise.envs.library.calculator import CalculatorEnv, Problem, problem
-from turnwise.envs.library.calculator import tasks as calculator_tasks
 from turnwise.envs.solution import tool_call
 from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash

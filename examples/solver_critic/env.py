@@ -12,7 +12,7 @@ class SolverCritic(MultiAgentEnv):
     """The solver is paid for its last answer, the critic for a verdict that is true."""
 
     score_range = (0.0, 1.0)
-    default_tasks = "turnwise.envs.library.seeded:tasks"
+    default_tasks = "turnwise.tasks.seeded:tasks"
     agents = ("solver", "critic")
 
     def begin(self, task, seed):

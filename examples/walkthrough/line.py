@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
+from turnwise.envs.basic.lookup import LookupEnv, tasks
 from turnwise.envs.core import schemas
-from turnwise.envs.library.lookup import LookupEnv, tasks
 from turnwise.inference.builtin import BuiltinReplica
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest

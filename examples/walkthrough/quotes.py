@@ -21,8 +21,8 @@ from blocks import Block
 from line import ALGORITHM, BATCH, Parts, Walked, assembled, prepare, walk
 from shown import Page, columns, decimals, fields, own, pieces, shown_canonical, shown_message, wrapped
 
+from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.core import call_env, close_env, reset_env, schemas, step_env
-from turnwise.envs.library.lookup import LookupEnv
 from turnwise.envs.registration import make
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer

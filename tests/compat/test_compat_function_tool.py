@@ -61,7 +61,7 @@ def calls(*made: tuple[str, dict]):
 async def test_an_episode_with_all_three() -> None:
     env = {
         "name": "tool",
-        "config": {"scorer": "turnwise.envs.library.task_env:only_tools"},
+        "config": {"scorer": "turnwise.envs.basic.task_env:only_tools"},
         "tools": {"function_tool_path": __file__},
     }
     config = load_config(RolloutConfig, defaults={"env": env})

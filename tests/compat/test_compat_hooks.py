@@ -136,7 +136,7 @@ def names() -> list[str]:
 
 
 def test_every_hook_in_its_order_and_on_train_end_after_the_last_step(model: Path, tmp_path: Path) -> None:
-    held_out = {"tasks": "turnwise.envs.library.lookup:tasks?n=2&split=test", "samples": 1, "greedy": False, "every": 1}
+    held_out = {"tasks": "turnwise.envs.basic.lookup:tasks?n=2&split=test", "samples": 1, "greedy": False, "every": 1}
     config = train_config(model, tmp_path, eval=held_out, curriculum={"success_reward": 0.5})
     turnwise.Trainer(config, hooks=Recorder, console=silent()).fit()
     begin, end = ("on_init_end", *VALIDATE, "on_train_begin"), (*VALIDATE, "on_train_end")

@@ -82,7 +82,7 @@ async def test_it_is_created_and_asked_as_verl_documents_it() -> None:
     )
     client = ScriptedClient(renderer, lambda request: "" if request.params.temperature == 0 else "x" * 2)
     manager = await create_manager(config, client, None, RolloutParts(renderer))
-    plan = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=3&split=test", samples=2, pass_k=[1, 2])
+    plan = EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=3&split=test", samples=2, pass_k=[1, 2])
     result = await evaluate(manager, plan)
     await manager.close()
     assert result.sampled is not None
@@ -97,7 +97,7 @@ def lookup_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_trains(lookup_model: Path, tmp_path: Path) -> None:
     changes = {"rollout": {"agent_loop_manager_class": NAME}, "custom": {"mine": [1, {"two": 2}]}, "steps": 2}
-    held_out = {"tasks": "turnwise.envs.library.lookup:tasks?n=2&split=test", "samples": 1, "every": None}
+    held_out = {"tasks": "turnwise.envs.basic.lookup:tasks?n=2&split=test", "samples": 1, "every": None}
     summary = run_train(train_config(lookup_model, tmp_path, eval=held_out, **changes), console=silent())
     assert summary.after is not None
     assert summary.after["sampled"]["success"]["episodes"] == 2

@@ -14,13 +14,13 @@ import torch
 
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
 from support.trainer.ranks import pair_of_ranks
+from turnwise.ext.checks.learner import check_learner
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner
 from turnwise.trainer.learn.learner import ENGINES, Learner, Stats, StepResult, open_learner
 from turnwise.trainer.learn.rank_processes import RankProcesses
 from turnwise.trainer.learn.torch_learner import TorchLearner
-from turnwise.trainer.learner_checker import check_learner
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "torch": {"optim": {"lr": 1e-3}},

@@ -9,10 +9,10 @@ import pytest
 
 from support.sandboxes.faulty_backends import BentBackend, ForkedBackend
 from turnwise.errors import ConfigError, SandboxError, SandboxUnavailable
+from turnwise.ext.checks.sandbox import Outcome, check_sandbox
+from turnwise.ext.checks.sandbox.attacks import ATTACKS
+from turnwise.ext.checks.sandbox.core import CHECKS
 from turnwise.sandboxes import SandboxConfig
-from turnwise.sandboxes.checker import Outcome, check_sandbox
-from turnwise.sandboxes.checker.attacks import ATTACKS
-from turnwise.sandboxes.checker.core import CHECKS
 from turnwise.sandboxes.local import LocalBackend
 
 PLAIN = SandboxConfig(name="local", config={"isolation": "plain", "unsafe": True})

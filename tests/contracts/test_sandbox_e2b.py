@@ -24,8 +24,8 @@ from turnwise.errors import (
     SandboxStartError,
     SandboxUnavailable,
 )
+from turnwise.ext.checks.sandbox import check_sandbox
 from turnwise.sandboxes import ExecResult, SandboxConfig, SandboxLimits, SandboxSpec
-from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.e2b import E2BBackend
 from turnwise.sandboxes.e2b import sandbox as e2b_sandbox
 

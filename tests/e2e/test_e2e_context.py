@@ -11,7 +11,7 @@ import pytest
 from support.trainer.lookup_run import MODEL, lines, shared, silent, train_config
 from turnwise.agents.context.config import SubAgentConfig
 from turnwise.agents.context.sub_agent import schema_of
-from turnwise.envs.library.lookup import LookupEnv, table, tasks
+from turnwise.envs.basic.lookup import LookupEnv, table, tasks
 from turnwise.rollout.audit import audit_files
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft

@@ -17,7 +17,7 @@ from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
-TASKS = "turnwise.envs.library.lookup:tasks?n=8&split=test"
+TASKS = "turnwise.envs.basic.lookup:tasks?n=8&split=test"
 PORT = re.compile(r"serving \S+ on 127\.0\.0\.1:(\d+)")
 
 

@@ -89,7 +89,7 @@ async def test_a_carried_group_is_finished_by_the_process_that_goes_on(
         "batch": {"tail": {"seconds": 1, "share": 0.5}},
         "replay": {"strategy": "bounded", "max_staleness": MANY, **ahead},
         "curriculum": {"success_reward": 0.5},
-        "tasks": "turnwise.envs.library.lookup:tasks?n=5&split=train",
+        "tasks": "turnwise.envs.basic.lookup:tasks?n=5&split=train",
     }
     config = held_config(lookup_model, tmp_path, 1, **changes)
     after = killed_once_saved(config, 2)

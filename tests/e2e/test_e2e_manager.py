@@ -18,7 +18,7 @@ from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
 
 MAIN = Path(__file__).parents[2] / "examples" / "lookup" / "main.py"
-EVAL = {"tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
+EVAL = {"tasks": "turnwise.envs.basic.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
 
 
 # Greedy rollouts beside the groups, which a manager has to see to, and a penalty that it need not know of.

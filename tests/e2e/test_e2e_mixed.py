@@ -19,7 +19,7 @@ STEPS = 6
 # Three tasks are soon known: the later ones are drawn by their success rates.
 MIXED: dict[str, Any] = {
     "steps": STEPS,
-    "tasks": "turnwise.envs.library.lookup:tasks?n=3&split=train",
+    "tasks": "turnwise.envs.basic.lookup:tasks?n=3&split=train",
     "replay": {"strategy": "mixed", "stored_share": 0.5, "max_uses": 2, "keep_groups": 2},
     "curriculum": {"success_reward": 0.5},
 }

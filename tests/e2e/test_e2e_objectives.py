@@ -34,7 +34,7 @@ def sampled(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     given = {
         "model": lookup_model,
         "out": out,
-        "tasks": "turnwise.envs.library.lookup:tasks?n=6&split=train",
+        "tasks": "turnwise.envs.basic.lookup:tasks?n=6&split=train",
         "samples": 4,
         "greedy": False,
         "rollout": {"env": {"name": "support.envs.run_envs:Graded"}, "max_turns": 3, "max_tokens_per_turn": 24},

@@ -285,7 +285,7 @@ def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path
 def test_what_cannot_start_leaves_and_removes_nothing(
     finished: Path, lookup_model: Path, tmp_path: Path, fresh: bool
 ) -> None:
-    nothing = {"tasks": "turnwise.envs.library.lookup:nothing"}
+    nothing = {"tasks": "turnwise.envs.basic.lookup:nothing"}
     for change in ({"eval": nothing}, {"policies": {"main": {"model": {"path": tmp_path}}}}):
         with pytest.raises(TurnwiseError):
             run_train(train_config(lookup_model, tmp_path, **change), fresh=fresh, console=silent())

@@ -47,7 +47,7 @@ def evaluate(model: Path, url: str, out: Path, search: dict[str, Any] | None = N
     """Return the figures of the sampled episodes."""
     settings: dict[str, Any] = {
         "model": model / "sft" / "model", "url": url, "out": out, "samples": 2, "greedy": False,
-        "tasks": f"turnwise.envs.library.lookup:tasks?n={TASKS}&split=test",
+        "tasks": f"turnwise.envs.basic.lookup:tasks?n={TASKS}&split=test",
         "rollout": {"env": {"name": "lookup"}, "max_turns": 5, "max_tokens_per_turn": 24},
     }  # fmt: skip
     given = settings if search is None else settings | {"search": search}
@@ -82,7 +82,7 @@ def test_searches_find_more_than_plain_episodes(url: str, warm_lookup: Path, tmp
 
 @pytest.mark.long
 def test_a_training_run_searches_in_its_evaluations(lookup_model: Path, tmp_path: Path) -> None:
-    held_out = "turnwise.envs.library.lookup:tasks?n=3&split=test"
+    held_out = "turnwise.envs.basic.lookup:tasks?n=3&split=test"
     search = {"kind": "tree", "branches": 3, "scorer": "likelihood"}
     plan = {"tasks": held_out, "samples": 1, "greedy": False, "every": None, "search": search}
     run_train(train_config(lookup_model, tmp_path, steps=1, eval=plan), console=silent())

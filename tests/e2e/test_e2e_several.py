@@ -66,7 +66,7 @@ def test_a_role_trains_against_the_weights_that_the_run_began_with(lookup_model:
 def test_it_is_evaluated_against_the_same(lookup_model: Path, tmp_path: Path) -> None:
     settings = {
         "model": str(lookup_model),
-        "tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test",
+        "tasks": "turnwise.envs.basic.lookup:tasks?n=3&split=test",
         "samples": 2,
         "greedy": False,
         "out": str(tmp_path / "out"),
@@ -112,7 +112,7 @@ def test_an_endpoint_that_does_not_answer_is_named(lookup_model: Path, tmp_path:
     # Port 9 of the loopback is nobody's.
     frozen = {"past": {"model": str(lookup_model), "url": "http://127.0.0.1:9"}}
     settings = {
-        "model": str(lookup_model), "tasks": "turnwise.envs.library.lookup:tasks?n=1", "out": str(tmp_path / "out"),
+        "model": str(lookup_model), "tasks": "turnwise.envs.basic.lookup:tasks?n=1", "out": str(tmp_path / "out"),
         "rollout": {**rollout(others="past"), "frozen": frozen},
     }  # fmt: skip
     with pytest.raises(InferenceError, match=r"rollout.frozen.past.url is http://127.0.0.1:9: "):

@@ -29,7 +29,7 @@ from turnwise.trainer.train import run_train
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 
-EVAL = {"tasks": "turnwise.envs.library.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
+EVAL = {"tasks": "turnwise.envs.basic.lookup:tasks?n=3&split=test", "samples": 2, "greedy": True, "every": None}
 
 
 def cli(*arguments: object) -> int:

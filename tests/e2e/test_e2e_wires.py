@@ -28,7 +28,7 @@ from support.rollout.audited import assert_sound
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
-from turnwise.envs.library.lookup import LookupEnv, table
+from turnwise.envs.basic.lookup import LookupEnv, table
 from turnwise.errors import BudgetExceeded
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess

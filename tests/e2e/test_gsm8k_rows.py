@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from support.chat.toy_renderer import END, ToyRenderer
-from turnwise.envs.library.math import calculations
+from turnwise.ext.environments.math import calculations
 from turnwise.inference.scripted import Line, ScriptedClient, ScriptedRequest
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec
@@ -35,7 +35,7 @@ Script = Callable[[Task, ScriptedRequest], Line]
 
 def rows() -> Iterator[Task]:
     assert (Path(FOLDER) / "test.jsonl").is_file(), f"TURNWISE_GSM8K is {FOLDER}: there is no test.jsonl in it"
-    return iter_tasks(f"turnwise.envs.library.math:tasks?path={FOLDER}&split=test")
+    return iter_tasks(f"turnwise.ext.environments.math:tasks?path={FOLDER}&split=test")
 
 
 def answers(request: ScriptedRequest) -> list[str]:

@@ -17,7 +17,7 @@ from support.processes.warm import run_command
 from support.trainer.lookup_run import environment, lines, shared, silent
 from turnwise.envs import make, reset_env, schemas, step_env, tool_call
 from turnwise.envs.demonstrations import wire
-from turnwise.envs.library.seeded import tasks
+from turnwise.tasks.seeded import tasks
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.offline.small_model import make_model
@@ -102,7 +102,7 @@ def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_pat
     assert any(row["metrics"]["tool_calls"] for row in rows)
 
     [last] = sorted((tmp_path / "runs" / "dice" / "checkpoints").iterdir())[-1:]
-    held_out = "turnwise.envs.library.seeded:tasks?n=3&name=test"
+    held_out = "turnwise.tasks.seeded:tasks?n=3&name=test"
     evaluated = run(tmp_path, "eval", "--model", last, "-n", "2", "--no-greedy", "--tasks", held_out)
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "success" in evaluated.stdout
@@ -147,7 +147,7 @@ def test_the_commands_of_the_quickstart_lead_from_nothing_to_a_report(tmp_path: 
 
 def test_the_same_run_by_the_command_line(model: Path, tmp_path: Path) -> None:
     command = ["-m", "turnwise", "train", "--env", f"{ENV}:Dice", "--model", str(model)]
-    done = started(tmp_path, *command, "--tasks", "turnwise.envs.library.seeded:tasks?n=4", "--dry-run")
+    done = started(tmp_path, *command, "--tasks", "turnwise.tasks.seeded:tasks?n=4", "--dry-run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "dice: ready to start" in done.stdout
     assert not (tmp_path / "runs").exists()

@@ -15,10 +15,11 @@ from support.chat.toy_renderer import ToyRenderer
 from support.envs.code_cheats import FUNCTION_CHEATS, KILLER, PROGRAM_CHEATS, rows
 from support.envs.published_rows import ONE_ROW, write_quixbugs
 from support.envs.sandboxed_episodes import answered, fenced, some_boxes
-from turnwise.envs import EnvSpec, check_env
+from turnwise.envs import EnvSpec
 from turnwise.envs.core import close_env, reset_env
-from turnwise.envs.library.code import CodeEnv, row, tasks
 from turnwise.envs.solution import play_solution
+from turnwise.ext.checks.environment import check_env
+from turnwise.ext.environments.code import CodeEnv, row, tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from turnwise.envs.core import Env, close_env, reset_env, schemas, score_env, step_env
-from turnwise.envs.foreign import tasks
 from turnwise.envs.registration import make
 from turnwise.errors import ConfigError, EnvError
+from turnwise.ext.frameworks.foreign import tasks
 from turnwise.tasks import Task
 from turnwise.types import ToolCall
 

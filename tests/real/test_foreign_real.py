@@ -18,9 +18,9 @@ from support.envs import foreign_plays
 from support.trainer.lookup_run import MODEL, build_model, environment, lines, shared, silent, train_config
 from turnwise.envs import foreign
 from turnwise.envs.core import close_env, fork_env, reset_env, schemas, score_env, step_env
-from turnwise.envs.foreign import tasks
 from turnwise.envs.registration import make
 from turnwise.errors import ConfigError, EnvError
+from turnwise.ext.frameworks.foreign import tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec
@@ -418,7 +418,7 @@ def test_a_step_of_training(name, tmp_path, tmp_path_factory, monkeypatch) -> No
         env["name"], env["config"] = openenv_config("guessing", monkeypatch)
     else:
         env["config"]["python"] = interpreter(name.partition(":")[0])
-    source = f"turnwise.envs.foreign.core:tasks?env={env['name']}&size=4"
+    source = f"turnwise.ext.frameworks.foreign.core:tasks?env={env['name']}&size=4"
     if name.startswith("verifiers"):
         # A task of each: a seed chooses its row.
         rows = [

@@ -313,7 +313,7 @@ def test_a_submitted_job_trains_on_a_node(model: Path, tmp_path: Path) -> None:
         keys = on_cluster(cluster, rollout={"env": {"name": "mine.py:Mine"}})
         file = tmp_path / "code" / "train.yaml"
         file.parent.mkdir()
-        code = "from turnwise.envs.library.lookup import LookupEnv\n\n\nclass Mine(LookupEnv):\n    pass\n"
+        code = "from turnwise.envs.basic.lookup import LookupEnv\n\n\nclass Mine(LookupEnv):\n    pass\n"
         (file.parent / "mine.py").write_text(code)
         file.write_text(dump_config(train_config(model, tmp_path, steps=1, **keys)))
         where = ("--address", cluster.dashboard, "--wait", "--python", sys.executable)

@@ -14,8 +14,8 @@ import pytest_asyncio
 from support.browser import Browser, missing
 from support.report_pages import played, write_metrics, write_run
 from support.trainer.lookup_run import MODEL, Turnwise, build_model, shared, train_config, training, wait_until
-from turnwise.report import write_report
-from turnwise.report.server import ReportServer
+from turnwise.ext.report.page import write_report
+from turnwise.ext.report.server import ReportServer
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.types import Branch, StopReason, as_ids
 

@@ -17,7 +17,7 @@ from support.agents.isolated_programs import program
 from support.chat.model_dirs import renderer_for
 from support.rollout.audited import train_once
 from support.sandboxes.docker_engine import PYTHON, engine
-from turnwise.envs.library.swe import tasks
+from turnwise.ext.environments.swe import tasks
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files

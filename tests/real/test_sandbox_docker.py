@@ -395,7 +395,7 @@ async def test_mounts_are_seen_and_not_written(docker_engine: TestEngine, tmp_pa
 @pytest.mark.alike("examinations")
 @pytest.mark.parametrize("files", ["tmpfs", "layer"])
 async def test_the_examination_is_passed(docker_engine: TestEngine, files: str) -> None:
-    from turnwise.sandboxes.checker import check_sandbox
+    from turnwise.ext.checks.sandbox import check_sandbox
 
     config = SandboxConfig(
         name="docker", config={"url": docker_engine.url, "image": PYTHON, "pull": "never", "files": files}

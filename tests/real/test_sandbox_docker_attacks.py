@@ -12,8 +12,8 @@ import pytest
 
 from support.sandboxes.docker_engine import PYTHON, TestEngine, engine
 from support.sandboxes.opened_backends import OpenedDocker
+from turnwise.ext.checks.sandbox import check_sandbox
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxSpec, archives
-from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.docker import DockerBackend, commands, scripts
 from turnwise.sandboxes.docker.commands import CommandKiller
 

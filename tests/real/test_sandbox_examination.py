@@ -14,10 +14,10 @@ import pytest
 import turnwise
 from support.sandboxes.e2b_server import KEY, e2b_cloud
 from support.sandboxes.faulty_backends import BentBackend
+from turnwise.ext.checks.sandbox import SandboxReport, check_sandbox
+from turnwise.ext.checks.sandbox.attacks import ATTACKS
+from turnwise.ext.checks.sandbox.core import CHECKS
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxSpec
-from turnwise.sandboxes.checker import SandboxReport, check_sandbox
-from turnwise.sandboxes.checker.attacks import ATTACKS
-from turnwise.sandboxes.checker.core import CHECKS
 from turnwise.sandboxes.local import LocalBackend
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -71,7 +71,7 @@ async def test_landlock_holds_back_what_it_says_for_a_plain_user() -> None:
 
 _AS_OTHER_USER = """
 import asyncio
-from turnwise.sandboxes.checker import check_sandbox
+from turnwise.ext.checks.sandbox import check_sandbox
 from turnwise.sandboxes.local import LocalBackend
 
 async def main():

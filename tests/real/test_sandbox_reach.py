@@ -21,10 +21,10 @@ from support.chat.model_dirs import renderer_for
 from support.sandboxes import other_user
 from support.sandboxes.docker_engine import PYTHON, engine
 from support.sandboxes.opened_backends import ExposedLocal, OpenContainers
+from turnwise.ext.checks.sandbox import check_sandbox
+from turnwise.ext.checks.sandbox.attacks import ATTACKS
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
-from turnwise.sandboxes.checker import check_sandbox
-from turnwise.sandboxes.checker.attacks import ATTACKS
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tasks import Task
 from turnwise.types import SamplingParams

@@ -12,9 +12,9 @@ import pytest
 from support.envs.swe_episodes import task, worth
 from support.sandboxes.docker_engine import PYTHON, TestEngine, engine
 from turnwise.envs.core import close_env, reset_env, run_method
-from turnwise.envs.library.swe import SweEnv, tasks
-from turnwise.envs.library.terminal import TerminalEnv
-from turnwise.envs.library.terminal import tasks as terminal_tasks
+from turnwise.ext.environments.swe import SweEnv, tasks
+from turnwise.ext.environments.terminal import TerminalEnv
+from turnwise.ext.environments.terminal import tasks as terminal_tasks
 from turnwise.sandboxes import SandboxConfig, SandboxManager
 
 pytestmark = pytest.mark.real

@@ -22,7 +22,7 @@ TIE = 1e-3
 
 
 def evaluate(checkpoint: Path, out: Path, *more: str) -> dict[str, Any]:
-    tasks = f"turnwise.envs.library.lookup:tasks?n={TASKS}&split=test"
+    tasks = f"turnwise.envs.basic.lookup:tasks?n={TASKS}&split=test"
     command = ("eval", "lookup", "-m", str(checkpoint), "-t", tasks, "-n", "2", "-o", str(out))
     limits = ("rollout.max_turns=4", "rollout.max_tokens_per_turn=48")
     with Turnwise(out.with_suffix(".log"), *command, *limits, *more) as process:

@@ -89,11 +89,11 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
         half_trained,
         tmp_path,
         steps=STEPS,
-        tasks="turnwise.envs.library.lookup:tasks?n=200&split=train",
+        tasks="turnwise.envs.basic.lookup:tasks?n=200&split=train",
         policies={"main": {"optim": {"lr": 2e-4, "eps": 1e-5, "max_grad_norm": 0.2}}},
         rollout={"env": {"name": "lookup"}, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 24},
         batch={"groups": 16, "max_tokens_per_micro_batch": 4096},
-        eval={"tasks": "turnwise.envs.library.lookup:tasks?n=24&split=test", "samples": 2, "every": None},
+        eval={"tasks": "turnwise.envs.basic.lookup:tasks?n=24&split=test", "samples": 2, "every": None},
         # All else are the defaults of a run with the built-in server.
         inference={"engine": "vllm", "replicas": 2, "server": {"python": vllm_python()}},
     )

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.report.live import LiveRun, Position
-from turnwise.report.trajectories import dumped
+from turnwise.ext.report.live import LiveRun, Position
+from turnwise.ext.report.trajectories import dumped
 from turnwise.trajectory import Segment, Trajectory
 from turnwise.trajectory_file import TrajectoryWriter
 from turnwise.types import StopReason, as_ids

@@ -41,7 +41,7 @@ MOST_PHRASES_A_LINE: Final = 6 / 10_000
 
 MODULE_ALIASES: Final = ("np", "npt", "pd", "nn", "F", "pa", "dist", "tl")
 
-LIBRARY: Final = f"{PACKAGE}/envs/library/"
+LIBRARY: Final = f"{PACKAGE}/ext/environments/"
 """The environments that ship: each may be as small as it is."""
 RUN_ELSEWHERE: Final = ("inside", "boot", "guard", "vllm_side", "sglang_side", "shipped")
 """Folders of code that runs in a sandbox or in vLLM's Python, apart from the rest of the package."""

@@ -47,7 +47,7 @@ def test_what_differs_is_told_and_where_it_stands_is_not(surface: ModuleType) ->
 
 def test_modules_are_no_part_of_a_name(surface: ModuleType) -> None:
     assert surface.plain("turnwise.trainer.config.train.TrainConfig | None") == "TrainConfig | None"
-    assert surface.plain("turnwise.envs.library.lookup:LookupEnv") == "LookupEnv"
+    assert surface.plain("turnwise.envs.basic.lookup:LookupEnv") == "LookupEnv"
     assert surface.plain("<function f at 0x7f00>") == "<function f>"
 
 

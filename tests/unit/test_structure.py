@@ -43,12 +43,12 @@ PACKAGE = ROOT / "turnwise"
 NOT_YET: dict[str, set[str]] = {
     "imports have no alias": {
         "turnwise/cli/app.py: turnwise.cli.inspect as evaluate",
-        "turnwise/envs/checker/core.py: turnwise.envs.checker.contract as failures",
-        "turnwise/envs/checker/core.py: turnwise.envs.checker.repeats as cost",
-        "turnwise/envs/library/search/bm25.py: bm25s as package",
-        "turnwise/envs/mcp_server.py: mcp_types as types",
-        "turnwise/sandboxes/checker/core.py: turnwise.sandboxes.checker.commands as persistence",
-        "turnwise/sandboxes/checker/core.py: turnwise.sandboxes.checker.files as trees",
+        "turnwise/ext/checks/environment/core.py: turnwise.ext.checks.environment.contract as failures",
+        "turnwise/ext/checks/environment/core.py: turnwise.ext.checks.environment.repeats as cost",
+        "turnwise/ext/environments/search/bm25.py: bm25s as package",
+        "turnwise/ext/frameworks/mcp_server.py: mcp_types as types",
+        "turnwise/ext/checks/sandbox/core.py: turnwise.ext.checks.sandbox.commands as persistence",
+        "turnwise/ext/checks/sandbox/core.py: turnwise.ext.checks.sandbox.files as trees",
         "turnwise/sandboxes/docker/backend.py: turnwise.sandboxes.docker.engine as owner",
         "turnwise/sandboxes/docker/pool.py: turnwise.sandboxes.docker.engine as owner",
         "turnwise/sandboxes/local/backend.py: turnwise.sandboxes.local.isolation_probe as ladder",
@@ -187,7 +187,7 @@ def test_a_small_file_with_one_importer_is_found() -> None:
     [
         ("turnwise/a/core.py", "", True),
         ("turnwise/a/__init__.py", "", True),
-        ("turnwise/envs/library/lookup.py", "", True),
+        ("turnwise/ext/environments/nim.py", "", True),
         ("turnwise/a/inside/program.py", "", True),
         ("turnwise/inference/vllm_side/serve.py", "", True),
         ("turnwise/a/b.py", 'if __name__ == "__main__":\n    main()\n', True),
@@ -380,7 +380,7 @@ FOREIGN_ATTRIBUTES = {
     *("fully_trusted_filter", "data_filter"),  # which tarfile has from Python 3.11.4 on
     "lm_head",  # which not every model of vLLM has
     "_base_executable",  # the interpreter that a virtual environment was made from, in CPython
-    # What objects of pytest have, of one version or another (envs/library/swe/guard/plugin.py).
+    # What objects of pytest have, of one version or another (ext/environments/swe/guard/plugin.py).
     *("__file__", "__func__", "_excinfo", "get_hookimpls", "wasxfail"),
     *("function", "cls", "module", "pytestmark", "_fixtureinfo", "name2fixturedefs", "__mro__", "__dict__"),
     "__module__",

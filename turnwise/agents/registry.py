@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVa
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.outcome import acting, settle
 from turnwise.errors import AgentError, RegistryError, TurnwiseError
-from turnwise.plugins import load_object
+from turnwise.plugins import load_object, references
 
 
 @runtime_checkable
@@ -27,11 +27,11 @@ class AgentMaker(Protocol):
 Registered: TypeAlias = "type[Agent] | AgentMaker"
 R = TypeVar("R", bound=Registered)
 _AGENTS: dict[str, Registered | str] = {
-    "blackbox": "turnwise.agents.blackbox:BlackBoxAgent",
     "langgraph": "turnwise.agents.langgraph:LangGraphAgent",
     "react": "turnwise.agents.react:ReActAgent",
     "single_turn": "turnwise.agents.react:SingleTurnAgent",
     "turns": "turnwise.agents.react:TurnsAgent",
+    **references("agents"),
 }
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import typer
 
-from turnwise.cli import check, envs, inspect, serve, start, train
+from turnwise.cli import envs, inspect, serve, start, train
 from turnwise.cli import inspect as evaluate
-from turnwise.errors import TurnwiseError
-from turnwise.plugins import load_extensions
+from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.plugins import load_extensions, load_object, references
 from turnwise.version import __version__
 
 app = typer.Typer(
@@ -42,14 +42,39 @@ app.command("replay")(inspect.replay)
 app.command("bisect")(inspect.bisect)
 app.command("compare")(inspect.compare)
 app.command("view")(inspect.view)
-app.command("report")(inspect.report)
 app.command("audit")(inspect.audit)
 app.command("timeline")(inspect.timeline)
 app.add_typer(envs.app, name="envs")
-app.command("export-env")(envs.export_env)
-app.command("check-env")(check.check_env)
-app.command("check-sandbox")(check.check_sandbox)
-app.command("mcp")(serve.mcp)
+
+
+def _add_plugged_in_commands() -> None:
+    """Add the commands of plug-ins: functions, or a ``typer.Typer`` with commands of its own."""
+    taken = {command.name for command in app.registered_commands}
+    for name, reference in references("commands").items():
+        if name in taken:
+            raise ConfigError(f"the command {name!r} of {reference} is taken: give its entry point another name")
+        try:
+            command = load_object(reference, "command")
+        except ConfigError as error:
+            # One broken plug-in leaves the other commands as they are.
+            command = _refusing(error)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+
+
+def _refusing(error: ConfigError) -> Callable[[], None]:
+    """Return a command that raises an error."""
+
+    def refuse() -> None:
+        """Raise the error that its plug-in cannot be loaded for."""
+        raise error
+
+    return refuse
+
+
+_add_plugged_in_commands()
 
 
 @app.command("version")

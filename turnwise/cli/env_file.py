@@ -10,9 +10,9 @@ from typing import Final, NoReturn
 
 from turnwise.cli.app import main as turnwise
 from turnwise.envs.core import Env
-from turnwise.envs.library.seeded import source
 from turnwise.envs.registration import run_name
 from turnwise.errors import ConfigError
+from turnwise.tasks.seeded import source
 from turnwise.trajectory_file import TRAJECTORIES
 
 _USAGE: Final = """usage: python {file} COMMAND [OPTIONS] [KEY=VALUE]...

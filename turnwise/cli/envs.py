@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,11 +16,15 @@ from turnwise.cli.options import (
     ToolConfig,
     env_spec,
 )
+from turnwise.plugins import load_object, references
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from turnwise.envs.catalogue import EnvInfo, FirstObservation
+
+CHECKED_TASKS = 3
+"""Tasks that ``envs show`` has the checker play."""
 
 app = typer.Typer(help="List environments; `turnwise envs show NAME` prints one with its first observation.")
 
@@ -50,7 +53,7 @@ def envs(
         table.add_column(title, overflow="fold")
     for each in found:
         summary = Text(each.problem, style="red") if each.problem else Text(each.summary)
-        tasks = "-" if each.tasks is None else each.tasks.removeprefix("turnwise.envs.library.")
+        tasks = "-" if each.tasks is None else each.tasks.removeprefix("turnwise.ext.environments.")
         table.add_row(Text(each.name, style="bold"), summary, Text(_few(each.tools)), Text(tasks))
     console = Console()
     console.print(table)
@@ -92,17 +95,13 @@ def show(
     _print_observation(asyncio.run(first_observation(spec, tasks)), console)
     if not check:
         return
-    from turnwise.cli.check import load_rows, show_report
-    from turnwise.envs.checker import check_env
-    from turnwise.envs.checker.core import DEFAULT_TASKS
-
-    console.print()
-    # A few tasks: check-env looks at all, which takes minutes where each is tried in a sandbox.
-    _, rows = load_rows(spec, tasks, DEFAULT_TASKS)
-    report = asyncio.run(check_env(spec, tasks=rows, looked_at=rows))
-    show_report(report, console)
-    if not report.ok:
-        raise typer.Exit(1)
+    command = references("commands").get("check-env")
+    if command is not None:
+        console.print()
+        # A few tasks: check-env looks at all, which takes minutes where each is tried in a sandbox.
+        load_object(command, "command")(
+            env, config, tasks, CHECKED_TASKS, functions=functions, tool_config=tool_config, mcp=mcp
+        )
 
 
 def _print_info(info: EnvInfo, source: str | None, console: Console) -> None:
@@ -135,29 +134,6 @@ def _print_observation(first: FirstObservation, console: Console) -> None:
         names = ", ".join(schema.parameters.get("properties", {}))
         said = schema.description.split("\n")[0]
         console.print(Text.assemble((f"{schema.name}({names})", "bold yellow"), f"  {said}"), soft_wrap=True)
-
-
-def export_env(
-    env: EnvReference,
-    config: ConstructorArguments = None,
-    *,
-    form: Annotated[
-        str, typer.Option("--as", help="gymnasium, inspect, mcp, openenv or verifiers.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write; by default NAME-FRAMEWORK.", show_default=False)
-    ] = None,
-    tasks: EnvTasks = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of tasks.")] = 1_000,
-) -> None:
-    """Write a folder with an environment and its tasks, for Gymnasium, Inspect, MCP clients, OpenEnv or verifiers."""
-    import asyncio
-
-    from turnwise.envs.export import export_env as write
-
-    folder = out or Path(f"{Path(env.rpartition(':')[2]).stem}-{form}")
-    files = asyncio.run(write(env_spec(env, config, None, None, None), form, folder, tasks=tasks, limit=limit))
-    typer.echo(f"{len(files)} files in {folder}: see {folder / 'README.md'}")
 
 
 def _few(names: tuple[str, ...], most: int = 4) -> str:

@@ -6,25 +6,15 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from turnwise.cli.options import (
-    ConstructorArguments,
-    EnvReference,
-    FunctionTools,
-    MCPServers,
-    Overrides,
-    ToolConfig,
-    env_spec,
-)
+from turnwise.cli.options import Overrides
 
 if TYPE_CHECKING:
-    from turnwise.tasks.core import Task
-    from turnwise.tasks.sources import TaskSource
+    pass
 
 
 def serve(
@@ -149,75 +139,3 @@ def runner(
     made = make_agent(agent, **parse_overrides(config or ()))
     options = RunnerOptions(connect.rstrip("/"), read_key(key_file), concurrency, wait, stay)
     asyncio.run(serve_run(options, made, lambda text: print(text, file=sys.stderr, flush=True)))  # noqa: T201
-
-
-def mcp(
-    env: EnvReference,
-    config: ConstructorArguments = None,
-    http: Annotated[
-        bool, typer.Option("--http/--stdio", help="Serve many clients over HTTP, or one over stdin and stdout.")
-    ] = False,
-    host: Annotated[str, typer.Option("--host", help="Address to bind, with --http.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = 8000,
-    tasks: Annotated[
-        str | None, typer.Option("--tasks", "-t", help="Task source, played in order; default: the environment's.")
-    ] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Play only the task with this id.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of every reset; default: the task's.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Append one JSON line per episode to this file.")
-    ] = None,
-    functions: FunctionTools = None,
-    tool_config: ToolConfig = None,
-    mcp: MCPServers = None,
-) -> None:
-    """Serve an environment's tools as an MCP server; each client session plays and scores one episode."""
-    import asyncio
-    import sys
-    from contextlib import AbstractContextManager, nullcontext, redirect_stdout
-
-    from turnwise.envs.mcp_server import EnvServer
-    from turnwise.envs.registration import own_tasks
-
-    def stdout_to_stderr() -> AbstractContextManager[object]:
-        # Over stdio, what the environment's code prints must not come between the messages.
-        return nullcontext() if http else redirect_stdout(sys.stderr)
-
-    with stdout_to_stderr():
-        spec = env_spec(env, config, functions, tool_config, mcp)
-        queue = _queue(own_tasks(env, spec.config) if tasks is None else tasks, task)
-
-    async def serve() -> None:
-        async with spec.toolbox() as toolbox:
-            with stdout_to_stderr():
-                tools = await toolbox.tools()
-                spec.make(tools)  # raises before a client connects
-            server = EnvServer(lambda: spec.make(tools), env, tasks=queue, seed=seed, out=out)
-            if http:
-                await server.serve_http(host, port, lambda address: typer.echo(f"serving {env} at {address}"))
-            else:
-                await server.serve_stdio()
-
-    asyncio.run(serve())
-
-
-def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None:
-    """Return the tasks of successive sessions, read lazily: the source may be endless."""
-    from itertools import chain
-
-    from turnwise.errors import TaskError
-    from turnwise.tasks.reader import iter_tasks
-
-    rows = iter(()) if source is None else iter_tasks(source)
-    if task is not None:
-        found = next((each for each in rows if each.id == task), None)
-        if found is None:
-            where = f"{source} has no task with this id"
-            if source is None:
-                where = "the environment has no default_tasks: name a source with --tasks"
-            raise TaskError(f"--task {task}: {where}")
-        return [found]
-    first = next(rows, None)
-    if first is None and source is not None:
-        raise TaskError(f"{source}: it contains no tasks")
-    return None if first is None else chain([first], rows)

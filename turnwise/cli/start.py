@@ -85,8 +85,8 @@ def make_model(
     # Before the imports, which take seconds.
     typer.echo(f"solving {demonstrations:,} tasks with the environment's reference solution")
 
-    from turnwise.envs.library.seeded import source
     from turnwise.envs.registration import env_class
+    from turnwise.tasks.seeded import source
     from turnwise.trainer.offline.first_model import TRAINING, FirstModel, demonstrate, write_first_model
 
     spec = env_spec(env, config, None, None, None)

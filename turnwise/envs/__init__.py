@@ -1,6 +1,5 @@
 """Environments at the level of messages, with Gymnasium's method names."""
 
-from turnwise.envs.checker import CheckReport, Finding, check_env
 from turnwise.envs.core import (
     Env,
     Solution,
@@ -33,10 +32,8 @@ from turnwise.envs.wrappers import (
 
 __all__ = [
     "SANDBOX_VARIES",
-    "CheckReport",
     "Env",
     "EnvSpec",
-    "Finding",
     "MultiAgentEnv",
     "RecordTranscript",
     "ShapeReward",

@@ -16,7 +16,7 @@ from turnwise.config import load_config
 from turnwise.envs.core import Env
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.plugins import load_object
+from turnwise.plugins import load_object, references
 from turnwise.tools.config import ToolsConfig
 from turnwise.tools.core import Tool, nearest
 from turnwise.tools.selection import Toolbox
@@ -39,34 +39,22 @@ class _Entry:
         return f"{self.entry_point.__module__}:{self.entry_point.__qualname__}"
 
 
+_BASIC = "turnwise.envs.basic"
 _ENVS: dict[str, _Entry] = {
-    "calculator": _Entry("turnwise.envs.library.calculator:CalculatorEnv", {}),
-    "code": _Entry("turnwise.envs.library.code:CodeEnv", {}),
-    "guess_number": _Entry("turnwise.envs.library.guess_number:GuessNumberEnv", {}),
-    "gymnasium": _Entry("turnwise.envs.gym.from_gymnasium:GymnasiumEnv", {}),
-    "gymnasium_tools": _Entry("turnwise.envs.gym.from_gymnasium:GymnasiumToolEnv", {}),
-    "lookup": _Entry("turnwise.envs.library.lookup:LookupEnv", {}),
-    "math": _Entry("turnwise.envs.library.math:MathEnv", {}),
-    "nim": _Entry("turnwise.envs.library.nim:NimEnv", {}),
-    "picture": _Entry("turnwise.envs.library.picture:PictureEnv", {}),
-    "retail": _Entry("turnwise.envs.library.retail:RetailEnv", {}),
-    "search": _Entry("turnwise.envs.library.search:SearchEnv", {}),
-    "single_turn": _Entry("turnwise.envs.single_turn:SingleTurnEnv", {}),
-    "sql": _Entry("turnwise.envs.library.sql:SqlEnv", {}),
-    "task": _Entry("turnwise.envs.library.task_env:TaskEnv", {}),
-    "terminal": _Entry("turnwise.envs.library.terminal:TerminalEnv", {}),
-    "swe": _Entry("turnwise.envs.library.swe:SweEnv", {}),
-    "tool": _Entry("turnwise.envs.library.task_env:TaskToolEnv", {}),
-    "tool_calls": _Entry("turnwise.envs.library.tool_calls:ToolCallsEnv", {}),
-    "trail": _Entry("turnwise.envs.library.trail:TrailEnv", {}),
+    name: _Entry(reference, {})
+    for name, reference in {
+        "calculator": f"{_BASIC}.calculator:CalculatorEnv",
+        "guess_number": f"{_BASIC}.guess_number:GuessNumberEnv",
+        "gymnasium": "turnwise.envs.gym.from_gymnasium:GymnasiumEnv",
+        "gymnasium_tools": "turnwise.envs.gym.from_gymnasium:GymnasiumToolEnv",
+        "lookup": f"{_BASIC}.lookup:LookupEnv",
+        "single_turn": "turnwise.envs.single_turn:SingleTurnEnv",
+        "task": f"{_BASIC}.task_env:TaskEnv",
+        "tool": f"{_BASIC}.task_env:TaskToolEnv",
+        **references("environments"),
+    }.items()
 }
-
-
-_FOREIGN = "turnwise.envs.foreign.core:foreign_class"
-_PREFIXES: dict[str, str] = dict.fromkeys(
-    ("gem", "inspect", "openenv", "reasoning-gym", "textarena", "verifiers"), _FOREIGN
-)
-_PREFIXES["harbor"] = "turnwise.envs.library.terminal:harbor_class"
+_PREFIXES: dict[str, str] = references("environment_families")
 """References to functions from prefix and rest of a name, such as ``reasoning-gym:chain_sum``, to its class."""
 
 

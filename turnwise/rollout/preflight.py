@@ -43,7 +43,7 @@ def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sour
     if default is None:
         raise ConfigError(
             f"{key}: missing, and the environment {rollout.env.name!r} has no default_tasks: name a file of tasks, or "
-            "pkg.module:function; where all is drawn from the seed, turnwise.envs.library.seeded:tasks?n=200&name=test"
+            "pkg.module:function; where all is drawn from the seed, turnwise.tasks.seeded:tasks?n=200&name=test"
         )
     return default
 

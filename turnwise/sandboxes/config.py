@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from turnwise.config import ConfigReference
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.plugins import load_object
+from turnwise.plugins import load_object, references
 from turnwise.sandboxes.core import SandboxBackend, SandboxLimits, SandboxSpec
 
 B = TypeVar("B", bound=type[SandboxBackend])
@@ -21,6 +21,7 @@ BACKENDS: dict[str, type[SandboxBackend] | str] = {
     "local": "turnwise.sandboxes.local:LocalBackend",
     "docker": "turnwise.sandboxes.docker:DockerBackend",
     "e2b": "turnwise.sandboxes.e2b:E2BBackend",
+    **references("sandboxes"),
 }
 """Backends by the name that a configuration uses: classes, or references to them."""
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from turnwise.config import ConfigReference, ConfigSource
-from turnwise.tasks.formats import FORMATS
+from turnwise.tasks.formats import row_format_references
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 _FORMS = "a file of tasks, or pkg.module:function"
@@ -91,7 +91,7 @@ class SourceConfig(BaseModel):
     @field_validator("format")
     @classmethod
     def _is_known(cls, name: str) -> str:
-        known = ("turnwise", "verl", *FORMATS)
+        known = ("turnwise", "verl", *row_format_references())
         if name not in known:
             raise ValueError(f"one of {', '.join(known)} (not {name!r})")
         return name

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from turnwise.errors import TaskError, shown
-from turnwise.plugins import load_object
+from turnwise.plugins import load_object, references
 from turnwise.tasks.core import Task, kind
 
 RowMap: TypeAlias = Callable[[Any, str], Any]
@@ -19,7 +20,6 @@ DATA_SOURCE: Final = "data_source"
 # What verl calls its agent loops.
 _VERL_AGENTS: Final = {"single_turn_agent": "single_turn", "tool_agent": "react"}
 _TOOLS: Final = ("tools_kwargs", "tool_selection")
-_LIBRARY: Final = "turnwise.envs.library"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,47 +72,20 @@ class RowFormat:
                 )
 
 
-_SWE: Final = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
-_TESTS: Final = ("FAIL_TO_PASS", "PASS_TO_PASS")
-FORMATS: Final[dict[str, RowFormat]] = {
-    "bfcl": RowFormat(
-        "tool_calls",
-        f"{_LIBRARY}.tool_calls.bfcl:row",
-        ("id", "question", "function"),
-        f"{_LIBRARY}.tool_calls.bfcl:rows",
-    ),
-    "gsm8k": RowFormat("math", f"{_LIBRARY}.math:row", ("question", "answer")),
-    "humaneval": RowFormat("code", f"{_LIBRARY}.code:row", ("task_id", "prompt", "test", "entry_point")),
-    "livecodebench": RowFormat(
-        "code",
-        f"{_LIBRARY}.code:row",
-        ("question_id", "question_content", "public_test_cases", "private_test_cases", "starter_code", "metadata"),
-    ),
-    "math": RowFormat("math", f"{_LIBRARY}.math.env:competition_row", ("problem", "solution")),
-    "mbpp": RowFormat("code", f"{_LIBRARY}.code:row", ("task_id", "text|prompt", "code", "test_list")),
-    "nemotron-swe": RowFormat("swe", f"{_LIBRARY}.swe.rows:nemo_gym_row", ("responses_create_params",)),
-    "quixbugs": RowFormat("code", f"{_LIBRARY}.code:row", files=f"{_LIBRARY}.code.quixbugs:rows"),
-    "r2e-gym": RowFormat(
-        "swe",
-        f"{_LIBRARY}.swe.rows:checked_row",
-        ("repo_name", "docker_image", "commit_hash", "problem_statement", "expected_output_json"),
-    ),
-    "swe-bench": RowFormat("swe", f"{_LIBRARY}.swe.rows:checked_row", (*_SWE, *_TESTS)),
-    "swe-bench-multimodal": RowFormat("swe", f"{_LIBRARY}.swe.rows:multimodal_row", (*_SWE, *_TESTS, "image_assets")),
-    "swe-gym": RowFormat("swe", f"{_LIBRARY}.swe.rows:checked_row", (*_SWE, *_TESTS)),
-    "swe-smith": RowFormat(
-        "swe",
-        f"{_LIBRARY}.swe.rows:checked_row",
-        ("instance_id", "repo", "patch", "image_name", "problem_statement", *_TESTS),
-    ),
-    "tau-retail": RowFormat(
-        "retail",
-        f"{_LIBRARY}.retail.tau_bench:row",
-        ("user_id", "instruction", "actions", "outputs"),
-        f"{_LIBRARY}.retail.tau_bench:rows",
-    ),
-}
-"""The formats by their names in ``tasks.format``, besides ``turnwise`` and ``verl``."""
+@functools.cache
+def row_format_references() -> Mapping[str, str]:
+    """Return the references of the formats that plug in, by their names in ``tasks.format``."""
+    return references("row_formats")
+
+
+@functools.cache
+def find_row_format(name: str) -> RowFormat | None:
+    """Return the format of a name, or None where none plugs in. Raises ConfigError: it cannot be imported."""
+    reference = row_format_references().get(name)
+    if reference is None:
+        return None
+    row_format: RowFormat = load_object(reference, "row format")
+    return row_format
 
 
 def verl_row(row: Any, where: str) -> Any:

@@ -13,7 +13,7 @@ from turnwise.plugins import load_object
 from turnwise.seeding import stable_hash
 from turnwise.tasks.config import SourceConfig, SpecRow
 from turnwise.tasks.core import Task, kind
-from turnwise.tasks.formats import FORMATS, ROW_FIELDS, RowMap, verl_row, verl_source
+from turnwise.tasks.formats import ROW_FIELDS, RowMap, find_row_format, verl_row, verl_source
 from turnwise.tasks.sources import FunctionRows, Row, Rows, TaskSource, is_table, open_rows
 
 
@@ -23,8 +23,9 @@ def mapping_of(config: SourceConfig) -> RowMap:
         return _function(config.map)
     if config.format == "verl":
         return verl_row
-    if config.format in FORMATS:
-        return FORMATS[config.format].mapping(config.format)
+    row_format = find_row_format(config.format)
+    if row_format is not None:
+        return row_format.mapping(config.format)
     if config.columns:
         return _Columns(config.columns)
     return lambda row, where: row  # noqa: ARG005 - the signature of all
@@ -148,7 +149,7 @@ class TaskReader:
         self._rows = _opened(config)
         self.name = config.name or self._rows.name
         self._config = config
-        self._format = FORMATS.get(config.format)
+        self._format = find_row_format(config.format)
         self._map = mapping_of(config)
         self._keep = keep
         self._source = self.name if named or config.name else None
@@ -199,10 +200,10 @@ class TaskReader:
 
 def _opened(config: SourceConfig) -> Rows:
     """Open a source: as rows, or by its format where the dataset is no table of rows."""
-    files = FORMATS[config.format].files if config.format in FORMATS else ""
-    if not files or is_table(config.source):
+    row_format = find_row_format(config.format)
+    if row_format is None or not row_format.files or is_table(config.source):
         return open_rows(config.source, {})
-    rows = FunctionRows(FORMATS[config.format].rows, files, {"path": config.source})
+    rows = FunctionRows(row_format.rows, row_format.files, {"path": config.source})
     rows.name = Path(config.source).stem.replace("/", "-") or config.format
     return rows
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from support.chat.model_dirs import renderer_for
-from turnwise.envs.library.lookup import LookupEnv, table
+from turnwise.envs.basic.lookup import LookupEnv, table
 from turnwise.errors import EnvError
 from turnwise.inference.scripted import Script, ScriptedClient
 from turnwise.model.core import LLMClient

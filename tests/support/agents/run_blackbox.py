@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from support.chat.model_dirs import renderer_for
+from turnwise.envs.basic.lookup import table
 from turnwise.envs.core import ResetResult
-from turnwise.envs.library.lookup import table
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.ledger import LedgerClient

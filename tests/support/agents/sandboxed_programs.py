@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Any, ClassVar
 
+from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.core import ResetResult
-from turnwise.envs.library.lookup import LookupEnv
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
 from turnwise.agents.registry import rollout
-from turnwise.compat.lightning import LLM, LitAgent, Rollout
+from turnwise.ext.frameworks.compat.lightning import LLM, LitAgent, Rollout
 from turnwise.types import StopReason, ToolCall
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.envs.core import close_env, reset_env, step_env
-from turnwise.envs.export import export_env, load_exported
 from turnwise.envs.gym.to_gymnasium import plain
 from turnwise.envs.registration import EnvSpec
 from turnwise.envs.solution import play_solution
+from turnwise.ext.frameworks.export import export_env, load_exported
 from turnwise.types import Message
 
 NAMES = ("guess_number", "calculator", "retail")

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from turnwise.envs.library.lookup import LookupEnv
+from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.seeding import stable_hash
 from turnwise.types import text_of

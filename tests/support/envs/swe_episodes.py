@@ -8,9 +8,9 @@ from typing import Any
 
 from turnwise.agents.core import Agent, Episode
 from turnwise.envs.core import close_env, reset_env, score_env
-from turnwise.envs.library.swe import SweEnv, tasks
-from turnwise.envs.library.swe.rows import instance_of
 from turnwise.errors import SandboxUnavailable
+from turnwise.ext.environments.swe import SweEnv, tasks
+from turnwise.ext.environments.swe.rows import instance_of
 from turnwise.sandboxes import SandboxConfig, SandboxManager
 from turnwise.tasks import Task
 from turnwise.types import ToolCall

@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from turnwise.envs.library.swe.paths import touched
-from turnwise.envs.library.swe.rows import Instance
-from turnwise.envs.library.swe.snapshot import checkout
+from turnwise.ext.environments.swe.paths import touched
+from turnwise.ext.environments.swe.rows import Instance
+from turnwise.ext.environments.swe.snapshot import checkout
 
 _OPPOSITES: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,

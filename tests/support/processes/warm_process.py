@@ -32,7 +32,7 @@ IMPORTED = (
     "turnwise.cli", "turnwise.trainer.train", "turnwise.trainer.run.audit", "turnwise.trainer.offline.sft",
     "turnwise.trainer.loops.modes", "turnwise.trainer.learn.fsdp_rank", "turnwise.evaluation.runner",
     "turnwise.engine.causal_lm", "turnwise.engine.server", "turnwise.engine.reward_model", "turnwise.gateway.server",
-    "turnwise.rollout.remote", "turnwise.envs.library.lookup",
+    "turnwise.rollout.remote", "turnwise.envs.basic.lookup",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.tokenization_auto", "torch._dynamo", "torch.distributed.tensor",
     "uvicorn.protocols.http.httptools_impl", "uvicorn.lifespan.off", "uvicorn.loops.uvloop", "uvloop", "llguidance.hf",

@@ -133,7 +133,7 @@ def train_config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
         "runs": runs,
         "steps": 2,
         "seed": 3,
-        "tasks": "turnwise.envs.library.lookup:tasks?n=7&split=train",
+        "tasks": "turnwise.envs.basic.lookup:tasks?n=7&split=train",
         "policies": {"main": {"model": {"path": model, "threads": 1}, "optim": {"lr": 1e-3}}},
         "rollout": {
             "env": {"name": "support.envs.run_envs:Graded"},

@@ -29,7 +29,7 @@ def solver_and_critic(runs: Path, policies: dict[str, dict[str, Any]], **changes
         "runs": runs,
         "steps": 2,
         "seed": 3,
-        "tasks": "turnwise.envs.library.lookup:tasks?n=7&split=train",
+        "tasks": "turnwise.envs.basic.lookup:tasks?n=7&split=train",
         "policies": policies,
         "rollout": {
             "env": {"name": "lookup"},

@@ -12,7 +12,7 @@ import pytest
 import torch
 from openai import AsyncOpenAI, OpenAI
 
-import turnwise.compat.lightning as agl
+import turnwise.ext.frameworks.compat.lightning as agl
 from support.chat.model_dirs import renderer_for
 from turnwise.agents import LLM, Episode, emit_reward, make_agent, register_agent, rollout
 from turnwise.envs.tool_env import ToolEnv

@@ -14,10 +14,10 @@ from support.chat.model_dirs import renderer_for
 from support.chat.sees import shared
 from support.pictures import PNG, URI, png
 from turnwise import RolloutProducer, RolloutRequest, SingleTurnEnv, Task, load_tasks
-from turnwise.agents.blackbox.workdir import told_of
-from turnwise.envs.library.picture import chart, draw, tasks
 from turnwise.errors import AgentError, ConfigError, SessionError, TaskError
 from turnwise.evaluation.view import render
+from turnwise.ext.environments.picture import chart, draw, tasks
+from turnwise.ext.programs.workdir import told_of
 from turnwise.images import image_label, image_part, image_size, readable_text
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig

@@ -9,7 +9,9 @@ import pytest
 
 from support.chat.model_dirs import renderer_for
 from turnwise.agents import make_agent
-from turnwise.compat.verl_agent_loop import (
+from turnwise.envs.basic.lookup import table
+from turnwise.errors import AgentError, BudgetExceeded, RegistryError
+from turnwise.ext.frameworks.compat.verl_agent_loop import (
     AgentLoopBase,
     AgentLoopMetrics,
     AgentLoopOutput,
@@ -18,8 +20,6 @@ from turnwise.compat.verl_agent_loop import (
     rollout_trace_op,
     simple_timer,
 )
-from turnwise.envs.library.lookup import table
-from turnwise.errors import AgentError, BudgetExceeded, RegistryError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec

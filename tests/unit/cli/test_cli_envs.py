@@ -67,7 +67,7 @@ def test_every_registered_environment_is_listed_with_what_it_is() -> None:
     assert len(shipped) >= 17
     assert [name for name, each in shipped.items() if each["problem"] or not each["summary"]] == []
     assert found["lookup"]["tools"] == ["team_of", "manager_of"]
-    assert found["lookup"]["tasks"] == "turnwise.envs.library.lookup:tasks"
+    assert found["lookup"]["tasks"] == "turnwise.envs.basic.lookup:tasks"
     text = run("envs")
     assert all(name in text for name in env_names())
     assert "cancel_order, change_order_address" in text
@@ -108,8 +108,8 @@ async def test_an_episode_that_was_begun_is_closed(own: str) -> None:
 
 
 def test_an_endless_source_is_counted_up_to_a_limit() -> None:
-    assert count_tasks("turnwise.envs.library.lookup:tasks?n=5") == 5
-    assert count_tasks("turnwise.envs.library.lookup:tasks?n=5000") == 1000
+    assert count_tasks("turnwise.envs.basic.lookup:tasks?n=5") == 5
+    assert count_tasks("turnwise.envs.basic.lookup:tasks?n=5000") == 1000
 
 
 def test_what_is_not_there_is_named() -> None:

@@ -18,9 +18,10 @@ from support.processes.warm import run_command
 from turnwise.chat.model_dir import max_new_tokens
 from turnwise.cli.app import app
 from turnwise.config import load_config
-from turnwise.envs import EnvSpec, check_env, registration
+from turnwise.envs import EnvSpec, registration
 from turnwise.errors import ConfigError, EnvError
 from turnwise.evaluation.config import EvalConfig
+from turnwise.ext.checks.environment import check_env
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.offline.first_model import FirstModel, demonstrate, write_first_model
@@ -60,7 +61,9 @@ async def test_a_new_environment_passes_the_checker(project: Path) -> None:
     assert (report.errors, report.warnings) == ([], [])
     assert "price-check" in registration.env_names()
     settings = tomllib.loads((project / "pyproject.toml").read_text())
-    assert settings["project"]["entry-points"]["turnwise.plugins"] == {"price-check": "price_check"}
+    assert settings["project"]["entry-points"]["turnwise.environments"] == {
+        "price-check": "price_check.env:PriceCheckEnv"
+    }
     TrainConfig.model_validate(yaml.safe_load((project / "train.yaml").read_text()))
     assert (project / ".github" / "workflows" / "ci.yml").exists()
     assert "{{" not in "".join(
@@ -94,7 +97,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 async def test_demonstrations_are_solutions_of_the_tasks_in_order(tmp_path: Path) -> None:
-    rows = await demonstrate(FirstModel(EnvSpec("lookup"), "turnwise.envs.library.lookup:tasks?n=3", demonstrations=5))
+    rows = await demonstrate(FirstModel(EnvSpec("lookup"), "turnwise.envs.basic.lookup:tasks?n=3", demonstrations=5))
     asked = [row["messages"][0]["content"] for row in rows]
     assert asked[3:] == asked[:2]
     assert [len(row["messages"]) for row in rows] == [6] * 5
@@ -131,7 +134,7 @@ def test_a_model_comes_with_the_configuration_that_trains_it(tmp_path: Path) -> 
 
 
 def test_it_has_the_tasks_and_the_settings_that_the_model_was_made_with(tmp_path: Path) -> None:
-    tasks = "turnwise.envs.library.seeded:tasks?n=3"
+    tasks = "turnwise.tasks.seeded:tasks?n=3"
     plan = FirstModel(EnvSpec("guess_number", {"high": 20}), tasks, demonstrations=3, steps=0)
     rows = asyncio.run(demonstrate(plan))
     write_first_model(plan, rows, tmp_path / "made")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from support.doc_pages import blocks, section
-from turnwise.agents.blackbox import Recipe
-from turnwise.agents.blackbox.config import BlackBoxConfig, resolve_recipe
-from turnwise.agents.blackbox.workdir import PLACEHOLDERS, recipe_of
+from turnwise.ext.programs import Recipe
+from turnwise.ext.programs.config import BlackBoxConfig, resolve_recipe
+from turnwise.ext.programs.workdir import PLACEHOLDERS, recipe_of
 
 PAGE = section("external-agents.md", "Programs as agents")
 

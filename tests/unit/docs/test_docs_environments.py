@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from support.doc_pages import page
-from turnwise.envs.library.guess_number import GuessNumberEnv
+from turnwise.envs.basic.guess_number import GuessNumberEnv
 from turnwise.envs.registration import env_class
 from turnwise.tasks import SourceConfig, iter_tasks
 

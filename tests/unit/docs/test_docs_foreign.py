@@ -15,9 +15,9 @@ from support.doc_pages import blocks, page, section
 from turnwise.cli.app import app
 from turnwise.config import load_config
 from turnwise.envs.core import close_env, reset_env, step_env
-from turnwise.envs.export import FORMS
-from turnwise.envs.foreign import core
 from turnwise.envs.registration import _PREFIXES, env_class
+from turnwise.ext.frameworks.export import FORMS
+from turnwise.ext.frameworks.foreign import core
 from turnwise.rollout.config import SpecConfig
 from turnwise.tasks import load_tasks
 

@@ -139,7 +139,7 @@ def test_a_path_that_is_not_there_is_found(text: str, missing: list[str]) -> Non
         ('[project.entry-points."turnwise.group"]', []),
         ("`turnwise.Trainr`", ["turnwise.Trainr"]),
         ("`turnwise.inference.session`", ["turnwise.inference.session"]),
-        ("turnwise.envs.library.lookup:tusks?n=1", ["turnwise.envs.library.lookup:tusks"]),
+        ("turnwise.envs.basic.lookup:tusks?n=1", ["turnwise.envs.basic.lookup:tusks"]),
         ("from turnwise.types import Message, Massage", ["turnwise.types.Massage"]),
         ("from turnwise.types import (\n    Message as M,  # it\n    Massage,\n)", ["turnwise.types.Massage"]),
     ],

@@ -49,5 +49,5 @@ def test_the_keys_on_the_page_are_those_that_there_are() -> None:
 def test_the_numbers_on_the_page_are_the_defaults() -> None:
     assert f"at most {HELD_AT_MOST:,} tasks is held" in " ".join(PAGE.split())
     assert f"`shuffle_buffer` ({SourceConfig.model_fields['shuffle_buffer'].default:,})" in " ".join(PAGE.split())
-    order, [report] = open_order(SourceConfig(source="turnwise.envs.library.lookup:tasks?n=5"))
+    order, [report] = open_order(SourceConfig(source="turnwise.envs.basic.lookup:tasks?n=5"))
     assert (report.tasks, order.epoch) == (5, 0)

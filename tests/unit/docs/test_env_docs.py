@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from support.doc_pages import blocks, section
-from turnwise.cli.check import check_env as check_env_command
-from turnwise.envs import check_env, wrappers
-from turnwise.envs.checker.core import CHECKS
+from turnwise.envs import wrappers
 from turnwise.envs.gym.to_gymnasium import from_gymnasium
+from turnwise.ext.checks.commands import check_env as check_env_command
+from turnwise.ext.checks.environment import check_env
+from turnwise.ext.checks.environment.core import CHECKS
 from turnwise.rollout.config import RolloutConfig
 
 PAGE = "environments.md"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
-from turnwise.envs import check_env
+from turnwise.ext.checks.environment import check_env
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.envs import make, play_solution, reset_env
-from turnwise.envs.library import guess_number
-from turnwise.envs.library.guess_number import GuessNumberEnv
+from turnwise.envs.basic import guess_number
+from turnwise.envs.basic.guess_number import GuessNumberEnv
 from turnwise.errors import EnvError, TaskError
 from turnwise.tasks import Task
 from turnwise.types import ToolCall

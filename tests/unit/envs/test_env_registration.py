@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from turnwise.envs import Env, EnvSpec, ToolEnv, env_names, make, register
-from turnwise.envs.library.lookup import LookupEnv
+from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.errors import RegistryError
 
 
@@ -34,7 +34,7 @@ def test_by_name_with_defaults_and_overrides():
 
 def test_shipped_ones_and_references():
     assert type(make("lookup")) is LookupEnv
-    assert type(make("turnwise.envs.library.lookup:LookupEnv")) is LookupEnv
+    assert type(make("turnwise.envs.basic.lookup:LookupEnv")) is LookupEnv
     assert type(make(f"{__name__}:Unregistered")) is Unregistered
 
 
@@ -52,7 +52,7 @@ def test_a_file(tmp_path):
         ("lokup", "no environment 'lokup'; did you mean 'lookup'"),
         ("zzz", "registered are .*lookup"),
         ("no_such_module_at_all:Env", "no module"),
-        ("turnwise.envs.library.lookup:LookupEnvs", "did you mean 'LookupEnv'"),
+        ("turnwise.envs.basic.lookup:LookupEnvs", "did you mean 'LookupEnv'"),
         (f"{__name__}:NoEnv", "must be a subclass of turnwise.Env"),
         ("/no/such/file.py:Env", "no such file"),
     ],

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from support.envs.shipped import SHIPPED
 from turnwise.envs import Env, StepResult, ToolEnv, wrap
-from turnwise.envs.checker import check_env
-from turnwise.envs.checker.context import some_calls
-from turnwise.envs.checker.forks import shared, slow_copy
 from turnwise.envs.core import call_env, close_env, fork_env, reset_env, step_env
 from turnwise.envs.registration import make, register
 from turnwise.errors import EnvError
+from turnwise.ext.checks.environment import check_env
+from turnwise.ext.checks.environment.context import some_calls
+from turnwise.ext.checks.environment.forks import shared, slow_copy
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import load_tasks
 from turnwise.tools import BaseTool, function_tool
@@ -35,8 +35,8 @@ from turnwise.types import Message, ToolCall
 CONFIGS: dict[str, dict[str, Any]] = {
     "gymnasium": {"env_id": "FrozenLake-v1"},
     "gymnasium_tools": {"env_id": "FrozenLake-v1"},
-    "single_turn": {"scorer": "turnwise.envs.library.task_env:only_tools"},
-    "tool": {"scorer": "turnwise.envs.library.task_env:only_tools"},
+    "single_turn": {"scorer": "turnwise.envs.basic.task_env:only_tools"},
+    "tool": {"scorer": "turnwise.envs.basic.task_env:only_tools"},
 }
 SANDBOXED = ("code", "swe", "terminal")
 TASK = Task(id="t", prompt="Say something.", data={})

@@ -15,8 +15,8 @@ from gymnasium.utils.env_checker import check_env
 import turnwise
 from support.envs.shipped import SHIPPED
 from turnwise.envs import Env, SingleTurnEnv, StepResult, env_names, register
+from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.gym.to_gymnasium import ActionSpace, GymnasiumAdapter, ObservationSpace, to_gymnasium
-from turnwise.envs.library.lookup import LookupEnv
 from turnwise.errors import EnvError, RegistryError, TaskError
 from turnwise.tasks import Task
 from turnwise.types import ToolCall, ToolSchema, text_of
@@ -67,7 +67,7 @@ def test_every_shipped_environment_passes_the_checker_of_gymnasium(name):
         "import turnwise, gymnasium; gymnasium.register_envs(turnwise)",
         "import turnwise; import importlib.util; importlib.util.find_spec('gymnasium'); import gymnasium",
         "import turnwise; from gymnasium import spaces; import gymnasium",
-        "from turnwise.envs.library.lookup import LookupEnv; import gymnasium",
+        "from turnwise.envs.basic.lookup import LookupEnv; import gymnasium",
         "from turnwise.envs.gym.to_gymnasium import to_gymnasium; import gymnasium",
     ],
 )

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from turnwise.envs import make, reset_env, schemas, score_env, step_env
-from turnwise.envs.library import lookup
+from turnwise.envs.basic import lookup
 from turnwise.errors import TaskError
 from turnwise.tasks import load_tasks
 from turnwise.types import ToolCall
@@ -57,7 +57,7 @@ def test_tasks_have_stable_ids_and_questions():
     assert first[3].prompt == f"Who manages {first[3].data['person']}?"
     ids = {task.id for split in lookup.SPLITS for seed in range(2) for task in lookup.tasks(50, split=split, seed=seed)}
     assert len(ids) == 200
-    assert load_tasks("turnwise.envs.library.lookup:tasks?n=5&split=test") == first[:5]
+    assert load_tasks("turnwise.envs.basic.lookup:tasks?n=5&split=test") == first[:5]
 
 
 def test_wrong_splits_and_people_are_named():

@@ -30,7 +30,7 @@ from turnwise.envs import (
     step_env,
     wrap,
 )
-from turnwise.envs.library.lookup import LookupEnv
+from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.errors import ConfigError, EnvError, RegistryError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -385,7 +385,7 @@ def test_what_is_wrong_is_told():
     with pytest.raises(ConfigError, match="did you mean 'max_turns'"):
         wrap(Chatty(), "turn_limit", max_turn=3)
     with pytest.raises(ConfigError, match="must be a subclass"):
-        wrap(Chatty(), "turnwise.envs.library.lookup:LookupEnv")
+        wrap(Chatty(), "turnwise.envs.basic.lookup:LookupEnv")
     with pytest.raises(RegistryError, match="wrappers"):
         EnvSpec("lookup", wrappers=[{"name": "shape_reward", "config": {"shape": lambda *_: 0.0}}])
 

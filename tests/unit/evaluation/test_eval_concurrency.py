@@ -23,7 +23,7 @@ from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 
 ROOM = 8
-MANY = ("--tasks", "turnwise.envs.library.lookup:tasks?n=40&split=test", "-n", "3")
+MANY = ("--tasks", "turnwise.envs.basic.lookup:tasks?n=40&split=test", "-n", "3")
 
 
 class Crowded:

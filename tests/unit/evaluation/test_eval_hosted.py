@@ -28,7 +28,7 @@ from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 from turnwise.types import Guide, Message, SamplingParams, ToolCall
 
-TASKS = "turnwise.envs.library.lookup:tasks?n=2&split=test"
+TASKS = "turnwise.envs.basic.lookup:tasks?n=2&split=test"
 
 
 def next_step(question: str, answers: list[str]) -> tuple[str, dict[str, str]] | str:

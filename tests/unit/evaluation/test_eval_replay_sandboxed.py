@@ -20,14 +20,14 @@ from turnwise.cli import main
 from turnwise.config import dump_config
 from turnwise.envs import SANDBOX_VARIES, ToolEnv
 from turnwise.envs.core import schemas
-from turnwise.envs.library.code import problem_of, tasks
-from turnwise.envs.library.terminal import read_folder
-from turnwise.envs.library.terminal import tasks as terminal_tasks
 from turnwise.envs.registration import make
 from turnwise.envs.solution import tool_call
 from turnwise.errors import ConfigError
 from turnwise.evaluation import EvalConfig
 from turnwise.evaluation.replay.replay import Variance, replay
+from turnwise.ext.environments.code import problem_of, tasks
+from turnwise.ext.environments.terminal import read_folder
+from turnwise.ext.environments.terminal import tasks as terminal_tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec

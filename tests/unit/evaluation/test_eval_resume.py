@@ -23,7 +23,7 @@ from turnwise.rollout.journal.finished import FINISHED, FinishedMembers
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TRAJECTORIES
 
-PLAN = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=3&split=test", samples=3, pass_k=[1, 2, 3])
+PLAN = EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=3&split=test", samples=3, pass_k=[1, 2, 3])
 SEEN: list[int] = []
 LAST: list[int] = []
 """In a process that is to die: the number of the model call that kills it."""

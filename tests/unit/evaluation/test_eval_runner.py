@@ -26,7 +26,7 @@ from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import TrajectoryWriter, read_trajectories
 from turnwise.types import ToolCall, as_ids
 
-TASKS = "turnwise.envs.library.lookup:tasks?n=4&split=test"
+TASKS = "turnwise.envs.basic.lookup:tasks?n=4&split=test"
 
 
 def solver(request: ScriptedRequest):
@@ -165,7 +165,7 @@ async def test_tasks_are_rolled_out_sampled_and_greedily() -> None:
 
 async def test_no_tasks_is_an_error() -> None:
     with pytest.raises(TaskError, match="holds no task"):
-        await loaded(EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=0"))
+        await loaded(EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=0"))
 
 
 @pytest.mark.parametrize(

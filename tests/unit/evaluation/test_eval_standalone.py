@@ -18,7 +18,7 @@ from support.processes.warm import WarmPopen, started_by
 from turnwise.cli import main
 from turnwise.trajectory_file import read_trajectories
 
-TASKS = "turnwise.envs.library.lookup:tasks?n=3&split=test"
+TASKS = "turnwise.envs.basic.lookup:tasks?n=3&split=test"
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_an_evaluation_in_which_every_episode_fails_ends_before_it_has_played_al
         "    def reset(self, task=None, *, seed=None):\n        raise RuntimeError('no table today')\n"
     )
     given = (f"rollout.env.name={file}:Broken", "rollout.retries=0", "rollout.concurrency=4", "limit=200")
-    tasks = "turnwise.envs.library.lookup:tasks?n=200&split=test"
+    tasks = "turnwise.envs.basic.lookup:tasks?n=200&split=test"
     assert evaluate(model, tmp_path / "out", *given, f"tasks={tasks}", "--no-greedy") == 1
     error = capsys.readouterr().err
     found = re.search(r"the first (\d+) episodes all ended in an error, and (\d+) were not played", error)
@@ -171,7 +171,7 @@ def test_an_evaluation_in_which_every_episode_fails_ends_before_it_has_played_al
 
 STOPS = """
 import asyncio, os, signal
-from turnwise.envs.library.lookup import LookupEnv
+from turnwise.envs.basic.lookup import LookupEnv
 
 class Stops(LookupEnv):
     resets = 0

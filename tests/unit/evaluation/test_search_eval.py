@@ -23,10 +23,10 @@ from turnwise.evaluation.config import EvalBudget
 from turnwise.evaluation.export import export_run
 from turnwise.evaluation.rescore import RescoreSettings, run_rescore
 from turnwise.evaluation.spending import Spending
+from turnwise.ext.report.page import write_report
+from turnwise.ext.report.runs import RunFacts
+from turnwise.ext.report.trajectories import episodes_of, part_figures, read_rows
 from turnwise.inference.scripted import ScriptedRequest
-from turnwise.report.page import write_report
-from turnwise.report.runs import RunFacts
-from turnwise.report.trajectories import episodes_of, part_figures, read_rows
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.journal.finished import FINISHED, FinishedMembers
 from turnwise.tasks import Task
@@ -251,7 +251,7 @@ def test_a_training_run_may_search_in_its_evaluations() -> None:
     data: dict[str, Any] = {
         "name": "run", "steps": 1, "rollout": {"env": {"name": "lookup"}},
         "policies": {"main": {"model": {"path": "m"}}},
-        "eval": {"tasks": "turnwise.envs.library.lookup:tasks?n=2", "search": search},
+        "eval": {"tasks": "turnwise.envs.basic.lookup:tasks?n=2", "search": search},
     }  # fmt: skip
     config = load_config(TrainConfig, defaults=data)
     assert config.eval is not None

@@ -19,6 +19,7 @@ from support.chat.model_dirs import renderer_for
 from support.engine.tiny_lm import VOCABULARY, make_model, save_model
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, TrainError
+from turnwise.ext.checks.learner import check_learner
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import check_engine as check_inference
 from turnwise.inference.scripted import ScriptedClient
@@ -30,7 +31,6 @@ from turnwise.rollout.replay.strategies import GroupFacts, InFlight
 from turnwise.tasks import Task
 from turnwise.trainer.config.policy import LoggerConfig, PolicyConfig
 from turnwise.trainer.learn.learner import check_engine, open_learner
-from turnwise.trainer.learner_checker import check_learner
 from turnwise.trainer.observe.loggers import LoggedRun, chosen_logger
 from turnwise.trajectory import TrajectoryGroup
 

@@ -20,6 +20,7 @@ from turnwise.envs.core import close_env, reset_env, schemas
 from turnwise.envs.registration import make
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, RegistryError, RenderError
+from turnwise.ext.checks.sandbox import check_sandbox
 from turnwise.inference.config import RendererConfig
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import Renderer
@@ -27,7 +28,6 @@ from turnwise.plugins import load_extensions, load_object
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
-from turnwise.sandboxes.checker import check_sandbox
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.local.boot import landlock
 from turnwise.tasks import Task

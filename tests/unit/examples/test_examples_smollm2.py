@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from turnwise.config import load_config
-from turnwise.envs.library.calculator import CalculatorEnv, Problem
+from turnwise.envs.basic.calculator import CalculatorEnv, Problem
 from turnwise.errors import TaskError
 from turnwise.tasks import Task
 from turnwise.tasks.mix import load_mix

@@ -21,7 +21,7 @@ async def test_a_run_on_the_shipped_rows_can_start(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 40_960}))
     # A dry run looks for weights and reads none.
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    rows = "turnwise.envs.library.swe:tasks?n=2"
+    rows = "turnwise.ext.environments.swe:tasks?n=2"
     given = [f"policies.main.model.path={model}", f"runs={tmp_path}/runs", f"tasks={rows}", f"eval.tasks={rows}"]
     config = load_config(TrainConfig, [HERE / "train.yaml", HERE / "shipped.yaml"], given)
     assert (config.rollout.sandbox.name, config.rollout.sandbox.config) == ("local", {})

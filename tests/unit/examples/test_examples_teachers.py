@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from turnwise.envs.library import calculator, lookup, picture
+from turnwise.envs.basic import calculator, lookup
+from turnwise.ext.environments import picture
 from turnwise.tools.arithmetic import evaluate, read_number
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -79,7 +79,7 @@ def test_a_node_says_what_it_lacks(tmp_path: Path) -> None:
 PLAIN: dict[str, Any] = {
     "name": "run",
     "steps": 1,
-    "tasks": "turnwise.envs.library.lookup:tasks?n=7",
+    "tasks": "turnwise.envs.basic.lookup:tasks?n=7",
     "policies": {"main": {"model": {"path": "model"}}},
     "rollout": {"env": {"name": "lookup"}},
 }

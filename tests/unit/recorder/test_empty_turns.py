@@ -13,7 +13,7 @@ from support.chat.model_dirs import renderer_for
 from support.gateway.server import serving
 from support.rollout.audited import assert_sound
 from support.trainer.credited import build, told, trajectory
-from turnwise.compat.verl_agent_loop import TokenOutput
+from turnwise.ext.frameworks.compat.verl_agent_loop import TokenOutput
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits

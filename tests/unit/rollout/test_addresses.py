@@ -16,7 +16,7 @@ from support.chat.model_dirs import renderer_for
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
-from turnwise.envs.library.lookup import table
+from turnwise.envs.basic.lookup import table
 from turnwise.errors import InferenceError
 from turnwise.inference.process import bind
 from turnwise.inference.scripted import Script, ScriptedClient, ScriptedRequest

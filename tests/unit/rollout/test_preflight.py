@@ -27,7 +27,7 @@ def rollout(env: str = "support.envs.task_envs:Paid", **more: Any) -> RolloutCon
 def test_an_environment_names_tasks_where_nobody_else_does() -> None:
     assert task_source("mine.jsonl", rollout(), "tasks") == "mine.jsonl"
     assert task_source(None, rollout(), "tasks") == "support.envs.task_rows:finite?n=3"
-    assert task_source(None, rollout("lookup"), "tasks") == "turnwise.envs.library.lookup:tasks"
+    assert task_source(None, rollout("lookup"), "tasks") == "turnwise.envs.basic.lookup:tasks"
     with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' has no default_tasks"):
         task_source(None, rollout("single_turn"), "tasks")
     with pytest.raises(RegistryError, match="there is no environment 'lokup'"):

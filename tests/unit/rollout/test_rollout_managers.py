@@ -30,7 +30,7 @@ def config(manager: str | None) -> RolloutConfig:
 async def test_a_group_without_a_sign_of_life_is_given_out_again() -> None:
     said: list[str] = []
     buffer, renderer = LocalReplayBuffer(), ToyRenderer()
-    plan = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=3&split=test", samples=1, pass_k=[1])
+    plan = EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=3&split=test", samples=1, pass_k=[1])
     parts = RolloutParts(renderer, notify=said.append, custom={"groups": {"at_once": 1}})
     section = config("support.rollout.custom_managers:Forgetful").model_copy(update={"lease_timeout": 0.3})
     manager = await create_manager(section, ScriptedClient(renderer, lambda _: "x"), buffer, parts)
@@ -291,7 +291,7 @@ async def test_closing_cancels_what_it_started_although_it_has_no_close() -> Non
 
 
 async def test_it_is_evaluated_with_the_same_figures_as_the_package_s_own() -> None:
-    plan = EvalPlan(tasks="turnwise.envs.library.lookup:tasks?n=4&split=test", samples=3)
+    plan = EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=4&split=test", samples=3)
     figures = []
     for name in (None, EXAMPLE):
         manager = await made(name)

@@ -80,7 +80,7 @@ _EXAMINE = """
 import asyncio, sys
 import turnwise
 from turnwise.sandboxes import SandboxConfig
-from turnwise.sandboxes.checker import check_sandbox
+from turnwise.ext.checks.sandbox import check_sandbox
 
 config = SandboxConfig(name="local", config={"isolation": sys.argv[1], "unsafe": sys.argv[1] == "plain"})
 report = asyncio.run(check_sandbox(config, only=("exec: streams", "trees: upload", "trees: merge", "trees: download")))

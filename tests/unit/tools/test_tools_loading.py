@@ -9,8 +9,9 @@ import pytest
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
-from turnwise.envs import EnvSpec, ToolEnv, check_env, close_env, reset_env, schemas, step_env
+from turnwise.envs import EnvSpec, ToolEnv, close_env, reset_env, schemas, step_env
 from turnwise.errors import ConfigError, TaskError, ToolSchemaError
+from turnwise.ext.checks.environment import check_env
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts
@@ -272,7 +273,7 @@ class TestTogether:
     async def test_an_environment_without_tools_refuses_them(self, tmp_path) -> None:
         spec = EnvSpec(
             "single_turn",
-            {"scorer": "turnwise.envs.library.task_env:only_tools"},
+            {"scorer": "turnwise.envs.basic.task_env:only_tools"},
             {"function_tool_path": str(functions(tmp_path, "load_none", "load_none_too"))},
         )
         async with spec.toolbox() as toolbox:

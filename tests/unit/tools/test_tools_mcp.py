@@ -270,7 +270,7 @@ async def test_through_the_runner_a_dying_server_is_a_recorded_failure_and_the_r
         defaults={
             "env": {
                 "name": "tool",
-                "config": {"scorer": "turnwise.envs.library.task_env:only_tools"},
+                "config": {"scorer": "turnwise.envs.basic.task_env:only_tools"},
                 "tools": {"mcp": [{"command": COMMAND, "include": ["count", "die"]}]},
             }
         },

@@ -55,7 +55,7 @@ def config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
         "name": "run",
         "runs": runs,
         "steps": 3,
-        "tasks": "turnwise.envs.library.lookup:tasks?n=20",
+        "tasks": "turnwise.envs.basic.lookup:tasks?n=20",
         "policies": {"main": {"model": {"path": model}}},
         "rollout": {"env": {"name": "lookup"}, "group_size": 4, "max_turns": 4},
         "batch": {"groups": 2},
@@ -68,7 +68,7 @@ def by_name(found: DryRun) -> dict[str, str]:
 
 
 async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
-    held_out = {"tasks": "turnwise.envs.library.lookup:tasks?n=5&split=test", "samples": 2, "every": None}
+    held_out = {"tasks": "turnwise.envs.basic.lookup:tasks?n=5&split=test", "samples": 2, "every": None}
     found = await dry_run(config(model, tmp_path / "runs", eval=held_out))
     assert found.ok
     checks = by_name(found)
@@ -143,7 +143,7 @@ async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None
         tmp_path / "nowhere",
         tmp_path / "runs",
         tasks=str(tmp_path / "rows.jsonl"),
-        eval={"tasks": "turnwise.envs.library.lookup:tusks"},
+        eval={"tasks": "turnwise.envs.basic.lookup:tusks"},
         rollout={"env": {"name": "lookup"}, "agent": {"name": "reakt"}, "group_size": 4},
         inference={"device": "cuda:97"},
     )
@@ -209,7 +209,7 @@ async def test_prompts_that_leave_no_room(model: Path, tmp_path: Path) -> None:
     rollout = {"env": {"name": "math"}, "group_size": 4}
     row = {**GSM8K, "question": "apples " * 600}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.envs.library.math:row"}
+    tasks = {"source": str(tmp_path / "rows.jsonl"), "map": "turnwise.ext.environments.math:row"}
     checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout, tasks=tasks)))
     assert "of 512 tokens of the context, and no room is left to answer" in checks["episodes"]
 

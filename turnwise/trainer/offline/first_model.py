@@ -20,11 +20,11 @@ from tokenizers import Tokenizer
 from turnwise.chat.model_dir import limit_new_tokens
 from turnwise.config import ConfigReference, ConfigSource, write_yaml
 from turnwise.envs.demonstrations import solved_conversation
-from turnwise.envs.library.seeded import source
 from turnwise.envs.registration import EnvSpec, own_tasks, run_name
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import iter_tasks
+from turnwise.tasks.seeded import source
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.offline.sft import run_sft
 from turnwise.trainer.offline.small_model import TEMPLATE, make_model, rendered, words_of

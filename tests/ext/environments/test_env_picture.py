@@ -1,0 +1,82 @@
+"""The picture: a chart that no text tells, its two splits, and what counts as an answer."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from turnwise.envs import make, reset_env, step_env
+from turnwise.errors import TaskError
+from turnwise.ext.environments import picture
+from turnwise.ext.environments.picture import COLOURS, HIGHEST, chart, draw, said
+from turnwise.tasks import Task, load_tasks
+from turnwise.types import ToolCall
+
+LOOK = {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", "look", {})]}
+
+
+async def scored(answer: str, seed: int = 3) -> float:
+    env = make("picture")
+    await reset_env(env, Task("t", "", {"colour": "blue"}), seed=seed)
+    result = await step_env(env, {"role": "assistant", "content": answer})
+    assert result.terminated
+    return result.reward
+
+
+async def test_only_the_picture_tells_the_height():
+    env = make("picture")
+    [question], info = await reset_env(env, Task("t", "", {"colour": "red"}), seed=1)
+    assert question["content"] == "How high is the red bar? Answer with its colour and height."
+    assert info == {}
+    [answer] = (await step_env(env, LOOK)).observation
+    [part] = answer["content"]
+    assert part["type"] == "image_url"
+
+
+def test_a_bar_is_drawn_as_high_as_it_is_and_nowhere_else():
+    for seed in range(20):
+        drawn = chart(seed)
+        assert sorted(drawn.colours) == sorted(COLOURS)
+        image = Image.open(io.BytesIO(draw(drawn)))
+        assert image.size == (64, 16)
+        for number, (colour, height) in enumerate(zip(drawn.colours, drawn.heights, strict=True)):
+            square = image.crop((16 * number, 0, 16 * number + 16, 16))
+            found = {pixel: count for count, pixel in square.getcolors()}
+            assert found.pop(COLOURS[colour]) == 12 * 2 * height
+            assert len(found) == 1, "the ground"
+
+
+def test_no_chart_of_the_evaluation_is_ever_trained_on():
+    trained, held_out = ({chart(seed, split=split) for seed in range(3000)} for split in ("train", "test"))
+    assert len(trained) > 2000
+    assert len(held_out) > 2000
+    assert not trained & held_out
+    heights = [each.heights[0] for each in trained]
+    assert all(heights.count(height) > 3000 / HIGHEST / 2 for height in range(1, HIGHEST + 1))
+
+
+async def test_the_answer_is_colour_and_height_and_nothing_else():
+    drawn = chart(3)
+    right = f"blue {drawn.height('blue')}"
+    assert said(drawn, "blue") == right
+    assert await scored(f" {right}\n") == 1.0
+    other = replace(drawn, heights=tuple(HIGHEST + 1 - height for height in drawn.heights))
+    for wrong in (f"I think it is {right}.", f"{right}, {right}", str(drawn.height("blue")), said(other, "blue"), ""):
+        assert await scored(wrong) == 0.0, wrong
+
+
+async def test_what_is_no_colour_or_split_is_named():
+    with pytest.raises(TaskError, match="no split='dev': splits are train, test"):
+        chart(0, split="dev")
+    with pytest.raises(TaskError, match="no colour='pink': colours are red, green, blue, yellow"):
+        await reset_env(make("picture"), Task("t", "", {"colour": "pink"}), seed=0)
+
+
+def test_tasks_ask_for_every_bar_and_keep_their_ids():
+    rows = load_tasks("turnwise.ext.environments.picture:tasks?n=40&split=test")
+    assert len({row.id for row in rows}) == 40
+    assert {row.data["colour"] for row in rows} == set(COLOURS)
+    assert rows[0].prompt == picture.question(rows[0].data["colour"])

@@ -1,0 +1,87 @@
+"""The SWE environment, in whatever sandbox this machine gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.envs.swe_episodes import any_manager, episode, task, worth
+from turnwise.envs.core import reset_env, score_env
+from turnwise.envs.solution import play_solution
+from turnwise.errors import ConfigError, EnvError
+from turnwise.ext.environments.swe import SweEnv
+from turnwise.ext.environments.swe.judge import decide
+from turnwise.ext.environments.swe.logs import TestStatus
+from turnwise.ext.environments.swe.rows import instance_of
+
+ROW = "ledgerly__half-units"
+F2P = "tests/test_money.py::test_half_a_unit_goes_to_the_even_neighbour"
+
+
+async def test_the_solution_is_worth_1_and_nothing_0(tmp_path):
+    async with any_manager() as manager:
+        async with episode(manager, task(ROW), cache=str(tmp_path)) as env:
+            assert await score_env(env, None) == {"score": 0.0}
+            assert env.verdict is None
+            await reset_env(env, task(ROW), seed=0)
+            *_, (_, last) = await play_solution(env)
+        assert (last.reward, last.terminated) == (1.0, True)
+        assert last.info["tests"]["FAIL_TO_PASS"][F2P] == "PASSED"
+        assert last.info["metrics"]["resolved"] == 1.0
+        assert last.info["reason"] == ""
+
+
+async def test_what_decides_how_tests_run_is_put_back(tmp_path):
+    cheat = (
+        "rm -r tests; echo 'import os; os._exit(0)' > conftest.py; echo x > pytest.py; printf '[pytest]\\n' > tox.ini"
+    )
+    async with any_manager() as manager:
+        score, env = await worth(manager, task(ROW), cheat, cache=str(tmp_path))
+    assert score == 0.0
+    assert {"conftest.py", "pytest.py", "tox.ini", "tests/test_money.py"} <= set(env.verdict.dropped)
+    assert env.verdict.kept == 1.0
+    assert env.verdict.reason.startswith("2 of 2 tests still fail")
+
+
+async def test_a_pytest_that_was_changed_is_not_believed(tmp_path):
+    # The bug is mended; what is told of it is not to be trusted.
+    mended = "sed -i 's/cls(int(scaled), /cls(int(scaled.quantize(Decimal(1))), /' ledgerly/money.py"
+    changed = f"{mended}; echo 'import pytest; pytest.raises = None' >> ledgerly/__init__.py"
+    async with any_manager() as manager:
+        score, env = await worth(manager, task(ROW), changed, cache=str(tmp_path), reward="partial")
+    assert score == 0.0
+    assert env.verdict.reason == "the run was tampered with: replaced: pytest.raises"
+
+
+def test_what_a_verdict_says():
+    found = instance_of(task(ROW))
+    good = dict.fromkeys((*found.fail_to_pass, *found.pass_to_pass), TestStatus.PASSED)
+    assert decide(found, good).resolved
+    one = decide(found, good | {found.fail_to_pass[0]: TestStatus.FAILED})
+    assert (one.resolved, one.partial, one.kept) == (False, 0.5, 1.0)
+    broken = decide(found, good | {found.pass_to_pass[0]: TestStatus.SKIPPED})
+    assert (broken.resolved, broken.fixed, broken.partial) == (False, 1.0, 0.0)
+    assert "tests that passed fail now" in broken.reason
+    missing = decide(found, {})
+    assert set(missing.fail_to_pass.values()) == {TestStatus.ERROR}
+    assert not decide(found, good, reason="the report was forged").resolved
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"reward": "half"}, "reward is 'half'"),
+        ({"channel": "x"}, "channel is 'x'"),
+        ({"tools": ["bash"]}, "'bash' is not one of shell"),
+        ({"eval_timeout": 0}, "eval_timeout is 0"),
+        ({"max_patch": 1.5}, "max_patch is 1.5"),
+        ({"image": "x"}, "image is 'x'"),
+    ],
+)
+def test_settings_that_are_wrong(config, told):
+    with pytest.raises(ConfigError, match=told):
+        SweEnv(**config)
+
+
+async def test_a_task_is_needed():
+    with pytest.raises(EnvError, match="got no task"):
+        await reset_env(SweEnv(), None)

@@ -1,0 +1,186 @@
+"""Task folders of Harbor and Terminal-Bench, and an episode of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.envs.swe_episodes import any_manager
+from turnwise.envs.core import close_env, reset_env, run_method, score_env, step_env
+from turnwise.envs.registration import make
+from turnwise.envs.results import Remark
+from turnwise.envs.solution import play_solution
+from turnwise.errors import ConfigError, RegistryError, TaskError
+from turnwise.ext.environments.terminal import TerminalEnv, read_folder, tasks
+from turnwise.ext.environments.terminal.altered import NOTHING, altered_tests, keep_tests, known_tests
+from turnwise.tasks import load_tasks
+
+
+def written(folder: Path, **files: str) -> str:
+    for name, text in files.items():
+        file = folder / name.replace("__", "/").replace("_dot_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return str(folder)
+
+
+HARBOR = {
+    "task_dot_toml": "[verifier]\ntimeout_sec = 90\n[environment]\nmemory = '2G'\nstorage_mb = 100\ncpus = 2\n",
+    "instruction_dot_md": "Do it.\n",
+    "tests__test_dot_sh": "echo 0.5 > $VERIFIER_DIR/reward.txt",
+}
+
+
+def test_harbor(tmp_path):
+    found = read_folder(written(tmp_path / "a", **HARBOR, environment__Dockerfile="FROM scratch\n"))
+    assert (found.instruction, found.test_timeout, found.script) == ("Do it.", 90, "tests/test.sh")
+    assert found.image == str(tmp_path / "a" / "environment")
+    assert (found.limits.memory, found.limits.disk, found.limits.cpus) == (2 * 2**30, 100 * 2**20, 2)
+    assert found.solution is None
+    assert not found.limits.network
+
+
+def test_terminal_bench(tmp_path):
+    settings = "instruction: |-\n  Do it.\nmax_test_timeout_sec: 30.0\nparser_name: pytest\n"
+    written(tmp_path, **{"run-tests_dot_sh": "pytest", "tests__test_a_dot_py": ""})
+    found = read_folder(written(tmp_path, task_dot_yaml=settings, Dockerfile="FROM scratch\n", solution_dot_sh="true"))
+    assert (found.instruction, found.test_timeout, found.script) == ("Do it.", 30, "run-tests.sh")
+    assert found.image == str(tmp_path)
+    assert found.solution == tmp_path / "solution.sh"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"task_dot_toml": "x ="}, "task.toml cannot be read"),
+        ({"task_dot_toml": "[verifier]\ntimeout_sec = 'long'"}, "timeout is 'long'"),
+        ({"task_dot_toml": "[environment]\nmemory = 'much'"}, "memory is 'much'"),
+        ({"task_dot_toml": "verifier = 3"}, "verifier is 3: it must be a table"),
+        ({"task_dot_toml": "[verifier]\nenv = 3"}, r"verifier\.env is 3: it must be a table of texts"),
+        ({"task_dot_toml": "[verifier.env]\nA = '${NOT_SET_HERE}'"}, r"verifier\.env\.A is .*NOT_SET_HERE is not set"),
+        ({"task_dot_toml": "[[steps]]\nname = 'one'"}, r"needs several steps \(steps\), which an environment with one"),
+        ({"task_dot_toml": "[environment]\ngpus = 1\nos = 'windows'"}, r"GPUs \(environment\.gpus\), Windows"),
+        ({"task_dot_toml": "[verifier.environment]\ncpus = 1"}, "an environment of its own for the tests"),
+        ({"environment__docker-compose_dot_yaml": "services: {}"}, "several containers"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, change, told):
+    with pytest.raises(TaskError, match=told):
+        read_folder(written(tmp_path, **{**HARBOR, **change}))
+
+
+def test_what_is_no_task(tmp_path):
+    with pytest.raises(TaskError, match="neither task"):
+        read_folder(str(tmp_path))
+    with pytest.raises(TaskError, match=r"there is no tests/test\.sh"):
+        read_folder(written(tmp_path / "b", task_dot_toml="", instruction_dot_md="x"))
+    with pytest.raises(TaskError, match="no task of that name"):
+        read_folder("shipped:../x")
+    with pytest.raises(TaskError, match="holds no task"):
+        list(tasks(str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match="test_timeout is -1"):
+        TerminalEnv(test_timeout=-1)
+
+
+async def test_a_folder_of_harbor_s_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOLD_HERE", "0.25")
+    settings = "[environment.env]\nPLACE = 'here'\n[verifier.env]\nWORTH = '${TOLD_HERE}'\nMORE = '${NOT_SET:-5}'\n"
+    test = 'test "$PLACE$MORE" = here5 && echo "{\\"reward\\": $WORTH}" > $VERIFIER_DIR/reward.json\n'
+    for name in ("one", "two"):
+        files = {**HARBOR, "task_dot_toml": settings, "tests__test_dot_sh": test}
+        written(tmp_path / "all tasks" / name, **files, workspace__a_dot_txt=name)
+    env = make(f"harbor:{tmp_path / 'all tasks'}")
+    rows = load_tasks(type(env).default_tasks)
+    assert [(each.id, each.prompt) for each in rows] == [("one", "Do it."), ("two", "Do it.")]
+    async with any_manager() as manager:
+        env.sandboxes = manager
+        await reset_env(env, rows[1])
+        assert (await env.sandbox.exec('cat a.txt; echo "$PLACE $WORTH"')).stdout == b"twohere \n"
+        assert await score_env(env, None) == {"score": 0.25}
+        await close_env(env)
+    with pytest.raises(RegistryError, match="there is no folder 'none': write harbor:PATH"):
+        make("harbor:none")
+    with pytest.raises(TaskError, match="holds no task"):
+        make(f"harbor:{tmp_path}")
+
+
+async def test_an_episode_and_the_reward_that_tests_write(tmp_path):
+    folder = written(tmp_path / "half", **HARBOR, workspace__a_dot_txt="a", solution__solve_dot_sh="cp a.txt b.txt\n")
+    [task] = tasks(folder)
+    assert len(list(tasks())) >= 4
+    async with any_manager() as manager:
+        env = TerminalEnv()
+        env.sandboxes = manager
+        await reset_env(env, task)
+        done = await env.sandbox.exec("cat a.txt; mkdir -p logs; echo 1 > logs/reward.txt")
+        assert done.stdout == b"a"
+        *_, (_, last) = await play_solution(env)
+        assert (last.reward, last.terminated) == (0.5, True)
+        assert (await env.sandbox.exec("cat b.txt")).stdout == b"a"
+        await close_env(env)
+
+
+NUMBER = {
+    "task_dot_toml": "[environment]\nmemory = '2G'\n",
+    "instruction_dot_md": "Write 3 to n.txt.\n",
+    "tests__test_dot_sh": (
+        'python3 -m pytest -q -p no:cacheprovider "$TEST_DIR/test_n.py" && echo 1 > "$VERIFIER_DIR/reward.txt"\n'
+    ),
+    "tests__test_n_dot_py": """
+def test_n():
+    with open("n.txt") as file:
+        text = file.read()
+    assert text == "3\\n"
+""",
+    "solution__solve_dot_sh": "echo 3 > n.txt\n",
+    "workspace__a_dot_txt": "a",
+}
+A_PYTEST_OF_ITS_OWN = "echo 'raise SystemExit(0)' > pytest.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "twins", "worth", "tampered"),
+    [
+        ("echo 3 > n.txt", True, 1.0, 0.0),
+        ("echo 4 > n.txt", True, 0.0, 0.0),
+        (A_PYTEST_OF_ITS_OWN, True, 0.0, 1.0),
+        (A_PYTEST_OF_ITS_OWN, False, 1.0, 0.0),
+    ],
+)
+async def test_tests_that_pass_whatever_they_expect(tmp_path, monkeypatch, command, twins, worth, tampered):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    [task] = tasks(written(tmp_path / "number", **NUMBER))
+    async with any_manager() as manager:
+        env = TerminalEnv(twins=twins)
+        env.sandboxes = manager
+        await reset_env(env, task)
+        assert (await env.sandbox.exec(command)).ok
+        last = await step_env(env, {"role": "assistant", "content": "Done."})
+        await close_env(env)
+    assert (last.reward, last.info["metrics"]["tampered"]) == (worth, tampered)
+    assert ("test_n.py::test_n" in last.info.get("notes", {}).get("tampered", "")) == bool(tampered)
+
+
+async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = {**NUMBER, "tests__test_dot_sh": "[ -e n.txt ] && echo 1 > $VERIFIER_DIR/reward.txt || true\n"}
+    async with any_manager() as manager:
+        env = TerminalEnv()
+        env.sandboxes = manager
+        [remark] = await run_method(env, env.check_task, *tasks(written(tmp_path / "whole", **whole)))
+        assert "can be altered" in remark
+        assert isinstance(remark, Remark)
+        assert await run_method(env, env.check_task, *tasks(written(tmp_path / "number", **NUMBER))) == []
+        await close_env(env)
+
+
+async def test_a_sandbox_in_which_the_solution_fails_says_nothing_for_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = read_folder(written(tmp_path / "number", **NUMBER))
+    keep_tests(folder, NOTHING)
+    assert known_tests(folder) == NOTHING
+    assert not (tmp_path / "cache").exists()
+    keep_tests(folder, found := altered_tests(folder))
+    assert found.names == ("test_n.py::test_n",)
+    assert len(list((tmp_path / "cache" / "turnwise" / "twins").iterdir())) == 1

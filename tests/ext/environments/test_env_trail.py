@@ -1,0 +1,100 @@
+"""The trail: one sign after the other, each only when the one before was read, and tasks that are longer or shorter."""
+
+from __future__ import annotations
+
+import pytest
+
+from turnwise.envs import make, reset_env, step_env
+from turnwise.errors import EnvError, TaskError
+from turnwise.ext.environments import trail
+from turnwise.tasks import Task, load_tasks
+from turnwise.types import ToolCall
+
+
+def read(place):
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", "read_sign", {"place": place})]}
+
+
+async def begun(seed=0, **config):
+    env = make("trail", **config)
+    messages, _ = await reset_env(env, None, seed=seed)
+    return env, messages
+
+
+async def test_each_sign_names_the_next_place_and_the_last_one_the_end():
+    env, [question] = await begun(steps=5, words=7)
+    places = env.trail.places
+    assert question["content"] == f"A trail begins at {places[0]}. Where does it end?"
+    for number, place in enumerate(places):
+        [answer] = (await step_env(env, read(place))).observation
+        end = f"Go on to {places[number + 1]}." if number < 4 else f"The trail ends at {env.trail.end}."
+        assert answer["content"].endswith(end)
+        assert len(answer["content"].split(",")[0].split()) == 7
+    result = await step_env(env, {"role": "assistant", "content": f" {env.trail.end}\n"})
+    assert (result.terminated, result.reward) == (True, 1.0)
+
+
+async def test_nobody_gets_ahead_of_the_trail_but_everybody_may_read_again():
+    env, _ = await begun()
+    first, second, third, *_ = env.trail.places
+    [answer] = (await step_env(env, read(third))).observation
+    assert "has not led" in answer["content"]
+    [one] = (await step_env(env, read(first))).observation
+    [two] = (await step_env(env, read(second))).observation
+    [again] = (await step_env(env, read(first))).observation
+    assert again["content"] == one["content"] != two["content"]
+    assert env.reached == 2
+
+
+async def test_a_lucky_guess_is_worth_nothing():
+    env, _ = await begun()
+    result = await step_env(env, {"role": "assistant", "content": env.trail.end})
+    assert (result.terminated, result.reward) == (True, 0.0)
+
+
+async def test_a_long_trail_comes_by_a_place_again_and_goes_on():
+    env, _ = await begun(steps=60, words=0)
+    assert len(set(env.trail.places)) < 60
+    for number, place in enumerate(env.trail.places):
+        [answer] = (await step_env(env, read(place))).observation
+        assert answer["content"] == env.signs[number]
+    assert env.reached == 60
+
+
+def test_the_seed_and_the_content_decide():
+    train = {trail.trail(seed) for seed in range(200)}
+    test = {trail.trail(seed, split="test") for seed in range(200)}
+    assert trail.trail(3) == trail.trail(3)
+    assert not train & test
+    assert not any(trail.stable_hash(*each.places, each.end) % 4 for each in test)
+    assert all(trail.stable_hash(*each.places, each.end) % 4 for each in train)
+
+
+async def test_tasks_say_how_long_their_trails_are():
+    tasks = load_tasks("turnwise.ext.environments.trail:tasks?n=60&steps=6&least=2&words=3&split=test")
+    assert {task.data["steps"] for task in tasks} == {2, 3, 4, 5, 6}
+    assert len({task.id for task in tasks}) == 60
+    env = make("trail")
+    await reset_env(env, tasks[0], seed=1)
+    assert len(env.signs) == tasks[0].data["steps"]
+    assert len(env.signs[0].split(",")[0].split()) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "words"), [({"steps": 0}, ["steps is 0", "at least 1"]), ({"words": -1}, ["words is -1", "at least 0"])]
+)
+async def test_what_is_out_of_range_is_told(config, words):
+    with pytest.raises(EnvError) as caught:
+        trail.TrailEnv(**config)
+    assert all(word in str(caught.value) for word in words)
+    with pytest.raises(TaskError):
+        list(trail.tasks(3, **config))
+    with pytest.raises(TaskError):
+        await reset_env(make("trail"), Task("a", "", config), seed=1)
+
+
+def test_tasks_that_cannot_be_are_told():
+    with pytest.raises(TaskError, match="least is 9"):
+        list(trail.tasks(3, least=9))
+    with pytest.raises(TaskError, match="no split 'dev'"):
+        list(trail.tasks(3, split="dev"))

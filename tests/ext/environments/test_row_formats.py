@@ -1,0 +1,249 @@
+"""``format: NAME``: rows as datasets publish them load into tasks of an environment that plays them, or say why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.envs.published_rows import (
+    BFCL,
+    GSM8K,
+    MATH,
+    NEMOTRON_SWE,
+    ONE_ROW,
+    R2E_GYM,
+    SWE_BENCH,
+    SWE_BENCH_MULTIMODAL,
+    SWE_GYM,
+    write_bfcl,
+    write_quixbugs,
+    write_tau_bench,
+)
+from turnwise.envs.core import close_env, reset_env, step_env
+from turnwise.envs.registration import make
+from turnwise.envs.solution import play_solution
+from turnwise.errors import TaskError
+from turnwise.ext.environments.code import problem_of
+from turnwise.ext.environments.swe.rows import instance_of
+from turnwise.ext.environments.tool_calls.matching import same_call
+from turnwise.tasks import SourceConfig, Task, load_tasks
+from turnwise.tasks.formats import find_row_format
+from turnwise.types import Message, ToolCall
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(tmp_path: Path, name: str, *rows: Any, **keys: Any) -> list[Task]:
+    return load_tasks(SourceConfig(source=write(tmp_path / "rows.jsonl", *rows), format=name, **keys))
+
+
+async def reward_of(task: Task, *messages: Message) -> float:
+    """Return the reward of an episode; without messages, of the reference solution."""
+    assert task.env is not None
+    env = make(task.env)
+    try:
+        await reset_env(env, task, seed=0)
+        if not messages:
+            return sum(result.reward for _, result in await play_solution(env))
+        results = [await step_env(env, each) for each in messages]
+        assert results[-1].terminated
+        return sum(each.reward for each in results)
+    finally:
+        await close_env(env)
+
+
+def says(text: str, *calls: ToolCall) -> Message:
+    message: Message = {"role": "assistant", "content": text}
+    return {**message, "tool_calls": list(calls)} if calls else message
+
+
+@pytest.mark.parametrize("name", sorted(ONE_ROW))
+def test_rows_as_published_load_into_tasks_of_their_environment(name, tmp_path) -> None:
+    tasks = load(tmp_path, name, *ONE_ROW[name][:1])
+    assert [task.env for task in tasks] == [find_row_format(name).env]
+    for record in ONE_ROW[name]:
+        [task] = load(tmp_path, name, record)
+        assert task.prompt
+        again = Task.from_record(task.to_record())
+        assert (again.env, again.data) == (task.env, json.loads(json.dumps(task.data)))
+
+
+@pytest.mark.parametrize("name", sorted(ONE_ROW))
+def test_a_missing_column_is_named_with_the_row(name, tmp_path) -> None:
+    for column in find_row_format(name).columns:
+        names = column.split("|")
+        row = {key: value for key, value in ONE_ROW[name][0].items() if key not in names}
+        with pytest.raises(TaskError, match=rf"rows\.jsonl:1: column '{names[0]}'.* is missing, which rows of format"):
+            load(tmp_path, name, row)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "match"),
+    [
+        ("swe-bench", {**SWE_BENCH, "FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS is empty"),
+        ("swe-bench", {**SWE_BENCH, "repo": "me/mine"}, "give the row image_name"),
+        ("swe-bench-multimodal", SWE_BENCH_MULTIMODAL, "no image_name and no test_command and no framework"),
+        ("r2e-gym", {**R2E_GYM, "expected_output_json": "[]"}, "expected_output_json, an object"),
+        ("nemotron-swe", {"responses_create_params": {"metadata": {}}}, "metadata.instance_dict' is None"),
+        ("nemotron-swe", {"uuid": "a", "messages": [], "tools": []}, "'responses_create_params' is missing"),
+        ("gsm8k", {**GSM8K, "answer": "two\nlines"}, "column 'answer' .* has no result"),
+        ("math", {**MATH, "solution": "It is 3/4."}, "no .*boxed.* no column 'answer'"),
+        ("bfcl", BFCL, "column 'ground_truth' is missing"),
+        ("bfcl", {**BFCL, "involved_classes": ["TicketAPI"], "ground_truth": []}, "several turns"),
+        ("bfcl", {**BFCL, "question": [[], []], "ground_truth": []}, "has 2 turns"),
+        (
+            "bfcl",
+            {**BFCL, "function": [{"name": "f", "parameters": {"type": "HashMap"}}], "ground_truth": []},
+            "f has the type 'HashMap'",
+        ),
+        ("tau-retail", {"user_id": "a", "instruction": "b", "actions": [], "outputs": []}, "column 'world' is None"),
+        ("gsm8k", ["a list"], "has columns, but this is a value of type list"),
+    ],
+)
+def test_rows_that_cannot_be_played_say_why(name, row, match, tmp_path) -> None:
+    with pytest.raises(TaskError, match=match):
+        load(tmp_path, name, row)
+
+
+def test_rows_of_swe_datasets_are_graded_as_theirs(tmp_path) -> None:
+    [bench] = load(tmp_path, "swe-bench", SWE_BENCH)
+    assert bench.id == "pallets__flask-4045"
+    assert instance_of(bench).image == "swebench/sweb.eval.x86_64.pallets_1776_flask-4045:latest"
+    [gym] = load(tmp_path, "swe-gym", SWE_GYM)
+    [nemotron] = load(tmp_path, "nemotron-swe", NEMOTRON_SWE)
+    assert instance_of(nemotron) == instance_of(gym)
+    [r2e] = load(tmp_path, "r2e-gym", R2E_GYM)
+    assert (r2e.prompt, instance_of(r2e).expected) == ("Cookies are lost", {"TestHelpers.test_cookies": "PASSED"})
+    inner = {**R2E_GYM, "instance_id": "aio-libs__aiohttp-f0d7"}
+    metadata = {"instance_id": inner["instance_id"], "instance_dict": json.dumps(inner)}
+    [wrapped] = load(tmp_path, "nemotron-swe", {"responses_create_params": {"input": [], "metadata": metadata}})
+    assert instance_of(wrapped).image == R2E_GYM["docker_image"]
+
+
+def test_the_text_of_a_multimodal_row_with_an_image_and_a_command_is_a_task(tmp_path) -> None:
+    row = {**SWE_BENCH_MULTIMODAL, "image_name": "mine/chart:1", "test_command": "npx jest", "framework": "jest"}
+    [task] = load(tmp_path, "swe-bench-multimodal", row)
+    assert task.prompt == SWE_BENCH_MULTIMODAL["problem_statement"]
+    assert (instance_of(task).image, instance_of(task).command) == ("mine/chart:1", "npx jest")
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math"])
+async def test_problems_of_mathematics_are_played(name, tmp_path) -> None:
+    for record in ONE_ROW[name]:
+        [task] = load(tmp_path, name, record)
+        assert await reward_of(task) == 1.0
+        assert await reward_of(task, says("\\boxed{11}")) == 0.0
+    right = "#### 10" if name == "gsm8k" else "\\boxed{0.75}"
+    assert await reward_of(task, says(right)) == 1.0
+
+
+def test_programs_of_quixbugs_are_problems_with_hidden_tests(tmp_path) -> None:
+    folder = write_quixbugs(tmp_path / "QuixBugs")
+    flatten, gcd = load_tasks(SourceConfig(source=str(folder), format="quixbugs"))
+    assert (flatten.id, gcd.id, gcd.env) == ("flatten", "gcd", "code")
+    assert "return gcd(a % b, b)" in str(gcd.prompt)
+    assert "13" not in str(gcd.prompt)
+    problem = problem_of(gcd.data)
+    assert problem.asserts.hidden == len(problem.asserts.tests) == 3
+    assert "return gcd(b, a % b)" in str(problem.reference)
+
+
+def test_folders_that_are_no_quixbugs_say_what_is_missing(tmp_path) -> None:
+    source = SourceConfig(source=str(tmp_path), format="quixbugs")
+    with pytest.raises(TaskError, match="there is no folder 'python_programs'"):
+        load_tasks(source)
+    write_quixbugs(tmp_path / "q")
+    (tmp_path / "q" / "correct_python_programs" / "gcd.py").unlink()
+    with pytest.raises(TaskError, match=r"gcd\.py: there is no such file, the correction"):
+        load_tasks(SourceConfig(source=str(tmp_path / "q"), format="quixbugs"))
+    (tmp_path / "q" / "json_testcases" / "flatten.json").write_text("[1]\n")
+    with pytest.raises(TaskError, match=r"flatten\.json:1: \[1\] is no test"):
+        load_tasks(SourceConfig(source=str(tmp_path / "q"), format="quixbugs"))
+
+
+async def test_a_task_of_tau_bench_is_played_in_its_shop(tmp_path) -> None:
+    folder = write_tau_bench(tmp_path / "retail")
+    config = SourceConfig(source=str(folder), format="tau-retail")
+    [task] = load_tasks(config)
+    assert (task.id, task.env, task.data["facts"]) == ("tau-retail-test-0", "retail", ["2"])
+    assert await reward_of(task) == 1.0
+    assert await reward_of(task, says("Done. 2")) == 0.0
+    exchange = {"order_id": "#W2378156", "item_ids": ["1151293680"], "new_item_ids": ["7706410293"]}
+    find = ToolCall("a", "find_user_by_name", {"first_name": "Yusuf", "last_name": "Rossi", "zip_code": "19122"})
+    change = ToolCall("b", "exchange_items", {**exchange, "payment_id": "credit_card_9513926"})
+    assert await reward_of(task, says("", find), says("", change), says("You have 2 options.")) == 1.0
+    with pytest.raises(TaskError, match=r"tasks_train\.py: cannot be read"):
+        load_tasks(SourceConfig(source=f"{folder}:train", format="tau-retail"))
+    (folder / "data" / "orders.json").write_text('{"#W1": {}}')
+    with pytest.raises(TaskError, match=r"orders\.json: #W1 has no 'payment_history'"):
+        load_tasks(SourceConfig(source=str(write_moved(folder)), format="tau-retail"))
+
+
+def write_moved(folder: Path) -> Path:
+    """A shop is read once: what was changed has another place."""
+    return folder.rename(folder.with_name("retail2"))
+
+
+async def test_rows_of_bfcl_are_played(tmp_path) -> None:
+    source = write_bfcl(tmp_path / "bfcl")
+    called, uncalled = load_tasks(SourceConfig(source=str(source), format="bfcl"))
+    assert (called.id, called.env, uncalled.id) == ("simple_python_0", "tool_calls", "irrelevance_0")
+    [schema] = called.data["functions"]
+    assert schema["name"] == "geometry_triangle_area"
+    types = {key: each.get("type") for key, each in schema["parameters"]["properties"].items()}
+    assert types == {"base": "integer", "height": "number", "unit": "string", "marks": "array"}
+    right = ToolCall("a", "geometry_triangle_area", {"base": 10, "height": 5.0, "unit": "Units"})
+    wrong = ToolCall("a", "geometry_triangle_area", {"base": 10, "height": 6})
+    assert await reward_of(called) == await reward_of(called, says("", right)) == 1.0
+    assert await reward_of(called, says("", wrong)) == await reward_of(called, says("25")) == 0.0
+    assert await reward_of(called, says("", right, right)) == 0.0
+    assert await reward_of(uncalled) == await reward_of(uncalled, says("I cannot see it.")) == 1.0
+    assert await reward_of(uncalled, says("", right)) == 0.0
+
+
+async def test_rows_of_relevance_take_any_call(tmp_path) -> None:
+    [task] = load(tmp_path, "bfcl", {**BFCL, "id": "live_relevance_0-0-0"})
+    assert await reward_of(task, says("", ToolCall("a", "geometry_triangle_area", {"base": 1}))) == 1.0
+    assert await reward_of(task, says("no")) == await reward_of(task, says("", ToolCall("a", "other", {}))) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed", "same"),
+    [
+        ({"a": "New-York, NY"}, {"a": ["new york ny"]}, True),
+        ({"a": True}, {"a": [1]}, False),
+        ({"a": [1, "x"]}, {"a": [[1, "X"], [2]]}, True),
+        ({"a": {"b": 2}}, {"a": [{"b": [1, 2], "c": ["", 3]}]}, True),
+        ({"a": {"b": 2}}, {"a": [{"b": [1, 2], "c": [3]}]}, False),
+        ({"a": {"d": 2}}, {"a": [{"b": ["", 1]}]}, False),
+        ({}, {"a": ["", 1]}, True),
+        ({}, {"a": [1]}, False),
+        ({"z": 1}, {}, False),
+        ({"a": None}, {"a": [None]}, True),
+    ],
+)
+def test_arguments_are_compared_as_the_leaderboard_does(given, allowed, same) -> None:
+    assert same_call(ToolCall("c", "f", given), "f", allowed) is same
+
+
+async def test_calls_are_matched_in_any_order(tmp_path) -> None:
+    functions = [{"name": "f", "description": "", "parameters": {"type": "dict", "properties": {"x": {"type": "any"}}}}]
+    answers = [{"f": {"x": [1, 2]}}, {"f": {"x": [1]}}]
+    row = {"id": "parallel_0", "question": [[{"role": "user", "content": "Both"}]], "function": functions}
+    [task] = load(tmp_path, "bfcl", {**row, "ground_truth": answers})
+    one, two = ToolCall("a", "f", {"x": 1}), ToolCall("b", "f", {"x": 2})
+    assert await reward_of(task, says("", one, two)) == await reward_of(task, says("", two, one)) == 1.0
+    assert await reward_of(task, says("", two, two)) == 0.0
+
+
+def test_a_source_names_another_environment_for_its_rows(tmp_path) -> None:
+    [task] = load(tmp_path, "humaneval", *ONE_ROW["humaneval"], env={"config": {"partial": True}})
+    assert (task.env, task.env_config) == ("code", {"partial": True})
+    [task] = load(tmp_path, "gsm8k", GSM8K, env="my_math:Env")
+    assert task.env == "my_math:Env"

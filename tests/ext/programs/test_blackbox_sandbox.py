@@ -1,0 +1,194 @@
+"""A program in the sandbox of its episode: what it is given, how it answers, and how it ends.
+
+The sandboxes here hold nothing back, so that nothing need be installed. What a program in a real one cannot reach is
+tests/real/test_sandbox_reach.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.agents.blackbox_episodes import CHAT_LOOP, LINES, PROGRAMS, run_episode, say
+from support.agents.sandboxed_programs import BoxedLookup, rollout
+from turnwise.agents.registry import make_agent
+from turnwise.errors import AgentError, SandboxUnavailable
+from turnwise.ext.programs import BlackBoxAgent, ProgramError
+from turnwise.ext.programs.config import paths_within, shown_for
+from turnwise.rollout.core import EpisodeOutcome
+from turnwise.sandboxes.core import Mount
+from turnwise.types import StopReason
+
+LOOP = {"command": f"{CHAT_LOOP} {{prompt}}", "sandbox": True}
+
+
+async def boxed(agent: dict[str, Any], script: Any = LINES, **more: Any) -> EpisodeOutcome:
+    return await run_episode(script, {"sandbox": True, **agent}, **{**rollout(), **more})
+
+
+def rewards(outcome: EpisodeOutcome) -> dict[str, float]:
+    assert outcome.error is None, outcome.error
+    return {name: value for _, name, value in outcome.trajectories[0].rewards}
+
+
+async def test_a_program_inside_acts_and_is_scored_as_any_agent_is() -> None:
+    outcome = await boxed(LOOP)
+    assert rewards(outcome) == {"score": 1.0, "left": 0.0}
+    (trajectory,) = outcome.trajectories
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    turns = [each.turn_id for each in trajectory.segments if each.sampled]
+    assert [trajectory.turn_metrics[turn]["tool_calls"] for turn in turns[:2]] == [1, 1]
+    assert trajectory.metrics["blackbox/nonzero_exits"] == 0
+    assert "blackbox/killed_processes" not in trajectory.metrics
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        {"command": f"sh -c '{CHAT_LOOP} > answer.txt'", "result": "file:answer.txt"},
+        {"command": CHAT_LOOP, "stdin": "{task}", "result": "stdout", "output_bytes": 64},
+        # The command `tool` in a shell, the environment's file, the workspace, variables, folders, and nothing else.
+        {
+            "command": ["sh", "-ec", """
+                test "$(cat given.txt)" = "from the environment"; test "$(cat sub/mine.txt)" = mine
+                test "$(cat "$HOME/settings")" = "{work}"; test "$PWD" = "{work}"; test -d "$TMPDIR"
+                test -z "$SECRET_OF_THE_HOST"; test "$PASSED" = on; tool > listed.txt; grep -q team_of listed.txt
+                {python} -I -S "$LOOP" "$(cat {prompt_file})"
+            """],
+            "env": {"LOOP": str(PROGRAMS / "chat_loop.py"), "PASSED": "on"},
+            "files": {"{home}/settings": "{work}"},
+            "result": "stdout",
+        },
+    ],
+    ids=["file", "stdout", "all"],
+)  # fmt: skip
+async def test_what_it_is_given_and_how_it_answers(
+    agent: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_HOST", "s3cret")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.txt").write_text("mine")
+    outcome = await boxed({"workspace": tmp_path, **agent})
+    assert outcome.trajectories[0].metrics["blackbox/nonzero_exits"] == 0
+    assert rewards(outcome)["score"] == 1.0
+
+
+async def test_what_it_leaves_is_ended_before_it_is_scored() -> None:
+    left = f"sh -c '(setsid sleep 1000 & echo $! > left.pid) ; {CHAT_LOOP} x'"
+    assert rewards(await boxed({"command": left})) == {"score": 1.0, "left": 0.0}
+    # The environment would see it: what runs its own command is alive.
+    seen = f"sh -c 'echo self > left.pid; {CHAT_LOOP} x'"
+    assert rewards(await boxed({"command": seen})) == {"score": 1.0, "left": 1.0}
+
+
+async def test_how_it_ends_is_told_as_beside_the_rollout() -> None:
+    outcome = await boxed({**LOOP, "env": {"CRASH_AFTER": "2"}, "nonzero_exit": "error"})
+    assert type(outcome.error) is AgentError
+    assert "exit status 3: the program is confused" in str(outcome.error)
+    outcome = await boxed({**LOOP, "env": {"CRASH_AFTER": "0"}})
+    assert isinstance(outcome.error, ProgramError)
+    outcome = await boxed({"command": "sh -c 'kill -9 $$'"})
+    assert "signal 9 ended it" in str(outcome.error)
+    outcome = await boxed({"command": "sh -c 'kill -9 $PPID; sleep 1000'"})
+    assert "its supervisor was killed" in str(outcome.error)
+    outcome = await boxed({"command": "sleep 1000", "timeout": 0.5})
+    assert (outcome.error, outcome.trajectories[0].stop_reason) == (None, StopReason.TIMEOUT)
+    asking = f"sh -c 'while true; do {CHAT_LOOP} x; done'"
+    outcome = await boxed({"command": asking, "grace": 0.3}, max_turns=2)
+    assert (outcome.error, outcome.trajectories[0].stop_reason) == (None, StopReason.MAX_TURNS)
+    assert outcome.trajectories[0].metrics["blackbox/lingered"] == 1
+
+
+async def test_an_episode_without_a_sandbox_says_so() -> None:
+    outcome = await boxed(LOOP, env="lookup")
+    assert isinstance(outcome.error, AgentError)
+    assert "LookupEnv opened none in its reset" in str(outcome.error)
+
+
+async def test_a_backend_without_ways_out_says_so() -> None:
+    outcome = await boxed(LOOP, **rollout(name="local"))
+    assert isinstance(outcome.error, SandboxUnavailable), outcome.error
+
+
+async def test_only_the_sandbox_of_the_episode_shows_the_program(tmp_path: Path) -> None:
+    BoxedLookup.specs.clear()
+    mine = tmp_path / "data"
+    mine.mkdir()
+    env = "support.agents.sandboxed_programs:BoxedLookup"
+    more = {**rollout(), "env": env}
+    await run_episode([say("x")], {**LOOP, "mounts": [str(mine), f"{mine}:/opt/data"]}, **more)
+    (spec,) = BoxedLookup.specs
+    shown = {each.target: each.source for each in spec.mounts}
+    assert shown["/opt/data"] == shown[str(mine)] == mine
+    assert set(shown) >= {str(each) for each in shown_for(sys.executable)}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"sandbox": True, "workers": 1}, "workers applies outside a sandbox only"),
+        ({"sandbox": True, "keep": "always"}, "keep applies outside a sandbox only"),
+        ({"sandbox": True, "scratch": "/tmp"}, "scratch applies outside a sandbox only"),
+        ({"mounts": ["/usr"]}, "mounts applies in a sandbox only: set 'sandbox: true'"),
+        ({"mount_program": False}, "mount_program applies in a sandbox only"),
+        ({"sandbox": True, "mounts": ["/nowhere/at/all"]}, "mounts names '/nowhere/at/all': there is no such"),
+        ({"sandbox": True, "mounts": ["/usr:relative"]}, "INSIDE an absolute path"),
+        ({"sandbox": True, "mounts": ["/usr:/"]}, "INSIDE an absolute path"),
+    ],
+)
+def test_what_is_wrong_is_told_before_work_starts(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(AgentError, match=said):
+        make_agent("blackbox", command="sh -c true", **config)
+
+
+def test_a_program_of_the_image_is_not_looked_for_here() -> None:
+    config = {"command": "no-such-program-here {prompt}", "sandbox": True}
+    with pytest.raises(AgentError, match="cannot be started"):
+        make_agent("blackbox", **config)
+    made = make_agent("blackbox", **config, mount_program=False)
+    assert isinstance(made, BlackBoxAgent)
+    assert made.sandbox_mounts() == ()
+
+
+def test_what_a_program_consists_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def file(path: str, text: str = "") -> Path:
+        made = tmp_path / path
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.write_text(text)
+        made.chmod(0o755)
+        return made
+
+    alone = file("alone/program", "#!/bin/sh\n")
+    assert shown_for(str(alone)) == (alone,)
+    assert shown_for("/usr/bin/env") == ()
+    # A package of npm, behind a link.
+    file("npm/node_modules/pkg/cli.js", "#!/usr/bin/env node\n")
+    link = tmp_path / "bin" / "cli"
+    link.parent.mkdir()
+    link.symlink_to("../npm/node_modules/pkg/cli.js")
+    node = file("node/bin/node")
+    monkeypatch.setenv("PATH", f"{node.parent}{os.pathsep}/usr/bin")
+    shown = shown_for(str(link))
+    assert set(shown) == {link, tmp_path / "npm" / "node_modules", node}
+    mounts = [Mount(each, str(each)) for each in shown]
+    assert paths_within(mounts) == [str(node.parent)]
+    # A virtual environment, the interpreter that it links to, and the one that its settings name.
+    file("python-3.11.9/lib/python3.11/os.py")
+    real = file("python-3.11.9/bin/python3.11")
+    (tmp_path / "python-3.11").symlink_to("python-3.11.9")
+    script = file("venv/bin/tool", f"#!{tmp_path}/venv/bin/python\n")
+    (tmp_path / "venv" / "bin" / "python").symlink_to(tmp_path / "python-3.11" / "bin" / "python3.11")
+    file("venv/pyvenv.cfg", f"home = {tmp_path}/python-3.11/bin\n")
+    wanted = {tmp_path / "venv", tmp_path / "python-3.11", real.parents[1]}
+    assert set(shown_for(str(script))) == wanted
+
+
+async def test_a_flood_inside_is_ended_and_what_it_sampled_is_kept() -> None:
+    flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes >&2' sh {{task}}", "output_limit": 100_000}
+    outcome = await boxed(flooding)
+    assert "wrote more than output_limit=100000 bytes and was killed" in str(outcome.error)
+    assert any(each.sampled for each in outcome.trajectories[0].segments)

@@ -1,0 +1,1 @@
+"""Small environments: two dependent tools, arithmetic, a guessing game, and tasks with a reward function."""

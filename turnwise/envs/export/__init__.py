@@ -1,5 +1,0 @@
-"""Environments of this package for other frameworks: folders that their own loaders and clients take."""
-
-from turnwise.envs.export.core import FORMS, ExportedEnv, export_env, load_exported
-
-__all__ = ["FORMS", "ExportedEnv", "export_env", "load_exported"]

@@ -1,5 +1,0 @@
-"""Environments of other frameworks: reasoning-gym, gem, TextArena, OpenEnv, verifiers."""
-
-from turnwise.envs.foreign.core import ForeignEnv, register_framework, tasks
-
-__all__ = ["ForeignEnv", "register_framework", "tasks"]

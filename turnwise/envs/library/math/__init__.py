@@ -1,5 +1,0 @@
-"""Math environment: word problems in GSM8K's format, from a file or generated, with a calculator."""
-
-from turnwise.envs.library.math.env import MathEnv, calculations, row, tasks
-
-__all__ = ["MathEnv", "calculations", "row", "tasks"]

@@ -1,6 +1,0 @@
-"""Terminal environment: tasks in a shell, graded by tests copied in after the agent ended."""
-
-from turnwise.envs.library.terminal.env import TerminalEnv, harbor_class
-from turnwise.envs.library.terminal.folder import TaskFolder, read_folder, tasks
-
-__all__ = ["TaskFolder", "TerminalEnv", "harbor_class", "read_folder", "tasks"]

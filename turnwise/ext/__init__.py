@@ -1,0 +1,1 @@
+"""What plugs into the core: environments, programs, frameworks, checks and the report."""

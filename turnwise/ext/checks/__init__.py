@@ -1,0 +1,1 @@
+"""Checkers of environments, sandboxes and learners."""

@@ -1,0 +1,222 @@
+"""The commands ``turnwise check-env`` and ``turnwise check-sandbox``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnwise.cli.options import (
+    ConstructorArguments,
+    EnvReference,
+    EnvTasks,
+    FunctionTools,
+    MCPServers,
+    ToolConfig,
+    env_spec,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from turnwise.envs.registration import EnvSpec
+    from turnwise.ext.checks.environment import CheckReport
+    from turnwise.ext.checks.environment.context import PromptIds, TokenCounter
+    from turnwise.ext.checks.sandbox.context import Outcome, SandboxReport
+    from turnwise.tasks.core import Task
+
+
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", "-m", help="Model directory: count tokens with its tokenizer, check that its prompts show the tools."
+    ),
+]
+TemplateName = Annotated[
+    str | None, typer.Option("--chat-template", help="Chat template instead of the model's, as renderer.chat_template.")
+]
+
+
+def check_env(
+    env: EnvReference,
+    config: ConstructorArguments = None,
+    tasks: EnvTasks = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Maximum number of tasks; by default 3 are played and all are validated."),
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds to play.")] = 2,
+    timeout: Annotated[float, typer.Option("--timeout", help="Timeout of one call, in seconds.")] = 30.0,
+    context_length: Annotated[
+        int | None, typer.Option("--context-length", min=1, help="Context length to check lengths against, in tokens.")
+    ] = None,
+    model: ModelFolder = None,
+    chat_template: TemplateName = None,
+    functions: FunctionTools = None,
+    tool_config: ToolConfig = None,
+    mcp: MCPServers = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check an environment: contract, determinism, leaks, lengths, policies, cost; exit 1 on errors."""
+    import asyncio
+    import json
+
+    from rich.console import Console
+
+    from turnwise.ext.checks.environment import check_env
+
+    spec = env_spec(env, config, functions, tool_config, mcp)
+    tasks, rows = load_rows(spec, tasks, limit)
+    count, prompt = _load_tokenizer(model, chat_template)
+    report = asyncio.run(
+        check_env(
+            spec,
+            tasks=rows,
+            looked_at=tasks if limit is None else rows,
+            seeds=tuple(range(seeds)),
+            timeout=timeout,
+            context_length=context_length,
+            count_tokens=count,
+            prompt=prompt,
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        show_report(report, Console())
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def load_rows(spec: EnvSpec, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
+    """Return the task source that is looked at, and the tasks that are played. Raises TaskError without any."""
+    from turnwise.envs.registration import own_tasks
+    from turnwise.errors import TaskError
+    from turnwise.ext.checks.environment.core import DEFAULT_TASKS
+    from turnwise.tasks.reader import load_tasks
+
+    if tasks is None and limit is not None:
+        tasks = own_tasks(spec.id, spec.config)
+    rows = None if tasks is None else load_tasks(tasks, limit=limit or DEFAULT_TASKS)
+    if rows == []:
+        raise TaskError(f"--tasks {tasks}: it contains no tasks")
+    return tasks, rows
+
+
+def _load_tokenizer(model: Path | None, chat_template: str | None) -> tuple[TokenCounter | None, PromptIds | None]:
+    """Return a token counter and, with a chat template, a prompt renderer of the model."""
+    from turnwise.chat.model_dir import read_model_dir
+    from turnwise.errors import ConfigError
+    from turnwise.inference.config import RendererConfig
+    from turnwise.model.canonical import canonical_messages
+
+    if model is None:
+        if chat_template is not None:
+            raise ConfigError(f"--chat-template is {chat_template}, but it needs a model: add --model DIR")
+        return None, None
+    files = read_model_dir(model)
+
+    def count(text: str) -> int:
+        return len(files.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    if chat_template is None and files.template is None:
+        return count, None
+    renderer = RendererConfig(chat_template=chat_template).load(model)
+    return count, lambda messages, tools: renderer.render(canonical_messages(messages), tools).tolist()
+
+
+def show_report(report: CheckReport, console: Console) -> None:
+    """Print what the environment checker found."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for finding in (*report.errors, *report.warnings):
+        wrong = finding.severity == "error"
+        mark, style = ("✗", "red") if wrong else ("!", "yellow")
+        console.print(Text.assemble((f"{mark} {finding.check}: ", f"bold {style}"), finding.message), soft_wrap=True)
+        for label, text in (("where", finding.where), ("remedy", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}: {text}", style="dim" if label == "where" else ""), soft_wrap=True)
+    if report.figures:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        for name, value in report.figures.items():
+            table.add_row(name, f"{value:.4g}")
+        console.print(table)
+    for note in report.notes:
+        console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+    for reason in dict.fromkeys(report.skipped.values()):
+        names = ", ".join(name for name, why in report.skipped.items() if why == reason)
+        console.print(Text(f"not run: {names} ({reason})", style="dim"), soft_wrap=True)
+    style = "bold red" if not report.ok else "yellow" if report.warnings else "green"
+    console.print(Text(report.summary, style=style), soft_wrap=True)
+
+
+def check_sandbox(
+    name: Annotated[
+        str, typer.Argument(help="Sandbox backend: local, docker, e2b, pkg.mod:Class or file.py:Class.")
+    ] = "local",
+    config: ConstructorArguments = None,
+    image: Annotated[str | None, typer.Option("--image", help="Image or template of the sandboxes.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Run only checks with this prefix, such as attack. Repeatable.")
+    ] = None,
+    attacks: Annotated[bool, typer.Option("--attacks/--no-attacks", help="Also attack the isolation.")] = True,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Timeout of one check, in seconds.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check a sandbox backend: its contract, and whether the isolation that it declares holds; exit 1 on failures."""
+    import asyncio
+    import json
+
+    from rich.console import Console
+
+    from turnwise.config import parse_overrides
+    from turnwise.ext.checks.sandbox.core import check_sandbox
+    from turnwise.sandboxes.config import SandboxConfig
+    from turnwise.sandboxes.core import SandboxSpec
+
+    console = Console()
+    report = asyncio.run(
+        check_sandbox(
+            SandboxConfig(name=name, config=parse_overrides(config or ())),
+            spec=SandboxSpec(image=image),
+            only=only or (),
+            attacks=attacks,
+            timeout=timeout,
+            watch=None if as_json else lambda outcome: _show_outcome(outcome, console),
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        _show_sandbox(report, console)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _show_outcome(outcome: Outcome, console: Console) -> None:
+    from rich.text import Text
+
+    if outcome.status == "failed" or (outcome.status == "skipped" and not outcome.attack):
+        mark, style = ("✗", "bold red") if outcome.status == "failed" else ("-", "dim")
+        console.print(Text.assemble((f"{mark} {outcome.name}: ", style), outcome.message), soft_wrap=True)
+
+
+def _show_sandbox(report: SandboxReport, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"held": "green", "open": "yellow", "escaped": "bold red", "failed": "bold red", "skipped": "dim"}
+    if report.attacks:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for title in ("attack", "contained by", "outcome", "details"):
+            table.add_column(title, overflow="fold")
+        for each in report.attacks:
+            words = Text(each.status, style=styles[each.status])
+            table.add_row(each.name.removeprefix("attack: "), each.containment, words, each.message)
+        console.print(table)
+    if report.capabilities is not None:
+        for note in report.capabilities.notes:
+            console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
+    console.print(Text(report.summary, style="green" if report.ok else "bold red"), soft_wrap=True)

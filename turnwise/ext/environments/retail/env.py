@@ -1,0 +1,286 @@
+"""RetailEnv: the desk's tools, a scripted customer, and scoring by the shop's final state."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Final
+
+from turnwise.envs.core import ResetResult, Solution, StepResult
+from turnwise.envs.solution import tool_call
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import EnvError, TaskError, shown
+from turnwise.ext.environments.retail import changes
+from turnwise.ext.environments.retail.changes import CancelReason, DeclineReason, Topic
+from turnwise.ext.environments.retail.desk import Desk
+from turnwise.ext.environments.retail.goal import Goal, goal_of, states, world_of
+from turnwise.ext.environments.retail.store import Store
+from turnwise.ext.environments.retail.tasks import drawn
+from turnwise.ext.environments.retail.world import RETURN_DAYS
+from turnwise.tasks import Task
+from turnwise.tools.core import function_tool
+from turnwise.types import Message, text_of
+
+_ASKS_WHO: Final = re.compile(r"\b(e-?mail|zip|name|who you are|identif\w*|verif\w*)\b", re.IGNORECASE)
+_MOST_REPLIES: Final = 4
+
+
+class Customer:
+    """States the request first, and the identity only when asked.
+
+    A question for e-mail address or name is answered with the identity, any other with the request again. A message
+    without a question, or the fifth one, ends the conversation.
+    """
+
+    def __init__(self, identity: str, request: str) -> None:
+        self.identity, self.request = identity, request
+        self._identified = False
+        self._replies = 0
+        self._gone = False
+
+    def reply(self, message: str) -> str | None:
+        """Return the answer to a message without tool calls, or None at the end of the conversation."""
+        who = not self._identified and _ASKS_WHO.search(message) is not None
+        if self._gone or self._replies >= _MOST_REPLIES or not (who or "?" in message):
+            return None
+        self._replies += 1
+        if who:
+            self._identified = True
+            return self.identity
+        return f"Please do what I asked for: {self.request}"
+
+    def end(self) -> None:
+        """Make the next message the last one."""
+        self._gone = True
+
+
+def customer_of(task: Task) -> Customer:
+    """Return the customer of a task."""
+    parts = []
+    for name in ("identity", "request"):
+        value = task.data.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise TaskError(
+                f"task {task.id!r}: data[{name!r}] is {shown(value)}: a dialogue needs 'identity' (the customer) "
+                "and 'request' (what is asked)"
+            )
+        parts.append(value)
+    return Customer(*parts)
+
+
+def system_prompt(today: str) -> str:
+    """Return the policy, with the date of the conversation."""
+    return f"""You work at the customer service desk of an online shop. Today is {today}.
+
+Identify the customer first: by e-mail address, or by first name, last name and zip code. Serve only this customer, \
+and act only on what the tools tell you and the customer asks for. Make exactly the changes that were asked for, \
+then answer in a few sentences, with the amounts, dates or ids that the customer wants to know, and no other amounts.
+
+Orders are pending, shipped, delivered or cancelled.
+
+Pending orders
+- can be cancelled if the customer says that they are no longer needed or were ordered by mistake. No other reason \
+is accepted: decline with reason_not_accepted. What was paid is given back.
+- can be sent to another address, and paid with another payment method of the customer. A gift card must hold the \
+whole amount: otherwise decline with gift_card_balance.
+- can have items changed to other variants of the same product, once per order: list all changes in one call. The \
+difference in price is charged or given back to the payment method that the customer names.
+Cancelling or changing an order that is not pending is declined with order_not_pending.
+
+Delivered orders
+- can have items sent back within {RETURN_DAYS} days of the delivery (later: decline with return_window_over). \
+Items on final sale cannot be sent back: decline with final_sale. The money goes to what the order was paid with, \
+or to a gift card of the customer, as the customer wishes.
+- can have items exchanged for other variants of the same product, items on final sale too, at any time after the \
+delivery. The difference is settled as above.
+Sending back or exchanging items of an order that is not delivered is declined with order_not_delivered.
+
+A variant that is not available can be had neither by a change nor by an exchange: decline with out_of_stock, \
+unless the customer names another one. Another product is declined with different_product.
+
+To decline, note the order and the reason with decline_request, change nothing about that request, and tell the \
+customer why. What else the customer asked for in the same message is still to be done.
+
+Transfer the customer to a human, after everything else is done, for what your tools cannot do: changes of name or \
+e-mail address (account_data), complaints about a delivery service (courier), goods that arrived damaged \
+(damaged_goods), questions about invoices (invoice).
+"""
+
+
+Items = Annotated[list[str], "item ids of the order"]
+NewItems = Annotated[list[str], "as many item ids, each of the same product as its counterpart"]
+
+
+class _Lookups:
+    """The tools that change nothing."""
+
+    desk: Desk
+
+    @function_tool(inline=True)
+    def find_user_by_email(self, email: str) -> str:
+        """Identify the customer by e-mail address; returns the user id."""
+        sql = "SELECT user_id FROM users WHERE email = ?"
+        return self.desk.serve(self.desk.store.row(sql, email.strip().lower()), "this e-mail address")
+
+    @function_tool(inline=True)
+    def find_user_by_name(self, first_name: str, last_name: str, zip_code: str) -> str:
+        """Identify the customer by name and zip code; returns the user id."""
+        sql = "SELECT user_id FROM users WHERE lower(first_name) = ? AND lower(last_name) = ? AND zip = ?"
+        values = (first_name.strip().lower(), last_name.strip().lower(), zip_code.strip())
+        return self.desk.serve(self.desk.store.row(sql, *values), "this name and zip code")
+
+    @function_tool(inline=True)
+    def get_user(self, user_id: str) -> dict[str, Any]:
+        """Name, address, payment methods and order ids of the customer."""
+        return self.desk.user_view(user_id)
+
+    @function_tool(inline=True)
+    def get_order(self, order_id: str) -> dict[str, Any]:
+        """Status, dates, address, items and payments of an order of the customer."""
+        return self.desk.order_view(order_id)
+
+    @function_tool(inline=True)
+    def list_products(self) -> dict[str, str]:
+        """The names of all products, with their product ids."""
+        return {row["name"]: row["product_id"] for row in self.desk.store.rows("SELECT * FROM products ORDER BY name")}
+
+    @function_tool(inline=True)
+    def get_product(self, product_id: str) -> dict[str, Any]:
+        """All variants of a product: item id, options, price, and whether it is available and on final sale."""
+        return self.desk.product_view(product_id)
+
+
+class _Changes:
+    """The tools that change the shop; each one does all that it says, or nothing."""
+
+    desk: Desk
+
+    @function_tool(inline=True)
+    def cancel_order(self, order_id: str, reason: CancelReason) -> dict[str, Any]:
+        """Cancel a pending order."""
+        return changes.cancel_order(self.desk, order_id, reason)
+
+    @function_tool(inline=True)
+    def change_order_address(self, order_id: str, street: str, city: str, state: str, zip_code: str) -> dict[str, Any]:
+        """Send a pending order to another address."""
+        return changes.change_order_address(self.desk, order_id, street, city, state, zip_code)
+
+    @function_tool(inline=True)
+    def change_user_address(self, user_id: str, street: str, city: str, state: str, zip_code: str) -> dict[str, Any]:
+        """Change the customer's own address. Orders keep theirs."""
+        return changes.change_user_address(self.desk, user_id, street, city, state, zip_code)
+
+    @function_tool(inline=True)
+    def change_order_payment(self, order_id: str, payment_id: str) -> dict[str, Any]:
+        """Pay a pending order with another payment method of the customer."""
+        return changes.change_order_payment(self.desk, order_id, payment_id)
+
+    @function_tool(inline=True)
+    def change_order_items(
+        self, order_id: str, item_ids: Items, new_item_ids: NewItems, payment_id: str
+    ) -> dict[str, Any]:
+        """Change items of a pending order to other variants of the same products; once per order."""
+        return changes.change_order_items(self.desk, order_id, item_ids, new_item_ids, payment_id)
+
+    @function_tool(inline=True)
+    def return_items(self, order_id: str, item_ids: Items, payment_id: str) -> dict[str, Any]:
+        """Take items of a delivered order back; their price goes to the payment method."""
+        return changes.return_items(self.desk, order_id, item_ids, payment_id)
+
+    @function_tool(inline=True)
+    def exchange_items(self, order_id: str, item_ids: Items, new_item_ids: NewItems, payment_id: str) -> dict[str, Any]:
+        """Exchange items of a delivered order for other variants of the same products."""
+        return changes.exchange_items(self.desk, order_id, item_ids, new_item_ids, payment_id)
+
+    @function_tool(inline=True)
+    def decline_request(self, order_id: str, reason: DeclineReason) -> dict[str, Any]:
+        """Note that a request about an order is refused by the policy, and why."""
+        return changes.decline_request(self.desk, order_id, reason)
+
+    @function_tool(inline=True)
+    def transfer_to_human(self, topic: Topic) -> dict[str, Any]:
+        """Hand the customer over to a human, for what the tools cannot do. Nothing can be changed afterwards."""
+        return changes.transfer_to_human(self.desk, topic)
+
+
+class RetailEnv(_Lookups, _Changes, ToolEnv):
+    """A customer asks something of a shop; the model answers through the shop's tools.
+
+    The score is 1 where, at the end, the shop is in the state that the task asks for, table by table, and the answer
+    states the facts that were asked for; else 0. So a change too many is as wrong as one too few, and a request that
+    the policy forbids is met only by declining it for the right reason.
+
+    Attributes:
+        desk: The shop of this episode, as the tools see it.
+        goal: What the episode is scored by.
+        dialogue: Whether the customer answers questions instead of telling everything at first.
+    """
+
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    default_tasks: ClassVar[str] = "turnwise.ext.environments.retail:tasks"
+
+    desk: Desk
+    goal: Goal
+    _store: Store | None = None
+    _customer: Customer | None = None
+
+    def __init__(self, *, dialogue: bool = False) -> None:
+        self.dialogue = dialogue
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
+        """Open the shop of the task; without a task, one is drawn from the seed."""
+        self._drop()
+        task = drawn(seed) if task is None else task
+        self.goal = goal_of(task)
+        world = world_of(self.goal.world)
+        self._store = Store(world)
+        self.desk = Desk(self._store)
+        opening = task.messages()
+        if self.dialogue:
+            self._customer = customer_of(task)
+            opening = [{"role": "user", "content": self._customer.request}]
+        if opening[0]["role"] == "system":
+            return opening, {}
+        return [{"role": "system", "content": system_prompt(world.today)}, *opening], {}
+
+    async def step(self, action: Message) -> StepResult:
+        """Answer calls; pass a message without any to the customer."""
+        if self._customer is not None and not action.get("tool_calls"):
+            reply = self._customer.reply(text_of(action))
+            if reply is not None:
+                await self._open()
+                return StepResult([{"role": "user", "content": reply}], 0.0, False, False, {})
+        return await super().step(action)
+
+    def differences(self) -> list[str]:
+        """Return the tables that differ from the goal's."""
+        found = self.desk.store.digest()
+        return [table for table, wanted in self.goal.digest.items() if found[table] != wanted]
+
+    def score(self, final: Message | None) -> float:
+        """1 for the right state of the shop and the right facts, else 0."""
+        if self.differences():
+            return 0.0
+        return float(states("" if final is None else text_of(final), self.goal.facts))
+
+    def solve(self) -> Solution:
+        """Identify the customer, make the changes of the goal, and state its facts."""
+        user = self.desk.store.row("SELECT email FROM users WHERE user_id = ?", self.goal.customer)
+        if user is None:
+            raise EnvError("the task's customer is not in its shop")
+        yield tool_call("find_user_by_email", email=user["email"])
+        for name, arguments in self.goal.actions:
+            yield tool_call(name, **arguments)
+        if self._customer is not None:
+            self._customer.end()
+        yield "Done. " + " ".join(self.goal.facts)
+
+    async def close(self) -> None:
+        """Close the shop."""
+        await super().close()
+        self._drop()
+
+    def _drop(self) -> None:
+        self._customer = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None

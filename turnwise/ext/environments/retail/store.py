@@ -1,0 +1,153 @@
+"""The shop's rows in an in-memory SQLite database."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, Final
+
+from turnwise.errors import ToolError, shown, undo_on_error
+from turnwise.ext.environments.retail.world import World
+
+_TABLES: Final = """
+CREATE TABLE users (user_id TEXT PRIMARY KEY, first_name TEXT NOT NULL, last_name TEXT NOT NULL,
+    email TEXT NOT NULL UNIQUE, street TEXT NOT NULL, city TEXT NOT NULL, state TEXT NOT NULL, zip TEXT NOT NULL);
+CREATE TABLE payment_methods (payment_id TEXT PRIMARY KEY, user_id TEXT NOT NULL REFERENCES users,
+    kind TEXT NOT NULL, last_four TEXT, balance INTEGER CHECK (balance >= 0));
+CREATE TABLE products (product_id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE variants (item_id TEXT PRIMARY KEY, product_id TEXT NOT NULL REFERENCES products, options TEXT NOT NULL,
+    price INTEGER NOT NULL, stock INTEGER NOT NULL CHECK (stock >= 0), final_sale INTEGER NOT NULL);
+CREATE TABLE orders (order_id TEXT PRIMARY KEY, user_id TEXT NOT NULL REFERENCES users,
+    status TEXT NOT NULL CHECK (status IN ('pending', 'shipped', 'delivered', 'cancelled')),
+    ordered_on TEXT NOT NULL, delivered_on TEXT, street TEXT NOT NULL, city TEXT NOT NULL, state TEXT NOT NULL,
+    zip TEXT NOT NULL, cancel_reason TEXT, items_changed INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE order_items (order_id TEXT NOT NULL REFERENCES orders, item_id TEXT NOT NULL REFERENCES variants,
+    price INTEGER NOT NULL, state TEXT NOT NULL DEFAULT 'ordered'
+    CHECK (state IN ('ordered', 'cancelled', 'returned', 'exchanged')),
+    new_item_id TEXT REFERENCES variants, new_price INTEGER,
+    CHECK ((state = 'exchanged') = (new_item_id IS NOT NULL AND new_price IS NOT NULL)));
+CREATE TABLE payments (order_id TEXT NOT NULL REFERENCES orders, payment_id TEXT NOT NULL REFERENCES payment_methods,
+    kind TEXT NOT NULL CHECK (kind IN ('payment', 'refund')), amount INTEGER NOT NULL CHECK (amount > 0));
+CREATE TABLE declined (order_id TEXT NOT NULL REFERENCES orders, reason TEXT NOT NULL, UNIQUE (order_id, reason));
+CREATE TABLE transfers (user_id TEXT NOT NULL REFERENCES users, topic TEXT NOT NULL);
+CREATE INDEX orders_of_users ON orders (user_id);
+CREATE INDEX items_of_orders ON order_items (order_id);
+CREATE INDEX payments_of_orders ON payments (order_id);
+CREATE INDEX variants_of_products ON variants (product_id);
+"""
+
+# What nothing can change (products) says nothing about what was done.
+COMPARED: Final = ("users", "payment_methods", "variants", "orders", "order_items", "payments", "declined", "transfers")
+"""The tables whose rows must be those of the goal, in any order."""
+
+
+class Store:
+    """A shop's tables; read-only outside of :meth:`changing`."""
+
+    def __init__(self, world: World) -> None:
+        self._connection = _connected()
+        self._connection.executescript(_TABLES)
+        self._connection.execute("BEGIN")
+        for table, rows in _rows(world).items():
+            marks = ", ".join("?" * len(rows[0]))
+            self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+        self._connection.execute("COMMIT")
+        self._connection.execute("PRAGMA query_only = ON")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        """Return a store with the same rows in a database of its own."""
+        made = memo[id(self)] = Store.__new__(Store)
+        made._connection = _connected()
+        self._connection.backup(made._connection)
+        made._connection.execute("PRAGMA query_only = ON")
+        return made
+
+    def rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        """Return the rows of a query."""
+        return self._execute(sql, values).fetchall()
+
+    def row(self, sql: str, *values: Any) -> sqlite3.Row | None:
+        """Return the first row of a query, or None."""
+        found: sqlite3.Row | None = self._execute(sql, values).fetchone()
+        return found
+
+    def write(self, sql: str, *values: Any) -> None:
+        """Execute a write; only within :meth:`changing`."""
+        self._execute(sql, values)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Open a write transaction, rolled back on any exception."""
+        self._connection.execute("PRAGMA query_only = OFF")
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            with undo_on_error(lambda: self._connection.execute("ROLLBACK")):
+                yield
+            self._connection.execute("COMMIT")
+        finally:
+            self._connection.execute("PRAGMA query_only = ON")
+
+    def digest(self) -> dict[str, str]:
+        """Return a hash of each table of ``COMPARED``, without regard to row order, white space and case."""
+        found = {}
+        for table in COMPARED:
+            rows = sorted(json.dumps([_plain(value) for value in row]) for row in self.rows(f"SELECT * FROM {table}"))
+            found[table] = blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
+        return found
+
+    def close(self) -> None:
+        """Close the database. Idempotent."""
+        self._connection.close()
+
+    def _execute(self, sql: str, values: tuple[Any, ...]) -> sqlite3.Cursor:
+        try:
+            return self._connection.execute(sql, values)
+        except UnicodeEncodeError as error:
+            # Half a surrogate pair, which JSON can write and SQLite cannot hold.
+            raise ToolError(f"{shown(error.object)} is not text that can be stored") from error
+
+
+def _connected() -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def _plain(value: Any) -> Any:
+    return " ".join(value.split()).casefold() if isinstance(value, str) else value
+
+
+def _rows(world: World) -> dict[str, list[tuple[Any, ...]]]:
+    def address(each: Any) -> tuple[str, str, str, str]:
+        return (each.address.street, each.address.city, each.address.state, each.address.zip)
+
+    orders, items, payments = [], [], []
+    for order in world.orders.values():
+        orders.append(
+            (order.id, order.user, order.status, order.ordered_on, order.delivered_on, *address(order), None, 0)
+        )
+        prices = order.prices or tuple(world.variants[item].price for item in order.items)
+        items += [
+            (order.id, item, price, "ordered", None, None) for item, price in zip(order.items, prices, strict=True)
+        ]
+        payments.append((order.id, order.payment, "payment", sum(prices)))
+    return {
+        "users": [
+            (each.id, each.first_name, each.last_name, each.email, *address(each)) for each in world.users.values()
+        ],
+        "payment_methods": [
+            (each.id, each.user, each.kind, each.last_four, each.balance) for each in world.payments.values()
+        ],
+        "products": list(world.products.items()),
+        "variants": [
+            (each.id, each.product, json.dumps(dict(each.options)), each.price, each.stock, each.final_sale)
+            for each in world.variants.values()
+        ],
+        "orders": orders,
+        "order_items": items,
+        "payments": payments,
+    }

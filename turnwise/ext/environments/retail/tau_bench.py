@@ -1,0 +1,220 @@
+"""The retail domain of tau-bench: its shop, and its tasks as requests to this one's desk."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from turnwise.errors import TaskError, shown
+from turnwise.ext.environments.retail.world import Address, Order, PaymentMethod, User, Variant, World
+
+_TODAY: Final = "2024-05-15"
+"""The date of its conversations. It has no dates of orders and deliveries: all are of this day."""
+_IN_STOCK: Final = 100
+"""Of what is available; how many there are, it does not say."""
+_STATUS: Final = {"processed": "shipped"}
+_READS: Final = frozenset(
+    (
+        "calculate",
+        "find_user_id_by_email",
+        "find_user_id_by_name_zip",
+        "get_order_details",
+        "get_product_details",
+        "get_user_details",
+        "list_all_product_types",
+        "think",
+    )
+)
+_PAYMENT: Final = {"payment_method_id": "payment_id"}
+_ADDRESS: Final = {"address1": "street", "zip": "zip_code", "address2": None, "country": None}
+_CHANGES: Final[dict[str, tuple[str, Mapping[str, str | None]]]] = {
+    "cancel_pending_order": ("cancel_order", {}),
+    "exchange_delivered_order_items": ("exchange_items", _PAYMENT),
+    "modify_pending_order_address": ("change_order_address", _ADDRESS),
+    "modify_pending_order_items": ("change_order_items", _PAYMENT),
+    "modify_pending_order_payment": ("change_order_payment", _PAYMENT),
+    "modify_user_address": ("change_user_address", _ADDRESS),
+    "return_delivered_order_items": ("return_items", _PAYMENT),
+}
+"""Its tools with the names here, and the arguments that are called otherwise (None: that do not exist)."""
+
+
+def rows(path: str) -> Iterator[dict[str, Any] | None]:
+    """Yield the tasks of ``tau_bench/envs/retail``, None for one without a counterpart here.
+
+    That is one whose conversation ends with a human, whose summary this shop has no words for, or in which nothing is
+    changed and nothing is to be said.
+
+    Args:
+        path: That folder, with ``:train``, ``:dev`` or ``:test`` (the default): the list in ``tasks_test.py``; its
+            shop is in ``data/``.
+
+    Raises:
+        TaskError: A file is missing or malformed.
+    """
+    folder, _, split = path.partition(":") if not Path(path).is_dir() else (path, "", "")
+    place = Path(folder).expanduser().absolute()
+    file = place / f"tasks_{split or 'test'}.py"
+    for number, task in enumerate(_tasks(file)):
+        changes = [each for each in task.get("actions") or () if each.get("name") not in _READS]
+        playable = all(each.get("name") in _CHANGES for each in changes) and (changes or task.get("outputs"))
+        record = {"id": f"tau-retail-{split or 'test'}-{number}", "world": str(place / "data"), **task}
+        yield record if playable else None
+
+
+def row(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the task columns of a row: the target of ``format: tau-retail``.
+
+    Args:
+        record: ``user_id``, ``instruction`` (what the customer knows and wants), ``actions`` (``name`` and ``kwargs``),
+            ``outputs`` (texts to be said) and ``world``, the folder of the shop.
+    """
+    world, user = record.get("world"), record["user_id"]
+    if not isinstance(world, str):
+        raise TaskError(f"column 'world' is {shown(world)}: it must be tau-bench's folder retail/data, with the shop")
+    customer = read_shop(world).users.get(user)
+    if customer is None:
+        raise TaskError(f"column 'user_id' is {shown(user)}, whom the shop {world} does not know")
+    request = f"What I know and want, as it was told to me:\n\n{record['instruction']}"
+    identity = f"My name is {customer.first_name} {customer.last_name}, zip code {customer.address.zip}."
+    actions = [_action(each) for each in record["actions"] if each.get("name") not in _READS]
+    return {
+        "id": record.get("id"),
+        "prompt": f"{identity} {request}",
+        "data": {
+            "world": world,
+            "customer": user,
+            "identity": identity,
+            "request": request,
+            "actions": actions,
+            "facts": [str(each) for each in record["outputs"]],
+        },
+    }
+
+
+def _action(value: Any) -> dict[str, Any]:
+    name = value.get("name") if isinstance(value, Mapping) else None
+    given = (value.get("kwargs") or value.get("arguments") or {}) if isinstance(value, Mapping) else None
+    if name not in _CHANGES or not isinstance(given, Mapping):
+        raise TaskError(f"column 'actions' has {shown(value)}: it must be a tool of tau-bench's, with name and kwargs")
+    ours, renamed = _CHANGES[name]
+    arguments = {renamed.get(key, key): each for key, each in given.items()}
+    if "street" in arguments and given.get("address2"):
+        arguments["street"] = f"{given['address1']}, {given['address2']}"
+    return {"name": ours, "arguments": {key: each for key, each in arguments.items() if key is not None}}
+
+
+def _tasks(file: Path) -> list[dict[str, Any]]:
+    """Return the list of tasks in a Python file, which is read and not run."""
+    try:
+        tree = ast.parse(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        raise TaskError(f"{file}: cannot be read as a list of tau-bench's tasks: {error}") from error
+    lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.List)]
+    if len(lists) != 1:
+        raise TaskError(f"{file}: there are {len(lists)} lists of tasks; tau-bench has one, of Task(...)")
+    return [_value(each, file) for each in lists[0].elts]
+
+
+def _value(node: ast.expr, file: Path) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Task", "Action"):
+        return {each.arg: _value(each.value, file) for each in node.keywords if each.arg is not None}
+    if isinstance(node, ast.List):
+        return [_value(each, file) for each in node.elts]
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise TaskError(f"{file}:{node.lineno}: {ast.unparse(node)[:80]} is no literal") from error
+
+
+@functools.lru_cache(maxsize=4)
+def read_shop(folder: str) -> World:
+    """Return the shop in a folder with ``users.json``, ``products.json`` and ``orders.json``. Raises TaskError."""
+    place = Path(folder)
+    users, products, orders = (_json(place / f"{name}.json") for name in ("users", "products", "orders"))
+    return World(
+        seed=folder,
+        today=_TODAY,
+        users=_each(users, place / "users.json", _user),
+        payments={
+            payment: _payment(payment, user, method)
+            for user, record in users.items()
+            for payment, method in record["payment_methods"].items()
+        },
+        products={product: str(record["name"]) for product, record in products.items()},
+        variants={
+            item: _variant(item, product, variant)
+            for product, record in products.items()
+            for item, variant in record["variants"].items()
+        },
+        orders={
+            order.id: order for order in _each(orders, place / "orders.json", _order).values() if order is not None
+        },
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise TaskError(f"{file}: cannot be read as a part of tau-bench's shop: {error}") from error
+    if not isinstance(found, dict):
+        raise TaskError(f"{file}: it holds {shown(found)}: tau-bench has an object by ids there")
+    return found
+
+
+def _each(records: Mapping[str, Any], file: Path, made: Callable[[str, Any], Any]) -> dict[str, Any]:
+    found = {}
+    for name, record in records.items():
+        try:
+            found[name] = made(name, record)
+        except (KeyError, TypeError) as error:
+            raise TaskError(f"{file}: {name} has no {error}") from error
+    return found
+
+
+def _user(name: str, record: Any) -> User:
+    whole = record["name"]
+    return User(name, whole["first_name"], whole["last_name"], record["email"].lower(), _address(record["address"]))
+
+
+def _address(record: Mapping[str, Any]) -> Address:
+    street = ", ".join(part for part in (record["address1"], record.get("address2")) if part)
+    return Address(street, record["city"], record["state"], record["zip"])
+
+
+def _payment(name: str, user: str, record: Mapping[str, Any]) -> PaymentMethod:
+    kind = str(record["source"])
+    balance = _cents(record.get("balance", 0)) if kind == "gift_card" else None
+    return PaymentMethod(name, user, kind, record.get("last_four"), balance)
+
+
+def _variant(item: str, product: str, record: Mapping[str, Any]) -> Variant:
+    options = tuple((str(key), str(value)) for key, value in record["options"].items())
+    return Variant(item, product, options, _cents(record["price"]), _IN_STOCK if record["available"] else 0, False)
+
+
+def _order(name: str, record: Mapping[str, Any]) -> Order | None:
+    paid = [each for each in record["payment_history"] if each["transaction_type"] == "payment"]
+    if not paid:
+        return None
+    status = str(record["status"]).partition(" ")[0]
+    return Order(
+        id=name.removeprefix("#"),
+        user=record["user_id"],
+        status=_STATUS.get(status, status),
+        ordered_on=_TODAY,
+        delivered_on=_TODAY if status == "delivered" else None,
+        address=_address(record["address"]),
+        items=tuple(each["item_id"] for each in record["items"]),
+        payment=paid[0]["payment_method_id"],
+        prices=tuple(_cents(each["price"]) for each in record["items"]),
+    )
+
+
+def _cents(amount: float) -> int:
+    return round(100 * amount)

@@ -1,0 +1,183 @@
+"""Search tasks: generated two- and three-hop questions, rows from a file, and answer metrics."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from turnwise.errors import TaskError, shown
+from turnwise.ext.environments.search.encyclopedia import SPLITS, Town, Work, encyclopedia
+from turnwise.seeding import stable_hash
+from turnwise.tasks import Task
+
+# Before the colon nothing but one line is looked at: else a text of blank lines takes time in the square of its length.
+_ANSWER: Final = re.compile(r"^[^\w\n]*(?:final )?answer[^\w\n]*:\W*(.*)$", re.IGNORECASE | re.MULTILINE)
+_ARTICLES: Final = frozenset(("a", "an", "the"))
+
+
+def answer_in(text: str) -> str:
+    """Return what follows the last ``Answer:`` of a message, or all of it."""
+    found: list[str] = _ANSWER.findall(text)
+    return found[-1] if found else text
+
+
+def words(text: str) -> list[str]:
+    """Return the normalised words of a text: NFKC, without case, punctuation, thousands separators and articles."""
+    plain = unicodedata.normalize("NFKC", text).casefold()
+    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", plain)
+    found = re.findall(r"\w+", plain)
+    # An answer that is an article, such as the choice A, is not the same as none.
+    return [each for each in found if each not in _ARTICLES] or found
+
+
+def exact(answer: str, accepted: Sequence[str]) -> float:
+    """Return 1 where the answer has the words of an accepted one, else 0."""
+    return float(any(words(answer) == words(each) for each in accepted))
+
+
+def f1(answer: str, accepted: Sequence[str]) -> float:
+    """Return the largest word F1 of the answer against the accepted ones.
+
+    ``F1 = 2c / (p + g)`` with p words in the answer, g in the accepted one and c in common, counted with multiplicity,
+    as in SQuAD (Rajpurkar et al. 2016).
+    """
+    return max((_f1(words(answer), words(each)) for each in accepted), default=0.0)
+
+
+def _f1(answer: list[str], accepted: list[str]) -> float:
+    common = sum((Counter(answer) & Counter(accepted)).values())
+    return 2 * common / (len(answer) + len(accepted)) if common else 0.0
+
+
+_PER_ENCYCLOPEDIA: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, its answer, and the titles of the articles that lead to it."""
+
+    text: str
+    answer: str
+    path: tuple[str, ...]
+
+
+def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task]:
+    """Yield ``n`` different questions of a split, a thousand to an encyclopedia."""
+    if split not in SPLITS:
+        raise TaskError(f"search has no split {shown(split)}: it has {', '.join(SPLITS)}")
+    for index in range(n):
+        volume = stable_hash("search", seed, index // _PER_ENCYCLOPEDIA)
+        found = questions(split, volume)[index % _PER_ENCYCLOPEDIA]
+        yield _task(f"search-{split}-{seed}-{index}", found, split, volume)
+
+
+def drawn(seed: int | None) -> Task:
+    """Return the task drawn from a seed, or a random one for None; all share one encyclopedia."""
+    number = random.getrandbits(63) if seed is None else seed
+    found = questions("train", 0)
+    return _task(f"search-seed-{number}", found[stable_hash("search", number) % len(found)], "train", 0)
+
+
+def _task(name: str, question: Question, split: str, volume: int) -> Task:
+    data = {"split": split, "encyclopedia": volume, "answer": question.answer, "path": list(question.path)}
+    return Task(name, question.text, data)
+
+
+def qa_tasks(path: str, *, question: str = "question", answer: str = "answer") -> Iterator[Task]:
+    """Yield the rows of a jsonl file as tasks, for a custom corpus.
+
+    Args:
+        path: The file. A row has a question, and an answer or a list of accepted ones; further fields go to ``data``.
+        question: Name of the field with the question.
+        answer: Name of the field with the answer.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise TaskError(f"path is {shown(path)}: there is no such file; give a .jsonl with {question!r} and {answer!r}")
+    with file.open("rb") as rows:
+        for number, line in enumerate(rows, 1):
+            if line.strip():
+                yield _row_task(line, f"{path}:{number}", f"{file.stem}-{number}", question, answer)
+
+
+def _row_task(line: bytes, where: str, name: str, question: str, answer: str) -> Task:
+    try:
+        row: Any = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise TaskError(f"{where}: this line is not JSON ({error}): write one JSON object per line") from error
+    if not isinstance(row, dict):
+        raise TaskError(f"{where}: a row is an object with {question!r} and {answer!r}, not {shown(row)}")
+    for field in (question, answer):
+        if field not in row:
+            raise TaskError(f"{where}: field {field!r} is missing (fields here: {', '.join(map(repr, row)) or 'none'})")
+    text = row.pop(question)
+    if not isinstance(text, str) or not text.strip():
+        raise TaskError(f"{where}: field {question!r} is {shown(text)}: it must be a string")
+    data = {**row, "answer": row[answer]}
+    if answer != "answer":
+        del data[answer]
+    accepted_of(data, where)
+    return Task(str(data.pop("id", name)), text, data)
+
+
+def accepted_of(data: dict[str, Any], where: str) -> list[str]:
+    """Return the accepted answers of a task's data."""
+    answer = data.get("answer")
+    found = [answer] if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else answer
+    if not isinstance(found, list) or not found or not all(isinstance(each, (str, int, float)) for each in found):
+        raise TaskError(f"{where}: field 'answer' is {shown(answer)}: it must be an accepted string or a list of them")
+    texts = [str(each) for each in found]
+    if not all(words(text) for text in texts):
+        raise TaskError(
+            f"{where}: field 'answer' is {shown(answer)}: an accepted answer is empty, or has no letter and no digit "
+            "to compare"
+        )
+    return texts
+
+
+@functools.lru_cache(maxsize=8)
+def questions(split: str, seed: int) -> tuple[Question, ...]:
+    """Return the questions of an encyclopedia, shuffled: at least a thousand."""
+    book = encyclopedia(split, seed)
+    found = [question for work in book.works for question in _about_work(work)]
+    found += [question for town in book.towns for question in _about_town(town)]
+    random.Random(stable_hash("search questions", split, seed)).shuffle(found)
+    return tuple(found)
+
+
+def _about_work(work: Work) -> Iterator[Question]:
+    maker, town, birthplace = work.maker, work.town, work.maker.town
+    name, title = work.name, work.name[0].upper() + work.name[1:]
+    river = birthplace.river
+    made = {"building": "designed", "company": "founded", "book": "wrote"}[work.kind]
+    by = (title, maker.name)
+    yield Question(f"In which year was the person born who {made} {name}?", str(maker.born), by)
+    yield Question(f"In which town was the person born who {made} {name}?", birthplace.name, by)
+    text = f"Who is the mayor of the town in which the person was born who {made} {name}?"
+    yield Question(text, birthplace.mayor, (*by, birthplace.name))
+    text = f"On which river lies the birthplace of the person who {made} {name}?"
+    yield Question(text, river.name, (*by, birthplace.name))
+    place = {
+        "building": f"the town in which {name} stands",
+        "company": f"the town in which {name} has its seat",
+        "book": f"the town that the book {name} is about",
+    }[work.kind]
+    yield Question(f"In which year was {place} founded?", str(town.founded), (title, town.name))
+    here = town.river
+    text = f"How many kilometres long is the river on which {place} lies?"
+    yield Question(text, str(here.length), (title, town.name, here.name[0].upper() + here.name[1:]))
+
+
+def _about_town(town: Town) -> Iterator[Question]:
+    title = town.river.name[0].upper() + town.river.name[1:]
+    text = f"On which mountain is the source of the river that {town.name} lies on?"
+    yield Question(text, town.river.mountain, (town.name, title))

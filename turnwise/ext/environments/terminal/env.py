@@ -1,0 +1,306 @@
+"""TerminalEnv: a shell in a sandbox, and tests that run after the agent ended."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import secrets
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+from urllib.parse import quote
+
+from turnwise.envs.core import ResetResult, Solution
+from turnwise.envs.results import SANDBOX_VARIES, Remark, ScoreParts
+from turnwise.envs.solution import tool_call
+from turnwise.envs.tool_env import ToolEnv
+from turnwise.errors import (
+    ConfigError,
+    EnvError,
+    RegistryError,
+    SandboxFileError,
+    SandboxFileNotFound,
+    TaskError,
+    TurnwiseError,
+    shown,
+)
+from turnwise.ext.environments.swe.env import TOOLS
+from turnwise.ext.environments.swe.logs import Statuses, parser_of
+from turnwise.ext.environments.terminal.altered import NOTHING, AlteredTests, altered_tests, keep_tests, known_tests
+from turnwise.ext.environments.terminal.folder import TaskFolder, read_folder, tasks
+from turnwise.sandboxes.core import Sandbox, SandboxSpec
+from turnwise.sandboxes.local import host_python
+from turnwise.tasks import Task
+from turnwise.tasks.seeded import FIXED_HASHES
+from turnwise.types import Message
+
+INSTRUCTIONS: Final = (
+    "You work in a terminal. Do what the user asks, with the tools, and check the result: it is judged by tests that "
+    "run when you are done. Call submit then."
+)
+_MOST_LOG: Final = 2**20
+_PREPARE: Final = """
+pwd
+for pair in "tests /tests {own}/tests" "logs /logs/verifier {own}/logs"; do
+  set -- $pair
+  rm -rf "$2" 2>/dev/null && mkdir -p "$2" 2>/dev/null && [ -w "$2" ] || { mkdir -p "$3"; set -- "$1" "$3"; }
+  echo "$2"
+done
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    reward: float
+    log: str
+    tests: Statuses
+    timed_out: bool
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.reward >= 1.0
+
+
+class TerminalEnv(ToolEnv):
+    """Asks for a task in a terminal.
+
+    After the agent ended, the task's tests are copied into its sandbox and run. The score is the reward that they write
+    (``/logs/verifier/reward.txt`` or ``reward.json``), or 1 where all tests of their log pass.
+
+    Attributes:
+        log: Tail of the tests' output; "" before they ran.
+        tests: The status of each test, where the log tells it.
+    """
+
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    default_tasks: ClassVar[str] = "turnwise.ext.environments.terminal:tasks"
+    varies: ClassVar[Mapping[str, str]] = SANDBOX_VARIES
+
+    folder: TaskFolder
+    log: str = ""
+    tests: Statuses
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[str] = ("shell", "submit"),
+        instructions: str | None = INSTRUCTIONS,
+        test_timeout: float = 300.0,
+        twins: bool = True,
+    ) -> None:
+        """Set tools and limits.
+
+        Args:
+            tools: Which of ``shell``, ``editor``, ``apply_patch`` and ``submit`` the model has.
+            instructions: The system prompt; None: none.
+            test_timeout: Default seconds for tests.
+            twins: Whether tests that pass run again with altered checks, which must fail.
+        """
+        unknown = [tools] if isinstance(tools, str) else [name for name in tools if name not in TOOLS]
+        if unknown:
+            raise ConfigError(f"tools: {unknown[0]!r} is not one of {', '.join(TOOLS)}")
+        if isinstance(test_timeout, bool) or not isinstance(test_timeout, (int, float)) or not test_timeout > 0:
+            raise ConfigError(f"test_timeout is {shown(test_timeout)}: it must be a number of seconds above 0")
+        if not isinstance(twins, bool):
+            raise ConfigError(f"twins is {shown(twins)}: it must be true or false")
+        self.names, self.beside_altered = tuple(tools), twins
+        self.tools = tuple(TOOLS[name]() for name in tools)
+        self.instructions, self.test_timeout = instructions, float(test_timeout)
+
+    async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
+        """Start a sandbox with the task's files."""
+        self.log, self.tests = "", {}
+        self.folder = _folder_of(task)
+        await self.open_sandbox(_spec(self.folder))
+        opening: list[Message] = []
+        if self.instructions is not None:
+            opening.append({"role": "system", "content": self.instructions})
+        return [*opening, {"role": "user", "content": self.folder.instruction}], {"task": self.folder.name}
+
+    async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - what was done is the answer
+        """Run the tests."""
+        box = self.sandbox
+        if box is None:
+            raise EnvError("TerminalEnv.score: the episode's sandbox is closed: call reset() first")
+        altered = await self._altered() if self.beside_altered else NOTHING
+        try:
+            run = await self._run(box, altered.plain)
+            tampered = run.passed and bool(altered.names)
+            # What passes both ways once more does not depend on what the tests left behind.
+            for texts in (altered.altered, altered.plain, altered.altered):
+                tampered = tampered and (await self._run(box, texts)).passed
+        except SandboxFileNotFound:
+            # The agent removed the folder that it works in.
+            gone = dict.fromkeys(("tests", "tests_passed", "timed_out", "test_seconds", "tampered"), 0.0)
+            return ScoreParts({"score": 0.0}, gone)
+        self.log, self.tests = run.log[-4_000:], run.tests
+        good = sum(status.good for status in run.tests.values())
+        metrics = {
+            "tests": float(len(run.tests)),
+            "tests_passed": float(good),
+            "timed_out": float(run.timed_out),
+            "test_seconds": run.seconds,
+            "tampered": float(tampered),
+        }
+        what = f"the tests pass, and also where they expect something else: {', '.join(altered.names)}"
+        return ScoreParts(
+            {"score": 0.0 if tampered else run.reward}, metrics, notes={"tampered": what} if tampered else {}
+        )
+
+    async def _run(self, box: Sandbox, texts: Mapping[str, str]) -> _Run:
+        """Run the tests.
+
+        Args:
+            box: The sandbox.
+            texts: Texts of test files that differ from the task's.
+        """
+        workdir, tests, logs = await self._bring(box, texts)
+        timeout = self.folder.test_timeout or self.test_timeout
+        script = f"{tests}/{self.folder.script.rpartition('/')[2]}"
+        env = {**self.folder.test_env, "TEST_DIR": tests, "VERIFIER_DIR": logs, "PYTHONDONTWRITEBYTECODE": "1"}
+        command = ["bash", "-c", f"exec 2>&1; cd {shlex.quote(workdir)}; exec bash {shlex.quote(script)}"]
+        done = await box.exec(command, timeout=timeout, env=env, max_output=_MOST_LOG)
+        log = done.stdout.decode("utf-8", "replace")
+        statuses = parser_of(self.folder.parser)(log)
+        reward = None if done.timed_out else await _reward(box, logs)
+        if reward is None:
+            passed = bool(statuses) and all(status.good for status in statuses.values())
+            reward = float(passed and not done.timed_out)
+        return _Run(min(max(reward, 0.0), 1.0), log, statuses, done.timed_out, done.duration)
+
+    async def _altered(self) -> AlteredTests:
+        """Return the task's altered tests, made once: its solution passes the tests and fails these, or there are none.
+
+        The reference runs in a sandbox of its own.
+        """
+        known = known_tests(self.folder)
+        if known is not None:
+            return known
+        found, solution = altered_tests(self.folder), self.folder.solution
+        if found.names and solution is not None:
+            box = await self.open_sandbox(_spec(self.folder))
+            try:
+                await box.exec(solution.read_text("utf-8"), timeout=self.test_timeout)
+                runs = [await self._run(box, texts) for texts in (found.plain, found.altered, found.plain)]
+            finally:
+                await self.close_sandbox(box)
+            found = found if [run.passed for run in runs] == [True, False, True] else NOTHING
+        keep_tests(self.folder, found if solution is not None else NOTHING)
+        return found if solution is not None else NOTHING
+
+    async def _bring(self, box: Sandbox, texts: Mapping[str, str]) -> tuple[str, str, str]:
+        """Copy the tests in, replacing leftovers; return working directory, tests' path and reward path."""
+        own = f"${{TMPDIR:-/tmp}}/turnwise-{secrets.token_hex(8)}"
+        done = await box.exec(_PREPARE.replace("{own}", own))
+        if not done.ok:
+            raise EnvError(f"{self.folder.name}: its tests cannot be uploaded: {done.text.strip()[-300:]}")
+        workdir, tests, logs = done.stdout.decode().splitlines()
+        if self.folder.tests.is_dir():
+            await box.upload(self.folder.tests, tests)
+        for path, text in texts.items():
+            await box.write_file(f"{tests}/{path}", text.encode())
+        script = self.folder.path / self.folder.script
+        await box.write_file(f"{tests}/{script.name}", script.read_bytes(), mode=0o755)
+        return workdir, tests, logs
+
+    async def check_task(self, task: Task) -> list[str]:
+        """Check that a task's solution is worth 1, and doing nothing less."""
+        try:
+            found = []
+            for solved in (True, False):
+                self.log, self.tests, self.folder = "", {}, _folder_of(task)
+                if solved and self.folder.solution is None:
+                    return ["it has no solution, so it cannot be shown to be solvable"]
+                await self.close_sandboxes()
+                box = await self.open_sandbox(_spec(self.folder))
+                if solved and self.folder.solution is not None:
+                    await box.exec(self.folder.solution.read_text("utf-8"), timeout=self.test_timeout)
+                worth = sum((await self.score(None)).values())
+                if solved != (worth >= 1.0):
+                    what = "its own solution is" if solved else "doing nothing is"
+                    found.append(f"{what} worth {worth:g}; the tests say: {self.log.strip()[-300:]}")
+        except TurnwiseError as error:
+            if error.retryable:
+                raise
+            return [str(error)]
+        if not found and self.beside_altered and not (await self._altered()).names:
+            return [Remark("none of its tests is a Python test with a check that can be altered")]
+        return found
+
+    def solve(self) -> Solution | None:
+        """Run the task's solution, and submit; None without a shell."""
+        return self._solution() if "shell" in self.names else None
+
+    def _solution(self) -> Solution:
+        if self.folder.solution is not None:
+            yield tool_call("shell", command=self.folder.solution.read_text("utf-8"))
+        if "submit" in self.names:
+            yield tool_call("submit")
+        yield "It is done."
+
+
+@functools.cache
+def harbor_class(prefix: str, name: str) -> type[TerminalEnv]:
+    """Return the class of ``harbor:PATH``: the tasks of a folder of Harbor tasks, or of a single one.
+
+    Raises:
+        RegistryError: There is no such folder.
+        TaskError: It holds no task.
+    """
+    path = Path(name).expanduser()
+    if not name or not path.is_dir():
+        raise RegistryError(f"{prefix}:{name}: there is no folder {name!r}: write {prefix}:PATH of a folder of tasks")
+    source = f"turnwise.ext.environments.terminal:tasks?path={quote(str(path.absolute()))}"
+    next(tasks(str(path)))
+    # Module and qualified name together are the name by which it is made.
+    named = {"__module__": prefix, "__qualname__": name, "__doc__": f"Tasks of {name}."}
+    return type(name, (TerminalEnv,), {**named, "default_tasks": source})
+
+
+def _folder_of(task: Task | None) -> TaskFolder:
+    if task is None:
+        raise EnvError("TerminalEnv.reset got no task: use tasks such as turnwise.ext.environments.terminal:tasks")
+    name = task.data.get("folder")
+    if not isinstance(name, str):
+        raise TaskError(f"task {task.id!r}: folder is {shown(name)}: it must be the path of a task's folder")
+    return read_folder(name)
+
+
+def _spec(folder: TaskFolder) -> SandboxSpec:
+    labels = {"terminal": folder.name}
+    if folder.image is not None:
+        return SandboxSpec(
+            image=folder.image,
+            workspace=folder.workspace,
+            workdir=folder.workdir,
+            user="root",
+            env={**FIXED_HASHES, **folder.env},
+            limits=folder.limits,
+            labels=labels,
+        )
+    mounts, env = host_python()
+    return SandboxSpec(
+        workspace=folder.workspace,
+        workdir=folder.workdir,
+        env={**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **FIXED_HASHES, **folder.env},
+        mounts=tuple(mounts),
+        limits=folder.limits,
+        labels=labels,
+    )
+
+
+async def _reward(box: Sandbox, logs: str) -> float | None:
+    for name in ("reward.txt", "reward.json"):
+        try:
+            text = (await box.read_file(f"{logs}/{name}", max_bytes=65_536)).decode()
+            found: Any = json.loads(text) if name.endswith(".json") else text
+            value = float(found["reward"] if isinstance(found, dict) else found)
+        except (SandboxFileError, ValueError, TypeError, KeyError):
+            continue
+        if math.isfinite(value):
+            return value
+    return None

@@ -1,0 +1,199 @@
+"""ToolCallsEnv: a request and functions; the answer is one message with the right calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+from turnwise.envs.core import Env, ResetResult, Solution, StepResult, score_env
+from turnwise.envs.results import ScoreParts
+from turnwise.envs.solution import tool_call
+from turnwise.errors import EnvError, TaskError, shown
+from turnwise.ext.environments.tool_calls.matching import OMITTED, Allowed, same_calls
+from turnwise.seeding import stable_hash
+from turnwise.tasks.core import Task
+from turnwise.tools.core import FunctionTool
+from turnwise.types import Message
+
+SPLITS: Final = ("train", "test")
+_NOTED: Final = "noted"
+
+
+class ToolCallsEnv(Env):
+    """Gives a request and functions of the task, and scores which of them the first message calls, and how.
+
+    Nothing is executed: every call is answered by "noted". Its tasks are rows of BFCL, or made ones.
+
+    Attributes:
+        wanted: Names and allowed arguments of the right calls; None where any call is right.
+    """
+
+    score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    default_tasks: ClassVar[str] = "turnwise.ext.environments.tool_calls:tasks"
+
+    wanted: list[tuple[str, Allowed]] | None
+
+    def __init__(self, system: str | None = None) -> None:
+        """Set the system prompt.
+
+        Args:
+            system: The system prompt of tasks without one, or None.
+        """
+        self._system = system
+
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
+        """Make the request of the task; without a task, one is drawn from the seed."""
+        task = _drawn(random.getrandbits(63) if seed is None else seed, "train", "drawn") if task is None else task
+        where = f"task {task.id!r}: data"
+        self.tools = [_tool(each, where) for each in _listed(task.data.get("functions"), f"{where}['functions']")]
+        self.wanted = None if task.data.get("any_call") else _calls(task.data.get("calls"), f"{where}['calls']")
+        messages = task.messages()
+        if self._system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system})
+        return messages, {}
+
+    async def step(self, action: Message) -> StepResult:
+        """Note the calls, and end the episode."""
+        answers: list[Message] = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": _NOTED}
+            for call in action.get("tool_calls") or ()
+        ]
+        parts: ScoreParts = await score_env(self, action)
+        return StepResult(answers, sum(parts.values()), True, False, parts.info())
+
+    def score(self, final: Message | None) -> float:
+        """1 for exactly the right calls, in any order, else 0."""
+        if final is None:
+            return 0.0
+        calls = final.get("tool_calls") or ()
+        if self.wanted is None:
+            return float(any(call.error is None and call.name in self.toolset() for call in calls))
+        return float(same_calls(calls, self.wanted))
+
+    def solve(self) -> Solution:
+        """Make the calls, with the first of the allowed values."""
+        if self.wanted is None:
+            yield tool_call(next(iter(self.toolset())))
+            return
+        calls = [tool_call(name, **_first(allowed)) for name, allowed in self.wanted]
+        yield calls or "None of these functions does that."
+
+
+def _first(allowed: Allowed) -> dict[str, Any]:
+    return {name: _value(values[0]) for name, values in allowed.items() if values and values[0] != OMITTED}
+
+
+def _value(allowed: Any) -> Any:
+    if not isinstance(allowed, Mapping):
+        return [_value(each) for each in allowed] if isinstance(allowed, list) else allowed
+    return {
+        name: _value(values[0] if isinstance(values, list) else values)
+        for name, values in allowed.items()
+        if values != [OMITTED]
+    }
+
+
+def _tool(schema: Any, where: str) -> FunctionTool:
+    if not isinstance(schema, Mapping):
+        raise TaskError(f"{where}['functions'] has {shown(schema)}: it must be a schema with name and parameters")
+    return FunctionTool(_noted_by_step, schema=dict(schema))
+
+
+async def _noted_by_step(**arguments: Any) -> None:
+    del arguments
+    raise EnvError("calls of tool_calls are noted by whole messages (Episode.step), not one by one")
+
+
+def _listed(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TaskError(f"{where} is {shown(value)}: it must be a list of objects")
+    return value
+
+
+def _calls(value: Any, where: str) -> list[tuple[str, Allowed]]:
+    found: list[tuple[str, Allowed]] = []
+    for each in _listed(value, where):
+        name = each.get("name") if isinstance(each, Mapping) else None
+        allowed = each.get("allowed") if isinstance(each, Mapping) else None
+        if not isinstance(name, str) or not isinstance(allowed, Mapping):
+            raise TaskError(f'{where} has {shown(each)}: write {{"name": ..., "allowed": {{argument: [values]}}}}')
+        found.append((name, allowed))
+    return found
+
+
+_CITIES: Final = ("Lisbon", "Oslo", "Quito", "Hanoi", "Dakar", "Perth", "Turin", "Leeds")
+_COINS: Final = ("EUR", "USD", "JPY", "CHF", "SEK", "INR")
+_FUNCTIONS: Final[dict[str, dict[str, Any]]] = {
+    "get_weather": {
+        "description": "The weather in a city.",
+        "properties": {
+            "city": {"type": "string", "description": "Name of the city."},
+            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "description": "celsius by default."},
+        },
+        "required": ["city"],
+    },
+    "convert_money": {
+        "description": "Converts an amount of money.",
+        "properties": {
+            "amount": {"type": "number", "description": "How much."},
+            "given": {"type": "string", "description": "Code of the currency that it is in."},
+            "wanted": {"type": "string", "description": "Code of the currency that is wanted."},
+        },
+        "required": ["amount", "given", "wanted"],
+    },
+    "set_timer": {
+        "description": "Starts a timer.",
+        "properties": {"minutes": {"type": "integer", "description": "How many minutes it runs."}},
+        "required": ["minutes"],
+    },
+}
+
+
+def _weather(rng: random.Random) -> tuple[str, dict[str, list[Any]]]:
+    city = rng.choice(_CITIES)
+    return f"What is the weather in {city}?", {"city": [city], "unit": [OMITTED, "celsius"]}
+
+
+def _money(rng: random.Random) -> tuple[str, dict[str, list[Any]]]:
+    amount, (given, wanted) = rng.randint(2, 900), rng.sample(_COINS, 2)
+    return f"How much are {amount} {given} in {wanted}?", {"amount": [amount], "given": [given], "wanted": [wanted]}
+
+
+def _timer(rng: random.Random) -> tuple[str, dict[str, list[Any]]]:
+    minutes = rng.randint(2, 90)
+    return f"Set a timer for {minutes} minutes.", {"minutes": [minutes]}
+
+
+_MAKERS: Final = {"get_weather": _weather, "convert_money": _money, "set_timer": _timer}
+
+
+def _drawn(seed: int, split: str, name: str) -> Task:
+    """Return a request for one to three calls; about a quarter of all requests are ``test``."""
+    rng = random.Random(stable_hash("tool calls", seed))
+    while True:
+        wanted = [rng.choice(list(_MAKERS)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+        made = [(each, *_MAKERS[each](rng)) for each in wanted]
+        prompt = " ".join(text for _, text, _ in made)
+        if (stable_hash(prompt) % 4 == 0) == (split == "test"):
+            break
+    offered = rng.sample(sorted(_FUNCTIONS), rng.randint(2, 3))
+    shown_names = sorted({*offered, *wanted})
+    functions = [
+        {
+            "name": each,
+            "description": _FUNCTIONS[each]["description"],
+            "parameters": {"type": "object", **{k: v for k, v in _FUNCTIONS[each].items() if k != "description"}},
+        }
+        for each in shown_names
+    ]
+    calls = [{"name": each, "allowed": allowed} for each, _, allowed in made]
+    return Task(name, prompt, {"functions": functions, "calls": calls})
+
+
+def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task]:
+    """Yield ``n`` made requests of a split."""
+    if split not in SPLITS:
+        raise TaskError(f"tool_calls has no split {shown(split)}: {', '.join(SPLITS)}")
+    for index in range(n):
+        yield _drawn(stable_hash(split, seed, index), split, f"tool_calls-{split}-{seed}-{index}")

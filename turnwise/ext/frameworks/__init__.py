@@ -1,0 +1,1 @@
+"""Other frameworks: their environments here, environments of ours there, agents written for them, and MCP."""

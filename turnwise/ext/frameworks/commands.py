@@ -1,0 +1,118 @@
+"""The commands ``turnwise export-env`` and ``turnwise mcp``: environments for other frameworks and for MCP clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnwise.cli.options import (
+    ConstructorArguments,
+    EnvReference,
+    EnvTasks,
+    FunctionTools,
+    MCPServers,
+    ToolConfig,
+    env_spec,
+)
+
+if TYPE_CHECKING:
+    from turnwise.tasks.core import Task
+    from turnwise.tasks.sources import TaskSource
+
+
+def export_env(
+    env: EnvReference,
+    config: ConstructorArguments = None,
+    *,
+    form: Annotated[
+        str, typer.Option("--as", help="gymnasium, inspect, mcp, openenv or verifiers.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder to write; by default NAME-FRAMEWORK.", show_default=False)
+    ] = None,
+    tasks: EnvTasks = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of tasks.")] = 1_000,
+) -> None:
+    """Write a folder with an environment and its tasks, for Gymnasium, Inspect, MCP clients, OpenEnv or verifiers."""
+    import asyncio
+
+    from turnwise.ext.frameworks.export import export_env as write
+
+    folder = out or Path(f"{Path(env.rpartition(':')[2]).stem}-{form}")
+    files = asyncio.run(write(env_spec(env, config, None, None, None), form, folder, tasks=tasks, limit=limit))
+    typer.echo(f"{len(files)} files in {folder}: see {folder / 'README.md'}")
+
+
+def mcp(
+    env: EnvReference,
+    config: ConstructorArguments = None,
+    http: Annotated[
+        bool, typer.Option("--http/--stdio", help="Serve many clients over HTTP, or one over stdin and stdout.")
+    ] = False,
+    host: Annotated[str, typer.Option("--host", help="Address to bind, with --http.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="Port to bind; 0 takes a free one.")] = 8000,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", "-t", help="Task source, played in order; default: the environment's.")
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Play only the task with this id.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of every reset; default: the task's.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Append one JSON line per episode to this file.")
+    ] = None,
+    functions: FunctionTools = None,
+    tool_config: ToolConfig = None,
+    mcp: MCPServers = None,
+) -> None:
+    """Serve an environment's tools as an MCP server; each client session plays and scores one episode."""
+    import asyncio
+    import sys
+    from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+
+    from turnwise.envs.registration import own_tasks
+    from turnwise.ext.frameworks.mcp_server import EnvServer
+
+    def stdout_to_stderr() -> AbstractContextManager[object]:
+        # Over stdio, what the environment's code prints must not come between the messages.
+        return nullcontext() if http else redirect_stdout(sys.stderr)
+
+    with stdout_to_stderr():
+        spec = env_spec(env, config, functions, tool_config, mcp)
+        queue = _queue(own_tasks(env, spec.config) if tasks is None else tasks, task)
+
+    async def serve() -> None:
+        async with spec.toolbox() as toolbox:
+            with stdout_to_stderr():
+                tools = await toolbox.tools()
+                spec.make(tools)  # raises before a client connects
+            server = EnvServer(lambda: spec.make(tools), env, tasks=queue, seed=seed, out=out)
+            if http:
+                await server.serve_http(host, port, lambda address: typer.echo(f"serving {env} at {address}"))
+            else:
+                await server.serve_stdio()
+
+    asyncio.run(serve())
+
+
+def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None:
+    """Return the tasks of successive sessions, read lazily: the source may be endless."""
+    from itertools import chain
+
+    from turnwise.errors import TaskError
+    from turnwise.tasks.reader import iter_tasks
+
+    rows = iter(()) if source is None else iter_tasks(source)
+    if task is not None:
+        found = next((each for each in rows if each.id == task), None)
+        if found is None:
+            where = f"{source} has no task with this id"
+            if source is None:
+                where = "the environment has no default_tasks: name a source with --tasks"
+            raise TaskError(f"--task {task}: {where}")
+        return [found]
+    first = next(rows, None)
+    if first is None and source is not None:
+        raise TaskError(f"{source}: it contains no tasks")
+    return None if first is None else chain([first], rows)

@@ -1,0 +1,204 @@
+"""Writing an environment with its tasks into a folder for another framework, and loading it there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from turnwise.envs.catalogue import describe, first_observation
+from turnwise.envs.core import Env
+from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
+from turnwise.envs.multi_agent import MultiAgentEnv
+from turnwise.envs.registration import EnvSpec, env_class, own_tasks
+from turnwise.errors import ConfigError, TaskError, shown
+from turnwise.ext.frameworks.export.inspect_task import inspect_files
+from turnwise.ext.frameworks.export.openenv import openenv_files
+from turnwise.ext.frameworks.export.packages import Subject, gymnasium_files, mcp_files
+from turnwise.ext.frameworks.export.verifiers import verifiers_files
+from turnwise.tasks.core import Task
+from turnwise.tasks.reader import iter_tasks, load_tasks
+
+SPEC_FILE: Final = "env.json"
+TASKS_FILE: Final = "tasks.jsonl"
+MOST_TASKS: Final = 1_000
+"""Default number of tasks that are written; a source may be endless."""
+_HERE: Final = "{folder}/"
+_PACKAGES: Final = ("gymnasium", "verifiers")
+"""Forms whose environment lies in a package of the folder, which pip installs with it."""
+_VERSION: Final = 1
+FORMS: Final[dict[str, Callable[[Subject], dict[str, str]]]] = {
+    "gymnasium": gymnasium_files,
+    "inspect": inspect_files,
+    "mcp": mcp_files,
+    "openenv": openenv_files,
+    "verifiers": verifiers_files,
+}
+"""What each framework's folder holds besides the environment: texts by their paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedEnv:
+    """An environment in a folder that :func:`export_env` wrote.
+
+    Attributes:
+        name: What it is called.
+        spec: The environment.
+        tasks: Its tasks; empty where it draws them from seeds.
+    """
+
+    name: str
+    spec: EnvSpec
+    tasks: tuple[Task, ...] = field(default=())
+
+    def make(self, **config: Any) -> Env:
+        """Make the environment, with ``config`` over its configuration. Raises RegistryError."""
+        return replace(self.spec, config={**self.spec.config, **config}).make()
+
+    def gymnasium(self, *, render_mode: str | None = None, **config: Any) -> GymnasiumAdapter:
+        """Make the environment for Gymnasium: see :class:`~turnwise.envs.gym.to_gymnasium.GymnasiumAdapter`."""
+        return GymnasiumAdapter(
+            lambda: self.make(**config),
+            tasks=self.tasks or None,
+            max_tasks=len(self.tasks) or MOST_TASKS,
+            render_mode=render_mode,
+        )
+
+
+async def export_env(
+    spec: EnvSpec, form: str, folder: Path, *, tasks: str | None = None, limit: int = MOST_TASKS
+) -> list[Path]:
+    """Write an environment for another framework, after one of its episodes has begun without an error.
+
+    Args:
+        spec: The environment. Files that it names (``env.py:Class``, paths in its configuration) are copied.
+        form: The framework, one of :data:`FORMS`.
+        folder: Where to; it must be absent or empty.
+        tasks: Source of its tasks; by default its own.
+        limit: Most tasks that are written.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: The form is unknown, the folder holds files, or the environment cannot be exported.
+        TurnwiseError: The environment cannot be made or begin an episode, or its tasks cannot be read.
+    """
+    if form not in FORMS:
+        raise ConfigError(f"as is {form!r}: an environment is exported as {', '.join(FORMS)}")
+    if spec.tools or spec.wrappers:
+        raise ConfigError(f"environment {spec.id!r}: loaded tools and wrappers are not exported: list them in a class")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty folder: name another one (-o DIR), or remove it first")
+    if issubclass(env_class(spec.id), MultiAgentEnv):
+        raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")
+    first = await first_observation(spec, tasks)
+    if first.agents > 1:
+        raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")
+    # Of a file or module, the class alone: where it was, the folder does not say.
+    title = spec.id.rpartition(":")[2]
+    subject = Subject(_slug(spec.id), title, describe(spec.id).summary, has_tools=bool(first.tools))
+    written = FORMS[form](subject)
+    home = folder / (subject.package if form in _PACKAGES else ".")
+    carried: dict[str, Path] = {}
+    record = {
+        "version": _VERSION,
+        "name": subject.name,
+        "env": _carried(spec.id, carried),
+        "config": _carried(spec.config, carried, "python"),
+    }
+    rows = [task.to_record() for task in itertools.islice(_read(spec, tasks), limit)]
+    _check_rows(rows)
+    home.mkdir(parents=True, exist_ok=True)
+    files = {home / SPEC_FILE: json.dumps(record, ensure_ascii=False, indent=2) + "\n"}
+    if rows:
+        files[home / TASKS_FILE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    files |= {folder / name: text for name, text in written.items()}
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    for name, source in carried.items():
+        shutil.copyfile(source, home / name)
+    return sorted([*files, *(home / name for name in carried)])
+
+
+def load_exported(folder: str | Path) -> ExportedEnv:
+    """Return the environment in a folder that holds an ``env.json`` of :func:`export_env`. Raises ConfigError."""
+    place = Path(folder).absolute()
+    try:
+        record = json.loads((place / SPEC_FILE).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{place / SPEC_FILE}: cannot be read as an exported environment: {error}") from error
+    if not isinstance(record, dict) or record.get("version") != _VERSION:
+        raise ConfigError(f"{place / SPEC_FILE}: version is not {_VERSION}: export the environment again")
+    spec = EnvSpec(_placed(record["env"], place), _placed(record["config"], place))
+    rows = place / TASKS_FILE
+    return ExportedEnv(record["name"], spec, tuple(load_tasks(rows)) if rows.exists() else ())
+
+
+def _read(spec: EnvSpec, source: str | None) -> Any:
+    source = source or own_tasks(spec.id, spec.config)
+    return () if source is None else iter_tasks(source)
+
+
+def _check_rows(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        try:
+            json.dumps(row)
+        except (TypeError, ValueError) as error:
+            raise TaskError(f"task {row['id']!r} is no JSON and cannot be written: {error}") from error
+
+
+def _slug(name: str) -> str:
+    """Return a name of a Python package: ``guess_number``, or ``dice`` of ``path/env.py:Dice``."""
+    last = name.rpartition(":")[2]
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower()
+    slug = re.sub(r"\W+", "_", spaced).strip("_").removesuffix("_env") or "env"
+    return f"env_{slug}" if slug[0].isdigit() else slug
+
+
+def _carried(value: Any, files: dict[str, Path], program: str = "") -> Any:
+    """Return a value in which files that exist are named by their copies in the folder; a program stays where it is."""
+    if isinstance(value, Mapping):
+        return {key: _at(each) if key == program else _carried(each, files) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_carried(each, files) for each in value]
+    if not isinstance(value, str) or "\n" in value:
+        return value
+    head, colon, rest = value.rpartition(":")
+    for path, after in ((value, ""), (head, f"{colon}{rest}")):
+        file = Path(path).expanduser() if path else None
+        if file is not None and file.suffix and file.is_file():
+            return f"{_HERE}{_copy_of(file.absolute(), files)}{after}"
+    return value
+
+
+def _at(program: Any) -> Any:
+    """Return the absolute path of an interpreter: the folder is used from elsewhere."""
+    return os.path.abspath(os.path.expanduser(program)) if isinstance(program, str) else program
+
+
+def _copy_of(file: Path, files: dict[str, Path]) -> str:
+    for number in itertools.count(1):
+        name = file.name if number == 1 else f"{file.stem}_{number}{file.suffix}"
+        if name in (SPEC_FILE, TASKS_FILE):
+            continue
+        if files.setdefault(name, file) == file:
+            return name
+    raise AssertionError(shown(file))
+
+
+def _placed(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _placed(each, folder) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_placed(each, folder) for each in value]
+    if isinstance(value, str) and value.startswith(_HERE):
+        return str(folder / value.removeprefix(_HERE))
+    return value

@@ -1,0 +1,61 @@
+"""What ships, in the form of entry points: for each kind of plug-in the names, and what each refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+_ENVIRONMENTS: Final = "turnwise.ext.environments"
+_FORMATS: Final = f"{_ENVIRONMENTS}.row_formats"
+_FOREIGN: Final = "turnwise.ext.frameworks.foreign.core:foreign_class"
+
+REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
+    "environments": {
+        "code": f"{_ENVIRONMENTS}.code:CodeEnv",
+        "math": f"{_ENVIRONMENTS}.math:MathEnv",
+        "nim": f"{_ENVIRONMENTS}.nim:NimEnv",
+        "picture": f"{_ENVIRONMENTS}.picture:PictureEnv",
+        "retail": f"{_ENVIRONMENTS}.retail:RetailEnv",
+        "search": f"{_ENVIRONMENTS}.search:SearchEnv",
+        "sql": f"{_ENVIRONMENTS}.sql:SqlEnv",
+        "swe": f"{_ENVIRONMENTS}.swe:SweEnv",
+        "terminal": f"{_ENVIRONMENTS}.terminal:TerminalEnv",
+        "tool_calls": f"{_ENVIRONMENTS}.tool_calls:ToolCallsEnv",
+        "trail": f"{_ENVIRONMENTS}.trail:TrailEnv",
+    },
+    # Functions from prefix and rest of a name, such as ``reasoning-gym:chain_sum``, to its class.
+    "environment_families": {
+        "gem": _FOREIGN,
+        "harbor": f"{_ENVIRONMENTS}.terminal:harbor_class",
+        "inspect": _FOREIGN,
+        "openenv": _FOREIGN,
+        "reasoning-gym": _FOREIGN,
+        "textarena": _FOREIGN,
+        "verifiers": _FOREIGN,
+    },
+    "agents": {"blackbox": "turnwise.ext.programs:BlackBoxAgent"},
+    "row_formats": {
+        "bfcl": f"{_FORMATS}:BFCL",
+        "gsm8k": f"{_FORMATS}:GSM8K",
+        "humaneval": f"{_FORMATS}:HUMANEVAL",
+        "livecodebench": f"{_FORMATS}:LIVECODEBENCH",
+        "math": f"{_FORMATS}:MATH",
+        "mbpp": f"{_FORMATS}:MBPP",
+        "nemotron-swe": f"{_FORMATS}:NEMOTRON_SWE",
+        "quixbugs": f"{_FORMATS}:QUIXBUGS",
+        "r2e-gym": f"{_FORMATS}:R2E_GYM",
+        "swe-bench": f"{_FORMATS}:SWE_BENCH",
+        "swe-bench-multimodal": f"{_FORMATS}:SWE_BENCH_MULTIMODAL",
+        "swe-gym": f"{_FORMATS}:SWE_GYM",
+        "swe-smith": f"{_FORMATS}:SWE_SMITH",
+        "tau-retail": f"{_FORMATS}:TAU_RETAIL",
+    },
+    "commands": {
+        "check-env": "turnwise.ext.checks.commands:check_env",
+        "check-sandbox": "turnwise.ext.checks.commands:check_sandbox",
+        "export-env": "turnwise.ext.frameworks.commands:export_env",
+        "mcp": "turnwise.ext.frameworks.commands:mcp",
+        "report": "turnwise.ext.report.command:report",
+    },
+}
+"""References as ``pkg.module:Name``, imported on first use."""

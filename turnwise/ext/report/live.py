@@ -1,0 +1,353 @@
+"""A run that is read while it is written: what is new of it since a position, as the served page takes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from turnwise.errors import FormatError
+from turnwise.ext.report.runs import MOST_TEXT, Decode, read_facts, read_gaps, thinned, token_decoder
+from turnwise.ext.report.trajectories import (
+    LARGEST,
+    MOST_ROWS,
+    MOST_TASKS,
+    Row,
+    dumped,
+    entry_row,
+    episodes_of,
+    error_counts,
+    part_figures,
+    table_columns,
+    task_columns,
+    trajectory_record,
+    trajectory_row,
+)
+from turnwise.trainer.observe.run_log import METRICS_FILE, effective_records
+from turnwise.trajectory import Trajectory
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile, located_trajectories, trajectory_at
+
+MOST_POINTS: Final = 2_000
+"""Most points of a curve when the page is opened; later ones are added to it."""
+_SLICE_S = 0.1
+"""Seconds after which a reading of trajectories pauses, so that requests are answered."""
+_FIGURES_S = 1.0
+_FIGURES_SHARE = 10
+"""Figures of all trajectories are computed at most every second, and in at most a tenth of the time."""
+
+
+class Position(NamedTuple):
+    """What a page knows of a run.
+
+    Attributes:
+        generation: Changes when the run is read from its beginning again.
+        rows: Number of rows.
+        whole: Number of rows of which more than the index was read.
+        points: Number of records of metrics.
+        revision: Of all that is sent as a whole.
+    """
+
+    generation: int = 0
+    rows: int = 0
+    whole: int = 0
+    points: int = 0
+    revision: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """Return the position of a text as ``str`` makes it; the beginning for any other text."""
+        parts = text.split(".")
+        known = len(parts) == len(cls._fields) and all(part.isascii() and part.isdigit() for part in parts)
+        return cls(*(int(part[:18]) for part in parts)) if known else cls()
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+
+class LiveRun:
+    """A run whose files are read on from where they ended at the last :meth:`read`.
+
+    Rows come from the index first, which is quick, and then one by one from the trajectories. Not for several threads
+    at a time, :meth:`record`, :meth:`words` and :meth:`search` aside.
+
+    Args:
+        source: Directory of a run, or a file of trajectories.
+        name: Unique among the runs of a report.
+
+    Raises:
+        FormatError: There is no run, or its files cannot be read.
+    """
+
+    def __init__(self, source: Path, name: str) -> None:
+        self._source = source
+        self._name = name
+        self._generation = 0
+        self._decode: Decode | None = None
+        self._gaps_size = -1
+        self._begin()
+        # A file that cannot be read is an error now, and a note later.
+        if self.facts.trajectories is not None:
+            try:
+                TrajectoryFile(self.facts.trajectories).close()
+            except FormatError as error:
+                raise FormatError(
+                    f"{error}; leave this run out, or serve it with the version of Turnwise that wrote it"
+                ) from error
+        self._read_metrics()
+
+    def _begin(self) -> None:
+        """Forget all that was read."""
+        self.facts = read_facts(self._source, self._name, metrics=False)
+        self._signature = self._changes()
+        self._generation += 1
+        self._rows: list[Row] = []
+        self._ids: set[str] = set()
+        self._whole = self._end = 0
+        self._identity: tuple[int, int] | None = None
+        self._points: list[tuple[int, dict[str, float]]] = []
+        self._metrics_end = 0
+        self._metrics_notes: list[str] = []
+        self._figures: dict[str, Any] = {"parts": {}, "errors": []}
+        self._tasks: dict[str, list[Any]] = {}
+        self._rows_changed = False
+        self._figures_due = 0.0
+        self._failure = ""
+        self._sent = b""
+        self._revision = 0
+
+    @property
+    def position(self) -> Position:
+        """All that was read."""
+        return Position(self._generation, len(self._rows), self._whole, len(self._points), self._revision)
+
+    def read(self) -> bool:
+        """Read what was written since the last call, for a fraction of a second; return whether more is there."""
+        try:
+            if self._started_over():
+                self._begin()
+            self._read_metrics()
+            more = self._read_rows()
+            self._failure = ""
+        except FormatError as error:
+            more, self._failure = False, str(error)
+        except OSError as error:
+            more, self._failure = False, f"{error.filename}: {error.strerror or error}"
+        self._compute(more)
+        return more
+
+    def _changes(self) -> tuple[Any, ...]:
+        """Return what tells whether the small files are others than those that were read."""
+        if self._source.is_file():
+            return ()
+        times = [
+            file.stat().st_mtime_ns if (file := self._source / name).exists() else None
+            for name in ("config.yaml", "summary.json", "checkpoints")
+        ]
+        return (*times, *((self._source / name).exists() for name in (METRICS_FILE, TRAJECTORIES)))
+
+    def _started_over(self) -> bool:
+        """Whether the files are others, or shorter, than what was read of them; re-reads the small ones."""
+        if (changes := self._changes()) != self._signature:
+            known, self.facts = self.facts, read_facts(self._source, self._name, metrics=False)
+            self._signature = changes
+            self.facts.series, self.facts.meanings, self.facts.warnings = known.series, known.meanings, known.warnings
+            if self.facts.success_reward != known.success_reward or self.facts.role != known.role:
+                return True
+        file = self.facts.trajectories
+        if file is None or not file.exists():
+            return self._end > 0
+        stat = file.stat()
+        identity, self._identity = self._identity, (stat.st_dev, stat.st_ino)
+        return stat.st_size < self._end or identity not in (None, self._identity)
+
+    def _read_metrics(self) -> None:
+        file = self._source / METRICS_FILE
+        if not file.is_file():
+            return
+        if file.stat().st_size < self._metrics_end:
+            self._begin()
+        with file.open("rb") as opened:
+            opened.seek(self._metrics_end)
+            data = opened.read()
+        data = data[: data.rfind(b"\n") + 1]
+        # A process that resumed repeats steps, and writes trajectories again.
+        if self._metrics_end and any(_is_start(line) for line in data.splitlines()):
+            self._begin()
+            data = file.read_bytes()
+            data = data[: data.rfind(b"\n") + 1]
+        self._points += self.facts.add_records(effective_records(data, file), self._metrics_notes)
+        self._metrics_end += len(data)
+
+    def _read_rows(self) -> bool:
+        file = self.facts.trajectories
+        if file is None:
+            return False
+        if not self._rows:
+            with TrajectoryFile(file) as opened:
+                self._add([entry_row(each, self.facts) for each in opened.entries])
+                if opened.entries:
+                    last = opened.entries[-1]
+                    self._end = last.offset + last.length
+        until = time.monotonic() + _SLICE_S
+        while self._whole < len(self._rows):
+            if time.monotonic() > until:
+                return True
+            offset = self._rows[self._whole].offset
+            row = trajectory_row(offset, trajectory_at(file, offset), self.facts)
+            row.place = (offset, 0)
+            self._rows[self._whole] = row
+            self._whole += 1
+            self._rows_changed = True
+        for place, trajectory in located_trajectories(file, self._end):
+            if trajectory.id in self._ids:
+                # The earlier one is void: it was written again.
+                self._begin()
+                return True
+            self._add([trajectory_row(place.offset, trajectory, self.facts)])
+            self._whole = len(self._rows)
+            self._end = place.offset + place.length
+            if time.monotonic() > until:
+                return True
+        return False
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            row.place = (row.offset, 0)
+            self._ids.add(row.id)
+        self._rows += rows
+        self._rows_changed = self._rows_changed or bool(rows)
+
+    def _compute(self, more: bool) -> None:
+        """Compute the figures if rows were added and it is time, and note whether anything changed."""
+        now = time.monotonic()
+        if self._rows_changed and (now >= self._figures_due or (not more and not self._tasks)):
+            episodes = episodes_of(self._rows, self.facts)
+            self._figures = {"parts": part_figures(episodes), "errors": error_counts(self._rows)}
+            self._tasks = task_columns(episodes, MOST_TASKS)
+            self._rows_changed = False
+            self._figures_due = time.monotonic() + max(_FIGURES_S, _FIGURES_SHARE * (time.monotonic() - now))
+        if (whole := dumped({"head": self._head(), "facts": self._facts(), "tasks": self._tasks})) != self._sent:
+            self._sent = whole
+            self._revision += 1
+
+    def _head(self) -> dict[str, Any]:
+        notes = [*self.facts.notes, *self._metrics_notes]
+        if self._failure:
+            notes.append(f"{self._failure}; what was read before is shown")
+        if (unread := len(self._rows) - self._whole) > 0:
+            notes.append(f"{unread:,} trajectories are still being read: their calls, errors and forks are missing")
+        if (left_out := len(self._rows) - MOST_ROWS) > 0:
+            notes.append(f"the table lists the first {MOST_ROWS:,} of {len(self._rows):,}: {left_out:,} are left out")
+        return {
+            "name": self.facts.name,
+            "kind": self.facts.kind,
+            "total": len(self._rows),
+            "listed": min(len(self._rows), MOST_ROWS),
+            "kept": len(self._rows),
+            "success_reward": self.facts.success_reward,
+            "notes": [note if len(note) <= MOST_TEXT else f"{note[:MOST_TEXT]}..." for note in notes],
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "meanings": self.facts.meanings,
+            "warnings": [asdict(each) for each in self.facts.warnings],
+            "config": self.facts.config,
+            **self._figures,
+        }
+
+    def since(self, known: Position) -> dict[str, Any] | None:
+        """Return what is new since a position, as orjson-serialisable values; None if nothing is."""
+        now = self.position
+        if known == now:
+            return None
+        fresh = known.generation != now.generation or any(old > new for old, new in zip(known, now, strict=True))
+        known = Position() if fresh else known
+        news: dict[str, Any] = {"fresh": fresh, "head": self._head()}
+        if known.revision != now.revision:
+            news |= {"facts": self._facts(), "tasks": self._tasks}
+        # Rows of which more was read, and new ones.
+        stretches = {(known.whole, min(now.whole, known.rows)), (known.rows, now.rows)}
+        news["rows"] = [
+            [begin, table_columns(self._rows[begin : min(end, MOST_ROWS)])]
+            for begin, end in sorted(stretches)
+            if begin < min(end, MOST_ROWS)
+        ]
+        news["series"] = self._series(known.points)
+        return news
+
+    def _series(self, known: int) -> dict[str, Any]:
+        """Return the curves, or, if the page has points of them, those that were added."""
+        if not known:
+            return {name: thinned(*series, MOST_POINTS) for name, series in sorted(self.facts.series.items())}
+        added: dict[str, tuple[list[int], list[float]]] = {}
+        for step, values in self._points[known:]:
+            for name, value in values.items():
+                steps, points = added.setdefault(name, ([], []))
+                steps.append(step)
+                points.append(float(f"{value:.6g}"))
+        return added
+
+    def _trajectory(self, offset: int) -> Trajectory:
+        if self.facts.trajectories is None:
+            raise FormatError(f"{self.facts.name} has no trajectories")
+        return trajectory_at(self.facts.trajectories, offset)
+
+    def record(self, offset: int) -> bytes:
+        """Return the JSON of the trajectory at an offset, as the page shows it. Raises FormatError."""
+        trajectory = self._trajectory(offset)
+        gaps = self._source / "diagnostics.jsonl"
+        if gaps.is_file() and (size := gaps.stat().st_size) != self._gaps_size:
+            self._gaps_size, self.facts.gaps = size, read_gaps(gaps, [])
+        data = dumped(trajectory_record(trajectory, self.facts))
+        return data if len(data) <= LARGEST else dumped(trajectory_record(trajectory, self.facts, tokens=False))
+
+    def words(self, offset: int) -> dict[str, str]:
+        """Return the texts of the token ids of the trajectory at an offset; none where no tokenizer is found."""
+        if self._decode is None:
+            self._decode, _ = token_decoder(self.facts.models)
+        decode = self._decode
+        if decode is None:
+            return {}
+        segments = self._trajectory(offset).segments
+        return {str(token): decode(token) for token in {each for one in segments for each in one.token_ids.tolist()}}
+
+    def search(self, text: str, begin: int) -> dict[str, Any]:
+        """Look for a text in messages for a fraction of a second, whatever its case, from a row's number on.
+
+        Returns:
+            ``found`` ids, the number of the ``next`` row to go on from (None at the end) and ``of`` how many.
+        """
+        until = time.monotonic() + _SLICE_S
+        rows, needle = self._rows[:MOST_ROWS], text.lower()
+        found: list[str] = []
+        for number in range(begin, len(rows)):
+            if time.monotonic() > until and number > begin:
+                return {"found": found, "next": number, "of": len(rows)}
+            messages = [each.messages for each in self._trajectory(rows[number].offset).segments]
+            if any(needle in each.lower() for each in _texts(messages)):
+                found.append(rows[number].id)
+        return {"found": found, "next": None, "of": len(rows)}
+
+
+def _texts(value: Any) -> list[str]:
+    """Return all texts in a value, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for key, each in value.items() for text in (str(key), *_texts(each))]
+    if isinstance(value, list | tuple):
+        return [text for each in value for text in _texts(each)]
+    return [orjson.dumps(value, default=str).decode()]
+
+
+def _is_start(line: bytes) -> bool:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(record, dict) and record.get("kind") == "start"
