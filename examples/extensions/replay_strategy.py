@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from turnwise.rollout.core import GroupFacts
 from turnwise.rollout.replay.setup import register_strategy
-from turnwise.rollout.replay.strategies import Choice, GroupFacts, InFlight, Strategy, oldest_first, split_stale
+from turnwise.rollout.replay.strategies import Choice, InFlight, Strategy, oldest_first, split_stale
 
 
 @register_strategy("distinct_tasks")

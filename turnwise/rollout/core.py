@@ -15,15 +15,14 @@ from pydantic import BaseModel
 from turnwise.agents.roles import MAIN
 from turnwise.errors import InferenceError
 from turnwise.model.core import LLMClient, Renderer, ServedPolicy
-from turnwise.rollout.journal.finished import FinishedMembers
-from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from turnwise.rollout.branching.search import SearchConfig
     from turnwise.rollout.config import RolloutConfig
+    from turnwise.rollout.journal.finished import FinishedMembers
+    from turnwise.rollout.journal.journal import Journal
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
@@ -183,6 +182,45 @@ class BatchRef:
     id: int
     group_ids: tuple[str, ...]
     keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """Facts of a finished group without its tokens.
+
+    Attributes:
+        id: The group's id.
+        key: Its request key (:attr:`RolloutRequest.key`), or its id without a request.
+        task_id: Its task.
+        partition: ``train`` or ``val``.
+        arrived: Index in the order of arrival, from 0.
+        oldest_version: The oldest weights that sampled a token of it, else those of the servers at the request; None
+            without a request.
+        rewards: Of its members, failed ones left out.
+        failed: Members that ended in an error.
+        sampled_tokens: Of all its members.
+        uses: Number of batches so far.
+        spread: Range of the compared members' values by reward; ``reward`` is their sum.
+    """
+
+    id: str
+    key: str
+    task_id: str
+    partition: str
+    arrived: int
+    oldest_version: int | None
+    rewards: tuple[float, ...]
+    failed: int = 0
+    sampled_tokens: int = 0
+    uses: int = 0
+    spread: Mapping[str, float] = field(default_factory=dict)
+
+    def staleness(self, step: int) -> int:
+        """Return the train steps between the oldest sampling weights and those of ``step``.
+
+        Versions lost in a crash and not reached again count as current.
+        """
+        return 0 if self.oldest_version is None else max(0, step - 1 - self.oldest_version)
 
 
 class ReplayBuffer(ABC):

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from turnwise.rollout.core import BatchRef, RolloutRequest
+from turnwise.rollout.core import BatchRef, GroupFacts, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.setup import StalenessBound
-from turnwise.rollout.replay.strategies import GroupFacts, Strategy
+from turnwise.rollout.replay.strategies import Strategy
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 

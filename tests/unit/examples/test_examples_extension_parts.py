@@ -25,9 +25,9 @@ from turnwise.inference.engines import check_engine as check_inference
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.plugins import load_file
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import RolloutParts, RolloutRequest
+from turnwise.rollout.core import GroupFacts, RolloutParts, RolloutRequest
 from turnwise.rollout.managers import check_manager
-from turnwise.rollout.replay.strategies import GroupFacts, InFlight
+from turnwise.rollout.replay.strategies import InFlight
 from turnwise.tasks import Task
 from turnwise.trainer.config.policy import LoggerConfig, PolicyConfig
 from turnwise.trainer.learn.learner import check_engine, open_learner

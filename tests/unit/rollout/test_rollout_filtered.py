@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
+from turnwise.rollout.core import GroupFacts
 from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
-from turnwise.rollout.replay.strategies import Fifo, Filtered, GroupFacts, why_filtered
+from turnwise.rollout.replay.strategies import Fifo, Filtered, why_filtered
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 Rewards = list[tuple[str, float]]

@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
-from turnwise.rollout.core import RolloutRequest
+from turnwise.rollout.core import GroupFacts, RolloutRequest
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import (
-    Bounded,
-    Choice,
-    Fifo,
-    GroupFacts,
-    InFlight,
-    StragglerCutoff,
-    StragglerDeadline,
-)
+from turnwise.rollout.replay.strategies import Bounded, Choice, Fifo, InFlight, StragglerCutoff, StragglerDeadline
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from turnwise.append_file import AppendFile, private_directory, writing
 from turnwise.errors import DiskError, FormatError, TrainError
+from turnwise.rollout.core import GroupFacts
 from turnwise.rollout.journal.state import JOURNAL, SCHEMA_VERSION, Entry, JournalState, Stored, read_journal, seal
-from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter
 from turnwise.types import StopReason

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Self, TypeVar
 
 from turnwise.errors import TrainError, TurnwiseError
-from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
+from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.config import MemberRule
 from turnwise.rollout.replay.group_store import GroupStore, versions_of
@@ -24,7 +24,6 @@ from turnwise.rollout.replay.strategies import (
     STALE,
     Choice,
     Fifo,
-    GroupFacts,
     InFlight,
     StragglerCutoff,
     StragglerDeadline,

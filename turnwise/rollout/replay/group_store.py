@@ -11,9 +11,9 @@ from typing import Self, TypeVar
 from uuid import uuid4
 
 from turnwise.columns import Columns, pack_trajectory, unpack_trajectory
+from turnwise.rollout.core import GroupFacts
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.payloads import PayloadsLost, PayloadStore, columns_of
-from turnwise.rollout.replay.strategies import GroupFacts
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 T = TypeVar("T")

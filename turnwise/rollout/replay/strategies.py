@@ -4,53 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from turnwise.rollout.core import GroupFacts
 from turnwise.seeding import stable_hash
 
 STALE = "stale"
 """Why a group is dropped that was sampled by weights that are too old."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupFacts:
-    """Facts of a finished group without its tokens.
-
-    Attributes:
-        id: The group's id.
-        key: Its request key (:attr:`~turnwise.rollout.core.RolloutRequest.key`), or its id without a request.
-        task_id: Its task.
-        partition: ``train`` or ``val``.
-        arrived: Index in the order of arrival, from 0.
-        oldest_version: The oldest weights that sampled a token of it, else those of the servers at the request; None
-            without a request.
-        rewards: Of its members, failed ones left out.
-        failed: Members that ended in an error.
-        sampled_tokens: Of all its members.
-        uses: Number of batches so far.
-        spread: Range of the compared members' values by reward; ``reward`` is their sum.
-    """
-
-    id: str
-    key: str
-    task_id: str
-    partition: str
-    arrived: int
-    oldest_version: int | None
-    rewards: tuple[float, ...]
-    failed: int = 0
-    sampled_tokens: int = 0
-    uses: int = 0
-    spread: Mapping[str, float] = field(default_factory=dict)
-
-    def staleness(self, step: int) -> int:
-        """Return the train steps between the oldest sampling weights and those of ``step``.
-
-        Versions lost in a crash and not reached again count as current.
-        """
-        return 0 if self.oldest_version is None else max(0, step - 1 - self.oldest_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +300,6 @@ class Mixed(Strategy):
 def stored_groups(share: float, groups: int) -> int:
     """Return the most stored groups of a batch."""
     return int(share * groups + 1e-9)
-
-
-__all__ = ["Bounded", "Choice", "Fifo", "GroupFacts", "InFlight", "Mixed", "Prioritized", "Strategy"]
 
 
 EQUAL = "equal"
