@@ -25,7 +25,7 @@ from rich.table import Table
 from harness.measure import machine, parse, parser, report
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.config import TransferQueueConfig
+from turnwise.rollout.replay.group_store import TransferQueueConfig
 from turnwise.rollout.replay.transfer_queue import TransferQueuePayloads
 from turnwise.trajectory import TrajectoryGroup
 

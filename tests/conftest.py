@@ -22,7 +22,7 @@ from support.parts import in_part  # noqa: E402
 from support.processes.warm import WarmPopen, warm_process  # noqa: E402
 from support.property_tests import examples  # noqa: E402
 from turnwise.placement.local import LocalPlacement  # noqa: E402
-from turnwise.rollout.replay.config import TransferQueueConfig  # noqa: E402
+from turnwise.rollout.replay.group_store import TransferQueueConfig  # noqa: E402
 
 # Servers that tests start are forked from a process that has imported torch and transformers.
 LocalPlacement.launcher = WarmPopen

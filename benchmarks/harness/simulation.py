@@ -31,7 +31,7 @@ from statistics import NormalDist, fmean
 from typing import Any, Literal
 
 from harness.roofline import Accelerators, forward_operations, weights_read
-from turnwise.rollout.replay.setup import StalenessBound
+from turnwise.rollout.replay.config import StalenessBound
 from turnwise.trainer.scale.memory import BYTES
 from turnwise.trainer.scale.shape import ModelShape
 

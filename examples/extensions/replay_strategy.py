@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from turnwise.rollout.core import GroupFacts
-from turnwise.rollout.replay.setup import register_strategy
+from turnwise.rollout.replay.config import register_strategy
 from turnwise.rollout.replay.strategies import Choice, InFlight, Strategy, oldest_first, split_stale
 
 

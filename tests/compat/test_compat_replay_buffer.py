@@ -17,8 +17,7 @@ from turnwise import LocalReplayBuffer
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, EngineDied, TrainError
 from turnwise.rollout.core import BatchRef, ReplayBuffer, RolloutRequest
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.setup import make_buffer
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts, make_buffer
 from turnwise.tasks import Task
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.train import run_train

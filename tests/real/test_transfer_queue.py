@@ -16,8 +16,7 @@ from turnwise.columns import DTYPES, pack_trajectory
 from turnwise.errors import TrainError
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.config import TransferQueueConfig
-from turnwise.rollout.replay.payloads import PayloadsLost
+from turnwise.rollout.replay.group_store import PayloadsLost, TransferQueueConfig
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.train import run_train
 

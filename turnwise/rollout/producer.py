@@ -52,7 +52,7 @@ from turnwise.rollout.core import (
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.remote.service import RemoteRunners
-from turnwise.rollout.replay.config import MemberRule
+from turnwise.rollout.replay.strategies import MemberRule
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task

@@ -18,7 +18,7 @@ import numpy as np
 from turnwise.rollout.core import BatchRef, GroupFacts, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.setup import StalenessBound
+from turnwise.rollout.replay.config import StalenessBound
 from turnwise.rollout.replay.strategies import Strategy
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup

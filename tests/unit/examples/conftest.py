@@ -16,7 +16,7 @@ from turnwise.envs import registration as envs
 from turnwise.envs.rewards import registry as rewards
 from turnwise.inference import engines as inference
 from turnwise.rollout.managers import MANAGERS
-from turnwise.rollout.replay.setup import CUSTOM_STRATEGIES
+from turnwise.rollout.replay.config import CUSTOM_STRATEGIES
 from turnwise.sandboxes.config import BACKENDS
 from turnwise.tools import core as tools
 from turnwise.trainer.algorithms.advantages import ADVANTAGES

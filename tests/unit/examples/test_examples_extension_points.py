@@ -18,8 +18,7 @@ from turnwise.inference import engines as inference
 from turnwise.plugins import MODULES, load_extensions
 from turnwise.rollout.config import NamedConfig, RolloutConfig
 from turnwise.rollout.managers import check_manager, register_manager
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.setup import make_strategy, register_strategy
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts, make_strategy, register_strategy
 from turnwise.sandboxes.config import SandboxConfig, open_backend
 from turnwise.tools.selection import named_tool
 from turnwise.trainer.algorithms.advantages import advantage_fn

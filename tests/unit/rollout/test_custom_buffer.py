@@ -13,7 +13,7 @@ from turnwise.errors import TaskError, TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.setup import CustomReplayBuffer
+from turnwise.rollout.replay.config import CustomReplayBuffer
 from turnwise.rollout.replay.strategies import Fifo, Filtered
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup

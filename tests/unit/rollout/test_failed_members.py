@@ -15,7 +15,7 @@ from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
 from turnwise.rollout.producer import RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.config import MemberRule
+from turnwise.rollout.replay.strategies import MemberRule
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason

@@ -15,9 +15,8 @@ from turnwise.errors import FormatError, MissingExtraError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.payloads import MemoryPayloads, PayloadsLost, columns_of
-from turnwise.rollout.replay.setup import check_replay
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts, check_replay
+from turnwise.rollout.replay.group_store import MemoryPayloads, PayloadsLost, columns_of
 from turnwise.rollout.replay.strategies import Mixed
 from turnwise.tasks import Task
 

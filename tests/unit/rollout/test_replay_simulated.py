@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from support.property_tests import examples
 from support.rollout.replay_simulation import Plan, Simulation
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.setup import make_admission, make_strategy
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts, make_admission, make_strategy
 
 PLANS = st.builds(
     Plan,

@@ -11,8 +11,14 @@ import pytest
 from turnwise.config import dump_config, load_config
 from turnwise.errors import ConfigError
 from turnwise.rollout.core import GroupFacts
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.setup import STRATEGIES, StalenessBound, make_admission, make_strategy
+from turnwise.rollout.replay.config import (
+    STRATEGIES,
+    ReplayConfig,
+    RunFacts,
+    StalenessBound,
+    make_admission,
+    make_strategy,
+)
 from turnwise.rollout.replay.strategies import Bounded, Choice, InFlight, Mixed, Prioritized, priority
 
 EVEN, MIXED_REWARDS = (1.0, 1.0), (1.0, 0.0)

@@ -17,14 +17,13 @@ from typing import Self, TypeVar
 from turnwise.errors import TrainError, TurnwiseError
 from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.replay.config import MemberRule
-from turnwise.rollout.replay.group_store import GroupStore, versions_of
-from turnwise.rollout.replay.payloads import PayloadStore
+from turnwise.rollout.replay.group_store import GroupStore, PayloadStore, versions_of
 from turnwise.rollout.replay.strategies import (
     STALE,
     Choice,
     Fifo,
     InFlight,
+    MemberRule,
     StragglerCutoff,
     StragglerDeadline,
     Strategy,

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from turnwise.rollout.core import GroupFacts
 from turnwise.seeding import stable_hash
+from turnwise.trajectory import TrajectoryGroup
 
 STALE = "stale"
 """Why a group is dropped that was sampled by weights that are too old."""
@@ -129,7 +130,7 @@ class Bounded(Strategy):
 
     With ``wait`` a step takes a batch only if the rest can be trained within the bound, ``step_groups`` in each step
     (earliest deadline first), and otherwise waits for groups in flight: nothing is dropped within the admission of
-    ``rollout/replay/setup.py``. With ``drop`` it never waits; late groups are dropped and replaced by other tasks.
+    ``rollout/replay/config.py``. With ``drop`` it never waits; late groups are dropped and replaced by other tasks.
 
     Args:
         bound: Most train steps between the sampling weights and those that a group trains.
@@ -403,3 +404,28 @@ class StragglerDeadline:
             return StragglerCutoff(since, due=due)
         sizes = range(min(ready, batch_size), least - 1, -1)
         return StragglerCutoff(since, next(take for size in sizes if (take := choose(size).take) is not None))
+
+
+FAILED = "failed"
+"""Why such a group is dropped, as it is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRule:
+    """Which groups are complete enough to train.
+
+    Attributes:
+        least: Fewest members without an error, at least 1.
+        whole: Whether every member must have succeeded.
+    """
+
+    least: int = 1
+    whole: bool = False
+
+    def refuses(self, group: TrajectoryGroup) -> str | None:
+        """Return why a group is not trained, or None."""
+        failed = {each.episode_id for each in group.trajectories if each.error is not None}
+        members = {each.episode_id for each in group.trajectories} - failed
+        if len(members) < max(1, self.least) or (self.whole and (failed or group.failed)):
+            return FAILED
+        return None

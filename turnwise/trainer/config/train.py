@@ -14,8 +14,8 @@ from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.placement.config import PlacementName, RayConfig
 from turnwise.rollout.config import PolicyName, RolloutConfig
-from turnwise.rollout.replay.config import MemberRule, ReplayConfig, RunFacts, allowed_staleness
-from turnwise.rollout.replay.strategies import StragglerDeadline
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts, allowed_staleness
+from turnwise.rollout.replay.strategies import MemberRule, StragglerDeadline
 from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.trees import TREE_CREDITS

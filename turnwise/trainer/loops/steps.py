@@ -15,7 +15,7 @@ import torch
 
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.replay.setup import make_admission
+from turnwise.rollout.replay.config import make_admission
 from turnwise.trainer.algorithms.gap import Gaps, GapWatch
 from turnwise.trainer.batch.experience import Experience, build_experience, collect
 from turnwise.trainer.config.train import Mode

@@ -30,7 +30,7 @@ from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.records import BatchWriter
-from turnwise.rollout.replay.setup import allowed_uses, check_replay
+from turnwise.rollout.replay.config import allowed_uses, check_replay
 from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.config.train import CheckpointConfig, TrainConfig

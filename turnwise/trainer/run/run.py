@@ -32,7 +32,7 @@ from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import create_manager
 from turnwise.rollout.preflight import check_room
 from turnwise.rollout.records import BatchWriter
-from turnwise.rollout.replay.setup import make_buffer
+from turnwise.rollout.replay.config import make_buffer
 from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.gap import Gaps
 from turnwise.trainer.config.train import TrainConfig

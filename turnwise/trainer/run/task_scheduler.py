@@ -11,8 +11,7 @@ from turnwise.errors import CheckpointError, TaskError
 from turnwise.model.core import Renderer
 from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest, Rollouts
 from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, check_tools_shown, task_source
-from turnwise.rollout.replay.config import allowed_staleness
-from turnwise.rollout.replay.setup import make_admission
+from turnwise.rollout.replay.config import allowed_staleness, make_admission
 from turnwise.tasks.config import CurriculumConfig
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import open_order

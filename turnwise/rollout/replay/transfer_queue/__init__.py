@@ -13,8 +13,7 @@ from uuid import uuid4
 
 from turnwise.columns import DTYPES, Columns
 from turnwise.errors import MissingExtraError, TrainError
-from turnwise.rollout.replay.config import TransferQueueConfig
-from turnwise.rollout.replay.payloads import PayloadsLost, PayloadStore
+from turnwise.rollout.replay.group_store import PayloadsLost, PayloadStore, TransferQueueConfig
 
 # By default it would use 8 threads, and on a machine of fewer cores say so at every call.
 os.environ.setdefault("TQ_NUM_THREADS", "1")
