@@ -21,8 +21,6 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 if TYPE_CHECKING:
     from turnwise.rollout.branching.search import SearchConfig
     from turnwise.rollout.config import RolloutConfig
-    from turnwise.rollout.journal.finished import FinishedMembers
-    from turnwise.rollout.journal.journal import Journal
 
 # Ids travel in HTTP headers, which take no line breaks; "~" separates the tag from the rest.
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
@@ -128,6 +126,43 @@ class Workers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class RestoredGroup:
+    """Finished parts of a group from earlier processes.
+
+    Attributes:
+        group_id: The group; its other members join it.
+        members: Trajectories of the finished members, by number.
+        whole: Whether the group is complete.
+    """
+
+    group_id: str
+    members: dict[int, list[Trajectory]]
+    whole: bool
+
+
+class MemberJournal(Protocol):
+    """Records finished members of groups, and restores those of earlier processes."""
+
+    def found(self, key: str) -> RestoredGroup | None:
+        """Return what earlier processes finished of a requested group."""
+
+    def member(
+        self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
+    ) -> None:
+        """Record a member that finished without an error; ``pending``: its trajectories wait for a group reward."""
+
+
+class TrainJournal(MemberJournal, Protocol):
+    """The journal of groups to train.
+
+    Attributes:
+        unclaimed: Ids of trajectories that a custom manager wrote and put into no group in time.
+    """
+
+    unclaimed: set[str]
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutParts:
     """Further parts that a run gives its rollout manager.
 
@@ -155,8 +190,8 @@ class RolloutParts:
     run_part: str = "0"
     write: Callable[[Trajectory], None] | None = None
     rolling: Callable[[str], AbstractContextManager[None]] | None = None
-    journal: Journal | None = None
-    finished: FinishedMembers | None = None
+    journal: TrainJournal | None = None
+    finished: MemberJournal | None = None
     recover: Callable[[InferenceError], Awaitable[None]] | None = None
     custom: Mapping[str, Any] = field(default_factory=dict)
     policy: str = MAIN

@@ -44,13 +44,12 @@ from turnwise.rollout.core import (
     EpisodeOutcome,
     EpisodePlayer,
     EpisodeSpec,
+    MemberJournal,
     ReplayBuffer,
     RolloutManager,
     RolloutParts,
     RolloutRequest,
 )
-from turnwise.rollout.journal.finished import FinishedMembers
-from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.remote.service import RemoteRunners
 from turnwise.rollout.replay.strategies import MemberRule
 from turnwise.rollout.runner import EpisodeRunner
@@ -244,7 +243,7 @@ class _Asked:
     group_id: str
     name: str
     done: dict[int, list[Trajectory]]
-    journal: Journal | FinishedMembers | None
+    journal: MemberJournal | None
     rewarded: bool = False
 
 

@@ -19,7 +19,7 @@ import orjson
 
 from turnwise.append_file import AppendFile
 from turnwise.errors import FormatError
-from turnwise.rollout.journal.journal import RestoredGroup
+from turnwise.rollout.core import RestoredGroup
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TRAJECTORIES, RecordLocation, TrajectoryWriter
 

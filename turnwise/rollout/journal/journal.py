@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Self
 
 from turnwise.append_file import AppendFile, private_directory, writing
 from turnwise.errors import DiskError, FormatError, TrainError
-from turnwise.rollout.core import GroupFacts
+from turnwise.rollout.core import GroupFacts, RestoredGroup
 from turnwise.rollout.journal.state import JOURNAL, SCHEMA_VERSION, Entry, JournalState, Stored, read_journal, seal
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter
@@ -96,21 +96,6 @@ def _finished(trajectory: Trajectory) -> bool:
 
 PENDING = "pending.twz"
 _FACTS = tuple(each.name for each in fields(GroupFacts) if each.name not in ("key", "arrived", "uses"))
-
-
-@dataclass(frozen=True, slots=True)
-class RestoredGroup:
-    """Finished parts of a group from earlier processes.
-
-    Attributes:
-        group_id: The group; its other members join it.
-        members: Trajectories of the finished members, by number.
-        whole: Whether the group is complete.
-    """
-
-    group_id: str
-    members: dict[int, list[Trajectory]]
-    whole: bool
 
 
 class Journal:
