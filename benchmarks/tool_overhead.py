@@ -32,7 +32,7 @@ from rich.table import Table
 from harness.chat import chat_dir
 from harness.measure import Sample, machine, measured, parse, parser, report, spread
 from turnwise import OutputLimit, RolloutConfig, RolloutProducer, RolloutRequest, Task, ToolEnv, function_tool
-from turnwise.agents import Episode
+from turnwise.agents.core import Episode, EpisodeHost, EpisodeSetup
 from turnwise.agents.limits import EpisodeLimits
 from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.envs import close_env, register, reset_env
@@ -154,16 +154,8 @@ async def one_call(renderer: TemplateRenderer, case: Case, rounds: int) -> Sampl
     env.count_tokens = renderer.count
     observation, info = await reset_env(env, Task("t", QUESTION), seed=0)
     tools = [tool.schema for tool in env.toolset().values()]
-    episode = Episode(
-        env,
-        Task("t", QUESTION),
-        0,
-        observation=observation,
-        info=info,
-        tools=tools,
-        limits=EpisodeLimits(TURNS, None, 1_000_000),
-        open_session=no_session,
-    )
+    setup = EpisodeSetup(Task("t", QUESTION), 0, observation, info, tools, EpisodeLimits(TURNS, None, 1_000_000))
+    episode = Episode(env, setup, EpisodeHost(no_session))
     tail = as_ids([])
     with measured() as sample:
         for _ in range(rounds):

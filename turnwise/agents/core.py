@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from turnwise.agents.forks import EpisodeRecord, ForkGate
 from turnwise.agents.limits import EpisodeLimits, fit_messages, tool_result_budget
+from turnwise.agents.notes import Reward, check_finite, first_state, note_state
 from turnwise.agents.roles import check_name, policy_of
 from turnwise.envs.core import Env, StepResult, call_env, fork_env, in_thread, score_env, step_env
-from turnwise.envs.results import ScoreParts, agent_parts
+from turnwise.envs.results import agent_parts
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, BudgetExceeded, EnvError, SandboxError, TurnwiseError
 from turnwise.recorder.session import Session
@@ -31,72 +31,12 @@ if TYPE_CHECKING:
 
 async def recorded_turns(session: Session) -> list[str]:
     """Return the ids of the recorded turns of a local session, in order."""
-    return [each.turn_id for each in session.segments(messages=False) if each.sampled and each.turn_id is not None]
-
-
-States: TypeAlias = dict[tuple[str, str | None], str]
-"""The state after a turn, by session and turn id; the id is None for the one that the session begins in."""
-
-
-def first_state(info: Mapping[str, Any]) -> States:
-    """Return the state of ``reset``, for the session that moves first."""
-    state = _named(info)
-    return {} if state is None else {(info.get("turn") or "main", None): state}
-
-
-def note_state(
-    states: States, info: Mapping[str, Any], agent: str, turn: str | None, last_turn: Callable[[str], str | None]
-) -> None:
-    """Note the state of a step, for the session that moves next.
-
-    Args:
-        states: Extended in place.
-        info: Info of the step.
-        agent: Session of the step's message.
-        turn: Turn of that message; without one nothing is noted.
-        last_turn: Returns the last turn of a session, or None.
-    """
-    state, mover = _named(info), info.get("turn") or agent
-    if state is not None and turn is not None:
-        states[mover, turn if mover == agent else last_turn(mover)] = state
-
-
-def _named(info: Mapping[str, Any]) -> str | None:
-    """Return ``info["state"]`` where it is a string or an integer."""
-    state = info.get("state")
-    return str(state) if isinstance(state, (str, int)) and not isinstance(state, bool) else None
-
-
-@dataclass(slots=True)
-class Reward:
-    """A named reward of a session's turn, or of the episode where ``turn_id`` is None."""
-
-    agent: str
-    turn_id: str | None
-    name: str
-    value: float
-
-
-def finite(what: str, value: float) -> None:
-    """Check that a number is finite."""
-    if not math.isfinite(value):
-        raise AgentError(f"{what} is {value}: it must be a finite number")
-
-
-def check_owners(rewards: Iterable[Reward], sessions: Collection[str]) -> None:
-    """Check that every reward's session is open; without any session, ``main`` counts as open."""
-    owners = set(sessions) or {"main"}
-    lost = [reward for reward in rewards if reward.agent not in owners and reward.value]
-    if lost:
-        held = ", ".join(sorted(sessions)) or "none"
-        raise AgentError(
-            f"the reward {lost[0].name!r} ({lost[0].value:g}) is for {lost[0].agent!r}, which has no session (the "
-            f"episode's sessions: {held}). Name one of them (info['agent_rewards'], ScoreParts(agents=...), "
-            "episode.note(agent=...)), or open a session for it with episode.session_for, also where it may never speak"
-        )
+    segments = session.segments(messages=False)
+    return [segment.turn_id for segment in segments if segment.sampled and segment.turn_id is not None]
 
 
 T = TypeVar("T")
+Action = TypeVar("Action", Message, ToolCall)
 OpenSession = Callable[[str, str], Session]
 OpenFork = Callable[["Episode"], Awaitable["Episode"]]
 OpenEndpoint = Callable[[Session], Awaitable["SessionEndpoint"]]
@@ -109,13 +49,11 @@ class ToolThreadLost(EnvError):
     retryable: ClassVar[bool] = False
 
 
-class Episode:
-    """One episode, as an agent sees it. The runner resets the environment before and closes it after.
+@dataclass(frozen=True, slots=True)
+class EpisodeSetup:
+    """What a runner prepares for an episode.
 
     Attributes:
-        id: Unique in the run; each attempt at a task is an episode.
-        partition: ``train`` or ``val``.
-        attempt: Counts from 0; a retry follows an infrastructure failure.
         task: The dataset row.
         seed: Seed of the environment's ``reset``.
         observation: Messages from ``reset``: the head of the conversation.
@@ -123,71 +61,92 @@ class Episode:
         tools: The tools offered to the model.
         limits: Limits of the episode.
         deadline: Event loop time of the timeout, or None.
+        id: Unique in the run; each attempt at a task is an episode.
+        partition: ``train`` or ``val``.
+        attempt: Counts from 0; a retry follows an infrastructure failure.
+        roles: Policy of an agent or role (``rollout.roles``).
+    """
+
+    task: Task
+    seed: int
+    observation: Sequence[Message]
+    info: dict[str, Any]
+    tools: Sequence[ToolSchema]
+    limits: EpisodeLimits
+    deadline: float | None = None
+    id: str = ""
+    partition: str = "train"
+    attempt: int = 0
+    roles: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeHost:
+    """What the process that runs an episode does for it.
+
+    Attributes:
+        open_session: Opens a session, of a name and a policy.
+        open_endpoint: Serves a session's model endpoint; None without a gateway.
+        open_fork: Forks the episode; None where its agent cannot.
+        list_turns: Returns a session's turn ids; the recorder may be remote.
+        executor: Runs sync tools and blocking environments.
+    """
+
+    open_session: OpenSession
+    open_endpoint: OpenEndpoint | None = None
+    open_fork: OpenFork | None = None
+    list_turns: ListTurns = recorded_turns
+    executor: Executor | None = None
+
+
+class Episode:
+    """One episode, as an agent sees it. The runner resets the environment before and closes it after.
+
+    Attributes:
+        setup: What the runner prepared; ``task``, ``seed``, ``observation``, ``info``, ``tools``, ``limits``,
+            ``deadline``, ``id``, ``partition``, ``attempt`` and ``roles`` are its fields.
         rewards: Reward events so far.
         metrics: Metrics so far; ``turn_metrics`` by session and turn id.
         states: Environment states after turns, by session and turn id; the id is None after ``reset``.
-        roles: Policy of an agent or role (``rollout.roles``).
         rewarded: Whether the agent set the reward itself (:meth:`reward`); the environment then does not score.
-        list_turns: Returns a session's turn ids; the recorder may be remote.
-        record: What forks of the episode need; None where no tree is grown of it.
+        record: What forks of the episode need; None where the run makes no branches of it.
         origin: The episode that this is a fork of (:meth:`fork`), or None.
+        list_turns: Returns a session's turn ids; the recorder may be remote.
     """
 
     def __init__(
         self,
         env: Env,
-        task: Task,
-        seed: int,
+        setup: EpisodeSetup,
+        host: EpisodeHost,
         *,
-        observation: Sequence[Message],
-        info: dict[str, Any],
-        tools: Sequence[ToolSchema],
-        limits: EpisodeLimits,
-        open_session: OpenSession,
-        open_endpoint: OpenEndpoint | None = None,
-        list_turns: ListTurns | None = None,
-        deadline: float | None = None,
-        executor: Executor | None = None,
-        id: str = "",  # noqa: A002 - the field's name for it
-        partition: str = "train",
-        attempt: int = 0,
-        roles: Mapping[str, str] | None = None,
         record: EpisodeRecord | None = None,
-        open_fork: OpenFork | None = None,
         origin: Episode | None = None,
         sessions: Mapping[str, Session] | None = None,
     ) -> None:
-        self.id = id
-        self.partition = partition
-        self.attempt = attempt
-        self.task = task
-        self.seed = seed
-        self.observation = list(observation)
-        self.info = info
-        self.tools = tuple(tools)
-        self.limits = limits
-        self.deadline = deadline
+        self.setup = setup
+        self.id, self.partition, self.attempt = setup.id, setup.partition, setup.attempt
+        self.task, self.seed = setup.task, setup.seed
+        self.observation, self.info = list(setup.observation), setup.info
+        self.tools, self.limits, self.deadline = tuple(setup.tools), setup.limits, setup.deadline
+        self.roles = dict(setup.roles)
         self.record = record
-        self._note_nothing()
         self.origin = origin
         self.scored = self.ended = False
         self.rewarded: bool = origin is not None and origin.rewarded
         self.stop_reason = StopReason.COMPLETED
         self.final: Message | None = None
+        self.states = first_state(setup.info)
+        self._clear_notes()
         self._env = env
-        self._executor = executor
-        self._open_session = open_session
-        self._open_endpoint = open_endpoint
-        self.list_turns = list_turns or recorded_turns
-        self._open_fork = open_fork
-        self._acting = 0
+        self._host = host
+        self.list_turns = host.list_turns
+        self._env_calls = 0
         self._sessions: dict[str, Session] = dict(sessions or {})
         self._policies: dict[str, str] = {} if origin is None else dict(origin._policies)
-        self.roles = dict(roles or {})
-        self.states = first_state(info)
         self._failure: TurnwiseError | None = None
 
-    def _note_nothing(self) -> None:
+    def _clear_notes(self) -> None:
         self.rewards: list[Reward] = []
         self.metrics: dict[str, float] = {}
         self.turn_metrics: dict[tuple[str, str], dict[str, float]] = {}
@@ -233,13 +192,13 @@ class Episode:
         Raises:
             AgentError: The name is invalid, the session has another policy, or the policy is unknown.
         """
-        wanted = policy or policy_of(name, self.roles)
+        named_policy = policy or policy_of(name, self.roles)
         if name not in self._sessions:
-            session = self._sessions[name] = self._open_session(check_name(name), wanted)
-            self._policies[name] = wanted
+            session = self._sessions[name] = self._host.open_session(check_name(name), named_policy)
+            self._policies[name] = named_policy
             if self.record is not None:
                 self.record.sessions = self._sessions
-                session.gate = ForkGate(self.record, name, self._keep_state)
+                session.gate = ForkGate(self.record, name, self._save_state)
         elif policy is not None and policy != self._policies[name]:
             raise AgentError(
                 f"session {name!r} is open with the policy {self._policies[name]!r}, not {policy!r}: a session has "
@@ -247,20 +206,20 @@ class Episode:
             )
         return self._sessions[name]
 
-    async def _keep_state(self, record: EpisodeRecord, name: str, *, first: bool) -> None:
-        """Keep the state before a model call; the first one of a fork ends the repetition of what was before it."""
+    async def _save_state(self, record: EpisodeRecord, name: str, *, first: bool) -> None:
+        """Keep the state before a model call; the first call of a fork ends the repetition of what was before it."""
         if first:
-            # All until here was noted in the original.
-            self._note_nothing()
+            # The original has noted all that came before.
+            self._clear_notes()
             self.states = {}
         if not record.idle:
             return
         try:
-            fork = await fork_env(self._env, executor=self._executor)
+            fork = await fork_env(self._env, executor=self._host.executor)
         except (EnvError, SandboxError) as error:
             record.refused, record.refusals = str(error), record.refusals + 1
             return
-        record.asks(name, fork, len(self.rewards))
+        record.add_point(name, fork, len(self.rewards))
 
     async def address(self, name: str = "main", policy: str | None = None) -> str:
         """Return a base URL of the session's model endpoint, valid until the agent returns.
@@ -274,11 +233,11 @@ class Episode:
         return (await self.endpoint(name, policy)).url
 
     async def endpoint(self, name: str = "main", policy: str | None = None) -> SessionEndpoint:
-        """Return that endpoint with its request accounting; raises as :meth:`address`."""
+        """Return that endpoint with its accounts of requests; raises as :meth:`address`."""
         self._check_live("endpoint")
-        if self._open_endpoint is None:
+        if self._host.open_endpoint is None:
             raise AgentError("episode.address: this episode has no gateway; ask episode.session.chat instead")
-        return await self._open_endpoint(self.session_for(name, policy))
+        return await self._host.open_endpoint(self.session_for(name, policy))
 
     async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:
         """Pass an assistant message to the environment.
@@ -296,7 +255,7 @@ class Episode:
         if self.ended:
             raise AgentError("episode.step was called after the episode ended: stop when a step ends it")
         try:
-            result: StepResult = await self._invoke("step", message, agent)
+            result = await self._act(step_env, message, agent)
         except asyncio.CancelledError:
             if self._env.pending_score is not None:
                 # The message was the answer and is being judged: what interrupts that does not change how it ended.
@@ -312,7 +271,7 @@ class Episode:
                 self.note(name, value, turn if other == agent else self._last_turn(other), agent=other)
         self.count(info.get("metrics") or {}, turn, agent=agent)
         for notes in ("tool_notes", "notes"):
-            self._keep(info.get(notes) or {}, turn, agent)
+            self._note_texts(info.get(notes) or {}, turn, agent)
         note_state(self.states, info, agent, turn, self._last_turn)
         self._check_threads()
         if result.terminated or result.truncated:
@@ -343,7 +302,7 @@ class Episode:
         if self.ended and self.stop_reason is not StopReason.INVALID_CALLS:
             raise AgentError("episode.call was called after the episode ended: stop when a step ends it")
         self._check_invalid(self._env)
-        response: ToolResponse = await self._invoke("call", call, agent)
+        response = await self._act(call_env, call, agent)
         session = self.session_for(agent)
         turn = session.turn_of_call(call.id)
         if response.reward is not None:
@@ -351,23 +310,23 @@ class Episode:
         measured = {f"{call.name}/{name}": value for name, value in response.metrics.items()}
         measured |= call_counts(call.name, response, [tool.name for tool in self.tools])
         self.count(measured, turn, agent=agent)
-        self._keep({f"{call.name}/{name}": text for name, text in response.notes.items()}, turn, agent)
+        self._note_texts({f"{call.name}/{name}": text for name, text in response.notes.items()}, turn, agent)
         self._check_threads()
         self._check_invalid(self._env)
         if response.text:
             # Its sibling calls are answered one by one: each gets an equal share.
             calls = session.issued.count_sibling_calls(call.id)
-            told: Message = {"role": "tool", "content": response.text}
-            [answer] = fit_results(self, [told], turn, calls, agent, share=True)
+            text: Message = {"role": "tool", "content": response.text}
+            [answer] = fit_results(self, [text], turn, calls, agent, share=True)
             response.text = str(answer["content"])
         return response
 
     async def fork(self) -> Episode:
-        """Return an episode that goes on from here by itself: a fork of the environment and of every open session.
+        """Return an independent episode in the same state: a fork of the environment and of every open session.
 
-        The agent drives both, with copies of its messages: what it holds in variables is its own to copy. They are two
-        ways through one episode. What was sampled and noted until here counts in both and is recorded once; a fork
-        begins without metrics and rewards of its own, and samples with other seeds. When the agent returns, each is
+        The agent drives both, with copies of its messages; it copies its variables itself. They are two branches of
+        one episode. What was sampled and noted until here counts in both and is recorded once; a fork begins without
+        metrics and rewards, and samples with other seeds. When the agent returns, each is
         scored and closed; a fork in which nothing was sampled is left out.
 
         Raises:
@@ -375,16 +334,16 @@ class Episode:
                 that its agent cannot fork.
             EnvError: The environment cannot be forked.
         """
-        if self._open_fork is None:
+        if self._host.open_fork is None:
             raise AgentError(
                 "episode.fork: the agent cannot fork this episode: with rollout.tree or a search the run does that "
                 "(leave it out), and a runner elsewhere (rollout.remote) has neither its environment nor its sessions"
             )
         if self.ended or self.scored:
             raise AgentError("episode.fork was called after the episode ended: fork it before the step that ends it")
-        if self._acting:
+        if self._env_calls:
             raise AgentError("episode.fork was called while episode.step or episode.call runs: await that first")
-        return await self._open_fork(self)
+        return await self._host.open_fork(self)
 
     @property
     def count_tokens(self) -> CountTokens | None:
@@ -393,7 +352,7 @@ class Episode:
 
     def note(self, name: str, value: float, turn_id: str | None = None, *, agent: str = "main") -> None:
         """Note a reward on a turn, or on the episode (None). Raises AgentError where it is not finite."""
-        finite(f"episode.note: reward {name!r}", value)
+        check_finite(f"episode.note: reward {name!r}", value)
         self.rewards.append(Reward(agent, turn_id, name, float(value)))
 
     def reward(self, value: float, turn_id: str | None = None, *, name: str = "reward", agent: str = "main") -> None:
@@ -425,16 +384,16 @@ class Episode:
             AgentError: A value is not finite.
         """
         for name, value in metrics.items():
-            finite(f"episode.count: metric {name!r}", value)
+            check_finite(f"episode.count: metric {name!r}", value)
             self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
             if turn_id is not None and value:
                 of_turn = self.turn_metrics.setdefault((agent, turn_id), {})
                 of_turn[name] = of_turn.get(name, 0.0) + float(value)
 
-    def _keep(self, notes: Mapping[str, str], turn_id: str | None, agent: str) -> None:
+    def _note_texts(self, notes: Mapping[str, str], turn_id: str | None, agent: str) -> None:
         if notes and isinstance(notes, Mapping):
-            kept = self.turn_notes.setdefault((agent, turn_id), {})
-            kept.update((str(name), str(text)) for name, text in notes.items())
+            texts = self.turn_notes.setdefault((agent, turn_id), {})
+            texts.update((str(name), str(text)) for name, text in notes.items())
 
     def finish(self, reason: StopReason, final: Message | None = None) -> None:
         """Set the stop reason and the final message.
@@ -461,14 +420,14 @@ class Episode:
         self.scored = True
         if self.rewarded:
             return
-        parts: ScoreParts = await score_env(self._env, self.answer, executor=self._executor)
+        parts = await score_env(self._env, self.answer, executor=self._host.executor)
         for name, value in parts.items():
             self.note(name, value)
-        for agent, own in agent_parts(parts.agents, "score").items():
-            for name, value in own.items():
+        for agent, scores in agent_parts(parts.agents, "score").items():
+            for name, value in scores.items():
                 self.note(name, value, agent=agent)
         self.count(parts.metrics)
-        self._keep(parts.notes, None, "main")
+        self._note_texts(parts.notes, None, "main")
         self._check_threads()
 
     @property
@@ -484,27 +443,24 @@ class Episode:
         last = self._sessions[agent].last if agent in self._sessions else None
         return None if last is None else last["turn_id"]
 
-    async def _invoke(self, method: str, argument: Message | ToolCall, agent: str) -> Any:
+    async def _act(self, function: Callable[..., Awaitable[T]], action: Action, agent: str) -> T:
+        """Pass a message or call to the environment, or repeat the recorded answer before a fork."""
         record = self.record
         if record is not None and not record.live:
-            known = await record.again(method, argument, agent)
-            if known is not None:
-                return known.result
-        self._acting += 1
+            answer = await record.repeat(action, agent)
+            if answer is not None:
+                return cast("T", answer.result)
+        self._env_calls += 1
         try:
-            with contextlib.nullcontext() if record is None else record.acting():
-                result: StepResult | ToolResponse
-                if isinstance(argument, ToolCall):
-                    result = await call_env(self._env, argument, executor=self._executor)
-                else:
-                    result = await step_env(self._env, argument, executor=self._executor)
+            with contextlib.nullcontext() if record is None else record.env_call():
+                result = await function(self._env, action, executor=self._host.executor)
         except (EnvError, SandboxError) as error:
             self._failure = error
             raise
         finally:
-            self._acting -= 1
+            self._env_calls -= 1
         if record is not None:
-            record.note(method, argument, agent, result)
+            record.note(action, agent, result)
         return result
 
     def _check_threads(self) -> None:
@@ -519,8 +475,8 @@ class Episode:
         if 0 < env.max_invalid_calls <= env.invalid_in_a_row:
             self.ended = True
             self.finish(StopReason.INVALID_CALLS)
-            counted = f"{env.invalid_in_a_row} calls in a row did not reach a tool"
-            raise BudgetExceeded(StopReason.INVALID_CALLS, f"{counted}; max_invalid_calls is {env.max_invalid_calls}")
+            problem = f"{env.invalid_in_a_row} calls in a row did not reach a tool"
+            raise BudgetExceeded(StopReason.INVALID_CALLS, f"{problem}; max_invalid_calls is {env.max_invalid_calls}")
 
 
 def fit_results(
@@ -539,10 +495,10 @@ def fit_results(
     if left is None or count_tokens is None:
         return messages
     room = tool_result_budget(left + spare, limits.context_length, limits.max_tokens_per_turn, calls)
-    found, cut = fit_messages(messages, room // calls if share else room, count_tokens)
+    fitted, cut = fit_messages(messages, room // calls if share else room, count_tokens)
     if cut:
         episode.count({"tool_answers_cut": float(cut)}, turn, agent=agent)
-    return found
+    return fitted
 
 
 class Agent(ABC):

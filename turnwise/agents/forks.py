@@ -21,7 +21,7 @@ from turnwise.recorder.session import Session
 from turnwise.types import Message, ToolCall
 
 STILL_S = 5.0
-"""Seconds without a step towards the fork after which an episode is taken to have diverged."""
+"""Seconds without a step towards the fork after which an episode counts as diverged."""
 
 
 class ForkDiverged(AgentError):
@@ -32,10 +32,14 @@ class ForkDiverged(AgentError):
 
 @dataclass(frozen=True, slots=True)
 class EnvAnswer:
-    """An answer of the environment: the method, what it was called with, and the result."""
+    """An answer of the environment to a message or a call.
 
-    method: str
-    given: str
+    Attributes:
+        action: What identifies the message or call.
+        result: The StepResult or ToolResponse.
+    """
+
+    action: str
     result: Any
 
 
@@ -69,7 +73,7 @@ class EpisodeRecord:
         answers: The environment's answers, in order.
         points: The states that it can be forked from.
         point: Where it was forked itself; None for the initial episode.
-        left: Answers before its own fork that were not given again yet.
+        pending: Answers before its own fork that were not repeated yet.
         live: Whether it acts and samples, rather than repeating what was before its fork.
         sessions: The episode's sessions.
         refused: Why the environment could not be forked, the last time.
@@ -80,7 +84,7 @@ class EpisodeRecord:
     answers: list[EnvAnswer] = field(default_factory=list)
     points: list[BranchPoint] = field(default_factory=list)
     point: BranchPoint | None = None
-    left: list[EnvAnswer] = field(default_factory=list)
+    pending: list[EnvAnswer] = field(default_factory=list)
     live: bool = True
     sessions: Mapping[str, Session] = field(default_factory=dict)
     refused: str = ""
@@ -91,10 +95,10 @@ class EpisodeRecord:
     def fork(self, point: BranchPoint) -> EpisodeRecord:
         """Return the record of a fork at a point."""
         answers = self.answers[: point.answers]
-        return EpisodeRecord(snapshot(self.observation), list(answers), point=point, left=list(answers), live=False)
+        return EpisodeRecord(snapshot(self.observation), list(answers), point=point, pending=list(answers), live=False)
 
     @contextlib.contextmanager
-    def acting(self) -> Iterator[None]:
+    def env_call(self) -> Iterator[None]:
         """Wrap a call of the environment: meanwhile its state cannot be taken."""
         self._busy += 1
         try:
@@ -112,24 +116,24 @@ class EpisodeRecord:
         """Whether no call of the environment runs."""
         return not self._busy
 
-    def note(self, method: str, argument: Message | ToolCall, agent: str, result: Any) -> None:
+    def note(self, action: Message | ToolCall, agent: str, result: Any) -> None:
         """Keep an answer of the environment to a session's message or call."""
-        self.answers.append(EnvAnswer(method, _given(argument, agent), _copy(result)))
+        self.answers.append(EnvAnswer(_identity(action, agent), _copy(result)))
 
-    async def again(self, method: str, argument: Message | ToolCall, agent: str) -> EnvAnswer | None:
+    async def repeat(self, action: Message | ToolCall, agent: str) -> EnvAnswer | None:
         """Return what the environment answered before the fork; None where it is to act, once it may.
 
         Raises:
             ForkDiverged: This was not done in the original, and the episode does not get to its fork.
         """
-        given = _given(argument, agent)
-        for answer in self.left:
-            if (answer.method, answer.given) == (method, given):
-                self.left.remove(answer)
+        identity = _identity(action, agent)
+        for answer in self.pending:
+            if answer.action == identity:
+                self.pending.remove(answer)
                 self.repeated()
                 return replace(answer, result=_copy(answer.result))
         # Another part of the agent may still have to get there.
-        await self._until(lambda: self.live, f"calls {method} with {given[:200]}")
+        await self._until(lambda: self.live, f"calls {identity[:200]}")
         return None
 
     def repeated(self) -> None:
@@ -156,9 +160,9 @@ class EpisodeRecord:
         # A fork without a turn to sample again takes whichever request comes first.
         may_begin = session == self.point.session and (first or self.point.turn is None)
         await self._until(lambda: self.live or (may_begin and not self._missing()), f"asks session {session!r}")
-        begun, self.live = self.live, True
+        was_live, self.live = self.live, True
         self.repeated()
-        return not begun
+        return not was_live
 
     async def _until(self, holds: Callable[[], bool], doing: str) -> None:
         """Wait for something before the fork to be done again, as long as anything is. Raises ForkDiverged."""
@@ -168,9 +172,9 @@ class EpisodeRecord:
                 async with asyncio.timeout(STILL_S):
                     await moved.wait()
             except TimeoutError:
-                left = self._missing() or f"the next request of session {self.point.session!r}" if self.point else ""
+                missing = self._missing() or f"the next request of session {self.point.session!r}" if self.point else ""
                 raise ForkDiverged(
-                    f"the agent {doing}, which it did not before the fork in the original, and left out {left}: "
+                    f"the agent {doing}, which it did not before the fork in the original, and left out {missing}: "
                     f"{_REMEDY}"
                 ) from None
 
@@ -180,24 +184,24 @@ class EpisodeRecord:
         names += [name for name, session in self.sessions.items() if session.replaying]
         if names:
             return f"turns of session {names[0]!r}"
-        return f"a call of {self.left[0].method}" if self.left else ""
+        return self.pending[0].action[:200] if self.pending else ""
 
-    def asks(self, session: str, env: Env, rewards: int) -> None:
+    def add_point(self, session: str, env: Env, rewards: int) -> None:
         """Keep the state before a model call: a fork of the environment, and the number of rewards."""
         turns = {
-            name: (*self.before.get(name, ()), *each.sampled_turns)
-            for name, each in self.sessions.items()
-            if name in self.before or each.sampled_turns
+            name: (*self.before.get(name, ()), *opened.sampled_turns)
+            for name, opened in self.sessions.items()
+            if name in self.before or opened.sampled_turns
         }
         inherited = 0 if self.point is None else self.point.rewards
         self.points.append(BranchPoint(env, len(self.answers), self.before | turns, inherited + rewards, session))
 
-    def settle(self) -> None:
-        """Name the turn of each point, once the episode is over; the last of several for one turn is kept."""
+    def assign_turns(self) -> None:
+        """Set the turn of each point, once the episode is over."""
         for point in self.points:
             path = (*self.before.get(point.session, ()), *self.sessions[point.session].sampled_turns)
-            at = len(point.turns.get(point.session, ()))
-            point.turn = path[at] if at < len(path) else None
+            index = len(point.turns.get(point.session, ()))
+            point.turn = path[index] if index < len(path) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,19 +233,18 @@ _REMEDY = (
 )
 
 
-def _given(argument: Message | ToolCall, agent: str) -> str:
-    """Return what identifies an argument: its session, and a message by its turn, else by what it says."""
-    if isinstance(argument, ToolCall):
-        said = f"{argument.id} {argument.name} {json.dumps(argument.arguments, sort_keys=True, default=repr)}"
-    else:
-        turn = argument.get("turn_id")
-        said = turn or json.dumps([argument.get("content"), argument.get("tool_calls")], default=repr)
-    return f"{agent}: {said}"
+def _identity(action: Message | ToolCall, agent: str) -> str:
+    """Return what identifies an action: its session, and a message by its turn, else by its content."""
+    if isinstance(action, ToolCall):
+        arguments = json.dumps(action.arguments, sort_keys=True, default=repr)
+        return f"call of {agent}: {action.id} {action.name} {arguments}"
+    turn = action.get("turn_id")
+    return f"step of {agent}: " + (turn or json.dumps([action.get("content"), action.get("tool_calls")], default=repr))
 
 
 def _copy(result: Any) -> Any:
     """Return a copy of an answer: agents edit messages in place, and an episode cuts texts of tools."""
     if isinstance(result, StepResult):
-        seen: Sequence[Message] | str = result.observation
-        return result._replace(observation=snapshot(seen), info=copy.copy(result.info))
+        observation: Sequence[Message] | str = result.observation
+        return result._replace(observation=snapshot(observation), info=copy.copy(result.info))
     return copy.copy(result)

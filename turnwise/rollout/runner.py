@@ -7,13 +7,14 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from turnwise.agents.core import Agent, Episode, OpenSession, ToolThreadLost, check_owners
+from turnwise.agents.core import Agent, Episode, EpisodeHost, EpisodeSetup, ToolThreadLost
 from turnwise.agents.forks import EpisodeRecord
 from turnwise.agents.limits import EpisodeLimits
+from turnwise.agents.notes import check_owners
 from turnwise.agents.outcome import within_budget
 from turnwise.agents.roles import MAIN, check_played
 from turnwise.envs.core import Env, close_env, fork_env, reset_env, schemas
@@ -56,7 +57,7 @@ from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
 from turnwise.trajectory import Trajectory
-from turnwise.types import Branch, Message, Search, StopReason
+from turnwise.types import Branch, Search, StopReason
 
 
 @dataclass(slots=True)
@@ -322,27 +323,38 @@ class EpisodeRunner:
         observation, info = await reset_env(run.env, spec.task, seed=spec.env_seed, executor=self._executor)
         if run.record is not None:
             run.record.observation = snapshot(observation)
-        open_fork = None if self._strategy(spec) is not None else partial(self._fork, run)
-        # A fork that the agent makes may have opened a session of the name before.
-        open_session = partial(run.sessions.open_beside, -1)
-        return self._episode(run, run.env, observation, info, open_session, deadline, open_fork=open_fork)
+        setup = EpisodeSetup(
+            spec.task,
+            spec.env_seed,
+            observation,
+            info,
+            schemas(run.env),
+            EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length),
+            deadline,
+            spec.episode_id,
+            spec.partition,
+            spec.attempt,
+            config.roles,
+        )
+        host = EpisodeHost(
+            # A fork that the agent makes may have opened a session of the name before.
+            partial(run.sessions.open_beside, -1),
+            run.sessions.endpoint,
+            None if self._strategy(spec) is not None else partial(self._fork, run),
+            executor=self._executor,
+        )
+        return Episode(run.env, setup, host, record=run.record)
 
     async def _fork(self, run: _Run, origin: Episode) -> Episode:
         """Return a fork of a running episode, which its agent drives."""
         env = await fork_env(origin.env, executor=self._executor)
         run.forked_envs.append(env)
-        made = run.sessions.fork_all(origin, len(run.agent_forks))
-        fork = self._episode(
-            run,
-            env,
-            snapshot(origin.observation),
-            dict(origin.info),
-            partial(run.sessions.open_beside, len(run.agent_forks)),
-            origin.deadline,
-            open_fork=partial(self._fork, run),
-            origin=origin,
-            sessions=made,
-        )
+        number = len(run.agent_forks)
+        sessions = run.sessions.fork_all(origin, number)
+        setup = replace(origin.setup, observation=snapshot(origin.observation), info=dict(origin.info))
+        open_session = partial(run.sessions.open_beside, number)
+        host = EpisodeHost(open_session, open_fork=partial(self._fork, run), executor=self._executor)
+        fork = Episode(env, setup, host, origin=origin, sessions=sessions)
         run.agent_forks.append(AgentFork.of(fork, origin, run.agent_forks))
         return fork
 
@@ -357,38 +369,10 @@ class EpisodeRunner:
             return run.sessions.fork(name, policy, fork.point, fork.number)
 
         run.env = await fork_env(fork.point.env, executor=self._executor)
-        return self._episode(run, run.env, record.observation, dict(fork.origin.info), open_session, deadline)
-
-    def _episode(
-        self,
-        run: _Run,
-        env: Env,
-        observation: Sequence[Message],
-        info: dict[str, Any],
-        open_session: OpenSession,
-        deadline: float | None,
-        **own: Any,
-    ) -> Episode:
-        spec, config = run.spec, self._config
-        return Episode(
-            env,
-            spec.task,
-            spec.env_seed,
-            observation=observation,
-            info=info,
-            tools=schemas(env),
-            limits=EpisodeLimits(config.max_turns, config.max_tokens_per_turn, self._context_length),
-            open_session=open_session,
-            open_endpoint=None if "origin" in own else run.sessions.endpoint,
-            deadline=deadline,
-            executor=self._executor,
-            id=spec.episode_id,
-            partition=spec.partition,
-            attempt=spec.attempt,
-            roles=config.roles,
-            record=run.record,
-            **own,
-        )
+        origin = fork.origin
+        setup = replace(origin.setup, observation=record.observation, info=dict(origin.info), deadline=deadline)
+        host = EpisodeHost(open_session, run.sessions.endpoint, executor=self._executor)
+        return Episode(run.env, setup, host, record=record)
 
     async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
         """Make an environment; ``own`` is the task's configuration of it."""

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
-from turnwise.agents.core import Episode, Reward
+from turnwise.agents.core import Episode
 from turnwise.agents.forks import BranchPoint
+from turnwise.agents.notes import Reward
 from turnwise.agents.roles import MAIN, Compare, compared_within
 from turnwise.errors import AgentError, SessionError, TurnwiseError
 from turnwise.gateway.endpoints import Place

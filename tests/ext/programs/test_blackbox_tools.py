@@ -15,7 +15,7 @@ import pytest
 
 from support.agents.blackbox_episodes import LINES, TABLE, Broken, say, team
 from support.chat.model_dirs import renderer_for
-from turnwise.agents.core import Episode
+from turnwise.agents.core import Episode, EpisodeHost, EpisodeSetup
 from turnwise.agents.limits import EpisodeLimits
 from turnwise.envs.basic.guess_number import GuessNumberEnv
 from turnwise.envs.basic.lookup import LookupEnv
@@ -41,10 +41,8 @@ async def offered(
         del policy
         return Session(client, renderer, id=name, limits=SessionLimits(context_length=5000))
 
-    limits = EpisodeLimits(9, None, 5000)
-    episode = Episode(
-        env, task, 7, observation=observation, info=info, tools=schemas(env), limits=limits, open_session=open_session
-    )
+    setup = EpisodeSetup(task, 7, observation, info, schemas(env), EpisodeLimits(9, None, 5000))
+    episode = Episode(env, setup, EpisodeHost(open_session))
     server = ToolServer()
     try:
         found = await server.offer(episode, reply=reply)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from support.trainer.credited import build, told, trajectory
-from turnwise.agents.core import first_state, note_state
+from turnwise.agents.notes import first_state, note_state
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.algorithms.credit import anchor_states, token_returns
 from turnwise.trajectory import Segment, Trajectory

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from turnwise.agents.core import Episode, Reward
+from turnwise.agents.core import Episode
 from turnwise.agents.forks import BranchPoint, EpisodeRecord
+from turnwise.agents.notes import Reward
 from turnwise.recorder.branches import branch_trajectories
 from turnwise.recorder.session import Session
 from turnwise.rollout.branching.tree import TreeConfig, TreeTurn
@@ -115,7 +116,7 @@ async def expand(first: TreeBranch, config: TreeConfig, seed: int, run_fork: Run
     """
     choose, generator = config.chooser(), random.Random(seed)
     tree, requested, over_budget = [first], 0, 0
-    first.record.settle()
+    first.record.assign_turns()
     for round_number in range(config.rounds):
         rounds_left = config.rounds - round_number
         count = (config.branches - requested + rounds_left - 1) // rounds_left
@@ -132,7 +133,7 @@ async def expand(first: TreeBranch, config: TreeConfig, seed: int, run_fork: Run
             ]
         for branch in (task.result() for task in running):
             if branch is not None:
-                branch.record.settle()
+                branch.record.assign_turns()
                 tree.append(branch)
     return tree, over_budget
 

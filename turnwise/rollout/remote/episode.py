@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from turnwise.agents.core import Episode
+from turnwise.agents.core import Episode, EpisodeHost, EpisodeSetup
 from turnwise.agents.limits import EpisodeLimits
 from turnwise.envs.core import Env, StepResult
 from turnwise.errors import RunnerDisconnected, SessionError, TurnwiseError
@@ -209,23 +209,24 @@ class RemoteEpisode(Episode):
         """Parse the work item."""
         seconds = work["seconds"]
         limits = EpisodeLimits(**work["limits"])
-        super().__init__(
-            Env(),
+        setup = EpisodeSetup(
             Task.from_record(work["task"]),
             int(work["seed"]),
-            observation=[read_message(each) for each in work["observation"]],
-            info=dict(work["info"]),
-            tools=[ToolSchema(**tool) for tool in work["tools"]],
-            limits=limits,
-            open_session=lambda name, policy: RemoteSession(lease, name, policy, episode_id=work["id"], limits=limits),
-            open_endpoint=_open_remote_endpoint,
-            list_turns=_turns,
-            deadline=None if seconds is None else asyncio.get_running_loop().time() + float(seconds),
-            id=str(work["id"]),
-            partition=str(work["partition"]),
-            attempt=int(work["attempt"]),
-            roles=work["roles"],
+            [read_message(message) for message in work["observation"]],
+            dict(work["info"]),
+            [ToolSchema(**tool) for tool in work["tools"]],
+            limits,
+            None if seconds is None else asyncio.get_running_loop().time() + float(seconds),
+            str(work["id"]),
+            str(work["partition"]),
+            int(work["attempt"]),
+            work["roles"],
         )
+
+        def open_session(name: str, policy: str) -> Session:
+            return RemoteSession(lease, name, policy, episode_id=setup.id, limits=limits)
+
+        super().__init__(Env(), setup, EpisodeHost(open_session, _open_remote_endpoint, list_turns=_turns))
         self._lease = lease
         self._counted: list[tuple[dict[str, float], str | None, str]] = []
         self._finished = False
