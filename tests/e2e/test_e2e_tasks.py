@@ -23,7 +23,7 @@ def mix(folder: Path) -> list[dict[str, Any]]:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
         {"source": str(folder / "held.jsonl"), "env": {"name": "support.envs.run_envs:Graded"}},
-        {"source": str(folder / "streamed.jsonl"), "stream": True, "shuffle_buffer": 3},
+        {"source": str(folder / "streamed.jsonl"), "stream": True},
     ]
 
 

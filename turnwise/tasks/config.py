@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,13 @@ PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
 _FORMS = "a file of tasks, or pkg.module:function"
 
 
-def _said(source: str) -> str:
+def _check_source(source: str) -> str:
     if not source:
         raise ValueError(_FORMS)
     return source
 
 
-_Source: TypeAlias = Annotated[ConfigSource, AfterValidator(_said)]
+_Source: TypeAlias = Annotated[ConfigSource, AfterValidator(_check_source)]
 
 
 class SpecRow(BaseModel):
@@ -40,7 +41,7 @@ class SpecRow(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
 
 
-def _named(value: Any) -> Any:
+def _spec_of(value: Any) -> Any:
     return {"name": value} if isinstance(value, (str, Path)) else value
 
 
@@ -62,11 +63,13 @@ class SourceConfig(BaseModel):
         test_fraction: Share of the rows that are ``test`` where ``split`` is given.
         id_prefix: Prefix of task ids, to keep the sources of a mix apart.
         limit: Maximum number of tasks.
-        stream: Read tasks as they are needed, holding ``shuffle_buffer`` of them; by default above 100,000 tasks.
-        shuffle_buffer: Size of the buffer from which a streamed source is shuffled.
+        stream: Read tasks as they are needed, shuffled through a buffer of 10,000; by default above 100,000 tasks.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "shuffle_buffer": "a streamed source is shuffled through a buffer of 10,000 tasks"
+    }
 
     source: _Source = Field(description=_FORMS)
     name: Annotated[str, Field(pattern=r"^[^/\s]+$")] | None = None
@@ -81,24 +84,23 @@ class SourceConfig(BaseModel):
     id_prefix: str = ""
     limit: PositiveInt | None = None
     stream: bool | None = None
-    shuffle_buffer: PositiveInt = 10_000
 
     @field_validator("env", "agent", mode="before")
     @classmethod
-    def _a_name_is_enough(cls, value: Any) -> Any:
-        return _named(value)
+    def _accept_name(cls, value: Any) -> Any:
+        return _spec_of(value)
 
     @field_validator("format")
     @classmethod
-    def _is_known(cls, name: str) -> str:
-        known = ("turnwise", "verl", *row_format_references())
-        if name not in known:
-            raise ValueError(f"one of {', '.join(known)} (not {name!r})")
+    def _check_format(cls, name: str) -> str:
+        names = ("turnwise", "verl", *row_format_references())
+        if name not in names:
+            raise ValueError(f"one of {', '.join(names)} (not {name!r})")
         return name
 
     @field_validator("columns")
     @classmethod
-    def _targets_are_fields(cls, columns: dict[str, str]) -> dict[str, str]:
+    def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
         wrong = [name for name in columns if name not in ("id", "prompt", "env", "agent", "data")]
         wrong = [name for name in wrong if not (name.startswith("data.") and all(name.split(".")))]
         if wrong:
@@ -107,16 +109,16 @@ class SourceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        chosen = [name for name, given in self._ways().items() if given]
-        if len(chosen) > 1:
-            raise ValueError(f"one way to read a row (here: {', '.join(chosen)})")
+        mappings = [name for name, is_set in self._row_mappings().items() if is_set]
+        if len(mappings) > 1:
+            raise ValueError(f"one mapping of rows (here: {', '.join(mappings)})")
         if (self.split is None) != (self.test_fraction is None):
             raise ValueError(
-                "split and test_fraction together (a split of the dataset's own is named in source: folder:train)"
+                "split and test_fraction together (a split that the dataset has is named in source: folder:train)"
             )
         return self
 
-    def _ways(self) -> dict[str, bool]:
+    def _row_mappings(self) -> dict[str, bool]:
         form = f"format: {self.format}"
         return {form: self.format != "turnwise", "columns": bool(self.columns), "map": self.map is not None}
 
@@ -145,73 +147,65 @@ Sources: TypeAlias = "str | SourceConfig | Sequence[str | SourceConfig]"
 def sources_of(tasks: Sources) -> list[SourceConfig]:
     """Normalise ``tasks:`` to a list of sources."""
     listed = [tasks] if isinstance(tasks, (str, SourceConfig)) else list(tasks)
-    return [each if isinstance(each, SourceConfig) else SourceConfig(source=each) for each in listed]
+    return [source if isinstance(source, SourceConfig) else SourceConfig(source=source) for source in listed]
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
+POOL_BOUNDS: Final = (0.0, 0.2, 0.8, 1.0)
+"""Bounds of the pools (hard, learnable, easy) by success rate; a rate equal to a bound is in the pool above it."""
+POOL_FLOOR: Final = 0.05
+"""Minimum share of every pool that holds a task."""
 
-
-# Of a task that was taken, and of which nothing is known yet: neither easy nor hard.
-_UNKNOWN = 0.5
-
-
+# The rate of a task that was taken, and whose rewards are not known yet: neither easy nor hard.
+_UNKNOWN_RATE = 0.5
+# How much of its previous rate a task keeps when a new group arrives.
+_DECAY = 0.5
 _TOLERANCE = 1e-9
 
 
-def pools_of(rates: NDArray[np.float64], buckets: Sequence[float]) -> NDArray[np.intp]:
+def pools_of(rates: NDArray[np.float64]) -> NDArray[np.intp]:
     """Return the pool index of each rate; an unknown rate (nan) counts as 0.5."""
-    return np.searchsorted(buckets[1:-1], np.where(np.isnan(rates), _UNKNOWN, rates), side="right")
+    return np.searchsorted(POOL_BOUNDS[1:-1], np.where(np.isnan(rates), _UNKNOWN_RATE, rates), side="right")
 
 
 class CurriculumConfig(BaseModel):
-    """Draws tasks from difficulty pools by their running success rate.
+    """Draws tasks from three pools (hard, learnable, easy) by their running success rate.
 
     Attributes:
-        buckets: Bounds of the pools, from 0 to 1; a rate equal to a bound belongs to the pool above it.
         weights: Relative frequency of each pool.
-        floor: Minimum share of every non-empty pool.
-        decay: Exponential decay: rate = decay * rate + (1 - decay) * successes of the group.
         success_reward: Minimum reward of a success.
         by: Field of a task's ``data`` whose values have a rate each, such as ``level``; None is a rate for each task.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "buckets": "the pools are always below 0.2, from 0.2 to 0.8, and from 0.8 on: weigh them by curriculum.weights",
+        "floor": "every pool that holds a task has at least 0.05 of the draws",
+        "decay": "a group's successes and the previous rate always count half each",
+    }
 
-    buckets: tuple[Share, ...] = (0.0, 0.2, 0.8, 1.0)
     weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = (1.0, 4.0, 1.0)
-    floor: Share = 0.05
-    decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
     success_reward: float = 1.0
     by: Annotated[str, Field(min_length=1)] | None = None
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        bounds = self.buckets
-        if len(bounds) < 2 or (bounds[0], bounds[-1]) != (0.0, 1.0) or list(bounds) != sorted(set(bounds)):
-            raise ValueError(f"buckets is {list(bounds)}: bounds must rise from 0 to 1, such as [0.0, 0.2, 0.8, 1.0]")
-        if len(self.weights) != len(bounds) - 1 or not any(self.weights):
-            raise ValueError(
-                f"weights is {list(self.weights)}: give one number for each of {len(bounds) - 1} pools, not all 0"
-            )
-        if self.floor * len(self.weights) > 1:
-            raise ValueError(f"floor is {self.floor:g}, and {len(self.weights)} pools have more than 1 then: lower it")
-        return self
+    @field_validator("weights")
+    @classmethod
+    def _check_weights(cls, weights: tuple[float, ...]) -> tuple[float, ...]:
+        pools = len(POOL_BOUNDS) - 1
+        if len(weights) != pools or not any(weights):
+            raise ValueError(f"one number for each of {pools} pools, not all 0 (not {list(weights)})")
+        return weights
 
-    @property
-    def pools(self) -> list[str]:
-        """Names of the pools in metrics."""
-        return [f"{low:g}-{high:g}" for low, high in zip(self.buckets, self.buckets[1:], strict=False)]
-
-    def rate(self, before: float, rewards: Sequence[float]) -> float:
-        """Return a task's running success rate after a group; ``before`` is nan for the first one."""
-        found = sum(each >= self.success_reward - _TOLERANCE for each in rewards) / len(rewards)
-        return found if np.isnan(before) else self.decay * before + (1 - self.decay) * found
+    def rate(self, previous: float, rewards: Sequence[float]) -> float:
+        """Return a task's running success rate after a group; ``previous`` is nan for the first one."""
+        success = sum(reward >= self.success_reward - _TOLERANCE for reward in rewards) / len(rewards)
+        return success if np.isnan(previous) else _DECAY * previous + (1 - _DECAY) * success
 
     def figures(self, rates: Iterable[float]) -> dict[str, float]:
         """Return the mean success rate and the share of tasks in each pool, as metrics."""
-        known = np.array(list(rates), np.float64)
-        if not len(known):
+        all_rates = np.array(list(rates), np.float64)
+        if not len(all_rates):
             return {}
-        held = np.bincount(pools_of(known, self.buckets), minlength=len(self.weights)) / len(known)
-        shares = {f"curriculum/share_{name}": float(share) for name, share in zip(self.pools, held, strict=True)}
-        return {"curriculum/rate": float(known.mean()), "curriculum/tasks": float(len(known)), **shares}
+        names = [f"{low:g}-{high:g}" for low, high in itertools.pairwise(POOL_BOUNDS)]
+        pool_shares = np.bincount(pools_of(all_rates), minlength=len(names)) / len(all_rates)
+        shares = {f"curriculum/share_{name}": float(share) for name, share in zip(names, pool_shares, strict=True)}
+        return {"curriculum/rate": float(all_rates.mean()), "curriculum/tasks": float(len(all_rates)), **shares}

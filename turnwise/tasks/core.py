@@ -28,7 +28,7 @@ class Task:
         agent: The same for the agent.
         env_config: Keyword arguments of the environment's constructor, merged over the run's.
         agent_config: The same for the agent.
-        source: Source name in metrics, where there are several; not part of the row.
+        source: Source name in metrics, if there is more than one; not part of the row.
     """
 
     id: str
@@ -50,11 +50,11 @@ class Task:
         """
         if isinstance(self.prompt, str):
             return [{"role": "user", "content": self.prompt}]
-        return [_with_files(each, self.id) for each in self.prompt]
+        return [_with_files(message, self.id) for message in self.prompt]
 
     def to_record(self) -> dict[str, Any]:
         """Return the row as JSON values; :meth:`from_record` is the inverse."""
-        prompt = self.prompt if isinstance(self.prompt, str) else [_message_record(each) for each in self.prompt]
+        prompt = self.prompt if isinstance(self.prompt, str) else [_message_record(message) for message in self.prompt]
         record: dict[str, Any] = {"id": self.id, "prompt": prompt, "data": self.data}
         specs = {"env": (self.env, self.env_config), "agent": (self.agent, self.agent_config)}
         for key, (name, config) in specs.items():
@@ -160,7 +160,7 @@ def _prompt(record: Mapping[str, Any], where: str, folder: Path | None) -> str |
         return prompt
     if not isinstance(prompt, (list, tuple)) or not prompt:
         raise TaskError(f"{where}: field 'prompt' is {shown(prompt)}: it must be a string or a list of messages")
-    return [_message(each, f"{where}: field 'prompt[{index}]'", folder) for index, each in enumerate(prompt)]
+    return [_message(message, f"{where}: field 'prompt[{index}]'", folder) for index, message in enumerate(prompt)]
 
 
 def _message(value: Any, where: str, folder: Path | None) -> Message:
@@ -174,11 +174,11 @@ def _message(value: Any, where: str, folder: Path | None) -> Message:
     # Columnar files write every field that any row has: a null is the same as its absence.
     message = {key: item for key, item in value.items() if item is not None or key == "content"}
     if isinstance(content, list):
-        message["content"] = [_part(each, f"{where}.content[{n}]", folder) for n, each in enumerate(content)]
+        message["content"] = [_part(part, f"{where}.content[{n}]", folder) for n, part in enumerate(content)]
     if message.get("tool_calls"):
         if not isinstance(value["tool_calls"], (list, tuple)):
             raise TaskError(f"{where}.tool_calls is {shown(value['tool_calls'])}: it must be a list of calls")
-        message["tool_calls"] = [_call(each, f"{where}.tool_calls[{n}]") for n, each in enumerate(value["tool_calls"])]
+        message["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(value["tool_calls"])]
     return cast("Message", message)
 
 
@@ -231,8 +231,8 @@ def _read(part: Mapping[str, Any], task: str) -> dict[str, Any]:
 def _call(value: Any, where: str) -> ToolCall:
     if isinstance(value, ToolCall):
         return value
-    known = isinstance(value, Mapping) and set(value) <= _CALL_FIELDS
-    if not known or not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), Mapping):
+    is_call = isinstance(value, Mapping) and set(value) <= _CALL_FIELDS
+    if not is_call or not isinstance(value.get("name"), str) or not isinstance(value.get("arguments", {}), Mapping):
         raise TaskError(
             f'{where} is {shown(value)}: write {{"id": text, "name": text, "arguments": object}}, '
             "with the arguments as an object and not as JSON text"

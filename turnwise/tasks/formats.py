@@ -44,7 +44,7 @@ class RowFormat:
         """Return the mapping of rows, which raises TaskError for a missing column and what ``row`` refuses."""
         function = load_object(self.row, "row format")
 
-        def mapped(row: Any, where: str) -> Any:
+        def map_row(row: Any, where: str) -> Any:
             if row is None and self.files:
                 return None
             self._check(name, row, where)
@@ -53,18 +53,18 @@ class RowFormat:
             except TaskError as error:
                 raise TaskError(f"{where}: {error}") from error
 
-        return mapped
+        return map_row
 
     def rows(self, path: str) -> Iterable[Any]:
         """Return the rows of a dataset that is no table. Raises TaskError."""
-        found: Iterable[Any] = load_object(self.files, "row format")(path)
-        return found
+        rows: Iterable[Any] = load_object(self.files, "row format")(path)
+        return rows
 
     def _check(self, name: str, row: Any, where: str) -> None:
         if not isinstance(row, Mapping):
             raise TaskError(f"{where}: a row of format {name} has columns, but this is {kind(row)}")
         for column in self.columns:
-            if all(row.get(each) is None for each in column.split("|")):
+            if all(row.get(name) is None for name in column.split("|")):
                 needed = " or ".join(map(repr, column.split("|")))
                 raise TaskError(
                     f"{where}: column {needed} is missing, which rows of format {name} have "
@@ -104,11 +104,11 @@ def verl_row(row: Any, where: str) -> Any:
     if extra:
         data["extra_info"] = {key: value for key, value in extra.items() if key not in _TOOLS}
     # A columnar file gives each row the columns of all: a null is the same as its absence.
-    said = {key: _without_nulls(extra[key]) for key in _TOOLS if extra.get(key) is not None}
-    data |= {key: value for key, value in said.items() if value or key == "tool_selection"}
+    tool_fields = {key: _without_nulls(extra[key]) for key in _TOOLS if extra.get(key) is not None}
+    data |= {key: value for key, value in tool_fields.items() if value or key == "tool_selection"}
     agent = row.get("agent_name")
-    known = _VERL_AGENTS.get(agent, agent) if isinstance(agent, str) else agent
-    return {"prompt": row.get("prompt"), "agent": known, "data": data}
+    agent_name = _VERL_AGENTS.get(agent, agent) if isinstance(agent, str) else agent
+    return {"prompt": row.get("prompt"), "agent": agent_name, "data": data}
 
 
 def verl_source(task: Task) -> str | None:

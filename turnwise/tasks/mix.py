@@ -18,6 +18,8 @@ from turnwise.tasks.reader import Collected, Keep, SourceReport, TaskReader
 
 # Sources with more tasks than this are streamed, unless they say otherwise.
 HELD_AT_MOST = 100_000
+# Tasks in memory of a streamed source, from which the next one is drawn.
+SHUFFLE_BUFFER = 10_000
 # More tasks than this are not loaded to take each once, unless a limit asks for it: a source may have no end.
 EVALUATED_AT_MOST = 1_000_000
 
@@ -42,12 +44,12 @@ class Shares:
         self._ties = {name: stable_hash("mix", seed, name) for name in weights}
         self._least = Fraction(1, max(2 * len(weights) - 2, 1))
 
-    def next(self, taken: Mapping[str, int]) -> str:
+    def next(self, counts: Mapping[str, int]) -> str:
         """Return the source of the next draw, given how often each was taken before."""
         if len(self._shares) == 1:
             return next(iter(self._shares))
-        turn = sum(taken.values()) + 1
-        owed = {name: turn * share - taken[name] for name, share in self._shares.items()}
+        turn = sum(counts.values()) + 1
+        owed = {name: turn * share - counts[name] for name, share in self._shares.items()}
         able = [name for name in owed if owed[name] >= self._least]
         return min(able, key=lambda name: ((1 - self._least - owed[name]) / self._shares[name], self._ties[name]))
 
@@ -67,17 +69,17 @@ class MixedOrder(TaskOrder):
     ) -> None:
         self._members = members
         self._shares = Shares(weights, seed=seed)
-        before = {} if state is None else state["sources"]
-        self._taken = {name: int(before[name]["taken"]) if before else 0 for name in members}
+        members_state = {} if state is None else state["sources"]
+        self._taken = {name: int(members_state[name]["taken"]) if members_state else 0 for name in members}
         self.position = sum(self._taken.values())
 
     def next(self) -> tuple[Task, int]:
         """Return the next task and its source's epoch."""
         name = self._shares.next(self._taken)
-        found = self._members[name].next()
+        task_and_epoch = self._members[name].next()
         self._taken[name] += 1
         self.position += 1
-        return found
+        return task_and_epoch
 
     def ahead(self) -> Iterable[Task]:
         """Return the tasks of all sources that are in memory now."""
@@ -105,7 +107,7 @@ class MixedOrder(TaskOrder):
         return [rate for order in self._members.values() for rate in order.rates()]
 
     def rates_by_value(self) -> dict[str, float]:
-        """Return them by name of the source and value of ``curriculum.by``."""
+        """Return the running success rates by name of the source and value of ``curriculum.by``."""
         return {
             f"{name}_{value}": rate
             for name, order in self._members.items()
@@ -144,7 +146,7 @@ def open_order(
         held_at_most: Sources with more tasks are streamed, unless configured otherwise.
         curriculum: Difficulty curriculum within each source; None takes all tasks equally often.
     """
-    sources = _opened(tasks, keep)
+    sources = _open_sources(tasks, keep)
     if limit is not None and len(sources) > 1:
         raise TaskError(f"task_limit is {limit}, but there are {len(sources)} sources: set a limit for each source")
     if len(sources) == 1:
@@ -155,12 +157,14 @@ def open_order(
     _check_state(sources, state)
     orders: dict[str, TaskOrder] = {}
     reports: list[SourceReport] = []
-    places: dict[str, str] = {}
+    first_uses: dict[str, str] = {}
     for source in sources:
-        own = None if state is None else state["sources"][source.name]
+        source_state = None if state is None else state["sources"][source.name]
         # One seed for each source: sources of equal length would else be shuffled alike.
-        own_seed = stable_hash("source", seed, source.name)
-        order, report = _order(source, own_seed, shuffle, source.config.limit, own, held_at_most, places, curriculum)
+        source_seed = stable_hash("source", seed, source.name)
+        order, report = _order(
+            source, source_seed, shuffle, source.config.limit, source_state, held_at_most, first_uses, curriculum
+        )
         orders[source.name] = order
         reports += report
     weights = {source.name: source.config.weight for source in sources}
@@ -175,30 +179,32 @@ def load_mix(tasks: Sources, *, limit: int | None = None, keep: Keep | None = No
         limit: Maximum number of tasks, divided by weight; exhausted sources pass their share on.
         keep: Filter of tasks.
     """
-    sources = _opened(tasks, keep)
-    held: dict[str, list[Task]] = {}
+    sources = _open_sources(tasks, keep)
+    tasks_by_source: dict[str, list[Task]] = {}
     reports: list[SourceReport] = []
-    places: dict[str, str] = {}
+    first_uses: dict[str, str] = {}
     for source in sources:
         collected = Collected()
-        most = _least(limit, source.config.limit)
-        collected.take(source.reader.read(), EVALUATED_AT_MOST + 1 if most is None else most)
-        if most is None and len(collected.tasks) > EVALUATED_AT_MOST:
+        source_limit = _least(limit, source.config.limit)
+        collected.take(source.reader.read(), EVALUATED_AT_MOST + 1 if source_limit is None else source_limit)
+        if source_limit is None and len(collected.tasks) > EVALUATED_AT_MOST:
             raise TaskError(
                 f"{source.label} holds more than {EVALUATED_AT_MOST:,} tasks, or has no end, and each would be taken "
                 "once: set limit to the number of tasks to evaluate"
             )
         if not collected.tasks:
             raise TaskError(f"{source.label} holds no task{left_out(collected.dropped)}")
-        _check_apart(collected.places, places)
-        held[source.name] = collected.tasks
+        _check_distinct(collected.first_uses, first_uses)
+        tasks_by_source[source.name] = collected.tasks
         reports.append(SourceReport(source.name, len(collected.tasks), collected.dropped))
     if limit is not None and len(sources) > 1:
-        counts = _divided(limit, {name: len(found) for name, found in held.items()}, sources)
-        held = {name: found[: counts[name]] for name, found in held.items()}
+        counts = _divide_limit(
+            limit, {name: len(source_tasks) for name, source_tasks in tasks_by_source.items()}, sources
+        )
+        tasks_by_source = {name: source_tasks[: counts[name]] for name, source_tasks in tasks_by_source.items()}
         for report in reports:
             report.tasks = counts[report.name]
-    return LoadedTasks([task for found in held.values() for task in found], reports)
+    return LoadedTasks([task for source_tasks in tasks_by_source.values() for task in source_tasks], reports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +221,9 @@ class _Source:
         return f"the task source {self.config.source}"
 
 
-def _opened(tasks: Sources, keep: Keep | None) -> list[_Source]:
+def _open_sources(tasks: Sources, keep: Keep | None) -> list[_Source]:
     configs = sources_of(tasks)
-    sources = [_Source(each, TaskReader(each, keep=keep, named=len(configs) > 1)) for each in configs]
+    sources = [_Source(config, TaskReader(config, keep=keep, named=len(configs) > 1)) for config in configs]
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
             raise TaskError(f"{count} sources are called {name!r}: give each a unique 'name'")
@@ -231,74 +237,76 @@ def _order(
     limit: int | None,
     state: Mapping[str, Any] | None,
     held_at_most: int,
-    places: dict[str, str],
+    first_uses: dict[str, str],
     curriculum: CurriculumConfig | None,
 ) -> tuple[TaskOrder, list[SourceReport]]:
     config, reader = source.config, source.reader
-    most = None if config.stream is False else held_at_most
+    memory_limit = None if config.stream is False else held_at_most
     if not config.stream:
         collected = Collected()
         # One more than may be held shows that there are more.
-        collected.take(reader.read(), _least(limit, None if most is None else most + 1))
-        if most is None or len(collected.tasks) <= most:
-            _check_apart(collected.places, places)
-            tasks, left = collected.tasks, collected.dropped
-            report = [SourceReport(source.name, len(tasks), left)]
+        collected.take(reader.read(), _least(limit, None if memory_limit is None else memory_limit + 1))
+        if memory_limit is None or len(collected.tasks) <= memory_limit:
+            _check_distinct(collected.first_uses, first_uses)
+            tasks, dropped = collected.tasks, collected.dropped
+            report = [SourceReport(source.name, len(tasks), dropped)]
             if curriculum is None:
                 named = source.label
-                return InMemoryOrder(tasks, seed=seed, shuffle=shuffle, state=state, name=named, dropped=left), report
+                return InMemoryOrder(
+                    tasks, seed=seed, shuffle=shuffle, state=state, name=named, dropped=dropped
+                ), report
             kind = CurriculumOrder if curriculum.by is None else LevelOrder
-            drawn = kind(tasks, curriculum, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=left)
-            return drawn, report
+            order = kind(tasks, curriculum, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=dropped)
+            return order, report
     if curriculum is not None:
         raise TaskError(
             f"{source.label} is streamed, and a curriculum draws among all of its tasks: set stream: false with a "
             "limit, or remove curriculum"
         )
-    lazy = StreamingOrder(reader, seed=seed, shuffle=shuffle, buffer=config.shuffle_buffer, limit=limit, state=state)
+    lazy = StreamingOrder(reader, seed=seed, shuffle=shuffle, buffer=SHUFFLE_BUFFER, limit=limit, state=state)
     return lazy, [SourceReport(source.name, None, Counter(lazy.dropped()))]
 
 
-def _check_apart(own: Mapping[str, str], places: dict[str, str]) -> None:
-    both = next((task_id for task_id in own if task_id in places), None)
-    if both is not None:
+def _check_distinct(new_uses: Mapping[str, str], first_uses: dict[str, str]) -> None:
+    shared_id = next((task_id for task_id in new_uses if task_id in first_uses), None)
+    if shared_id is not None:
         raise TaskError(
-            f"{own[both]}: the id {both!r} is also the id of a task of another source ({places[both]}): set id_prefix "
-            "of one of the sources"
+            f"{new_uses[shared_id]}: the id {shared_id!r} is also the id of a task of another source "
+            f"({first_uses[shared_id]}): set id_prefix of one of the sources"
         )
-    places.update(own)
+    first_uses.update(new_uses)
 
 
 def _check_state(sources: Sequence[_Source], state: Mapping[str, Any] | None) -> None:
     if state is None:
         return
-    known, names = sorted(state.get("sources", {})), sorted(source.name for source in sources)
-    if known != names:
+    checkpointed, names = sorted(state.get("sources", {})), sorted(source.name for source in sources)
+    if checkpointed != names:
         raise TaskError(
-            f"the checkpoint was made with the task sources {', '.join(known) or '(one)'}, and now they are "
+            f"the checkpoint was made with the task sources {', '.join(checkpointed) or '(one)'}, and now they are "
             f"{', '.join(names)}: resume with the same ones, or start a new run"
         )
 
 
-def _divided(limit: int, sizes: Mapping[str, int], sources: Sequence[_Source]) -> dict[str, int]:
+def _divide_limit(limit: int, sizes: Mapping[str, int], sources: Sequence[_Source]) -> dict[str, int]:
     counts = dict.fromkeys(sizes, 0)
-    for name in _turns({source.name: source.config.weight for source in sources}, sizes):
+    for name in _sources_in_turn({source.name: source.config.weight for source in sources}, sizes):
         if sum(counts.values()) == limit:
             break
         counts[name] += 1
     return counts
 
 
-def _turns(weights: Mapping[str, float], sizes: Mapping[str, int]) -> Iterator[str]:
-    left = dict(sizes)
-    while left:
-        shares, taken = Shares({name: weights[name] for name in left}), dict.fromkeys(left, 0)
-        while all(left.values()):
-            name = shares.next(taken)
-            taken[name] += 1
-            left[name] -= 1
+def _sources_in_turn(weights: Mapping[str, float], sizes: Mapping[str, int]) -> Iterator[str]:
+    remaining = dict(sizes)
+    while remaining:
+        shares, counts = Shares({name: weights[name] for name in remaining}), dict.fromkeys(remaining, 0)
+        while all(remaining.values()):
+            name = shares.next(counts)
+            counts[name] += 1
+            remaining[name] -= 1
             yield name
-        left = {name: count for name, count in left.items() if count}
+        remaining = {name: count for name, count in remaining.items() if count}
 
 
 def _least(*limits: int | None) -> int | None:

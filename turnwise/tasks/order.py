@@ -12,7 +12,7 @@ import numpy as np
 
 from turnwise.errors import TaskError
 from turnwise.seeding import stable_hash
-from turnwise.tasks.config import CurriculumConfig, pools_of
+from turnwise.tasks.config import POOL_FLOOR, CurriculumConfig, pools_of
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import Read, TaskReader, check_new
 
@@ -154,7 +154,7 @@ class StreamingOrder(TaskOrder):
             self._begin()
         count = len(self._buffer)
         index = stable_hash("draw", self._seed, self.epoch, self.position) % count if self._shuffle else 0
-        follows = self._pull()
+        follows = self._next_task()
         _, task = self._buffer[index]
         self._ids.pop(task.id)
         if not self._shuffle:
@@ -163,7 +163,7 @@ class StreamingOrder(TaskOrder):
             self._buffer[index] = self._buffer[-1]
             self._buffer.pop()
         if follows is not None:
-            self._hold(follows, index if self._shuffle else None)
+            self._put(follows, index if self._shuffle else None)
         self.position += 1
         return task, self.epoch
 
@@ -192,12 +192,12 @@ class StreamingOrder(TaskOrder):
         self._buffer: list[tuple[int, Task]] = []
         self._ids: dict[str, str] = {}
         self._rows: Iterator[Read] = self._reader.read()
-        while len(self._buffer) < self._size and (follows := self._pull()) is not None:
-            self._hold(follows)
+        while len(self._buffer) < self._size and (follows := self._next_task()) is not None:
+            self._put(follows)
         if not self._buffer:
             raise TaskError(f"{self._reader.name} holds no task{left_out(self._dropped)}")
 
-    def _pull(self) -> Read | None:
+    def _next_task(self) -> Read | None:
         """Return the next row that has a task, or None at the end of the epoch."""
         if self._limit is not None and self.position + len(self._buffer) >= self._limit:
             return None
@@ -210,7 +210,7 @@ class StreamingOrder(TaskOrder):
                 return read
         return None
 
-    def _hold(self, read: Read, index: int | None = None) -> None:
+    def _put(self, read: Read, index: int | None = None) -> None:
         assert read.task is not None
         self._ids[read.task.id] = read.where
         if index is None:
@@ -226,24 +226,24 @@ class StreamingOrder(TaskOrder):
             )
         self.epoch, self.position, self._read = int(state["epoch"]), int(state["position"]), int(state["read"])
         self._dropped.update(state["dropped"])
-        wanted = [int(number) for number in state["buffer"]]
-        rows = self._reader.read(min([*wanted, self._read]))
-        missing, held = set(wanted), {}
+        numbers = [int(number) for number in state["buffer"]]
+        rows = self._reader.read(min([*numbers, self._read]))
+        missing, restored = set(numbers), {}
         self._rows = rows
         for read in rows:
             if read.number >= self._read:
                 self._rows = itertools.chain([read], rows)
                 break
             if read.number in missing and read.task is not None:
-                held[read.number] = read
+                restored[read.number] = read
                 missing.remove(read.number)
         if missing:
             raise TaskError(
                 f"the checkpoint held row {min(missing)} of {name}, which no longer has such a task: {REMEDY}"
             )
         self._buffer, self._ids = [], {}
-        for number in wanted:
-            self._hold(held[number])
+        for number in numbers:
+            self._put(restored[number])
         _check_digest(state, _digest(task for _, task in self._buffer), name)
 
 
@@ -263,17 +263,17 @@ def left_out(dropped: Mapping[str, int]) -> str:
     return f": all of its rows were left out: {reasons}" if reasons else ""
 
 
-def shares_of(held: Sequence[int], weights: Sequence[float], floor: float) -> list[float]:
-    """Return the sampling share of each pool, of ``held`` tasks by pool.
+def shares_of(pool_sizes: Sequence[int], weights: Sequence[float]) -> list[float]:
+    """Return the sampling share of each pool, of ``pool_sizes`` tasks by pool.
 
-    An empty pool has 0. Of n others, pool i has floor + (1 - n floor) w_i / sum w; equal shares where all weights are
+    An empty pool has 0. Of n others, pool i has 0.05 + (1 - 0.05 n) w_i / sum w; equal shares where all weights are
     0.
     """
-    having = [number > 0 for number in held]
+    having = [number > 0 for number in pool_sizes]
     count = sum(having)
     total = sum(weight for weight, has in zip(weights, having, strict=True) if has)
     return [
-        (floor + (1 - count * floor) * (weight / total if total else 1 / count)) if has else 0.0
+        (POOL_FLOOR + (1 - count * POOL_FLOOR) * (weight / total if total else 1 / count)) if has else 0.0
         for weight, has in zip(weights, having, strict=True)
     ]
 
@@ -304,33 +304,34 @@ class CurriculumOrder(TaskOrder):
         first = None if state is None else {"ids": state["ids"]}
         self._first = InMemoryOrder(tasks, seed=seed, shuffle=shuffle, state=first, name=name, dropped=dropped)
         self._tasks, self._config, self._seed = tasks, config, seed
-        self._places = {task.id: number for number, task in enumerate(tasks)}
+        self._index_of = {task.id: number for number, task in enumerate(tasks)}
         self.position = 0 if state is None else int(state["position"])
-        known: Mapping[str, Any] = {"taken": [0] * len(tasks), "last": [-1] * len(tasks), "rates": [None] * len(tasks)}
+        count = len(tasks)
+        statistics: Mapping[str, Any] = {"taken": [0] * count, "last": [-1] * count, "rates": [None] * count}
         if state is not None:
-            known = state["curriculum"]
-            for _ in range(min(self.position, len(tasks))):
+            statistics = state["curriculum"]
+            for _ in range(min(self.position, count)):
                 self._first.next()
-        self._taken = np.array(known["taken"], np.int64)
-        self._last = np.array(known["last"], np.int64)
-        self._rates = np.array([np.nan if rate is None else rate for rate in known["rates"]], np.float64)
+        self._taken = np.array(statistics["taken"], np.int64)
+        self._last = np.array(statistics["last"], np.int64)
+        self._rates = np.array([np.nan if rate is None else rate for rate in statistics["rates"]], np.float64)
 
     def next(self) -> tuple[Task, int]:
         """Return the next task, and how often it was taken before."""
         new = self.position < len(self._tasks)
-        place = self._places[self._first.next()[0].id] if new else self._drawn()
-        before = int(self._taken[place])
-        self._taken[place] += 1
-        self._last[place] = self.position
+        index = self._index_of[self._first.next()[0].id] if new else self._draw()
+        times_taken = int(self._taken[index])
+        self._taken[index] += 1
+        self._last[index] = self.position
         self.position += 1
-        return self._tasks[place], before
+        return self._tasks[index], times_taken
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
         """Update a task's success rate with a group's rewards."""
-        place = self._places.get(task_id)
-        if place is None or not rewards:
+        index = self._index_of.get(task_id)
+        if index is None or not rewards:
             return
-        self._rates[place] = self._config.rate(float(self._rates[place]), rewards)
+        self._rates[index] = self._config.rate(float(self._rates[index]), rewards)
 
     def ahead(self) -> Iterable[Task]:
         """Return all tasks."""
@@ -339,8 +340,8 @@ class CurriculumOrder(TaskOrder):
     def state(self) -> dict[str, Any]:
         """Return the state to resume from."""
         rates = [None if np.isnan(rate) else float(rate) for rate in self._rates]
-        known = {"taken": self._taken.tolist(), "last": self._last.tolist(), "rates": rates}
-        return {**self._first.state(), "epoch": self.epoch, "position": self.position, "curriculum": known}
+        statistics = {"taken": self._taken.tolist(), "last": self._last.tolist(), "rates": rates}
+        return {**self._first.state(), "epoch": self.epoch, "position": self.position, "curriculum": statistics}
 
     def dropped(self) -> dict[str, int]:
         """Return the number of dropped rows by reason."""
@@ -352,17 +353,17 @@ class CurriculumOrder(TaskOrder):
 
     def rates_by_value(self) -> dict[str, float]:
         """Return the known running success rates by task."""
-        known = zip(self._tasks, self._rates, strict=True)
-        return {task.id: float(rate) for task, rate in known if not np.isnan(rate)}
+        rated_tasks = zip(self._tasks, self._rates, strict=True)
+        return {task.id: float(rate) for task, rate in rated_tasks if not np.isnan(rate)}
 
-    def _drawn(self) -> int:
-        pools = pools_of(self._rates, self._config.buckets)
-        held = np.bincount(pools, minlength=len(self._config.weights)).tolist()
-        shares = np.cumsum(shares_of(held, self._config.weights, self._config.floor))
+    def _draw(self) -> int:
+        pools = pools_of(self._rates)
+        pool_sizes = np.bincount(pools, minlength=len(self._config.weights)).tolist()
+        shares = np.cumsum(shares_of(pool_sizes, self._config.weights))
         draw = np.random.default_rng(stable_hash("curriculum", self._seed, self.position)).random()
         # The last share that is not 0 ends at 1, up to rounding.
         pool = min(int(np.searchsorted(shares, draw * shares[-1], side="right")), int(pools.max()))
-        while not held[pool]:
+        while not pool_sizes[pool]:
             pool -= 1
         waiting = np.where(pools == pool, self._last, np.iinfo(np.int64).max)
         return int(waiting.argmin())
@@ -395,13 +396,13 @@ class LevelOrder(TaskOrder):
             raise TaskError(f"the checkpoint was made without curriculum.by for {name}: {REMEDY}")
         self._tasks, self._dropped = tasks, dict(dropped or {})
         self._values = {task.id: _value(task, str(config.by), name) for task in tasks}
-        held: dict[str, list[Task]] = {}
+        tasks_by_value: dict[str, list[Task]] = {}
         for task in tasks:
-            held.setdefault(self._values[task.id], []).append(task)
-        known = None if state is None else state["levels"]
-        values = [Task(value, "") for value in held]
-        self._drawn = CurriculumOrder(values, config, seed=seed, shuffle=False, state=known, name=name)
-        self.position = self._drawn.position
+            tasks_by_value.setdefault(self._values[task.id], []).append(task)
+        levels = None if state is None else state["levels"]
+        values = [Task(value, "") for value in tasks_by_value]
+        self._levels = CurriculumOrder(values, config, seed=seed, shuffle=False, state=levels, name=name)
+        self.position = self._levels.position
         self._members = {
             value: InMemoryOrder(
                 members,
@@ -410,19 +411,19 @@ class LevelOrder(TaskOrder):
                 state=None if state is None else state["members"].get(value),
                 name=name,
             )
-            for value, members in held.items()
+            for value, members in tasks_by_value.items()
         }
 
     def next(self) -> tuple[Task, int]:
         """Return the next task of the value that is drawn, and the epoch of that value's tasks."""
-        value = self._drawn.next()[0].id
-        self.position = self._drawn.position
+        value = self._levels.next()[0].id
+        self.position = self._levels.position
         return self._members[value].next()
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
         """Update the success rate of a task's value with a group's rewards."""
         if task_id in self._values:
-            self._drawn.learn(self._values[task_id], rewards)
+            self._levels.learn(self._values[task_id], rewards)
 
     def ahead(self) -> Iterable[Task]:
         """Return all tasks."""
@@ -431,7 +432,7 @@ class LevelOrder(TaskOrder):
     def state(self) -> dict[str, Any]:
         """Return the state to resume from."""
         members = {value: order.state() for value, order in self._members.items()}
-        return {"epoch": self.epoch, "position": self.position, "levels": self._drawn.state(), "members": members}
+        return {"epoch": self.epoch, "position": self.position, "levels": self._levels.state(), "members": members}
 
     def dropped(self) -> dict[str, int]:
         """Return the number of dropped rows by reason."""
@@ -439,11 +440,11 @@ class LevelOrder(TaskOrder):
 
     def rates(self) -> list[float]:
         """Return the known running success rates of values."""
-        return self._drawn.rates()
+        return self._levels.rates()
 
     def rates_by_value(self) -> dict[str, float]:
         """Return the known running success rates by value."""
-        return self._drawn.rates_by_value()
+        return self._levels.rates_by_value()
 
 
 def _value(task: Task, field: str, name: str) -> str:

@@ -20,7 +20,7 @@ from turnwise.tasks.sources import FunctionRows, Row, Rows, TaskSource, is_table
 def mapping_of(config: SourceConfig) -> RowMap:
     """Return the row mapping of a source; raise TaskError if ``map`` names no callable."""
     if config.map is not None:
-        return _function(config.map)
+        return _map_function(config.map)
     if config.format == "verl":
         return verl_row
     row_format = find_row_format(config.format)
@@ -40,8 +40,8 @@ class _Columns:
     def __call__(self, row: Any, where: str) -> Any:
         if not isinstance(row, Mapping):
             raise TaskError(f"{where}: columns need a row with names, not {kind(row)}")
-        taken = {column for column in self._columns.values() if column in row}
-        moved = {key: row[key] for key in ROW_FIELDS if key in row and key not in taken}
+        moved_columns = {column for column in self._columns.values() if column in row}
+        moved = {key: row[key] for key in ROW_FIELDS if key in row and key not in moved_columns}
         data: dict[str, Any] = {}
         for target, column in self._columns.items():
             value = _at(row, column, where)
@@ -53,9 +53,10 @@ class _Columns:
                 _put(data, target.removeprefix("data.").split("."), value, where)
             else:
                 moved[target] = value
-        rest = {key: value for key, value in row.items() if key not in taken and key not in (*ROW_FIELDS, "data")}
-        own = row.get("data") if "data" not in taken else None
-        inner = own if isinstance(own, Mapping) else {} if own is None else {"data": own}
+        handled = {*moved_columns, *ROW_FIELDS, "data"}
+        rest = {key: value for key, value in row.items() if key not in handled}
+        existing = row.get("data") if "data" not in moved_columns else None
+        inner = existing if isinstance(existing, Mapping) else {} if existing is None else {"data": existing}
         return {**moved, "data": {**rest, **inner, **data}}
 
 
@@ -79,7 +80,7 @@ def _put(data: dict[str, Any], path: list[str], value: Any, where: str) -> None:
     data[path[-1]] = value
 
 
-def _function(reference: str) -> RowMap:
+def _map_function(reference: str) -> RowMap:
     try:
         function = load_object(reference, "map")
     except ConfigError as error:
@@ -87,20 +88,20 @@ def _function(reference: str) -> RowMap:
     if not callable(function):
         raise TaskError(f"map {reference!r} is {kind(function)}: it must be a function of a row")
 
-    def mapped(row: Any, where: str) -> Any:
+    def map_row(row: Any, where: str) -> Any:
         try:
-            found = function(row)
+            task = function(row)
         except TaskError as error:
             raise TaskError(f"{where}: {error}") from error
         except TurnwiseError:
             raise
-        except Exception as error:  # a function of the user's: what it raises is named as its own
+        except Exception as error:  # a user's function: what it raises is named as its own
             raise TaskError(f"{where}: map {reference} raised {type(error).__name__}: {error}") from error
-        if found is not None and not isinstance(found, (Task, Mapping)):
-            raise TaskError(f"{where}: map {reference} returned {kind(found)}: return a task, its columns or None")
-        return found
+        if task is not None and not isinstance(task, (Task, Mapping)):
+            raise TaskError(f"{where}: map {reference} returned {kind(task)}: return a task, its columns or None")
+        return task
 
-    return mapped
+    return map_row
 
 
 Keep: TypeAlias = Callable[[Task], "str | None"]
@@ -146,7 +147,7 @@ class TaskReader:
     """Reads the tasks of a source; ``named`` tasks carry its name (in a mix). TaskError if it does not exist."""
 
     def __init__(self, config: SourceConfig, *, keep: Keep | None = None, named: bool = False) -> None:
-        self._rows = _opened(config)
+        self._rows = _open_source(config)
         self.name = config.name or self._rows.name
         self._config = config
         self._format = find_row_format(config.format)
@@ -159,7 +160,7 @@ class TaskReader:
         """Yield the rows from ``start`` on; TaskError for malformed ones, or after 100,000 consecutive dropped rows."""
         left_out = 0
         for row in self._rows.read(start):
-            read = self._one(row)
+            read = self._read_row(row)
             left_out = left_out + 1 if read.task is None else 0
             if left_out > _DROPPED_IN_A_ROW and self._rows.may_be_endless:
                 raise TaskError(
@@ -169,7 +170,7 @@ class TaskReader:
                 )
             yield read
 
-    def _one(self, row: Row) -> Read:
+    def _read_row(self, row: Row) -> Read:
         value = self._map(row.value, row.where)
         if value is None:
             return Read(row.number, row.where, None, "map returned None")
@@ -177,11 +178,11 @@ class TaskReader:
         config = self._config
         if config.test_fraction is not None and _part(task.id, config.test_fraction) != config.split:
             return Read(row.number, row.where, None)
-        task = self._completed(task)
+        task = self._with_defaults(task)
         reason = None if self._keep is None else self._keep(task)
         return Read(row.number, row.where, None if reason else task, reason or "")
 
-    def _completed(self, task: Task) -> Task:
+    def _with_defaults(self, task: Task) -> Task:
         config = self._config
         changes: dict[str, Any] = {}
         if config.id_prefix:
@@ -198,7 +199,7 @@ class TaskReader:
         return replace(task, **changes) if changes else task
 
 
-def _opened(config: SourceConfig) -> Rows:
+def _open_source(config: SourceConfig) -> Rows:
     """Open a source: as rows, or by its format where the dataset is no table of rows."""
     row_format = find_row_format(config.format)
     if row_format is None or not row_format.files or is_table(config.source):
@@ -226,7 +227,7 @@ class Collected:
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
-        self.places: dict[str, str] = {}
+        self.first_uses: dict[str, str] = {}
         self.dropped: Counter[str] = Counter()
 
     def take(self, rows: Iterable[Read], limit: int | None = None) -> None:
@@ -239,17 +240,17 @@ class Collected:
                 self.dropped[dropped] += 1
             if task is None:
                 continue
-            check_new(task.id, where, self.places.get(task.id))
-            self.places[task.id] = where
+            check_new(task.id, where, self.first_uses.get(task.id))
+            self.first_uses[task.id] = where
             self.tasks.append(task)
             if limit is not None and len(self.tasks) >= limit:
                 return
 
 
-def check_new(task_id: str, where: str, before: str | None) -> None:
+def check_new(task_id: str, where: str, first_use: str | None) -> None:
     """Raise TaskError for a duplicate id."""
-    if before is not None:
-        raise TaskError(f"{where}: the id {task_id!r} is already used ({before}): ids must be unique in a dataset")
+    if first_use is not None:
+        raise TaskError(f"{where}: the id {task_id!r} is already used ({first_use}): ids must be unique in a dataset")
 
 
 def load_tasks(source: TaskSource | SourceConfig, *, limit: int | None = None, **arguments: Any) -> list[Task]:
@@ -302,9 +303,9 @@ def _reads(source: TaskSource | SourceConfig, arguments: dict[str, Any]) -> Iter
 
 
 def _limited(reads: Iterator[Read], limit: int) -> Iterator[Read]:
-    taken = 0
+    count = 0
     for read in reads:
         yield read
-        taken += read.task is not None
-        if taken == limit:
+        count += read.task is not None
+        if count == limit:
             return

@@ -90,9 +90,9 @@ class FunctionRows(Rows):
             signature = inspect.signature(function)
             signature.bind(**arguments)
         except (TypeError, ValueError) as error:
-            given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+            argument_text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
             raise TaskError(
-                f"{reference} cannot be called with ({given}): {error}; its signature is {_signature(function)}"
+                f"{reference} cannot be called with ({argument_text}): {error}; its signature is {_signature(function)}"
             ) from error
         self.name = reference.rpartition(":")[2].rpartition(".")[2]
         self._function = function
@@ -104,19 +104,19 @@ class FunctionRows(Rows):
         """Call the function and yield its rows."""
         skip = 0 if self._starts else start
         arguments = {**self._arguments, "start": start} if self._starts and start else self._arguments
-        found = self._checked(lambda: self._function(**arguments), "")
-        if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
-            raise TaskError(f"{self._reference} returned {kind(found)}: it must return or yield tasks")
-        rows = iter(found)
+        collection = self._call_user(lambda: self._function(**arguments), "")
+        if isinstance(collection, (str, Mapping)) or not isinstance(collection, Iterable):
+            raise TaskError(f"{self._reference} returned {kind(collection)}: it must return or yield tasks")
+        rows = iter(collection)
         end = object()
         for number in itertools.count(start - skip):
-            value = self._checked(lambda: next(rows, end), f": row {number}")
+            value = self._call_user(lambda: next(rows, end), f": row {number}")
             if value is end:
                 return
             if number >= start:
                 yield Row(number, f"{self.name}: row {number}", f"{self.name}-{number}", value)
 
-    def _checked(self, call: Callable[[], Any], where: str) -> Any:
+    def _call_user(self, call: Callable[[], Any], where: str) -> Any:
         with user_code(TaskError, f"{self._reference}{where}: it raised"):
             return call()
 
@@ -181,7 +181,7 @@ def _open_text(text: str, arguments: Mapping[str, Any]) -> Rows:
     # The arguments of a function may name a file themselves, and hold colons.
     reference = text.partition("?")[0]
     if "?" in text and ":" in reference and not path.exists() and not text.startswith(HUB):
-        return _referred(text, arguments)
+        return _open_reference(text, arguments)
     head, _, split = text.rpartition(":")
     is_hub = text.startswith(HUB)
     is_file_like = not is_hub and (path.suffix in (*_LINES, ".parquet") or path.exists())
@@ -189,15 +189,15 @@ def _open_text(text: str, arguments: Mapping[str, Any]) -> Rows:
     if head and Path(head).suffix in (*_LINES, ".parquet") and Path(head).expanduser().is_file():
         raise TaskError(f"{text}: {head} is a file, which has no splits: remove ':{split}', or name its folder")
     if head and not (is_hub or is_file_like or in_folder):
-        return _referred(text, arguments)
+        return _open_reference(text, arguments)
     if arguments:
         raise TaskError(f"{text}: arguments ({', '.join(arguments)}) are for functions; a file takes none")
     if is_hub:
         return HubRows(text)
     if in_folder:
-        return _folder(Path(head).expanduser(), split)
+        return _open_folder(Path(head).expanduser(), split)
     if path.is_dir():
-        return _folder(path, None)
+        return _open_folder(path, None)
     if not path.exists():
         raise TaskError(f"{path}: there is no such file or directory")
     return _rows_of(path)
@@ -214,7 +214,7 @@ def _rows_of(path: Path, name: str | None = None) -> Rows:
     )
 
 
-def _folder(path: Path, split: str | None) -> Rows:
+def _open_folder(path: Path, split: str | None) -> Rows:
     """Return a split of a folder: files named after splits, else what ``datasets`` finds."""
     splits: dict[str, list[Path]] = {}
     for file in sorted(path.iterdir()):
@@ -223,36 +223,36 @@ def _folder(path: Path, split: str | None) -> Rows:
     # With a card, or as datasets saved it, the folder itself maps files to splits.
     if not splits or (path / "README.md").exists():
         return FolderRows(path, split)
-    chosen = choose_split(str(path), list(splits), split)
-    name = f"{path.name}-{chosen}" if split is not None else path.name
-    parts = splits[chosen]
+    chosen_split = choose_split(str(path), list(splits), split)
+    name = f"{path.name}-{chosen_split}" if split is not None else path.name
+    parts = splits[chosen_split]
     return _rows_of(parts[0], name) if len(parts) == 1 else ChainedRows(parts, name)
 
 
-def choose_split(place: str, known: list[str], split: str | None) -> str:
+def choose_split(source: str, splits: list[str], split: str | None) -> str:
     """Return the requested split, or the only one; raise TaskError otherwise."""
-    names = ", ".join(sorted(known))
-    if split is None and len(known) > 1:
-        raise TaskError(f"{place}: this dataset has several splits ({names}): write {place}:{sorted(known)[0]}")
-    if split is not None and split not in known:
-        raise TaskError(f"{place}: there is no split {split!r}: the splits are {names}")
-    return known[0] if split is None else split
+    names = ", ".join(sorted(splits))
+    if split is None and len(splits) > 1:
+        raise TaskError(f"{source}: this dataset has several splits ({names}): write {source}:{sorted(splits)[0]}")
+    if split is not None and split not in splits:
+        raise TaskError(f"{source}: there is no split {split!r}: the splits are {names}")
+    return splits[0] if split is None else split
 
 
-def _referred(text: str, arguments: Mapping[str, Any]) -> Rows:
+def _open_reference(text: str, arguments: Mapping[str, Any]) -> Rows:
     reference, _, query = text.partition("?")
     try:
-        found = load_object(reference, "task source")
+        target = load_object(reference, "task source")
     except ConfigError as error:
         raise TaskError(str(error)) from error
-    given = {**query_arguments(query), **arguments}
-    if callable(found):
-        return FunctionRows(found, reference, given)
-    if given:
-        raise TaskError(f"{reference} is {kind(found)}, which takes no arguments")
-    if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
-        raise TaskError(f"{reference} is {kind(found)}: it must be a function or a collection of tasks")
-    return IterableRows(found, reference.rpartition(":")[2])
+    merged = {**query_arguments(query), **arguments}
+    if callable(target):
+        return FunctionRows(target, reference, merged)
+    if merged:
+        raise TaskError(f"{reference} is {kind(target)}, which takes no arguments")
+    if isinstance(target, (str, Mapping)) or not isinstance(target, Iterable):
+        raise TaskError(f"{reference} is {kind(target)}: it must be a function or a collection of tasks")
+    return IterableRows(target, reference.rpartition(":")[2])
 
 
 def query_arguments(query: str) -> dict[str, Any]:
@@ -319,14 +319,14 @@ class _DatasetRows(Rows):
     """A dataset that is opened when it is read.
 
     Args:
-        place: What it is called in messages.
-        name: What its rows are called after, without the split.
+        label: Its name in messages.
+        name: Prefix of its rows' ids, without the split.
         split: Which split, or None for the only one.
     """
 
-    def __init__(self, place: str, name: str, split: str | None) -> None:
+    def __init__(self, label: str, name: str, split: str | None) -> None:
         self.name = name if split is None else f"{name}-{split}"
-        self._place = place
+        self._label = label
         self._split = split
 
     def read(self, start: int = 0) -> Iterator[Row]:
@@ -335,24 +335,24 @@ class _DatasetRows(Rows):
             import datasets
             import pyarrow
         except ImportError as error:
-            raise MissingExtraError("datasets", "datasets", f"reading {self._place}") from error
+            raise MissingExtraError("datasets", "datasets", f"reading {self._label}") from error
         # What the network, a builder and the files raise: of this package's own errors none is among them.
         failures = (OSError, ValueError, TypeError, pyarrow.ArrowException, datasets.exceptions.DatasetsError)
         number = None
         try:
-            found = self._chosen(self._open(datasets))
-            for number, value in enumerate(_from(found, start), start):
-                yield Row(number, f"{self._place}: row {number}", f"{self.name}-{number}", value)
+            dataset = self._choose(self._open(datasets))
+            for number, value in enumerate(_rows_from(dataset, start), start):
+                yield Row(number, f"{self._label}: row {number}", f"{self.name}-{number}", value)
         except failures as error:
-            after = "" if number is None else f" after row {number}"
-            raise TaskError(f"{self._place}: cannot be read as a Hugging Face dataset{after}: {error}") from error
+            position = "" if number is None else f" after row {number}"
+            raise TaskError(f"{self._label}: cannot be read as a Hugging Face dataset{position}: {error}") from error
 
-    def _chosen(self, found: Any) -> Any:
-        if isinstance(found, dict):
-            return found[choose_split(self._place, list(found), self._split)]
+    def _choose(self, dataset: Any) -> Any:
+        if isinstance(dataset, dict):
+            return dataset[choose_split(self._label, list(dataset), self._split)]
         if self._split is not None:
-            raise TaskError(f"{self._place}: this dataset has no splits: remove ':{self._split}'")
-        return found
+            raise TaskError(f"{self._label}: this dataset has no splits: remove ':{self._split}'")
+        return dataset
 
     @abstractmethod
     def _open(self, datasets: Any) -> Any:
@@ -389,8 +389,8 @@ class HubRows(_DatasetRows):
         return datasets.load_dataset(self._repository, streaming=True, **self._arguments)
 
 
-def _from(found: Any, start: int) -> Any:
+def _rows_from(dataset: Any, start: int) -> Any:
     """Return the rows from a number on. A dataset that knows its length refuses to skip all of its rows."""
     if not start:
-        return found
-    return () if isinstance(found, Sized) and start >= len(found) else found.skip(start)
+        return dataset
+    return () if isinstance(dataset, Sized) and start >= len(dataset) else dataset.skip(start)

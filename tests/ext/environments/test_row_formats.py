@@ -51,9 +51,9 @@ async def reward_of(task: Task, *messages: Message) -> float:
         await reset_env(env, task, seed=0)
         if not messages:
             return sum(result.reward for _, result in await play_solution(env))
-        results = [await step_env(env, each) for each in messages]
+        results = [await step_env(env, message) for message in messages]
         assert results[-1].terminated
-        return sum(each.reward for each in results)
+        return sum(step.reward for step in results)
     finally:
         await close_env(env)
 
@@ -70,8 +70,8 @@ def test_rows_as_published_load_into_tasks_of_their_environment(name, tmp_path) 
     for record in ONE_ROW[name]:
         [task] = load(tmp_path, name, record)
         assert task.prompt
-        again = Task.from_record(task.to_record())
-        assert (again.env, again.data) == (task.env, json.loads(json.dumps(task.data)))
+        copy = Task.from_record(task.to_record())
+        assert (copy.env, copy.data) == (task.env, json.loads(json.dumps(task.data)))
 
 
 @pytest.mark.parametrize("name", sorted(ONE_ROW))
@@ -154,7 +154,7 @@ def test_programs_of_quixbugs_are_problems_with_hidden_tests(tmp_path) -> None:
     assert "return gcd(b, a % b)" in str(problem.reference)
 
 
-def test_folders_that_are_no_quixbugs_say_what_is_missing(tmp_path) -> None:
+def test_folder_without_quixbugs_files_raises_with_the_missing_file(tmp_path) -> None:
     source = SourceConfig(source=str(tmp_path), format="quixbugs")
     with pytest.raises(TaskError, match="there is no folder 'python_programs'"):
         load_tasks(source)
@@ -196,7 +196,7 @@ async def test_rows_of_bfcl_are_played(tmp_path) -> None:
     assert (called.id, called.env, uncalled.id) == ("simple_python_0", "tool_calls", "irrelevance_0")
     [schema] = called.data["functions"]
     assert schema["name"] == "geometry_triangle_area"
-    types = {key: each.get("type") for key, each in schema["parameters"]["properties"].items()}
+    types = {key: parameter.get("type") for key, parameter in schema["parameters"]["properties"].items()}
     assert types == {"base": "integer", "height": "number", "unit": "string", "marks": "array"}
     right = ToolCall("a", "geometry_triangle_area", {"base": 10, "height": 5.0, "unit": "Units"})
     wrong = ToolCall("a", "geometry_triangle_area", {"base": 10, "height": 6})
@@ -214,7 +214,7 @@ async def test_rows_of_relevance_take_any_call(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "allowed", "same"),
+    ("arguments", "allowed", "same"),
     [
         ({"a": "New-York, NY"}, {"a": ["new york ny"]}, True),
         ({"a": True}, {"a": [1]}, False),
@@ -228,8 +228,8 @@ async def test_rows_of_relevance_take_any_call(tmp_path) -> None:
         ({"a": None}, {"a": [None]}, True),
     ],
 )
-def test_arguments_are_compared_as_the_leaderboard_does(given, allowed, same) -> None:
-    assert same_call(ToolCall("c", "f", given), "f", allowed) is same
+def test_arguments_are_compared_as_the_leaderboard_does(arguments, allowed, same) -> None:
+    assert same_call(ToolCall("c", "f", arguments), "f", allowed) is same
 
 
 async def test_calls_are_matched_in_any_order(tmp_path) -> None:

@@ -11,7 +11,7 @@ import yaml
 from support.doc_pages import blocks as blocks_of
 from support.doc_pages import page, section
 from turnwise.tasks import SourceConfig, Task, load_tasks, open_order, sources_of
-from turnwise.tasks.mix import HELD_AT_MOST
+from turnwise.tasks.mix import HELD_AT_MOST, SHUFFLE_BUFFER
 
 NAME = "tasks-and-rewards.md"
 PAGE = page(NAME).partition("\n## Curriculum")[0]
@@ -48,6 +48,6 @@ def test_the_keys_on_the_page_are_those_that_there_are() -> None:
 
 def test_the_numbers_on_the_page_are_the_defaults() -> None:
     assert f"at most {HELD_AT_MOST:,} tasks is held" in " ".join(PAGE.split())
-    assert f"`shuffle_buffer` ({SourceConfig.model_fields['shuffle_buffer'].default:,})" in " ".join(PAGE.split())
+    assert f"drawn from the {SHUFFLE_BUFFER:,} tasks that were read last" in " ".join(PAGE.split())
     order, [report] = open_order(SourceConfig(source="turnwise.envs.basic.lookup:tasks?n=5"))
     assert (report.tasks, order.epoch) == (5, 0)

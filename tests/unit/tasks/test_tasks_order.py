@@ -30,16 +30,23 @@ def jsonl(path: Path, rows: int, prefix: str = "") -> str:
     return str(path)
 
 
-def source(kind: str, folder: Path, rows: int, buffer: int) -> Any:
+def open_streamed(tasks: Any, buffer: int, **options: Any) -> TaskOrder:
+    """Open an order whose streams are shuffled through a buffer of another size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mix, "SHUFFLE_BUFFER", buffer)
+        return open_order(tasks, **options)[0]
+
+
+def source(kind: str, folder: Path, rows: int) -> Any:
     """Return a source of a kind; its file is written once."""
     file = folder / f"{kind}-{rows}"
     if kind in ("held", "streamed", "in order"):
         path = file.with_suffix(".jsonl")
         text = str(path) if path.exists() else jsonl(path, rows)
-        return SourceConfig(source=text, stream=kind != "held", shuffle_buffer=buffer)
+        return SourceConfig(source=text, stream=kind != "held")
     if kind in ("function", "starting"):
         name = f"finite?n={rows}" if kind == "starting" else f"finite?n={rows}&start=0"
-        return SourceConfig(source=f"{HERE}:{name}", stream=True, shuffle_buffer=buffer)
+        return SourceConfig(source=f"{HERE}:{name}", stream=True)
     table = [{"prompt": str(n)} for n in range(rows)]
     if kind == "parquet":
         import pyarrow
@@ -48,14 +55,14 @@ def source(kind: str, folder: Path, rows: int, buffer: int) -> Any:
         path = file.with_suffix(".parquet")
         if not path.exists():
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), path, row_group_size=3)
-        return SourceConfig(source=str(path), stream=True, shuffle_buffer=buffer)
+        return SourceConfig(source=str(path), stream=True)
     if kind == "dataset":
         import datasets
 
         if not file.exists():
             datasets.Dataset.from_list(table).save_to_disk(str(file))
-        return SourceConfig(source=str(file), stream=True, shuffle_buffer=buffer)
-    parts = [source(each, folder, rows, buffer) for each in ("held", "streamed", "parquet")]
+        return SourceConfig(source=str(file), stream=True)
+    parts = [source(part, folder, rows) for part in ("held", "streamed", "parquet")]
     return [part.model_copy(update={"weight": w}) for part, w in zip(parts, (1.0, 0.3, 2.5), strict=True)]
 
 
@@ -71,29 +78,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(20))
 @given(data=st.data())
-def test_what_goes_on_from_a_state_takes_what_would_have_followed(kind: str, folder: Path, data: st.DataObject) -> None:
+def test_resumed_order_draws_what_the_original_draws_next(kind: str, folder: Path, data: st.DataObject) -> None:
     rows = data.draw(st.sampled_from([1, 7, 12]), "rows")
     buffer = data.draw(st.sampled_from([1, 4, 30]), "buffer")
-    taken = data.draw(st.integers(1, 3 * rows), "taken")
+    count = data.draw(st.integers(1, 3 * rows), "taken")
     seed = data.draw(st.integers(0, 3), "seed")
-    tasks, shuffle = source(kind, folder, rows, buffer), kind != "in order"
-    straight, _ = open_order(tasks, seed=seed, shuffle=shuffle)
-    before = keys(straight, taken)
+    tasks, shuffle = source(kind, folder, rows), kind != "in order"
+    straight = open_streamed(tasks, buffer, seed=seed, shuffle=shuffle)
+    drawn = keys(straight, count)
     state = json.loads(json.dumps(straight.state()))
-    resumed, _ = open_order(tasks, seed=seed, shuffle=shuffle, state=state)
+    resumed = open_streamed(tasks, buffer, seed=seed, shuffle=shuffle, state=state)
     assert (resumed.epoch, resumed.position) == (straight.epoch, straight.position)
     assert resumed.state() == state
-    again, _ = open_order(tasks, seed=seed, shuffle=shuffle)
-    assert keys(again, taken) == before
+    repeated = open_streamed(tasks, buffer, seed=seed, shuffle=shuffle)
+    assert keys(repeated, count) == drawn
     assert keys(resumed, 2 * rows + 3) == keys(straight, 2 * rows + 3)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mix"])
 @pytest.mark.parametrize("buffer", [1, 5, 100])
-def test_each_epoch_takes_each_task_once(kind: str, buffer: int, folder: Path) -> None:
-    order, _ = open_order(source(kind, folder, 12, buffer), seed=1, shuffle=kind != "in order")
-    taken = keys(order, 36)
-    by_epoch = [[name for name, epoch in taken if epoch == each] for each in range(3)]
+def test_every_epoch_takes_every_task_once(kind: str, buffer: int, folder: Path) -> None:
+    order = open_streamed(source(kind, folder, 12), buffer, seed=1, shuffle=kind != "in order")
+    draws = keys(order, 36)
+    by_epoch = [[name for name, epoch in draws if epoch == number] for number in range(3)]
     assert [len(set(names)) for names in by_epoch] == [12, 12, 12]
     ordered = sorted(by_epoch[0], key=lambda name: int(name.lstrip("f").rpartition("-")[2]))
     if kind == "in order" or (buffer == 1 and kind != "held"):
@@ -116,8 +123,9 @@ def test_held_tasks_are_shuffled_as_a_whole_by_seed_and_epoch() -> None:
     assert {key: order.state()[key] for key in ("epoch", "position")} == {"epoch": 1, "position": 20}
 
 
-def test_an_endless_source_is_streamed_with_no_more_than_the_buffer_in_memory() -> None:
-    order, [report] = open_order(SourceConfig(source=f"{HERE}:endless", shuffle_buffer=50), held_at_most=200)
+def test_an_endless_source_is_streamed_with_no_more_than_the_buffer_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mix, "SHUFFLE_BUFFER", 50)
+    order, [report] = open_order(SourceConfig(source=f"{HERE}:endless"), held_at_most=200)
     assert report.tasks is None
     numbers = []
     for _ in range(2000):
@@ -127,13 +135,13 @@ def test_an_endless_source_is_streamed_with_no_more_than_the_buffer_in_memory() 
         assert len(list(order.ahead())) == 50
     assert len(set(numbers)) == 2000
     # A task comes at most as much too early as the buffer is long.
-    assert all(number < place + 50 for place, number in enumerate(numbers))
-    assert max(place - number for place, number in enumerate(numbers)) > 50
+    assert all(number < position + 50 for position, number in enumerate(numbers))
+    assert max(position - number for position, number in enumerate(numbers)) > 50
     assert len(json.dumps(order.state())) < 1000
 
 
 @pytest.mark.parametrize(("rows", "tasks"), [(200, 200), (201, None)])
-def test_a_source_is_streamed_where_it_is_larger_than_what_is_held(rows: int, tasks: int | None, folder: Path) -> None:
+def test_source_larger_than_held_at_most_is_streamed(rows: int, tasks: int | None, folder: Path) -> None:
     text = jsonl(folder / f"rows-{rows}.jsonl", rows)
     order, [report] = open_order(text, held_at_most=200)
     assert report.tasks == tasks
@@ -142,27 +150,27 @@ def test_a_source_is_streamed_where_it_is_larger_than_what_is_held(rows: int, ta
     assert held.tasks == rows
 
 
-def test_a_function_with_a_start_is_asked_for_the_rows_that_are_missing() -> None:
-    tasks = SourceConfig(source=f"{HERE}:finite?n=100", stream=True, shuffle_buffer=4)
-    order, _ = open_order(tasks, shuffle=False)
-    before = keys(order, 60)
+def test_function_with_start_parameter_is_called_with_the_first_missing_row() -> None:
+    tasks = SourceConfig(source=f"{HERE}:finite?n=100", stream=True)
+    order = open_streamed(tasks, 4, shuffle=False)
+    drawn = keys(order, 60)
     CALLS.clear()
-    resumed, _ = open_order(tasks, shuffle=False, state=order.state())
+    resumed = open_streamed(tasks, 4, shuffle=False, state=order.state())
     assert keys(resumed, 40) == keys(order, 40)
-    assert [name for name, _ in before[-2:]] == ["f58", "f59"]
+    assert [name for name, _ in drawn[-2:]] == ["f58", "f59"]
     # One reading to draw from, one from the oldest row that was held.
     assert CALLS == [60]
 
 
-def test_a_streamed_source_reports_what_is_wrong_where_it_is_reached() -> None:
-    def tasks(bad: int) -> SourceConfig:
-        return SourceConfig(source=f"{HERE}:refuses?n=500&bad={bad}", stream=True, shuffle_buffer=10)
+def test_streamed_source_raises_when_a_malformed_row_is_reached() -> None:
+    def tasks(row: int) -> SourceConfig:
+        return SourceConfig(source=f"{HERE}:refuses?n=500&bad={row}", stream=True)
 
     with pytest.raises(TaskError, match="refuses: row 5: field 'prompt' is missing"):
-        open_order(tasks(5))
+        open_streamed(tasks(5), 10)
     with pytest.raises(TaskError, match="refuses: row 99: field 'prompt' is missing"):
-        open_order(tasks(99).model_copy(update={"shuffle_buffer": 1000}), shuffle=False)
-    order, _ = open_order(tasks(300))
+        open_streamed(tasks(99), 1000, shuffle=False)
+    order = open_streamed(tasks(300), 10)
     assert len(keys(order, 290)) == 290
     with pytest.raises(TaskError, match="refuses: row 300: field 'prompt' is missing"):
         order.next()
@@ -175,26 +183,26 @@ def test_streamed_tasks_near_each_other_have_different_ids(tmp_path: Path) -> No
         open_order(SourceConfig(source=str(path), stream=True))
 
 
-def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_state_of_another_source_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     text = jsonl(path, 20)
-    held, _ = open_order(text)
-    lazy, _ = open_order(SourceConfig(source=text, stream=True, shuffle_buffer=4))
+    in_memory, _ = open_order(text)
+    lazy = open_streamed(SourceConfig(source=text, stream=True), 4)
     mixed, _ = open_order([text, SourceConfig(source=text, name="b", id_prefix="b/")])
-    keys(held, 15), keys(lazy, 15), keys(mixed, 3)
+    keys(in_memory, 15), keys(lazy, 15), keys(mixed, 3)
     jsonl(path, 10)
     with pytest.raises(TaskError, match=r"is at task 15 of its epoch, but .*rows\.jsonl holds 10: resume with"):
-        open_order(text, state=held.state())
+        open_order(text, state=in_memory.state())
     with pytest.raises(TaskError, match=r"held row \d+ of rows, which no longer has such a task"):
-        open_order(SourceConfig(source=text, stream=True, shuffle_buffer=4), state=lazy.state())
+        open_streamed(SourceConfig(source=text, stream=True), 4, state=lazy.state())
     with pytest.raises(TaskError, match=r"made while .* was streamed, and now it is held"):
         open_order(text, state=lazy.state())
     with pytest.raises(TaskError, match="made while rows was held in memory, and now it is streamed"):
-        open_order(SourceConfig(source=text, stream=True), state=held.state())
+        open_order(SourceConfig(source=text, stream=True), state=in_memory.state())
     with pytest.raises(TaskError, match=r"made with the task sources b, rows, and now they are c, rows"):
         open_order([text, SourceConfig(source=text, name="c", id_prefix="c/")], state=mixed.state())
     with pytest.raises(TaskError, match=r"made with the task sources \(one\), and now they are c, rows"):
-        open_order([text, SourceConfig(source=text, name="c", id_prefix="c/")], state=held.state())
+        open_order([text, SourceConfig(source=text, name="c", id_prefix="c/")], state=in_memory.state())
     with pytest.raises(TaskError, match=r"made with the task sources b, rows, and now they are rows"):
         open_order(text, state=mixed.state())
 
@@ -204,18 +212,18 @@ def test_a_state_of_as_many_tasks_with_other_ids_is_refused(tmp_path: Path, stre
     path = tmp_path / "rows.jsonl"
 
     def write(ids: list[str]) -> SourceConfig:
-        path.write_text("".join(json.dumps({"id": each, "prompt": "p"}) + "\n" for each in ids))
-        return SourceConfig(source=str(path), stream=stream, shuffle_buffer=8)
+        path.write_text("".join(json.dumps({"id": task_id, "prompt": "p"}) + "\n" for task_id in ids))
+        return SourceConfig(source=str(path), stream=stream)
 
     ids = list("abcdefghijkl")
-    order, _ = open_order(write(ids))
+    order = open_streamed(write(ids), 8)
     keys(order, 3)
     state = json.loads(json.dumps(order.state()))
-    again, _ = open_order(write(ids), state=state)
-    assert keys(again, 20) == keys(order, 20)
-    for others in (["new", *ids], ids[::-1]):
+    resumed = open_streamed(write(ids), 8, state=state)
+    assert keys(resumed, 20) == keys(order, 20)
+    for other_ids in (["new", *ids], ids[::-1]):
         with pytest.raises(TaskError, match="tasks of other ids, or in another order: resume with the same tasks"):
-            open_order(write(others), state=state)
+            open_streamed(write(other_ids), 8, state=state)
 
 
 # Mixes.
@@ -225,34 +233,34 @@ def test_a_state_of_as_many_tasks_with_other_ids_is_refused(tmp_path: Path, stre
 @settings(max_examples=examples(60))
 def test_shares_hold_to_within_one_task_at_any_time(weights: list[float], seed: int) -> None:
     named = {f"s{n}": weight for n, weight in enumerate(weights)}
-    shares, taken = Shares(named, seed=seed), dict.fromkeys(named, 0)
+    shares, counts = Shares(named, seed=seed), dict.fromkeys(named, 0)
     total = sum(weights)
     for turn in range(1, 120):
-        taken[shares.next(taken)] += 1
+        counts[shares.next(counts)] += 1
         for name, weight in named.items():
-            assert abs(taken[name] - turn * weight / total) < 1
+            assert abs(counts[name] - turn * weight / total) < 1
 
 
-def test_a_mix_takes_by_weight_and_each_source_has_epochs_of_its_own(tmp_path: Path) -> None:
+def test_mix_draws_by_weight_and_counts_epochs_by_source(tmp_path: Path) -> None:
     large, small = jsonl(tmp_path / "large.jsonl", 100), jsonl(tmp_path / "small.jsonl", 5)
-    mix = [SourceConfig(source=large, weight=0.75), SourceConfig(source=small, weight=0.25)]
-    order, reports = open_order(mix, seed=3)
+    sources = [SourceConfig(source=large, weight=0.75), SourceConfig(source=small, weight=0.25)]
+    order, reports = open_order(sources, seed=3)
     assert [str(report) for report in reports] == ["large: 100 tasks", "small: 5 tasks"]
-    taken = [order.next() for _ in range(80)]
-    assert Counter(task.source for task, _ in taken) == {"large": 60, "small": 20}
+    draws = [order.next() for _ in range(80)]
+    assert Counter(task.source for task, _ in draws) == {"large": 60, "small": 20}
     # Every batch of eight has six of one and two of the other.
     for start in range(0, 80, 8):
-        assert Counter(task.source for task, _ in taken[start : start + 8]) == {"large": 6, "small": 2}
-    assert Counter(epoch for task, epoch in taken if task.source == "small") == {0: 5, 1: 5, 2: 5, 3: 5}
-    assert len({(task.id, epoch) for task, epoch in taken}) == 80
+        assert Counter(task.source for task, _ in draws[start : start + 8]) == {"large": 6, "small": 2}
+    assert Counter(epoch for task, epoch in draws if task.source == "small") == {0: 5, 1: 5, 2: 5, 3: 5}
+    assert len({(task.id, epoch) for task, epoch in draws}) == 80
     assert (order.epoch, order.position) == (0, 80)
 
 
 def test_sources_of_equal_length_are_shuffled_differently(tmp_path: Path) -> None:
     texts = [jsonl(tmp_path / f"{name}.jsonl", 30) for name in "ab"]
     order, _ = open_order(texts, seed=3)
-    taken = [order.next()[0].id for _ in range(60)]
-    first, second = ([name.rpartition("-")[2] for name in taken if name.startswith(each)] for each in "ab")
+    ids = [order.next()[0].id for _ in range(60)]
+    first, second = ([name.rpartition("-")[2] for name in ids if name.startswith(stem)] for stem in "ab")
     assert sorted(first) == sorted(second)
     assert first != second
 
@@ -266,8 +274,8 @@ def test_names_and_ids_of_a_mix_must_differ(tmp_path: Path) -> None:
         open_order([first, second])
     other = SourceConfig(source=second, name="other")
     for opened in (open_order, load_mix):
-        said = r"b/rows\.jsonl:1: the id 'same' is also the id of .*a/rows\.jsonl:1.*id_prefix"
-        with pytest.raises(TaskError, match=said):
+        message = r"b/rows\.jsonl:1: the id 'same' is also the id of .*a/rows\.jsonl:1.*id_prefix"
+        with pytest.raises(TaskError, match=message):
             opened([first, other])
     order, _ = open_order([first, other.model_copy(update={"id_prefix": "o/"})])
     assert {name for name, _ in keys(order, 2)} == {"same", "o/same"}
@@ -287,24 +295,25 @@ def test_an_empty_source_is_an_error_also_within_a_mix(tmp_path: Path) -> None:
 
 def test_evaluation_takes_every_task_once_and_a_limit_by_weight(tmp_path: Path) -> None:
     large, small = jsonl(tmp_path / "large.jsonl", 30), jsonl(tmp_path / "small.jsonl", 5)
-    mix = [SourceConfig(source=large, weight=1), SourceConfig(source=small, weight=1)]
-    assert len(load_mix(mix).tasks) == 35
-    assert [report.tasks for report in load_mix(mix, limit=8).reports] == [4, 4]
+    sources = [SourceConfig(source=large, weight=1), SourceConfig(source=small, weight=1)]
+    assert len(load_mix(sources).tasks) == 35
+    assert [report.tasks for report in load_mix(sources, limit=8).reports] == [4, 4]
     # A source that has no more gives its turns away.
-    few = load_mix(mix, limit=20)
+    few = load_mix(sources, limit=20)
     assert [task.id for task in few.tasks] == [f"large-{n}" for n in range(15)] + [f"small-{n}" for n in range(5)]
-    assert len(load_mix(mix, limit=99).tasks) == 35
+    assert len(load_mix(sources, limit=99).tasks) == 35
     assert [task.id for task in load_mix(large, limit=2).tasks] == ["large-0", "large-1"]
     assert {task.source for task in load_mix(large).tasks} == {None}
-    assert {task.source for task in load_mix(mix).tasks} == {"large", "small"}
+    assert {task.source for task in load_mix(sources).tasks} == {"large", "small"}
 
 
-def test_rows_that_are_left_out_are_counted_and_all_of_them_is_an_error() -> None:
+def test_filtered_rows_are_counted_and_a_source_without_rows_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(task: Task) -> str | None:
         return "more than 5 tokens" if int(task.prompt) % 3 == 0 else None
 
+    monkeypatch.setattr(mix, "SHUFFLE_BUFFER", 50)
     for stream in (None, True):
-        tasks = SourceConfig(source=f"{HERE}:finite?n=30", stream=stream, shuffle_buffer=50)
+        tasks = SourceConfig(source=f"{HERE}:finite?n=30", stream=stream)
         order, [report] = open_order(tasks, keep=keep)
         assert report.dropped == {"more than 5 tokens": 10}
         assert "10 left out: more than 5 tokens" in str(report)

@@ -90,7 +90,7 @@ class TestColumns:
             ({"prompt": "question", "data.a": "answer", "data.a.b": "answer"}, ["data.a", "not an object"]),
         ],
     )
-    def test_what_does_not_fit_is_named(self, gsm: str, columns: dict[str, str], words: list[str]) -> None:
+    def test_columns_that_do_not_fit_are_named(self, gsm: str, columns: dict[str, str], words: list[str]) -> None:
         with pytest.raises(TaskError) as error:
             load_tasks(SourceConfig(source=gsm, columns=columns))
         for word in words:
@@ -120,7 +120,7 @@ LIST = []
         assert loaded.tasks == [Task("0", "Q0"), Task("2", "Q2")]
         assert loaded.reports[0].to_json() == {"name": "r", "tasks": 2, "dropped": {"map returned None": 1}}
 
-    def test_what_it_does_wrong_is_named_with_the_row(self, tmp_path: Path) -> None:
+    def test_errors_of_a_map_name_the_row(self, tmp_path: Path) -> None:
         with pytest.raises(TaskError, match=r"r\.jsonl:2: map .*mine\.py:task raised KeyError: 'missing'"):
             load_tasks(self.source(tmp_path, 0, 3))
         with pytest.raises(TaskError, match=r"r\.jsonl:1: map .* returned a value of type int: return a task"):
@@ -155,7 +155,7 @@ class TestVerl:
         assert first.data["tool_selection"] == ["calc"]
         assert "tool_selection" not in second.data
 
-    def test_an_empty_selection_stays_one(self, tmp_path: Path) -> None:
+    def test_empty_tool_selection_stays_empty(self, tmp_path: Path) -> None:
         row = {"prompt": "p", "extra_info": {"tool_selection": []}}
         [task] = load_tasks(SourceConfig(source=write(tmp_path / "r.jsonl", row), format="verl"))
         assert task.data["tool_selection"] == []
@@ -184,7 +184,7 @@ class TestSource:
             with pytest.raises(TaskError, match=r"row 0: field 'env' is .*it must be a registered name"):
                 load_tasks([{"prompt": "p", "env": wrong}])
 
-    def test_a_source_gives_its_tasks_what_the_row_does_not_say(self, tmp_path: Path) -> None:
+    def test_source_sets_env_and_agent_of_rows_without_them(self, tmp_path: Path) -> None:
         rows = write(tmp_path / "r.jsonl", {"prompt": "a"}, {"prompt": "b", "env": "own", "agent": "own"})
         config = SourceConfig.model_validate({
             "source": rows, "env": "sql", "agent": {"name": "react", "config": {"k": 1}}, "id_prefix": "x/",
@@ -193,7 +193,7 @@ class TestSource:
         assert (first.id, first.env, first.agent, first.agent_config) == ("x/r-0", "sql", "react", {"k": 1})
         assert (second.id, second.env, second.agent, second.agent_config) == ("x/r-1", "own", "own", {})
 
-    def test_the_limit_counts_what_is_left(self, tmp_path: Path) -> None:
+    def test_limit_counts_tasks_after_filtering(self, tmp_path: Path) -> None:
         rows = write(tmp_path / "r.jsonl", *({"prompt": str(n)} for n in range(10)))
         config = SourceConfig(source=rows, limit=3)
         assert len(load_tasks(config)) == len(list(iter_tasks(config))) == 3
@@ -201,7 +201,7 @@ class TestSource:
         assert [task.prompt for task in loaded.tasks] == ["1", "3", "5"]
 
     @given(st.lists(st.text(min_size=1), unique=True, min_size=1, max_size=30), st.floats(0.01, 0.98))
-    def test_a_row_is_in_exactly_one_part_whatever_stands_beside_it(self, ids: list[str], fraction: float) -> None:
+    def test_split_of_a_row_depends_on_its_id_alone(self, ids: list[str], fraction: float) -> None:
         def part(split: str, rows: list[str], share: float = fraction) -> set[str]:
             order = SourceConfig(source="unused:x", split=split, test_fraction=share)
             return {name for name in rows if _split_of(name, order)}
@@ -228,7 +228,7 @@ def _split_of(name: str, config: SourceConfig) -> bool:
 
     # A reader of one row in memory, without a file for each example.
     reader = TaskReader(config.model_copy(update={"source": "support.envs.task_rows:endless"}))
-    return reader._one(Row(0, "row", "row", {"id": name, "prompt": "p"})).task is not None
+    return reader._read_row(Row(0, "row", "row", {"id": name, "prompt": "p"})).task is not None
 
 
 class TestFolders:
@@ -245,7 +245,7 @@ class TestFolders:
         with pytest.raises(TaskError, match="no split 'dev': the splits are test, train"):
             load_tasks(f"{folder}:dev")
 
-    def test_shards_are_one_split_and_numbered_on(self, tmp_path: Path) -> None:
+    def test_shards_form_a_split_with_consecutive_numbers(self, tmp_path: Path) -> None:
         for number in range(2):
             rows = [{"prompt": f"{number}{n}"} for n in range(3)]
             write(tmp_path / f"train-0000{number}-of-00002.jsonl", *rows)
@@ -253,7 +253,7 @@ class TestFolders:
         assert [task.prompt for task in tasks] == ["00", "01", "02", "10", "11", "12"]
         assert [task.id for task in tasks] == [f"{tmp_path.name}-{n}" for n in range(6)]
 
-    def test_a_folder_with_a_card_is_read_as_datasets_reads_it(self, tmp_path: Path) -> None:
+    def test_folder_with_a_dataset_card_is_read_by_its_card(self, tmp_path: Path) -> None:
         pytest.importorskip("datasets")
         folder = tmp_path / "carded"
         (folder / "one").mkdir(parents=True)
@@ -265,8 +265,8 @@ class TestFolders:
         with pytest.raises(TaskError, match="no split 'train': the splits are dev"):
             load_tasks(f"{folder}:train")
 
-    def test_the_hub_is_asked_for_what_the_source_says(self, tmp_path: Path) -> None:
-        """The package takes a folder in the place of a repository, with the same arguments."""
+    def test_hub_source_passes_its_arguments_to_load_dataset(self, tmp_path: Path) -> None:
+        """The package takes a folder instead of a repository, with the same arguments."""
         pytest.importorskip("datasets")
         for name in ("one", "two"):
             (tmp_path / name).mkdir()
@@ -412,14 +412,14 @@ def test_a_configuration_takes_a_text_a_section_or_a_list(tmp_path: Path) -> Non
         ("tasks={weight: 2}", ["tasks.source: missing"]),
         ("tasks={source: a, columns: {promt: x}}", ["tasks.columns", "fields of a task: id, prompt", "not promt"]),
         ("tasks={source: a, columns: {data.: x}}", ["fields of a task", "not data."]),
-        ("tasks={source: a, map: b, format: verl}", ["one way to read a row (here: format: verl, map)"]),
+        ("tasks={source: a, map: b, format: verl}", ["one mapping of rows (here: format: verl, map)"]),
         ("tasks={source: a, split: train}", ["split and test_fraction together", "folder:train"]),
         ("tasks={source: a, test_fraction: 1.0, split: test}", ["tasks.test_fraction", "less than 1"]),
         ("tasks={source: a, env: 3}", ["tasks.env", "3"]),
         ("tasks={source: a, name: 'a b'}", ["tasks.name"]),
     ],
 )
-def test_what_a_configuration_says_wrong_is_one_problem(override: str, words: list[str]) -> None:
+def test_wrong_source_configuration_is_reported_as_one_problem(override: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(Holder, None, [override])
     assert "problems" not in str(error.value)

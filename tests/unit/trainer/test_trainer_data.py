@@ -53,7 +53,7 @@ def test_requests_of_a_step_go_on_over_the_end_of_an_epoch() -> None:
 @pytest.mark.parametrize("form", ["one", "streamed", "mix"])
 async def test_a_run_goes_on_where_its_state_says(tmp_path: Path, form: str) -> None:
     text = rows(tmp_path / "a.jsonl", 11)
-    streamed = {"source": text, "stream": True, "shuffle_buffer": 4, "name": "b", "id_prefix": "b/", "weight": 2}
+    streamed = {"source": text, "stream": True, "name": "b", "id_prefix": "b/", "weight": 2}
     settings = config({"one": text, "streamed": streamed, "mix": [text, streamed]}[form])
     straight, _ = await open_tasks(settings, ToyRenderer(), TrainerState(0))
     ids(straight, 9)
