@@ -26,7 +26,7 @@ from turnwise.rollout.core import (
     RolloutRequest,
     Rollouts,
 )
-from turnwise.rollout.outstanding import OutstandingRequests
+from turnwise.rollout.leases import Leases
 from turnwise.rollout.producer import FailureWatch, RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -38,7 +38,8 @@ class ValidatingBuffer(ForwardingReplayBuffer):
     Args:
         write: Called with every trajectory that is put unwritten.
         most: Groups in a row without a member that end the run.
-        waited_for: Whether a group is expected; late ones are ignored.
+        leases: Of the requests whose groups are expected; late groups are ignored. None accepts every group.
+        notify: Called with messages for the user.
         unclaimed: Called with trajectories that were written and are in no accepted group.
     """
 
@@ -48,11 +49,13 @@ class ValidatingBuffer(ForwardingReplayBuffer):
         write: Callable[[Trajectory], None] | None,
         *,
         most: int,
-        waited_for: Callable[[TrajectoryGroup], bool] | None = None,
+        leases: Leases[RolloutRequest] | None = None,
+        notify: Callable[[str], None] | None = None,
         unclaimed: Callable[[Collection[str]], object] | None = None,
     ) -> None:
         super().__init__(inner)
-        self._waited_for = waited_for
+        self._leases = leases
+        self._notify = notify or (lambda _: None)
         self._unclaimed = unclaimed
         self._write = write
         self._failures = FailureWatch(most)
@@ -75,7 +78,8 @@ class ValidatingBuffer(ForwardingReplayBuffer):
                     f"the replay buffer got {shown(value)} instead of a {kind.__name__}: put TrajectoryGroups "
                     "of Trajectories, whose segments a Session recorded"
                 )
-        if self._waited_for is not None and not self._waited_for(group):
+        if not self._is_expected(group):
+            self._notify(f"group {group.id} of task {group.task_id} arrived late: another attempt finished first")
             self._forget({each.id for each in _members(group)} & self._written)
             return
         for trajectory in _members(group):
@@ -85,6 +89,18 @@ class ValidatingBuffer(ForwardingReplayBuffer):
         await self._inner.put(group)
         if (error := self._failures.arrived(group)) is not None:
             self.fail(error)
+
+    def _is_expected(self, group: TrajectoryGroup) -> bool:
+        """Whether a group's request is leased; its lease ends."""
+        if self._leases is None:
+            return True
+        requests = self._leases.subjects
+        keys = (
+            request.key
+            for request in requests
+            if request.task.id == group.task_id and request.partition == group.partition
+        )
+        return (key := next(keys, None)) is not None and self._leases.end(key)
 
     def close(self) -> None:
         """Report trajectories that were written and put into no group."""
@@ -110,12 +126,12 @@ class CurrentRollout:
     """Context of a rollout manager.
 
     Attributes:
-        handed_out: Leases of outstanding requests, with ``rollout.lease_timeout``.
+        leases: Of outstanding requests, with ``rollout.lease_timeout``.
     """
 
     buffer: ValidatingBuffer
     parts: RolloutParts
-    handed_out: OutstandingRequests | None = None
+    leases: Leases[RolloutRequest] | None = None
 
     def heartbeat(self, request: RolloutRequest) -> bool:
         """Renew the lease of a request. Call it on the event loop's thread.
@@ -123,7 +139,7 @@ class CurrentRollout:
         Returns:
             Whether its group is expected. Otherwise it has arrived, or was issued again.
         """
-        return self.handed_out is None or self.handed_out.heartbeat(request)
+        return self.leases is None or self.leases.heartbeat(request.key)
 
 
 _CURRENT: contextvars.ContextVar[CurrentRollout] = contextvars.ContextVar("turnwise_current_rollout")
@@ -216,8 +232,8 @@ class CustomManager(RolloutManager):
         self._config = config
         self._current = current
         self._started: set[asyncio.Task[Any]] = set()
-        if current.handed_out is not None:
-            current.handed_out.reissue_by(self._reissue)
+        if current.leases is not None:
+            current.leases.expired = self._reissue
 
     @classmethod
     async def create(
@@ -228,15 +244,18 @@ class CustomManager(RolloutManager):
         found = check_manager(config, parts.custom)
         if reference is None or found is None:
             raise ConfigError(f"{KEY} is missing")
-        seconds, say = config.lease_timeout, parts.notify or (lambda _: None)
-        handed_out = None if seconds is None else OutstandingRequests(seconds, say)
-        waited_for = None if handed_out is None else handed_out.arrived
-        inside = buffer or LocalReplayBuffer()
-        unclaimed = None if parts.journal is None else parts.journal.unclaimed.update
-        most = config.max_failed_groups
-        checked = ValidatingBuffer(inside, parts.write, most=most, waited_for=waited_for, unclaimed=unclaimed)
+        seconds = config.lease_timeout
+        leases = None if seconds is None else Leases[RolloutRequest](seconds, _ignore)
+        checked = ValidatingBuffer(
+            buffer or LocalReplayBuffer(),
+            parts.write,
+            most=config.max_failed_groups,
+            leases=leases,
+            notify=parts.notify,
+            unclaimed=None if parts.journal is None else parts.journal.unclaimed.update,
+        )
         parts = replace(parts, write=checked.write, settings=_settings(found, reference, parts.custom))
-        current = CurrentRollout(checked, parts, handed_out)
+        current = CurrentRollout(checked, parts, leases)
         create: Callable[..., Any] = _attribute(found, "create")
         arguments = _arguments(create, reference, config, client, current)
         token = _CURRENT.set(current)
@@ -262,8 +281,9 @@ class CustomManager(RolloutManager):
 
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
         """Have the manager start rolling out."""
-        if self._current.handed_out is not None:
-            self._current.handed_out.add(requests)
+        if self._current.leases is not None:
+            for request in requests:
+                self._current.leases.grant(request.key, request)
         before = asyncio.all_tasks()
         token = _CURRENT.set(self._current)
         try:
@@ -321,14 +341,15 @@ class CustomManager(RolloutManager):
         with user_code(TrainError, f"{self._name}.cancel raised"):
             ended = self._inner.cancel(keys)
             found = frozenset((await ended if inspect.isawaitable(ended) else ended) or ())
-        if self._current.handed_out is not None:
-            self._current.handed_out.remove(found)
+        if self._current.leases is not None:
+            for key in found:
+                self._current.leases.end(key)
         return found
 
     async def close(self) -> None:
         """Close the manager, where possible, and cancel its tasks."""
-        if self._current.handed_out is not None:
-            self._current.handed_out.close()
+        if self._current.leases is not None:
+            self._current.leases.close()
         for task in self._started:
             task.remove_done_callback(self._ended)
         close = _attribute(type(self._inner), "close")
@@ -350,6 +371,11 @@ class CustomManager(RolloutManager):
         return type(self._inner).__qualname__
 
     def _reissue(self, request: RolloutRequest) -> None:
+        """Roll out a request whose lease expired once more."""
+        if self._current.parts.notify is not None:
+            self._current.parts.notify(
+                f"task {request.task.id}: no heartbeat for {self._config.lease_timeout:g} s, so it is issued again"
+            )
         self._current.buffer.reissued()
         try:
             self.generate_sequences([request])
@@ -367,6 +393,10 @@ class CustomManager(RolloutManager):
             failure = TrainError(f"{self._name}: a task that it started raised {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._current.buffer.fail(failure)
+
+
+def _ignore(request: RolloutRequest) -> None:
+    """Do nothing about an expired lease: there is no manager yet that could roll out again."""
 
 
 def _attribute(cls: type[Any], name: str) -> Any:

@@ -15,7 +15,8 @@ from turnwise.errors import ConfigError, EnvError, SandboxUnavailable, TrainErro
 from turnwise.evaluation import EvalPlan, evaluate
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout import RolloutConfig, RolloutManager, RolloutParts, RolloutProducer, RolloutRequest
-from turnwise.rollout.managers import check_manager, create_manager, current_rollout
+from turnwise.rollout.leases import Leases
+from turnwise.rollout.managers import ValidatingBuffer, check_manager, create_manager, current_rollout
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -332,3 +333,17 @@ async def test_a_run_whose_sandboxes_cannot_be_had_does_not_begin(tmp_path: Path
             await RolloutProducer.create(
                 asked, ScriptedClient(renderer, []), LocalReplayBuffer(), RolloutParts(renderer)
             )
+
+
+async def test_a_group_after_another_attempt_s_is_ignored_and_reported() -> None:
+    notices: list[str] = []
+    leases: Leases[RolloutRequest] = Leases(10, lambda request: None)
+    request = RolloutRequest(Task("t2", "?"))
+    leases.grant(request.key, request)
+    buffer = ValidatingBuffer(LocalReplayBuffer(), None, most=5, leases=leases, notify=notices.append)
+    group = TrajectoryGroup("g", "t2", [], "train")
+    await buffer.put(group)
+    assert (leases.subjects, notices) == ([], [])
+    await buffer.put(group)
+    leases.close()
+    assert notices == ["group g of task t2 arrived late: another attempt finished first"]

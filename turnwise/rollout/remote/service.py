@@ -18,7 +18,7 @@ from turnwise.gateway.server import admin_key
 from turnwise.inference.process import Receive, Scope, Send, answer_json, read_body
 from turnwise.recorder.session import Session
 from turnwise.rollout.config import RemoteConfig
-from turnwise.rollout.outstanding import Leases
+from turnwise.rollout.leases import Leases
 from turnwise.rollout.remote.protocol import (
     PREFIX,
     VERSION,
@@ -80,7 +80,7 @@ class RunnerHub:
         self.runners: dict[str, Runner] = {}
         self._on_notice = notify
         self._waiting: deque[asyncio.Future[Runner]] = deque()
-        self._lives = Leases(lost_after, self._silent)
+        self._connections = Leases[Runner](lost_after, self._leave_silent)
         self._said_waiting = False
         self._closed = False
 
@@ -93,7 +93,7 @@ class RunnerHub:
         if self._closed:
             runner.events.put_nowait({"event": "bye"})
             runner.events.put_nowait(None)
-        self._lives.grant(runner.id)
+        self._connections.grant(runner.id, runner)
         self._notify(f"runner {name} connected, {places} at a time ({len(self.runners)} in all)")
         self._said_waiting = False
         self._match()
@@ -101,13 +101,13 @@ class RunnerHub:
 
     def heartbeat(self, runner: Runner) -> None:
         """Record a heartbeat."""
-        self._lives.heartbeat(runner.id)
+        self._connections.heartbeat(runner.id)
 
     def leave(self, runner: Runner, why: str) -> None:
         """Remove a runner; its leases are lost. Idempotent."""
         if self.runners.pop(runner.id, None) is None:
             return
-        self._lives.done(runner.id)
+        self._connections.end(runner.id)
         self._notify(f"runner {runner.name} is gone: {why} ({len(self.runners)} left)")
         for lease in list(runner.leases.values()):
             if not lease.done.done():
@@ -162,7 +162,7 @@ class RunnerHub:
     async def close(self) -> None:
         """Send the end of the run to all runners."""
         self._closed = True
-        self._lives.close()
+        self._connections.close()
         for runner in list(self.runners.values()):
             runner.events.put_nowait({"event": "bye"})
             runner.events.put_nowait(None)
@@ -190,8 +190,8 @@ class RunnerHub:
             self._said_waiting = True
             self._notify("no runner is connected: episodes wait for one")
 
-    def _silent(self, runner_id: str) -> None:
-        self.leave(self.runners[runner_id], f"no heartbeat for {self.lost_after:g} s")
+    def _leave_silent(self, runner: Runner) -> None:
+        self.leave(runner, f"no heartbeat for {self.lost_after:g} s")
 
 
 _LINE = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]

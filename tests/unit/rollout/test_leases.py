@@ -1,4 +1,4 @@
-"""Leases on a clock that only the test moves, and groups that are given out again."""
+"""Leases on a clock that only the test moves."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.rollout.core import RolloutRequest
-from turnwise.rollout.outstanding import Leases, LeaseTable, OutstandingRequests
-from turnwise.tasks import Task
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.rollout.leases import Leases
 
 
 class Call:
@@ -65,13 +62,13 @@ def test_a_lease_runs_out_when_nothing_was_heard_for_its_time(events: list[tuple
         over = [each for each in heard if heard[each] + 10 <= clock.now]
         expected += [(each, heard.pop(each) + 10) for each in over]
         if what == "grant":
-            leases.grant(name)
+            leases.grant(name, name)
             heard[name] = clock.now
         elif what == "beat":
             assert leases.heartbeat(name) == (name in heard)
             heard |= {name: clock.now} if name in heard else {}
         else:
-            assert leases.done(name) == (heard.pop(name, None) is not None)
+            assert leases.end(name) == (heard.pop(name, None) is not None)
         clock.move(wait)
     expected += [(over, heard[over] + 10) for over in sorted(heard, key=lambda each: heard[each])]
     assert sorted(told) == sorted(expected)
@@ -81,11 +78,11 @@ def test_there_is_one_timer_and_it_does_not_poll() -> None:
     clock, told = Hand(), []
     leases = Leases(10, told.append, clock)
     for name in "abcdef":
-        leases.grant(name)
+        leases.grant(name, name)
         clock.move(1)
     assert len(clock.calls) == 1
     for name in "abcdef":
-        assert leases.done(name)
+        assert leases.end(name)
     clock.move(1000)
     assert (told, clock.fired, clock.calls) == ([], 1, [])
 
@@ -93,39 +90,9 @@ def test_there_is_one_timer_and_it_does_not_poll() -> None:
 def test_nobody_is_lost_while_this_process_itself_stood_still() -> None:
     clock, told = Hand(), []
     leases = Leases(10, told.append, clock)
-    leases.grant("a")
+    leases.grant("a", "a")
     clock.move(60, blocked=True)
     assert told == []
     assert leases.heartbeat("a")
     clock.move(11)
     assert told == ["a"]
-
-
-def test_the_table_knows_its_next_expiry() -> None:
-    table = LeaseTable()
-    assert table.next_expiry is None
-    table.grant("a", 0, 5)
-    table.grant("b", 1, 3)
-    assert table.next_expiry == 4
-    assert table.expired(5) == ["b", "a"]
-
-
-def test_what_is_lost_is_asked_for_again_and_the_late_group_is_not_taken() -> None:
-    clock, said, again = Hand(), [], []
-    out = OutstandingRequests(10, said.append, clock)
-    out.reissue_by(lambda request: (again.append(request.key), out.add([request])))
-    requests = [RolloutRequest(Task(name, "?")) for name in ("t1", "t2")]
-    out.add(requests)
-    clock.move(6)
-    assert out.heartbeat(requests[0])
-    clock.move(6)
-    assert again == [requests[1].key]
-    assert said == ["task t2: no heartbeat for 10 s, so it is issued again"]
-    group = TrajectoryGroup("g", "t2", [], "train")
-    assert out.arrived(group)
-    assert not out.arrived(group)
-    assert said[1:] == ["group g of task t2 arrived late: another attempt finished first"]
-    assert not out.heartbeat(requests[1])
-    out.remove([requests[0].key])
-    clock.move(100)
-    assert len(again) == 1
