@@ -15,7 +15,7 @@ from turnwise.sandboxes.packing import write_archive
 
 _CHUNK: Final = 2**20
 HEADERS: Final = 256 * 2**20
-"""Bytes of an archive that may be no file's content: headers, padding, names."""
+"""Bytes that an archive may have beside the content of files: headers, padding, names."""
 
 
 def pack(source: Path, stream: IO[bytes], *, name: str = ".", uid: int = 0, gid: int = 0) -> None:
@@ -28,7 +28,7 @@ def pack(source: Path, stream: IO[bytes], *, name: str = ".", uid: int = 0, gid:
         raise SandboxFileError(f"{str(source)!r} cannot be uploaded: {error.strerror or error}") from error
 
 
-def opened(source: Path) -> int:
+def open_source(source: Path) -> int:
     """Open a host file without blocking on a pipe. Raises FileNotFoundError or SandboxFileError."""
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -37,7 +37,7 @@ def opened(source: Path) -> int:
     return fd
 
 
-class Sending:
+class ArchiveSender:
     """A folder that is written as an archive to a descriptor; ``sent`` counts the bytes taken so far."""
 
     def __init__(self, source: Path, fd: int) -> None:
@@ -63,17 +63,17 @@ def receive(fd: int, target: Path, max_bytes: int) -> None:
         unpack(stream, target, max_bytes)
 
 
-class _Bounded:
-    def __init__(self, stream: IO[bytes], most: int) -> None:
+class _BoundedReader:
+    def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream = stream
-        self._left = most
-        self._most = most
+        self._remaining = limit
+        self._limit = limit
 
     def read(self, size: int) -> bytes:
         data = self._stream.read(size)
-        self._left -= len(data)
-        if self._left < 0:
-            raise SandboxFileTooLarge(f"the archive has more than {self._most} bytes")
+        self._remaining -= len(data)
+        if self._remaining < 0:
+            raise SandboxFileTooLarge(f"the archive has more than {self._limit} bytes")
         return data
 
 
@@ -83,17 +83,17 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
     Members that lead out, and those that are not files, folders or links, are skipped; hard links become separate
     files. Raises SandboxFileTooLarge above ``max_bytes`` in all, SandboxFileError if it is not an archive.
     """
-    bounded: Any = _Bounded(stream, max_bytes + HEADERS)
+    bounded: Any = _BoundedReader(stream, max_bytes + HEADERS)
     try:
         with tarfile.open(fileobj=bounded, mode="r|") as archive:
             first = archive.next()
             if first is not None and first.isdir():
                 target.mkdir(parents=True, exist_ok=True)
-                _folder(archive, target, _Room(max_bytes))
+                _unpack_folder(archive, target, _ByteBudget(max_bytes))
             elif first is not None and first.isfile():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with _opened(os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)) as folder:
-                    _file(_content(archive, first), first, folder, target.name, _Room(max_bytes))
+                with _closing(os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)) as folder:
+                    _write_file(_content(archive, first), first, folder, target.name, _ByteBudget(max_bytes))
             else:
                 raise SandboxFileError("the sandbox did not send an archive of a file or a folder")
         # The packing process still waits for the end: it would not know whether that arrived.
@@ -103,18 +103,18 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
         raise SandboxFileError(f"the sandbox sent an invalid archive: {error}") from error
 
 
-class _Room:
-    def __init__(self, most: int) -> None:
-        self.left = self._most = most
+class _ByteBudget:
+    def __init__(self, limit: int) -> None:
+        self.left = self._limit = limit
 
     def take(self, size: int, name: str) -> None:
         self.left -= size
         if self.left < 0:
-            raise SandboxFileTooLarge(f"{name!r} and the entries before it exceed max_bytes={self._most}")
+            raise SandboxFileTooLarge(f"{name!r} and the entries before it exceed max_bytes={self._limit}")
 
 
 @contextlib.contextmanager
-def _opened(fd: int) -> Iterator[int]:
+def _closing(fd: int) -> Iterator[int]:
     try:
         yield fd
     finally:
@@ -127,12 +127,12 @@ def _parts(name: str) -> list[str]:
     return [] if ".." in parts or name.startswith("/") else parts
 
 
-def _folder(archive: tarfile.TarFile, target: Path, room: _Room) -> None:
+def _unpack_folder(archive: tarfile.TarFile, target: Path, budget: _ByteBudget) -> None:
     links: list[tuple[list[str], str]] = []
     modes: list[tuple[list[str], int]] = []
-    with _opened(os.open(target, os.O_RDONLY | os.O_DIRECTORY)) as root:
+    with _closing(os.open(target, os.O_RDONLY | os.O_DIRECTORY)) as root:
         while (member := archive.next()) is not None:
-            # It keeps all that it read, which may be very many.
+            # tarfile remembers every member that it read: there may be very many.
             archive.members.clear()  # type: ignore[attr-defined]
             parts = _parts(member.name)
             if not parts:
@@ -141,24 +141,24 @@ def _folder(archive: tarfile.TarFile, target: Path, room: _Room) -> None:
                 # Links are made last: nothing is ever written through one.
                 links.append((parts, member.linkname))
             elif member.isdir():
-                with contextlib.suppress(OSError), _opened(_open_folder(root, parts)):
+                with contextlib.suppress(OSError), _closing(_open_folder(root, parts)):
                     modes.append((parts, stat.S_IMODE(member.mode)))
             elif member.isfile() or member.islnk():
                 # An obstacle (a file where a folder should be, an older link) is left in place.
                 with (
                     contextlib.suppress(NotADirectoryError, IsADirectoryError, FileExistsError),
-                    _opened(_open_folder(root, parts[:-1])) as folder,
+                    _closing(_open_folder(root, parts[:-1])) as folder,
                 ):
                     if member.isfile():
-                        _file(_content(archive, member), member, folder, parts[-1], room)
+                        _write_file(_content(archive, member), member, folder, parts[-1], budget)
                     else:
-                        _second_name(root, member, folder, parts[-1], room)
+                        _hard_link(root, member, folder, parts[-1], budget)
         for parts, goal in links:
-            if _stays(parts, goal):
+            if _stays_inside(parts, goal):
                 with contextlib.suppress(OSError):
-                    _link(root, parts, goal)
+                    _make_link(root, parts, goal)
         for parts, mode in reversed(modes):
-            with contextlib.suppress(OSError), _opened(_open_folder(root, parts)) as folder:
+            with contextlib.suppress(OSError), _closing(_open_folder(root, parts)) as folder:
                 os.fchmod(folder, mode & 0o755 | 0o700)
 
 
@@ -168,23 +168,23 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     return content
 
 
-def _second_name(root: int, member: tarfile.TarInfo, folder: int, name: str, room: _Room) -> None:
+def _hard_link(root: int, member: tarfile.TarInfo, folder: int, name: str, budget: _ByteBudget) -> None:
     first = _parts(member.linkname)
     if not first:
         return
     try:
-        with _opened(_open_folder(root, first[:-1])) as above:
+        with _closing(_open_folder(root, first[:-1])) as above:
             fd = os.open(first[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
     except OSError:
-        return  # It was left out, too.
+        return  # The first name was skipped, too.
     with os.fdopen(fd, "rb") as content:
         status = os.fstat(fd)
         if stat.S_ISREG(status.st_mode):
             member.size, member.mode = status.st_size, status.st_mode
-            _file(content, member, folder, name, room)
+            _write_file(content, member, folder, name, budget)
 
 
-def _stays(parts: list[str], goal: str) -> bool:
+def _stays_inside(parts: list[str], goal: str) -> bool:
     """Whether a relative link stays inside, whatever other links exist.
 
     Its leading ``..`` steps are at most its own depth, so they pass real folders only; the later steps descend through
@@ -212,22 +212,22 @@ def _open_folder(root: int, parts: list[str]) -> int:
     return here
 
 
-def _file(content: IO[bytes], member: tarfile.TarInfo, folder: int, name: str, room: _Room) -> None:
-    if member.size > room.left:
-        room.take(member.size, member.name)
+def _write_file(content: IO[bytes], member: tarfile.TarInfo, folder: int, name: str, budget: _ByteBudget) -> None:
+    if member.size > budget.left:
+        budget.take(member.size, member.name)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb") as file:
-        while data := content.read(min(_CHUNK, room.left + 1)):
-            room.take(len(data), member.name)
+        while data := content.read(min(_CHUNK, budget.left + 1)):
+            budget.take(len(data), member.name)
             file.write(data)
         os.fchmod(file.fileno(), stat.S_IMODE(member.mode) & 0o755 | 0o600)
         with contextlib.suppress(OSError, OverflowError, ValueError):
             os.utime(file.fileno(), (member.mtime, member.mtime))
 
 
-def _link(root: int, parts: list[str], goal: str) -> None:
+def _make_link(root: int, parts: list[str], goal: str) -> None:
     folder = _open_folder(root, parts[:-1])
     try:
         with contextlib.suppress(FileNotFoundError):

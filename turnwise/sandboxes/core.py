@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 from turnwise.sandboxes.forwarding import PortForwarding
 
 MAX_OUTPUT: Final = 65_536
-"""Bytes that are kept of each of a command's two streams, half of them from its beginning and half from its end."""
+"""Bytes kept of each of a command's two streams: half from its beginning, half from its end."""
 MAX_FILE: Final = 64 * 2**20
-"""Bytes of a file that is read, or of all files of a download together, unless the caller takes more."""
+"""Default limit in bytes of a file that is read, or of all files of a download together."""
 WORKDIR: Final = "/work"
-"""Where commands run inside a sandbox, and what relative paths are relative to, unless its spec sets ``workdir``."""
+"""Default working directory of commands inside a sandbox; relative paths start there."""
 
 Command: TypeAlias = str | Sequence[str]
-"""A text is run by ``bash -c`` (``sh -c`` where there is no bash), a sequence is a program and its arguments."""
+"""A text is run by ``bash -c`` (``sh -c`` without bash), a sequence is a program and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Capabilities:
             inaccessible.
         survives_host: Whether it outlives a killed host process, until it is reaped.
         snapshots: Whether :meth:`Sandbox.snapshot` and :meth:`Sandbox.fork` work.
-        fork_processes: Whether the processes of a sandbox go on in its forks, too; else forks begin without any.
+        fork_processes: Whether the processes of a sandbox continue in its forks; else forks start without any.
         expose: Whether ``listen`` and ``expose`` of a sandbox work.
         images: Whether ``spec.image`` is supported.
         notes: Gaps of the isolation and their causes.
@@ -158,14 +158,14 @@ class SandboxProcess(ABC):
     """A running command with interactive input and output; its two output streams are merged in order."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse a copy, as of an environment that is forked: a fork of a sandbox has its files, and no process.
+        """Refuse a copy (a fork of an environment makes one): a fork of a sandbox has its files, but no process.
 
         Raises:
             TypeError: Always.
         """
         raise TypeError(
-            "a process of a sandbox cannot be copied: start it when it is next used, and leave it out of the copy of "
-            "what holds it (__deepcopy__)"
+            "a process of a sandbox cannot be copied: leave it out of the copy of its owner (__deepcopy__), and start "
+            "another when it is needed"
         )
 
     @abstractmethod
@@ -328,15 +328,15 @@ class Sandbox(PortForwarding, ABC):
 
     @abstractmethod
     async def fork(self, count: int = 1) -> Sequence[Sandbox]:
-        """Return independent sandboxes in the present state of this one, which goes on; all of one freeze of it.
+        """Return independent copies of this sandbox, all of one freeze of its files; this one continues.
 
-        Kept are the files, those that a snapshot keeps, and the spec with its limits, mounts and variables. Processes
-        go on in the forks only with ``capabilities.fork_processes``; else a fork begins without any, and a file that
-        one writes meanwhile is kept as it is then. Handles of spawned commands stay the original's in either case.
-        Exposed addresses are not kept: a fork exposes its own.
+        A fork has the files (those that a snapshot keeps) and the spec with its limits, mounts and variables. Processes
+        continue in forks only with ``capabilities.fork_processes``; else a fork starts without any, and a file that a
+        process is writing is copied as it is. Handles of spawned commands remain the original's in either case. Exposed
+        addresses are not copied.
 
-        A backend may put the start of a fork off until its first use, which then raises SandboxStartError. Either all
-        forks are made or none.
+        A backend may defer the start of a fork to its first use, which then raises SandboxStartError. Either all forks
+        are made or none.
 
         Args:
             count: Number of forks, at least 1.
@@ -381,39 +381,39 @@ class SandboxBackend(ABC):
 
 
 _SLACK: Final = 65_536
-"""Bytes that the tail may be longer than needed before it is cut: cutting at every byte would copy it every time."""
+"""Excess bytes of the tail before it is cut: cutting it at every write would copy it every time."""
 
 
-class Kept:
-    """The head and tail of a byte stream, ``most`` bytes in all; ``total`` counts the bytes written."""
+class HeadTailBuffer:
+    """The head and tail of a byte stream, ``limit`` bytes in all; ``total`` counts the bytes written."""
 
-    __slots__ = ("_head", "_most", "_tail", "total")
+    __slots__ = ("_head", "_limit", "_tail", "total")
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, limit: int) -> None:
         self.total = 0
-        self._most = most
+        self._limit = limit
         self._head = bytearray()
         self._tail = bytearray()
 
     @property
     def truncated(self) -> bool:
-        """Whether more than ``most`` bytes were written."""
-        return self.total > self._most
+        """Whether more than ``limit`` bytes were written."""
+        return self.total > self._limit
 
     @property
     def data(self) -> bytes:
-        """The kept bytes, with a line that counts the missing ones."""
+        """Head and tail, with a line between them that counts the missing bytes."""
         if not self.truncated:
             return bytes(self._head + self._tail)
-        tail = self._tail[len(self._tail) - (self._most - self._most // 2) :]
-        return bytes(self._head) + b"\n[%d bytes are missing here]\n" % (self.total - self._most) + bytes(tail)
+        tail = self._tail[len(self._tail) - (self._limit - self._limit // 2) :]
+        return bytes(self._head) + b"\n[%d bytes are missing here]\n" % (self.total - self._limit) + bytes(tail)
 
     def add(self, data: bytes) -> None:
         """Append bytes."""
         self.total += len(data)
-        room = max(self._most // 2 - len(self._head), 0)
+        room = max(self._limit // 2 - len(self._head), 0)
         self._head += data[:room]
         self._tail += data[room:]
-        most = self._most - self._most // 2
-        if len(self._tail) > 2 * most + _SLACK:
-            del self._tail[: len(self._tail) - most]
+        tail_size = self._limit - self._limit // 2
+        if len(self._tail) > 2 * tail_size + _SLACK:
+            del self._tail[: len(self._tail) - tail_size]

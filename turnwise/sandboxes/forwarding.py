@@ -17,8 +17,8 @@ from typing import ClassVar, Final
 from turnwise.errors import SandboxError, SandboxUnavailable
 
 _CONNECTIONS: Final = 64
-"""Connections that one relay passes on at the same time; a further one is closed at once."""
-_PIECE: Final = 65_536
+"""Concurrent connections of one relay; a further one is closed at once."""
+_CHUNK: Final = 65_536
 _CONNECT_S: Final = 10.0
 
 
@@ -31,8 +31,8 @@ class PortForwarding:
     async def listen(self, port: int = 0) -> socket.socket:
         """Return a socket that listens inside, at 127.0.0.1, and is accepted on the host; ``port`` 0 takes a free one.
 
-        The caller owns it and decides by what it serves what is reachable; it stops with the sandbox. With
-        ``limits.network`` it may also be reachable from elsewhere.
+        The caller owns it, and what it serves is all that is reachable; it stops with the sandbox. With
+        ``limits.network`` other machines may reach it, too.
 
         Raises:
             SandboxUnavailable: The backend has no forwarding.
@@ -54,7 +54,7 @@ class PortForwarding:
         if (host, port) not in relays:
             listener = await self.listen()
             if (host, port) in relays or self._relays is not relays:
-                # Another was faster, or the sandbox was closed meanwhile.
+                # Another call was faster, or the sandbox was closed meanwhile.
                 listener.close()
                 return await self.expose(host, port)
             relays[host, port] = Relay(listener, host, port)
@@ -87,7 +87,7 @@ class Relay:
         """Start relaying."""
         self._listener.setblocking(False)
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        server = await asyncio.start_server(self._accept, sock=self._listener, limit=_PIECE)
+        server = await asyncio.start_server(self._accept, sock=self._listener, limit=_CHUNK)
         if self._closed:
             server.close()
         else:
@@ -107,27 +107,27 @@ class Relay:
         if len(self._open) >= _CONNECTIONS or self._server is None:
             writer.transport.abort()
             return
-        task = asyncio.create_task(self._pass_on(reader, writer))
+        task = asyncio.create_task(self._serve_connection(reader, writer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Where the target cannot be reached the connection ends, as it does where nothing listens.
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # An unreachable target ends the connection, as a port does on which nothing listens.
         with contextlib.suppress(OSError, TimeoutError), contextlib.closing(writer):
             async with asyncio.timeout(_CONNECT_S):
-                out_reader, out_writer = await asyncio.open_connection(*self._target, limit=_PIECE)
+                out_reader, out_writer = await asyncio.open_connection(*self._target, limit=_CHUNK)
             with contextlib.closing(out_writer):
-                await _both_ways((reader, writer), (out_reader, out_writer))
+                await _relay((reader, writer), (out_reader, out_writer))
 
 
-_Side = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _both_ways(one: _Side, other: _Side) -> None:
-    pumps = {asyncio.create_task(_pump(one[0], other[1])), asyncio.create_task(_pump(other[0], one[1]))}
+async def _relay(client: _Streams, target: _Streams) -> None:
+    pumps = {asyncio.create_task(_pump(client[0], target[1])), asyncio.create_task(_pump(target[0], client[1]))}
     try:
-        ended, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
-        for pump in ended:
+        finished, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
+        for pump in finished:
             pump.result()
     finally:
         for pump in pumps:
@@ -136,42 +136,42 @@ async def _both_ways(one: _Side, other: _Side) -> None:
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(_PIECE):
+    while data := await reader.read(_CHUNK):
         writer.write(data)
         await writer.drain()
     with contextlib.suppress(OSError):
         writer.write_eof()
 
 
-_SECONDS: Final = 20.0
-_REFUSED: Final = 3
-# Enters the user namespace first where it may not enter the other one at once: as its owner it then may.
+_HELPER_SECONDS: Final = 20.0
+_MAY_NOT_ENTER: Final = 3
+# A process that may not enter the network namespace directly may do so after entering its user namespace, as owner.
 _PROGRAM: Final = """
 import ctypes, os, socket, sys
 pid, port, channel = sys.argv[1], int(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
 libc = ctypes.CDLL(None, use_errno=True)
 def enter(name):
-    there = os.open("/proc/" + pid + "/ns/" + name, os.O_RDONLY)
-    if libc.setns(there, 0):
+    namespace = os.open("/proc/" + pid + "/ns/" + name, os.O_RDONLY)
+    if libc.setns(namespace, 0):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    os.close(there)
+    os.close(namespace)
 try:
-    here = os.open("/proc/" + pid + "/ns/net", os.O_RDONLY)
-    if libc.setns(here, 0):
+    network = os.open("/proc/" + pid + "/ns/net", os.O_RDONLY)
+    if libc.setns(network, 0):
         enter("user")
         enter("net")
 except OSError as error:
     print(error, file=sys.stderr)
     sys.exit(3)
-made = socket.socket()
+listener = socket.socket()
 try:
-    made.bind(("127.0.0.1", port))
-    made.listen(256)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(256)
 except OSError as error:
     print(error, file=sys.stderr)
     sys.exit(1)
-socket.send_fds(channel, [b"."], [made.fileno()])
+socket.send_fds(channel, [b"."], [listener.fileno()])
 """
 
 
@@ -187,8 +187,8 @@ async def listen_in(pid: int, port: int = 0) -> socket.socket:
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            async with asyncio.timeout(_SECONDS):
-                _, said = await process.communicate()
+            async with asyncio.timeout(_HELPER_SECONDS):
+                _, errors = await process.communicate()
         except BaseException:  # also a time-out or a cancellation: the process is killed
             if process.returncode is None:
                 process.kill()
@@ -197,7 +197,7 @@ async def listen_in(pid: int, port: int = 0) -> socket.socket:
         if process.returncode == 0:
             _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
             return socket.socket(fileno=descriptors[0])
-    why = said.decode(errors="replace").strip() or f"exit status {process.returncode}"
-    if process.returncode == _REFUSED:
-        raise SandboxUnavailable(f"cannot enter the network namespace of process {pid}: {why}; run as root")
-    raise SandboxError(f"port {port} of the sandbox cannot be listened on: {why}")
+    reason = errors.decode(errors="replace").strip() or f"exit status {process.returncode}"
+    if process.returncode == _MAY_NOT_ENTER:
+        raise SandboxUnavailable(f"cannot enter the network namespace of process {pid}: {reason}; run as root")
+    raise SandboxError(f"port {port} of the sandbox cannot be listened on: {reason}")

@@ -13,6 +13,8 @@ from turnwise.errors import SandboxError, SandboxStartError
 from turnwise.sandboxes.config import SandboxConfig, open_backend
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, SandboxSpec
 
+_START_RETRIES: Final = 2
+"""How often a start that failed is tried again."""
 _BACKOFF: Final = 0.1
 """Seconds before a start is tried again, doubled each time, and spread by half."""
 
@@ -36,13 +38,13 @@ class SandboxManager:
         self.stats = SandboxStats()
         self._backend = backend
         self._probed: Capabilities | None = None
-        self._first = asyncio.Lock()
+        self._probing = asyncio.Lock()
         self._starts = asyncio.Semaphore(self.config.max_starts)
         self._open: dict[str, Sandbox] = {}
         self._warm: list[Sandbox] = []
         self._starting: dict[asyncio.Task[None], SandboxSpec] = {}
-        self._dropping: set[asyncio.Task[None]] = set()
-        self._wanted: SandboxSpec | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._latest_spec: SandboxSpec | None = None
         self._closed = False
 
     @property
@@ -54,7 +56,7 @@ class SandboxManager:
 
     async def probe(self) -> Capabilities:
         """Reap leftovers of dead hosts and return the backend's capabilities. Raises SandboxUnavailable."""
-        async with self._first:
+        async with self._probing:
             if self._probed is None:
                 self._probed = await self.backend.probe()
                 await self.backend.reap()
@@ -66,13 +68,13 @@ class SandboxManager:
             await self.probe()
 
     async def open(self, spec: SandboxSpec | None = None) -> Sandbox:
-        """Return a started sandbox, prewarmed if there is one of this spec; configured limits override the spec's.
+        """Return a started sandbox, a prewarmed one if its spec is the same; configured limits override the spec's.
 
         Raises SandboxUnavailable, or SandboxStartError after all retries.
         """
         await self.probe()
         spec = self.config.apply(spec or SandboxSpec())
-        warm = next((each for each in self._warm if each.spec == spec), None)
+        warm = next((candidate for candidate in self._warm if candidate.spec == spec), None)
         if warm is not None:
             self._warm.remove(warm)
             self.stats.warm += 1
@@ -82,8 +84,8 @@ class SandboxManager:
             raise SandboxStartError("the sandbox manager was closed while the sandbox started")
         self._open[sandbox.id] = sandbox
         self.stats.opened += 1
-        self._wanted = spec
-        self._warm_up()
+        self._latest_spec = spec
+        self._prewarm()
         return sandbox
 
     async def fork(self, sandbox: Sandbox, count: int = 1) -> list[Sandbox]:
@@ -93,27 +95,27 @@ class SandboxManager:
             SandboxUnavailable: The backend cannot fork.
             SandboxStartError: A fork did not start, or the manager was closed meanwhile.
         """
-        made = list(await sandbox.fork(count))
+        forks = list(await sandbox.fork(count))
         if self._closed:
-            await asyncio.gather(*(each.close() for each in made))
+            await asyncio.gather(*(fork.close() for fork in forks))
             raise SandboxStartError("the sandbox manager was closed while the sandbox started")
-        self._open |= {each.id: each for each in made}
-        return made
+        self._open |= {fork.id: fork for fork in forks}
+        return forks
 
     async def release(self, sandbox: Sandbox) -> None:
         """Close a sandbox, which is never reused. If cancelled, closing continues in the background."""
         self._open.pop(sandbox.id, None)
-        await asyncio.shield(self._dropped(sandbox))
+        await asyncio.shield(self._close_soon(sandbox))
 
     async def close(self) -> None:
         """Close all sandboxes and the backend; idempotent."""
-        self._closed, self._wanted = True, None
+        self._closed, self._latest_spec = True, None
         for task in self._starting:
             task.cancel()
-        await asyncio.gather(*self._starting, *self._dropping, return_exceptions=True)
-        held = [*self._open.values(), *self._warm]
+        await asyncio.gather(*self._starting, *self._closing, return_exceptions=True)
+        sandboxes = [*self._open.values(), *self._warm]
         self._open, self._warm = {}, []
-        results = await asyncio.gather(*(each.close() for each in held), return_exceptions=True)
+        results = await asyncio.gather(*(sandbox.close() for sandbox in sandboxes), return_exceptions=True)
         backend, self._backend = self._backend, None
         if backend is not None:
             await backend.close()
@@ -122,7 +124,7 @@ class SandboxManager:
                 raise result
 
     async def _start(self, spec: SandboxSpec) -> Sandbox:
-        for attempt in range(self.config.start_retries + 1):
+        for attempt in range(_START_RETRIES + 1):
             sandbox = self.backend.make(spec)
             sandbox.start_slots = self._starts
             try:
@@ -132,7 +134,7 @@ class SandboxManager:
             except SandboxError as error:
                 with contextlib.suppress(SandboxError):
                     await sandbox.close()
-                if not error.retryable or attempt == self.config.start_retries:
+                if not error.retryable or attempt == _START_RETRIES:
                     self.stats.failed += 1
                     raise
                 self.stats.retries += 1
@@ -142,34 +144,34 @@ class SandboxManager:
                 return sandbox
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _warm_up(self) -> None:
-        """Prewarm sandboxes of the latest spec, in place of those of others."""
+    def _prewarm(self) -> None:
+        """Prewarm sandboxes of the latest spec, and close those of other specs."""
         if self._closed:
             return
-        for each in [each for each in self._warm if each.spec != self._wanted]:
-            self._warm.remove(each)
-            self._dropped(each)
-        wanted = self._wanted
-        coming = sum(spec == wanted for spec in self._starting.values())
+        for sandbox in [sandbox for sandbox in self._warm if sandbox.spec != self._latest_spec]:
+            self._warm.remove(sandbox)
+            self._close_soon(sandbox)
+        latest = self._latest_spec
+        coming = sum(spec == latest for spec in self._starting.values())
         for _ in range(self.config.prewarm - len(self._warm) - coming):
-            if wanted is not None:
-                task = asyncio.create_task(self._ahead(wanted))
-                self._starting[task] = wanted
+            if latest is not None:
+                task = asyncio.create_task(self._start_ahead(latest))
+                self._starting[task] = latest
                 task.add_done_callback(lambda done: self._starting.pop(done, None))
 
-    def _dropped(self, sandbox: Sandbox) -> asyncio.Task[None]:
+    def _close_soon(self, sandbox: Sandbox) -> asyncio.Task[None]:
         task = asyncio.create_task(sandbox.close())
-        self._dropping.add(task)
-        task.add_done_callback(self._closed_one)
+        self._closing.add(task)
+        task.add_done_callback(self._forget_closed)
         return task
 
-    def _closed_one(self, task: asyncio.Task[None]) -> None:
-        self._dropping.discard(task)
+    def _forget_closed(self, task: asyncio.Task[None]) -> None:
+        self._closing.discard(task)
         if not task.cancelled():
-            task.exception()  # the awaiting caller gets it; a dropped sandbox has none
+            task.exception()  # the caller that awaits it gets it; one that is closed in the background has no caller
 
-    async def _ahead(self, spec: SandboxSpec) -> None:
-        # A failed start ahead of need is not reported: the next request starts one itself and gets the error.
+    async def _start_ahead(self, spec: SandboxSpec) -> None:
+        # A failed prewarm is not reported: the next request starts a sandbox itself and gets the error.
         with contextlib.suppress(SandboxError):
             self._warm.append(await self._start(spec))
-            self._warm_up()
+            self._prewarm()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 512
 _CHUNK = 1 << 20
-_GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EINVAL)
+_VANISHED = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EINVAL)
 """The errors of a name that was removed, or became something else, since it was listed."""
 
 
@@ -31,24 +31,24 @@ def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0,
     source = os.path.realpath(source)
     if stat.S_IFMT(os.stat(source).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
         raise OSError(errno.EINVAL, "it is neither a file nor a folder")
-    ahead = [(source, name)]
-    while ahead:
-        path, inside = ahead.pop()
+    pending = [(source, name)]
+    while pending:
+        path, member_name = pending.pop()
         try:
-            below = _add(path, inside, stream, uid, gid)
+            below = _add_entry(path, member_name, stream, uid, gid)
         except OSError as error:
-            if path == source or error.errno not in _GONE:
+            if path == source or error.errno not in _VANISHED:
                 raise
             continue
-        ahead += [(f"{path}/{each}", f"{inside}/{each}") for each in sorted(below, reverse=True)]
+        pending += [(f"{path}/{child}", f"{member_name}/{child}") for child in sorted(below, reverse=True)]
     stream.write(bytes(2 * _BLOCK))
 
 
 def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> None:
     """Extract one member without special permission bits, as ``tarfile``'s filter ``tar``. Raises OSError."""
     top = os.path.realpath(folder)
-    place = os.path.realpath(os.path.join(top, member.name))
-    if os.path.commonpath((place, top)) != top:  # a folder of that name is a link that leads elsewhere
+    destination = os.path.realpath(os.path.join(top, member.name))
+    if os.path.commonpath((destination, top)) != top:  # a folder of that name is a link that leads elsewhere
         raise OSError(errno.EINVAL, f"{member.name!r} points outside the folder that it is unpacked into")
     member.mode &= 0o755
     if hasattr(tarfile, "fully_trusted_filter"):
@@ -57,44 +57,44 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> N
         archive.extract(member, folder, numeric_owner=True)
 
 
-def _add(path: str, name: str, stream: IO[bytes], uid: int, gid: int) -> list[str]:
+def _add_entry(path: str, name: str, stream: IO[bytes], uid: int, gid: int) -> list[str]:
     member = tarfile.TarInfo(name)
     member.uid, member.gid = uid, gid
     status = os.lstat(path)
     if stat.S_ISREG(status.st_mode):
-        # What took its place since is neither followed nor waited for.
+        # Another entry of that name since then (a link, a pipe) is neither followed nor waited for.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode):
                 member.size = status.st_size
-                _head(member, status, stream)
-                _content(fd, member, stream)
+                _write_header(member, status, stream)
+                _write_content(fd, member, stream)
         finally:
             os.close(fd)
         return []
     if stat.S_ISDIR(status.st_mode):
         below = os.listdir(path)
         member.type = tarfile.DIRTYPE
-        _head(member, status, stream)
+        _write_header(member, status, stream)
         return below
     if stat.S_ISLNK(status.st_mode):
         member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
-        _head(member, status, stream)
+        _write_header(member, status, stream)
     return []
 
 
-def _head(member: tarfile.TarInfo, status: os.stat_result, stream: IO[bytes]) -> None:
+def _write_header(member: tarfile.TarInfo, status: os.stat_result, stream: IO[bytes]) -> None:
     member.mode, member.mtime = stat.S_IMODE(status.st_mode), int(status.st_mtime)
     stream.write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
 
-def _content(fd: int, member: tarfile.TarInfo, stream: IO[bytes]) -> None:
-    left = member.size
-    while left:
-        data = os.read(fd, min(left, _CHUNK))
+def _write_content(fd: int, member: tarfile.TarInfo, stream: IO[bytes]) -> None:
+    remaining = member.size
+    while remaining:
+        data = os.read(fd, min(remaining, _CHUNK))
         if not data:
             raise OSError(errno.EIO, f"{member.name!r} became shorter while it was read")
         stream.write(data)
-        left -= len(data)
+        remaining -= len(data)
     stream.write(bytes(-member.size % _BLOCK))

@@ -1,4 +1,4 @@
-"""Archives on their way into a sandbox and out of it: what leads out, what is too much, and what changes meanwhile."""
+"""Archives between host and sandbox: paths that lead out, size limits, and files that change while they are packed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from turnwise.sandboxes.packing import extract, write_archive
 
 
 def archive(*members: tuple[str, bytes, str | bytes], top: str = ".") -> io.BytesIO:
-    """An archive of members: a name, a type, and a link's end or a file's content."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as out:
+    """Return an archive of members: name, type, and a link's target or a file's content."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as out:
         for name, kind, content in ((top, tarfile.DIRTYPE, ""), *members):
             member = tarfile.TarInfo(name)
             member.type, member.mode = kind, 0o4777
@@ -30,14 +30,14 @@ def archive(*members: tuple[str, bytes, str | bytes], top: str = ".") -> io.Byte
             else:
                 member.linkname = str(content)
                 out.addfile(member)
-    made.seek(0)
-    return made
+    stream.seek(0)
+    return stream
 
 
 FILE, LINK, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
 
 
-def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
+def test_packed_folder_unpacks_to_the_same_files(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "a/b").mkdir(parents=True)
     (source / "a/b/file").write_bytes(b"\0\1")
@@ -51,18 +51,18 @@ def test_a_folder_comes_out_as_it_went_in(tmp_path: Path) -> None:
     packed = io.BytesIO()
     pack(source, packed, uid=7, gid=8)
     packed.seek(0)
-    with tarfile.open(fileobj=packed) as made:
-        assert {(member.uid, member.gid, member.uname) for member in made} == {(7, 8, "")}
+    with tarfile.open(fileobj=packed) as archived:
+        assert {(member.uid, member.gid, member.uname) for member in archived} == {(7, 8, "")}
     packed.seek(0)
     unpack(packed, tmp_path / "target", 100)
-    found = sorted(str(path.relative_to(tmp_path / "target")) for path in (tmp_path / "target").rglob("*"))
-    assert found == ["a", "a/b", "a/b/file", "a/run", "a/up", "again", "empty", "link"]
+    names = sorted(str(path.relative_to(tmp_path / "target")) for path in (tmp_path / "target").rglob("*"))
+    assert names == ["a", "a/b", "a/b/file", "a/run", "a/up", "again", "empty", "link"]
     assert (tmp_path / "target/link").readlink() == Path("a/b/file")
     assert (tmp_path / "target/again").read_bytes() == b"#!/bin/sh\n"
     assert (tmp_path / "target/a/run").stat().st_mode & 0o777 == 0o755
 
 
-def test_one_file_comes_out_as_the_target(tmp_path: Path) -> None:
+def test_packed_file_unpacks_as_the_target(tmp_path: Path) -> None:
     (tmp_path / "one").write_text("1")
     packed = io.BytesIO()
     pack(tmp_path / "one", packed, name="./one")
@@ -91,15 +91,17 @@ def test_one_file_comes_out_as_the_target(tmp_path: Path) -> None:
         [("out", tarfile.CHRTYPE, "")],
     ],
 )
-def test_nothing_leads_out(members: list[tuple[str, bytes, str | bytes]], tmp_path: Path) -> None:
+def test_unpacking_writes_nothing_outside_its_target(
+    members: list[tuple[str, bytes, str | bytes]], tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_text("secret")
     target = tmp_path / "target"
 
     def named(text: str | bytes) -> str | bytes:
         return text.replace("/TMP", str(tmp_path)) if isinstance(text, str) else text
 
-    made = archive(*((str(named(name)), kind, named(content)) for name, kind, content in members))
-    unpack(made, target, 100)
+    packed = archive(*((str(named(name)), kind, named(content)) for name, kind, content in members))
+    unpack(packed, target, 100)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "target"]
     assert (tmp_path / "secret").read_text() == "secret"
     for path in target.rglob("*"):
@@ -107,7 +109,7 @@ def test_nothing_leads_out(members: list[tuple[str, bytes, str | bytes]], tmp_pa
         assert not path.is_file() or b"secret" not in path.read_bytes()
 
 
-def test_a_link_that_was_there_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_existing_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "file").write_text("mine")
     target = tmp_path / "target"
@@ -120,20 +122,20 @@ def test_a_link_that_was_there_is_replaced_and_not_followed(tmp_path: Path) -> N
     assert (target / "name").read_bytes() == b"theirs"
 
 
-def test_special_permissions_do_not_come_along(tmp_path: Path) -> None:
+def test_special_permission_bits_are_dropped(tmp_path: Path) -> None:
     unpack(archive(("tool", FILE, b"x")), tmp_path / "target", 100)
     assert (tmp_path / "target/tool").stat().st_mode & 0o7777 == 0o755
 
 
-def test_more_than_is_taken_and_what_is_no_archive_are_refused(tmp_path: Path) -> None:
+def test_oversized_and_invalid_archives_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxFileTooLarge, match="max_bytes=3"):
         unpack(archive(("a", FILE, b"12"), ("b", FILE, b"34")), tmp_path / "a", 3)
-    for nothing in (b"no archive at all" * 100, bytes(1024), b""):
+    for junk in (b"no archive at all" * 100, bytes(1024), b""):
         with pytest.raises(SandboxFileError, match="archive"):
-            unpack(io.BytesIO(nothing), tmp_path / "b", 3)
+            unpack(io.BytesIO(junk), tmp_path / "b", 3)
 
 
-def test_second_names_of_a_file_count_as_often_as_they_are_written(tmp_path: Path) -> None:
+def test_each_hard_link_counts_towards_max_bytes(tmp_path: Path) -> None:
     names = [(f"n{number}", HARD, "a") for number in range(9)]
     unpack(archive(("a", FILE, b"1234"), *names), tmp_path / "fits", 40)
     assert {path.read_bytes() for path in (tmp_path / "fits").iterdir()} == {b"1234"}
@@ -143,7 +145,7 @@ def test_second_names_of_a_file_count_as_often_as_they_are_written(tmp_path: Pat
 
 
 @pytest.mark.parametrize("size", [0, 1, 512, 10_240 - 512, 10_240, 3 * 10_240 - 512])
-def test_an_archive_is_read_to_its_end_so_that_whoever_packs_it_is_not_cut_off(size: int, tmp_path: Path) -> None:
+def test_unpacking_reads_the_archive_to_its_end(size: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(size))
     packed = io.BytesIO()
     pack(tmp_path / "file", packed)
@@ -153,56 +155,56 @@ def test_an_archive_is_read_to_its_end_so_that_whoever_packs_it_is_not_cut_off(s
     assert (tmp_path / "again").stat().st_size == size
 
 
-# What changes while it is packed.
+# Files that change while they are packed.
 
 
-class Watched(io.BytesIO):
-    """Lets something happen as soon as a word has been written."""
+class WatchedStream(io.BytesIO):
+    """A stream that calls a function as soon as a word has been written."""
 
-    def __init__(self, word: str, happens: Callable[[], object]) -> None:
+    def __init__(self, word: str, callback: Callable[[], object]) -> None:
         super().__init__()
-        self.word, self.happens = word.encode(), happens
+        self.word, self.callback = word.encode(), callback
 
     def write(self, data: Any) -> int:
         written = super().write(data)
         if self.word in bytes(data):
             self.word = b"\xff never"
-            self.happens()
+            self.callback()
         return written
 
 
-def changed(folder: Path, happens: Callable[[], object]) -> Path:
-    """Pack a folder in which something happens once the header of ``b`` is written, and unpack it."""
+def unpack_changing(folder: Path, callback: Callable[[], object]) -> Path:
+    """Pack a folder, call a function once the header of ``b`` is written, and unpack the archive."""
     (folder / "in").mkdir()
     for name in "abc":
         (folder / "in" / name).write_bytes(b"1234")
-    packed = Watched("./b", happens)
+    packed = WatchedStream("./b", callback)
     write_archive(str(folder / "in"), packed)
     packed.seek(0)
     unpack(packed, folder / "out", 1000)
     return folder / "out"
 
 
-def test_of_a_file_that_grows_comes_what_it_held(tmp_path: Path) -> None:
+def test_growing_file_is_packed_as_of_its_opening(tmp_path: Path) -> None:
     def grow() -> None:
         with (tmp_path / "in/b").open("ab") as file:
             file.write(b"5" * 2000)
 
-    out = changed(tmp_path, grow)
+    out = unpack_changing(tmp_path, grow)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == dict.fromkeys("abc", b"1234")
 
 
-def test_a_file_that_becomes_shorter_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_shrinking_file_raises_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"'\./b' became shorter while it was read"):
-        changed(tmp_path, lambda: os.truncate(tmp_path / "in/b", 1))
+        unpack_changing(tmp_path, lambda: os.truncate(tmp_path / "in/b", 1))
     source = tmp_path / "in"
     (source / "b").write_bytes(b"1234")
     with pytest.raises(SandboxFileError, match=r"cannot be uploaded: '\./b' became shorter"):
-        pack(source, Watched("./b", lambda: os.truncate(source / "b", 1)))
+        pack(source, WatchedStream("./b", lambda: os.truncate(source / "b", 1)))
 
 
 @pytest.mark.parametrize("becomes", ["nothing", "a pipe", "a folder", "a link"])
-def test_what_goes_away_is_left_out_and_nothing_is_waited_for(becomes: str, tmp_path: Path) -> None:
+def test_vanished_entry_is_skipped_without_blocking(becomes: str, tmp_path: Path) -> None:
     def change() -> None:
         (tmp_path / "in/c").unlink()
         if becomes == "a pipe":
@@ -212,7 +214,7 @@ def test_what_goes_away_is_left_out_and_nothing_is_waited_for(becomes: str, tmp_
         elif becomes == "a link":
             (tmp_path / "in/c").symlink_to("/etc/passwd")
 
-    out = changed(tmp_path, change)
+    out = unpack_changing(tmp_path, change)
     assert {path.name for path in out.iterdir() if path.is_file()} == {"a", "b"}
 
 
@@ -224,7 +226,7 @@ def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     new = tarfile.TarFile.extract
 
     def old(self: Any, member: Any, path: str = "", set_attrs: bool = True, *, numeric_owner: bool = False) -> None:
-        self.extraction_filter = lambda found, _: found
+        self.extraction_filter = lambda member, _: member
         new(self, member, path, set_attrs, numeric_owner=numeric_owner)
 
     monkeypatch.delattr(tarfile, "fully_trusted_filter", raising=False)
@@ -232,21 +234,21 @@ def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("python")
-def test_members_are_written_inside_a_folder_on_every_python(tmp_path: Path) -> None:
+def test_extract_stays_inside_the_folder_on_every_python(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (target / "away").symlink_to(tmp_path)
     packed = archive(("sub", tarfile.DIRTYPE, ""), ("sub/file", FILE, b"content"), ("sub/link", LINK, "/absolute"))
-    with tarfile.open(fileobj=packed, mode="r|") as made:
-        for member in made:
-            extract(made, member, str(target))
+    with tarfile.open(fileobj=packed, mode="r|") as opened:
+        for member in opened:
+            extract(opened, member, str(target))
     assert (target / "sub/file").read_bytes() == b"content"
     assert (target / "sub/file").stat().st_mode & 0o7777 == 0o755
     assert (target / "sub/link").readlink() == Path("/absolute")
     for name in ("away/file", "../file", str(tmp_path / "file")):
-        with tarfile.open(fileobj=archive((name, FILE, b"out")), mode="r|") as made:
-            members = iter(made)
+        with tarfile.open(fileobj=archive((name, FILE, b"out")), mode="r|") as opened:
+            members = iter(opened)
             next(members)
             with pytest.raises(OSError, match="points outside the folder"):
-                extract(made, next(members), str(target))
+                extract(opened, next(members), str(target))
     assert not (tmp_path / "file").exists()

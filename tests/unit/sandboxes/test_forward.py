@@ -1,4 +1,4 @@
-"""Ways out of a sandbox: what a relay passes on, and when it ends. A loopback socket stands for one inside."""
+"""Port forwarding: what a relay forwards, and when it ends. A loopback socket stands for one inside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Inside(PortForwarding):
-    """The part of a sandbox that is tested here."""
+    """A sandbox reduced to its forwarding."""
 
     backend = "inside"
 
@@ -27,7 +27,7 @@ class Inside(PortForwarding):
 
 @contextlib.asynccontextmanager
 async def exposed(serve: Serve) -> AsyncIterator[tuple[Inside, int]]:
-    """Serve something, and let the inside reach it: yields the sandbox and the port inside."""
+    """Serve connections and expose the server: yields the sandbox and the port inside."""
     sandbox = Inside()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with asyncio.timeout(20), server:
@@ -38,21 +38,21 @@ async def exposed(serve: Serve) -> AsyncIterator[tuple[Inside, int]]:
 
 
 async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer only once the other side has said all that it has to say."""
+    """Answer only after the client has closed its sending side."""
     writer.write((await reader.read()).upper())
     writer.close()
 
 
-async def test_a_side_that_said_all_is_still_answered() -> None:
+async def test_half_closed_connection_is_still_answered() -> None:
     async with exposed(upper) as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"is there anybody")
+        writer.write(b"hello there")
         writer.write_eof()
-        assert await reader.read() == b"IS THERE ANYBODY"
+        assert await reader.read() == b"HELLO THERE"
         writer.close()
 
 
-async def test_large_and_many_and_binary() -> None:
+async def test_concurrent_binary_streams_arrive_unchanged() -> None:
     data = os.urandom(3_000_000)
 
     async def once(port: int) -> bytes:
@@ -77,7 +77,7 @@ async def test_large_and_many_and_binary() -> None:
         assert set(await asyncio.gather(*(once(port) for _ in range(4)))) == {data}
 
 
-async def test_who_does_not_read_holds_the_other_back() -> None:
+async def test_slow_reader_holds_back_the_sender() -> None:
     sent = 0
 
     async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -92,20 +92,20 @@ async def test_who_does_not_read_holds_the_other_back() -> None:
 
     async with exposed(pour) as (_, port):
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=65_536)
-        before = -1
-        while not sent or sent != before:
-            before = sent
+        previous = -1
+        while not sent or sent != previous:
+            previous = sent
             await asyncio.sleep(0.2)
         # What the kernel's and our buffers hold; all of it would be 250 MiB.
         assert 0 < sent < 100 * 2**20
         writer.transport.abort()
 
 
-async def test_one_address_has_one_port_and_is_gone_when_the_sandbox_is() -> None:
+async def test_address_has_one_port_until_the_sandbox_ends() -> None:
     async with exposed(upper) as (sandbox, port):
-        one, two = sorted(sandbox._relays or ())[0], ("127.0.0.1", 1)
-        assert await sandbox.expose(*one) == f"http://127.0.0.1:{port}"
-        assert await sandbox.expose(*two) != f"http://127.0.0.1:{port}"
+        known_address, new_address = sorted(sandbox._relays or ())[0], ("127.0.0.1", 1)
+        assert await sandbox.expose(*known_address) == f"http://127.0.0.1:{port}"
+        assert await sandbox.expose(*new_address) != f"http://127.0.0.1:{port}"
         reader, _ = await asyncio.open_connection("127.0.0.1", port)
         await sandbox.stop_relays()
         with contextlib.suppress(ConnectionError):
@@ -115,7 +115,7 @@ async def test_one_address_has_one_port_and_is_gone_when_the_sandbox_is() -> Non
         await sandbox.stop_relays()
 
 
-async def test_where_nothing_listens_the_connection_ends() -> None:
+async def test_connection_to_a_closed_port_ends() -> None:
     sandbox = Inside()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
@@ -127,22 +127,22 @@ async def test_where_nothing_listens_the_connection_ends() -> None:
     await sandbox.stop_relays()
 
 
-async def test_connections_are_bounded() -> None:
+async def test_concurrent_connections_are_bounded() -> None:
     async with exposed(upper) as (_, port):
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(64)]
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(64)]
         # The relay takes connections in the order in which they came.
         reader, _ = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(ConnectionError):
             assert await reader.read() == b""
-        first_reader, first = held[0]
+        first_reader, first = connections[0]
         first.write(b"still here")
         first.write_eof()
         assert await first_reader.read() == b"STILL HERE"
-        for _, writer in held:
+        for _, writer in connections:
             writer.transport.abort()
 
 
-async def test_a_backend_that_cannot_says_so() -> None:
+async def test_backend_without_forwarding_raises() -> None:
     class Far(PortForwarding):
         backend = "far"
 
@@ -150,14 +150,14 @@ async def test_a_backend_that_cannot_says_so() -> None:
         await Far().expose("127.0.0.1", 80)
 
 
-async def test_a_process_that_is_gone_has_no_network_to_listen_in() -> None:
+async def test_listening_in_a_dead_process_raises() -> None:
     process = await asyncio.create_subprocess_exec("true")
     await process.wait()
     with pytest.raises(SandboxUnavailable, match="cannot enter"):
         await listen_in(process.pid)
 
 
-async def test_an_address_asked_for_twice_at_once_is_relayed_once_and_none_is_left_by_a_close() -> None:
+async def test_concurrent_expose_shares_one_relay_and_close_leaves_none() -> None:
     class Slow(Inside):
         closed = False
 
@@ -165,19 +165,19 @@ async def test_an_address_asked_for_twice_at_once_is_relayed_once_and_none_is_le
             await asyncio.sleep(0.01)
             if self.closed:
                 raise SandboxUnavailable("closed")
-            made = await super().listen(port)
-            listeners.append(made)
-            return made
+            listener = await super().listen(port)
+            listeners.append(listener)
+            return listener
 
     listeners: list[socket.socket] = []
     sandbox = Slow()
-    one, other = await asyncio.gather(sandbox.expose("127.0.0.1", 9), sandbox.expose("127.0.0.1", 9))
-    assert one == other
-    assert [each.fileno() >= 0 for each in listeners] == [True, False]
+    first, second = await asyncio.gather(sandbox.expose("127.0.0.1", 9), sandbox.expose("127.0.0.1", 9))
+    assert first == second
+    assert [listener.fileno() >= 0 for listener in listeners] == [True, False]
     exposing = asyncio.create_task(sandbox.expose("127.0.0.1", 10))
     await asyncio.sleep(0)
     sandbox.closed = True
     await sandbox.stop_relays()
     with pytest.raises(SandboxUnavailable):
         await exposing
-    assert all(each.fileno() < 0 for each in listeners)
+    assert all(listener.fileno() < 0 for listener in listeners)

@@ -1,4 +1,4 @@
-"""The bookkeeping of sandboxes: bounds, retries, those started ahead, and that all of them are closed."""
+"""The sandbox manager: bounded and retried starts, prewarming, and that every sandbox is closed."""
 
 from __future__ import annotations
 
@@ -17,76 +17,81 @@ from turnwise.sandboxes.config import open_backend
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turnwise.sandboxes.manager._BACKOFF", 0.0)
 
 
-def manager(backend: NotedBackend, **config: object) -> SandboxManager:
+def open_manager(backend: NotedBackend, **config: object) -> SandboxManager:
     return SandboxManager(SandboxConfig.model_validate(config), backend)
 
 
-async def test_a_start_that_fails_is_tried_again_and_counted() -> None:
+async def test_failed_start_is_retried_and_counted() -> None:
     backend = NotedBackend(failing={1, 2})
-    held = manager(backend, start_retries=2)
-    sandbox = await held.open()
-    assert (sandbox.id, held.stats.retries, held.stats.opened, held.stats.failed) == ("noted-3", 2, 1, 0)
-    await held.close()
+    sandbox_manager = open_manager(backend)
+    sandbox = await sandbox_manager.open()
+    assert (sandbox.id, sandbox_manager.stats.retries, sandbox_manager.stats.opened, sandbox_manager.stats.failed) == (
+        "noted-3",
+        2,
+        1,
+        0,
+    )
+    await sandbox_manager.close()
     assert backend.alive == set()
     assert backend.closed
 
 
-async def test_one_that_never_starts_says_why_and_one_that_cannot_is_not_tried_again() -> None:
+async def test_last_start_error_is_raised_and_unavailable_is_not_retried() -> None:
     backend = NotedBackend(failing={1, 2, 3, 4})
-    held = manager(backend, start_retries=2)
+    sandbox_manager = open_manager(backend)
     with pytest.raises(SandboxStartError, match="did not start"):
-        await held.open()
-    assert (backend.made, held.stats.failed) == (3, 1)
+        await sandbox_manager.open()
+    assert (backend.made, sandbox_manager.stats.failed) == (3, 1)
     backend.error = SandboxUnavailable("no engine")
     with pytest.raises(SandboxUnavailable):
-        await held.open()
+        await sandbox_manager.open()
     assert backend.made == 4
 
 
-async def test_starts_are_bounded() -> None:
+async def test_concurrent_starts_are_bounded() -> None:
     backend = NotedBackend()
     backend.gate = asyncio.Event()
-    held = manager(backend, max_starts=3)
-    opening = [asyncio.create_task(held.open()) for _ in range(10)]
+    sandbox_manager = open_manager(backend, max_starts=3)
+    opening = [asyncio.create_task(sandbox_manager.open()) for _ in range(10)]
     await until(lambda: backend.starting == 3, "three start")
     backend.gate.set()
     await asyncio.gather(*opening)
     assert backend.most_starting == 3
     assert len(backend.alive) == 10
     assert backend.reaped == 1, "what dead hosts left is removed once"
-    await held.close()
+    await sandbox_manager.close()
     assert backend.alive == set()
 
 
-async def test_those_started_ahead_are_handed_out_and_those_of_another_kind_make_room() -> None:
+async def test_prewarmed_sandboxes_follow_the_latest_spec() -> None:
     backend = NotedBackend()
-    held = manager(backend, prewarm=2)
-    await held.open()
+    sandbox_manager = open_manager(backend, prewarm=2)
+    await sandbox_manager.open()
     await until(lambda: len(backend.alive) == 3, "two ahead")
-    taken = await held.open()
-    assert held.stats.warm == 1
-    assert taken.id in {"noted-2", "noted-3"}
+    prewarmed = await sandbox_manager.open()
+    assert sandbox_manager.stats.warm == 1
+    assert prewarmed.id in {"noted-2", "noted-3"}
     other = SandboxSpec(image="other")
-    await held.open(other)
-    await until(lambda: len(backend.alive) == 5 and len(held._warm) == 2, "two ahead of the other kind")
-    assert held.stats.warm == 1
-    assert (await held.open(other)).spec.image == "other"
-    assert held.stats.warm == 2
-    await held.close()
+    await sandbox_manager.open(other)
+    await until(lambda: len(backend.alive) == 5 and len(sandbox_manager._warm) == 2, "two ahead of the other kind")
+    assert sandbox_manager.stats.warm == 1
+    assert (await sandbox_manager.open(other)).spec.image == "other"
+    assert sandbox_manager.stats.warm == 2
+    await sandbox_manager.close()
     assert backend.alive == set()
 
 
-async def test_closing_ends_what_is_being_opened() -> None:
+async def test_close_ends_sandboxes_that_are_starting() -> None:
     backend = NotedBackend()
     backend.gate = asyncio.Event()
-    held = manager(backend, prewarm=4)
-    opening = asyncio.create_task(held.open())
+    sandbox_manager = open_manager(backend, prewarm=4)
+    opening = asyncio.create_task(sandbox_manager.open())
     await until(lambda: backend.starting == 1, "one starts")
-    closing = asyncio.create_task(held.close())
+    closing = asyncio.create_task(sandbox_manager.close())
     await asyncio.sleep(0)
     backend.gate.set()
     await closing
@@ -95,18 +100,18 @@ async def test_closing_ends_what_is_being_opened() -> None:
     assert backend.alive == set()
 
 
-async def test_a_close_that_is_cancelled_goes_on_and_a_fork_of_a_closed_one_is_closed() -> None:
+async def test_cancelled_release_continues_and_fork_after_close_is_closed() -> None:
     backend = NotedBackend()
-    held = manager(backend)
-    first, second = await held.open(), await held.open()
-    closing, go_on = first.close, asyncio.Event()
+    sandbox_manager = open_manager(backend)
+    first, second = await sandbox_manager.open(), await sandbox_manager.open()
+    close, release = first.close, asyncio.Event()
 
     async def slowly() -> None:
-        await go_on.wait()
-        await closing()
+        await release.wait()
+        await close()
 
     first.close = slowly  # type: ignore[method-assign]
-    releasing = asyncio.create_task(held.release(first))
+    releasing = asyncio.create_task(sandbox_manager.release(first))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     releasing.cancel()
@@ -114,11 +119,11 @@ async def test_a_close_that_is_cancelled_goes_on_and_a_fork_of_a_closed_one_is_c
         await releasing
     assert first.id in backend.alive
     backend.gate = asyncio.Event()
-    forking = asyncio.create_task(held.fork(second))
+    forking = asyncio.create_task(sandbox_manager.fork(second))
     await until(lambda: backend.starting == 1, "a fork starts")
-    ending = asyncio.create_task(held.close())
+    ending = asyncio.create_task(sandbox_manager.close())
     await asyncio.sleep(0)
-    go_on.set()
+    release.set()
     await ending
     assert first.id not in backend.alive
     backend.gate.set()
@@ -127,18 +132,20 @@ async def test_a_close_that_is_cancelled_goes_on_and_a_fork_of_a_closed_one_is_c
     assert backend.alive == set()
 
 
-async def test_configured_limits_go_before_those_of_the_environment() -> None:
+async def test_configured_limits_override_the_environments() -> None:
     backend = NotedBackend()
     config = load_config(SandboxConfig, overrides=["limits.memory=1.5g", "limits.network=true"])
-    held = SandboxManager(config, backend)
-    asked = SandboxSpec(limits=SandboxLimits(memory=1, pids=7))
-    assert (await held.open(asked)).spec.limits == replace(asked.limits, memory=3 * 2**29, network=True)
-    await held.close()
+    sandbox_manager = SandboxManager(config, backend)
+    requested = SandboxSpec(limits=SandboxLimits(memory=1, pids=7))
+    assert (await sandbox_manager.open(requested)).spec.limits == replace(
+        requested.limits, memory=3 * 2**29, network=True
+    )
+    await sandbox_manager.close()
     with pytest.raises(ConfigError, match="'lots' is not a size"):
         load_config(SandboxConfig, overrides=["limits.memory=lots"])
 
 
-def test_an_unknown_backend_is_told_with_the_nearest() -> None:
+def test_unknown_backend_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'doker'; did you mean 'docker'"):
         open_backend(SandboxConfig(name="doker"))
     with pytest.raises(ConfigError, match="not a SandboxBackend"):
@@ -147,7 +154,7 @@ def test_an_unknown_backend_is_told_with_the_nearest() -> None:
         open_backend(SandboxConfig(config={"images": ["a"]}))
 
 
-class _Boxed(Env):
+class _TwoSandboxes(Env):
     fails = False
 
     async def reset(self, task=None, *, seed=None):  # type: ignore[no-untyped-def]
@@ -159,12 +166,12 @@ class _Boxed(Env):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-async def test_an_episode_s_sandboxes_end_with_it(wrapped: bool) -> None:
+async def test_sandboxes_of_an_episode_are_closed_with_it(wrapped: bool) -> None:
     backend = NotedBackend()
-    held = manager(backend)
-    inside = _Boxed()
-    env = wrap(inside, "turn_limit", max_turns=3) if wrapped else inside
-    env.sandboxes = held
+    sandbox_manager = open_manager(backend)
+    inner = _TwoSandboxes()
+    env = wrap(inner, "turn_limit", max_turns=3) if wrapped else inner
+    env.sandboxes = sandbox_manager
     await reset_env(env)
     assert env.sandbox is not None
     assert env.sandbox.id == "noted-1"
@@ -172,14 +179,14 @@ async def test_an_episode_s_sandboxes_end_with_it(wrapped: bool) -> None:
     await reset_env(env)
     assert env.sandbox.id == "noted-3"
     assert backend.alive == {"noted-3", "noted-4"}
-    fork = await inside.fork_sandbox(env.sandbox)
-    await inside.close_sandbox(env.sandbox)
+    fork = await inner.fork_sandbox(env.sandbox)
+    await inner.close_sandbox(env.sandbox)
     assert backend.alive == {"noted-4", fork.id}
     assert env.sandbox is None
-    inside.fails = True
+    inner.fails = True
     with pytest.raises(EnvError):
         await reset_env(env)
     await close_env(env)
     assert backend.alive == set()
     assert not backend.closed, "the manager is the runner's"
-    await held.close()
+    await sandbox_manager.close()

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from turnwise.sandboxes.core import MAX_OUTPUT, Kept
+from turnwise.sandboxes.core import MAX_OUTPUT, HeadTailBuffer
 
 _PIECE: Final = 65_536
 _HEADER: Final = struct.Struct(">BxxxL")
@@ -52,7 +52,7 @@ class Output:
         self.end: str | None = None
         self._mark = mark + b":"
         self._waiting = bytearray()
-        self._kept = Kept(max_bytes)
+        self._kept = HeadTailBuffer(max_bytes)
 
     def feed(self, data: bytes) -> None:
         """Append bytes; those after the end marker are dropped."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from turnwise.errors import SandboxDied
-from turnwise.sandboxes.core import MAX_OUTPUT, Kept, SandboxProcess
+from turnwise.sandboxes.core import MAX_OUTPUT, HeadTailBuffer, SandboxProcess
 from turnwise.sandboxes.local.channel import Channel, Request
 
 KILL_SECONDS: Final = 30.0
@@ -134,7 +134,7 @@ class Collector:
     def __init__(self, fd: int, limit: int) -> None:
         self._loop = asyncio.get_running_loop()
         self.fd = fd
-        self._kept = Kept(limit)
+        self._kept = HeadTailBuffer(limit)
         self._dropping = False
         self.over: asyncio.Future[None] = self._loop.create_future()
         os.set_blocking(fd, False)

@@ -292,7 +292,7 @@ class LocalSandbox(Sandbox):
                     request = await channel.request({"op": "unpack", "path": self._inside(target)}, [reading])
             finally:
                 os.close(reading)
-            sending = archives.Sending(source, writing)
+            sending = archives.ArchiveSender(source, writing)
             packing = asyncio.create_task(asyncio.to_thread(sending.run))
             try:
                 await self._served(request, target, 0, lambda: sending.sent)
@@ -300,7 +300,7 @@ class LocalSandbox(Sandbox):
                 with contextlib.suppress(BrokenPipeError):
                     await packing
             return
-        fd = archives.opened(source)
+        fd = archives.open_source(source)
         try:
             size = os.fstat(fd)
             message = {"op": "write", "path": self._inside(target), "mode": size.st_mode & 0o777}

@@ -13,17 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from turnwise.errors import SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge, ToolError
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
-from turnwise.tools.sandboxed.base import SandboxTool, as_schema_of, tool_config
+from turnwise.tools.sandboxed.base import SandboxTool, make_schema, tool_config
 
 _CONTEXT: Final = 3
-_MOST_LINES_COMPARED: Final = 4000
-_LEAST_ALIKE: Final = 0.5
-_MOST_NAMED: Final = 20
+_MAX_LINES_COMPARED: Final = 4000
+_MIN_SIMILARITY: Final = 0.5
+_MAX_LINES_NAMED: Final = 20
 
 
 def lines_of(text: str) -> list[str]:
     """Split a text at line feeds only, as compilers and ``diff`` do."""
-    return [line.rstrip("\r\n") for line in _with_ends(text)]
+    return [line.rstrip("\r\n") for line in _split_lines(text)]
 
 
 def numbered(lines: list[str], first: int = 1) -> str:
@@ -31,14 +31,14 @@ def numbered(lines: list[str], first: int = 1) -> str:
     return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, first))
 
 
-def shown_part(text: str, first: int, last: int) -> str:
-    """Return lines ``first`` to ``last`` (from 1, inclusive) with context, numbered."""
+def numbered_excerpt(text: str, first_line: int, last_line: int) -> str:
+    """Return lines ``first_line`` to ``last_line`` (from 1, inclusive) with context, numbered."""
     lines = lines_of(text)
-    start, end = max(1, first - _CONTEXT), min(len(lines), last + _CONTEXT)
+    start, end = max(1, first_line - _CONTEXT), min(len(lines), last_line + _CONTEXT)
     return numbered(lines[start - 1 : end], start)
 
 
-def replaced(text: str, old: str, new: str) -> tuple[str, int]:
+def replace_text(text: str, old: str, new: str) -> tuple[str, int]:
     """Replace the only occurrence of ``old``; return the new text and the first changed line.
 
     Line ends of ``old`` and ``new`` are adapted to a text with Windows line ends, unless ``old`` matches verbatim.
@@ -50,23 +50,23 @@ def replaced(text: str, old: str, new: str) -> tuple[str, int]:
         raise ToolError("old_str and new_str are the same: nothing would change")
     if "\r\n" in text and "\r" not in old and (old.replace("\n", "\r\n") in text or old not in text):
         old, new = old.replace("\n", "\r\n"), new.replace("\n", "\r\n")
-    places = _places(text, old)
-    if len(places) > 1:
-        lines = [text.count("\n", 0, place) + 1 for place in places]
-        named = ", ".join(map(str, lines[:_MOST_NAMED])) + (", ..." if len(lines) > _MOST_NAMED else "")
+    positions = _find_all(text, old)
+    if len(positions) > 1:
+        lines = [text.count("\n", 0, position) + 1 for position in positions]
+        named = ", ".join(map(str, lines[:_MAX_LINES_NAMED])) + (", ..." if len(lines) > _MAX_LINES_NAMED else "")
         raise ToolError(
-            f"old_str occurs {len(places)} times, at lines {named}: take more lines around it into old_str, so "
+            f"old_str occurs {len(positions)} times, at lines {named}: take more lines around it into old_str, so "
             "that it occurs once"
         )
-    if not places:
-        raise ToolError(_missing(text, old))
-    place = places[0]
-    return text[:place] + new + text[place + len(old) :], text.count("\n", 0, place) + 1
+    if not positions:
+        raise ToolError(_explain_no_match(text, old))
+    position = positions[0]
+    return text[:position] + new + text[position + len(old) :], text.count("\n", 0, position) + 1
 
 
-def inserted(text: str, line: int, new: str) -> str:
+def insert_text(text: str, line: int, new: str) -> str:
     """Insert ``new`` after a line (0: at the start); ToolError if there is no such line."""
-    lines = _with_ends(text)
+    lines = _split_lines(text)
     if not 0 <= line <= len(lines):
         raise ToolError(f"insert_line is {line}: the file has {len(lines)} lines, so it must be from 0 to {len(lines)}")
     ending = "\r\n" if "\r\n" in text else "\n"
@@ -80,51 +80,52 @@ def inserted(text: str, line: int, new: str) -> str:
     return "".join([*lines[:line], new, *lines[line:]])
 
 
-def _places(text: str, part: str) -> list[int]:
-    """Return all occurrences, overlapping ones included: each would be a different edit."""
-    found, start = [], text.find(part)
+def _find_all(text: str, part: str) -> list[int]:
+    """Return all occurrences, overlapping ones included, since they would be different edits."""
+    positions, start = [], text.find(part)
     while start >= 0:
-        found.append(start)
+        positions.append(start)
         start = text.find(part, start + 1)
-    return found
+    return positions
 
 
-def _missing(text: str, old: str) -> str:
-    lines, wanted = lines_of(text), lines_of(old.strip("\r\n"))
-    count = max(1, len(wanted))
-    loose = [_loose(line) for line in wanted]
+def _explain_no_match(text: str, old: str) -> str:
+    lines, old_lines = lines_of(text), lines_of(old.strip("\r\n"))
+    count = max(1, len(old_lines))
+    squeezed = [_without_spaces(line) for line in old_lines]
     starts = range(max(1, len(lines) - count + 1))
-    alike = [start + 1 for start in starts if [_loose(line) for line in lines[start : start + count]] == loose]
-    begin = "old_str does not occur in the file"
-    if alike and any(loose):
+    squeezed_lines = [_without_spaces(line) for line in lines]
+    alike = [start + 1 for start in starts if squeezed_lines[start : start + count] == squeezed]
+    problem = "old_str does not occur in the file"
+    if alike and any(squeezed):
         first = alike[0]
-        there = numbered(lines[first - 1 : first - 1 + count], first)
-        return f"{begin} exactly; with different whitespace it does, at line {first}:\n{there}\nCopy it exactly."
-    if len(lines) > _MOST_LINES_COMPARED:
-        return f"{begin}: view the part that you mean and copy it exactly"
+        excerpt = numbered(lines[first - 1 : first - 1 + count], first)
+        return f"{problem} exactly; with different whitespace it does, at line {first}:\n{excerpt}\nCopy it exactly."
+    if len(lines) > _MAX_LINES_COMPARED:
+        return f"{problem}: view the part that you mean and copy it exactly"
     best, score = 0, 0.0
     matcher = difflib.SequenceMatcher(autojunk=False)
-    matcher.set_seq2("\n".join(wanted))
+    matcher.set_seq2("\n".join(old_lines))
     for start in starts:
         matcher.set_seq1("\n".join(lines[start : start + count]))
         if matcher.real_quick_ratio() > score and matcher.quick_ratio() > score and (ratio := matcher.ratio()) > score:
             best, score = start, ratio
-    if score < _LEAST_ALIKE:
-        return f"{begin}, nor anything like it: view the file and copy what you want to replace exactly"
-    there = numbered(lines[best : best + count], best + 1)
-    return f"{begin}. The nearest is at line {best + 1}:\n{there}\nCopy it exactly."
+    if score < _MIN_SIMILARITY:
+        return f"{problem}, nor anything like it: view the file and copy what you want to replace exactly"
+    excerpt = numbered(lines[best : best + count], best + 1)
+    return f"{problem}. The nearest is at line {best + 1}:\n{excerpt}\nCopy it exactly."
 
 
-def _with_ends(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
-def _loose(line: str) -> str:
+def _without_spaces(line: str) -> str:
     return "".join(line.split())
 
 
-_MOST_ENTRIES: Final = 400
-_MOST_UNDONE: Final = 50
+_MAX_ENTRIES: Final = 400
+_MAX_VERSIONS: Final = 50
 _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "view": (),
     "create": ("file_text",),
@@ -159,14 +160,14 @@ class EditorConfig(BaseModel):
 
 
 @dataclass(slots=True)
-class Desk:
-    """The undo history of an episode, latest last; None is an absent file."""
+class EditHistory:
+    """The earlier contents of an episode's edited files, latest last; None is an absent file."""
 
     sandbox: Sandbox
-    before: dict[str, list[bytes | None]] = field(default_factory=dict)
+    versions: dict[str, list[bytes | None]] = field(default_factory=dict)
 
 
-class EditorTool(SandboxTool[Desk]):
+class EditorTool(SandboxTool[EditHistory]):
     """``editor``: views and edits text files in the episode's sandbox."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
@@ -185,16 +186,16 @@ class EditorTool(SandboxTool[Desk]):
                 "description": "for view: first and last line; a last line of -1 is the end",
             },
         }
-        super().__init__(config, tool_schema or as_schema_of("editor", _DESCRIPTION, properties, ("command", "path")))
+        super().__init__(config, tool_schema or make_schema("editor", _DESCRIPTION, properties, ("command", "path")))
         self.max_output = self.settings.max_output + 2_000
 
-    async def carried(self, place: Desk, sandbox: Sandbox) -> Desk:
-        """Return a desk with the same history."""
-        return Desk(sandbox, {path: list(history) for path, history in place.before.items()})
+    async def fork_state(self, state: EditHistory, sandbox: Sandbox) -> EditHistory:
+        """Return a history with the same history."""
+        return EditHistory(sandbox, {path: list(contents) for path, contents in state.versions.items()})
 
-    def place(self, sandbox: Sandbox) -> Desk:
-        """Return a desk with an empty history."""
-        return Desk(sandbox)
+    def new_state(self, sandbox: Sandbox) -> EditHistory:
+        """Return a history with an empty history."""
+        return EditHistory(sandbox)
 
     async def execute(
         self,
@@ -207,91 +208,91 @@ class EditorTool(SandboxTool[Desk]):
         missing = [name for name in _COMMANDS[command] if parameters.get(name) is None]
         if missing:
             raise ToolError(f"{command} needs {' and '.join(missing)}")
-        desk = self.places[instance_id]
+        history = self.states[instance_id]
         if command == "view":
-            return ToolResponse(await self._view(desk, path, parameters.get("view_range"))), None, {}
+            return ToolResponse(await self._view(history, path, parameters.get("view_range"))), None, {}
         if command == "create":
-            return ToolResponse(await self._create(desk, path, str(parameters["file_text"]))), None, {}
+            return ToolResponse(await self._create(history, path, str(parameters["file_text"]))), None, {}
         if command == "undo_edit":
-            return ToolResponse(await self._undo(desk, path)), None, {}
-        text, new = await self._text(desk, path), str(parameters.get("new_str") or "")
+            return ToolResponse(await self._undo(history, path)), None, {}
+        text, new = await self._text(history, path), str(parameters.get("new_str") or "")
         if command == "str_replace":
-            changed, line = replaced(text, str(parameters["old_str"]), new)
+            changed, line = replace_text(text, str(parameters["old_str"]), new)
         else:
             line = int(parameters["insert_line"]) + 1
-            changed = inserted(text, line - 1, new)
-        await self._write(desk, path, changed.encode("utf-8", "replace"), text.encode())
-        part = shown_part(changed, line, line + new.count("\n"))
+            changed = insert_text(text, line - 1, new)
+        await self._write(history, path, changed.encode("utf-8", "replace"), text.encode())
+        part = numbered_excerpt(changed, line, line + new.count("\n"))
         return ToolResponse(f"{path} was changed. Around the change it now reads:\n{part}"), None, {}
 
-    async def _view(self, desk: Desk, path: str, view_range: Any) -> str:
+    async def _view(self, history: EditHistory, path: str, view_range: Any) -> str:
         try:
-            text = await self._text(desk, path)
+            text = await self._text(history, path)
         except ToolError:
-            listed = await self._listing(desk, path)
+            listed = await self._listing(history, path)
             if listed is None:
                 raise
             return listed
         lines = lines_of(text)
-        first, last = 1, len(lines)
+        first_line, last_line = 1, len(lines)
         if view_range is not None:
             if len(view_range) != 2:
                 raise ToolError(f"view_range is {view_range}: give the first and the last line, such as [1, 40]")
-            first, last = view_range[0], len(lines) if view_range[1] == -1 else min(view_range[1], len(lines))
-            if not 1 <= first <= last:
+            first_line, last_line = view_range[0], len(lines) if view_range[1] == -1 else min(view_range[1], len(lines))
+            if not 1 <= first_line <= last_line:
                 raise ToolError(f"view_range is {view_range}: the file has {len(lines)} lines, from 1")
-        shown: list[str] = []
+        view: list[str] = []
         size = 0
-        for line in lines[first - 1 : last]:
+        for line in lines[first_line - 1 : last_line]:
             size += len(line) + 8
-            if size > self.settings.max_output and shown:
-                end = first + len(shown) - 1
-                rest = f"({path} has {len(lines)} lines; shown are {first} to {end}: give view_range for others)"
-                return f"{numbered(shown, first)}\n{rest}"
-            shown.append(line)
-        return numbered(shown, first) if shown else f"({path} is empty)"
+            if size > self.settings.max_output and view:
+                end = first_line + len(view) - 1
+                note = f"({path} has {len(lines)} lines; shown are {first_line} to {end}: give view_range for others)"
+                return f"{numbered(view, first_line)}\n{note}"
+            view.append(line)
+        return numbered(view, first_line) if view else f"({path} is empty)"
 
-    async def _listing(self, desk: Desk, path: str) -> str | None:
-        found = await desk.sandbox.exec(["sh", "-c", _LIST, "sh", path.rstrip("/") or "/"], timeout=30.0)
-        if found.exit_code == 3:
+    async def _listing(self, history: EditHistory, path: str) -> str | None:
+        listing = await history.sandbox.exec(["sh", "-c", _LIST, "sh", path.rstrip("/") or "/"], timeout=30.0)
+        if listing.exit_code == 3:
             return None
-        if found.timed_out:
+        if listing.timed_out:
             raise ToolError(f"{path} takes too long to list: view a folder below it")
-        entries = found.stdout.decode("utf-8", "replace").splitlines()
-        more = len(entries) - _MOST_ENTRIES
+        entries = listing.stdout.decode("utf-8", "replace").splitlines()
+        more = len(entries) - _MAX_ENTRIES
         note = f"\n({more} further entries are not shown: view a folder below it)" if more > 0 else ""
-        return "\n".join(entries[:_MOST_ENTRIES]) + note if entries else f"({path} is an empty folder)"
+        return "\n".join(entries[:_MAX_ENTRIES]) + note if entries else f"({path} is an empty folder)"
 
-    async def _create(self, desk: Desk, path: str, text: str) -> str:
+    async def _create(self, history: EditHistory, path: str, text: str) -> str:
         try:
-            before: bytes | None = await desk.sandbox.read_file(path, max_bytes=self.settings.max_file)
+            old_content: bytes | None = await history.sandbox.read_file(path, max_bytes=self.settings.max_file)
         except SandboxFileNotFound:
-            before = None
+            old_content = None
         except SandboxFileError as error:
             raise ToolError(str(error)) from error
-        await self._write(desk, path, text.encode("utf-8", "replace"), before)
+        await self._write(history, path, text.encode("utf-8", "replace"), old_content)
         lines = len(lines_of(text))
-        return f"{path} is {'there' if before is None else 'written anew'} now, with {lines} lines."
+        return f"{path} is {'created' if old_content is None else 'overwritten'}, with {lines} lines."
 
-    async def _undo(self, desk: Desk, path: str) -> str:
-        kept = desk.before.get(path)
-        if not kept:
+    async def _undo(self, history: EditHistory, path: str) -> str:
+        versions = history.versions.get(path)
+        if not versions:
             raise ToolError(f"there is no edit of {path} by this tool to undo")
-        before = kept.pop()
-        if before is None:
-            await desk.sandbox.exec(["rm", "-f", "--", path])
+        old_content = versions.pop()
+        if old_content is None:
+            await history.sandbox.exec(["rm", "-f", "--", path])
             return f"{path}, which was new, was removed."
-        await self._save(desk, path, before)
+        await self._save(history, path, old_content)
         return f"The last edit of {path} was undone."
 
-    async def _text(self, desk: Desk, path: str) -> str:
+    async def _text(self, history: EditHistory, path: str) -> str:
         try:
-            data = await desk.sandbox.read_file(path, max_bytes=self.settings.max_file)
+            data = await history.sandbox.read_file(path, max_bytes=self.settings.max_file)
         except SandboxFileNotFound as error:
             raise ToolError(f"there is no file {path!r}: view the folder to see what there is") from error
         except SandboxFileTooLarge as error:
-            most = self.settings.max_file
-            raise ToolError(f"{path} has more than {most} bytes: read parts of it with another tool") from error
+            limit = self.settings.max_file
+            raise ToolError(f"{path} has more than {limit} bytes: read parts of it with another tool") from error
         except SandboxFileError as error:
             raise ToolError(str(error)) from error
         try:
@@ -301,14 +302,14 @@ class EditorTool(SandboxTool[Desk]):
         except UnicodeDecodeError as error:
             raise ToolError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
-    async def _write(self, desk: Desk, path: str, data: bytes, before: bytes | None) -> None:
-        await self._save(desk, path, data)
-        kept = desk.before.setdefault(path, [])
-        kept.append(before)
-        del kept[:-_MOST_UNDONE]
+    async def _write(self, history: EditHistory, path: str, data: bytes, old_content: bytes | None) -> None:
+        await self._save(history, path, data)
+        versions = history.versions.setdefault(path, [])
+        versions.append(old_content)
+        del versions[:-_MAX_VERSIONS]
 
-    async def _save(self, desk: Desk, path: str, data: bytes) -> None:
+    async def _save(self, history: EditHistory, path: str, data: bytes) -> None:
         try:
-            await desk.sandbox.write_file(path, data)
+            await history.sandbox.write_file(path, data)
         except SandboxFileError as error:
             raise ToolError(f"{path} cannot be written: {error}") from error

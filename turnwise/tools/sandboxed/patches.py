@@ -14,14 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from turnwise.errors import SandboxFileError, SandboxFileNotFound, ToolError, shown
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
-from turnwise.tools.sandboxed.base import SandboxTool, as_schema_of, tool_config
+from turnwise.tools.sandboxed.base import SandboxTool, make_schema, tool_config
 
 Kind: TypeAlias = Literal["add", "update", "delete"]
 _HUNK: Final = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _BEGIN: Final = "*** Begin Patch"
 _END: Final = "*** End Patch"
 _SECTION: Final = re.compile(r"\*\*\* (Add File|Delete File|Update File|Move to): (.*)")
-_MOST_PLACES: Final = 10
+_MAX_POSITIONS_NAMED: Final = 10
 _SAME_NAMES: Final = re.compile(r'diff --git "?a/(.+?)"? "?b/\1"?$')
 
 
@@ -60,20 +60,20 @@ def parse_patch(text: str) -> list[FileChange]:
     """Parse a patch; ToolError quotes the malformed line."""
     lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
     enveloped = any(line.strip() == _BEGIN for line in lines)
-    changes = _envelope(lines) if enveloped else _unified(lines)
+    changes = _parse_envelope(lines) if enveloped else _parse_unified(lines)
     if not changes:
         raise ToolError(
             "this is not a patch: write a unified diff ('--- a/file', '+++ b/file', '@@ -1,3 +1,4 @@'), or "
             f"'{_BEGIN}' with '*** Update File: path' sections"
         )
-    named = [posixpath.normpath(path) for change in changes for path in {change.path, change.move_to} if path]
-    twice = sorted({path for path in named if named.count(path) > 1})
-    if twice:
-        raise ToolError(f"the patch changes {', '.join(twice)} more than once: put all its changes in one section")
+    paths = [posixpath.normpath(path) for change in changes for path in {change.path, change.move_to} if path]
+    duplicates = sorted({path for path in paths if paths.count(path) > 1})
+    if duplicates:
+        raise ToolError(f"the patch changes {', '.join(duplicates)} more than once: put all its changes in one section")
     return changes
 
 
-def patched(change: FileChange, text: str) -> str:
+def apply_hunks(change: FileChange, text: str) -> str:
     """Return an updated file's text; ToolError if a hunk is ambiguous or does not match, quoting the differing line."""
     raw = text.split("\n")
     newline = raw[-1] == ""
@@ -82,63 +82,63 @@ def patched(change: FileChange, text: str) -> str:
     ending = "\r" if 2 * text.count("\r\n") > text.count("\n") else ""
     if raw and not newline:
         raw[-1] += ending
-    found: list[str] = []
+    new_lines: list[str] = []
     position = 0
     for number, hunk in enumerate(change.hunks, 1):
-        start = _place(lines, hunk, position, f"{change.path}: hunk {number}")
+        start = _find_start(lines, hunk, position, f"{change.path}: hunk {number}")
         end = start + len(hunk.old)
         if end == len(lines) and hunk.old and hunk.old_newline is False and newline:
             raise ToolError(f"{change.path}: hunk {number} says that the file ends without a line feed; it has one")
-        found += raw[position:start] + _with_ends(hunk, raw[start:end], ending)
+        new_lines += raw[position:start] + _with_ends(hunk, raw[start:end], ending)
         if end == len(lines) and hunk.new_newline is not None:
             newline = hunk.new_newline
         position = end
-    found += raw[position:]
-    result = "\n".join(found)
-    return f"{result}\n" if newline and found else result.removesuffix(ending)
+    new_lines += raw[position:]
+    result = "\n".join(new_lines)
+    return f"{result}\n" if newline and new_lines else result.removesuffix(ending)
 
 
 def _with_ends(hunk: Hunk, raw: list[str], ending: str) -> list[str]:
     """Return a hunk's new lines; context keeps its line ends, new lines take the predominant one."""
-    found = [line + ending for line in hunk.new]
+    new_lines = [line + ending for line in hunk.new]
     matcher = difflib.SequenceMatcher(None, hunk.old, hunk.new, autojunk=False)
     for old, new, size in matcher.get_matching_blocks():
-        found[new : new + size] = raw[old : old + size]
-    return found
+        new_lines[new : new + size] = raw[old : old + size]
+    return new_lines
 
 
-def added(change: FileChange) -> str:
+def new_file_text(change: FileChange) -> str:
     """Return the text of an added file."""
     hunk = change.hunks[0] if change.hunks else Hunk()
     newline = hunk.new_newline is not False
     return "\n".join(hunk.new) + ("\n" if newline and hunk.new else "")
 
 
-def _place(lines: list[str], hunk: Hunk, position: int, where: str) -> int:
+def _find_start(lines: list[str], hunk: Hunk, position: int, where: str) -> int:
     start = position
     for anchor in hunk.anchors:
-        start = _anchor(lines, anchor, start, where) + 1
+        start = _find_anchor(lines, anchor, start, where) + 1
     if not hunk.old:
         if hunk.line is not None:
             return max(position, min(hunk.line, len(lines)))  # a hunk without old lines names the line before it
         return start if hunk.anchors else len(lines)
-    places = [at for at in range(start, len(lines) - len(hunk.old) + 1) if lines[at : at + len(hunk.old)] == hunk.old]
+    starts = [at for at in range(start, len(lines) - len(hunk.old) + 1) if lines[at : at + len(hunk.old)] == hunk.old]
     if hunk.at_end:
-        places = [at for at in places if at + len(hunk.old) == len(lines)]
-    if not places:
+        starts = [at for at in starts if at + len(hunk.old) == len(lines)]
+    if not starts:
         raise ToolError(f"{where} {_mismatch(lines, hunk, start)}")
-    if hunk.line is not None and hunk.line - 1 in places:
+    if hunk.line is not None and hunk.line - 1 in starts:
         return hunk.line - 1
-    if len(places) > 1 and not hunk.anchors:
-        named = ", ".join(str(at + 1) for at in places[:_MOST_PLACES])
+    if len(starts) > 1 and not hunk.anchors:
+        named = ", ".join(str(at + 1) for at in starts[:_MAX_POSITIONS_NAMED])
         raise ToolError(
-            f"{where} fits in {len(places)} places, at lines {named}: give more lines of context"
+            f"{where} fits at {len(starts)} positions, at lines {named}: give more lines of context"
             + ("" if hunk.line is None else f" (it does not fit at line {hunk.line}, as given)")
         )
-    return places[0]
+    return starts[0]
 
 
-def _anchor(lines: list[str], anchor: str, start: int, where: str) -> int:
+def _find_anchor(lines: list[str], anchor: str, start: int, where: str) -> int:
     for at in range(start, len(lines)):
         if lines[at] == anchor:
             return at
@@ -158,17 +158,17 @@ def _mismatch(lines: list[str], hunk: Hunk, start: int) -> str:
             best, matched = at, count
     if matched == len(hunk.old):
         return f"is marked as the end of the file, but line {best + matched} is not its last line"
-    wanted = shown(hunk.old[matched], 200)
+    expected = shown(hunk.old[matched], 200)
     if matched == 0:
         loose = [at + 1 for at in range(start, len(lines)) if lines[at].split() == hunk.old[0].split()]
         hint = f"; with different whitespace it is line {loose[0]}: {shown(lines[loose[0] - 1], 200)}" if loose else ""
-        return f"does not match: the file has no line {wanted}{f' below line {start}' if start else ''}{hint}"
+        return f"does not match: the file has no line {expected}{f' below line {start}' if start else ''}{hint}"
     at = best + matched
-    there = f"line {at + 1} of the file is {shown(lines[at], 200)}" if at < len(lines) else "the file ends there"
-    return f"does not match: its first {matched} lines do at line {best + 1}, but then it has {wanted}, and {there}"
+    actual = f"line {at + 1} of the file is {shown(lines[at], 200)}" if at < len(lines) else "the file ends there"
+    return f"does not match: its first {matched} lines do at line {best + 1}, but then it has {expected}, and {actual}"
 
 
-def _unified(lines: list[str]) -> list[FileChange]:
+def _parse_unified(lines: list[str]) -> list[FileChange]:
     changes: list[FileChange] = []
     moved_from: str | None = None
     named: re.Match[str] | None = None
@@ -181,7 +181,7 @@ def _unified(lines: list[str]) -> list[FileChange]:
             moved_from, named = None, _SAME_NAMES.match(line)
         elif named is not None and line.startswith(("new file mode ", "deleted file mode ")):
             if not _has_lines(lines, at):
-                # For an empty file git writes only that it is new or deleted.
+                # An empty file that is new or deleted has a header only.
                 changes.append(FileChange("add" if line.startswith("new") else "delete", named[1]))
         elif line.startswith("rename from "):
             moved_from = line.removeprefix("rename from ")
@@ -191,7 +191,7 @@ def _unified(lines: list[str]) -> list[FileChange]:
             change = _header(lines[at], lines[at + 1], changes[-1] if moved_from is not None and changes else None)
             if not changes or changes[-1] is not change:
                 changes.append(change)
-            at = _hunks(lines, at + 2, change)
+            at = _read_hunks(lines, at + 2, change)
             continue
         elif line.startswith("@@ "):
             above = "no '--- a/file', '+++ b/file' is above it"
@@ -234,10 +234,10 @@ def _path(header: str) -> str | None:
     return name[2:] if name[:2] in ("a/", "b/") else name
 
 
-def _hunks(lines: list[str], at: int, change: FileChange) -> int:
-    while at < len(lines) and (found := _HUNK.match(lines[at])) is not None:
-        old_left, new_left = int(found[2] or 1), int(found[4] or 1)
-        hunk = Hunk(line=int(found[1]))
+def _read_hunks(lines: list[str], at: int, change: FileChange) -> int:
+    while at < len(lines) and (header := _HUNK.match(lines[at])) is not None:
+        old_left, new_left = int(header[2] or 1), int(header[4] or 1)
+        hunk = Hunk(line=int(header[1]))
         change.hunks.append(hunk)
         at += 1
         sign = " "
@@ -248,8 +248,8 @@ def _hunks(lines: list[str], at: int, change: FileChange) -> int:
                 hunk.new_newline = False if sign in " +" else hunk.new_newline
                 at += 1
                 continue
-            over = old_left <= 0 and new_left <= 0
-            if _ends(lines, at, over=over, one_each=old_left == new_left == 1):
+            counts_reached = old_left <= 0 and new_left <= 0
+            if _hunk_ends(lines, at, counts_reached=counts_reached, one_each=old_left == new_left == 1):
                 break
             sign, rest = (line[0], line[1:]) if line else (" ", "")
             if sign in " -":
@@ -262,7 +262,7 @@ def _hunks(lines: list[str], at: int, change: FileChange) -> int:
     return at
 
 
-def _ends(lines: list[str], at: int, *, over: bool, one_each: bool) -> bool:
+def _hunk_ends(lines: list[str], at: int, *, counts_reached: bool, one_each: bool) -> bool:
     """Whether a hunk ends at a line: by its counts if they are right, else by the next header."""
     line = lines[at]
     if line[:1] not in ("", " ", "+", "-"):
@@ -270,17 +270,17 @@ def _ends(lines: list[str], at: int, *, over: bool, one_each: bool) -> bool:
     if _is_header(lines, at) and at + 2 < len(lines) and lines[at + 2].startswith("@@ "):
         # A removed line '-- x' and an added '++ x' look like a header; the counts tell them apart.
         return not one_each
-    return over and not line.strip()
+    return counts_reached and not line.strip()
 
 
-def _envelope(lines: list[str]) -> list[FileChange]:
+def _parse_envelope(lines: list[str]) -> list[FileChange]:
     start = next(at for at, line in enumerate(lines) if line.strip() == _BEGIN)
     changes: list[FileChange] = []
     hunk: Hunk | None = None
     for at in range(start + 1, len(lines)):
         line = lines[at]
         if line.strip() == _END:
-            return [_checked(change) for change in changes]
+            return [_check_change(change) for change in changes]
         section = _SECTION.match(line)
         if section is not None:
             hunk = None
@@ -320,19 +320,19 @@ def _body_line(change: FileChange, hunk: Hunk, line: str, at: int) -> None:
     if sign not in allowed:
         if not line.strip():
             return
-        said = {
+        rules = {
             "add": "every line of a new file begins with '+'",
             "delete": "a file that is deleted has no lines",
             "update": "a line begins with ' ', '+' or '-', a hunk with '@@'",
         }
-        raise ToolError(f"line {at + 1} of the patch is {shown(line)}: {said[change.kind]}")
+        raise ToolError(f"line {at + 1} of the patch is {shown(line)}: {rules[change.kind]}")
     if sign in " -":
         hunk.old.append(rest)
     if sign in " +":
         hunk.new.append(rest)
 
 
-def _checked(change: FileChange) -> FileChange:
+def _check_change(change: FileChange) -> FileChange:
     change.hunks = [hunk for hunk in change.hunks if hunk.old or hunk.new]
     if change.kind == "update" and not change.hunks and change.move_to is None:
         raise ToolError(f"the section of {change.path} changes nothing: give its lines, or leave it out")
@@ -340,7 +340,7 @@ def _checked(change: FileChange) -> FileChange:
 
 
 Files: TypeAlias = dict[str, bytes | None]
-"""What paths hold; None: there is no such file."""
+"""File contents by path; None: there is no such file."""
 
 _DESCRIPTION: Final = (
     "Apply a patch to files: all of it, or nothing where a part does not fit. The patch is a unified diff as git "
@@ -369,13 +369,13 @@ class ApplyPatchTool(SandboxTool[Sandbox]):
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
         self.settings: ApplyPatchConfig = tool_config(ApplyPatchConfig, config, "apply_patch")
         properties = {"patch": {"type": "string", "description": "the patch"}}
-        super().__init__(config, tool_schema or as_schema_of("apply_patch", _DESCRIPTION, properties, ("patch",)))
+        super().__init__(config, tool_schema or make_schema("apply_patch", _DESCRIPTION, properties, ("patch",)))
 
-    def place(self, sandbox: Sandbox) -> Sandbox:
+    def new_state(self, sandbox: Sandbox) -> Sandbox:
         """Return the sandbox: there is no other state."""
         return sandbox
 
-    async def carried(self, place: Sandbox, sandbox: Sandbox) -> Sandbox:  # noqa: ARG002
+    async def fork_state(self, state: Sandbox, sandbox: Sandbox) -> Sandbox:  # noqa: ARG002
         """Return the fork's sandbox."""
         return sandbox
 
@@ -386,35 +386,35 @@ class ApplyPatchTool(SandboxTool[Sandbox]):
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[ToolResponse, float | None, dict[str, float]]:
         """Apply a patch, as a whole or, after a ToolError, not at all. Raises SandboxError."""
-        sandbox = self.places[instance_id]
+        sandbox = self.states[instance_id]
         changes = parse_patch(str(parameters["patch"]))
-        before: Files = {}
-        after: Files = {}
+        old_files: Files = {}
+        new_files: Files = {}
         for change in changes:
-            await self._plan(sandbox, change, before, after)
-        await _carry_out(sandbox, before, after)
-        return ToolResponse("\n".join(_told(change) for change in changes)), None, {}
+            await self._plan(sandbox, change, old_files, new_files)
+        await _write_files(sandbox, old_files, new_files)
+        return ToolResponse("\n".join(_summary(change) for change in changes)), None, {}
 
-    async def _plan(self, sandbox: Sandbox, change: FileChange, before: Files, after: Files) -> None:
+    async def _plan(self, sandbox: Sandbox, change: FileChange, old_files: Files, new_files: Files) -> None:
         for path in (change.path, change.move_to):
             if path is not None:
-                before[path] = await self._read(sandbox, path)
-        held = before[change.path]
+                old_files[path] = await self._read(sandbox, path)
+        content = old_files[change.path]
         target = change.move_to or change.path
         if change.kind == "add":
-            if held is not None:
+            if content is not None:
                 raise ToolError(f"{change.path} already exists: update it, or add another file")
-            after[change.path] = added(change).encode("utf-8", "replace")
+            new_files[change.path] = new_file_text(change).encode("utf-8", "replace")
             return
-        if held is None:
+        if content is None:
             raise ToolError(f"there is no file {change.path!r} to {change.kind}")
-        if change.move_to is not None and before[target] is not None:
+        if change.move_to is not None and old_files[target] is not None:
             raise ToolError(f"{change.path} cannot move to {target}: a file exists there")
-        after[change.path] = None
+        new_files[change.path] = None
         if change.kind == "update":
-            result = patched(change, _text(change.path, held)) if change.hunks else None
-            after[target] = held if result is None else result.encode("utf-8", "replace")
-        elif change.hunks and patched(change, _text(change.path, held)):
+            result = apply_hunks(change, _text(change.path, content)) if change.hunks else None
+            new_files[target] = content if result is None else result.encode("utf-8", "replace")
+        elif change.hunks and apply_hunks(change, _text(change.path, content)):
             raise ToolError(f"{change.path} cannot be deleted: the patch does not list all its lines")
 
     async def _read(self, sandbox: Sandbox, path: str) -> bytes | None:
@@ -426,22 +426,22 @@ class ApplyPatchTool(SandboxTool[Sandbox]):
             raise ToolError(f"{path} cannot be patched: {error}") from error
 
 
-async def _carry_out(sandbox: Sandbox, before: Files, after: Files) -> None:
-    begun: list[str] = []
+async def _write_files(sandbox: Sandbox, old_files: Files, new_files: Files) -> None:
+    touched: list[str] = []
     try:
-        for path, data in after.items():
-            begun.append(path)
-            await _put(sandbox, path, data)
+        for path, data in new_files.items():
+            touched.append(path)
+            await _write_or_remove(sandbox, path, data)
     except (SandboxFileError, ToolError) as error:
-        for path in begun:
+        for path in touched:
             try:
-                await _put(sandbox, path, before[path])
+                await _write_or_remove(sandbox, path, old_files[path])
             except (SandboxFileError, ToolError):
-                continue  # the one that could not be written
+                continue  # the file that could not be written
         raise ToolError(f"nothing was changed: {error}") from error
 
 
-async def _put(sandbox: Sandbox, path: str, data: bytes | None) -> None:
+async def _write_or_remove(sandbox: Sandbox, path: str, data: bytes | None) -> None:
     if data is not None:
         await sandbox.write_file(path, data)
         return
@@ -457,7 +457,7 @@ def _text(path: str, data: bytes) -> str:
         raise ToolError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def _told(change: FileChange) -> str:
+def _summary(change: FileChange) -> str:
     if change.kind == "add":
         return f"added {change.path}"
     if change.kind == "delete":

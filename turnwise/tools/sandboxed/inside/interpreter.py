@@ -30,11 +30,11 @@ def run(code: str, name: str, names: dict[str, Any], loop: asyncio.AbstractEvent
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     # Not by ast.parse: its frame would be in the traceback of a syntax error.
     tree: Any = compile(code, name, "exec", ast.PyCF_ONLY_AST)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last_expression = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     parts: list[Any] = [compile(tree, name, "exec", flags)]
-    if isinstance(last, ast.Expr):
-        parts.append(compile(ast.Expression(last.value), name, "eval", flags))
+    if isinstance(last_expression, ast.Expr):
+        parts.append(compile(ast.Expression(last_expression.value), name, "eval", flags))
     for number, part in enumerate(parts):
         value = eval(part, names)
         if part.co_flags & inspect.CO_COROUTINE:
@@ -45,18 +45,18 @@ def run(code: str, name: str, names: dict[str, Any], loop: asyncio.AbstractEvent
 
 def report(error: BaseException) -> None:
     """Write a traceback without the frames of this program."""
-    told = traceback.TracebackException.from_exception(error)
-    seen: set[int] = set()
-    waiting = [told]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
+    report = traceback.TracebackException.from_exception(error)
+    visited: set[int] = set()
+    pending = [report]
+    while pending:
+        exception = pending.pop()
+        if id(exception) in visited:
             continue
-        seen.add(id(each))
-        frames = [frame for frame in each.stack if frame.filename != "<string>"]
-        each.stack = traceback.StackSummary.from_list(frames)
-        waiting += [other for other in (each.__cause__, each.__context__) if other is not None]
-    sys.stderr.write("".join(told.format()))
+        visited.add(id(exception))
+        frames = [frame for frame in exception.stack if frame.filename != "<string>"]
+        exception.stack = traceback.StackSummary.from_list(frames)
+        pending += [other for other in (exception.__cause__, exception.__context__) if other is not None]
+    sys.stderr.write("".join(report.format()))
 
 
 def plots() -> list[str]:
@@ -64,14 +64,14 @@ def plots() -> list[str]:
     pyplot: Any = sys.modules.get("matplotlib.pyplot")
     if pyplot is None:
         return []
-    found = []
+    files = []
     for number in pyplot.get_fignums()[:_MOST_PLOTS]:
         handle, path = tempfile.mkstemp(suffix=".png", prefix="plot-")
         os.close(handle)
         pyplot.figure(number).savefig(path, format="png", dpi=80, bbox_inches="tight")
-        found.append(path)
+        files.append(path)
     pyplot.close("all")
-    return found
+    return files
 
 
 def cell(request: dict[str, Any], number: int, names: dict[str, Any], loop: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def main() -> None:
     sys.modules["__main__"] = module
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    own = os.getpid()
+    pid = os.getpid()
     for number, line in enumerate(requests, 1):
         request = json.loads(line)
         answer = cell(request, number, vars(module), loop)
@@ -116,7 +116,7 @@ def main() -> None:
                 stream.flush()
             except (OSError, ValueError):
                 continue  # the cell closed it
-        if os.getpid() != own:
+        if os.getpid() != pid:
             os._exit(0)  # a process that the cell forked, and that came this far: one of them answers
         os.write(replies, (request["marker"] + json.dumps(answer) + "\n").encode())
 
