@@ -1,4 +1,4 @@
-"""How a command in a container is listened to. A fake stands for the engine."""
+"""How the end of a command in a container is recognised. A fake stands for the engine."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 
-from turnwise.sandboxes.docker import commands as attending
 from turnwise.sandboxes.docker.commands import CommandKiller, Commands
 from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Output, Stream
 
 
 class Engine:
-    """An engine whose commands say nothing before somebody asks what became of them."""
+    """An engine whose commands write nothing until their state is inspected."""
 
-    def __init__(self, said: Callable[[bytes], bytes]) -> None:
+    def __init__(self, output: Callable[[bytes], bytes]) -> None:
         self.ours, self.theirs = socket.socketpair()
-        self._said = said
-        self._asked = False
+        self._output = output
+        self._inspected = False
 
     async def run(self, *_: Any, **__: Any) -> tuple[str, Stream]:
         return "id", Stream(self.ours, b"", lambda: None)
@@ -30,9 +29,9 @@ class Engine:
         return request(self)
 
     def exec_inspect(self, _: str) -> dict[str, Any]:
-        if not self._asked:
-            self._asked = True
-            self.theirs.sendall(self._said(self.theirs.recv(100, socket.MSG_DONTWAIT).strip()))
+        if not self._inspected:
+            self._inspected = True
+            self.theirs.sendall(self._output(self.theirs.recv(100, socket.MSG_DONTWAIT).strip()))
         return {"Running": False, "ExitCode": 137}
 
     def inspect_container(self, _: str) -> dict[str, Any]:
@@ -40,9 +39,9 @@ class Engine:
 
 
 @pytest.fixture(autouse=True)
-def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attending, "_LOOK_S", 0.02)
-    monkeypatch.setattr(attending, "_LAST_WORDS_S", 0.2)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.sandboxes.docker.commands._QUIET_S", 0.02)
+    monkeypatch.setattr("turnwise.sandboxes.docker.commands._LAST_OUTPUT_S", 0.2)
 
 
 def frame(stream: int, data: bytes) -> bytes:
@@ -50,22 +49,22 @@ def frame(stream: int, data: bytes) -> bytes:
 
 
 async def run(engine: Engine) -> tuple[int | None, bytes]:
-    known: Any = engine
-    commands = Commands(CommandKiller(known, "box", "1:1", {}, pids=10, keeps_files=True))
+    fake: Any = engine
+    commands = Commands(CommandKiller(fake, "box", "1:1", {}, pids=10, keeps_files=True))
     with engine.theirs:
         async with asyncio.timeout(10):
-            code, out, _ = await commands.attend(
+            code, out, _ = await commands.run(
                 "ls", "/", lambda mark: (Output(mark), Output(mark)), env={}, timeout=None
             )
     return code, out.kept
 
 
-async def test_what_a_command_said_as_the_engine_was_asked_for_its_end_counts() -> None:
-    def words(mark: bytes) -> bytes:
+async def test_what_a_command_said_as_the_engine_was_inspected_for_its_end_counts() -> None:
+    def output(mark: bytes) -> bytes:
         return frame(STDOUT, b"bin\n" + mark + b":0\n") + frame(STDERR, mark + b":0\n")
 
-    assert await run(Engine(words)) == (0, b"bin\n")
+    assert await run(Engine(output)) == (0, b"bin\n")
 
 
-async def test_a_command_whose_end_nobody_is_left_to_say_has_ended_all_the_same() -> None:
+async def test_command_without_end_report_gets_the_engines_exit_code() -> None:
     assert await run(Engine(lambda _: frame(STDOUT, b"some"))) == (137, b"some")

@@ -1,4 +1,4 @@
-"""What the docker backend can be told, what it asks of an engine, and what it counts as left by a dead host."""
+"""Options of the docker backend, settings of its containers, leftovers of dead hosts, and processes of a command."""
 
 from __future__ import annotations
 
@@ -13,58 +13,64 @@ from turnwise.sandboxes import SandboxConfig, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.config import open_backend
 from turnwise.sandboxes.core import Mount
 from turnwise.sandboxes.docker.backend import DockerBackend
-from turnwise.sandboxes.docker.commands import Seen, belonging_processes
-from turnwise.sandboxes.docker.engine import OWNER, DockerOptions, Owner, container_settings, is_left, pid_started
+from turnwise.sandboxes.docker.host_processes import ProcessInfo, belonging_processes
+from turnwise.sandboxes.docker.ownership import OWNER, Owner, is_leftover, pid_started
+from turnwise.sandboxes.docker.settings import DockerOptions, container_settings
 
 LIMITS = SandboxLimits(memory=2**28, pids=50, cpus=0.5, cpu_seconds=9, disk=2**27, file_size=1000, open_files=99)
 
 
-def asked(spec: SandboxSpec, **given: Any) -> dict[str, Any]:
-    how: dict[str, Any] = {"in_memory": True, "bounded_layer": False, **given}
-    options = DockerOptions.read(how.pop("options", {}))
-    return container_settings(spec, options, "image:1", labels={"turnwise.sandbox": "s"}, **how)
+def settings_of(spec: SandboxSpec, **changes: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"in_memory": True, "bounded_layer": False, **changes}
+    options = DockerOptions.read(arguments.pop("options", {}))
+    return container_settings(spec, options, "image:1", labels={"turnwise.sandbox": "s"}, **arguments)
 
 
-def test_a_container_is_held_back_in_every_way_that_the_engine_has() -> None:
-    made = asked(SandboxSpec(limits=LIMITS, env={"A": "1"}, labels={"job": "x"}))
-    host = made["HostConfig"]
-    assert (made["Image"], made["User"], made["Env"]) == ("image:1", "0:0", ["A=1"])
-    assert made["Labels"] == {"job": "x", "turnwise.sandbox": "s"}
-    assert (host["NetworkMode"], made["NetworkDisabled"]) == ("none", True)
+def test_container_gets_every_limit_of_the_engine() -> None:
+    settings = settings_of(SandboxSpec(limits=LIMITS, env={"A": "1"}, labels={"job": "x"}))
+    host = settings["HostConfig"]
+    assert (settings["Image"], settings["User"], settings["Env"]) == ("image:1", "0:0", ["A=1"])
+    assert settings["Labels"] == {"job": "x", "turnwise.sandbox": "s"}
+    assert (host["NetworkMode"], settings["NetworkDisabled"]) == ("none", True)
     assert (host["CapDrop"], host["CapAdd"], host["SecurityOpt"]) == (["ALL"], [], ["no-new-privileges"])
     assert (host["Memory"], host["MemorySwap"], host["PidsLimit"], host["NanoCpus"]) == (2**28, 2**28, 50, 500_000_000)
-    bounds = {each["Name"]: each["Hard"] for each in host["Ulimits"]}
+    bounds = {limit["Name"]: limit["Hard"] for limit in host["Ulimits"]}
     assert bounds == {"fsize": 1000, "nofile": 99, "core": 0, "cpu": 9}
     assert "Privileged" not in host
     assert host["ReadonlyRootfs"]
 
 
-def test_files_in_memory_are_together_no_more_than_may_be_written() -> None:
-    host = asked(SandboxSpec(limits=LIMITS, workdir="/testbed", user="7"))["HostConfig"]
+def test_tmpfs_sizes_sum_to_the_disk_limit() -> None:
+    host = settings_of(SandboxSpec(limits=LIMITS, workdir="/testbed", user="7"))["HostConfig"]
     folders = {
-        folder: dict(part.partition("=")[::2] for part in how.split(",")) for folder, how in host["Tmpfs"].items()
+        folder: dict(option.partition("=")[::2] for option in options.split(","))
+        for folder, options in host["Tmpfs"].items()
     }
     assert set(folders) == {"/tmp", "/home/sandbox", "/testbed"}
-    assert sum(int(how["size"]) for how in folders.values()) + host["ShmSize"] == LIMITS.disk
-    assert {how["uid"] for how in folders.values()} == {"7"}
+    assert sum(int(options["size"]) for options in folders.values()) + host["ShmSize"] == LIMITS.disk
+    assert {options["uid"] for options in folders.values()} == {"7"}
     assert "StorageOpt" not in host
 
 
-def test_files_in_the_layer_are_bounded_where_the_engine_can() -> None:
-    assert asked(SandboxSpec(limits=LIMITS), in_memory=False)["HostConfig"].keys().isdisjoint({"StorageOpt", "Tmpfs"})
-    host = asked(SandboxSpec(limits=LIMITS), in_memory=False, bounded_layer=True)["HostConfig"]
+def test_layer_size_is_set_where_the_engine_bounds_it() -> None:
+    assert (
+        settings_of(SandboxSpec(limits=LIMITS), in_memory=False)["HostConfig"]
+        .keys()
+        .isdisjoint({"StorageOpt", "Tmpfs"})
+    )
+    host = settings_of(SandboxSpec(limits=LIMITS), in_memory=False, bounded_layer=True)["HostConfig"]
     assert host["StorageOpt"] == {"size": str(LIMITS.disk)}
     assert "ReadonlyRootfs" not in host
 
 
-def test_what_is_asked_for_by_name_is_given() -> None:
+def test_runtime_network_and_capabilities_are_passed_on() -> None:
     options = {"runtime": "runsc", "network": "lab", "cap_add": ["SYS_PTRACE"]}
-    host = asked(SandboxSpec(limits=SandboxLimits(network=True)), options=options)["HostConfig"]
+    host = settings_of(SandboxSpec(limits=SandboxLimits(network=True)), options=options)["HostConfig"]
     assert (host["Runtime"], host["NetworkMode"], host["CapAdd"]) == ("runsc", "lab", ["SYS_PTRACE"])
 
 
-def test_mounts_are_read_only_and_bring_nothing_below_them(tmp_path: Path) -> None:
-    host = asked(SandboxSpec(mounts=(Mount(tmp_path, "/opt/x"),)))["HostConfig"]
+def test_mounts_are_read_only_and_not_recursive(tmp_path: Path) -> None:
+    host = settings_of(SandboxSpec(mounts=(Mount(tmp_path, "/opt/x"),)))["HostConfig"]
     options = {"Propagation": "rprivate", "NonRecursive": True}
     assert host["Mounts"] == [
         {"Type": "bind", "Source": str(tmp_path), "Target": "/opt/x", "ReadOnly": True, "BindOptions": options}
@@ -72,17 +78,17 @@ def test_mounts_are_read_only_and_bring_nothing_below_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("spec", "given", "message"),
+    ("spec", "changes", "message"),
     [
-        (SandboxSpec(user="alice"), {}, "user='alice'.*takes root, or numbers"),
+        (SandboxSpec(user="alice"), {}, "user='alice'.*needs root, or numbers"),
         (SandboxSpec(limits=SandboxLimits(memory=1000)), {}, "limits.memory is 1000: .* minimum is 6291456"),
         (SandboxSpec(mounts=(Mount(Path("/usr"), "/x"),)), {"local": False}, "mounts.*put them into the image"),
-        (SandboxSpec(labels={"turnwise.owner": "me"}), {}, r"turnwise\.owner .*begin with 'turnwise\.'"),
+        (SandboxSpec(labels={"turnwise.owner": "me"}), {}, r"turnwise\.owner .*begin with the reserved 'turnwise\.'"),
     ],
 )
-def test_what_an_engine_cannot_give_is_refused(spec: SandboxSpec, given: dict[str, Any], message: str) -> None:
+def test_unsupported_specs_are_refused(spec: SandboxSpec, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SandboxUnavailable, match=message):
-        asked(spec, **given)
+        settings_of(spec, **changes)
 
 
 @pytest.mark.parametrize(
@@ -96,18 +102,18 @@ def test_what_an_engine_cannot_give_is_refused(spec: SandboxSpec, given: dict[st
         ({"concurrency": 0}, "concurrency"),
     ],
 )
-def test_a_wrong_key_or_value_is_named_before_anything_starts(config: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=r"sandbox\.config of 'docker'.*" + message):
         open_backend(SandboxConfig(name="docker", config=config))
 
 
 @pytest.mark.parametrize("url", ["ssh://host", "npipe:////./pipe/docker"])
-def test_an_engine_that_cannot_be_spoken_with_is_refused(url: str) -> None:
+def test_unsupported_url_scheme_is_refused(url: str) -> None:
     with pytest.raises(SandboxUnavailable, match=r"forward its socket \(ssh -nNT -L"):
         DockerBackend(url=url)
 
 
-async def test_no_engine_is_told_with_its_place_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_engine_names_its_address_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     backend = DockerBackend()
     try:
@@ -124,71 +130,71 @@ async def test_no_engine_is_told_with_its_place_and_the_remedy(tmp_path: Path, m
 HERE = Owner(token="here", boot="b1", namespace="pid:[1]", pid=10, started="100")
 
 
-def left(host: Owner, *, now: float = 0.0, alive: dict[int, str] | None = None, ttl: float = 60.0) -> bool:
+def is_removed(host: Owner, *, now: float = 0.0, alive: dict[int, str] | None = None, ttl: float = 60.0) -> bool:
     labels = host.labels(ttl)
-    return is_left(labels, float(labels["turnwise.created"]) + now, HERE, started=(alive or {}).get)
+    return is_leftover(labels, float(labels["turnwise.created"]) + now, HERE, started=(alive or {}).get)
 
 
-def test_what_is_left_is_what_has_a_dead_host_or_no_time() -> None:
+def test_resources_of_dead_or_expired_owners_are_leftovers() -> None:
     other = Owner(token="o", boot="b1", namespace="pid:[1]", pid=20, started="200")
-    assert left(other)
-    assert not left(other, alive={20: "200"})
-    assert left(other, alive={20: "999"}), "another process has its number"
-    assert left(other, alive={20: "200"}, now=62), "its time is over"
-    assert not left(HERE, now=62), "its own"
+    assert is_removed(other)
+    assert not is_removed(other, alive={20: "200"})
+    assert is_removed(other, alive={20: "999"}), "another process has its number"
+    assert is_removed(other, alive={20: "200"}, now=62), "its time is over"
+    assert not is_removed(HERE, now=62), "this owner's"
 
 
-def test_a_host_that_cannot_be_seen_counts_as_alive_until_its_time_is_over() -> None:
-    elsewhere = Owner(token="o", boot="b2", namespace="pid:[1]", pid=20, started="200")
-    contained = Owner(token="o", boot="b1", namespace="pid:[2]", pid=20, started="200")
-    for host in (elsewhere, contained):
-        assert not left(host)
-        assert left(host, now=62)
+def test_invisible_owner_counts_as_alive_until_expiry() -> None:
+    other_machine = Owner(token="o", boot="b2", namespace="pid:[1]", pid=20, started="200")
+    other_container = Owner(token="o", boot="b1", namespace="pid:[2]", pid=20, started="200")
+    for host in (other_machine, other_container):
+        assert not is_removed(host)
+        assert is_removed(host, now=62)
 
 
-def test_what_is_not_ours_is_never_left() -> None:
-    assert not is_left({}, 1e12, HERE)
-    assert not is_left({"turnwise.expires": "1"}, 1e12, HERE)
-    assert is_left({OWNER: "x", "turnwise.expires": "1"}, 1e12, HERE)
+def test_foreign_resources_are_never_leftovers() -> None:
+    assert not is_leftover({}, 1e12, HERE)
+    assert not is_leftover({"turnwise.expires": "1"}, 1e12, HERE)
+    assert is_leftover({OWNER: "x", "turnwise.expires": "1"}, 1e12, HERE)
 
 
-def test_this_process_is_told_apart_from_every_other() -> None:
-    mine = Owner()
-    assert mine.pid == os.getpid()
-    assert mine.started == pid_started(os.getpid())
+def test_owner_identifies_this_process() -> None:
+    this_process = Owner()
+    assert this_process.pid == os.getpid()
+    assert this_process.started == pid_started(os.getpid())
     assert pid_started(2**22 + 5) is None
-    assert not is_left(mine.labels(60), 0.0, HERE)
+    assert not is_leftover(this_process.labels(60), 0.0, HERE)
 
 
-# The processes of a command, as they are seen from outside.
+# The processes of a command, as the host sees them.
 
 FIRST, SHIM = 100, 9
 PROCESSES = {
-    FIRST: Seen(SHIM, 1000, ""),
-    101: Seen(FIRST, 1000, ""),
-    # Another command, and what it left in the background.
-    110: Seen(SHIM, 2000, "other"),
-    111: Seen(FIRST, 2001, "other"),
-    112: Seen(111, 3500, "other"),
-    # The command: what descends from it, whatever it calls itself, and what lost its parent.
-    120: Seen(SHIM, 3000, "mine"),
-    121: Seen(120, 3001, ""),
-    122: Seen(121, 3002, "other"),
-    123: Seen(FIRST, 3003, "mine"),
-    124: Seen(FIRST, 3004, ""),
-    125: Seen(124, 3005, ""),
-    126: Seen(120, 3006, "mine", dead=True),
-    # What lost its parent, and says that it is of a command that runs at the same time.
-    130: Seen(FIRST, 3100, "third"),
+    FIRST: ProcessInfo(SHIM, 1000, ""),
+    101: ProcessInfo(FIRST, 1000, ""),
+    # Another command and its background processes.
+    110: ProcessInfo(SHIM, 2000, "other"),
+    111: ProcessInfo(FIRST, 2001, "other"),
+    112: ProcessInfo(111, 3500, "other"),
+    # The command: its descendants, whatever id they claim, and its orphans.
+    120: ProcessInfo(SHIM, 3000, "mine"),
+    121: ProcessInfo(120, 3001, ""),
+    122: ProcessInfo(121, 3002, "other"),
+    123: ProcessInfo(FIRST, 3003, "mine"),
+    124: ProcessInfo(FIRST, 3004, ""),
+    125: ProcessInfo(124, 3005, ""),
+    126: ProcessInfo(120, 3006, "mine", dead=True),
+    # An orphan that claims the id of a concurrent command.
+    130: ProcessInfo(FIRST, 3100, "third"),
 }
 
 
 @pytest.mark.parametrize("since", [2900, 3000])
-def test_the_processes_of_a_command_are_told_from_others(since: int) -> None:
+def test_processes_of_a_command_are_distinguished(since: int) -> None:
     assert belonging_processes(PROCESSES, FIRST, "mine", since, ["third"]) == {120, 121, 122, 123, 124, 125}
     assert belonging_processes(PROCESSES, FIRST, "mine", since, []) == {120, 121, 122, 123, 124, 125, 130}
 
 
-def test_a_command_whose_own_process_is_gone_is_told_by_its_time() -> None:
-    without = {number: each for number, each in PROCESSES.items() if number != 120}
+def test_orphans_are_recognised_by_their_start_without_the_root() -> None:
+    without = {pid: process for pid, process in PROCESSES.items() if pid != 120}
     assert belonging_processes(without, FIRST, "mine", 3000, ["third"]) == {123, 124, 125}

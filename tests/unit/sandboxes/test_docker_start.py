@@ -1,4 +1,4 @@
-"""The start of a container, cancelled while the engine makes it. A fake stands for the engine."""
+"""The start of a container, cancelled while the engine creates it. A fake stands for the engine."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Any
 import pytest
 
 from turnwise.sandboxes.core import SandboxSpec
-from turnwise.sandboxes.docker.engine import DockerOptions
 from turnwise.sandboxes.docker.sandbox import DockerSandbox
+from turnwise.sandboxes.docker.settings import DockerOptions
 
 
-async def test_a_container_that_is_being_made_is_removed_once_it_is_there() -> None:
-    there: set[str] = set()
-    asked, go_on = asyncio.Event(), asyncio.Event()
+async def test_cancelled_start_removes_the_container_once_created() -> None:
+    containers: set[str] = set()
+    requested, release = asyncio.Event(), asyncio.Event()
 
     async def call(*_: Any, **__: Any) -> None:
-        asked.set()
-        # A request that runs in a thread goes on, whatever becomes of who asked for it.
-        await asyncio.shield(asyncio.ensure_future(make()))
+        requested.set()
+        # A request that runs in a thread continues when its caller is cancelled.
+        await asyncio.shield(asyncio.ensure_future(create()))
 
-    async def make() -> None:
-        await go_on.wait()
-        there.add(sandbox.id)
+    async def create() -> None:
+        await release.wait()
+        containers.add(sandbox.id)
 
     async def settings(*_: Any) -> dict[str, str]:
         return {"Image": "some"}
 
     async def remove(name: str) -> None:
-        there.discard(name)
+        containers.discard(name)
 
     engine = SimpleNamespace(call=call)
     options = DockerOptions.read({})
-    keeper: Any = SimpleNamespace(engine=engine, options=options, settings=settings, remove_container=remove)
-    sandbox = DockerSandbox(SandboxSpec(), keeper)
+    pool: Any = SimpleNamespace(engine=engine, options=options, settings=settings, remove_container=remove)
+    sandbox = DockerSandbox(SandboxSpec(), pool)
     starting = asyncio.create_task(sandbox.start())
-    await asked.wait()
+    await requested.wait()
     starting.cancel()
     await asyncio.sleep(0.01)
-    go_on.set()
+    release.set()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert there == set()
+    assert containers == set()

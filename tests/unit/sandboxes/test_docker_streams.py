@@ -1,4 +1,4 @@
-"""The frames of a docker engine, how much of an output is kept, and what tells that a command has ended."""
+"""Frames of a docker engine, output limits, end markers, and the scripts that run commands."""
 
 from __future__ import annotations
 
@@ -23,54 +23,54 @@ def frame(number: int, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_frames_are_taken_apart_however_they_are_cut(seed: int) -> None:
+def test_frames_are_demultiplexed_at_any_chunk_size(seed: int) -> None:
     draw = random.Random(seed)
     sent = [(draw.choice((STDOUT, STDERR)), draw.randbytes(draw.choice((0, 1, 7, 8, 9, 300)))) for _ in range(30)]
-    wire = b"".join(frame(*each) for each in sent)
-    demux, got = Demux(), {STDOUT: b"", STDERR: b""}
+    wire = b"".join(frame(*row) for row in sent)
+    demux, received = Demux(), {STDOUT: b"", STDERR: b""}
     while wire:
         size = draw.choice((1, 2, 3, 8, 100))
         for number, piece in demux.feed(wire[:size]):
-            got[number] += piece
+            received[number] += piece
         wire = wire[size:]
-    assert got == {kind: b"".join(data for number, data in sent if number == kind) for kind in got}
+    assert received == {kind: b"".join(data for number, data in sent if number == kind) for kind in received}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_end_is_found_however_it_is_cut_and_what_follows_is_dropped(seed: int) -> None:
+def test_end_marker_is_recognised_at_any_chunk_size(seed: int) -> None:
     draw = random.Random(seed)
-    # Pieces of the word in the output are no end of it.
-    said = b"".join(draw.choice((b"a\n", MARK[:5], MARK[:31], MARK + b".", b"\0\xff")) for _ in range(20))
-    wire = said + MARK + b":17\n" + b"of what still runs"
+    # Parts of the marker in the output are no end.
+    text = b"".join(draw.choice((b"a\n", MARK[:5], MARK[:31], MARK + b".", b"\0\xff")) for _ in range(20))
+    wire = text + MARK + b":17\n" + b"of a background process"
     out = Output(MARK, 10_000)
     while wire:
         size = draw.choice((1, 2, 5, 40))
         out.feed(wire[:size])
         wire = wire[size:]
-    assert (out.end, out.kept, out.truncated) == ("17", said, False)
+    assert (out.end, out.kept, out.truncated) == ("17", text, False)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 1000])
-def test_of_a_long_output_the_head_and_the_tail_are_kept(limit: int) -> None:
-    said = bytes(index % 251 for index in range(300_000))
+def test_long_output_keeps_head_and_tail(limit: int) -> None:
+    text = bytes(index % 251 for index in range(300_000))
     out = Output(MARK, limit)
-    for begin in range(0, len(said), 7001):
-        out.feed(said[begin : begin + 7001])
+    for begin in range(0, len(text), 7001):
+        out.feed(text[begin : begin + 7001])
     out.finish()
     assert out.truncated
     head, tail = limit // 2, limit - limit // 2
-    missing = f"\n[{len(said) - limit} bytes are missing here]\n".encode()
-    assert out.kept == said[:head] + missing + (said[-tail:] if tail else b"")
+    missing = f"\n[{len(text) - limit} bytes are missing here]\n".encode()
+    assert out.kept == text[:head] + missing + (text[-tail:] if tail else b"")
 
 
-def test_an_output_of_just_the_limit_is_not_cut() -> None:
+def test_output_of_exactly_the_limit_is_not_cut() -> None:
     out = Output(MARK, 11)
     out.feed(b"hello world")
     out.finish()
     assert (out.kept, out.truncated) == (b"hello world", False)
 
 
-async def test_a_connection_gives_what_came_with_its_beginning_and_ends_when_it_breaks() -> None:
+async def test_stream_returns_buffered_bytes_and_ends_with_the_connection() -> None:
     ours, theirs = socket.socketpair()
     released: list[bool] = []
     stream = Stream(ours, frame(STDOUT, b"early")[:4], lambda: released.append(True))
@@ -87,7 +87,7 @@ async def test_a_connection_gives_what_came_with_its_beginning_and_ends_when_it_
     assert released == [True]
 
 
-# What runs inside is run here, by each shell that there is.
+# The scripts for containers, run here by every installed shell.
 
 SHELLS = [shell for shell in (["dash"], ["bash"], ["busybox", "sh"]) if shutil.which(shell[0])]
 
@@ -104,7 +104,7 @@ SHELLS = [shell for shell in (["dash"], ["bash"], ["busybox", "sh"]) if shutil.w
         ("(sleep 0.2; echo late) & echo early", None, "0", b"early\n", b""),
     ],
 )
-def test_a_command_is_run_and_both_outputs_say_its_end(
+def test_run_script_reports_the_exit_code_on_both_streams(
     shell: list[str], command: str | list[str], stdin: bytes | None, code: str, out: bytes, err: bytes, tmp_path: Path
 ) -> None:
     argv = [*shell, *run_command(command, str(tmp_path), has_input=stdin is not None)[1:]]
@@ -112,31 +112,31 @@ def test_a_command_is_run_and_both_outputs_say_its_end(
     outputs = Output(MARK), Output(MARK)
     for output, data in zip(outputs, (done.stdout, done.stderr), strict=True):
         output.feed(data)
-    assert [(each.end, each.kept) for each in outputs] == [(code, out), (code, err)]
-    # Who ends the shells above a command gets no exit code of its choice.
+    assert [(output.end, output.kept) for output in outputs] == [(code, out), (code, err)]
+    # A command that kills the shells above it cannot choose its exit code.
     assert done.returncode == 137
 
 
 @pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
-def test_what_cannot_be_run_is_told(shell: list[str], tmp_path: Path) -> None:
-    def said(argv: list[str], stdin: bytes = b"") -> bytes:
+def test_scripts_report_missing_folders_and_programs(shell: list[str], tmp_path: Path) -> None:
+    def output_of(argv: list[str], stdin: bytes = b"") -> bytes:
         return subprocess.run([*shell, *argv[1:]], input=stdin, capture_output=True, timeout=30, check=False).stdout
 
-    assert said(run_command("true", "/no/such", has_input=False), MARK + b"\n") == MARK + b":cwd\n"
-    assert said(run_command(["no-such-program"], "/", has_input=False), MARK + b"\n") == MARK + b":127\n"
-    assert said(spawn_command("true", "/no/such", "word")) == b"word:cwd\n"
-    assert said(spawn_command(["no-such-program"], "/", "word")) == b"word:program\n"
-    assert said(spawn_command("echo $PWD >&2", str(tmp_path), "word")) == f"word:ok\n{tmp_path}\n".encode()
+    assert output_of(run_command("true", "/no/such", has_input=False), MARK + b"\n") == MARK + b":cwd\n"
+    assert output_of(run_command(["no-such-program"], "/", has_input=False), MARK + b"\n") == MARK + b":127\n"
+    assert output_of(spawn_command("true", "/no/such", "word")) == b"word:cwd\n"
+    assert output_of(spawn_command(["no-such-program"], "/", "word")) == b"word:program\n"
+    assert output_of(spawn_command("echo $PWD >&2", str(tmp_path), "word")) == f"word:ok\n{tmp_path}\n".encode()
 
 
-async def test_who_stops_waiting_for_output_just_as_it_comes_leaves_it_for_the_next() -> None:
+async def test_cancelled_read_loses_no_output() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         stream = Stream(ours, b"", lambda: None)
         reading = asyncio.create_task(stream.pieces())
         await asyncio.sleep(0)
         theirs.sendall(frame(STDOUT, b"said"))
-        # The event loop sees both in one round: what came is there, and the waiting is given up.
+        # The event loop sees data and cancellation in one round.
         asyncio.get_running_loop().call_later(0, reading.cancel)
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -145,7 +145,7 @@ async def test_who_stops_waiting_for_output_just_as_it_comes_leaves_it_for_the_n
         stream.close()
 
 
-async def test_a_stream_that_is_closed_wakes_who_reads_it_and_then_lets_go() -> None:
+async def test_close_wakes_the_reader_before_releasing_the_socket() -> None:
     ours, theirs = socket.socketpair()
     released: list[bool] = []
     with theirs:
@@ -153,7 +153,7 @@ async def test_a_stream_that_is_closed_wakes_who_reads_it_and_then_lets_go() -> 
         reading = asyncio.create_task(stream.pieces())
         await asyncio.sleep(0)
         stream.close()
-        # Its number would be another's by now, and the event loop would still wait for it.
+        # A closed descriptor's number could be reused while the event loop still waits for it.
         assert (ours.fileno() >= 0, released) == (True, [])
         async with asyncio.timeout(5):
             assert await reading == []

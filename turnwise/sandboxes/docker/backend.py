@@ -11,18 +11,18 @@ from typing import Any, ClassVar, Final
 
 from turnwise.errors import SandboxError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Mount, Sandbox, SandboxBackend, SandboxSpec
-from turnwise.sandboxes.docker import engine as owner
-from turnwise.sandboxes.docker.engine import DockerOptions
+from turnwise.sandboxes.docker.ownership import OWNER, is_leftover
 from turnwise.sandboxes.docker.pool import ContainerPool
 from turnwise.sandboxes.docker.sandbox import DockerSandbox
+from turnwise.sandboxes.docker.settings import DockerOptions
 
-_SEEN: Final = "/run/turnwise-seen"
-_LOOK: Final = r"""
+_SHARED_FILE: Final = "/run/turnwise-seen"
+_INSPECT: Final = r"""
 grep -E '^(CapEff|NoNewPrivs|Seccomp):' /proc/self/status
-for each in /sys/class/net/*; do echo "Interface: ${each##*/}"; done
+for path in /sys/class/net/*; do echo "Interface: ${path##*/}"; done
 echo "Seen: $(cat /run/turnwise-seen 2>/dev/null)"
 """
-_WORD: Final = "turnwise"
+_SHARED_TEXT: Final = "turnwise"
 _FILTERING: Final = "2"
 
 
@@ -30,19 +30,19 @@ class DockerBackend(SandboxBackend):
     """Sandboxes that are containers.
 
     Args:
-        options: The keys of :class:`~turnwise.sandboxes.docker.engine.DockerOptions`.
+        options: The keys of :class:`~turnwise.sandboxes.docker.settings.DockerOptions`.
 
     Raises:
-        ConfigError: One is unknown, or has a value that is none.
-        SandboxUnavailable: The engine is reached in a way that is not spoken.
+        ConfigError: An option is unknown, or its value is invalid.
+        SandboxUnavailable: The engine's URL has an unsupported scheme.
     """
 
     name: ClassVar[str] = "docker"
 
     def __init__(self, **options: Any) -> None:
-        self._keeper = ContainerPool(DockerOptions.read(options))
+        self._pool = ContainerPool(DockerOptions.read(options))
         self._probing = asyncio.Lock()
-        self._made: weakref.WeakSet[Sandbox] = weakref.WeakSet()
+        self._sandboxes: weakref.WeakSet[Sandbox] = weakref.WeakSet()
 
     async def probe(self) -> Capabilities:
         """Probe the engine with a container of the configured image."""
@@ -50,141 +50,144 @@ class DockerBackend(SandboxBackend):
             return await self._probe()
 
     async def _probe(self) -> Capabilities:
-        keeper = self._keeper
-        if keeper.capabilities is not None:
-            return keeper.capabilities
-        options = keeper.options
-        await keeper.engine.connect()
-        info: dict[str, Any] = await keeper.engine.call(lambda client: client.info(), SandboxUnavailable) or {}
-        known = info.get("Runtimes") or {}
-        if options.runtime is not None and options.runtime not in known:
+        pool = self._pool
+        if pool.capabilities is not None:
+            return pool.capabilities
+        options = pool.options
+        await pool.engine.connect()
+        info: dict[str, Any] = await pool.engine.call(lambda client: client.info(), SandboxUnavailable) or {}
+        runtimes = info.get("Runtimes") or {}
+        if options.runtime is not None and options.runtime not in runtimes:
             raise SandboxUnavailable(
                 f"sandbox.config.runtime is {options.runtime!r}, which the engine does not know (it knows "
-                f"{', '.join(sorted(known))}): add it to its daemon.json, or remove it"
+                f"{', '.join(sorted(runtimes))}): add it to its daemon.json, or remove it"
             )
-        await self._choose_files(await keeper.images.resolve(options.image))
-        disk = keeper.in_memory or keeper.bounded_layer
-        found = Capabilities(
+        await self._choose_files(await pool.images.resolve(options.image))
+        disk = pool.in_memory or pool.bounded_layer
+        capabilities = Capabilities(
             isolation="docker" if options.runtime is None else f"docker/{options.runtime}",
             memory=bool(info.get("MemoryLimit")),
             pids=bool(info.get("PidsLimit")),
             disk=disk,
             survives_host=False,
-            expose=keeper.local,
+            expose=pool.local,
         )
-        unbound = [
-            name for name, holds in (("memory", found.memory), ("pids", found.pids), ("disk", disk)) if not holds
+        unenforced = [
+            name
+            for name, holds in (("memory", capabilities.memory), ("pids", capabilities.pids), ("disk", disk))
+            if not holds
         ]
-        notes = [f"this engine does not enforce limits.{name}" for name in unbound]
-        keeper.capabilities = replace(found, notes=tuple(notes))
+        notes = [f"this engine does not enforce limits.{name}" for name in unenforced]
+        pool.capabilities = replace(capabilities, notes=tuple(notes))
         try:
-            keeper.capabilities = await self._look(keeper.capabilities)
+            pool.capabilities = await self._inspect(pool.capabilities)
         except SandboxError as error:
-            keeper.capabilities = None
+            pool.capabilities = None
             raise SandboxUnavailable(f"no sandbox of image {options.image!r} works: {error}") from error
-        return keeper.capabilities
+        return pool.capabilities
 
     def make(self, spec: SandboxSpec) -> Sandbox:
         """Return an unstarted sandbox."""
-        made = DockerSandbox(spec, self._keeper, self.probe)
-        self._made.add(made)
-        return made
+        sandbox = DockerSandbox(spec, self._pool, self.probe)
+        self._sandboxes.add(sandbox)
+        return sandbox
 
     async def drop_snapshot(self, snapshot: str) -> None:
         """Remove a snapshot."""
-        await self._keeper.drop(snapshot)
+        await self._pool.drop_snapshot(snapshot)
 
     async def reap(self) -> int:
         """Remove leftovers of dead hosts on this engine."""
-        keeper, now, chosen = self._keeper, time.time(), {"label": [owner.OWNER]}
+        pool, now, filters = self._pool, time.time(), {"label": [OWNER]}
         containers: list[dict[str, Any]] = (
-            await keeper.engine.call(lambda client: client.containers(all=True, filters=chosen), SandboxUnavailable)
+            await pool.engine.call(lambda client: client.containers(all=True, filters=filters), SandboxUnavailable)
             or []
         )
-        left = [each for each in containers if owner.is_left(each["Labels"], now, keeper.owner)]
-        for each in left:
-            await keeper.remove_container(each["Id"])
+        leftovers = [container for container in containers if is_leftover(container["Labels"], now, pool.owner)]
+        for container in leftovers:
+            await pool.remove_container(container["Id"])
         images: list[dict[str, Any]] = (
-            await keeper.engine.call(lambda client: client.images(filters=chosen), SandboxUnavailable) or []
+            await pool.engine.call(lambda client: client.images(filters=filters), SandboxUnavailable) or []
         )
-        for each in images:
-            if owner.is_left(each["Labels"] or {}, now, keeper.owner):
-                await keeper.remove_image(each["Id"])
-        return len(left)
+        for container in images:
+            if is_leftover(container["Labels"] or {}, now, pool.owner):
+                await pool.remove_image(container["Id"])
+        return len(leftovers)
 
     async def close(self) -> None:
         """Free the backend's resources, snapshots included."""
-        await asyncio.gather(*(each.close() for each in list(self._made)))
-        await self._keeper.close()
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)))
+        await self._pool.close()
 
     async def build(self, folder: Path, tag: str | None = None) -> str:
         """Build the image of a folder with a ``Dockerfile`` and return its name. Raises SandboxUnavailable."""
-        return await self._keeper.images.build(folder, tag)
+        return await self._pool.images.build(folder, tag)
 
     async def import_root(self, source: Path, tag: str | None = None) -> str:
         """Import a root file system as an image and return its name. Raises SandboxUnavailable."""
-        return await self._keeper.images.import_root(source, tag)
+        return await self._pool.images.import_root(source, tag)
 
     async def _choose_files(self, image: str) -> None:
         """Test whether the engine bounds a container's layer; otherwise files are kept in tmpfs."""
-        keeper = self._keeper
-        if keeper.options.files == "tmpfs":
+        pool = self._pool
+        if pool.options.files == "tmpfs":
             return
         settings = {
             "Image": image,
             "Entrypoint": ["/bin/sh"],
-            "Labels": keeper.owner.labels(60.0),
+            "Labels": pool.owner.labels(60.0),
             "HostConfig": {"StorageOpt": {"size": "1G"}},
         }
-        name = f"turnwise-bounded-{keeper.owner.token}"
-        status, _ = await keeper.engine.status(
-            lambda client: client.create_container_from_config(settings, name), "looking at the engine's storage failed"
+        name = f"turnwise-bounded-{pool.owner.token}"
+        status, _ = await pool.engine.status(
+            lambda client: client.create_container_from_config(settings, name),
+            "the check of the engine's storage failed",
         )
-        keeper.bounded_layer = status == 0
-        if keeper.bounded_layer:
-            await keeper.remove_container(name)
-        keeper.in_memory = keeper.options.files == "auto" and not keeper.bounded_layer
+        pool.bounded_layer = status == 0
+        if pool.bounded_layer:
+            await pool.remove_container(name)
+        pool.in_memory = pool.options.files == "auto" and not pool.bounded_layer
 
-    async def _look(self, found: Capabilities) -> Capabilities:
-        keeper, notes = self._keeper, list(found.notes)
-        seen = keeper.folder / "seen"
-        seen.write_text(_WORD)
-        seen.chmod(0o644)
-        mounts = (Mount(seen, _SEEN),) if keeper.local else ()
-        probing = DockerSandbox(SandboxSpec(mounts=mounts), keeper)
+    async def _inspect(self, capabilities: Capabilities) -> Capabilities:
+        pool, notes = self._pool, list(capabilities.notes)
+        shared_file = pool.folder / "seen"
+        shared_file.write_text(_SHARED_TEXT)
+        shared_file.chmod(0o644)
+        mounts = (Mount(shared_file, _SHARED_FILE),) if pool.local else ()
+        sandbox = DockerSandbox(SandboxSpec(mounts=mounts), pool)
         try:
             try:
-                await probing.start()
+                await sandbox.start()
             except SandboxError:
                 if not mounts:
                     raise
-                # An engine behind a socket of this machine may still have other files.
-                keeper.local = False
-                probing = DockerSandbox(SandboxSpec(), keeper)
-                await probing.start()
-            said = (await probing.exec(_LOOK)).stdout.decode("utf-8", "replace")
-            rows = [line.split(":", 1) for line in said.splitlines() if ":" in line]
+                # An engine behind a socket of this machine may still not see its files.
+                pool.local = False
+                sandbox = DockerSandbox(SandboxSpec(), pool)
+                await sandbox.start()
+            report = (await sandbox.exec(_INSPECT)).stdout.decode("utf-8", "replace")
+            rows = [line.split(":", 1) for line in report.splitlines() if ":" in line]
             values = {name: value.strip() for name, value in rows}
             interfaces = {value.strip() for name, value in rows if name == "Interface"} - {"lo", "*"}
-            keeper.local = keeper.local and values.get("Seen") == _WORD
-            expose = keeper.local and await self._may_listen(probing, notes)
+            pool.local = pool.local and values.get("Seen") == _SHARED_TEXT
+            expose = pool.local and await self._can_listen(sandbox, notes)
         finally:
-            await probing.close()
-        if not keeper.local:
+            await sandbox.close()
+        if not pool.local:
             notes.append("the engine does not see files of this machine: no mounts, and nothing can be exposed")
         if interfaces:
             notes.append(f"without a network, a sandbox still sees {', '.join(sorted(interfaces))}")
-        kernel = keeper.options.runtime is not None or values.get("Seccomp") == _FILTERING
+        kernel = pool.options.runtime is not None or values.get("Seccomp") == _FILTERING
         if not kernel:
             notes.append("this engine filters no system calls (seccomp)")
-        if keeper.options.cap_add:
+        if pool.options.cap_add:
             kernel = False
-            notes.append(f"it has capabilities: {', '.join(keeper.options.cap_add)} (cap_add)")
-        return replace(found, network=not interfaces, kernel=kernel, expose=expose, notes=tuple(notes))
+            notes.append(f"it has capabilities: {', '.join(pool.options.cap_add)} (cap_add)")
+        return replace(capabilities, network=not interfaces, kernel=kernel, expose=expose, notes=tuple(notes))
 
-    async def _may_listen(self, probing: DockerSandbox, notes: list[str]) -> bool:
+    async def _can_listen(self, sandbox: DockerSandbox, notes: list[str]) -> bool:
         try:
-            (await probing.listen()).close()
+            (await sandbox.listen()).close()
         except SandboxError as error:
             notes.append(f"nothing can be exposed to it: {error}")
             return False

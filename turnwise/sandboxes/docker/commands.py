@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,101 +16,14 @@ from turnwise.errors import SandboxDied, SandboxFileNotFound
 from turnwise.sandboxes.core import Command
 from turnwise.sandboxes.docker import scripts
 from turnwise.sandboxes.docker.engine import Engine
-from turnwise.sandboxes.docker.scripts import ID_VARIABLE
+from turnwise.sandboxes.docker.host_processes import kill_processes
 from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Output, Stream
 
-_DEAD: Final = {"Z", "X"}
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """One container process as seen on the host: start in ticks since boot, command id, whether it is a zombie."""
-
-    parent: int
-    started: int
-    name: str
-    dead: bool = False
-
-
-def look_outside(first: int) -> dict[int, Seen]:
-    """Return the processes of a process's pid namespace by id. Raises OSError."""
-    namespace = os.readlink(f"/proc/{first}/ns/pid")
-    found = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            if os.readlink(f"/proc/{entry}/ns/pid") != namespace:
-                continue
-            fields = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()
-            environment = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # It has ended, or is another user's that has nothing to do with the container.
-        own = f"{ID_VARIABLE}=".encode()
-        name = next((each[len(own) :].decode(errors="replace") for each in environment if each.startswith(own)), "")
-        found[int(entry)] = Seen(int(fields[1]), int(fields[19]), name, fields[0] in _DEAD)
-    return found
-
-
-def belonging_processes(
-    seen: Mapping[int, Seen], first: int, name: str, since: int, others: Collection[str]
-) -> set[int]:
-    """Return the pids of one command: descendants, and orphans that began after it.
-
-    ``since`` are ticks since boot before its start; orphans of concurrent commands (``others``) are excluded.
-    """
-    # What the engine starts for a command has the parent of the first process, which nothing inside can bring about.
-    engine = seen[first].parent
-    roots = [each for number, each in seen.items() if number != first and each.parent == engine]
-    since = max([since, *(each.started for each in roots if each.name == name)])
-
-    def belongs(number: int) -> bool:
-        at = number
-        while seen[at].parent in seen and seen[at].parent != first:
-            at = seen[at].parent
-        if seen[at].parent == first:
-            return seen[at].started >= since and seen[at].name not in others
-        return seen[at].name == name
-
-    return {number for number in seen if number != first and not seen[number].dead and belongs(number)}
-
-
-def end_processes(first: int, name: str, since: int, others: Collection[str], seconds: float) -> bool:
-    """Kill a command's processes, all stopped first; return whether none is left within ``seconds``."""
-    began = time.monotonic()
-    stopped: set[int] = set()
-    while time.monotonic() < began + seconds:
-        try:
-            seen = look_outside(first)
-            if first not in seen:
-                return False
-            found = belonging_processes(seen, first, name, since, others)
-            fresh = found - stopped
-            _send(fresh or found, signal.SIGSTOP if fresh else signal.SIGKILL)
-        except OSError:
-            return False
-        if not found and not _unasked(seen, first):
-            return True
-        stopped |= fresh
-    return False
-
-
-def _unasked(seen: Mapping[int, Seen], first: int) -> bool:
-    """Whether zombies are left that the first process has yet to reap."""
-    return any(each.dead and each.parent == first for each in seen.values())
-
-
-def _send(processes: Collection[int], number: signal.Signals) -> None:
-    for each in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, number)
-
-
-ENDING_S: Final = 10.0
-"""Seconds for one way of ending a command, before the next one is tried."""
+KILL_S: Final = 10.0
+"""Seconds for one attempt to end a command, before the next kind is tried."""
 _TICKS: Final = 100
-"""In which /proc tells times, of each second."""
-GONE: Final = (404, 409)
+"""Clock ticks per second, the unit of times in /proc."""
+CONTAINER_GONE: Final = (404, 409)
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +37,7 @@ class Running:
 
 
 class CommandKiller:
-    """Starts and kills commands of one container; ``gone`` is the reason why that is impossible by now, or None."""
+    """Starts and kills commands of one container; ``gone`` is the reason why no command can run any more, or None."""
 
     def __init__(
         self, engine: Engine, container: str, user: str, env: Mapping[str, str], *, pids: int, keeps_files: bool
@@ -144,77 +55,77 @@ class CommandKiller:
         """Start a program; return its exec id and connection. Raises SandboxDied."""
         return await self.engine.run(self.container, argv, self._user, {**self._env, **more})
 
-    async def end(self, running: Running, others: Collection[str]) -> None:
+    async def end(self, running: Running, concurrent: Collection[str]) -> None:
         """Kill a command's processes, or the container if that fails; SandboxDied if its files are lost then."""
-        if not (await self._kill(running, others) or await self._kill_beyond(running, others)):
+        if not (await self._kill(running, concurrent) or await self._kill_at_pids_limit(running, concurrent)):
             await self._restart()
 
     async def interrupt(self, running: Running) -> None:
         """Send SIGINT to a command's process group."""
-        await self._says(b"", scripts.script(scripts.INTERRUPT, running.name))
+        await self._script_prints(b"", scripts.script(scripts.INTERRUPT, running.name))
 
-    async def process(self) -> int | None:
+    async def first_pid(self) -> int | None:
         """Return the host pid of the container's first process, None on another machine. Raises SandboxDied."""
-        found = await self.engine.call(lambda client: client.inspect_container(self.container))
-        assert found is not None
-        pid = int(found["State"]["Pid"])
+        container = await self.engine.call(lambda client: client.inspect_container(self.container))
+        assert container is not None
+        pid = int(container["State"]["Pid"])
         try:
-            ours = pid > 0 and found["Id"] in Path(f"/proc/{pid}/cgroup").read_text()
+            is_ours = pid > 0 and container["Id"] in Path(f"/proc/{pid}/cgroup").read_text()
         except OSError:
-            ours = False
-        return pid if ours else None
+            is_ours = False
+        return pid if is_ours else None
 
-    async def _kill(self, running: Running, others: Collection[str]) -> bool:
+    async def _kill(self, running: Running, concurrent: Collection[str]) -> bool:
         ticks = int((time.monotonic() - running.began) * _TICKS) + 1
-        argv = scripts.script(scripts.KILL, running.name, str(ticks), *others)
-        return await self._says(b"ended\n", argv)
+        argv = scripts.script(scripts.KILL, running.name, str(ticks), *concurrent)
+        return await self._script_prints(b"ended\n", argv)
 
-    async def _kill_beyond(self, running: Running, others: Collection[str]) -> bool:
+    async def _kill_at_pids_limit(self, running: Running, concurrent: Collection[str]) -> bool:
         """Kill a command at the pids limit: from the host, else by raising the limit for a moment."""
-        if await self._kill_from_outside(running, others):
+        if await self._kill_from_outside(running, concurrent):
             return True
         for more in (256, 2048):
-            await self._allow(self._pids + more)
+            await self._set_pids_limit(self._pids + more)
             try:
-                if await self._kill(running, others):
+                if await self._kill(running, concurrent):
                     return True
             finally:
-                await self._allow(self._pids)
+                await self._set_pids_limit(self._pids)
         return False
 
-    async def _kill_from_outside(self, running: Running, others: Collection[str]) -> bool:
-        first = await self.process()
+    async def _kill_from_outside(self, running: Running, concurrent: Collection[str]) -> bool:
+        first = await self.first_pid()
         if first is None:
             return False
         since = int((time.clock_gettime(time.CLOCK_BOOTTIME) - (time.monotonic() - running.began)) * _TICKS)
-        return await asyncio.to_thread(end_processes, first, running.name, since, others, ENDING_S)
+        return await asyncio.to_thread(kill_processes, first, running.name, since, concurrent, KILL_S)
 
-    async def _allow(self, pids: int) -> None:
+    async def _set_pids_limit(self, pids: int) -> None:
         def update(client: Any) -> None:
             url = client._url("/containers/{0}/update", self.container)
             client._raise_for_status(client._post_json(url, data={"PidsLimit": pids}))
 
-        await self.engine.call(update, what="the sandbox has ended", allowed=GONE)
+        await self.engine.call(update, what="the sandbox has ended", allowed=CONTAINER_GONE)
 
-    async def _says(self, word: bytes, argv: Sequence[str]) -> bool:
+    async def _script_prints(self, word: bytes, argv: Sequence[str]) -> bool:
         """Run a script and return whether it printed a word (without one, whether it ended)."""
-        said = b""
+        output = b""
         stream: Stream | None = None
         try:
-            async with asyncio.timeout(ENDING_S):
+            async with asyncio.timeout(KILL_S):
                 _, stream = await self.run(argv, {})
                 stream.end_input()
-                while not word or word not in said:
+                while not word or word not in output:
                     pieces = await stream.pieces()
                     if not pieces:
                         break
-                    said += b"".join(piece for number, piece in pieces if number == STDOUT)
+                    output += b"".join(piece for number, piece in pieces if number == STDOUT)
         except TimeoutError:
             return False
         finally:
             if stream is not None:
                 stream.close()
-        return word in said
+        return word in output
 
     async def _restart(self) -> None:
         async with self._restarting:
@@ -223,7 +134,7 @@ class CommandKiller:
                     "the sandbox was abandoned: a command in it could not be killed, and its files are in memory"
                 )
                 await self.engine.call(
-                    lambda client: client.kill(self.container), what="the sandbox has ended", allowed=GONE
+                    lambda client: client.kill(self.container), what="the sandbox has ended", allowed=CONTAINER_GONE
                 )
                 raise SandboxDied(self.gone)
             await self.engine.call(
@@ -231,24 +142,24 @@ class CommandKiller:
             )
 
 
-_LAST_WORDS_S: Final = 1.0
+_LAST_OUTPUT_S: Final = 1.0
 """Seconds to read the last output of a command that ended or was killed."""
 _SETTLE_S: Final = 10.0
-_LOOK_S: Final = 2.0
-"""Seconds without a word of a command, after which the engine is asked whether it still runs; doubled each time."""
-_MOST_LOOK_S: Final = 30.0
-_PIECE: Final = 2**20
+_QUIET_S: Final = 2.0
+"""Seconds without output of a command, after which the engine is asked whether it still runs; doubled each time."""
+_MAX_QUIET_S: Final = 30.0
+_CHUNK: Final = 2**20
 
 
 class Commands:
     """The commands of one container."""
 
-    def __init__(self, endings: CommandKiller) -> None:
-        self._endings = endings
+    def __init__(self, killer: CommandKiller) -> None:
+        self._killer = killer
         self._running: dict[str, Running] = {}
         self._recent: deque[tuple[str, float]] = deque(maxlen=256)
 
-    async def attend(
+    async def run(
         self,
         command: Command,
         cwd: str,
@@ -272,19 +183,19 @@ class Commands:
         try:
             async with asyncio.timeout(timeout) as bound:
                 argv = scripts.run_command(command, cwd, has_input=stdin is not None)
-                stream = await self._begin(running, argv, env)
+                stream = await self._start_command(running, argv, env)
                 feeder = asyncio.create_task(_feed(stream, mark + b"\n", stdin))
-                await self._listen(running, stream, out, err)
+                await self._read_output(running, stream, out, err)
         except TimeoutError:
             await self._end_shielded(running)
             if not bound.expired():
                 raise
-            await self._last_words(running, out, err)
+            await self._read_last_output(running, out, err)
             return None, out, err
         except SandboxDied:
             raise
         except BaseException:  # also a cancellation
-            # The waiter has gone, or an output is closed.
+            # The caller has gone, or an output is full.
             await self._end_shielded(running)
             raise
         finally:
@@ -292,67 +203,69 @@ class Commands:
                 feeder.cancel()
                 await asyncio.gather(feeder, return_exceptions=True)
             self.forget(running)
-        return await self._code(running, out, err, cwd), out, err
+        return await self._result_code(running, out, err, cwd), out, err
 
     async def spawn(self, command: Command, cwd: str, env: Mapping[str, str]) -> tuple[Running, bytes]:
         """Start a command; return it with its first output. Raises SandboxFileNotFound or SandboxDied."""
         self._check()
         running, word = Running(), secrets.token_hex(8)
         self._running[running.name] = running
-        said = b""
+        output = b""
         try:
-            stream = await self._begin(running, scripts.spawn_command(command, cwd, word), env)
-            while b"\n" not in said:
+            stream = await self._start_command(running, scripts.spawn_command(command, cwd, word), env)
+            while b"\n" not in output:
                 pieces = await stream.pieces()
                 if not pieces:
                     code = await self._outcome(running)
-                    raise SandboxDied(f"the command did not start (exit code {code}): {said.decode(errors='replace')}")
-                said += b"".join(piece for _, piece in pieces)
+                    raise SandboxDied(
+                        f"the command did not start (exit code {code}): {output.decode(errors='replace')}"
+                    )
+                output += b"".join(piece for _, piece in pieces)
         except BaseException:  # also a cancellation: the command is ended
             if not running.stream or not running.stream.ended:
                 await self._end_shielded(running)
             self.forget(running)
             raise
-        first, _, said = said.partition(b"\n")
-        if first == f"{word}:ok".encode():
-            return running, said
+        first_line, _, output = output.partition(b"\n")
+        if first_line == f"{word}:ok".encode():
+            return running, output
         self.forget(running)
-        if first == f"{word}:cwd".encode():
+        if first_line == f"{word}:cwd".encode():
             raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
-        if first == f"{word}:program".encode():
+        if first_line == f"{word}:program".encode():
             raise SandboxFileNotFound(f"there is no program {command[0]!r} in the sandbox")
-        raise SandboxDied(f"the command did not start: {(first + said).decode(errors='replace')}")
+        raise SandboxDied(f"the command did not start: {(first_line + output).decode(errors='replace')}")
 
     async def exit_code(self, running: Running) -> int | None:
         """Return a command's exit code, None while it runs. Raises SandboxDied."""
-        found = await self._endings.engine.call(
-            lambda client: client.exec_inspect(running.exec_id), what="the sandbox has ended", allowed=GONE
+        state = await self._killer.engine.call(
+            lambda client: client.exec_inspect(running.exec_id), what="the sandbox has ended", allowed=CONTAINER_GONE
         )
-        if found is None:
+        if state is None:
             raise SandboxDied(self.gone or "the sandbox has ended: its container is gone")
-        return None if found["Running"] or found["ExitCode"] is None else int(found["ExitCode"])
+        return None if state["Running"] or state["ExitCode"] is None else int(state["ExitCode"])
 
     @property
     def gone(self) -> str | None:
         """Why commands cannot run any more, or None."""
-        return self._endings.gone
+        return self._killer.gone
 
     @gone.setter
     def gone(self, why: str) -> None:
-        self._endings.gone = why
+        self._killer.gone = why
 
     async def end(self, running: Running) -> None:
         """Kill a command, as :meth:`CommandKiller.end`."""
         if running.name in self._running:
-            await self._endings.end(running, self._others(running))
+            await self._killer.end(running, self._concurrent(running))
 
     async def interrupt(self, running: Running) -> None:
         """Send SIGINT to a command's process group."""
-        await self._endings.interrupt(running)
+        await self._killer.interrupt(running)
 
-    async def process(self) -> int | None:
-        """Return the host pid of the first process, as :meth:`CommandKiller.process`."""
-        return await self._endings.process()
+    async def first_pid(self) -> int | None:
+        """Return the host pid of the first process, as :meth:`CommandKiller.first_pid`."""
+        return await self._killer.first_pid()
 
     def forget(self, running: Running) -> None:
         """Drop a command that has ended or is abandoned."""
@@ -363,12 +276,14 @@ class Commands:
 
     async def why_gone(self) -> str | None:
         """Return why the container does not run, or None."""
-        found = await self._endings.engine.call(
-            lambda client: client.inspect_container(self._endings.container), what="the sandbox has ended", allowed=GONE
+        container = await self._killer.engine.call(
+            lambda client: client.inspect_container(self._killer.container),
+            what="the sandbox has ended",
+            allowed=CONTAINER_GONE,
         )
-        if found is None:
-            return "its container is gone: its ttl expired, or it was removed from outside"
-        state: dict[str, Any] = found["State"]
+        if container is None:
+            return "its container is gone: its ttl expired, or another program removed it"
+        state: dict[str, Any] = container["State"]
         if state["Running"]:
             return None
         memory = ", out of memory" if state.get("OOMKilled") else ""
@@ -378,22 +293,22 @@ class Commands:
         if self.gone is not None:
             raise SandboxDied(self.gone)
 
-    async def _begin(self, running: Running, argv: Sequence[str], env: Mapping[str, str]) -> Stream:
-        starting = asyncio.create_task(self._endings.run(argv, {**env, scripts.ID_VARIABLE: running.name}))
+    async def _start_command(self, running: Running, argv: Sequence[str], env: Mapping[str, str]) -> Stream:
+        starting = asyncio.create_task(self._killer.run(argv, {**env, scripts.ID_VARIABLE: running.name}))
         try:
             running.exec_id, stream = await asyncio.shield(starting)
             running.stream = stream
         except asyncio.CancelledError:
-            # What is being started cannot be called back: it is waited for, so that it can be ended.
-            await asyncio.wait([starting], timeout=ENDING_S)
+            # A start cannot be revoked: it is awaited, so that its command can be killed.
+            await asyncio.wait([starting], timeout=KILL_S)
             if starting.done() and not starting.cancelled() and starting.exception() is None:
                 running.exec_id, running.stream = starting.result()
             raise
         return stream
 
-    async def _listen(self, running: Running, stream: Stream, out: Output, err: Output) -> None:
+    async def _read_output(self, running: Running, stream: Stream, out: Output, err: Output) -> None:
         """Read output until both end markers, or until their writers are gone."""
-        pause, ended = _LOOK_S, False
+        pause, command_ended = _QUIET_S, False
         while out.end is None or err.end is None:
             try:
                 async with asyncio.timeout(pause) as quiet:
@@ -401,19 +316,19 @@ class Commands:
             except TimeoutError:
                 if not quiet.expired():
                     raise
-                if ended:
+                if command_ended:
                     return
-                # The shell that reports the end may have been killed, while other processes hold its streams.
-                ended = await self.exit_code(running) is not None
-                # A command that ended just now may have reported it, and the report is still in transit.
-                pause = _LAST_WORDS_S if ended else min(2 * pause, _MOST_LOOK_S)
+                # The shell that reports the end may have been killed while other processes hold its streams.
+                command_ended = await self.exit_code(running) is not None
+                # The report of a command that has just ended may still be in transit.
+                pause = _LAST_OUTPUT_S if command_ended else min(2 * pause, _MAX_QUIET_S)
                 continue
             if not pieces:
                 return
             for number, piece in pieces:
                 (err if number == STDERR else out).feed(piece)
 
-    async def _code(self, running: Running, out: Output, err: Output, cwd: str) -> int:
+    async def _result_code(self, running: Running, out: Output, err: Output, cwd: str) -> int:
         if out.end is None or err.end is None:
             out.finish()
             err.finish()
@@ -422,11 +337,11 @@ class Commands:
             raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
         return int(out.end)
 
-    async def _last_words(self, running: Running, out: Output, err: Output) -> None:
+    async def _read_last_output(self, running: Running, out: Output, err: Output) -> None:
         with contextlib.suppress(TimeoutError, SandboxDied):
-            async with asyncio.timeout(_LAST_WORDS_S):
+            async with asyncio.timeout(_LAST_OUTPUT_S):
                 if running.stream is not None:
-                    await self._listen(running, running.stream, out, err)
+                    await self._read_output(running, running.stream, out, err)
         out.finish()
         err.finish()
 
@@ -448,13 +363,13 @@ class Commands:
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            # Cancelled once more: it is ended all the same.
+            # A second cancellation does not stop the kill, either.
             await asyncio.wait([ending])
             raise
 
-    def _others(self, running: Running) -> list[str]:
-        others = [name for name in self._running if name != running.name]
-        return others + [name for name, ended in self._recent if ended > running.began]
+    def _concurrent(self, running: Running) -> list[str]:
+        concurrent = [name for name in self._running if name != running.name]
+        return concurrent + [name for name, end in self._recent if end > running.began]
 
 
 async def _feed(stream: Stream, mark: bytes, stdin: bytes | IO[bytes] | None) -> None:
@@ -463,6 +378,6 @@ async def _feed(stream: Stream, mark: bytes, stdin: bytes | IO[bytes] | None) ->
         if isinstance(stdin, bytes):
             await stream.write(stdin)
         elif stdin is not None:
-            while piece := stdin.read(_PIECE):
+            while piece := stdin.read(_CHUNK):
                 await stream.write(piece)
         stream.end_input()

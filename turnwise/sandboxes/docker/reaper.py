@@ -37,33 +37,33 @@ class Connection(http.client.HTTPConnection):
         self.sock.connect(self.path)
 
 
-def ask(url: str, method: str, path: str) -> tuple[int, bytes]:
+def request(url: str, method: str, path: str) -> tuple[int, bytes]:
     """Make one request; return status and body."""
     connection = Connection(url)
     try:
         connection.request(method, path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
+        response = connection.getresponse()
+        return response.status, response.read()
     finally:
         connection.close()
 
 
-def sweep(url: str, label: str) -> int:
+def remove_labelled(url: str, label: str) -> int:
     """Remove everything with a label; return the count."""
-    chosen = urllib.parse.quote(json.dumps({"label": [label]}))
-    found = 0
+    filters = urllib.parse.quote(json.dumps({"label": [label]}))
+    count = 0
     for kind, options, rows in (
-        ("containers", "force=1&v=1", f"/containers/json?all=1&filters={chosen}"),
-        ("images", "force=1", f"/images/json?filters={chosen}"),
+        ("containers", "force=1&v=1", f"/containers/json?all=1&filters={filters}"),
+        ("images", "force=1", f"/images/json?filters={filters}"),
     ):
-        status, body = ask(url, "GET", rows)
+        status, body = request(url, "GET", rows)
         for row in json.loads(body) if status == http.client.OK else []:
-            found += 1
-            ask(url, "DELETE", f"/{kind}/{row['Id']}?{options}")
-    return found
+            count += 1
+            request(url, "DELETE", f"/{kind}/{row['Id']}?{options}")
+    return count
 
 
-def started(pid: int) -> str:
+def start_time(pid: int) -> str:
     """Return a process's start time, empty if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
@@ -74,22 +74,22 @@ def started(pid: int) -> str:
 
 def wait_for_end(pid: int) -> None:
     """Wait until the pipe closes or, where a child of the host holds it too, the host is gone."""
-    alive = started(pid)
-    while alive and started(pid) == alive:
+    original = start_time(pid)
+    while original and start_time(pid) == original:
         if select.select([0], [], [], 1.0)[0] and not os.read(0, 1):
             return
 
 
 def main(url: str, label: str, pid: int, folder: str) -> None:
     """Wait for the host's end, and clean up until nothing new appears."""
-    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
     wait_for_end(pid)
     shutil.rmtree(folder, ignore_errors=True)
     clean = 0
     for number in range(_ROUNDS):
         with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
-            clean = 0 if sweep(url, label) else clean + 1
+            clean = 0 if remove_labelled(url, label) else clean + 1
         if clean == _CLEAN_ROUNDS:
             return
         # Containers in creation at the host's death appear a little later.

@@ -40,100 +40,29 @@ from turnwise.sandboxes.core import (
 )
 from turnwise.sandboxes.docker import scripts
 from turnwise.sandboxes.docker.commands import CommandKiller, Commands
-from turnwise.sandboxes.docker.engine import HOME, TMP, user_of
 from turnwise.sandboxes.docker.pool import ContainerPool
-from turnwise.sandboxes.docker.streams import Output, Stream
+from turnwise.sandboxes.docker.process import DockerProcess
+from turnwise.sandboxes.docker.settings import HOME, TMP, user_of
+from turnwise.sandboxes.docker.streams import Output
 from turnwise.sandboxes.forwarding import listen_in
-
-_LEAST_POLL: Final = 0.02
-_MOST_POLL: Final = 0.5
-
-
-class DockerProcess(SandboxProcess):
-    """A spawned command and its connection; ``first`` is output that arrived with its start."""
-
-    def __init__(
-        self,
-        stream: Stream,
-        first: bytes,
-        exit_code: Callable[[], Awaitable[int | None]],
-        interrupt: Callable[[], Awaitable[None]],
-        kill: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._stream = stream
-        self._output = bytearray(first)
-        self._ask = exit_code
-        self._interrupt = interrupt
-        self._kill = kill
-        self._input_open = True
-        self._code: int | None = None
-
-    async def write(self, data: bytes) -> None:
-        """Write to its input."""
-        if not self._input_open or self._stream.ended or self._code is not None:
-            raise BrokenPipeError("the command has ended, or its input is closed")
-        try:
-            await self._stream.write(data)
-        except OSError as error:
-            raise BrokenPipeError("the command has ended") from error
-
-    async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
-        """Return output as soon as there is any."""
-        if not self._output:
-            for _, piece in await self._stream.pieces():
-                self._output += piece
-        taken = bytes(self._output[:max_bytes])
-        del self._output[:max_bytes]
-        return taken
-
-    async def close_stdin(self) -> None:
-        """Close its input."""
-        if self._input_open:
-            self._input_open = False
-            self._stream.end_input()
-
-    async def interrupt(self) -> None:
-        """Send SIGINT to its process group."""
-        if self._code is None:
-            await self._interrupt()
-
-    async def kill(self) -> None:
-        """Kill it with all its processes."""
-        with contextlib.suppress(OSError):
-            await self._kill()
-
-    async def wait(self) -> int:
-        """Wait for its end by polling the engine, since its streams may stay open longer."""
-        pause = _LEAST_POLL
-        while self._code is None:
-            self._code = await self._ask()
-            if self._code is None:
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.5, _MOST_POLL)
-        return self._code
-
-    def drop(self) -> None:
-        """Close the connection."""
-        self._stream.close()
-
 
 _TIMED_OUT: Final = 124
 _FILE_S: Final = 120.0
 """Seconds for a file of the usual size."""
 _ARCHIVE_S: Final = 900.0
-_NOT_RUN: Final = 126
-"""The exit code of what the engine could not start inside."""
-_FILE_SIZE: Final = 128 + 25
-"""The exit code of what SIGXFSZ ended."""
-_SPOOLED: Final = 8 * 2**20
+_NOT_EXECUTABLE: Final = 126
+"""The exit code of a program that the engine could not start."""
+_SIGXFSZ: Final = 128 + 25
+"""The exit code of a program that exceeded the file size limit."""
+_SPOOL_BYTES: Final = 8 * 2**20
 
 
 @dataclass(slots=True)
 class _Freeze:
-    """A snapshot that ``left`` open forks share; the last that is closed drops it."""
+    """A snapshot that ``open_forks`` share; the last that is closed drops it."""
 
     snapshot: str
-    left: int
+    open_forks: int
 
 
 class DockerSandbox(Sandbox):
@@ -142,31 +71,31 @@ class DockerSandbox(Sandbox):
     backend: ClassVar[str] = "docker"
 
     def __init__(
-        self, spec: SandboxSpec, keeper: ContainerPool, ready: Callable[[], Awaitable[Capabilities]] | None = None
+        self, spec: SandboxSpec, pool: ContainerPool, ready: Callable[[], Awaitable[Capabilities]] | None = None
     ) -> None:
         self.spec = spec
         self.id = f"turnwise-{secrets.token_hex(8)}"
-        self._keeper = keeper
+        self._pool = pool
         self._ready = ready
-        self._engine = keeper.engine
+        self._engine = pool.engine
         self._commands: Commands | None = None
         self._processes: list[DockerProcess] = []
         self._image = ""
-        self._asked = False
+        self._start_called = False
         self._closed = False
         self._freeze: _Freeze | None = None
 
     async def start(self) -> None:
         """Start it."""
-        if self._asked or self._closed:
+        if self._start_called or self._closed:
             raise SandboxStartError(f"sandbox {self.id} was started before")
-        self._asked = True
+        self._start_called = True
         async with undo_on_error_async(lambda: asyncio.shield(asyncio.create_task(self._remove()))):
             if self._ready is not None:
                 await self._ready()
             await self._start()
-        assert self._keeper.capabilities is not None
-        self.capabilities = self._keeper.capabilities
+        assert self._pool.capabilities is not None
+        self.capabilities = self._pool.capabilities
 
     async def close(self) -> None:
         """Kill everything inside and free its resources."""
@@ -177,12 +106,12 @@ class DockerSandbox(Sandbox):
         if self._commands is not None and self._commands.gone is None:
             self._commands.gone = f"sandbox {self.id} was closed"
         for process in self._processes:
-            process.drop()
+            process.disconnect()
         await asyncio.shield(asyncio.create_task(self._remove()))
         if self._freeze is not None:
-            self._freeze.left -= 1
-            if not self._freeze.left:
-                await self._keeper.drop(self._freeze.snapshot)
+            self._freeze.open_forks -= 1
+            if not self._freeze.open_forks:
+                await self._pool.drop_snapshot(self._freeze.snapshot)
 
     async def exec(
         self,
@@ -196,7 +125,7 @@ class DockerSandbox(Sandbox):
     ) -> ExecResult:
         """Run a command to its end."""
         began = time.monotonic()
-        code, out, err = await self._started().attend(
+        code, out, err = await self._commands_or_raise().run(
             command,
             self._inside(cwd),
             lambda mark: (Output(mark, max_output), Output(mark, max_output)),
@@ -217,8 +146,8 @@ class DockerSandbox(Sandbox):
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> SandboxProcess:
         """Start a long-running command."""
-        commands = self._started()
-        running, said = await commands.spawn(command, self._inside(cwd), env or {})
+        commands = self._commands_or_raise()
+        running, output = await commands.spawn(command, self._inside(cwd), env or {})
         stream = running.stream
         assert stream is not None
 
@@ -227,7 +156,7 @@ class DockerSandbox(Sandbox):
                 await commands.end(running)
 
         process = DockerProcess(
-            stream, said, lambda: commands.exit_code(running), lambda: commands.interrupt(running), kill
+            stream, output, lambda: commands.exit_code(running), lambda: commands.interrupt(running), kill
         )
         self._processes.append(process)
         return process
@@ -247,72 +176,75 @@ class DockerSandbox(Sandbox):
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or folder into the container."""
-        inside = self._inside(target)
-        with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
+        destination = self._inside(target)
+        with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as packed:
             folder = source.is_dir()
-            name = "." if folder else posixpath.basename(inside)
+            name = "." if folder else posixpath.basename(destination)
             try:
                 await asyncio.to_thread(archives.pack, source, packed, name=name)
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{str(source)!r} does not exist and cannot be uploaded") from error
             packed.seek(0)
             await self._script(
-                inside if folder else posixpath.dirname(inside), scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S
+                destination if folder else posixpath.dirname(destination),
+                scripts.UNPACK,
+                stdin=packed,
+                timeout=_ARCHIVE_S,
             )
 
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
         """Copy a file or folder to the host."""
-        with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
+        with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as packed:
             await self._pack(source, packed, max_bytes)
             await asyncio.to_thread(archives.unpack, packed, target, max_bytes)
 
     async def snapshot(self) -> str:
         """Snapshot the files."""
-        await self._living()
-        if not self._keeper.in_memory:
-            return await self._keeper.keep(self.id, self._image, None)
-        with tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
+        await self._check_alive()
+        if not self._pool.in_memory:
+            return await self._pool.save_snapshot(self.id, self._image, None)
+        with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as packed:
             await self._pack("/", packed, self.spec.limits.disk, *self._folders())
-            return await self._keeper.keep(self.id, self._image, packed)
+            return await self._pool.save_snapshot(self.id, self._image, packed)
 
     async def fork(self, count: int = 1) -> list[DockerSandbox]:
         """Return started containers of one commit of the current files, without processes."""
         check_count(count)
         freeze = _Freeze(await self.snapshot(), count)
         spec = replace(self.spec, snapshot=freeze.snapshot, workspace=None)
-        made = [DockerSandbox(spec, self._keeper, self._ready) for _ in range(count)]
-        for each in made:
-            each._freeze, each.start_slots = freeze, self.start_slots
+        forks = [DockerSandbox(spec, self._pool, self._ready) for _ in range(count)]
+        for fork in forks:
+            fork._freeze, fork.start_slots = freeze, self.start_slots
 
-        async def start(each: DockerSandbox) -> None:
-            async with each.start_slots:
-                await each.start()
+        async def start(fork: DockerSandbox) -> None:
+            async with fork.start_slots:
+                await fork.start()
 
         async def close() -> None:
-            await asyncio.gather(*(each.close() for each in made))
+            await asyncio.gather(*(fork.close() for fork in forks))
 
         async with undo_on_error_async(close):
-            for result in await asyncio.gather(*map(start, made), return_exceptions=True):
+            for result in await asyncio.gather(*map(start, forks), return_exceptions=True):
                 if result is not None:
                     raise result
-        return made
+        return forks
 
     async def listen(self, port: int = 0) -> socket.socket:
         """Return a socket that listens inside and is accepted on the host."""
-        await self._living()
-        pid = await self._started().process()
+        await self._check_alive()
+        pid = await self._commands_or_raise().first_pid()
         if pid is None:
             raise SandboxUnavailable(
-                "a sandbox of this engine cannot be let reach anything of this machine: its processes are not of this "
-                "machine, or not to be seen from here"
+                "a sandbox of this engine cannot reach this machine: its processes run on another machine, or are not "
+                "visible from here"
             )
         return await listen_in(pid, port)
 
     async def _start(self) -> None:
-        spec, user = self.spec, user_of(self.spec, self._keeper.options)
+        spec, user = self.spec, user_of(self.spec, self._pool.options)
         if spec.workspace is not None and not spec.workspace.is_dir():
             raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} of the sandbox is not a folder")
-        settings = await self._keeper.settings(spec, self.id)
+        settings = await self._pool.settings(spec, self.id)
         self._image = str(settings["Image"])
         making = asyncio.create_task(
             self._engine.call(
@@ -324,18 +256,18 @@ class DockerSandbox(Sandbox):
         try:
             await asyncio.shield(making)
         except asyncio.CancelledError:
-            # What the engine is making cannot be called back: it is waited for, so that it can be removed.
+            # A creation cannot be revoked: it is awaited, so that the container can be removed.
             await asyncio.wait([making])
             raise
-        in_memory = self._keeper.in_memory
+        in_memory = self._pool.in_memory
         if not in_memory:
-            await self._prepare(user)
+            await self._make_folders(user)
         await self._engine.call(
             lambda client: client.start(self.id),
             SandboxStartError,
             f"sandbox {self.id} of image {settings['Image']!r} did not start (an image needs /bin/sh)",
         )
-        endings = CommandKiller(
+        killer = CommandKiller(
             self._engine,
             self.id,
             f"{user[0]}:{user[1]}",
@@ -343,14 +275,17 @@ class DockerSandbox(Sandbox):
             pids=spec.limits.pids,
             keeps_files=not in_memory,
         )
-        self._commands = Commands(endings)
+        self._commands = Commands(killer)
         if in_memory:
-            await self._fill()
+            await self._restore_files()
 
-    async def _prepare(self, user: tuple[int, int]) -> None:
+    async def _make_folders(self, user: tuple[int, int]) -> None:
         """Give the workdir to the user before anything inside could replace it."""
         workspace = self.spec.workspace if self.spec.snapshot is None else None
-        with tempfile.SpooledTemporaryFile(_SPOOLED) as folders, tempfile.SpooledTemporaryFile(_SPOOLED) as packed:
+        with (
+            tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as folders,
+            tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as packed,
+        ):
             with tarfile.open(fileobj=folders, mode="w", format=tarfile.GNU_FORMAT) as archive:
                 for folder in (HOME, self.spec.workdir):
                     member = tarfile.TarInfo(folder.strip("/"))
@@ -359,22 +294,22 @@ class DockerSandbox(Sandbox):
                     archive.addfile(member)
             if workspace is not None:
                 await asyncio.to_thread(archives.pack, workspace, packed, uid=user[0], gid=user[1])
-            for where, content in (("/", folders), (self.spec.workdir, packed)):
+            for folder, content in (("/", folders), (self.spec.workdir, packed)):
                 if content.tell():
                     content.seek(0)
-                    await self._put(where, content)
+                    await self._put_archive(folder, content)
 
-    async def _put(self, where: str, packed: IO[bytes]) -> None:
+    async def _put_archive(self, folder: str, packed: IO[bytes]) -> None:
         await self._engine.call(
-            lambda client: client.put_archive(self.id, where, packed),
+            lambda client: client.put_archive(self.id, folder, packed),
             SandboxStartError,
             f"the workdir {self.spec.workdir!r} of sandbox {self.id} was not made",
         )
 
-    async def _fill(self) -> None:
-        kept = self._keeper.kept(self.spec.snapshot) if self.spec.snapshot is not None else None
-        if kept is not None:
-            with kept.open("rb") as packed:
+    async def _restore_files(self) -> None:
+        archive = self._pool.archive_of(self.spec.snapshot) if self.spec.snapshot is not None else None
+        if archive is not None:
+            with archive.open("rb") as packed:
                 await self._script("/", scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S)
         elif self.spec.workspace is not None:
             await self.upload(self.spec.workspace, self.spec.workdir)
@@ -384,11 +319,11 @@ class DockerSandbox(Sandbox):
 
     async def _pack(self, source: str, packed: IO[bytes], max_bytes: int, *names: str) -> None:
         def outputs(mark: bytes) -> tuple[Output, Output]:
-            return _Spool(mark, packed, max_bytes + archives.HEADERS), Output(mark)
+            return _SpoolOutput(mark, packed, max_bytes + archives.HEADERS), Output(mark)
 
         try:
             await self._script(source, scripts.PACK, *names, outputs=outputs, timeout=_ARCHIVE_S)
-        except _TooMuch as error:
+        except _OutputTooLarge as error:
             raise SandboxFileTooLarge(f"{source!r} in the sandbox holds more than max_bytes={max_bytes}") from error
         packed.seek(0)
 
@@ -404,10 +339,10 @@ class DockerSandbox(Sandbox):
     ) -> Output:
         if "\0" in path:
             raise SandboxFileError(f"{path!r} is not a path")
-        code, out, err = await self._started().attend(
+        code, out, err = await self._commands_or_raise().run(
             scripts.script(text, self._inside(path), *arguments),
             "/",
-            # Twice as much as is kept never is cut.
+            # At twice the expected size nothing is cut.
             outputs or (lambda mark: (Output(mark, 2 * keep), Output(mark))),
             env={},
             stdin=stdin,
@@ -415,7 +350,7 @@ class DockerSandbox(Sandbox):
         )
         if code == 0:
             return out
-        said = re.sub(r"^turnwise: (line \d+: |\d+: )?", "", err.kept.decode("utf-8", "replace").strip())
+        errors = re.sub(r"^turnwise: (line \d+: |\d+: )?", "", err.kept.decode("utf-8", "replace").strip())
         if code == scripts.NOT_FOUND:
             raise SandboxFileNotFound(f"there is no {path!r} in the sandbox")
         if code == scripts.NOT_A_FILE:
@@ -424,48 +359,50 @@ class DockerSandbox(Sandbox):
             raise SandboxFileError(f"{path!r} in the sandbox is not readable by the sandbox's user")
         if code is None:
             raise SandboxFileError(f"{path!r} in the sandbox: it took more than {timeout:.0f} s")
-        if code == _FILE_SIZE or "File too large" in said or "File size limit" in said:
-            said = f"{said} (its limit is file_size={self.spec.limits.file_size})"
-        elif "No space left" in said:
-            said = f"{said} (its limit is disk={self.spec.limits.disk})"
-        if code == _NOT_RUN or "can't fork" in said or "Cannot fork" in said:
-            said = f"{said or out.kept.decode('utf-8', 'replace').strip()} (its limit is pids={self.spec.limits.pids})"
-        raise SandboxFileError(f"{path!r} in the sandbox: {said or f'exit code {code}'}")
+        if code == _SIGXFSZ or "File too large" in errors or "File size limit" in errors:
+            errors = f"{errors} (its limit is file_size={self.spec.limits.file_size})"
+        elif "No space left" in errors:
+            errors = f"{errors} (its limit is disk={self.spec.limits.disk})"
+        if code == _NOT_EXECUTABLE or "can't fork" in errors or "Cannot fork" in errors:
+            errors = (
+                f"{errors or out.kept.decode('utf-8', 'replace').strip()} (its limit is pids={self.spec.limits.pids})"
+            )
+        raise SandboxFileError(f"{path!r} in the sandbox: {errors or f'exit code {code}'}")
 
     def _inside(self, path: str | None) -> str:
         return posixpath.join(self.spec.workdir, path or "")
 
-    def _started(self) -> Commands:
+    def _commands_or_raise(self) -> Commands:
         if self._commands is None or self._closed:
             raise SandboxDied(f"sandbox {self.id} {'was closed' if self._closed else 'was not started'}")
         return self._commands
 
-    async def _living(self) -> None:
-        commands = self._started()
-        why = commands.gone or await commands.why_gone()
-        if why is not None:
-            raise SandboxDied(f"sandbox {self.id} has ended: {why}")
+    async def _check_alive(self) -> None:
+        commands = self._commands_or_raise()
+        reason = commands.gone or await commands.why_gone()
+        if reason is not None:
+            raise SandboxDied(f"sandbox {self.id} has ended: {reason}")
 
     async def _remove(self) -> None:
-        if self._asked:
+        if self._start_called:
             with contextlib.suppress(SandboxError):
-                await self._keeper.remove_container(self.id)
+                await self._pool.remove_container(self.id)
 
 
-class _TooMuch(Exception):
+class _OutputTooLarge(Exception):
     """Output exceeded the limit."""
 
 
-class _Spool(Output):
+class _SpoolOutput(Output):
     """An output that is written to a file, up to a limit."""
 
-    def __init__(self, mark: bytes, file: IO[bytes], most: int) -> None:
+    def __init__(self, mark: bytes, file: IO[bytes], limit: int) -> None:
         super().__init__(mark)
         self._file = file
-        self._left = most
+        self._remaining = limit
 
     def _keep(self, data: bytes) -> None:
-        self._left -= len(data)
-        if self._left < 0:
-            raise _TooMuch
+        self._remaining -= len(data)
+        if self._remaining < 0:
+            raise _OutputTooLarge
         self._file.write(data)

@@ -11,28 +11,28 @@ from typing import Final
 from turnwise.sandboxes.core import Command
 
 ID_VARIABLE: Final = "TURNWISE_EXEC"
-"""Names, in the environment of the processes of a command, which command they belong to."""
+"""The environment variable that names the command that a process belongs to."""
 
-# $1: how many minutes. The first process reaps what loses its parent, and ends with the container when its time is
-# over. It is no plain `sleep`: that reaps nothing, and the dead would fill the limit of processes.
+# $1: minutes. The first process reaps orphans, and ends the container when its time is over. A plain `sleep` would
+# reap nothing, and zombies would fill the limit of processes.
 PID_1: Final = "trap 'exit 0' TERM; n=0; while [ $n -lt $1 ]; do sleep 60 & wait $!; n=$((n + 1)); done"
 
-_CHOOSE: Final = r"""
+_AS_ARGV: Final = r"""
 if [ "$1" = text ]; then shift; if command -v bash >/dev/null 2>&1; then set -- bash -c "$@"; else set -- sh -c "$@"; fi
 else shift; fi
 """
 
-# $1: where, $2: whether there is input, then the command. The first line of the input is a word that only this shell
-# knows; with it, both streams say that the command has ended. So the end is the command's own, and not that of
-# whatever else holds its streams; the two `cat` hold them open for those, which a broken pipe would end. A command
-# that ends the shells above it instead reports nothing, and counts as ended itself.
+# $1: the folder, $2: whether there is input, then the command. The first line of the input is a marker that only this
+# shell knows; with it, both streams report that the command has ended. The reported end is thus the command's, not that
+# of background processes that hold its streams; the two `cat` keep the streams open for those, which a broken pipe
+# would end. A command that kills the shells above it reports nothing, and counts as ended.
 _RUN: Final = (
     r"""
 IFS= read -r mark
 if ! cd -- "$1" 2>/dev/null; then printf '%s:cwd\n' "$mark"; printf '%s:cwd\n' "$mark" >&2; exit 0; fi
 input=$2; shift 2
 """
-    + _CHOOSE
+    + _AS_ARGV
     + r"""
 {
   {
@@ -48,13 +48,14 @@ exit 137
 """
 )
 
-# $1: where, $2: a word that tells its own line from the command's; then the command, which takes this shell's place.
+# $1: the folder, $2: a marker that distinguishes this shell's line from the command's output; then the command, which
+# replaces this shell.
 _SPAWN: Final = (
     r"""
 if ! cd -- "$1" 2>/dev/null; then printf '%s:cwd\n' "$2"; exit 0; fi
 word=$2; shift 2
 """
-    + _CHOOSE
+    + _AS_ARGV
     + r"""
 if ! command -v -- "$1" >/dev/null 2>&1; then printf '%s:program\n' "$word"; exit 0; fi
 printf '%s:ok\n' "$word"
@@ -62,10 +63,10 @@ exec "$@" 2>&1
 """
 )
 
-# `look PID` sets state, parent, group and start (in ticks since the boot) of a process. A name may hold anything, line
-# ends and brackets too, so what counts begins behind the last bracket. `root` is set to the process that the engine
-# started for a command: it alone has no parent in here, which cannot be faked.
-_LOOK: Final = (
+# `look PID` sets state, parent, group and start (in ticks since the boot) of a process. A process name may contain line
+# ends and brackets, so the fields are read after the last bracket. `root` is set to the process that the engine started
+# for a command: it alone has no parent in the container, which cannot be faked.
+_INSPECT: Final = (
     r"""
 id=$1
 look() {
@@ -77,20 +78,20 @@ look() {
 }
 claims() { { tr '\0' '\n' <"/proc/$1/environ" | grep -qx "ID_VARIABLE=$2"; } 2>/dev/null; }
 root=
-for each in /proc/[0-9]*; do
-  each=${each#/proc/}
-  if look "$each" && [ "$parent" = 0 ] && [ "$each" != 1 ] && [ "$each" != $$ ] && claims "$each" "$id"; then
-    root=$each since=$start
+for path in /proc/[0-9]*; do
+  pid=${path#/proc/}
+  if look "$pid" && [ "$parent" = 0 ] && [ "$pid" != 1 ] && [ "$pid" != $$ ] && claims "$pid" "$id"; then
+    root=$pid since=$start
   fi
 done
 """
 ).replace("ID_VARIABLE", ID_VARIABLE)
 
-# $1: which command, $2: ticks since before it began, then other commands that have been running since. Ends what
-# descends from it, and what has lost its parent and began after it: unless that says to be of one of the others.
-# Stopped first, so that what multiplies does not while it is being ended.
+# $1: the command's id, $2: ticks since before it began, then the ids of concurrent commands. Kills its descendants, and
+# orphans that began after it, except those that claim one of the other ids. All are stopped first, so that none forks
+# while it is killed.
 KILL: Final = (
-    _LOOK
+    _INSPECT
     + r"""
 look $$
 [ -n "$root" ] || since=$((start - $2 - 100))
@@ -114,31 +115,31 @@ belongs() {
 others=$*
 round=0 again=1
 while [ $again = 1 ] && [ $round -lt 200 ]; do
-  again=0 found= round=$((round + 1))
-  for each in /proc/[0-9]*; do
-    each=${each#/proc/}
-    [ "$each" = 1 ] || [ "$each" = $$ ] || ! belongs "$each" || found="$found $each"
+  again=0 alive= round=$((round + 1))
+  for path in /proc/[0-9]*; do
+    pid=${path#/proc/}
+    [ "$pid" = 1 ] || [ "$pid" = $$ ] || ! belongs "$pid" || alive="$alive $pid"
   done
-  if [ -n "$found" ]; then again=1; kill -STOP $found 2>/dev/null; kill -KILL $found 2>/dev/null; fi
+  if [ -n "$alive" ]; then again=1; kill -STOP $alive 2>/dev/null; kill -KILL $alive 2>/dev/null; fi
 done
 [ $again = 0 ] && echo ended
 """
 )
 
-# $1: which command. As Ctrl-C does: to its process group.
-INTERRUPT: Final = _LOOK + r"""[ -z "$root" ] || { look "$root" && kill -INT "-$group"; }"""
+# $1: the command's id. Like Ctrl-C, to its process group.
+INTERRUPT: Final = _INSPECT + r"""[ -z "$root" ] || { look "$root" && kill -INT "-$group"; }"""
 
 NOT_FOUND: Final = 90
 NOT_A_FILE: Final = 91
 UNREADABLE: Final = 92
 
-# $1: the path, $2: how many bytes at most.
+# $1: the path, $2: the maximum number of bytes.
 READ_FILE: Final = f"""
 [ -e "$1" ] || exit {NOT_FOUND}; [ -f "$1" ] || exit {NOT_A_FILE}; [ -r "$1" ] || exit {UNREADABLE}
 head -c "$2" <"$1"
 """
 
-# $1: the path, $2: its permissions or nothing. The folders above it are made.
+# $1: the path, $2: its permissions or empty. Parent folders are created.
 WRITE_FILE: Final = f"""
 case $1 in */*) mkdir -p -- "${{1%/*}}/" || exit 1;; esac
 [ ! -e "$1" ] || [ -f "$1" ] || exit {NOT_A_FILE}
@@ -146,12 +147,11 @@ cat >"$1" || exit 1
 [ -z "$2" ] || chmod "$2" "$1"
 """
 
-# $1: where. Owners are not looked up, and no permissions beyond the usual are given.
+# $1: the folder. Owners and special permission bits of the archive are ignored.
 UNPACK: Final = r"""mkdir -p -- "$1" && tar -xof - -C "$1" """
 
-# $1: what, then what of it. The content of a folder, or those names of it; else the file alone. That something grew or
-# went away meanwhile is not a failure: it is as it was at one moment. (GNU's tar ends with 1 for that alone, BusyBox's
-# always.)
+# $1: the path, then names in it. Packs a folder's content or those names of it, or a file. Files that grow or vanish
+# meanwhile are no failure. (GNU tar's exit code for those is 1, BusyBox's is always 1.)
 PACK: Final = f"""
 [ -e "$1" ] || exit {NOT_FOUND}
 if [ -d "$1" ]; then above=$1; shift; [ $# -gt 0 ] || set -- .
@@ -159,10 +159,10 @@ else [ -f "$1" ] || exit {NOT_A_FILE}; [ -r "$1" ] || exit {UNREADABLE}
   name=${{1##*/}}; above=${{1%"$name"}}; set -- "./$name"
 fi
 exec 3>&1
-said=$(LC_ALL=C tar -cf - -C "$above" "$@" 2>&1 >&3)
+messages=$(LC_ALL=C tar -cf - -C "$above" "$@" 2>&1 >&3)
 code=$?
 [ $code = 0 ] && exit
-printf '%s\\n' "$said" | grep -v -e ': file changed as we read it$' -e ': File removed before we read it$' \\
+printf '%s\\n' "$messages" | grep -v -e ': file changed as we read it$' -e ': File removed before we read it$' \\
   -e ': No such file or directory$' -e ': error exit delayed from previous errors$' >&2
 [ $? = 1 ] && [ $code = 1 ] && exit
 exit 1

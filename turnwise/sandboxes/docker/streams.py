@@ -11,7 +11,7 @@ from typing import Final
 
 from turnwise.sandboxes.core import MAX_OUTPUT, HeadTailBuffer
 
-_PIECE: Final = 65_536
+_CHUNK: Final = 65_536
 _HEADER: Final = struct.Struct(">BxxxL")
 STDOUT: Final = 1
 STDERR: Final = 2
@@ -23,24 +23,24 @@ class Demux:
     def __init__(self) -> None:
         self._header = bytearray()
         self._stream = 0
-        self._left = 0
+        self._remaining = 0
 
     def feed(self, data: bytes) -> list[tuple[int, bytes]]:
         """Return the (stream, bytes) pieces in ``data``, including the available part of an incomplete frame."""
         view = memoryview(data)
         pieces = []
         while view:
-            if self._left:
-                pieces.append((self._stream, bytes(view[: self._left])))
-                taken = min(self._left, len(view))
-                self._left -= taken
-                view = view[taken:]
+            if self._remaining:
+                pieces.append((self._stream, bytes(view[: self._remaining])))
+                size = min(self._remaining, len(view))
+                self._remaining -= size
+                view = view[size:]
             else:
                 missing = _HEADER.size - len(self._header)
                 self._header += view[:missing]
                 view = view[missing:]
                 if len(self._header) == _HEADER.size:
-                    self._stream, self._left = _HEADER.unpack(self._header)
+                    self._stream, self._remaining = _HEADER.unpack(self._header)
                     self._header.clear()
         return pieces
 
@@ -61,17 +61,17 @@ class Output:
         self._waiting += data
         at = self._waiting.find(self._mark)
         if at < 0:
-            # The word's beginning may be the end of what is there.
-            sure = len(self._waiting) - len(self._mark) + 1
-            if sure > 0:
-                self._keep(bytes(self._waiting[:sure]))
-                del self._waiting[:sure]
+            # The end of the data may be the beginning of the marker.
+            complete = len(self._waiting) - len(self._mark) + 1
+            if complete > 0:
+                self._keep(bytes(self._waiting[:complete]))
+                del self._waiting[:complete]
             return
-        said, line_end, _ = bytes(self._waiting[at + len(self._mark) :]).partition(b"\n")
+        text, line_end, _ = bytes(self._waiting[at + len(self._mark) :]).partition(b"\n")
         if line_end:
             self._keep(bytes(self._waiting[:at]))
             self._waiting.clear()
-            self.end = said.decode("ascii", "replace")
+            self.end = text.decode("ascii", "replace")
 
     def finish(self) -> None:
         """Flush pending bytes: no more will come."""
@@ -101,8 +101,8 @@ class Stream:
         self._first = first
         self._release = release
         self._demux = Demux()
-        self._busy = 0
-        self._dropped = False
+        self._users = 0
+        self._close_requested = False
         self.ended = False
 
     async def pieces(self) -> list[tuple[int, bytes]]:
@@ -123,10 +123,10 @@ class Stream:
     async def _receive(self) -> bytes:
         # Not `sock_recv`: data that it has read is lost if the wait is cancelled at the same moment.
         loop = asyncio.get_running_loop()
-        with self._held():
+        with self._in_use():
             while not self.ended:
                 with contextlib.suppress(BlockingIOError):
-                    return self._socket.recv(_PIECE)
+                    return self._socket.recv(_CHUNK)
                 readable = asyncio.Event()
                 loop.add_reader(self._socket, readable.set)
                 try:
@@ -137,7 +137,7 @@ class Stream:
 
     async def write(self, data: bytes) -> None:
         """Write to the command's input. Raises OSError."""
-        with self._held():
+        with self._in_use():
             await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
     def end_input(self) -> None:
@@ -148,9 +148,9 @@ class Stream:
     def close(self) -> None:
         """Close the connection, not the command; idempotent."""
         self.ended = True
-        self._dropped = True
-        if self._busy:
-            # The waiter is woken and releases it: its number may be reused as soon as it is closed.
+        self._close_requested = True
+        if self._users:
+            # The reader is woken and releases it: a closed descriptor's number could be reused while it still waits.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             return
@@ -159,11 +159,11 @@ class Stream:
             self._socket.close()
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        self._busy += 1
+    def _in_use(self) -> Iterator[None]:
+        self._users += 1
         try:
             yield
         finally:
-            self._busy -= 1
-            if self._dropped and not self._busy:
+            self._users -= 1
+            if self._close_requested and not self._users:
                 self.close()

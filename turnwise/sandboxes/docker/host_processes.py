@@ -1,0 +1,107 @@
+"""The processes of a container as the host sees them: those of one command, and killing them from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from turnwise.sandboxes.docker.scripts import ID_VARIABLE
+
+_DEAD: Final = {"Z", "X"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """A container process as seen on the host: start in ticks since boot, command id, whether it is a zombie."""
+
+    parent: int
+    start_ticks: int
+    name: str
+    dead: bool = False
+
+
+def list_processes(first: int) -> dict[int, ProcessInfo]:
+    """Return the processes of a process's pid namespace by id. Raises OSError."""
+    namespace = os.readlink(f"/proc/{first}/ns/pid")
+    processes = {}
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit():
+            continue
+        try:
+            if os.readlink(f"/proc/{pid}/ns/pid") != namespace:
+                continue
+            fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended, or another user's, which does not belong to the container
+        variable = f"{ID_VARIABLE}=".encode()
+        name = next(
+            (
+                assignment[len(variable) :].decode(errors="replace")
+                for assignment in environment
+                if assignment.startswith(variable)
+            ),
+            "",
+        )
+        processes[int(pid)] = ProcessInfo(int(fields[1]), int(fields[19]), name, fields[0] in _DEAD)
+    return processes
+
+
+def belonging_processes(
+    processes: Mapping[int, ProcessInfo], first: int, name: str, since: int, concurrent: Collection[str]
+) -> set[int]:
+    """Return the pids of one command: descendants, and orphans that began after it.
+
+    ``since`` is a time before its start, in ticks since boot; orphans of ``concurrent`` commands are excluded.
+    """
+    # A command's root process, started by the engine, has the parent of the first process, which none inside can fake.
+    engine = processes[first].parent
+    roots = [process for pid, process in processes.items() if pid != first and process.parent == engine]
+    since = max([since, *(root.start_ticks for root in roots if root.name == name)])
+
+    def belongs(pid: int) -> bool:
+        at = pid
+        while processes[at].parent in processes and processes[at].parent != first:
+            at = processes[at].parent
+        if processes[at].parent == first:
+            return processes[at].start_ticks >= since and processes[at].name not in concurrent
+        return processes[at].name == name
+
+    return {pid for pid in processes if pid != first and not processes[pid].dead and belongs(pid)}
+
+
+def kill_processes(first: int, name: str, since: int, concurrent: Collection[str], seconds: float) -> bool:
+    """Kill a command's processes, all stopped first; return whether none is left within ``seconds``."""
+    began = time.monotonic()
+    stopped: set[int] = set()
+    while time.monotonic() < began + seconds:
+        try:
+            processes = list_processes(first)
+            if first not in processes:
+                return False
+            alive = belonging_processes(processes, first, name, since, concurrent)
+            fresh = alive - stopped
+            _send_signal(fresh or alive, signal.SIGSTOP if fresh else signal.SIGKILL)
+        except OSError:
+            return False
+        if not alive and not _has_unreaped_zombies(processes, first):
+            return True
+        stopped |= fresh
+    return False
+
+
+def _has_unreaped_zombies(processes: Mapping[int, ProcessInfo], first: int) -> bool:
+    """Whether zombies are left that the first process has yet to reap."""
+    return any(process.dead and process.parent == first for process in processes.values())
+
+
+def _send_signal(processes: Collection[int], number: signal.Signals) -> None:
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

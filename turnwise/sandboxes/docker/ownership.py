@@ -1,0 +1,71 @@
+"""Ownership labels of containers and images: which host process made them, and whether it still lives."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+SANDBOX: Final = "turnwise.sandbox"
+OWNER: Final = "turnwise.owner"
+SNAPSHOT: Final = "turnwise.snapshot"
+_BOOT: Final = "turnwise.boot"
+_NAMESPACE: Final = "turnwise.pid_namespace"
+_PID: Final = "turnwise.pid"
+_STARTED: Final = "turnwise.pid_started"
+_CREATED: Final = "turnwise.created"
+_EXPIRES: Final = "turnwise.expires"
+RESERVED: Final = "turnwise."
+"""Prefix of the labels above, which a spec may not use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A host process, identified across reused pids and machines by token, boot id, pid namespace, pid and start."""
+
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    boot: str = field(default_factory=lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    namespace: str = field(default_factory=lambda: os.readlink("/proc/self/ns/pid"))
+    pid: int = field(default_factory=os.getpid)
+    started: str = field(default_factory=lambda: pid_started(os.getpid()) or "")
+
+    def labels(self, ttl: float) -> dict[str, str]:
+        """Return the owner labels of a new resource, with its maximum lifetime in seconds."""
+        now = time.time()
+        return {
+            OWNER: self.token,
+            _BOOT: self.boot,
+            _NAMESPACE: self.namespace,
+            _PID: str(self.pid),
+            _STARTED: self.started,
+            _CREATED: f"{now:.0f}",
+            _EXPIRES: f"{now + ttl:.0f}",
+        }
+
+
+def pid_started(pid: int) -> str | None:
+    """Return a process's start time in ticks since boot; None if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def is_leftover(
+    labels: Mapping[str, str], now: float, here: Owner, started: Callable[[int], str | None] = pid_started
+) -> bool:
+    """Return whether the owner of a labelled resource is dead, or its lifetime over at ``now``.
+
+    An owner on another machine or in another pid namespace than ``here`` counts as alive until then.
+    """
+    if OWNER not in labels or labels[OWNER] == here.token:
+        return False
+    expires, pid = labels.get(_EXPIRES, ""), labels.get(_PID, "")
+    if expires.isdigit() and now > int(expires):
+        return True
+    visible = labels.get(_BOOT) == here.boot and labels.get(_NAMESPACE) == here.namespace
+    return visible and pid.isdigit() and started(int(pid)) != labels.get(_STARTED)
