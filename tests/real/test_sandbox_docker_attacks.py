@@ -1,4 +1,4 @@
-"""With a containment of docker's switched off, the attack that it holds back gets through."""
+"""Each attack on a container escapes once the containment against it is switched off."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def docker_engine() -> Iterator[TestEngine]:
         yield running
 
 
-class Generous(DockerBackend):
-    """Grants more than it was asked for; the attacks stay within their own bounds."""
+class RaisedLimits(DockerBackend):
+    """Raises the limits that it is given; the attacks stay within their own bounds."""
 
     def make(self, spec: SandboxSpec) -> Sandbox:
-        much = {"pids": 2048, "memory": 2**31, "disk": 2**30, "file_size": 2**30}
-        return super().make(replace(spec, limits=replace(spec.limits, **much)))
+        raised = {"pids": 2048, "memory": 2**31, "disk": 2**30, "file_size": 2**30}
+        return super().make(replace(spec, limits=replace(spec.limits, **raised)))
 
 
 async def outcomes(backend: DockerBackend, names: list[str], spec: SandboxSpec | None = None) -> dict[str, str]:
@@ -39,41 +39,40 @@ async def outcomes(backend: DockerBackend, names: list[str], spec: SandboxSpec |
         report = await check_sandbox(backend, spec=spec, only=[f"attack: {name}" for name in names])
     finally:
         await backend.close()
-    return {each.name.removeprefix("attack: "): each.status for each in report.outcomes}
+    return {outcome.name.removeprefix("attack: "): outcome.status for outcome in report.outcomes}
 
 
-def options(running: TestEngine, **given: Any) -> dict[str, Any]:
-    return {"url": running.url, "image": PYTHON, "pull": "never", **given}
+def options(running: TestEngine, **changes: Any) -> dict[str, Any]:
+    return {"url": running.url, "image": PYTHON, "pull": "never", **changes}
 
 
-async def test_without_limits_what_is_used_is_more_than_was_granted(docker_engine: TestEngine) -> None:
+async def test_resource_attacks_escape_with_raised_limits(docker_engine: TestEngine) -> None:
     names = ["fork bomb", "memory in one process", "memory in several processes", "one large file", "fill the disk"]
-    found = await outcomes(Generous(**options(docker_engine)), names)
-    assert found == dict.fromkeys(names, "escaped")
+    statuses = await outcomes(RaisedLimits(**options(docker_engine)), names)
+    assert statuses == dict.fromkeys(names, "escaped")
 
 
-async def test_in_the_hosts_network_its_servers_are_reached(docker_engine: TestEngine) -> None:
+async def test_host_network_reaches_the_hosts_servers(docker_engine: TestEngine) -> None:
     names = ["TCP to the host's loopback", "UDP to the host's loopback", "abstract unix socket", "network interfaces"]
     spec = SandboxSpec(limits=SandboxLimits(network=True))
-    found = await outcomes(DockerBackend(**options(docker_engine, network="host")), names, spec)
-    # Who asks for the network is promised nothing about it.
-    assert found == dict.fromkeys(names, "open")
+    statuses = await outcomes(DockerBackend(**options(docker_engine, network="host")), names, spec)
+    # A spec with the network is promised no network isolation.
+    assert statuses == dict.fromkeys(names, "open")
 
 
-async def test_as_root_with_its_capabilities_the_kernel_is_in_reach(docker_engine: TestEngine) -> None:
+async def test_root_with_capabilities_reaches_the_kernel(docker_engine: TestEngine) -> None:
     names = ["kernel settings", "nested namespaces", "mounts"]
-    found = await outcomes(DockerBackend(**options(docker_engine, user="0:0", cap_add=("SYS_ADMIN",))), names)
-    # The probe tells that nothing is promised here.
-    assert found["nested namespaces"] == found["mounts"] == "open"
+    statuses = await outcomes(DockerBackend(**options(docker_engine, user="0:0", cap_add=("SYS_ADMIN",))), names)
+    # The probe reports that kernel isolation is not claimed.
+    assert statuses["nested namespaces"] == statuses["mounts"] == "open"
 
 
-# What is switched off, what else the inside gets, and the attacks that get through then. Whatever is set, the engine
-# gives a container a root file system and namespaces of its own: what it does not see it cannot attack, so that most
-# of these need the host's files or processes to be handed in.
-OFF: list[tuple[set[str], dict[str, Any], set[str]]] = [
-    # We hand on no variable of the host.
+# What is switched off, further options, and the attacks that escape then. The engine always gives a container its own
+# root file system and namespaces, so most attacks need the host's files or processes to be made visible.
+OPENINGS_BY_ATTACK: list[tuple[set[str], dict[str, Any], set[str]]] = [
+    # The host's variables are not passed on.
     ({"environment"}, {}, {"environment", "environments in /proc"}),
-    # The namespace of processes hides them from everybody, whoever that is.
+    # The pid namespace hides host processes from every user.
     ({"host processes"}, {}, {"see host processes"}),
     # Signals to them would also need their user.
     ({"host processes"}, {"user": "0:0"}, {"see host processes", "signal a host process"}),
@@ -89,7 +88,7 @@ OFF: list[tuple[set[str], dict[str, Any], set[str]]] = [
             "write to the host",
         },
     ),
-    # The file system of its own keeps files and sockets away; that calls for files run inside keeps links in there.
+    # The container's own file system hides files and sockets; file calls run inside, so links resolve there.
     (
         {"host files"},
         {},
@@ -102,61 +101,59 @@ OFF: list[tuple[set[str], dict[str, Any], set[str]]] = [
             "upload through a link",
         },
     ),
-    # Another user than root keeps private files away even so.
+    # A user other than root cannot read private files even then.
     ({"host files"}, {"user": "0:0"}, {"read a host file (0600)"}),
     # The engine's filter of system calls.
     ({"system calls"}, {}, {"keyrings"}),
-    # With it, no capability: neither would be enough.
+    # The filter and missing capabilities: either alone is not enough.
     ({"system calls"}, {"user": "0:0", "cap_add": ("SYS_ADMIN",)}, {"nested namespaces", "mounts"}),
-    # Another user than root may not write settings either way.
+    # A user other than root cannot write settings in any case.
     ({"kernel files"}, {"user": "0:0"}, {"kernel settings"}),
     ({"device"}, {"user": "0:0", "cap_add": ("SYSLOG",)}, {"devices"}),
 ]
 
 
 @pytest.mark.alike("attacks on containers")
-@pytest.mark.parametrize(("off", "given", "through"), OFF, ids=lambda each: "+".join(sorted(map(str, each)))[:30])
-async def test_an_attack_on_a_container_gets_through_where_its_containment_is_off(
-    docker_engine: TestEngine, off: set[str], given: dict[str, Any], through: set[str]
+@pytest.mark.parametrize(
+    ("openings", "changes", "attacks"), OPENINGS_BY_ATTACK, ids=lambda value: "+".join(sorted(map(str, value)))[:30]
+)
+async def test_attack_on_a_container_escapes_without_its_containment(
+    docker_engine: TestEngine, openings: set[str], changes: dict[str, Any], attacks: set[str]
 ) -> None:
-    backend = OpenedDocker(sorted(off), **options(docker_engine, **given))
-    assert await outcomes(backend, sorted(through)) == dict.fromkeys(through, "escaped")
+    backend = OpenedDocker(sorted(openings), **options(docker_engine, **changes))
+    assert await outcomes(backend, sorted(attacks)) == dict.fromkeys(attacks, "escaped")
 
 
-@pytest.mark.parametrize("given", [{}, {"user": "0:0"}], ids=["user", "root"])
-async def test_root_without_capabilities_is_held_back_as_a_user_is(
-    docker_engine: TestEngine, given: dict[str, Any]
-) -> None:
-    names = sorted(set[str]().union(*(through for _, _, through in OFF)))
-    assert await outcomes(DockerBackend(**options(docker_engine, **given)), names) == dict.fromkeys(names, "held")
+@pytest.mark.parametrize("changes", [{}, {"user": "0:0"}], ids=["user", "root"])
+async def test_root_without_capabilities_is_contained(docker_engine: TestEngine, changes: dict[str, Any]) -> None:
+    names = sorted(set[str]().union(*(attacks for _, _, attacks in OPENINGS_BY_ATTACK)))
+    assert await outcomes(DockerBackend(**options(docker_engine, **changes)), names) == dict.fromkeys(names, "held")
 
 
-async def test_a_command_that_nobody_ends_outlives_its_time_out(
+async def test_command_outlives_its_timeout_without_the_killer(
     docker_engine: TestEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def nothing(*_: Any) -> None:
+    async def no_kill(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(CommandKiller, "end", nothing)
-    found = await outcomes(DockerBackend(**options(docker_engine)), ["outlive the time-out"])
-    assert found == {"outlive the time-out": "escaped"}
+    monkeypatch.setattr(CommandKiller, "end", no_kill)
+    statuses = await outcomes(DockerBackend(**options(docker_engine)), ["outlive the time-out"])
+    assert statuses == {"outlive the time-out": "escaped"}
 
 
-async def test_without_a_guardian_a_container_outlives_its_host(docker_engine: TestEngine) -> None:
+async def test_container_outlives_its_host_without_the_reaper(docker_engine: TestEngine) -> None:
     name = "attack: outlive the host"
-    found = {}
-    for opened in ((), ("guardian",)):
+    statuses = {}
+    for opened in ((), ("reaper",)):
         config = {**options(docker_engine), "opened": opened}
         report = await check_sandbox(
             SandboxConfig(name="support.sandboxes.opened_backends:OpenedDocker", config=config), only=[name]
         )
-        found[opened] = report.outcome(name).status
-    assert found == {(): "held", ("guardian",): "escaped"}
+        statuses[opened] = report.outcome(name).status
+    assert statuses == {(): "held", ("reaper",): "escaped"}
 
 
-async def test_who_knows_the_word_for_the_end_says_the_end(
-    docker_engine: TestEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_known_end_marker_can_be_forged(docker_engine: TestEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     word = "5" * 32
     forged = f"printf '{word}:0\\n'; printf '{word}:0\\n' >&2; exit 7"
     backend = DockerBackend(**options(docker_engine))
@@ -172,7 +169,7 @@ async def test_who_knows_the_word_for_the_end_says_the_end(
         await backend.close()
 
 
-async def test_links_lead_out_of_a_download_that_trusts_its_archive(
+async def test_links_lead_out_of_a_trusting_download(
     docker_engine: TestEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trusting(archive: IO[bytes], target: Path, max_bytes: int) -> None:
@@ -185,7 +182,7 @@ async def test_links_lead_out_of_a_download_that_trusts_its_archive(
     assert await outcomes(DockerBackend(**options(docker_engine)), names) == dict.fromkeys(names, "escaped")
 
 
-async def test_a_folder_that_becomes_a_link_is_followed_where_links_are(
+async def test_folder_replaced_by_a_link_escapes_where_links_are_followed(
     docker_engine: TestEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "change while downloading"

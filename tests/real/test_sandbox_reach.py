@@ -20,7 +20,7 @@ from support.agents.sandboxed_programs import BoxedLookup
 from support.chat.model_dirs import renderer_for
 from support.sandboxes import other_user
 from support.sandboxes.docker_engine import PYTHON, engine
-from support.sandboxes.opened_backends import ExposedLocal, OpenContainers
+from support.sandboxes.opened_backends import ExposedDocker, ExposedLocal
 from turnwise.ext.checks.sandbox import check_sandbox
 from turnwise.ext.checks.sandbox.attacks import ATTACKS
 from turnwise.inference.scripted import ScriptedClient
@@ -107,7 +107,7 @@ async def test_a_program_reaches_its_session_and_nothing_else(monkeypatch: pytes
     assert found == NOTHING_ELSE
 
 
-async def all_attacks(kind: type[ExposedLocal] | type[OpenContainers], config: dict[str, Any]) -> None:
+async def all_attacks(kind: type[ExposedLocal] | type[ExposedDocker], config: dict[str, Any]) -> None:
     """Attack from sandboxes with a way out."""
     kind.opened = 0
     given = SandboxConfig(name=f"support.sandboxes.opened_backends:{kind.__name__}", config=config)
@@ -176,6 +176,6 @@ async def test_it_is_so_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as running:
         config = {"url": running.url, "image": PYTHON, "pull": "never"}
         found = await reached(SandboxConfig(name="docker", config=config))
-        await all_attacks(OpenContainers, config)
+        await all_attacks(ExposedDocker, config)
     assert 0 < found.pop("flooded") <= 300
     assert found == NOTHING_ELSE

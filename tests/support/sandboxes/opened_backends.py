@@ -18,7 +18,7 @@ from turnwise.types import SamplingParams
 
 
 def _shared_files(host: dict[str, Any]) -> None:
-    # The examination plants what it attacks below one of these; what the sandbox has of its own at /tmp goes.
+    # The checker plants its files below one of these folders; the sandbox's own /tmp is removed.
     host.get("Tmpfs", {}).pop("/tmp", None)
     host["Mounts"] += [
         {"Type": "bind", "Source": path, "Target": path, "ReadOnly": False} for path in ("/var/tmp", "/tmp")
@@ -41,38 +41,38 @@ OPENINGS: Final[dict[str, Callable[[dict[str, Any]], None]]] = {
     "kernel files": _kernel_files,
     "device": _a_device,
 }
-"""What each changes of what the engine is asked for."""
+"""How each opening changes a container's settings."""
 
 
 class OpenedDocker(DockerBackend):
-    """As above. It promises to hold everything back, so that what gets through is an escape.
+    """A docker backend with openings that claims full isolation, so that a successful attack is an escape.
 
     Args:
-        opened: Which of :data:`OPENINGS`; and ``environment``, which hands on the host's; and ``guardian``, without
-            whom nobody cleans up after a host that was killed.
+        opened: Names of :data:`OPENINGS`; ``environment`` passes on the host's variables; ``reaper`` leaves it out, so
+            that the containers of a killed host stay.
         config: Of the docker backend.
     """
 
     def __init__(self, opened: Sequence[str], **config: Any) -> None:
         super().__init__(**config)
         self._opened = frozenset(opened)
-        keeper = self._keeper
-        asked = keeper.settings
+        pool = self._pool
+        original = pool.settings
 
-        async def settings(spec: SandboxSpec, sandbox: str) -> dict[str, Any]:
-            made = await asked(spec, sandbox)
+        async def opened_settings(spec: SandboxSpec, sandbox: str) -> dict[str, Any]:
+            settings = await original(spec, sandbox)
             for name in sorted(self._opened & OPENINGS.keys()):
-                OPENINGS[name](made["HostConfig"])
-            return made
+                OPENINGS[name](settings["HostConfig"])
+            return settings
 
-        keeper.settings = settings  # type: ignore[method-assign]
-        if "guardian" in self._opened:
-            keeper._guard = _nobody  # type: ignore[method-assign]
+        pool.settings = opened_settings  # type: ignore[method-assign]
+        if "reaper" in self._opened:
+            pool._start_reaper = _no_reaper  # type: ignore[method-assign]
 
     async def probe(self) -> Capabilities:
-        found = await super().probe()
-        self._keeper.capabilities = replace(found, network=True, kernel=True, processes=True, filesystem=True)
-        return self._keeper.capabilities
+        capabilities = await super().probe()
+        self._pool.capabilities = replace(capabilities, network=True, kernel=True, processes=True, filesystem=True)
+        return self._pool.capabilities
 
     def make(self, spec: SandboxSpec) -> Sandbox:
         if "environment" in self._opened:
@@ -80,16 +80,16 @@ class OpenedDocker(DockerBackend):
         return super().make(spec)
 
 
-async def _nobody() -> None:
+async def _no_reaper() -> None:
     pass
 
 
-class _Opening(SandboxBackend):
-    """As above.
+class _ExposedBackend(SandboxBackend):
+    """A backend whose sandboxes reach a gateway session.
 
     Attributes:
-        opened: How many sandboxes have a way out, of all of one kind in this process.
-        endpoint: The session that it reaches, once opened.
+        opened: Number of sandboxes of this class that reach a session.
+        endpoint: The session that they reach, once opened.
     """
 
     opened: ClassVar[int] = 0
@@ -112,7 +112,7 @@ class _Opening(SandboxBackend):
 
     async def close(self) -> None:
         if self.endpoint is not None:
-            # Whatever was tried inside, the model was not asked, and nobody said what the episode is worth.
+            # No attack made a model call or set a reward.
             assert (self.endpoint.entry.session.turns, self.endpoint.entry.rewards) == (0, [])
             await self._gateway.shut(self.endpoint)
         await self._gateway.close()
@@ -129,9 +129,9 @@ class _Opening(SandboxBackend):
         type(self).opened += 1
 
 
-class ExposedLocal(_Opening, LocalBackend):
-    """Local ones."""
+class ExposedLocal(_ExposedBackend, LocalBackend):
+    """Local sandboxes that reach a gateway session."""
 
 
-class OpenContainers(_Opening, DockerBackend):
-    """Docker's."""
+class ExposedDocker(_ExposedBackend, DockerBackend):
+    """Containers that reach a gateway session."""

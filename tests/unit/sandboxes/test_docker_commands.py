@@ -59,7 +59,7 @@ async def run(engine: Engine) -> tuple[int | None, bytes]:
     return code, out.kept
 
 
-async def test_what_a_command_said_as_the_engine_was_inspected_for_its_end_counts() -> None:
+async def test_output_that_arrives_with_the_inspection_counts() -> None:
     def output(mark: bytes) -> bytes:
         return frame(STDOUT, b"bin\n" + mark + b":0\n") + frame(STDERR, mark + b":0\n")
 

@@ -7,6 +7,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("e2b", "e2b", "sandboxes of the backend 'e2b'") from error
 
-from turnwise.sandboxes.e2b.sandbox import E2BBackend
+from turnwise.sandboxes.e2b.backend import E2BBackend
 
 __all__ = ["E2BBackend"]

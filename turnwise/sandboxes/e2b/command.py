@@ -21,7 +21,7 @@ _GONE = (e2b.SandboxNotFoundException, e2b.SandboxNotRunningException)
 
 
 @contextlib.contextmanager
-def mapped(sandbox: str) -> Iterator[None]:
+def sdk_errors(sandbox: str) -> Iterator[None]:
     """Map the SDK's exceptions to SandboxDied, SandboxUnavailable (API key) and SandboxError."""
     try:
         yield
@@ -31,18 +31,18 @@ def mapped(sandbox: str) -> Iterator[None]:
         raise SandboxUnavailable(f"E2B rejected the API key: {error}") from error
     except _GONE as error:
         raise SandboxDied(f"E2B sandbox {sandbox} is gone: {error}") from error
-    except Exception as error:  # the SDK also raises plain ones, and what an answer that is not JSON gives
+    except Exception as error:  # the SDK also raises plain ones, and errors of parsing an answer
         raise SandboxError(f"E2B sandbox {sandbox}: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
-def starting(what: str) -> Iterator[None]:
+def start_errors(what: str) -> Iterator[None]:
     """Map the SDK's exceptions to SandboxUnavailable (template, API key) and the retryable SandboxStartError."""
     try:
         yield
     except e2b.AuthenticationException as error:
         raise SandboxUnavailable(f"E2B rejected the API key: {error}") from error
-    except Exception as error:  # of the SDK, its HTTP client or its transport: raised again as an own error
+    except Exception as error:  # of the SDK, its HTTP client or its transport
         status = error.status_code if isinstance(error, e2b.SandboxException) else None
         wrong = isinstance(error, e2b.NotFoundException | e2b.InvalidArgumentException | e2b.TemplateException)
         if wrong or status in {400, 403, 404}:
@@ -51,16 +51,16 @@ def starting(what: str) -> Iterator[None]:
 
 
 _GUEST: Final = (Path(__file__).parent / "guest.py").read_text()
-_PIECE: Final = 196_608
+_CHUNK: Final = 196_608
 """Bytes of input that are sent in one request."""
-_GRACE: Final = 15.0
-"""Seconds that the program inside has to end a command, before it is ended itself."""
+_GRACE_S: Final = 15.0
+"""Seconds that the guest program has to end a command, before it is killed itself."""
 _READ_AHEAD: Final = 64
-"""Pieces of a spawned command's output that are kept until they are read; beyond them the command has to wait."""
+"""Unread pieces of a spawned command's output beyond which the command has to wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CommandRequest:
     """The guest's request; fields as ``guest.py`` reads them."""
 
     argv: list[str]
@@ -75,7 +75,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CommandEnd:
     """A command's end; fields as ``guest.py`` writes them."""
 
     code: int
@@ -83,7 +83,7 @@ class Ended:
     cut: bool
 
 
-class Running:
+class RunningCommand:
     """A running command; created by :meth:`start`.
 
     ``output`` holds its output by stream (``o``, ``e``); for a spawned command ``pieces`` holds it until read, None at
@@ -95,61 +95,61 @@ class Running:
         self.pieces: asyncio.Queue[bytes | None] | None = asyncio.Queue(_READ_AHEAD) if live else None
         self._name = name
         self._handle: Any = None
-        self._line = self._noise = ""
+        self._line = self._errors = ""
         loop = asyncio.get_running_loop()
         self._started: asyncio.Future[str] = loop.create_future()
-        self._ended: asyncio.Future[Ended] = loop.create_future()
-        self._watch: asyncio.Task[None] | None = None
+        self._ended: asyncio.Future[CommandEnd] = loop.create_future()
+        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, sdk: e2b.AsyncSandbox, request: Request, *, live: bool = False) -> Running:
+    async def start(cls, sdk: e2b.AsyncSandbox, request: CommandRequest, *, live: bool = False) -> RunningCommand:
         """Start a command. Raises SandboxFileNotFound (cwd, spawned program), SandboxError or SandboxDied."""
-        made = cls(sdk.sandbox_id, live=live)
-        with mapped(made._name):
-            made._handle = await sdk.commands.run(
+        running = cls(sdk.sandbox_id, live=live)
+        with sdk_errors(running._name):
+            running._handle = await sdk.commands.run(
                 f"exec python3 -I -S -c {shlex.quote(_GUEST)}",
                 background=True,
-                user="root",  # which nothing inside can disturb; the program becomes the command's user itself
+                user="root",  # so that no command can disturb it; the program itself switches to the command's user
                 cwd="/",
                 stdin=True,
                 timeout=0,
-                on_stdout=made._take,
-                on_stderr=made._complain,
+                on_stdout=running._receive,
+                on_stderr=running._receive_errors,
                 retain_output=False,
             )
-        made._watch = asyncio.create_task(made._watched())
+        running._watching = asyncio.create_task(running._watch_guest())
         try:
-            await made._send((json.dumps(asdict(request)) + "\n").encode())
-            why = await asyncio.shield(made._started)
-            if why == "cwd":
+            await running._send((json.dumps(asdict(request)) + "\n").encode())
+            problem = await asyncio.shield(running._started)
+            if problem == "cwd":
                 raise SandboxFileNotFound(f"{request.cwd!r} is not a folder in the sandbox (cwd)")
-            if why == "missing" and live:
+            if problem == "missing" and live:
                 raise SandboxFileNotFound(f"there is no program {request.argv[0]!r} in the sandbox")
-            if why == "user":
+            if problem == "user":
                 raise SandboxError(
                     f"the template has no user {request.user!r}: name another (spec.user or config.user)"
                 )
         except SandboxFileNotFound:
             raise
         except BaseException:  # also a cancellation: the command is ended
-            await asyncio.shield(made.end())
+            await asyncio.shield(running.end())
             raise
-        return made
+        return running
 
     async def feed(self, data: bytes) -> None:
         """Write input. Raises BrokenPipeError."""
-        for at in range(0, len(data), _PIECE):
+        for at in range(0, len(data), _CHUNK):
             if self._ended.done():
                 raise BrokenPipeError("the command has ended")
-            await self._send(b"d " + base64.b64encode(data[at : at + _PIECE]) + b"\n")
+            await self._send(b"d " + base64.b64encode(data[at : at + _CHUNK]) + b"\n")
 
-    async def tell(self, order: str) -> None:
+    async def send_order(self, order: str) -> None:
         """Close its input (``c``), interrupt (``i``) or kill it (``k``); a no-op after its end."""
         if not self._ended.done():
             with contextlib.suppress(BrokenPipeError):
                 await self._send(order.encode() + b"\n")
 
-    async def result(self) -> Ended:
+    async def result(self) -> CommandEnd:
         """Wait for its end. Raises SandboxDied."""
         return await asyncio.shield(self._ended)
 
@@ -161,15 +161,15 @@ class Running:
     async def end(self) -> None:
         """Kill it with all its processes, ignoring errors."""
         with contextlib.suppress(SandboxError, TimeoutError):
-            async with asyncio.timeout(_GRACE):
-                await self.tell("k")
+            async with asyncio.timeout(_GRACE_S):
+                await self.send_order("k")
                 await self.result()
         with contextlib.suppress(SandboxError, TimeoutError):
-            async with asyncio.timeout(_GRACE):
-                with mapped(self._name):
+            async with asyncio.timeout(_GRACE_S):
+                with sdk_errors(self._name):
                     await self._handle.kill()
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         self.fail(SandboxDied(f"E2B sandbox {self._name}: the command was ended"))
 
     def fail(self, error: Exception) -> None:
@@ -177,43 +177,45 @@ class Running:
         for future in (self._started, self._ended):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # perhaps it is not awaited
+                future.exception()  # it may have no waiter
         if self.pieces is not None:
             with contextlib.suppress(asyncio.QueueFull):
                 self.pieces.put_nowait(None)
 
     async def _send(self, data: bytes) -> None:
         try:
-            with mapped(self._name):
+            with sdk_errors(self._name):
                 await self._handle.send_stdin(data)
         except SandboxDied:
             raise
         except SandboxError as error:
-            # A command that has just ended takes nothing any more, which is not a failure.
+            # A command that has just ended accepts no input, which is no failure.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.result(), 1.0)
                 raise BrokenPipeError("the command has ended") from error
             raise
 
-    async def _watched(self) -> None:
+    async def _watch_guest(self) -> None:
         """Wait for the guest's end; one without an end record is a failure."""
         error: Exception = SandboxDied(f"E2B sandbox {self._name} ended before its command did")
         try:
-            # The SDK's own errors end up here as well: no caller may wait for a message that never comes.
-            with mapped(self._name):
+            # Any error of the SDK ends here, too: no caller may wait for a record that never comes.
+            with sdk_errors(self._name):
                 await self._handle.wait()
-        except SandboxError as failed:
-            error = failed
+        except SandboxError as failure:
+            error = failure
         if not self._started.done():
-            told = self._noise.strip()[-500:]
-            why = f"commands cannot run in it, as they need python3:  {told or error}"
-            error = error if isinstance(error, SandboxDied) and not told else SandboxError(f"E2B {self._name}: {why}")
+            errors = self._errors.strip()[-500:]
+            problem = f"commands cannot run in it, as they need python3: {errors or error}"
+            error = (
+                error if isinstance(error, SandboxDied) and not errors else SandboxError(f"E2B {self._name}: {problem}")
+            )
         self.fail(error)
 
-    def _complain(self, text: str) -> None:
-        self._noise = (self._noise + text)[-4000:]
+    def _receive_errors(self, text: str) -> None:
+        self._errors = (self._errors + text)[-4000:]
 
-    async def _take(self, text: str) -> None:
+    async def _receive(self, text: str) -> None:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             kind, _, rest = line.partition(" ")
@@ -226,7 +228,7 @@ class Running:
             elif kind == "s" and not self._started.done():
                 self._started.set_result(json.loads(rest))
             elif kind == "x" and not self._ended.done():
-                self._ended.set_result(Ended(**json.loads(rest)))
+                self._ended.set_result(CommandEnd(**json.loads(rest)))
                 if self.pieces is not None:
                     await self.pieces.put(None)
 
@@ -234,9 +236,9 @@ class Running:
 class E2BProcess(SandboxProcess):
     """A spawned command."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: RunningCommand) -> None:
         self._running = running
-        self._left = bytearray()
+        self._unread = bytearray()
         self._done = False
         self._open = True
 
@@ -249,29 +251,29 @@ class E2BProcess(SandboxProcess):
     async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
         """Return output as soon as there is any."""
         assert self._running.pieces is not None
-        while not self._left and not self._done:
+        while not self._unread and not self._done:
             piece = await self._running.pieces.get()
             if piece is None:
                 self._done = True
             else:
-                self._left += piece
-        data = bytes(self._left[:max_bytes])
-        del self._left[:max_bytes]
+                self._unread += piece
+        data = bytes(self._unread[:max_bytes])
+        del self._unread[:max_bytes]
         return data
 
     async def close_stdin(self) -> None:
         """Close its input."""
         if self._open:
             self._open = False
-            await self._running.tell("c")
+            await self._running.send_order("c")
 
     async def interrupt(self) -> None:
         """Send SIGINT to its process group."""
-        await self._running.tell("i")
+        await self._running.send_order("i")
 
     async def kill(self) -> None:
         """Kill it with all its processes."""
-        await self._running.tell("k")
+        await self._running.send_order("k")
 
     async def wait(self) -> int:
         """Wait for its end and return its exit code."""

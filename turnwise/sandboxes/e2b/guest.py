@@ -17,14 +17,14 @@ import sys
 import time
 from typing import Any
 
-PIECE = 49_152
+CHUNK = 49_152
 
 
 class Guest:
     """One command."""
 
-    def __init__(self, asked: dict[str, Any], rest: bytes) -> None:
-        self.asked = asked
+    def __init__(self, request: dict[str, Any], rest: bytes) -> None:
+        self.request = request
         self.control = rest
         self.outputs: dict[int, Output] = {}
         self.pending = bytearray()
@@ -33,17 +33,17 @@ class Guest:
         self.status: int | None = None
         self.timed_out = False
         self.poll = selectors.DefaultSelector()
-        self.deadline = None if asked["timeout"] is None else time.monotonic() + asked["timeout"]
+        self.deadline = None if request["timeout"] is None else time.monotonic() + request["timeout"]
 
     def start(self) -> str:
         """Start the command; return an error or an empty text."""
         child_in, self.input = os.pipe()
-        told, tell = os.pipe()
+        report_reader, report = os.pipe()
         ends = {}
-        for kind in ("o",) if self.asked["merged"] else ("o", "e"):
+        for kind in ("o",) if self.request["merged"] else ("o", "e"):
             reading, ends[kind] = os.pipe()
             os.set_blocking(reading, False)
-            self.outputs[reading] = Output(kind, self.asked["max_output"])
+            self.outputs[reading] = Output(kind, self.request["max_output"])
             self.poll.register(reading, selectors.EVENT_READ)
         waking, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -52,65 +52,65 @@ class Guest:
         self.poll.register(waking, selectors.EVENT_READ)
         self.pid = os.fork()
         if self.pid == 0:
-            self.become(child_in, ends["o"], ends.get("e", ends["o"]), tell)
-        for descriptor in (child_in, tell, *ends.values()):
+            self.exec_command(child_in, ends["o"], ends.get("e", ends["o"]), report)
+        for descriptor in (child_in, report, *ends.values()):
             os.close(descriptor)
         os.set_blocking(self.input, False)
-        why = os.read(told, 100).decode()
-        if self.asked["stdin_file"]:
+        problem = os.read(report_reader, 100).decode()
+        if self.request["stdin_file"]:
             os.close(self.input)
             self.input = None
-            os.unlink(self.asked["stdin_file"])
-        return why
+            os.unlink(self.request["stdin_file"])
+        return problem
 
-    def become(self, stdin: int, stdout: int, stderr: int, tell: int) -> None:
+    def exec_command(self, stdin: int, stdout: int, stderr: int, report: int) -> None:
         """Exec the command in the forked child, or report why not."""
-        asked, why = self.asked, "cwd"
+        request, problem = self.request, "cwd"
         try:
             os.setsid()
             for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            if asked["stdin_file"]:
-                stdin = os.open(asked["stdin_file"], os.O_RDONLY)
+            if request["stdin_file"]:
+                stdin = os.open(request["stdin_file"], os.O_RDONLY)
             for source, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
                 os.dup2(source, target)
-            for name, bound in asked["limits"].items():
+            for name, bound in request["limits"].items():
                 kind = getattr(resource, name)
                 hard = resource.getrlimit(kind)[1]
                 bound = bound if hard == resource.RLIM_INFINITY or os.getuid() == 0 else min(bound, hard)
                 resource.setrlimit(kind, (bound, bound))
             env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-            if os.getuid() == 0 and asked["user"]:
-                why = "user"
-                entry = pwd.getpwnam(asked["user"])
+            if os.getuid() == 0 and request["user"]:
+                problem = "user"
+                entry = pwd.getpwnam(request["user"])
                 os.initgroups(entry.pw_name, entry.pw_gid)
                 os.setgid(entry.pw_gid)
                 os.setuid(entry.pw_uid)
                 env.update(HOME=entry.pw_dir, USER=entry.pw_name, LOGNAME=entry.pw_name)
-                why = "cwd"
+                problem = "cwd"
             env.setdefault("HOME", "/")
-            env.update(asked["env"])
+            env.update(request["env"])
             os.umask(0o022)
-            os.chdir(asked["cwd"])
-            why = "missing"
-            os.execvpe(asked["argv"][0], asked["argv"], env)
+            os.chdir(request["cwd"])
+            problem = "missing"
+            os.execvpe(request["argv"][0], request["argv"], env)
         except (OSError, KeyError, ValueError) as error:
-            os.write(tell, why.encode())
-            if why == "missing":
-                os.write(2, f"{asked['argv'][0]}: {error}\n".encode())
+            os.write(report, problem.encode())
+            if problem == "missing":
+                os.write(2, f"{request['argv'][0]}: {error}\n".encode())
         os._exit(127)
 
     def run(self) -> None:
         """Relay until the command has ended or timed out."""
         self.poll.register(0, selectors.EVENT_READ)
-        self.obey(b"")
+        self.handle_orders(b"")
         while self.status is None:
-            left = None if self.deadline is None else self.deadline - time.monotonic()
-            if left is not None and left <= 0:
+            remaining = None if self.deadline is None else self.deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 self.timed_out = True
                 self.kill()
                 break
-            for key, events in self.poll.select(left):
+            for key, events in self.poll.select(remaining):
                 self.handle(int(key.fd), events)
             self.reap()
         self.drain()
@@ -122,28 +122,28 @@ class Guest:
         elif descriptor == self.input and events & selectors.EVENT_WRITE:
             self.feed()
         elif descriptor == 0:
-            data = os.read(0, PIECE)
+            data = os.read(0, CHUNK)
             if not data:
                 self.poll.unregister(0)
-            self.obey(data)
+            self.handle_orders(data)
         else:
             os.read(descriptor, 1000)
 
     def read(self, descriptor: int) -> bool:
         """Read a piece of output; return whether there was one."""
         try:
-            data = os.read(descriptor, PIECE)
+            data = os.read(descriptor, CHUNK)
         except BlockingIOError:
             return False
         if data:
-            self.outputs[descriptor].take(data)
+            self.outputs[descriptor].add(data)
         else:
             self.poll.unregister(descriptor)
             self.outputs.pop(descriptor).end()
             os.close(descriptor)
         return bool(data)
 
-    def obey(self, data: bytes) -> None:
+    def handle_orders(self, data: bytes) -> None:
         """Execute the host's lines."""
         *lines, self.control = (self.control + data).split(b"\n")
         for line in lines:
@@ -206,11 +206,11 @@ class Guest:
             while self.read(descriptor):
                 pass
         cut = any(output.end() for output in outputs)
-        say("x", {"code": 124 if self.timed_out else self.status, "timed_out": self.timed_out, "cut": cut})
+        send_record("x", {"code": 124 if self.timed_out else self.status, "timed_out": self.timed_out, "cut": cut})
         if self.outputs and os.fork() == 0:
-            self.swallow()
+            self.discard_outwrite_line()
 
-    def swallow(self) -> None:
+    def discard_outwrite_line(self) -> None:
         """Drain later background output, so that its writers neither block nor fail."""
         os.setsid()
         poll = selectors.DefaultSelector()
@@ -221,7 +221,7 @@ class Guest:
         while poll.get_map():
             for key, _ in poll.select():
                 try:
-                    if not os.read(int(key.fd), PIECE):
+                    if not os.read(int(key.fd), CHUNK):
                         poll.unregister(key.fd)
                 except BlockingIOError:
                     pass
@@ -233,18 +233,18 @@ outputs: "list[Output]" = []
 class Output:
     """One stream: its head is sent at once, its tail at the end."""
 
-    def __init__(self, kind: str, most: int | None) -> None:
+    def __init__(self, kind: str, limit: int | None) -> None:
         self.kind = kind
-        self.most = most
-        self.head = 0 if most is None else most // 2
+        self.limit = limit
+        self.head = 0 if limit is None else limit // 2
         self.tail = bytearray()
         self.missing = 0
         self.cut = False
         outputs.append(self)
 
-    def take(self, data: bytes) -> None:
+    def add(self, data: bytes) -> None:
         """Send what belongs to the head and buffer the tail."""
-        if self.most is None:
+        if self.limit is None:
             send(self.kind, data)
             return
         first, rest = data[: self.head], data[self.head :]
@@ -252,10 +252,10 @@ class Output:
         if first:
             send(self.kind, first)
         self.tail += rest
-        over = len(self.tail) - (self.most - self.most // 2)
-        if over > 0:
-            self.missing += over
-            del self.tail[:over]
+        excess = len(self.tail) - (self.limit - self.limit // 2)
+        if excess > 0:
+            self.missing += excess
+            del self.tail[:excess]
 
     def end(self) -> bool:
         """Send the tail; return whether bytes are missing."""
@@ -280,27 +280,27 @@ def descendants() -> list[int]:
             except (OSError, ValueError, IndexError):
                 continue
             parents.setdefault(parent, []).append(int(name))
-    found: list[int] = []
+    pids: list[int] = []
     todo = [os.getpid()]
     while todo:
         below = parents.get(todo.pop(), [])
-        found += below
+        pids += below
         todo += below
-    return found
+    return pids
 
 
 def send(kind: str, data: bytes) -> None:
     """Send output."""
-    for at in range(0, len(data), PIECE):
-        put(kind.encode() + b" " + base64.b64encode(data[at : at + PIECE]) + b"\n")
+    for at in range(0, len(data), CHUNK):
+        write_line(kind.encode() + b" " + base64.b64encode(data[at : at + CHUNK]) + b"\n")
 
 
-def say(kind: str, what: object) -> None:
+def send_record(kind: str, record: object) -> None:
     """Send a JSON record."""
-    put(kind.encode() + b" " + json.dumps(what).encode() + b"\n")
+    write_line(kind.encode() + b" " + json.dumps(record).encode() + b"\n")
 
 
-def put(line: bytes) -> None:
+def write_line(line: bytes) -> None:
     """Write a whole line."""
     while line:
         line = line[os.write(1, line) :]
@@ -312,17 +312,17 @@ def main() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user may not inspect this process
     libc.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-    first = b""
-    while b"\n" not in first:
-        data = os.read(0, PIECE)
+    received = b""
+    while b"\n" not in received:
+        data = os.read(0, CHUNK)
         if not data:
             sys.exit(1)
-        first += data
-    line, _, rest = first.partition(b"\n")
+        received += data
+    line, _, rest = received.partition(b"\n")
     guest = Guest(json.loads(line), rest)
-    why = guest.start()
-    say("s", why)
-    if why in {"", "missing"}:
+    problem = guest.start()
+    send_record("s", problem)
+    if problem in {"", "missing"}:
         guest.run()
 
 

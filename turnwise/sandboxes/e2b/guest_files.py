@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from turnwise.sandboxes.packing import extract, write_archive
 
 
-def fail(code: int, why: object) -> None:
+def fail(code: int, reason: object) -> None:
     """Exit with a code and a message."""
-    sys.stderr.write(str(why))
+    sys.stderr.write(str(reason))
     sys.stderr.flush()
     os._exit(code)
 
 
-def opened(path: str) -> int:
+def open_regular(path: str) -> int:
     """Open a regular file without blocking on a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -28,18 +28,18 @@ def opened(path: str) -> int:
     return descriptor
 
 
-def read(path: str, most: str, inline: str) -> None:
+def read(path: str, max_bytes: str, inline: str) -> None:
     """Print a file's content or, if it is large, its real path."""
-    with open(opened(path), "rb") as file:
+    with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > int(most):
-            fail(45, f"it holds {size} bytes, more than max_bytes={most}")
+        if size > int(max_bytes):
+            fail(45, f"it holds {size} bytes, more than max_bytes={max_bytes}")
         if size > int(inline):
             sys.stderr.write(os.path.realpath(path))
             return
         data = file.read(int(inline) + 1)
-    if len(data) > int(most):
-        fail(45, f"it holds more than max_bytes={most}")
+    if len(data) > int(max_bytes):
+        fail(45, f"it holds more than max_bytes={max_bytes}")
     sys.stdout.buffer.write(data)
 
 
@@ -62,19 +62,19 @@ def unpack(path: str) -> None:
     os.makedirs(path, exist_ok=True)
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         for member in archive:
-            to = os.path.join(path, member.name)
+            target = os.path.join(path, member.name)
             # A link or a file is replaced; a folder is merged.
-            if os.path.islink(to) or (os.path.isfile(to) and not member.isdir()):
-                os.unlink(to)
+            if os.path.islink(target) or (os.path.isfile(target) and not member.isdir()):
+                os.unlink(target)
             extract(archive, member, path)
 
 
-def pack(path: str, most: str) -> None:
-    """Pack a folder into an archive and print its path; for a file print its own."""
+def pack(path: str, max_bytes: str) -> None:
+    """Pack a folder into an archive and print the archive's path; for a file print the file's path."""
     if not stat.S_ISDIR(os.stat(path).st_mode):
-        status = os.fstat(opened(path))
-        if status.st_size > int(most):
-            fail(45, f"it holds {status.st_size} bytes, more than max_bytes={most}")
+        status = os.fstat(open_regular(path))
+        if status.st_size > int(max_bytes):
+            fail(45, f"it holds {status.st_size} bytes, more than max_bytes={max_bytes}")
         sys.stdout.write(f"file {os.path.realpath(path)}")
         sys.stderr.write(str(status.st_mode & 0o777))
         return
@@ -84,10 +84,10 @@ def pack(path: str, most: str) -> None:
             try:
                 status = os.lstat(os.path.join(root, name))
             except FileNotFoundError:
-                continue  # It has gone since.
+                continue  # removed since it was listed
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
-    if total > int(most):
-        fail(45, f"its files hold {total} bytes, more than max_bytes={most}")
+    if total > int(max_bytes):
+        fail(45, f"its files hold {total} bytes, more than max_bytes={max_bytes}")
     descriptor, name = tempfile.mkstemp(prefix=".turnwise-", dir="/tmp")
     with open(descriptor, "wb") as file:
         write_archive(path, file)
@@ -97,8 +97,8 @@ def pack(path: str, most: str) -> None:
 def main() -> None:
     """Execute the operation of the command line."""
     try:
-        calls: dict[str, Callable[..., None]] = {"read": read, "write": write, "unpack": unpack, "pack": pack}
-        calls[sys.argv[1]](*sys.argv[2:])
+        operations: dict[str, Callable[..., None]] = {"read": read, "write": write, "unpack": unpack, "pack": pack}
+        operations[sys.argv[1]](*sys.argv[2:])
         sys.stdout.flush()
     except FileNotFoundError as error:
         fail(44, error.strerror)
