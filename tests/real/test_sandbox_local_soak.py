@@ -14,7 +14,7 @@ import pytest
 
 from support.sandboxes.soak import processes, soak
 from turnwise.sandboxes.local import LocalBackend
-from turnwise.sandboxes.local.mount_plan import find_groups
+from turnwise.sandboxes.local.control_groups import find_groups
 
 pytestmark = [pytest.mark.real, pytest.mark.alike("soaks"), pytest.mark.timeout(600)]
 

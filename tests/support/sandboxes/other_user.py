@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 def main() -> None:
     from turnwise.sandboxes.local.boot import prepare
-    from turnwise.sandboxes.local.mount_plan import host_python
+    from turnwise.sandboxes.local.host_python import host_python
 
     uid, home = int(sys.argv[1]), sys.argv[2]
     mounts, _ = host_python()

@@ -112,7 +112,7 @@ class ContainerPool:
     def archive_of(self, snapshot: str) -> Path | None:
         """Return the archive of a snapshot whose files were in memory, or None."""
         path = self._archive_path(snapshot)
-        return path if snapshot.startswith(_ARCHIVE_PREFIX) and path.is_archive_path() else None
+        return path if snapshot.startswith(_ARCHIVE_PREFIX) and path.is_file() else None
 
     async def drop_snapshot(self, snapshot: str) -> None:
         """Remove a snapshot; one in use is removed when the backend closes."""

@@ -212,7 +212,7 @@ class E2BSandbox(Sandbox):
         fork = E2BSandbox(self.spec, self._account)
         fork._sdk, fork.id = sdk, sdk.sandbox_id
         fork.capabilities, fork.start_slots = self.capabilities, self.start_slots
-        fork._refresh = asyncio.create_task(fork._keep_alive(sdk))
+        fork._refreshing = asyncio.create_task(fork._keep_alive(sdk))
         return fork
 
     def _live(self) -> e2b.AsyncSandbox:

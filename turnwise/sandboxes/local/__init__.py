@@ -1,6 +1,6 @@
 """Sandboxes on this machine: bubblewrap, else Landlock, else (opt-in) no isolation."""
 
 from turnwise.sandboxes.local.backend import LocalBackend
-from turnwise.sandboxes.local.mount_plan import host_python
+from turnwise.sandboxes.local.host_python import host_python
 
 __all__ = ["LocalBackend", "host_python"]

@@ -16,7 +16,8 @@ from typing import Final
 from turnwise.errors import SandboxError, SandboxStartError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, SandboxSpec
 from turnwise.sandboxes.local.boot import landlock, seccomp
-from turnwise.sandboxes.local.mount_plan import Groups, IsolationLevel, find_groups
+from turnwise.sandboxes.local.control_groups import ControlGroups, find_groups
+from turnwise.sandboxes.local.launch_plan import IsolationLevel
 from turnwise.sandboxes.local.sandbox import LocalSandbox, SandboxHost, SandboxStartTimeout
 
 logger = logging.getLogger(__name__)
@@ -30,71 +31,71 @@ _REMEDY: Final = (
 
 
 async def select_isolation(
-    backend: SandboxHost, wanted: str, uid: int | None, without: frozenset[str]
+    backend: SandboxHost, isolation: str, uid: int | None, without: frozenset[str]
 ) -> tuple[IsolationLevel, Capabilities]:
     """Return the strongest working isolation level (weaker ones only if named).
 
     Raises:
         SandboxUnavailable: None works.
-        SandboxStartError: It is not known, since the launcher died, or (SandboxStartTimeout) a sandbox took too long.
+        SandboxStartError: The launcher died, or (SandboxStartTimeout) a sandbox took too long, so nothing is known.
     """
     reasons: list[str] = []
-    groups = Groups() if "groups" in without else find_groups()
-    for rung, program in _with_and_without_groups(_candidates(wanted, uid, groups, without, reasons)):
-        backend.try_rung(rung, program)
+    groups = ControlGroups() if "groups" in without else find_groups()
+    for level, program in _with_and_without_groups(_candidates(isolation, uid, groups, without, reasons)):
+        backend.try_level(level, program)
         try:
-            capabilities = await _try_isolation(backend, rung)
+            capabilities = await _try_isolation(backend, level)
         except SandboxStartTimeout:
-            raise  # a machine that is slow is not one without this isolation
+            raise  # a slow machine may still have this isolation
         except SandboxError as error:
-            reasons.append(f"{rung.isolation}: {error}")
+            reasons.append(f"{level.isolation}: {error}")
             if backend.launcher.dead:
                 break
             continue
-        if rung.isolation == "plain":
+        if level.isolation == "plain":
             logger.warning("sandboxes are NOT isolated (isolation: plain, unsafe)")
-        elif rung.isolation == "landlock":
+        elif level.isolation == "landlock":
             logger.warning(
                 "sandboxes are isolated by Landlock alone: %s. %s", "; ".join(capabilities.notes), " ".join(reasons)
             )
         else:
             logger.info("sandboxes are isolated by bubblewrap")
-        return rung, capabilities
+        return level, capabilities
     if backend.launcher.dead:
-        # Nothing is known of this machine: a killed launcher takes every probe with it, and may be started again.
+        # A killed launcher ends every probe, which says nothing about this machine: it may be started again.
         raise SandboxStartError(f"the sandbox launcher died while isolation was probed. {' '.join(reasons)}")
     raise SandboxUnavailable(f"no isolation for local sandboxes. {' '.join(reasons)} {_REMEDY}")
 
 
 def _with_and_without_groups(candidates: Iterator[tuple[IsolationLevel, str]]) -> Iterator[tuple[IsolationLevel, str]]:
     """Retry each candidate without control groups: creating one may fail."""
-    for rung, program in candidates:
-        yield rung, program
-        if rung.groups.folders():
-            yield replace(rung, groups=Groups()), program
+    for level, program in candidates:
+        yield level, program
+        if level.groups.folders():
+            yield replace(level, groups=ControlGroups()), program
 
 
 def _candidates(
-    wanted: str, uid: int | None, groups: Groups, without: frozenset[str], reasons: list[str]
+    isolation: str, uid: int | None, groups: ControlGroups, without: frozenset[str], reasons: list[str]
 ) -> Iterator[tuple[IsolationLevel, str]]:
     program = shutil.which("bwrap")
-    if wanted in ("auto", "bubblewrap"):
+    if isolation in ("auto", "bubblewrap"):
         if program is None:
             reasons.append("bubblewrap: there is no program bwrap on PATH.")
         else:
             program = os.path.abspath(program)  # the launcher is in another folder
-            # Older ones cannot forbid user namespaces inside; the filter of system calls does that, too.
-            old = frozenset() if _version(program) >= (0, 8) else frozenset({"userns"})
-            base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | old)
+            # Older versions cannot forbid user namespaces inside; the system call filter forbids them, too.
+            unsupported = frozenset() if _version(program) >= (0, 8) else frozenset({"userns"})
+            base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | unsupported)
             if uid is not None:
                 yield replace(base, stage="root", overlay=True), program
-                # Root that may not mount, as in most containers. An overlay would show the owners of files as they are.
+                # Root without the right to mount, as in most containers: an overlay would show the files' real owners.
                 yield replace(base, stage="user"), program
-            # Where this process is root, its sandboxes stay root's: only if it cannot become another user.
+            # Sandboxes of root run as root only if it cannot become another user.
             yield replace(base, stage="user", overlay=True, uid=None), program
             if uid is None:
                 yield base, program
-    if wanted in ("auto", "landlock"):
+    if isolation in ("auto", "landlock"):
         if landlock.version():
             base = IsolationLevel("landlock", uid, groups=groups, without=without)
             if uid is not None:
@@ -102,38 +103,38 @@ def _candidates(
             yield base, ""
         else:
             reasons.append(f"landlock: this kernel ({platform.release()}) has none.")
-    if wanted == "plain":
+    if isolation == "plain":
         yield IsolationLevel("plain", None, groups=groups, without=without), ""
 
 
 def _version(program: str) -> tuple[int, ...]:
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=10)
+        result = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=10)
     except OSError:
         return ()
     except subprocess.TimeoutExpired as error:
         raise SandboxStartTimeout(f"{program} --version did not answer within {error.timeout:g} s") from error
-    return tuple(int(number) for number in re.findall(r"\d+", done.stdout)[:3])
+    return tuple(int(number) for number in re.findall(r"\d+", result.stdout)[:3])
 
 
-async def _try_isolation(backend: SandboxHost, rung: IsolationLevel) -> Capabilities:
+async def _try_isolation(backend: SandboxHost, level: IsolationLevel) -> Capabilities:
     """Start a sandbox at a level, probe it from inside, and return its capabilities."""
-    workspace = backend.place("probe").state / "probe"
+    workspace = backend.paths("probe").state / "probe"
     workspace.mkdir(exist_ok=True)
     (workspace / "file").write_text("seen")
-    # A launcher that was killed leaves its sandbox's folder: the next probe takes another name.
-    name = f"{backend.place('probe').state.name}-probe-{secrets.token_hex(3)}"
+    # A killed launcher leaves its sandbox's folder, so each probe has its own name.
+    name = f"{backend.paths('probe').state.name}-probe-{secrets.token_hex(3)}"
     sandbox = LocalSandbox(backend, SandboxSpec(workspace=workspace), name)
     try:
         await sandbox.launch()
-        seen = await sandbox.exec("cat file && echo changed > file && cat /proc/self/mounts")
-        if seen.timed_out:
+        result = await sandbox.exec("cat file && echo changed > file && cat /proc/self/mounts")
+        if result.timed_out:
             raise SandboxStartTimeout("a sandbox did not read and write a file within 30 s")
-        if not seen.ok or not seen.stdout.startswith(b"seen"):
-            raise SandboxStartError(f"a file was not seen or not writable: {seen.text.strip()}")
+        if not result.ok or not result.stdout.startswith(b"seen"):
+            raise SandboxStartError(f"a file was not seen or not writable: {result.text.strip()}")
     finally:
         await sandbox.close()
-    return _capabilities(rung, overlay=b"/work overlay " in seen.stdout)
+    return _capabilities(level, overlay=b"/work overlay " in result.stdout)
 
 
 def _is_root() -> bool:
@@ -144,47 +145,47 @@ def _is_root() -> bool:
         return ["0", "0"] in [line.split()[:2] for line in file]
 
 
-def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
-    strong = rung.isolation == "bubblewrap"
+def _capabilities(level: IsolationLevel, overlay: bool) -> Capabilities:
+    strong = level.isolation == "bubblewrap"
     notes: list[str] = []
-    memory = rung.groups.memory is not None
+    memory = level.groups.memory is not None
     if not memory:
         notes.append(
-            "no control group bounds memory: each process is bounded by itself, and all together are looked after ten "
+            "no control group bounds memory: each process is bounded on its own, and their total is checked ten "
             "times a second"
         )
-    if rung.groups.pids is None and not strong:
+    if level.groups.pids is None and not strong:
         notes.append("no control group bounds processes: they are counted ten times a second")
-    if rung.groups.cpu is None:
+    if level.groups.cpu is None:
         notes.append("no control group bounds processors: limits.cpus does not hold")
     filtered = seccomp.program(platform.machine()) is not None
     if not filtered:
         notes.append(f"no filter of system calls is known for {platform.machine()}")
     if strong:
-        return _of_bubblewrap(rung, overlay, filtered, notes)
-    version = landlock.version() if rung.isolation == "landlock" else 0
-    contained = rung.isolation == "landlock"
-    bounded = rung.stage is not None
+        return _of_bubblewrap(level, overlay, filtered, notes)
+    version = landlock.version() if level.isolation == "landlock" else 0
+    contained = level.isolation == "landlock"
+    bounded = level.stage is not None
     if contained:
         if version < 4:
             notes.append(f"Landlock {version} leaves TCP open (4 or newer: Linux 6.7)")
         if version < 6:
             notes.append(f"Landlock {version} leaves signals and abstract sockets open (6 or newer: Linux 6.12)")
         notes.append(
-            "UDP, the machine's process list and System V IPC are in reach, and the workdir is not where the spec "
+            "UDP, the machine's process list and System V IPC are accessible, and the workdir is not where the spec "
             "names it"
         )
         if not bounded:
             notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
     else:
-        notes.append("whatever this user may do, code inside may do")
+        notes.append("code inside has all rights of this user")
     return Capabilities(
-        rung.isolation,
+        level.isolation,
         filesystem=contained,
         processes=False,
         network=False,
         memory=memory,
-        pids=rung.groups.pids is not None,
+        pids=level.groups.pids is not None,
         disk=bounded,
         kernel=False,
         snapshots=True,
@@ -194,21 +195,21 @@ def _capabilities(rung: IsolationLevel, overlay: bool) -> Capabilities:
     )
 
 
-def _of_bubblewrap(rung: IsolationLevel, overlay: bool, filtered: bool, notes: list[str]) -> Capabilities:
+def _of_bubblewrap(level: IsolationLevel, overlay: bool, filtered: bool, notes: list[str]) -> Capabilities:
     if not overlay:
         notes.append("workspaces are copied: an overlay is not allowed here")
-    if rung.stage is None:
+    if level.stage is None:
         notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
-    as_root = rung.uid is None and _is_root()
-    pids = not as_root or rung.groups.pids is not None
+    as_root = level.uid is None and _is_root()
+    pids = not as_root or level.groups.pids is not None
     if as_root:
         notes.append(
-            "sandboxes run as root, which the kernel lets read and change more than others: run as one of them"
+            "sandboxes run as root, which may read and change more than other users: run this process as another user"
         )
     if not pids:
         notes.append(
             "no control group bounds processes, and the kernel counts none of root's: limits.pids does not hold"
         )
     return Capabilities(
-        "bubblewrap", pids=pids, disk=rung.stage is not None, kernel=filtered and not as_root, notes=tuple(notes)
+        "bubblewrap", pids=pids, disk=level.stage is not None, kernel=filtered and not as_root, notes=tuple(notes)
     )

@@ -12,7 +12,7 @@ from turnwise.sandboxes.core import MAX_OUTPUT, HeadTailBuffer, SandboxProcess
 from turnwise.sandboxes.local.channel import Channel, Request
 
 KILL_SECONDS: Final = 30.0
-"""Seconds within which an agent ends a tree of processes; one that takes longer is taken for dead."""
+"""Seconds for an agent to kill a tree of processes; a slower agent counts as dead."""
 
 
 class LocalProcess(SandboxProcess):
@@ -29,43 +29,43 @@ class LocalProcess(SandboxProcess):
         self._loop = asyncio.get_running_loop()
         for fd in (stdin, output):
             os.set_blocking(fd, False)
-        request.ended.add_done_callback(lambda _: self._input_over())
+        request.exit_status.add_done_callback(lambda _: self._close_input())
 
     async def write(self, data: bytes) -> None:
         """Write to its input."""
         view = memoryview(data)
         while view:
-            if self._stdin < 0 or self._request.ended.done():
+            if self._stdin < 0 or self._request.exit_status.done():
                 raise BrokenPipeError("the command has ended, or its input is closed")
             try:
                 view = view[os.write(self._stdin, view) :]
             except BlockingIOError:
-                await self._until(self._stdin, writing=True)
+                await self._wait_ready(self._stdin, writing=True)
 
     async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
-        """Return output as soon as there is any; empty where it has ended and all was read."""
+        """Return output as soon as there is any; empty at the end."""
         while self._output >= 0:
             try:
                 data = os.read(self._output, max_bytes)
             except BlockingIOError:
-                # Output ends with the command: what that left in the background may hold the pipe open for ever.
-                if self._request.ended.done():
+                # Output ends with the command: its background processes may hold the pipe open for ever.
+                if self._request.exit_status.done():
                     return b""
-                await self._until(self._output, writing=False)
+                await self._wait_ready(self._output, writing=False)
                 continue
             if not data:
-                await asyncio.wait([self._request.ended])
-                self._output_over()
+                await asyncio.wait([self._request.exit_status])
+                self._close_output()
             return data
         return b""
 
     async def close_stdin(self) -> None:
         """Close its input."""
-        self._input_over()
+        self._close_input()
 
     async def interrupt(self) -> None:
         """Send SIGINT to the command's process group."""
-        if not self._request.ended.done():
+        if not self._request.exit_status.done():
             await self._channel.send({"op": "interrupt", "id": self._request.id})
 
     async def kill(self) -> None:
@@ -76,14 +76,14 @@ class LocalProcess(SandboxProcess):
 
     async def wait(self) -> int:
         """Wait for its end and return its exit code."""
-        return exit_code(await asyncio.shield(self._request.ended))
+        return exit_code(await asyncio.shield(self._request.exit_status))
 
     def close(self) -> None:
         """Close its pipes."""
-        self._input_over()
-        self._output_over()
+        self._close_input()
+        self._close_output()
 
-    async def _until(self, fd: int, *, writing: bool) -> None:
+    async def _wait_ready(self, fd: int, *, writing: bool) -> None:
         """Wait until a pipe is ready, or the command has ended."""
         usable = asyncio.Event()
         add, remove = (
@@ -94,21 +94,21 @@ class LocalProcess(SandboxProcess):
         add(fd, usable.set)
         waiting = asyncio.ensure_future(usable.wait())
         try:
-            both: list[asyncio.Future[Any]] = [waiting, self._request.ended]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            futures: list[asyncio.Future[Any]] = [waiting, self._request.exit_status]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
-            # One that was closed meanwhile has a number that may be another's by now.
+            # A descriptor that was closed meanwhile may have been reused.
             if fd in (self._stdin, self._output):
                 remove(fd)
 
-    def _input_over(self) -> None:
+    def _close_input(self) -> None:
         if self._stdin >= 0:
             self._loop.remove_writer(self._stdin)
             os.close(self._stdin)
             self._stdin = -1
 
-    def _output_over(self) -> None:
+    def _close_output(self) -> None:
         if self._output >= 0:
             self._loop.remove_reader(self._output)
             os.close(self._output)
@@ -124,8 +124,8 @@ def exit_code(status: int | None) -> int:
 
 
 _CHUNK: Final = 65_536
-_LAST: Final = 2**20 + _CHUNK
-"""Bytes that are looked for after a command's end: more than a pipe holds, so what it wrote itself is found."""
+_MAX_REMAINDER: Final = 2**20 + _CHUNK
+"""Bytes read after a command's end: more than a pipe holds, so all its own output is included."""
 
 
 class Collector:
@@ -134,16 +134,16 @@ class Collector:
     def __init__(self, fd: int, limit: int) -> None:
         self._loop = asyncio.get_running_loop()
         self.fd = fd
-        self._kept = HeadTailBuffer(limit)
+        self._buffer = HeadTailBuffer(limit)
         self._dropping = False
-        self.over: asyncio.Future[None] = self._loop.create_future()
+        self.done: asyncio.Future[None] = self._loop.create_future()
         os.set_blocking(fd, False)
         self._loop.add_reader(fd, self._ready)
 
     @property
     def truncated(self) -> bool:
         """Whether bytes are missing."""
-        return self._kept.truncated
+        return self._buffer.truncated
 
     @property
     def closed(self) -> bool:
@@ -152,16 +152,16 @@ class Collector:
 
     def result(self) -> bytes:
         """Return the kept bytes, with a line that counts the missing ones."""
-        return self._kept.data
+        return self._buffer.data
 
     def finish(self) -> None:
         """Take the buffered data and drop what comes later, so that writers neither block nor fail."""
-        seen = 0
-        while not self.closed and seen < _LAST:
+        size_read = 0
+        while not self.closed and size_read < _MAX_REMAINDER:
             size = self._read()
             if size <= 0:
                 break
-            seen += size
+            size_read += size
         self._dropping = True
 
     def close(self) -> None:
@@ -170,8 +170,8 @@ class Collector:
             self._loop.remove_reader(self.fd)
             os.close(self.fd)
             self.fd = -1
-            if not self.over.done():
-                self.over.set_result(None)
+            if not self.done.done():
+                self.done.set_result(None)
 
     def _ready(self) -> None:
         self._read()
@@ -185,5 +185,5 @@ class Collector:
             self.close()
             return 0
         if not self._dropping:
-            self._kept.add(data)
+            self._buffer.add(data)
         return len(data)

@@ -35,40 +35,48 @@ from turnwise.sandboxes.core import (
     SandboxSpec,
     check_count,
 )
-from turnwise.sandboxes.local import mount_plan as plans
-from turnwise.sandboxes.local.channel import Channel, Launcher, Refused, Request, in_memory, retrieved
-from turnwise.sandboxes.local.mount_plan import IsolationLevel, Origin, Place
+from turnwise.sandboxes.local.channel import Channel, Request, RequestRefused, mark_retrieved, memory_file
+from turnwise.sandboxes.local.host_python import check_python
+from turnwise.sandboxes.local.launch_plan import (
+    HostPaths,
+    IsolationLevel,
+    Origin,
+    check_spec,
+    hello_message,
+    launch_plan,
+)
+from turnwise.sandboxes.local.launcher import Launcher
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
 
 
 class SandboxStartTimeout(SandboxStartError):
-    """A sandbox did not answer in time, which says nothing of what this machine allows."""
+    """A sandbox did not answer in time, which says nothing about the isolation of this machine."""
 
 
 class SandboxHost(Protocol):
-    """What a sandbox needs of the backend that made it."""
+    """The part of its backend that a sandbox uses."""
 
-    rung: IsolationLevel
+    level: IsolationLevel
     capabilities: Capabilities
     launcher: Launcher
 
     async def begin(self) -> None:
-        """Make what all sandboxes need, once."""
+        """Create what all sandboxes share, once."""
 
-    def try_rung(self, rung: IsolationLevel, program: str) -> None:
-        """Take a rung to try sandboxes on."""
+    def try_level(self, level: IsolationLevel, program: str) -> None:
+        """Switch to an isolation level to probe it."""
 
-    def place(self, name: str) -> Place:
-        """Return the host's folders of one sandbox."""
+    def paths(self, name: str) -> HostPaths:
+        """Return the host folders of one sandbox."""
 
     def origin(self, sandbox: LocalSandbox) -> Origin:
-        """Return what a sandbox begins from."""
+        """Return the origin of a sandbox's files."""
 
     def forget(self, sandbox: LocalSandbox) -> None:
-        """Take note that a sandbox is closed."""
+        """Release a closed sandbox."""
 
-    async def keep(self, sandbox: LocalSandbox, *, frozen: bool = False) -> tuple[str, bool]:
-        """Keep a sandbox's files, ``frozen`` for its forks alone; return the name, and whether nothing ran in it."""
+    async def snapshot(self, sandbox: LocalSandbox, *, frozen: bool = False) -> tuple[str, bool]:
+        """Snapshot a sandbox's files, ``frozen`` for its forks alone; return the name and whether it was idle."""
 
     def forks(self, sandbox: LocalSandbox, snapshot: str, count: int) -> list[LocalSandbox]:
         """Return sandboxes that begin from a snapshot which another one holds."""
@@ -83,14 +91,14 @@ def exec_request(command: Command, cwd: str, env: Mapping[str, str] | None) -> d
     return {"op": "exec", "argv": argv, "shell": shell, "cwd": cwd, "env": dict(env or {})}
 
 
-def missing_program(error: Refused, command: Command, cwd: str | None) -> SandboxFileNotFound:
+def missing_program(error: RequestRefused, command: Command, cwd: str | None) -> SandboxFileNotFound:
     """Return the error of a missing folder or program."""
     if error.what == "cwd":
         return SandboxFileNotFound(f"cwd {cwd!r} inside: {error.reason}")
     return SandboxFileNotFound(f"{shown(command)}: {error.reason}")
 
 
-def refused_result(error: Refused, command: Command, cwd: str | None, duration: float) -> ExecResult:
+def refused_result(error: RequestRefused, command: Command, cwd: str | None, duration: float) -> ExecResult:
     """Return the result of a command that did not start; SandboxFileNotFound if ``cwd`` is not a folder."""
     if error.what == "cwd":
         raise missing_program(error, command, cwd)
@@ -102,13 +110,13 @@ def refused_result(error: Refused, command: Command, cwd: str | None, duration: 
 
 _START_SECONDS: Final = 60.0
 _FILE_SECONDS: Final = 60.0
-"""Seconds for a request about files. Code inside may stop the process that serves it, and must not stop the host."""
+"""Seconds for a file request: code inside may stop the process that serves it, and must not block the host."""
 _BYTES_PER_SECOND: Final = 4 * 2**20
-"""What a transfer may be as slow as, on top of that."""
+"""The slowest transfer that is allowed beyond that time."""
 
 
 class LocalSandbox(Sandbox):
-    """A sandbox on this machine; made by its backend."""
+    """A sandbox on this machine, created by its backend."""
 
     backend: ClassVar[str] = "local"
 
@@ -117,11 +125,11 @@ class LocalSandbox(Sandbox):
         self.id = name
         self._backend = backend
         self._channel: Channel | None = None
-        self._over: asyncio.Future[int] | None = None
+        self._end_future: asyncio.Future[int] | None = None
         self._open: set[Collector | LocalProcess] = set()
         self._closed = False
-        # A fork's start is put off until its first use.
-        self._put_off = False
+        # A fork starts with its first use.
+        self._deferred = False
         self._starting: asyncio.Task[None] | None = None
         # Requests that may have changed files; the snapshot of the last freeze, and their number then.
         self._changes = 0
@@ -130,7 +138,7 @@ class LocalSandbox(Sandbox):
 
     async def start(self) -> None:
         """Start it. A start that fails or is cancelled leaves nothing behind."""
-        if self._channel is not None or self._closed or self._put_off:
+        if self._channel is not None or self._closed or self._deferred:
             raise SandboxStartError(f"sandbox {self.id} was started before: a sandbox is started once")
         await self._backend.begin()
         await self.launch()
@@ -138,10 +146,10 @@ class LocalSandbox(Sandbox):
     async def launch(self) -> None:
         """Start it at the backend's current isolation level. Raises SandboxUnavailable or SandboxStartError."""
         self.capabilities = self._backend.capabilities
-        plans.check(self.spec)
+        check_spec(self.spec)
         origin = self._backend.origin(self)
         async with undo_on_error_async(self._end):
-            await self._launch(plans.plan(self._backend.rung, self.spec, self._backend.place(self.id), origin))
+            await self._launch(launch_plan(self._backend.level, self.spec, self._backend.paths(self.id), origin))
 
     async def close(self) -> None:
         """Kill everything inside and free its resources."""
@@ -156,12 +164,12 @@ class LocalSandbox(Sandbox):
         await self.stop_relays()
         if self._channel is not None:
             self._channel.close()
-        for each in list(self._open):
-            each.close()
+        for handle in list(self._open):
+            handle.close()
         self._open.clear()
-        if self._over is not None:
+        if self._end_future is not None:
             self._backend.launcher.stop(self.id)
-            await asyncio.wait([self._over], timeout=KILL_SECONDS)
+            await asyncio.wait([self._end_future], timeout=KILL_SECONDS)
         self._backend.forget(self)
 
     async def exec(
@@ -176,29 +184,29 @@ class LocalSandbox(Sandbox):
     ) -> ExecResult:
         """Run a command to its end."""
         began = time.monotonic()
-        channel = await self._used()
+        channel = await self._channel_in_use()
         message = exec_request(command, self._inside(cwd or "."), env) | {
             "streams": [0, 1, 2] if stdin is not None else [-1, 0, 1]
         }
         streams: list[Collector] = []
         with contextlib.ExitStack() as ends:
-            given = [] if stdin is None else [in_memory(stdin)]
-            for fd in given:
+            passed = [] if stdin is None else [memory_file(stdin)]
+            for fd in passed:
                 ends.callback(os.close, fd)
             for _ in range(2):
                 reading, writing = os.pipe2(os.O_CLOEXEC)
-                streams.append(self._hold(Collector(reading, max_output)))
+                streams.append(self._track(Collector(reading, max_output)))
                 ends.callback(os.close, writing)
-                given.append(writing)
+                passed.append(writing)
             with undo_on_error(lambda: self._release(streams)):
-                request = await channel.request(message | {"spawned": False}, given)
+                request = await channel.request(message | {"spawned": False}, passed)
         timed_out = False
         try:
-            done, _ = await asyncio.wait([request.ended], timeout=timeout)
+            done, _ = await asyncio.wait([request.exit_status], timeout=timeout)
             if not done:
                 timed_out = True
                 await self._kill(request)
-            status = 124 if timed_out else exit_code(request.ended.result())
+            status = 124 if timed_out else exit_code(request.exit_status.result())
         except asyncio.CancelledError:
             try:
                 with contextlib.suppress(SandboxError):
@@ -206,15 +214,15 @@ class LocalSandbox(Sandbox):
             finally:
                 self._release(streams)
             raise
-        except Refused as refused:
+        except RequestRefused as refused:
             self._release(streams)
             return refused_result(refused, command, cwd, time.monotonic() - began)
         except BaseException:  # also a cancellation: the streams are closed
             self._release(streams)
             raise
-        for each in streams:
-            each.finish()
-        cut = any(each.truncated for each in streams)
+        for stream in streams:
+            stream.finish()
+        cut = any(stream.truncated for stream in streams)
         took = time.monotonic() - began
         return ExecResult(status, streams[0].result(), streams[1].result(), timed_out, cut, took)
 
@@ -222,7 +230,7 @@ class LocalSandbox(Sandbox):
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> LocalProcess:
         """Start a long-running command."""
-        channel = await self._used()
+        channel = await self._channel_in_use()
         inner_in, stdin = os.pipe2(os.O_CLOEXEC)
         output, inner_out = os.pipe2(os.O_CLOEXEC)
         request: Request | None = None
@@ -237,12 +245,12 @@ class LocalSandbox(Sandbox):
         except BaseException as error:  # also a cancellation: the pipes are closed
             os.close(stdin)
             os.close(output)
-            if isinstance(error, Refused):
+            if isinstance(error, RequestRefused):
                 if error.what == "fork":
                     raise SandboxError(f"{shown(command)} did not start: {error.reason}") from error
                 raise missing_program(error, command, cwd) from error
             if request is not None and isinstance(error, asyncio.CancelledError):
-                # No other process could end it.
+                # No caller has a handle to end it.
                 with contextlib.suppress(SandboxError):
                     await asyncio.shield(self._kill(request))
             raise
@@ -255,17 +263,17 @@ class LocalSandbox(Sandbox):
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
         """Return a file's content."""
-        channel = await self._used(changes=False)
+        channel = await self._channel_in_use(changes=False)
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        stream = self._hold(Collector(reading, 2 * max_bytes + 2))
+        stream = self._track(Collector(reading, 2 * max_bytes + 2))
         try:
             try:
                 request = await channel.request({"op": "read", "path": self._inside(path), "max": max_bytes}, [writing])
             finally:
                 os.close(writing)
-            await self._served(request, path, max_bytes)
+            await self._wait_file_request(request, path, max_bytes)
             if not stream.closed:
-                await asyncio.wait([stream.over], timeout=_FILE_SECONDS)
+                await asyncio.wait([stream.done], timeout=_FILE_SECONDS)
             return stream.result()
         except SandboxFileTooLarge:
             raise SandboxFileTooLarge(f"{path} holds more than {max_bytes} bytes (max_bytes)") from None
@@ -274,17 +282,17 @@ class LocalSandbox(Sandbox):
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write a file, creating parent folders."""
-        channel = await self._used()
-        fd = in_memory(data)
+        channel = await self._channel_in_use()
+        fd = memory_file(data)
         try:
             request = await channel.request({"op": "write", "path": self._inside(path), "mode": mode}, [fd])
         finally:
             os.close(fd)
-        await self._served(request, path, len(data))
+        await self._wait_file_request(request, path, len(data))
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or folder into the sandbox."""
-        channel = await self._used()
+        channel = await self._channel_in_use()
         if source.is_dir():
             reading, writing = os.pipe2(os.O_CLOEXEC)
             try:
@@ -295,7 +303,7 @@ class LocalSandbox(Sandbox):
             sending = archives.ArchiveSender(source, writing)
             packing = asyncio.create_task(asyncio.to_thread(sending.run))
             try:
-                await self._served(request, target, 0, lambda: sending.sent)
+                await self._wait_file_request(request, target, 0, lambda: sending.sent)
             finally:
                 with contextlib.suppress(BrokenPipeError):
                     await packing
@@ -305,13 +313,13 @@ class LocalSandbox(Sandbox):
             size = os.fstat(fd)
             message = {"op": "write", "path": self._inside(target), "mode": size.st_mode & 0o777}
             request = await channel.request(message, [fd])
-            await self._served(request, target, size.st_size)
+            await self._wait_file_request(request, target, size.st_size)
         finally:
             os.close(fd)
 
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
         """Copy a file or folder to the host."""
-        channel = await self._used(changes=False)
+        channel = await self._channel_in_use(changes=False)
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             with undo_on_error(lambda: os.close(reading)):
@@ -319,39 +327,39 @@ class LocalSandbox(Sandbox):
         finally:
             os.close(writing)
         unpacking = asyncio.create_task(asyncio.to_thread(archives.receive, reading, target, max_bytes))
-        unpacking.add_done_callback(retrieved)
+        unpacking.add_done_callback(mark_retrieved)
         try:
-            await self._served(request, source, max_bytes)
+            await self._wait_file_request(request, source, max_bytes)
         except SandboxFileError as error:
-            # Where the host had enough, what is inside only saw its stream break.
-            failed = await asyncio.gather(unpacking, return_exceptions=True)
-            raise next((each for each in failed if isinstance(each, SandboxFileTooLarge)), error) from None
+            # When the host stops reading at its limit, the process inside only sees a broken pipe.
+            outcome = await asyncio.gather(unpacking, return_exceptions=True)
+            raise next((failure for failure in outcome if isinstance(failure, SandboxFileTooLarge)), error) from None
         await unpacking
 
     async def snapshot(self) -> str:
         """Snapshot the files; return the name for ``spec.snapshot``."""
-        await self._used(changes=False)
-        return (await self._backend.keep(self))[0]
+        await self._channel_in_use(changes=False)
+        return (await self._backend.snapshot(self))[0]
 
     async def fork(self, count: int = 1) -> list[LocalSandbox]:
         """Return sandboxes over a frozen layer of the current files, without processes; each starts when it is used.
 
-        While nothing runs in this one and nothing is asked of it that may change a file, later forks share the layer.
+        While nothing runs in this one and no request may have changed a file, later forks share the layer.
         """
         check_count(count)
-        if self._put_off and not self._closed and self._starting is None:
-            # It has changed nothing: its forks begin where it does.
+        if self._deferred and not self._closed and self._starting is None:
+            # A fork that has not started has changed nothing: its forks have its origin.
             assert self.spec.snapshot is not None
             return self._backend.forks(self, self.spec.snapshot, count)
-        await self._used(changes=False)
+        await self._channel_in_use(changes=False)
         async with self._freezing:
             if self._frozen is None or self._frozen[1] != self._changes:
-                before = self._changes
-                name, idle = await self._backend.keep(self, frozen=True)
+                changes = self._changes
+                name, idle = await self._backend.snapshot(self, frozen=True)
                 if self._closed:
                     self._backend.forget(self)
                 self._alive()
-                self._frozen = (name, before if idle else -1)
+                self._frozen = (name, changes if idle else -1)
             return self._backend.forks(self, self._frozen[0], count)
 
     async def listen(self, port: int = 0) -> socket.socket:
@@ -361,53 +369,53 @@ class LocalSandbox(Sandbox):
                 f"a sandbox isolated by {self.capabilities.isolation} cannot be given access to a single address: "
                 "install bubblewrap, or choose the docker backend"
             )
-        request = await (await self._used(changes=False)).request({"op": "listen", "port": port})
+        request = await (await self._channel_in_use(changes=False)).request({"op": "listen", "port": port})
         try:
-            await self._served(request, f"port {port}", 0)
+            await self._wait_file_request(request, f"port {port}", 0)
         except BaseException as error:  # also a cancellation: the passed descriptors are closed
-            if request.handed >= 0:
-                os.close(request.handed)
+            if request.descriptor >= 0:
+                os.close(request.descriptor)
             if isinstance(error, SandboxFileError):
                 raise SandboxError(f"port {port} of the sandbox cannot be listened on: {error}") from error
             raise
-        return socket.socket(fileno=request.handed)
+        return socket.socket(fileno=request.descriptor)
 
     async def _launch(self, plan: dict[str, Any]) -> None:
         backend = self._backend
-        place = backend.place(self.id)
+        paths = backend.paths(self.id)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        errors, told = os.pipe2(os.O_CLOEXEC)
+        errors, error_pipe = os.pipe2(os.O_CLOEXEC)
         try:
             with theirs:
-                place.home.mkdir(parents=True)
-                place.home.chmod(0o711)
-                self._channel = Channel(ours, self._why)
-                self._over = backend.launcher.start(plan, [theirs.fileno(), told])
-                self._over.add_done_callback(self._ended)
-            os.close(told)
-            told = -1
-            greeting = plans.greeting(backend.rung, self.spec, place, self.spec.env)
+                paths.home.mkdir(parents=True)
+                paths.home.chmod(0o711)
+                self._channel = Channel(ours, self._death_reason)
+                self._end_future = backend.launcher.start(plan, [theirs.fileno(), error_pipe])
+                self._end_future.add_done_callback(self._ended)
+            os.close(error_pipe)
+            error_pipe = -1
+            greeting = hello_message(backend.level, self.spec, paths, self.spec.env)
             with contextlib.suppress(SandboxDied):
                 await self._channel.send(greeting)
-            # The end of its process closes the channel, so that is waited for here, too.
+            # The end of its process closes the channel, which completes this wait, too.
             await asyncio.wait([self._channel.ready], timeout=_START_SECONDS)
             late = not self._channel.ready.done()
             if late or self._channel.ready.exception() is not None:
                 backend.launcher.stop(self.id)
-                await asyncio.wait([self._over], timeout=KILL_SECONDS)
+                await asyncio.wait([self._end_future], timeout=KILL_SECONDS)
                 os.set_blocking(errors, False)
-                said = b"its first process has not answered" if late else b"its first process ended"
+                message = b"its first process has not answered" if late else b"its first process ended"
                 with contextlib.suppress(BlockingIOError):
-                    said = os.read(errors, 65_536) or said
-                why = said.decode(errors="replace").strip()
+                    message = os.read(errors, 65_536) or message
+                reason = message.decode(errors="replace").strip()
                 if late:
-                    raise SandboxStartTimeout(f"sandbox {self.id} did not start within {_START_SECONDS:g} s: {why}")
-                raise SandboxStartError(f"sandbox {self.id} did not start: {why}")
-            plans.check_python(self._channel.ready.result())
+                    raise SandboxStartTimeout(f"sandbox {self.id} did not start within {_START_SECONDS:g} s: {reason}")
+                raise SandboxStartError(f"sandbox {self.id} did not start: {reason}")
+            check_python(self._channel.ready.result())
         finally:
             os.close(errors)
-            if told >= 0:
-                os.close(told)
+            if error_pipe >= 0:
+                os.close(error_pipe)
             if self._channel is None:
                 ours.close()
 
@@ -415,20 +423,20 @@ class LocalSandbox(Sandbox):
         if self._channel is not None:
             self._channel.close()
 
-    def _why(self) -> str:
+    def _death_reason(self) -> str:
         return f"sandbox {self.id} {'is closed' if self._closed else 'is gone: its first process ended'}"
 
-    async def _used(self, *, changes: bool = True) -> Channel:
-        """Return the channel, of a fork once that has started.
+    async def _channel_in_use(self, *, changes: bool = True) -> Channel:
+        """Return the channel; a deferred fork is started first.
 
         Args:
-            changes: Whether it is used for what may change files.
+            changes: Whether the request may change files.
         """
-        if self._put_off and not self._closed:
+        if self._deferred and not self._closed:
             if self._starting is None:
                 self._starting = asyncio.create_task(self._start_fork())
-                self._starting.add_done_callback(retrieved)
-            # A request that is cancelled ends itself, not the start that others wait for, too.
+                self._starting.add_done_callback(mark_retrieved)
+            # A cancelled request does not end the start, for which other requests wait, too.
             await asyncio.wait([self._starting])
             if not self._starting.cancelled():
                 self._starting.result()
@@ -438,30 +446,32 @@ class LocalSandbox(Sandbox):
     async def _start_fork(self) -> None:
         async with self.start_slots:
             await self.launch()
-        self._put_off = False
+        self._deferred = False
 
     def _alive(self) -> Channel:
         if self._channel is None or self._channel.dead:
-            raise SandboxDied(self._why() if self._channel is not None else f"sandbox {self.id} was not started")
+            raise SandboxDied(
+                self._death_reason() if self._channel is not None else f"sandbox {self.id} was not started"
+            )
         return self._channel
 
     def _inside(self, path: str) -> str:
-        """Translate a path for processes inside: without a mount namespace the workdir is elsewhere."""
+        """Translate a path for processes inside: without a mount namespace the workdir is a host folder."""
         if self.capabilities.isolation == "bubblewrap" or not path.startswith("/"):
             return path
         below = os.path.relpath(os.path.normpath(path), self.spec.workdir)
         return path if below.split("/")[0] == ".." else below
 
-    def _hold(self, stream: Collector) -> Collector:
+    def _track(self, stream: Collector) -> Collector:
         self._open.add(stream)
-        # What a command left in the background may hold its pipe open for long.
-        stream.over.add_done_callback(lambda _: self._open.discard(stream))
+        # A background process of a command may hold its pipe open for long.
+        stream.done.add_done_callback(lambda _: self._open.discard(stream))
         return stream
 
     def _release(self, streams: Sequence[Collector]) -> None:
-        for each in streams:
-            each.close()
-            self._open.discard(each)
+        for stream in streams:
+            stream.close()
+            self._open.discard(stream)
 
     async def _kill(self, request: Request) -> None:
         """Kill a command's process tree; SandboxDied if that fails, which ends the sandbox."""
@@ -471,25 +481,27 @@ class LocalSandbox(Sandbox):
             self._backend.launcher.stop(self.id)
             raise SandboxDied(f"sandbox {self.id} did not end a command within {KILL_SECONDS:g} s")
 
-    async def _served(self, request: Request, path: str, size: int, moved: Callable[[], int] = lambda: 0) -> None:
-        """Wait for a file request, as long as ``moved`` bytes become more. Raises SandboxFileError or SandboxDied."""
+    async def _wait_file_request(
+        self, request: Request, path: str, size: int, moved: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Wait for a file request, as long as ``moved`` bytes grow. Raises SandboxFileError or SandboxDied."""
         seconds = _FILE_SECONDS + size / _BYTES_PER_SECOND
         try:
-            before = -1
-            while not request.ended.done() and (now := moved()) > before:
-                before = now
-                await asyncio.wait([request.ended], timeout=seconds)
+            previous = -1
+            while not request.exit_status.done() and (total := moved()) > previous:
+                previous = total
+                await asyncio.wait([request.exit_status], timeout=seconds)
         except asyncio.CancelledError:
             with contextlib.suppress(SandboxError):
                 await asyncio.shield(self._kill(request))
             raise
-        if not request.ended.done():
+        if not request.exit_status.done():
             await self._kill(request)
             raise SandboxFileError(f"{path}: no data arrived within {seconds:g} s")
         try:
-            if request.ended.result() is None:
+            if request.exit_status.result() is None:
                 raise SandboxFileError(f"{path}: the process that served this was killed inside the sandbox")
-        except Refused as refused:
+        except RequestRefused as refused:
             kind = {errno.ENOENT: SandboxFileNotFound, errno.EFBIG: SandboxFileTooLarge}.get(refused.number)
             if refused.number == errno.EFBIG and refused.reason == os.strerror(errno.EFBIG):
                 raise SandboxFileError(
@@ -500,8 +512,8 @@ class LocalSandbox(Sandbox):
             raise (kind or SandboxFileError)(f"{path}: {refused.reason}") from None
 
 
-def put_off(backend: SandboxHost, spec: SandboxSpec, name: str, origin: LocalSandbox) -> LocalSandbox:
+def deferred_fork(backend: SandboxHost, spec: SandboxSpec, name: str, origin: LocalSandbox) -> LocalSandbox:
     """Return a fork of another sandbox, which starts with its first use."""
-    made = LocalSandbox(backend, spec, name)
-    made._put_off, made.start_slots, made.capabilities = True, origin.start_slots, origin.capabilities
-    return made
+    fork = LocalSandbox(backend, spec, name)
+    fork._deferred, fork.start_slots, fork.capabilities = True, origin.start_slots, origin.capabilities
+    return fork

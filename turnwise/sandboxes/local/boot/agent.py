@@ -24,14 +24,14 @@ import sys
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # what annotations alone need is not imported: it would cost more than all the rest
+if TYPE_CHECKING:  # imports for annotations would take longer than all others
     from collections.abc import Callable
     from typing import Any
 
 REPORTED = 77
-"""Exit code of a shim that has reported everything to the host."""
+"""Exit code of a shim that has reported its command's end to the host."""
 RESERVE = 16
-"""Processes that the agent may have on top of what commands may: a full sandbox can still be asked and emptied."""
+"""Processes of the agent beyond the limit of commands, so that a full sandbox can still be served and emptied."""
 STEP = 0.004
 """Seconds between two looks at a tree that is being killed."""
 WATCH = 0.1
@@ -48,7 +48,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Bound this process, and what it starts, by resource limits; what is bounded closer stays so."""
+    """Set resource limits of this process and its children; stricter limits remain."""
     for name, value in limits.items():
         number: int = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
@@ -57,39 +57,39 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """Return the parent and the state of every process that is seen here."""
-    found = {}
+    """Return the parent and the state of every visible process."""
+    table = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb", 0) as file:
                     fields = file.read(4096).rpartition(b")")[2].split()
-                found[int(name)] = (int(fields[1]), fields[0].decode())
+                table[int(name)] = (int(fields[1]), fields[0].decode())
             except (OSError, IndexError):
                 continue
-    return found
+    return table
 
 
 def descendants(table: dict[int, tuple[int, str]], roots: set[int]) -> set[int]:
-    """Return all living processes that come from some others."""
+    """Return all living descendants of some processes."""
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
         children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
-    ahead = list(roots)
-    while ahead:
-        for pid in children.get(ahead.pop(), ()):
-            if pid not in found and pid not in roots:
-                found.add(pid)
-                ahead.append(pid)
-    return {pid for pid in found if table[pid][1] not in "ZX"}
+    pids: set[int] = set()
+    pending = list(roots)
+    while pending:
+        for pid in children.get(pending.pop(), ()):
+            if pid not in pids and pid not in roots:
+                pids.add(pid)
+                pending.append(pid)
+    return {pid for pid in pids if table[pid][1] not in "ZX"}
 
 
 def send_signal(pids: set[int], number: int) -> None:
-    """Signal processes (or a process group, by its negative number), those aside that are gone."""
+    """Signal processes (or a process group, by its negative number); ended ones are skipped."""
     for pid in pids:
         if -1 <= pid <= 1:
-            continue  # these mean all processes, one's own group and the first one: never what is meant
+            continue  # these mean all processes, the own group and the first process
         try:
             os.kill(pid, number)
         except OSError:
@@ -97,28 +97,28 @@ def send_signal(pids: set[int], number: int) -> None:
 
 
 def end_trees(roots: Callable[[dict[int, tuple[int, str]]], set[int]], with_roots: bool) -> bool:
-    """Kill what comes from some processes; return whether anything was left.
+    """Kill the descendants of some processes; return whether there were any.
 
-    They are stopped first, until no new one appears: what forks faster than it is killed would never end.
+    They are stopped first, until no new one appears: processes that fork faster than they are killed would never end.
     """
     seen: set[int] = set()
     for _ in range(64):
         table = processes()
         top = roots(table)
-        now = descendants(table, top) | ({pid for pid in top if table[pid][1] not in "ZX"} if with_roots else set())
-        if now <= seen:
+        alive = descendants(table, top) | ({pid for pid in top if table[pid][1] not in "ZX"} if with_roots else set())
+        if alive <= seen:
             break
-        send_signal(now - seen, _signal.SIGSTOP)
-        seen |= now
+        send_signal(alive - seen, _signal.SIGSTOP)
+        seen |= alive
     send_signal(seen, _signal.SIGKILL)
     return bool(seen)
 
 
-def program_of(name: str, env: dict[str, str]) -> str:
-    """Return the file that a command's name means.
+def find_program(name: str, env: dict[str, str]) -> str:
+    """Return the path of a command's program.
 
     Raises:
-        OSError: There is none, or it may not be run.
+        OSError: There is none, or it is not executable.
     """
     if "/" in name:
         return name
@@ -133,7 +133,7 @@ def program_of(name: str, env: dict[str, str]) -> str:
 
 
 class Agent:
-    """What runs in one sandbox."""
+    """The first process of one sandbox: it starts, watches and kills commands."""
 
     def __init__(self, control: _socket.socket) -> None:
         self.control = control
@@ -147,15 +147,15 @@ class Agent:
         _signal.signal(_signal.SIGCHLD, lambda *_: None)
         _signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
-    def say(self, *words: object) -> None:
-        """Tell the host. A host that is gone is noticed where its requests are read."""
+    def tell(self, *words: object) -> None:
+        """Tell the host. The end of the host is noticed where its requests are read."""
         try:
             self.control.send(" ".join(str(word) for word in words).encode("utf-8", "replace")[:4096])
         except OSError:
             return
 
     def run(self) -> None:
-        """Serve until the host is gone; nothing that was started outlives this."""
+        """Serve until the host is gone, then kill everything that was started."""
         poll = select.poll()
         poll.register(self.control.fileno(), select.POLLIN)
         poll.register(self.wake, select.POLLIN)
@@ -197,11 +197,11 @@ class Agent:
             self.settings = request
             self.greet()
         elif operation == "kill":
-            found = [pid for pid, name in self.shims.items() if name == request["id"]]
-            if found:
-                self.killing[request["id"]] = found[0]
+            shims = [pid for pid, name in self.shims.items() if name == request["id"]]
+            if shims:
+                self.killing[request["id"]] = shims[0]
             else:
-                self.say("gone", request["id"])
+                self.tell("gone", request["id"])
         elif operation == "listen":
             self.listen(request)
         elif operation == "interrupt":
@@ -213,23 +213,23 @@ class Agent:
         return True
 
     def listen(self, request: dict[str, Any]) -> None:
-        """Hand over a socket that listens here."""
+        """Send the host a socket that listens in this network namespace."""
         try:
-            made = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+            listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
             try:
-                made.bind(("127.0.0.1", request["port"]))
-                made.listen(256)
-                fds = made.fileno().to_bytes(4, sys.byteorder)
+                listener.bind(("127.0.0.1", request["port"]))
+                listener.listen(256)
+                fds = listener.fileno().to_bytes(4, sys.byteorder)
                 self.control.sendmsg(
                     [f"exit {request['id']} 0".encode()], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, fds)]
                 )
             finally:
-                made.close()
+                listener.close()
         except OSError as error:
-            self.say("fail", request["id"], error.errno, "listen", error.strerror)
+            self.tell("fail", request["id"], error.errno, "listen", error.strerror)
 
     def greet(self) -> None:
-        """Take the limits on, and say that this place is ready."""
+        """Apply the limits and report that the sandbox is ready."""
         limit(self.settings["rlimits"])
         null = os.open("/dev/null", os.O_RDWR)
         for fd in (0, 1, 2):
@@ -238,14 +238,14 @@ class Agent:
         self.settings["shell"] = shell[0] if shell else "/bin/sh"
         gc.collect()
         gc.freeze()
-        self.say("ready", sys.hexversion)
+        self.tell("ready", sys.hexversion)
 
     def start(self, request: dict[str, Any], fds: list[int]) -> None:
-        """Fork a shim that does what is asked."""
+        """Fork a shim that serves a request."""
         try:
             pid = os.fork()
         except OSError as error:
-            self.say("fail", request["id"], error.errno, "fork", "the limit of processes is reached")
+            self.tell("fail", request["id"], error.errno, "fork", "the limit of processes is reached")
             return
         if pid:
             self.shims[pid] = request["id"]
@@ -258,48 +258,48 @@ class Agent:
             if request["op"] == "exec":
                 self.command(request, fds)
             elif request["op"] == "helper":
-                self.say("started", request["id"])
+                self.tell("started", request["id"])
                 exec(compile(request["source"], "<helper>", "exec"), {"arguments": request["arguments"]})
             else:
                 self.file(request, fds)
         except OSError as error:
-            self.say("fail", request["id"], error.errno or 0, "file", error.strerror or error)
+            self.tell("fail", request["id"], error.errno or 0, "file", error.strerror or error)
         except ValueError as error:  # a null byte in a path
-            self.say("fail", request["id"], errno.EINVAL, "file", error)
+            self.tell("fail", request["id"], errno.EINVAL, "file", error)
         os._exit(REPORTED)
 
     def file(self, request: dict[str, Any], fds: list[int]) -> None:
-        """Serve a request about files, in its own process and never through a link to what is not a file."""
+        """Serve a request about files in its own process; pipes, sockets and devices are never opened."""
         sys.path.append(os.path.dirname(os.path.abspath(sys.argv[0])))
         import files  # type: ignore[import-not-found]
 
         os.chdir(self.settings["workdir"])
         try:
             files.serve(request, fds)
-            self.say("exit", request["id"], 0)
+            self.tell("exit", request["id"], 0)
         except (OSError, ValueError):
             raise
-        except Exception as error:  # noqa: BLE001 - the edge of this process: without a word it would count as killed
-            self.say("fail", request["id"], 0, "file", f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - the process's outermost boundary: without a report it would count as killed
+            self.tell("fail", request["id"], 0, "file", f"{type(error).__name__}: {error}")
 
     def command(self, request: dict[str, Any], fds: list[int]) -> None:
-        """Be the parent of a command and of all that it leaves behind; report the command's end at once."""
+        """Start a command as its parent and that of its orphans; report the command's end at once."""
         prctl(_SUBREAPER, 1)
         limit(self.settings["command_rlimits"])
         try:
             os.chdir(os.path.join(self.settings["workdir"], request["cwd"]))
         except OSError as error:
-            self.say("fail", request["id"], error.errno, "cwd", error.strerror)
+            self.tell("fail", request["id"], error.errno, "cwd", error.strerror)
             return
         except ValueError as error:  # a null byte
-            self.say("fail", request["id"], errno.EINVAL, "cwd", error)
+            self.tell("fail", request["id"], errno.EINVAL, "cwd", error)
             return
         argv = request["argv"] if request["argv"] is not None else [self.settings["shell"], "-c", request["shell"]]
         env = {**self.settings["env"], **request["env"]}
-        streams = [fds[each] if each >= 0 else 0 for each in request["streams"]]
+        streams = [fds[index] if index >= 0 else 0 for index in request["streams"]]
         try:
             main = os.posix_spawn(
-                program_of(argv[0], env),
+                find_program(argv[0], env),
                 argv,
                 env,
                 file_actions=[(os.POSIX_SPAWN_DUP2, fd, at) for at, fd in enumerate(streams)],
@@ -308,26 +308,26 @@ class Agent:
                 setsigmask=(),
             )
         except OSError as error:
-            self.say("fail", request["id"], error.errno, "program", error.strerror)
+            self.tell("fail", request["id"], error.errno, "program", error.strerror)
             return
-        except (ValueError, TypeError) as error:  # a null byte in an argument or a variable, or what is not text
-            self.say("fail", request["id"], errno.EINVAL, "program", error)
+        except (ValueError, TypeError) as error:  # a null byte in an argument or a variable, or no text
+            self.tell("fail", request["id"], errno.EINVAL, "program", error)
             return
         for fd in fds:
             os.close(fd)
         _signal.signal(_signal.SIGINT, lambda *_: send_signal({-main}, _signal.SIGINT))
         if request["spawned"]:
-            self.say("started", request["id"])
+            self.tell("started", request["id"])
         while True:
             try:
                 pid, status = os.waitpid(-1, 0)
             except ChildProcessError:
                 return
             if pid == main:
-                self.say("exit", request["id"], os.waitstatus_to_exitcode(status))
+                self.tell("exit", request["id"], os.waitstatus_to_exitcode(status))
 
     def reap(self) -> None:
-        """Take note of shims that ended. One that was killed from inside sent no message."""
+        """Register ended shims. One that was killed from inside has sent no message."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -342,48 +342,48 @@ class Agent:
             if forced:
                 self.stray = True
             if self.killing.pop(name, None) is not None or forced:
-                self.say("gone", name)
+                self.tell("gone", name)
 
     def end(self) -> None:
-        """Go on killing: the trees of some shims, then the shims; and what has lost its shim."""
+        """Continue to kill: the trees of some shims, then the shims, and processes that lost their shim."""
         if self.stray:
             me = os.getpid()
             self.stray = end_trees(
-                lambda table: {p for p, (up, state) in table.items() if up == me and p not in self.shims}, True
+                lambda table: {pid for pid, (up, _) in table.items() if up == me and pid not in self.shims}, True
             )
         for shim in list(self.killing.values()):
             if not end_trees(lambda _, shim=shim: {shim}, False):  # type: ignore[misc]
                 send_signal({shim}, _signal.SIGKILL)
 
-    def watch(self, most: int, count: int) -> None:
-        """Kill the largest process, or the largest tree, where all together use more than they may."""
+    def watch(self, memory: int, count: int) -> None:
+        """Kill the largest process, or the largest tree, where all together exceed a limit."""
         table = processes()
         trees = {shim: descendants(table, {shim}) for shim in self.shims}
         pids = set().union(*trees.values())
         if count and len(pids) > count:
             largest = max(trees, key=lambda shim: len(trees[shim]))
             end_trees(lambda _: {largest}, False)
-        used = {pid: memory_of(pid, "status") for pid in pids} if most else {}
-        if sum(used.values()) <= most:
+        used = {pid: memory_of(pid, "status") for pid in pids} if memory else {}
+        if sum(used.values()) <= memory:
             return
-        # What a parent shares with its children counts once: asked for only now, since it costs more to know.
+        # Memory shared with children counts once; this costs more to read, so it is read only now.
         used = {pid: memory_of(pid, "smaps_rollup") for pid in used}
-        if sum(used.values()) > most:
+        if sum(used.values()) > memory:
             send_signal({max(used, key=lambda pid: used[pid])}, _signal.SIGKILL)
 
 
 def memory_of(pid: int, source: str) -> int:
-    """Return the bytes that a process has in memory for itself; 0 where it is gone or hides it."""
-    wanted = (b"RssAnon:", b"RssShmem:") if source == "status" else (b"Pss_Anon:", b"Pss_Shmem:")
+    """Return a process's anonymous and shared memory in bytes; 0 if it is gone or unreadable."""
+    fields = (b"RssAnon:", b"RssShmem:") if source == "status" else (b"Pss_Anon:", b"Pss_Shmem:")
     try:
         with open(f"/proc/{pid}/{source}", "rb") as file:
-            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(wanted))
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(fields))
     except (OSError, ValueError, IndexError):
         return 0
 
 
 def main() -> None:
-    """Run on the control socket whose number is the first argument."""
+    """Run on the control socket of the first argument (a file descriptor)."""
     prctl(_DUMPABLE, 0)
     prctl(_SUBREAPER, 1)
     number = int(sys.argv[1])

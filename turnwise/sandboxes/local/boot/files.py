@@ -1,4 +1,4 @@
-"""Files of a sandbox, read and written inside it by a process that serves one request."""
+"""File requests, served inside a sandbox by one process each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CHUNK = 1 << 20
 
 
 def serve(request: dict[str, Any], fds: list[int]) -> None:
-    """Do what a request asks, with its stream as the first descriptor.
+    """Serve a request, whose stream is the first descriptor.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: It fails.
     """
     path = request["path"]
     operation = request["op"]
@@ -31,7 +31,7 @@ def serve(request: dict[str, Any], fds: list[int]) -> None:
         unpack(path, fds[0])
 
 
-def regular(path: str, flags: int, mode: int = 0o666) -> int:
+def open_regular(path: str, flags: int, mode: int = 0o666) -> int:
     """Open a regular file; a pipe, a socket or a device is refused instead of waited for.
 
     Raises:
@@ -47,22 +47,22 @@ def regular(path: str, flags: int, mode: int = 0o666) -> int:
     raise OSError(errno.EINVAL, "it is not a regular file")
 
 
-def read(path: str, most: int, out: int) -> None:
-    """Send a file's content, and at most one byte more than the caller takes."""
-    fd = regular(path, os.O_RDONLY)
-    if os.fstat(fd).st_size > most:
+def read(path: str, limit: int, out: int) -> None:
+    """Send a file's content, and at most one byte beyond the limit."""
+    fd = open_regular(path, os.O_RDONLY)
+    if os.fstat(fd).st_size > limit:
         raise OSError(errno.EFBIG, f"it holds {os.fstat(fd).st_size} bytes")
-    left = most + 1
-    while left:
-        data = os.read(fd, min(left, _CHUNK))
+    remaining = limit + 1
+    while remaining:
+        data = os.read(fd, min(remaining, _CHUNK))
         if not data:
             return
-        left -= len(data)
-        send(out, data)
-    raise OSError(errno.EFBIG, f"it holds more than {most} bytes")
+        remaining -= len(data)
+        write_all(out, data)
+    raise OSError(errno.EFBIG, f"it holds more than {limit} bytes")
 
 
-def send(out: int, data: bytes) -> None:
+def write_all(out: int, data: bytes) -> None:
     """Write all of some bytes."""
     view = memoryview(data)
     while view:
@@ -70,17 +70,17 @@ def send(out: int, data: bytes) -> None:
 
 
 def write(path: str, mode: int | None, source: int) -> None:
-    """Write a file from a stream, with the folders above it."""
+    """Write a file from a stream, creating parent folders."""
     folder = os.path.dirname(path)
     if folder:
         os.makedirs(folder, exist_ok=True)
-    fd = regular(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    fd = open_regular(path, os.O_WRONLY | os.O_CREAT, 0o644)
     os.ftruncate(fd, 0)
     if mode is not None:
         os.fchmod(fd, mode)
     os.lseek(source, 0, os.SEEK_SET)
     while data := os.read(source, _CHUNK):
-        send(fd, data)
+        write_all(fd, data)
     os.close(fd)
 
 
@@ -94,7 +94,7 @@ def pack(path: str, out: int) -> None:
 
 
 def unpack(path: str, source: int) -> None:
-    """Write what an archive holds into a folder."""
+    """Extract an archive into a folder."""
     import tarfile
 
     import packing
@@ -103,10 +103,10 @@ def unpack(path: str, source: int) -> None:
     try:
         with os.fdopen(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
-                place = os.path.join(path, member.name)
-                # A file in the place of a link replaces the link, as it would in an empty folder.
-                if not member.isdir() and os.path.islink(place):
-                    os.unlink(place)
+                target = os.path.join(path, member.name)
+                # A file replaces a link of the same name, as in an empty folder.
+                if not member.isdir() and os.path.islink(target):
+                    os.unlink(target)
                 packing.extract(archive, member, path)
             while stream.read(_CHUNK):
                 pass

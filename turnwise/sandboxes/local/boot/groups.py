@@ -16,7 +16,7 @@ def make(group: dict[str, Any]) -> None:
     """Make a control group and write its limits.
 
     Raises:
-        OSError: It cannot be made, or a limit that must be there is not.
+        OSError: It cannot be made, or a mandatory limit cannot be set.
     """
     parent = os.path.dirname(group["path"])
     if not os.path.isdir(parent):
@@ -36,7 +36,7 @@ def make(group: dict[str, Any]) -> None:
 
 
 def join(group: dict[str, Any]) -> None:
-    """Put this process, and what it will start, into a control group.
+    """Put this process and its future children into a control group.
 
     Raises:
         OSError: It cannot be joined.
@@ -46,7 +46,7 @@ def join(group: dict[str, Any]) -> None:
 
 
 def empty(groups: Sequence[dict[str, Any]]) -> None:
-    """Remove control groups, and kill what is still in them."""
+    """Kill all processes in control groups, and remove the groups."""
     for group in groups:
         remove(group["path"])
 
@@ -54,7 +54,7 @@ def empty(groups: Sequence[dict[str, Any]]) -> None:
 def remove(path: str, seconds: float = 2.0) -> bool:
     """Remove one control group and those below it, with every process in them; return whether it is gone.
 
-    A group that is not one of ours is never touched: all that runs in it would die.
+    A group not made here is never touched: all its processes would be killed.
     """
     if "/turnwise-" not in path:
         return False
@@ -77,15 +77,15 @@ def remove(path: str, seconds: float = 2.0) -> bool:
 def remove_all(state: str) -> bool:
     """Remove the control groups that a state folder's file ``groups`` names; return whether all are gone.
 
-    Where one is not, the folder has to stay: nothing else knows of it.
+    While one remains the folder has to stay, since nothing else names the group.
     """
     try:
         with open(os.path.join(state, "groups")) as file:
             paths = file.read().splitlines()
     except OSError:
         return True
-    left = [path for path in paths if not remove(path, 10.0)]  # each is tried, whatever becomes of the others
-    return not left
+    remaining = [path for path in paths if not remove(path, 10.0)]  # all are tried, even after a failure
+    return not remaining
 
 
 def _kill(folder: str) -> None:
@@ -96,7 +96,7 @@ def _kill(folder: str) -> None:
         return
     for pid in pids:
         if pid <= 0:
-            continue  # a process of another container, whose number is not seen here: this would be one's own group
+            continue  # a process that is not visible here; signalling 0 would hit the own group
         try:
             os.kill(pid, signal.SIGKILL)
         except OSError:

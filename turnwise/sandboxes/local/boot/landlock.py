@@ -1,4 +1,4 @@
-"""Landlock: what a process without any privilege can take from itself, and from all that it starts."""
+"""Landlock: access rights that an unprivileged process drops for itself and its children."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _READING = _EXECUTE | _READ_FILE | _READ_DIR
 
 
 def version() -> int:
-    """Return the version of the interface; 0 where there is none."""
-    found: int = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
-    return max(found, 0)
+    """Return the version of the kernel's Landlock interface; 0 without Landlock."""
+    number: int = libc.syscall(_CREATE, None, ctypes.c_size_t(0), 1)
+    return max(number, 0)
 
 
 def restrict(plan: dict[str, Any]) -> None:
@@ -30,13 +30,13 @@ def restrict(plan: dict[str, Any]) -> None:
     Raises:
         OSError: The kernel refuses.
     """
-    known = version()
-    every = (1 << 13) - 1
+    abi = version()
+    all_rights = (1 << 13) - 1
     for since, bit in ((2, 13), (3, 14), (5, 15)):
-        every |= (1 << bit) if known >= since else 0
-    attributes = [every, 0b11 if known >= 4 and not plan["network"] else 0, 0b11 if known >= 6 else 0]
-    # Without the field that its version does not know, the structure is as long as that version takes it.
-    attributes = attributes[: 1 if known < 4 else 2 if known < 6 else 3]
+        all_rights |= (1 << bit) if abi >= since else 0
+    attributes = [all_rights, 0b11 if abi >= 4 and not plan["network"] else 0, 0b11 if abi >= 6 else 0]
+    # The structure must not be longer than the kernel's version of it.
+    attributes = attributes[: 1 if abi < 4 else 2 if abi < 6 else 3]
     packed = struct.pack(f"={len(attributes)}Q", *attributes)
     rules = checked(libc.syscall(_CREATE, packed, ctypes.c_size_t(len(packed)), 0), "landlock_create_ruleset")
     for path, writes in plan["paths"]:
@@ -44,12 +44,12 @@ def restrict(plan: dict[str, Any]) -> None:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
-        allowed = every if writes else _READING
+        allowed = all_rights if writes else _READING
         if writes == "device":
-            allowed = _READ_FILE | _WRITE_FILE | (1 << 15 if known >= 5 else 0)
+            allowed = _READ_FILE | _WRITE_FILE | (1 << 15 if abi >= 5 else 0)
         if not os.path.isdir(path):
             allowed &= _OF_FILES
-        rule = struct.pack("=Qi", allowed & every, fd)
+        rule = struct.pack("=Qi", allowed & all_rights, fd)
         checked(libc.syscall(_ADD, rules, 1, rule, 0), f"landlock_add_rule: {path}")
         os.close(fd)
     checked(libc.syscall(_RESTRICT, rules, 0), "landlock_restrict_self")

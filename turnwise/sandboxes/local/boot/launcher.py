@@ -1,7 +1,7 @@
 """The process that starts sandboxes for one host process, and ends them when that dies.
 
-It is small, so that a fork is cheap, has one thread, so that one is safe, and has its own session, so that no Ctrl-C
-reaches it. The host's end of its socket closing is the host's end, however that came.
+It is small, so that a fork is cheap; has one thread, so that a fork is safe; and has its own session, so that no Ctrl-C
+reaches it. The host has ended when its end of the socket closes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from . import agent, groups, keep, prepare, syscalls
+from . import agent, file_copy, groups, prepare, syscalls
 
-_MOST = 1 << 20
+_MAX_REQUEST = 1 << 20
 
 
 class Launcher:
     """All sandboxes of one host.
 
     Attributes:
-        boxes: The name and the plan of each, by the process that it began with.
-        helpers: Processes that do what takes long, and what is done where one is killed before it has told the host.
+        boxes: Name and plan of each sandbox by its first process.
+        helpers: Processes for long work, and what is done if one is killed before it has told the host.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -59,7 +59,7 @@ class Launcher:
     def receive(self) -> bool:
         """Take one request; return whether there may be another."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.control, _MOST, 8, socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(self.control, _MAX_REQUEST, 8, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             return False
         if not data:
@@ -73,8 +73,8 @@ class Launcher:
             self.state = request["state"]
         elif operation == "start":
             self.start(request, fds)
-        elif operation == "keep":
-            self.keep(request)
+        elif operation == "copy_files":
+            self.copy_files(request)
         elif operation == "stop":
             for pid, (name, _) in list(self.boxes.items()):
                 if name == request["id"]:
@@ -87,7 +87,7 @@ class Launcher:
         """Make a sandbox's control groups, and fork what becomes the sandbox."""
         plan["parent"] = os.getpid()
         try:
-            # Without one of its limits it would be less bounded than its backend's capabilities say.
+            # A sandbox without one of its limits would contradict the backend's capabilities.
             for group in plan["groups"]:
                 groups.make(group)
             pid = os.fork()
@@ -100,8 +100,8 @@ class Launcher:
             self.boxes[pid] = (plan["id"], plan)
             return
         try:
-            # The parent's end ends it too: no other process could. Bubblewrap asks for the same again. Where no
-            # process namespace ends with it, it lives on until the host is gone, to end what it started.
+            # The parent's end ends it, since no other process could; bubblewrap requests the same again. Without a
+            # process namespace it outlives the parent until the host is gone, to end the processes it started.
             if plan["nested"]:
                 syscalls.die_with(plan["parent"])
             signal.set_wakeup_fd(-1)
@@ -117,48 +117,48 @@ class Launcher:
             os.write(2, traceback.format_exc().encode())
         os._exit(1)
 
-    def keep(self, request: dict[str, Any]) -> None:
-        """Fork a process that keeps files of a sandbox, and tells the host itself when that is done."""
-        found = [pid for pid, (name, _) in self.boxes.items() if name == request["id"]]
-        if not found:
+    def copy_files(self, request: dict[str, Any]) -> None:
+        """Fork a process that copies files of a sandbox, and tells the host when it is done."""
+        pids = [pid for pid, (name, _) in self.boxes.items() if name == request["id"]]
+        if not pids:
             self.tell({"call": request["call"], "error": "it is gone"})
             return
         this, helper = os.getpid(), os.fork()
         if helper:
-            killed = {"call": request["call"], "error": "the process that kept its files was killed"}
+            killed = {"call": request["call"], "error": "the process that copied its files was killed"}
             self.helpers[helper] = lambda: self.tell(killed)
         else:
             error, idle = "", False
             try:
-                # It holds the lock of the state folder and this end of the host's socket, so it may not live on.
+                # It holds the lock of the state folder and this end of the host's socket, so it must not outlive this.
                 syscalls.die_with(this)
-                idle = keep.idle(found[0], self.boxes[found[0]][1]["nested"])
-                keep.keep(request, found[0])
-            except OSError as failed:
-                error = str(failed)
+                idle = file_copy.is_idle(pids[0], self.boxes[pids[0]][1]["nested"])
+                file_copy.copy_files(request, pids[0])
+            except OSError as failure:
+                error = str(failure)
             except BaseException:  # noqa: BLE001 - the outermost boundary of this process
                 error = traceback.format_exc()
             self.tell({"call": request["call"], "error": error, "idle": idle})
             os._exit(0)
 
     def kill(self, pid: int) -> None:
-        """End a sandbox. What its first process waits for is its last process: when that is gone, all are."""
+        """End a sandbox. Its first process waits for its last one, so all are gone when it ends."""
         try:
             with open(f"/proc/{pid}/task/{pid}/children") as file:
                 inner = [int(word) for word in file.read().split()]
         except OSError:
             inner = []
-        # A sandbox with a process namespace ends with its first process inside; one that is still being made, or has
-        # none, is ended here, and its agent sees the control socket close.
+        # A sandbox with a process namespace ends with the first process inside. One that is still starting, or has no
+        # namespace, is killed here, and its agent sees the control socket close.
         plan = self.boxes[pid][1]
-        for each in inner if plan["nested"] and inner else [pid]:
+        for target in inner if plan["nested"] and inner else [pid]:
             try:
-                os.kill(each, signal.SIGKILL)
+                os.kill(target, signal.SIGKILL)
             except OSError:
                 continue
 
     def reap(self) -> None:
-        """Take note of sandboxes that ended, and remove what they leave."""
+        """Register sandboxes that ended, and remove their folders and groups."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -179,7 +179,7 @@ class Launcher:
             if plan["stage"] is not None:
                 remove()
                 continue
-            # Its files are there, too, and may be many: others do not wait for their removal.
+            # Its folder holds its files, too: other sandboxes do not wait for their removal.
             helper = os.fork()
             if helper:
                 self.helpers[helper] = remove
@@ -188,34 +188,34 @@ class Launcher:
             os._exit(0)
 
     def remove(self, home: str, message: dict[str, Any]) -> None:
-        """Remove a sandbox's folder, and tell the host that nothing is left."""
-        keep.remove(home)
+        """Remove a sandbox's folder, and tell the host."""
+        file_copy.remove_tree(home)
         self.tell(message)
 
     def sweep(self) -> None:
-        """End what a sandbox without a process namespace left: it is this process's by now."""
+        """Kill orphans of sandboxes without a process namespace, which are children of this process now."""
         me = os.getpid()
-        known = {*self.boxes, *self.helpers}
+        own_children = {*self.boxes, *self.helpers}
         ends = time.monotonic() + 5.0
         while time.monotonic() < ends:
-            lost = agent.end_trees(
-                lambda table: {p for p, (up, _) in table.items() if up == me and p not in known}, True
+            killed_any = agent.end_trees(
+                lambda table: {pid for pid, (up, _) in table.items() if up == me and pid not in own_children}, True
             )
-            if not lost:
+            if not killed_any:
                 return
             time.sleep(agent.STEP)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Tell the host. One that is gone is noticed where its requests are read."""
+        """Tell the host. The end of the host is noticed where its requests are read."""
         try:
             self.control.send(json.dumps(message).encode())
         except OSError:
             return
 
     def end(self) -> None:
-        """End every sandbox and every helper, and leave nothing."""
+        """End all sandboxes and helpers, and remove the state folder."""
         ends = time.monotonic() + 20.0
-        # What they keep or remove goes with the state folder.
+        # The files that they copy or remove are deleted with the state folder.
         for pid in self.helpers:
             os.kill(pid, signal.SIGKILL)
         self.helpers = dict.fromkeys(self.helpers, lambda: None)
@@ -225,16 +225,16 @@ class Launcher:
             time.sleep(0.005)
             self.reap()
         if self.state is not None and groups.remove_all(self.state):
-            keep.remove(self.state)
+            file_copy.remove_tree(self.state)
 
 
 def main() -> None:
-    """Run on the socket whose number is the first argument, and hold the lock whose number is the second."""
+    """Run on the socket of the first argument, holding the lock of the second (file descriptors)."""
     number, lock = int(sys.argv[1]), int(sys.argv[2])
     for fd in (number, lock):
         os.set_inheritable(fd, False)
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, signal.SIG_IGN)
     os.umask(0o022)
     syscalls.prctl(syscalls.PR_SET_SUBREAPER, 1)
     Launcher(socket.socket(fileno=number)).run()

@@ -1,4 +1,4 @@
-"""What a forked process does to become a sandbox: the steps of a plan, in their order."""
+"""The steps by which a forked process becomes a sandbox, in the order of a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def become(plan: dict[str, Any], control: int) -> None:
-    """Do a plan's steps and execute its program.
+    """Perform a plan's steps and execute its program.
 
     Raises:
         OSError: A step failed; its message says which.
@@ -22,7 +22,7 @@ def become(plan: dict[str, Any], control: int) -> None:
         groups.join(group)
     folders = plan["folders"]
     if plan["stage"] is not None:
-        stage(plan["stage"], folders)
+        mount_stage(plan["stage"], folders)
     else:
         make_folders(folders)
     if plan["reveal"]:
@@ -34,7 +34,7 @@ def become(plan: dict[str, Any], control: int) -> None:
         os.setresgid(plan["uid"], plan["uid"], plan["uid"])
         os.setresuid(plan["uid"], plan["uid"], plan["uid"])
     if plan["nested"]:
-        # A change of user, or of its namespace, takes the wish back that the parent's end ends this.
+        # A change of user or user namespace resets the parent-death signal.
         syscalls.die_with(plan["parent"])
     if plan["landlock"] is not None:
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
@@ -57,7 +57,7 @@ def become(plan: dict[str, Any], control: int) -> None:
 
 
 def make_folders(folders: dict[str, Any]) -> None:
-    """Make the folders that a sandbox writes to, for the user that runs in it."""
+    """Create a sandbox's writable folders, owned by its user."""
     for name, mode in folders["names"]:
         path = os.path.join(folders["at"], name)
         os.makedirs(path, exist_ok=True)
@@ -66,8 +66,8 @@ def make_folders(folders: dict[str, Any]) -> None:
             os.chown(path, folders["owner"], folders["owner"])
 
 
-def stage(plan: dict[str, Any], folders: dict[str, Any]) -> None:
-    """Make a private file system that holds all that may be written, and show in it what will be seen inside."""
+def mount_stage(plan: dict[str, Any], folders: dict[str, Any]) -> None:
+    """Mount a private file system for all writable files, and bind in it what will be visible inside."""
     user, group = os.geteuid(), os.getegid()
     owner = folders["owner"]
     if plan["userns"] and owner is not None:
@@ -89,12 +89,12 @@ def stage(plan: dict[str, Any], folders: dict[str, Any]) -> None:
         make_target(target, os.path.isdir(source))
         syscalls.mount(source, target, None, syscalls.MS_BIND | syscalls.MS_REC)
     for overlay in plan["overlays"]:
-        overlaid(at, overlay, owner, plan["userns"])
+        mount_overlay(at, overlay, owner, plan["userns"])
 
 
-def overlaid(at: str, overlay: dict[str, Any], owner: int | None, userns: bool) -> None:
-    """Mount folders on each other, the last of them to be written to; those below never change."""
-    # Relative names: a path may hold what separates options, and all of them have to fit into one page of memory.
+def mount_overlay(at: str, overlay: dict[str, Any], owner: int | None, userns: bool) -> None:
+    """Mount an overlay: a writable upper layer over folders that never change."""
+    # Relative names: a path may contain a separator of options, and all options have to fit into one page of memory.
     os.chdir(at)
     lowers = []
     for number, (source, foreign) in enumerate(overlay["lowers"]):
@@ -115,15 +115,15 @@ def overlaid(at: str, overlay: dict[str, Any], owner: int | None, userns: bool) 
 
 
 def reveal(paths: list[str], uid: int, private: bool) -> None:
-    """Show paths to another user where it may not pass a folder above them: alone, with nothing else of that folder.
+    """Show paths to another user who cannot traverse a folder above them, with nothing else of that folder.
 
     Args:
-        paths: What it shall see.
+        paths: The paths to show.
         uid: The user.
         private: Whether this process already has its own view of the mounts.
 
     Raises:
-        OSError: Something has to be shown, and no private view is allowed.
+        OSError: A path has to be shown, and no private view is allowed.
     """
     closed = [
         (path, [above for above in _above(os.path.realpath(path)) if not _passable(above, uid)]) for path in paths
@@ -138,17 +138,17 @@ def reveal(paths: list[str], uid: int, private: bool) -> None:
         syscalls.mount("none", "/", None, syscalls.MS_REC | syscalls.MS_PRIVATE)
     covered: dict[str, list[tuple[str, int]]] = {}
     for path, cover in hidden:
-        # Held open, it can be shown although what is above it is covered.
-        held = os.open(os.path.realpath(path), os.O_PATH | os.O_CLOEXEC)
-        # A link outside of what is covered stays, and leads to where its goal is shown.
+        # An open descriptor can be mounted even after a folder above the path is covered.
+        path_fd = os.open(os.path.realpath(path), os.O_PATH | os.O_CLOEXEC)
+        # A link outside the covered folder remains, and leads to where its target is mounted.
         above = os.path.realpath(os.path.dirname(path))
-        own = os.path.join(above, os.path.basename(path))
+        shown_path = os.path.join(above, os.path.basename(path))
         covered.setdefault(cover, []).append(
-            (own if f"{own}/".startswith(f"{cover}/") else os.path.realpath(path), held)
+            (shown_path if f"{shown_path}/".startswith(f"{cover}/") else os.path.realpath(path), path_fd)
         )
-    for cover, found in covered.items():
+    for cover, entries in covered.items():
         syscalls.mount("turnwise", cover, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=755")
-        for path, fd in found:
+        for path, fd in entries:
             source = f"/proc/self/fd/{fd}"
             make_target(path, os.path.isdir(source))
             syscalls.mount(source, path, None, syscalls.MS_BIND | syscalls.MS_REC)
@@ -157,11 +157,11 @@ def reveal(paths: list[str], uid: int, private: bool) -> None:
 
 def _above(path: str) -> list[str]:
     """Return the folders above a path, from the top."""
-    found = []
+    folders = []
     while path != "/":
         path = os.path.dirname(path)
-        found.append(path)
-    return found[::-1]
+        folders.append(path)
+    return folders[::-1]
 
 
 def _passable(folder: str, uid: int) -> bool:
@@ -170,7 +170,7 @@ def _passable(folder: str, uid: int) -> bool:
 
 
 def make_target(path: str, folder: bool) -> None:
-    """Make what something is mounted on."""
+    """Create a mount point."""
     if folder:
         os.makedirs(path, exist_ok=True)
         return
@@ -185,15 +185,15 @@ def copy_tree(source: str, target: str, owner: int | None) -> None:
     Raises:
         OSError: It cannot be copied; the message is the copying program's.
     """
-    done = subprocess.run(
+    result = subprocess.run(
         ["cp", "-R", "--preserve=mode,timestamps,links", "--", f"{source}/.", target],
         capture_output=True,
         text=True,
         check=False,
     )
-    if not done.returncode and owner is not None:
-        done = subprocess.run(
+    if not result.returncode and owner is not None:
+        result = subprocess.run(
             ["chown", "-R", "-h", f"{owner}:{owner}", "--", target], capture_output=True, text=True, check=False
         )
-    if done.returncode:
-        raise OSError(5, f"copying {source}: {done.stderr.strip()[:400]}")
+    if result.returncode:
+        raise OSError(5, f"copying {source}: {result.stderr.strip()[:400]}")

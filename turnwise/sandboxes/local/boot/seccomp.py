@@ -1,4 +1,4 @@
-"""The filter of system calls that everything inside a sandbox runs under, as a program for the kernel's machine."""
+"""The system call filter of everything inside a sandbox, as a BPF program."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _FAMILIES = (38, 40)
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16  # where the kernel's description of a call holds them
+_NUMBER, _ARCHITECTURE, _FIRST = 0, 4, 16  # offsets in the kernel's struct seccomp_data
 
 
 def program(machine: str, shared: bool = False) -> bytes | None:
-    """Return the filter for a machine, or None where its calls are not known here.
+    """Return the filter for a machine, or None for an unknown one.
 
     Args:
         machine: As ``os.uname`` names it.
-        shared: Whether processes outside are in reach: no signal goes to all that there are, then.
+        shared: Whether processes outside are visible; a signal to all processes is refused then.
     """
     if machine not in _ARCHITECTURES:
         return None
@@ -55,7 +55,7 @@ def program(machine: str, shared: bool = False) -> bytes | None:
         lines += [(_AT_LEAST, 0, 1, 0x40000000), refuse]  # the x32 numbers of the same calls
     for number in (*(numbers[at] for numbers in _REFUSED.values()), *(_ONLY_X86 if at == 0 else ())):
         lines += [(_EQUAL, 0, 1, number), refuse]
-    # Its flags lie in memory, where a filter cannot look: without it, libraries use clone.
+    # clone3's flags lie in memory, which a filter cannot read: without clone3, libraries use clone.
     lines += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     lines += [(_EQUAL, 0, 3, _CLONE[at]), (_LOAD, 0, 0, _FIRST), (_ANY_BIT, 0, 1, _CLONE_NEW), refuse]
     if shared:
@@ -69,7 +69,7 @@ def program(machine: str, shared: bool = False) -> bytes | None:
 
 
 def install(filters: bytes | None) -> None:
-    """Put this process, and all that it starts, under the filter. It must not be able to gain privileges.
+    """Install the filter for this process and its children. It must not be able to gain privileges.
 
     Raises:
         OSError: The kernel refuses.
@@ -77,6 +77,6 @@ def install(filters: bytes | None) -> None:
     if filters is None:
         return
     buffer = ctypes.create_string_buffer(filters, len(filters))
-    described = struct.pack("@HP", len(filters) // 8, ctypes.addressof(buffer))
-    if libc.prctl(22, 2, described, 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    program_struct = struct.pack("@HP", len(filters) // 8, ctypes.addressof(buffer))
+    if libc.prctl(22, 2, program_struct, 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         raise OSError(ctypes.get_errno(), "prctl: the kernel rejected the system call filter")

@@ -1,4 +1,4 @@
-"""The system calls of Linux that Python has no function for."""
+"""Linux system calls without a Python function."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Mount something.
+    """Mount a file system or bind a path.
 
     Raises:
-        OSError: It is not allowed, or there is no such thing.
+        OSError: It is not allowed, or the source does not exist.
     """
-    encoded = [None if each is None else os.fsencode(each) for each in (source, target, kind, options)]
+    encoded = [None if argument is None else os.fsencode(argument) for argument in (source, target, kind, options)]
     result = libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
     checked(result, f"mounting {kind or source} at {target}")
 
@@ -78,7 +78,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def bind_as(source: str, target: str, userns: int) -> None:
-    """Show a folder elsewhere, its files owned as a user namespace maps their owners.
+    """Bind a folder with its owners mapped by a user namespace.
 
     Raises:
         OSError: Not allowed, or this kernel or file system cannot.
@@ -99,68 +99,68 @@ def bind_as(source: str, target: str, userns: int) -> None:
         os.close(tree)
 
 
-def user_namespace(inside: int, outside: int) -> int:
+def user_namespace(inner_id: int, outer_id: int) -> int:
     """Return a descriptor of a user namespace that maps one user and group to another.
 
     Raises:
         OSError: It is not allowed.
     """
-    made, making = os.pipe()
-    over, go = os.pipe()
+    ready, ready_writer = os.pipe()
+    release, release_writer = os.pipe()
     child = os.fork()
     if not child:
-        os.close(made)
-        os.close(go)
+        os.close(ready)
+        os.close(release_writer)
         try:
             unshare(CLONE_NEWUSER)
-            os.write(making, b"1")
-            os.read(over, 1)
+            os.write(ready_writer, b"1")
+            os.read(release, 1)
         finally:
             os._exit(0)
-    os.close(making)
-    os.close(over)
+    os.close(ready_writer)
+    os.close(release)
     try:
-        if not os.read(made, 1):
+        if not os.read(ready, 1):
             raise OSError(1, "unshare: a user namespace is not allowed")
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{child}/{name}", "w") as file:
-                file.write(f"{inside} {outside} 1")
+                file.write(f"{inner_id} {outer_id} 1")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        os.close(go)
-        os.close(made)
+        os.close(release_writer)
+        os.close(ready)
         os.waitpid(child, 0)
 
 
 def enter_user_namespace() -> None:
-    """Move this process, which is root's, into a user namespace of its own that has the same users and groups.
+    """Move this root process into a new user namespace with the same users and groups.
 
     Raises:
         OSError: It is not allowed.
     """
-    over, go = os.pipe()
+    release, release_writer = os.pipe()
     this = os.getpid()
     helper = os.fork()
     if not helper:
-        # Whoever is inside may name no other user than itself: it is done from outside.
-        os.close(go)
+        # A process inside the namespace may map only itself: the map is written from outside.
+        os.close(release_writer)
         status = 1
         try:
-            if os.read(over, 1):
+            if os.read(release, 1):
                 for name in ("uid_map", "gid_map"):
                     with open(f"/proc/self/{name}") as file:
-                        known = [line.split() for line in file]
+                        ranges = [line.split() for line in file]
                     with open(f"/proc/{this}/{name}", "w") as file:
-                        file.write("".join(f"{first} {first} {count}\n" for first, _, count in known))
+                        file.write("".join(f"{first} {first} {count}\n" for first, _, count in ranges))
                 status = 0
         finally:
             os._exit(status)
-    os.close(over)
+    os.close(release)
     try:
         unshare(CLONE_NEWUSER)
-        os.write(go, b"1")
+        os.write(release_writer, b"1")
     finally:
-        os.close(go)
+        os.close(release_writer)
         _, status = os.waitpid(helper, 0)
     if status:
         raise OSError(1, "unshare: the users of a user namespace may not be set")
