@@ -277,7 +277,7 @@ def test_copy_preserves_holes_and_follows_no_swapped_entry(tmp_path: Path, monke
     (source / "folder/key").write_text("own")
     (source / "file").write_text("own")
     (source / "twice").write_bytes(b"x" * 100_000)
-    os.link(source / "twice", inside / "again")
+    os.link(source / "twice", source / "again")
     with (source / "sparse").open("wb") as file:
         file.seek(10**9)
         file.write(b"end")

@@ -76,5 +76,6 @@ def check_python(version: int) -> None:
         raise SandboxUnavailable(
             f"inside a sandbox Python is {inside_version}, and this process runs on {sys.version.split()[0]}: the "
             f"standard library or libpython of {base_executable()} is not below {interpreter_folder()}, the only "
-            "folder of it that sandboxes see. Make the virtual environment from an interpreter that is installed in one folder"
+            "folder of it that sandboxes see. Make the virtual environment from an interpreter that is "
+            "installed in one folder"
         )
