@@ -48,8 +48,8 @@ class OpenedDocker(DockerBackend):
     """A docker backend with openings that claims full isolation, so that a successful attack is an escape.
 
     Args:
-        opened: Names of :data:`OPENINGS`; ``environment`` passes on the host's variables, ``reaper`` omits the reaper, so
-            that the containers of a killed host stay.
+        opened: Names of :data:`OPENINGS`; ``environment`` passes on the host's variables, ``reaper`` omits the
+            reaper, so that the containers of a killed host stay.
         config: Of the docker backend.
     """
 
