@@ -27,10 +27,9 @@ from turnwise.errors import (
 from turnwise.ext.checks.sandbox import check_sandbox
 from turnwise.sandboxes import ExecResult, SandboxConfig, SandboxLimits, SandboxSpec
 from turnwise.sandboxes.e2b import E2BBackend
-from turnwise.sandboxes.e2b import sandbox as e2b_sandbox
 
-WHY = usable()
-boxed = pytest.mark.skipif(bool(WHY), reason=f"no machines for the local server: {WHY}")
+MISSING = usable()
+needs_machines = pytest.mark.skipif(bool(MISSING), reason=f"no machines for the local server: {MISSING}")
 
 
 @pytest.fixture
@@ -40,8 +39,8 @@ async def cloud(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Cloud, d
         yield served
 
 
-@boxed
-async def test_it_keeps_the_contract(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+@needs_machines
+async def test_e2b_keeps_the_contract(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     config = SandboxConfig(name="e2b", config=cloud[1])
     quick = ("exec: binary", "time-out: tree", "spawn: streams", "trees: what changes")
     report = await check_sandbox(config, only=quick)
@@ -50,20 +49,20 @@ async def test_it_keeps_the_contract(cloud: tuple[Cloud, dict[str, Any]]) -> Non
     assert not cloud[0].boxes
 
 
-@boxed
-async def test_a_sandbox_is_marked_bounded_and_told_from_a_dead_one(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+@needs_machines
+async def test_sandbox_has_metadata_and_only_dead_hosts_are_reaped(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     served, config = cloud
     backend = E2BBackend(template="python", lifetime=600, **config)
     sandbox = backend.make(SandboxSpec(labels={"job": "mine"}))
     await sandbox.start()
-    (asked,) = served.created
-    assert (asked["templateID"], asked["timeout"], asked["allow_internet_access"]) == ("python", 600, False)
-    assert asked["metadata"]["job"] == "mine"
-    # A second one, whose host is dead: only that is reaped.
+    (request,) = served.created
+    assert (request["templateID"], request["timeout"], request["allow_internet_access"]) == ("python", 600, False)
+    assert request["metadata"]["job"] == "mine"
+    # Only the second sandbox, whose host is dead, is reaped.
     other = backend.make(SandboxSpec(limits=SandboxLimits(network=True)))
     await other.start()
     assert served.created[1]["allow_internet_access"] is True
-    served.boxes[other.id].metadata["turnwise_host"] = f"{_dead()}-1"
+    served.boxes[other.id].metadata["turnwise_host"] = f"{_dead_pid()}-1"
     assert await backend.reap() == 1
     assert set(served.boxes) == {sandbox.id}
     with pytest.raises(SandboxDied, match="gone"):
@@ -74,12 +73,12 @@ async def test_a_sandbox_is_marked_bounded_and_told_from_a_dead_one(cloud: tuple
     assert not served.boxes
 
 
-@boxed
-async def test_forks_come_of_one_request_with_their_processes(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+@needs_machines
+async def test_forks_are_made_in_one_request_and_reaped_with_their_host(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     served, config = cloud
     report = await check_sandbox(SandboxConfig(name="e2b", config=config), only=["life: fork"])
     report.raise_for_failures()
-    assert [each["count"] for each in served.forked[:3]] == [2, 1, 1]
+    assert [request["count"] for request in served.forked[:3]] == [2, 1, 1]
     backend = E2BBackend(lifetime=600, **config)
     async with backend.make(SandboxSpec(labels={"job": "mine"})) as sandbox:
         running = await sandbox.spawn(["cat"])
@@ -91,40 +90,40 @@ async def test_forks_come_of_one_request_with_their_processes(cloud: tuple[Cloud
         with pytest.raises(SandboxStartError, match="no machine is free"):
             await sandbox.fork(3)
         assert set(served.boxes) == {sandbox.id}, "forks beside one that failed are ended"
-        made = await sandbox.fork(2)
+        forks = await sandbox.fork(2)
         assert served.forked[-1] == {"count": 2, "timeout": 600}
-        # A fork of a dead host is reaped as its origin is.
-        served.boxes[made[0].id].metadata = {**served.boxes[made[0].id].metadata, "turnwise_host": f"{_dead()}-1"}
+        # A fork of a dead host is reaped like its origin.
+        served.boxes[forks[0].id].metadata = {**served.boxes[forks[0].id].metadata, "turnwise_host": f"{_dead_pid()}-1"}
         assert await backend.reap() == 1
-        assert set(served.boxes) == {sandbox.id, made[1].id}
-        for each in made:
-            await each.close()
+        assert set(served.boxes) == {sandbox.id, forks[1].id}
+        for fork in forks:
+            await fork.close()
     assert not served.boxes
 
 
-def _dead() -> int:
-    done = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    done.wait()
-    return done.pid
+def _dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    return process.pid
 
 
-@boxed
-async def test_what_has_grown_since_it_was_looked_at_is_bounded(
+@needs_machines
+async def test_file_that_grew_after_its_size_check_is_bounded(
     cloud: tuple[Cloud, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = E2BBackend(**cloud[1]).make(SandboxSpec())
     await box.start()
-    looked = box._on_file
+    original = box._file_operation
 
-    async def and_grown(*words: str, **given: Any) -> ExecResult:
-        found = await looked(*words, **given)
-        await box.exec("for each in big /tmp/.turnwise-*; do [ ! -e $each ] || head -c 900000 /dev/zero >> $each; done")
-        return found
+    async def growing(*words: str, **options: Any) -> ExecResult:
+        result = await original(*words, **options)
+        await box.exec("for path in big /tmp/.turnwise-*; do [ ! -e $path ] || head -c 900000 /dev/zero >> $path; done")
+        return result
 
-    monkeypatch.setattr(e2b_sandbox, "HEADERS", 100_000)
+    monkeypatch.setattr("turnwise.sandboxes.e2b.sandbox.HEADERS", 100_000)
     try:
         await box.exec("mkdir folder; head -c 500000 /dev/zero > big; cp big folder")
-        box._on_file = and_grown  # type: ignore[method-assign]
+        box._file_operation = growing  # type: ignore[method-assign]
         with pytest.raises(SandboxFileTooLarge, match="max_bytes=1000000"):
             await box.read_file("big", max_bytes=1_000_000)
         await box.exec("truncate -s 500000 big")
@@ -137,8 +136,8 @@ async def test_what_has_grown_since_it_was_looked_at_is_bounded(
         await box.close()
 
 
-@boxed
-async def test_a_command_whose_stream_ends_without_its_end_is_an_error(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+@needs_machines
+async def test_stream_without_end_record_is_an_error(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     async with E2BBackend(**cloud[1]).make(SandboxSpec()) as box:
         cloud[0].cut_streams = 1
         with pytest.raises(SandboxError, match="ended without an end event"):
@@ -146,21 +145,21 @@ async def test_a_command_whose_stream_ends_without_its_end_is_an_error(cloud: tu
         assert (await box.exec(["true"])).ok
 
 
-@boxed
-async def test_a_user_that_the_template_does_not_have_is_named(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+@needs_machines
+async def test_missing_user_is_named(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     sandbox = E2BBackend(**cloud[1]).make(SandboxSpec(user="nobody-here"))
     with pytest.raises(SandboxError, match="nobody-here"):
         await sandbox.start()
     assert not cloud[0].boxes
 
 
-async def test_starts_that_may_pass_are_told_from_those_that_never_will(cloud: tuple[Cloud, dict[str, Any]]) -> None:
+async def test_retryable_and_permanent_start_errors_differ(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     served, config = cloud
     backend = E2BBackend(**config)
     served.fail_starts = 1
     with pytest.raises(SandboxStartError, match="no machine is free"):
         await backend.make(SandboxSpec()).start()
-    # What stands before the service answers in its place, and not in JSON: that may pass, too.
+    # A proxy that answers without JSON is a temporary failure, too.
     served.unreadable_starts = 1
     with pytest.raises(SandboxStartError, match=r"E2B did not start .*: JSONDecodeError"):
         await backend.make(SandboxSpec()).start()
@@ -170,7 +169,7 @@ async def test_starts_that_may_pass_are_told_from_those_that_never_will(cloud: t
         await backend.make(SandboxSpec(workspace=Path("no-such-folder"))).start()
 
 
-async def test_a_key_that_is_missing_or_wrong_is_said(
+async def test_missing_and_rejected_keys_are_reported(
     cloud: tuple[Cloud, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = E2BBackend(api_key_env="MY_E2B_KEY", **cloud[1])
@@ -184,19 +183,19 @@ async def test_a_key_that_is_missing_or_wrong_is_said(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("options", "name"),
     [
         ({"lifetime": 5}, "lifetime"),
         ({"http_version": "3"}, "http_version"),
         ({"request_timeout": 0}, "request_timeout"),
     ],
 )
-def test_values_that_cannot_be_used_are_named(wrong: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"sandbox.config.{named}"):
-        E2BBackend(**wrong)
+def test_invalid_options_are_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"sandbox.config.{name}"):
+        E2BBackend(**options)
 
 
-def test_without_the_package_the_extra_is_named(tmp_path: Path) -> None:
+def test_missing_package_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "e2b.py").write_text("raise ImportError('no e2b here')\n")
     code = "from turnwise.sandboxes.config import SandboxConfig, open_backend; open_backend(SandboxConfig(name='e2b'))"
     done = subprocess.run(

@@ -120,9 +120,7 @@ def container_settings(
         )
     reserved = sorted(name for name in spec.labels if name.startswith(RESERVED))
     if reserved:
-        raise SandboxUnavailable(
-            f"labels {', '.join(reserved)} of the sandbox begin with {RESERVED!r}, which is reserved"
-        )
+        raise SandboxUnavailable(f"labels {', '.join(reserved)} of the sandbox begin with the reserved {RESERVED!r}")
     host = _host_config(spec, options)
     if in_memory:
         _add_tmpfs(host, spec, user_of(spec, options))

@@ -306,8 +306,6 @@ def check_spec(spec: SandboxSpec) -> None:
         raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} is not a folder on this machine")
     for mount in spec.mounts:
         if not mount.target.startswith("/"):
-            raise SandboxUnavailable(
-                f"the mount of {str(mount.source)!r} has the target {mount.target!r}, which is not absolute"
-            )
+            raise SandboxUnavailable(f"the mount of {str(mount.source)!r} has the relative target {mount.target!r}")
         if not mount.source.exists():
             raise SandboxUnavailable(f"the mount {str(mount.source)!r} (target {mount.target}) does not exist")
