@@ -12,28 +12,10 @@ from typing import Any, Final
 import e2b
 
 from turnwise.errors import ConfigError, SandboxUnavailable
-from turnwise.sandboxes.core import Capabilities
 from turnwise.sandboxes.e2b.command import sdk_errors
 
 MACHINE: Final = "turnwise_machine"
 HOST: Final = "turnwise_host"
-
-CAPABILITIES: Final = Capabilities(
-    isolation="e2b",
-    memory=False,
-    pids=False,
-    disk=False,
-    kernel=False,
-    survives_host=True,
-    fork_processes=True,
-    expose=False,
-    notes=(
-        "memory, processors and disk are those of the template, not those of limits",
-        "limits.pids, file_size, open_files and cpu_seconds are rlimits; a user that may use sudo escapes them",
-        "the kernel is the sandbox's own: an attack on it stays inside",
-        "nothing of this machine can be exposed to a sandbox that runs elsewhere",
-    ),
-)
 
 
 class E2BAccount:

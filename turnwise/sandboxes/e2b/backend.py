@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import e2b
 
 from turnwise.errors import SandboxError
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, SandboxSpec
-from turnwise.sandboxes.e2b.account import CAPABILITIES, HOST, MACHINE, E2BAccount, machine_id, process_start
+from turnwise.sandboxes.e2b.account import HOST, MACHINE, E2BAccount, machine_id, process_start
 from turnwise.sandboxes.e2b.command import sdk_errors
 from turnwise.sandboxes.e2b.sandbox import E2BSandbox
+
+CAPABILITIES: Final = Capabilities(
+    isolation="e2b",
+    memory=False,
+    pids=False,
+    disk=False,
+    kernel=False,
+    survives_host=True,
+    fork_processes=True,
+    expose=False,
+    notes=(
+        "memory, processors and disk are those of the template, not those of limits",
+        "limits.pids, file_size, open_files and cpu_seconds are rlimits; a user that may use sudo escapes them",
+        "the kernel is the sandbox's own: an attack on it stays inside",
+        "nothing of this machine can be exposed to a sandbox that runs elsewhere",
+    ),
+)
 
 
 class E2BBackend(SandboxBackend):
@@ -30,7 +47,7 @@ class E2BBackend(SandboxBackend):
 
     def make(self, spec: SandboxSpec) -> Sandbox:
         """Return an unstarted sandbox."""
-        return E2BSandbox(spec, self._account)
+        return E2BSandbox(spec, self._account, CAPABILITIES)
 
     async def reap(self) -> int:
         """Kill sandboxes of dead processes of this machine."""

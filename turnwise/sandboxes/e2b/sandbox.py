@@ -39,7 +39,7 @@ from turnwise.sandboxes.core import (
     SandboxSpec,
     check_count,
 )
-from turnwise.sandboxes.e2b.account import CAPABILITIES, E2BAccount
+from turnwise.sandboxes.e2b.account import E2BAccount
 from turnwise.sandboxes.e2b.command import CommandRequest, E2BProcess, RunningCommand, sdk_errors, start_errors
 
 _GUEST_PROGRAM: Final = "\n".join(
@@ -59,8 +59,9 @@ class E2BSandbox(Sandbox):
 
     backend: ClassVar[str] = "e2b"
 
-    def __init__(self, spec: SandboxSpec, account: E2BAccount) -> None:
+    def __init__(self, spec: SandboxSpec, account: E2BAccount, capabilities: Capabilities) -> None:
         self.spec = spec
+        self.capabilities = capabilities
         self.id = f"e2b-{uuid.uuid4().hex[:16]}"
         self._account = account
         self._user = spec.user or account.user
@@ -82,7 +83,6 @@ class E2BSandbox(Sandbox):
             await asyncio.shield(self.close())
             raise
         self.id = self._sdk.sandbox_id
-        self.capabilities = CAPABILITIES
         self._refreshing = asyncio.create_task(self._keep_alive(self._sdk))
         async with undo_on_error_async(lambda: asyncio.shield(self.close())):
             await self._prepare_files()
@@ -209,9 +209,9 @@ class E2BSandbox(Sandbox):
         return forks
 
     def _adopt(self, sdk: e2b.AsyncSandbox) -> E2BSandbox:
-        fork = E2BSandbox(self.spec, self._account)
+        fork = E2BSandbox(self.spec, self._account, self.capabilities)
         fork._sdk, fork.id = sdk, sdk.sandbox_id
-        fork.capabilities, fork.start_slots = self.capabilities, self.start_slots
+        fork.start_slots = self.start_slots
         fork._refreshing = asyncio.create_task(fork._keep_alive(sdk))
         return fork
 

@@ -14,10 +14,10 @@ from turnwise.errors import ConfigError, SandboxStartError, SandboxUnavailable, 
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, SandboxSpec
 from turnwise.sandboxes.local.boot import file_copy
 from turnwise.sandboxes.local.isolation_probe import select_isolation
-from turnwise.sandboxes.local.launch_plan import SNAPSHOT_FOLDERS, HostPaths, Isolation, IsolationLevel, Origin
+from turnwise.sandboxes.local.launch_plan import SNAPSHOT_FOLDERS, HostPaths, Isolation, IsolationLevel
 from turnwise.sandboxes.local.launcher import Launcher
 from turnwise.sandboxes.local.sandbox import LocalSandbox, deferred_fork
-from turnwise.sandboxes.local.snapshots import Snapshots
+from turnwise.sandboxes.local.snapshots import Origin, Snapshots
 from turnwise.sandboxes.local.state_folder import (
     choose_folder,
     copy_libraries,

@@ -13,6 +13,7 @@ from turnwise.sandboxes.core import SandboxSpec
 from turnwise.sandboxes.local.boot import seccomp
 from turnwise.sandboxes.local.control_groups import RESERVE, ControlGroups
 from turnwise.sandboxes.local.host_python import SYSTEM_PATH, base_executable, interpreter_folder
+from turnwise.sandboxes.local.snapshots import Origin
 
 Isolation = Literal["bubblewrap", "landlock", "plain"]
 
@@ -73,23 +74,6 @@ class HostPaths:
     def files(self, level: IsolationLevel) -> Path:
         """Folder of its files: below ``home``, or in a private file system mounted over that path."""
         return self.home / "files" if level.stage is None else self.state / "stage"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The initial files of a sandbox: an image's root file system (None: the host's programs) and a snapshot, if any.
-
-    ``layers`` are the overlay's lower layers, uppermost first; empty for an empty workdir.
-    """
-
-    image: Path | None = None
-    snapshot: Path | None = None
-    layers: tuple[Path, ...] = ()
-
-    @property
-    def top(self) -> str:
-        """Name of the folder that is the overlay's upper layer."""
-        return "root" if self.image is not None else "work"
 
 
 def launch_plan(level: IsolationLevel, spec: SandboxSpec, paths: HostPaths, origin: Origin) -> dict[str, Any]:

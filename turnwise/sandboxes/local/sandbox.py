@@ -37,7 +37,7 @@ from turnwise.sandboxes.core import (
 )
 from turnwise.sandboxes.local.channel import Channel, Request, RequestRefused, mark_retrieved, memory_file
 from turnwise.sandboxes.local.host_python import check_python
-from turnwise.sandboxes.local.launch_plan import (
+from turnwise.sandboxes.local.launch_plan import HostPaths, IsolationLevel, check_spec, hello_message, launch_plan
     HostPaths,
     IsolationLevel,
     Origin,
@@ -47,6 +47,7 @@ from turnwise.sandboxes.local.launch_plan import (
 )
 from turnwise.sandboxes.local.launcher import Launcher
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
+from turnwise.sandboxes.local.snapshots import Origin
 
 
 class SandboxStartTimeout(SandboxStartError):

@@ -1,4 +1,4 @@
-"""The snapshots of one local backend, reference-counted."""
+"""The files that local sandboxes begin from, and the snapshots of one backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,23 @@ from pathlib import Path
 
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.local.boot import file_copy
-from turnwise.sandboxes.local.launch_plan import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The initial files of a sandbox: an image's root file system (None: the host's programs) and a snapshot, if any.
+
+    ``layers`` are the overlay's lower layers, uppermost first; empty for an empty workdir.
+    """
+
+    image: Path | None = None
+    snapshot: Path | None = None
+    layers: tuple[Path, ...] = ()
+
+    @property
+    def top(self) -> str:
+        """Name of the folder that is the overlay's upper layer."""
+        return "root" if self.image is not None else "work"
 
 
 @dataclass(slots=True)
