@@ -38,13 +38,6 @@ from turnwise.sandboxes.core import (
 from turnwise.sandboxes.local.channel import Channel, Request, RequestRefused, mark_retrieved, memory_file
 from turnwise.sandboxes.local.host_python import check_python
 from turnwise.sandboxes.local.launch_plan import HostPaths, IsolationLevel, check_spec, hello_message, launch_plan
-    HostPaths,
-    IsolationLevel,
-    Origin,
-    check_spec,
-    hello_message,
-    launch_plan,
-)
 from turnwise.sandboxes.local.launcher import Launcher
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
 from turnwise.sandboxes.local.snapshots import Origin
