@@ -98,7 +98,7 @@ class SessionApp(ABC):
         except TurnwiseError as error:
             await exchange.refuse(dialect, api_error(error))
         except TimeoutError:
-            # A client that does not read gets nothing more; the server closes the connection.
+            # A client that does not read is sent nothing more; the server closes the connection.
             _log.info("a client stopped reading its response")
         finally:
             if exchange.size >= _MEGABYTE:
@@ -185,10 +185,10 @@ class SessionApp(ABC):
                 name = read_id(fields, "id")
                 if "/" in name or name in (".", ".."):
                     raise invalid("id", f"is {shown(name)}, which a path cannot contain: remove '/', '.' and '..'")
-                about = {key: read_id(fields, key) for key in _ABOUT if fields.get(key) is not None}
+                trajectory_fields = {key: read_id(fields, key) for key in _ABOUT if fields.get(key) is not None}
                 seconds = fields.number("seconds", 0.001, 10 * 365 * 86400)
                 settings = read_settings(fields, self._context_length)
-                entry = self.sessions.create(name or None, about, seconds, settings)
+                entry = self.sessions.create(name or None, trajectory_fields, seconds, settings)
                 return entry.keys
             case ("GET", ["sessions", session_id]):
                 return self.sessions.of_id(session_id).state()
@@ -245,12 +245,12 @@ class GatewayApp(SessionApp):
         counts = route == "messages/count_tokens"
         # Canonicalizing and rendering of what a large body holds go to the same thread.
         read = partial(_read, raw, dialect, self._abilities_for(entry), counts=counts)
-        request = asked_of(entry.reader, read() if len(raw) < _LARGE_BODY else await in_thread(read))
+        request = with_template_args(entry.reader, read() if len(raw) < _LARGE_BODY else await in_thread(read))
         if counts:
             await self._count(exchange, entry, request)
             return
-        for each in request.ignored:
-            entry.session.count(f"ignored_{each}")
+        for name in request.ignored:
+            entry.session.count(f"ignored_{name}")
         params = request.params(entry.session.params, self._fixed_for(entry))
         if len(entry.temperatures) < _MOST_TEMPERATURES:
             entry.temperatures.add(params.temperature)
@@ -274,9 +274,9 @@ class GatewayApp(SessionApp):
             messages = await in_thread(canonical_messages, request.messages)
         else:
             messages = canonical_messages(request.messages)
-        found = await Prompts(threaded=True).render(renderer, messages, request.tools)
-        assert found.token_ids is not None
-        await exchange.answer(200, {"input_tokens": len(found.token_ids)})
+        prompt = await Prompts(threaded=True).render(renderer, messages, request.tools)
+        assert prompt.token_ids is not None
+        await exchange.answer(200, {"input_tokens": len(prompt.token_ids)})
 
     def _models(self, exchange: Exchange, route: str) -> dict[str, Any]:
         if exchange.speaks_anthropic:
@@ -298,13 +298,13 @@ class GatewayApp(SessionApp):
             listed = {"object": "list", "data": [card]}
         if not route.startswith("models/"):
             return listed
-        wanted = route.removeprefix("models/")
-        if wanted != self._model:
-            raise not_found(f"model {shown(wanted)} does not exist; the model here is {self._model!r}")
+        model = route.removeprefix("models/")
+        if model != self._model:
+            raise not_found(f"model {shown(model)} does not exist; the model here is {self._model!r}")
         return card
 
 
-def asked_of(reader: Reader, request: ChatRequest) -> ChatRequest:
+def with_template_args(reader: Reader, request: ChatRequest) -> ChatRequest:
     """Return a request with its template arguments. Raises ApiError if the template does not take them."""
     if request.options is NO_TEMPLATE_OPTIONS:
         return request

@@ -1,4 +1,4 @@
-"""Concurrency that follows what an endpoint or servers take: additive increase, multiplicative decrease."""
+"""Concurrency adapted to what an endpoint or servers can take: additive increase, multiplicative decrease."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ class Gate(AbstractAsyncContextManager[None]):
         self.count = 0
 
     async def __aenter__(self) -> None:
-        """Wait for a place."""
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        """Wait for a turn."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
         self.admit()
         try:
-            await place
+            await turn
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
+            if turn.done() and not turn.cancelled():
                 self._leave()
             else:
-                self._waiting.remove(place)
+                self._waiting.remove(turn)
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Free the place."""
+        """Let the next one enter."""
         self._leave()
 
     def admit(self) -> None:
-        """Admit those that wait, as far as there is room now."""
+        """Admit waiting holders up to the current size."""
         loop = asyncio.get_running_loop()
         if self._waiting and (opens := self._opens_at()) > loop.time():
             if self._timer is None or self._timer.when() < opens:
@@ -94,29 +94,29 @@ class SentRequest:
     def __init__(self, limit: AdaptiveLimit) -> None:
         self._limit, self.began, self.refused = limit, time.monotonic(), False
 
-    def rejected(self, retry_after: float | None = None) -> None:
-        """Count it as too much; no further request is sent for ``retry_after`` seconds."""
+    def reject(self, retry_after: float | None = None) -> None:
+        """Count it as rejected; no further request is sent for ``retry_after`` seconds."""
         self.refused = True
-        self._limit.rejected(self.began, retry_after)
+        self._limit.note_rejection(self.began, retry_after)
 
 
 class AdaptiveLimit:
     """How many episodes, and requests of theirs, are in flight at the same time.
 
-    It begins with a few and doubles with every round of answers until something is too much: a rejection (HTTP 429 or
+    It begins with a few and doubles with every round of answers until the first overload: a rejection (HTTP 429 or
     5xx) or a queue at the servers. That cuts it by a quarter, and from then on it grows by one with every round. It
-    grows only while it is used up, and not while answers take three times as long as they did.
+    grows only while it is fully used, and not while answers take three times as long as before.
 
     Attributes:
-        most: Its upper bound.
+        maximum: Its upper bound.
         episodes: Held by every episode that runs.
         rejections: Number of rejected requests.
     """
 
-    def __init__(self, most: int, *, first: int = 4) -> None:
-        self.most = most
+    def __init__(self, maximum: int, *, first: int = 4) -> None:
+        self.maximum = maximum
         self.rejections = 0
-        self._value = float(min(first, most))
+        self._value = float(min(first, maximum))
         self._rising = True
         self._cut_at = -1.0
         self._opens_at = 0.0
@@ -131,56 +131,56 @@ class AdaptiveLimit:
         return int(self._value)
 
     def __str__(self) -> str:
-        said = f", {self.rejections} rejected" if self.rejections else ""
-        return f"{self.limit} at a time{said}"
+        rejected = f", {self.rejections} rejected" if self.rejections else ""
+        return f"{self.limit} at a time{rejected}"
 
     @contextlib.asynccontextmanager
     async def request(self) -> AsyncIterator[SentRequest]:
-        """Hold a place for a request, from which the limit learns."""
+        """Hold one slot for a request, whose outcome adapts the limit."""
         async with self._requests:
             sent = SentRequest(self)
             yield sent
             if not sent.refused:
-                self.answered(time.monotonic() - sent.began)
+                self.note_answer(time.monotonic() - sent.began)
 
-    def answered(self, seconds: float) -> None:
-        """Count an answer, which took so long."""
-        slow = self._slow(seconds)
+    def note_answer(self, seconds: float) -> None:
+        """Count an answer that took ``seconds``."""
+        slow = self._is_slow(seconds)
         if max(self.episodes.count, self._requests.count) < self.limit or slow:
             return
         self._set(self._value + (1.0 if self._rising else 1.0 / self._value))
 
-    def rejected(self, began: float, retry_after: float | None = None) -> None:
+    def note_rejection(self, began: float, retry_after: float | None = None) -> None:
         """Count the rejection of a request that was sent at ``began`` (``time.monotonic``)."""
         self.rejections += 1
         if retry_after is not None:
             self._opens_at = max(self._opens_at, asyncio.get_running_loop().time() + retry_after)
-        # What was sent before the last cut says nothing about the limit after it.
+        # A request sent before the last cut is no evidence about the limit after it.
         if began >= self._cut_at:
             self._cut(min(self._value, float(self._requests.count)) * _DECREASE)
 
-    def queued(self, waiting: int) -> None:
-        """Count what waits at the servers: with nothing it grows, with too much it is cut."""
+    def note_queue(self, waiting: int) -> None:
+        """Adapt to the number of requests waiting at the servers: none lets it grow, too many cut it."""
         running = self.episodes.count
         if waiting > max(1.0, _QUEUED * running):
             self._cut(min(self._value, float(running)) - waiting)
         elif waiting == 0 and running >= self.limit:
             self._set(self._value * 2 if self._rising else self._value + max(1.0, self._value / 20))
 
-    def free(self) -> None:
-        """Allow as many as there may be: nothing says what is too much."""
-        self._set(float(self.most))
+    def lift(self) -> None:
+        """Lift the limit to its maximum: nothing reports an overload."""
+        self._set(float(self.maximum))
 
     def _cut(self, value: float) -> None:
         self._rising, self._cut_at = False, time.monotonic()
         self._set(value)
 
     def _set(self, value: float) -> None:
-        self._value = min(max(value, 1.0), float(self.most))
+        self._value = min(max(value, 1.0), float(self.maximum))
         self.episodes.admit()
         self._requests.admit()
 
-    def _slow(self, seconds: float) -> bool:
+    def _is_slow(self, seconds: float) -> bool:
         self._seconds.append(seconds)
         if len(self._seconds) < _WINDOW:
             return False
@@ -197,31 +197,31 @@ async def follow_queues(
     Args:
         limit: The limit.
         urls: Returns the servers' URLs; a server that was restarted has another one.
-        say: Told once where the servers do not report a queue: the limit is then free.
-        every: Seconds between two looks.
+        say: Called once if the servers report no queue: the limit is then lifted.
+        every: Seconds between two polls.
     """
     control = ControlRoutes()
     try:
         while True:
             try:
-                found = await asyncio.gather(*(waiting_at(control, url) for url in urls()))
+                queues = await asyncio.gather(*(waiting_at(control, url) for url in urls()))
             except InferenceError:
                 # A server that restarts has no queue.
-                found = []
-            known = [each for each in found if each is not None]
-            if found and not known:
-                limit.free()
-                say(f"concurrency: auto is {limit.most} (rollout.concurrency): the server does not report its queue")
+                queues = []
+            lengths = [queue for queue in queues if queue is not None]
+            if queues and not lengths:
+                limit.lift()
+                say(f"concurrency: auto is {limit.maximum} (rollout.concurrency): the server does not report its queue")
                 return
-            if known:
-                limit.queued(sum(known))
+            if lengths:
+                limit.note_queue(sum(lengths))
             await asyncio.sleep(every)
     finally:
         await control.close()
 
 
 async def waiting_at(control: ControlRoutes, url: str) -> int | None:
-    """Return the number of requests that wait at a server (the built-in one, vLLM, SGLang); None where it says none.
+    """Return the number of requests that wait at a server (the built-in one, vLLM, SGLang); None if it reports none.
 
     Raises:
         InferenceError: The server does not answer.
@@ -234,7 +234,7 @@ async def waiting_at(control: ControlRoutes, url: str) -> int | None:
                 raise
             continue
         if path == "/metrics":
-            values = [float(each) for each in _GAUGES.findall(raw.decode("utf-8", "replace"))]
+            values = [float(gauge) for gauge in _GAUGES.findall(raw.decode("utf-8", "replace"))]
             return int(sum(values)) if values else None
         try:
             return int(orjson.loads(raw)["waiting"])

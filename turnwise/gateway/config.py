@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from turnwise.recorder.completion import SessionLimits
 
 SECRET_HEADERS = frozenset({"authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie"})
-"""Headers that carry keys: an agent's never leave, and none is configured in a file."""
+"""Headers that carry keys: those of agents are not forwarded, and none is configured in a file."""
 
 
 _LEAST_KEY = 8
@@ -74,7 +74,7 @@ def model_directory(model: Path | None) -> Path:
 
 def server_urls(url: str | None) -> list[str]:
     """Return the URLs of running servers, given comma-separated; empty if the model is served here."""
-    return [] if url is None else [each.strip().rstrip("/") for each in url.split(",") if each.strip()]
+    return [] if url is None else [part.strip().rstrip("/") for part in url.split(",") if part.strip()]
 
 
 def without_model(data: Any) -> Any:
@@ -87,16 +87,16 @@ def base_url(url: str | None) -> str:
 
     Raises ValueError if it is not a URL of one endpoint, or holds a secret.
     """
-    wanted = "url of one endpoint for hosted, such as https://api.openai.com/v1 or https://api.anthropic.com"
+    expected = "url of one endpoint for hosted, such as https://api.openai.com/v1 or https://api.anthropic.com"
     try:
         parts = urlsplit((url or "").strip())
         host = parts.hostname if parts.port != 0 else None
     except ValueError as error:
-        raise ValueError(f"{wanted} ({error})") from None
+        raise ValueError(f"{expected} ({error})") from None
     if parts.scheme not in ("http", "https") or not host or "," in parts.netloc:
-        raise ValueError(wanted)
+        raise ValueError(expected)
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError(f"{wanted}, without user, query and fragment: the key comes from hosted.key_env")
+        raise ValueError(f"{expected}, without user, query and fragment: the key comes from hosted.key_env")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
 
 
@@ -158,7 +158,7 @@ class GatewayConfig(BaseModel):
             text.
         name: Name that ``/v1/models`` lists; agents may ask for any. Default: the directory's.
         out: Directory of the trajectories, ledger, admin key and logs. A restarted gateway reuses its key and finished
-            sessions, and goes on with the open ones.
+            sessions, and resumes the open ones.
         host: Address that the gateway binds. Agents in containers reach no loopback address.
         port: Port that the gateway binds; 0 for a free one.
         allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
@@ -226,11 +226,13 @@ class GatewayConfig(BaseModel):
                 raise ValueError("model, the directory of a Hugging Face model (or hosted and url)")
             return self
         base_url(self.url)
-        # A dumped configuration names every key: what differs from its default was meant.
-        said = [name for name in _NOT_HOSTED if getattr(self, name) != GatewayConfig.model_fields[name].get_default()]
-        said += ["model"] if self.model is not None else []
-        if said:
-            raise ValueError(f"no {', '.join(said)} together with hosted: requests are passed on unchanged")
+        # A dumped configuration names every key: those that differ from their defaults were set.
+        set_keys = [
+            name for name in _NOT_HOSTED if getattr(self, name) != GatewayConfig.model_fields[name].get_default()
+        ]
+        set_keys += ["model"] if self.model is not None else []
+        if set_keys:
+            raise ValueError(f"no {', '.join(set_keys)} together with hosted: requests are passed on unchanged")
         return self
 
     @property
@@ -316,19 +318,19 @@ class FrozenConfig(BaseModel):
 
         Raises ConfigError if it does not exist, or there is no start model.
         """
-        found = start if self.start else self.model
+        directory = start if self.start else self.model
         where = f"rollout.frozen.{name}"
         if self.league is not None:
             raise ConfigError(
                 f"{where}.league holds past versions of a trained policy, but nothing is trained here: name the folder "
                 "of one, in the run's league/, as model"
             )
-        if found is None:
+        if directory is None:
             raise ConfigError(f"{where}.start: the run has no start model (its endpoint is hosted)")
-        if not (found / "config.json").is_file():
-            what = "it has no config.json" if found.is_dir() else "there is no such folder"
-            raise ConfigError(f"{where}.model is {found}: {what}: name the directory of a Hugging Face model")
-        return found
+        if not (directory / "config.json").is_file():
+            what = "it has no config.json" if directory.is_dir() else "there is no such folder"
+            raise ConfigError(f"{where}.model is {directory}: {what}: name the directory of a Hugging Face model")
+        return directory
 
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -372,34 +374,34 @@ class SessionSettings:
     lenient: frozenset[Lenient] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is set, as JSON."""
-        given = self._set([each.name for each in fields(self)])
-        return {**given, "lenient": sorted(given["lenient"])} if "lenient" in given else given
+        """Return the settings that are set, as JSON."""
+        values = self._set([setting.name for setting in fields(self)])
+        return {**values, "lenient": sorted(values["lenient"])} if "lenient" in values else values
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_json` returned. Raises TypeError for unknown settings."""
-        found = cls(**given)
-        return found if found.lenient is None else replace(found, lenient=frozenset(found.lenient))
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read settings written by :meth:`to_json`. Raises TypeError for unknown ones."""
+        settings = cls(**values)
+        return settings if settings.lenient is None else replace(settings, lenient=frozenset(settings.lenient))
 
-    def params(self, own: SamplingParams) -> SamplingParams:
+    def params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the sampling parameters, given the gateway's."""
-        return replace(own, **self._set(_SAMPLING))
+        return replace(defaults, **self._set(_SAMPLING))
 
-    def limits(self, own: SessionLimits) -> SessionLimits:
+    def limits(self, defaults: SessionLimits) -> SessionLimits:
         """Return the limits, given the gateway's; the context cannot be larger."""
-        mine = replace(own, **self._set(_LIMITS))
-        return replace(mine, context_length=min(mine.context_length, own.context_length))
+        limits = replace(defaults, **self._set(_LIMITS))
+        return replace(limits, context_length=min(limits.context_length, defaults.context_length))
 
     def sampling_metrics(self) -> dict[str, float]:
         """Return the sampling settings as metrics, without the temperature, which requests set, and inexact seeds."""
-        given = self._set(("seed", "top_p", "top_k", "min_p"))
-        return {name: float(value) for name, value in given.items() if float(value) == value}
+        values = self._set(("seed", "top_p", "top_k", "min_p"))
+        return {name: float(value) for name, value in values.items() if float(value) == value}
 
     def _set(self, names: Sequence[str]) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-SETTINGS = frozenset(each.name for each in fields(SessionSettings))
+SETTINGS = frozenset(setting.name for setting in fields(SessionSettings))
 """The names of all settings."""

@@ -15,7 +15,7 @@ DEFAULT_FORM = "{base}/s/{token}"
 """The default form of an address."""
 FIELDS = ("base", "host", "port", "rollout_id", "attempt_id", "session", "token")
 _FIELD = re.compile(r"\{([^{}]*)\}")
-_OWN_ROUTES = frozenset(("s", "v1", "health", "sessions"))
+_GATEWAY_ROUTES = frozenset(("s", "v1", "health", "sessions"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,50 +52,50 @@ class EndpointTemplate:
 
     @property
     def hosts(self) -> list[str]:
-        """Host names of the URLs, with ``*`` for fields; the gateway's own are not among them."""
-        own = self.template.startswith(("{base}", "http://{host}", "https://{host}"))
-        urls = [*self.bases, *([] if own else [self.template])]
+        """Host names of the URLs, with ``*`` for fields; without those of the gateway."""
+        is_gateway_url = self.template.startswith(("{base}", "http://{host}", "https://{host}"))
+        urls = [*self.bases, *([] if is_gateway_url else [self.template])]
         return [urlsplit(_FIELD.sub("*", url)).hostname or "" for url in urls]
 
     def take(self) -> str | None:
-        """Assign a base URL to an episode; None for the gateway's own."""
+        """Assign a base URL to an episode; None for the gateway's."""
         if not self.bases:
             return None
-        chosen = min(self.bases, key=lambda base: self.open[base])
-        self.open[chosen] += 1
-        return chosen
+        base_url = min(self.bases, key=lambda base: self.open[base])
+        self.open[base_url] += 1
+        return base_url
 
     def release(self, base: str | None) -> None:
         """Release an episode's base URL."""
         if base is not None:
             self.open[base] -= 1
 
-    def url(self, place: Place, token: str, *, host: str, port: int) -> str:
+    def url(self, owner: Place, token: str, *, host: str, port: int) -> str:
         """Return the URL of a session.
 
         Args:
-            place: Owner of the URL.
+            owner: Owner of the URL.
             token: The session's token.
             host: Host of the gateway, in URL form.
             port: Port of the gateway.
         """
         values = {
-            "base": place.base or f"http://{host}:{port}",
+            "base": owner.base or f"http://{host}:{port}",
             "host": host,
             "port": str(port),
-            **{name: quote(value, safe="") for name, value in _parts(place, token).items()},
+            **{name: quote(value, safe="") for name, value in _parts(owner, token).items()},
         }
-        return _FIELD.sub(lambda found: values[found.group(1)], self.template)
+        return _FIELD.sub(lambda match: values[match.group(1)], self.template)
 
-    def before(self, place: Place, token: str) -> tuple[str, ...]:
+    def prefix(self, owner: Place, token: str) -> tuple[str, ...]:
         """Return the path segments before the token, percent-decoded."""
-        path = unquote(urlsplit(self.url(place, token, host="host", port=1)).path)
+        path = unquote(urlsplit(self.url(owner, token, host="host", port=1)).path)
         parts = [part for part in path.split("/") if part]
         return tuple(parts[: parts.index(token)])
 
 
-def _parts(place: Place, token: str) -> dict[str, str]:
-    return {"rollout_id": place.rollout_id, "attempt_id": place.attempt_id, "session": place.session, "token": token}
+def _parts(owner: Place, token: str) -> dict[str, str]:
+    return {"rollout_id": owner.rollout_id, "attempt_id": owner.attempt_id, "session": owner.session, "token": token}
 
 
 def check_template(template: str) -> None:
@@ -116,10 +116,10 @@ def check_base(base: str) -> None:
     """Validate a base URL. Raises ConfigError."""
     try:
         parts = urlsplit(base)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
-        known = False
-    if not known or parts.query or parts.fragment or re.search(r"\s", base):
+        valid = False
+    if not valid or parts.query or parts.fragment or re.search(r"\s", base):
         raise ConfigError(
             f"{base!r} is not a base URL: write http://host:port or https://host/path, without '?' or '#'"
         )
@@ -134,25 +134,25 @@ class EndpointRouter:
 
     def __init__(self, app: Application) -> None:
         self._app = app
-        self.before: dict[str, tuple[str, ...]] = {}
+        self.prefixes: dict[str, tuple[str, ...]] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] == "http":
-            scope = self._placed(scope)
+            scope = self._to_session(scope)
         await self._app(scope, receive, send)
 
-    def _placed(self, scope: Scope) -> Scope:
+    def _to_session(self, scope: Scope) -> Scope:
         parts = [part for part in scope["path"].split("/") if part]
-        at = next((index for index, part in enumerate(parts) if part in self.before), None)
+        at = next((index for index, part in enumerate(parts) if part in self.prefixes), None)
         if at is None:
-            if parts and parts[0] in _OWN_ROUTES:
+            if parts and parts[0] in _GATEWAY_ROUTES:
                 return scope
-            # Nothing tells an address that has ended from one that never was.
+            # An address that has ended gets the same answer as an unknown one.
             return _at(scope, ["s", "-", *_route(parts)])
-        found, wanted = tuple(parts[:at]), self.before[parts[at]]
-        length = min(len(found), len(wanted))
-        agree = found[len(found) - length :] == wanted[len(wanted) - length :] or found == ("s",)
+        prefix, expected = tuple(parts[:at]), self.prefixes[parts[at]]
+        length = min(len(prefix), len(expected))
+        agree = prefix[len(prefix) - length :] == expected[len(expected) - length :] or prefix == ("s",)
         return _at(scope, ["s", parts[at] if agree else "-", *parts[at + 1 :]])
 
 

@@ -26,7 +26,7 @@ class ApiError(Exception):
 
     Attributes:
         status: HTTP status.
-        message: What is wrong, and the remedy.
+        message: The problem and its remedy.
         param: The offending field of the body, or None.
         code: Machine-readable code, such as ``context_length_exceeded``, or None.
         retry_after: Seconds after which the same request may succeed, or None.
@@ -51,7 +51,7 @@ class ApiError(Exception):
 
 CONTEXT = "context_length_exceeded"
 Lenient = Literal["tool_choice", "server_tools"]
-"""What a request may ask for in vain: a forced call without structured output; tools that the provider runs."""
+"""What can be ignored of a request: a forced call without structured output; tools that the provider runs."""
 
 
 def invalid(param: str, message: str) -> ApiError:
@@ -80,7 +80,7 @@ def api_error(error: TurnwiseError, guide_field: str = "") -> ApiError:
         field = guide_field or "body"
         return unsupported(field, _without_address(error))
     if isinstance(error, BudgetExceeded):
-        return ApiError(400, _spent(error), param="messages", code=CONTEXT)
+        return ApiError(400, _budget_message(error), param="messages", code=CONTEXT)
     if isinstance(error, (SessionError, RenderError)):
         return ApiError(400, str(error), param="messages", code="invalid_request")
     if isinstance(error, RequestRefused):
@@ -95,19 +95,19 @@ def api_error(error: TurnwiseError, guide_field: str = "") -> ApiError:
 
 def _without_address(error: TurnwiseError) -> str:
     """Return the message without the server's address, which has no authentication."""
-    told = str(error)
-    found = _ADDRESS.match(told)
-    return told.replace(found[0], _SERVER).replace(found["host"], _SERVER) if found else told
+    message = str(error)
+    match = _ADDRESS.match(message)
+    return message.replace(match[0], _SERVER).replace(match["host"], _SERVER) if match else message
 
 
-def _spent(error: BudgetExceeded) -> str:
-    """Return the message for an exhausted budget, a full context in the words by which agents know to compact."""
+def _budget_message(error: BudgetExceeded) -> str:
+    """Return the message for an exhausted budget; for a full context in the words on which agents compact."""
     if error.stop_reason != StopReason.CONTEXT_OVERFLOW or error.used is None or error.limit is None:
         return str(error)
     # At least one token must be left to sample.
-    most = error.limit - 1
-    about = "" if error.exact else "at least "
+    maximum = error.limit - 1
+    qualifier = "" if error.exact else "at least "
     return (
-        f"prompt is too long: {about}{error.used} tokens > {most} maximum. This model's maximum context length is "
-        f"{error.limit} tokens"
+        f"prompt is too long: {qualifier}{error.used} tokens > {maximum} maximum. "
+        f"This model's maximum context length is {error.limit} tokens"
     )

@@ -24,7 +24,7 @@ from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds
 
 _TAIL = 64
-"""In how many last ids a stop string is looked for."""
+"""Number of last ids in which a stop string is searched."""
 
 
 def reader_of(reader: Reader, request: ChatRequest) -> Reader:
@@ -36,7 +36,7 @@ def reader_of(reader: Reader, request: ChatRequest) -> Reader:
     return other
 
 
-async def follow(
+async def stream_turn(
     recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams
 ) -> AsyncGenerator[PromptPlacement | StreamedTurn | Answer, None]:
     """Record one turn; yield its placement, the certain pieces, and last the answer. Errors are the session's.
@@ -48,7 +48,7 @@ async def follow(
         params: Sampling parameters.
     """
     turn: LiveTurn | None = None
-    opened: PromptPlacement | None = None
+    placement: PromptPlacement | None = None
     pieces: list[TokenDelta] = []
     reader = reader_of(reader, request)
     items = recorder.stream(request.messages, request.tools, params, template_args=request.template_args)
@@ -57,17 +57,17 @@ async def follow(
             if isinstance(item, TokenDelta):
                 pieces.append(item)
                 if turn is not None:
-                    for said in turn.feed(item.token_ids.tolist()):
-                        yield said
+                    for piece in turn.feed(item.token_ids.tolist()):
+                        yield piece
             elif isinstance(item, PromptPlacement):
-                opened = item
+                placement = item
                 turn = reader.live(item.tail, params.stop)
                 yield item
-            elif opened is not None:
-                yield _answer(reader, request, params, opened, pieces, item)
+            elif placement is not None:
+                yield _answer(reader, request, params, placement, pieces, item)
 
 
-async def ask(recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
+async def record_turn(recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
     """Record one turn and return it; errors are the session's."""
     done = await recorder.record(request.messages, request.tools, params, template_args=request.template_args)
     return _answer(reader, request, params, done.placement, [done.completion], done.message)
@@ -77,7 +77,7 @@ def _answer(
     reader: Reader,
     request: ChatRequest,
     params: SamplingParams,
-    opened: PromptPlacement,
+    placement: PromptPlacement,
     pieces: Sequence[TokenDelta | Completion],
     message: Message,
 ) -> Answer:
@@ -91,10 +91,12 @@ def _answer(
     sampled = np.concatenate([piece.token_ids for piece in pieces])
     return Answer(
         message,
-        prompt_tokens=opened.prompt_tokens,
+        prompt_tokens=placement.prompt_tokens,
         completion_tokens=len(sampled),
-        cached_tokens=opened.known_tokens,
-        reasoning_tokens=reader.live(opened.tail).reasoning_tokens(sampled) if message.get("reasoning_content") else 0,
+        cached_tokens=placement.known_tokens,
+        reasoning_tokens=reader.live(placement.tail).reasoning_tokens(sampled)
+        if message.get("reasoning_content")
+        else 0,
         logprobs=logprobs,
         stop=_stop_string(reader, params, sampled, message),
     )
@@ -136,9 +138,9 @@ class Deadline:
 
 _log = logging.getLogger(__name__)
 _WATCH_AFTER = 0.02
-"""Seconds into an answer from which on it is watched whether its client is still there."""
+"""Seconds into an answer after which its client is watched for a disconnect."""
 _Event = tuple[int, StreamedTurn | Answer | ApiError | None]
-"""Which answer, and what of it; None where it was placed and nothing was sampled yet."""
+"""Index of an answer and its event; None if it was placed and nothing was sampled yet."""
 
 
 class Exchange:
@@ -161,7 +163,7 @@ class Exchange:
         self._limits = limits
         self._started = False
         self.size = 0
-        # Of a stream that is open.
+        # The writer of an open stream.
         self._writer: StreamWriter | None = None
 
     @property
@@ -195,17 +197,17 @@ class Exchange:
 
     async def body(self) -> bytes:
         """Return the body. Raises ApiError if it is too large, too slow or truncated."""
-        most = self._limits.body_bytes
-        told = self._headers.get(b"content-length", b"")
-        if told.isdigit() and int(told) > most:
-            raise _too_large(most)
+        maximum = self._limits.body_bytes
+        declared = self._headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > maximum:
+            raise _too_large(maximum)
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                return await self._received(most)
+                return await self._read_body(maximum)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._limits.body_seconds:g} s") from None
 
-    async def _received(self, most: int) -> bytes:
+    async def _read_body(self, maximum: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
@@ -215,15 +217,15 @@ class Exchange:
             part = message.get("body", b"")
             size += len(part)
             self.size = size
-            if size > most:
-                raise _too_large(most)
+            if size > maximum:
+                raise _too_large(maximum)
             parts.append(part)
             if not message.get("more_body"):
                 return part if len(parts) == 1 else b"".join(parts)
 
     async def answer(self, status: int, body: dict[str, Any], retry_after: int | None = None) -> None:
         """Send a JSON response."""
-        encoded = sse.encoded(body)
+        encoded = sse.encode(body)
         self._started = True
         if retry_after is None:
             async with asyncio.timeout(self._limits.write_seconds):
@@ -235,17 +237,17 @@ class Exchange:
             (b"retry-after", str(retry_after).encode()),
         ]
         await self.begin(status, headers)
-        await self.more(encoded, last=True)
+        await self.send(encoded, final=True)
 
     async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Send the head of a response."""
         self._started = True
         await self._write({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def more(self, data: bytes, *, last: bool = False) -> None:
+    async def send(self, data: bytes, *, final: bool = False) -> None:
         """Send a piece of a response."""
-        if data or last:
-            await self._write({"type": "http.response.body", "body": data, "more_body": not last})
+        if data or final:
+            await self._write({"type": "http.response.body", "body": data, "more_body": not final})
 
     async def disconnected(self) -> None:
         """Wait until the client disconnects; the request body must have been received."""
@@ -255,7 +257,7 @@ class Exchange:
     async def refuse(self, dialect: Dialect, error: ApiError) -> None:
         """Send an error; an open stream ends with it."""
         if self._writer is not None:
-            await self._more(self._writer.fail(error), last=True)
+            await self._send_stream(self._writer.fail(error), final=True)
         elif not self._started and error.status != 499:
             await self.answer(dialect.status(error), dialect.error(error), error.retry_after)
 
@@ -266,28 +268,31 @@ class Exchange:
 
         Raises ApiError or the session's TurnwiseError if nothing was answered.
         """
-        departure = _Departure(self)
+        watch = _DisconnectWatch(self)
         try:
             if request.stream:
                 await self._stream(entry, dialect, request, params)
             else:
-                await self._whole(entry, dialect, request, params)
+                await self._answer_at_once(entry, dialect, request, params)
         except asyncio.CancelledError:
-            # It may have been cancelled from outside too.
-            if not departure.seen or self.task.uncancel():
+            # The task may also have been cancelled from outside.
+            if not watch.seen or self.task.uncancel():
                 raise
         finally:
-            departure.close()
+            watch.close()
 
-    async def _whole(
+    async def _answer_at_once(
         self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams
     ) -> None:
         session, reader = entry.session, entry.reader
         if request.n == 1:
-            answers = [await ask(session, reader, request, params)]
+            answers = [await record_turn(session, reader, request, params)]
         else:
-            async with _Group() as group:
-                tasks = [group.start(ask(session, reader, request, each)) for each in _seeded(params, request.n)]
+            async with _TaskGroup() as group:
+                tasks = [
+                    group.start(record_turn(session, reader, request, seeded))
+                    for seeded in _seed_answers(params, request.n)
+                ]
                 answers = list(await asyncio.gather(*tasks))
         entry.note_outcome(None)
         await self.answer(200, dialect.respond(request, answers))
@@ -297,18 +302,18 @@ class Exchange:
     ) -> None:
         writer = dialect.writer(request)
         queue: asyncio.Queue[_Event] = asyncio.Queue()
-        async with _Group() as group:
-            for index, each in enumerate(_seeded(params, request.n)):
-                group.start(_produce(queue, index, entry, request, each))
+        async with _TaskGroup() as group:
+            for index, seeded in enumerate(_seed_answers(params, request.n)):
+                group.start(_produce(queue, index, entry, request, seeded))
             waiting = await self._first(queue)
             await self._begin(writer)
             async for events in self._batches(queue, waiting, request.n):
-                written = [_written(writer, index, event) for index, event in events]
-                await self._more(b"".join(written) if events else writer.alive())
+                written = [_encode_event(writer, index, event) for index, event in events]
+                await self._send_stream(b"".join(written) if events else writer.alive())
                 if any(isinstance(event, ApiError) for _, event in events):
-                    await self._more(b"", last=True)
+                    await self._send_stream(b"", final=True)
                     return
-        await self._more(writer.end(), last=True)
+        await self._send_stream(writer.end(), final=True)
 
     async def _first(self, queue: asyncio.Queue[_Event]) -> list[_Event]:
         """Wait briefly for the first event, so that an early error gets its own status. Raises ApiError."""
@@ -326,7 +331,7 @@ class Exchange:
         self, queue: asyncio.Queue[_Event], waiting: list[_Event], count: int
     ) -> AsyncIterator[list[_Event]]:
         """Yield all events available at a time; an empty list after a silence."""
-        left = count
+        open_answers = count
         while True:
             events = waiting
             if not events:
@@ -335,9 +340,9 @@ class Exchange:
                         events = [await queue.get()]
             while events and not queue.empty():
                 events.append(queue.get_nowait())
-            left -= sum(isinstance(event, Answer) for _, event in events)
+            open_answers -= sum(isinstance(event, Answer) for _, event in events)
             yield events
-            if left <= 0:
+            if open_answers <= 0:
                 return
             waiting = []
 
@@ -345,24 +350,24 @@ class Exchange:
         first = writer.begin()
         await self.begin(200, sse.HEADERS)
         self._writer = writer
-        await self._more(first)
+        await self._send_stream(first)
 
-    async def _more(self, data: bytes, *, last: bool = False) -> None:
-        # A client that takes nothing is as good as gone: it is sent nothing more.
+    async def _send_stream(self, data: bytes, *, final: bool = False) -> None:
+        # A client that stops reading is sent nothing more.
         writer, self._writer = self._writer, None
-        await self.more(data, last=last)
-        self._writer = None if last else writer
+        await self.send(data, final=final)
+        self._writer = None if final else writer
 
     async def _write(self, message: dict[str, Any]) -> None:
         async with asyncio.timeout(self._limits.write_seconds):
             await self._send(message)
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body has more than {most} bytes", code="request_too_large")
+def _too_large(maximum: int) -> ApiError:
+    return ApiError(413, f"the body has more than {maximum} bytes", code="request_too_large")
 
 
-def _written(writer: StreamWriter, index: int, event: StreamedTurn | Answer | ApiError | None) -> bytes:
+def _encode_event(writer: StreamWriter, index: int, event: StreamedTurn | Answer | ApiError | None) -> bytes:
     if isinstance(event, StreamedTurn):
         say = writer.text if event.kind == "text" else writer.thoughts
         return say(index, event.text)
@@ -375,7 +380,7 @@ async def _produce(
     queue: asyncio.Queue[_Event], index: int, entry: GatewaySession, request: ChatRequest, params: SamplingParams
 ) -> None:
     try:
-        async with contextlib.aclosing(follow(entry.session, entry.reader, request, params)) as items:
+        async with contextlib.aclosing(stream_turn(entry.session, entry.reader, request, params)) as items:
             async for item in items:
                 queue.put_nowait((index, item if isinstance(item, (StreamedTurn, Answer)) else None))
         entry.note_outcome(None)
@@ -393,14 +398,14 @@ async def _produce(
             raise
 
 
-def _seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
+def _seed_answers(params: SamplingParams, count: int) -> list[SamplingParams]:
     """Return the parameters of each answer: equal seeds would give equal answers."""
     if params.seed is None or count == 1:
         return [params] * count
     return [replace(params, seed=params.seed + index) for index in range(count)]
 
 
-class _Departure:
+class _DisconnectWatch:
     """Cancels the task of an exchange when its client disconnects (``seen``)."""
 
     __slots__ = ("_exchange", "_timer", "_watch", "seen")
@@ -428,13 +433,13 @@ class _Departure:
         self._exchange.task.cancel()
 
 
-class _Group:
+class _TaskGroup:
     """Tasks that end with the block that started them."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def __aenter__(self) -> _Group:
+    async def __aenter__(self) -> _TaskGroup:
         return self
 
     async def __aexit__(self, *_: object) -> None:

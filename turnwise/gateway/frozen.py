@@ -19,14 +19,14 @@ from turnwise.model.core import LLMClient, Renderer, ServedPolicy
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 
 
-def load_renderer(name: str, config: FrozenConfig, start: Path | None, own: RendererConfig) -> Renderer:
+def load_renderer(name: str, config: FrozenConfig, start: Path | None, run_renderer: RendererConfig) -> Renderer:
     """Return a policy's renderer.
 
     Args:
         name: The policy's name, for messages.
         config: The policy.
         start: The model that the run begins with.
-        own: How messages become ids for the run's own model.
+        run_renderer: How messages become ids for the run's own model.
 
     Raises:
         ConfigError: Its model is not there, tokenizer or template cannot be used, or its key is not set.
@@ -36,31 +36,33 @@ def load_renderer(name: str, config: FrozenConfig, start: Path | None, own: Rend
         return TextRenderer()
     directory = config.directory(name, start)
     try:
-        given = "renderer" in config.model_fields_set
-        return (own if config.start and not given else config.renderer).load(directory)
+        has_renderer = "renderer" in config.model_fields_set
+        return (run_renderer if config.start and not has_renderer else config.renderer).load(directory)
     except (ConfigError, RenderError) as error:
         raise ConfigError(f"rollout.frozen.{name}: no chat format in {directory}: {error}") from error
 
 
-def load_renderers(frozen: Mapping[str, FrozenConfig], start: Path | None, own: RendererConfig) -> dict[str, Renderer]:
+def load_renderers(
+    frozen: Mapping[str, FrozenConfig], start: Path | None, run_renderer: RendererConfig
+) -> dict[str, Renderer]:
     """Return the renderer of each policy, which validates all of them before a server starts.
 
     Args:
         frozen: The policies.
         start: The run's start model.
-        own: Renderer settings of the run's own model.
+        run_renderer: Renderer settings of the run's own model.
 
     Raises:
         ConfigError: Model, tokenizer, template or API key is missing or unusable.
     """
-    return {name: load_renderer(name, config, start, own) for name, config in frozen.items()}
+    return {name: load_renderer(name, config, start, run_renderer) for name, config in frozen.items()}
 
 
 class FrozenPolicies:
     """The open frozen policies of a run, by name.
 
     Attributes:
-        policies: What agents sample from.
+        policies: The policies that agents sample from.
         clients: Clients of their servers, whose URLs may change.
         fleets: Servers that were started here.
     """
@@ -108,14 +110,14 @@ class FrozenPolicies:
                 client = fleet.client
             if isinstance(client, HTTPClient):
                 self.clients.append(client)
-            kept = client if config.hosted is not None or book is None else LedgerClient(client, book)
-            stack.push_async_callback(kept.close)
+            logged = client if config.hosted is not None or book is None else LedgerClient(client, book)
+            stack.push_async_callback(logged.close)
             try:
-                info = await kept.model_info()
+                info = await logged.model_info()
             except InferenceError as error:
                 where = f"rollout.frozen.{name}"
                 raise InferenceError(f"{where}{f'.url is {config.url}' if config.url else ''}: {error}") from error
-            self.policies[name] = ServedPolicy(kept, renderer, info, config.temperature)
+            self.policies[name] = ServedPolicy(logged, renderer, info, config.temperature)
             return stack.pop_all()
 
 
@@ -141,18 +143,18 @@ async def open_frozen(
     Raises:
         InferenceError: A server does not start or respond.
     """
-    found = FrozenPolicies()
+    policies = FrozenPolicies()
     opening = [
-        asyncio.create_task(found.open(name, config, renderers[name], start, logs, book))
+        asyncio.create_task(policies.open(name, config, renderers[name], start, logs, book))
         for name, config in frozen.items()
     ]
     try:
         await asyncio.gather(*opening)
     finally:
-        # After an error or a cancellation the others are not opened any more.
+        # After an error or a cancellation the remaining ones are not opened.
         for task in opening:
             task.cancel()
         for done in await asyncio.gather(*opening, return_exceptions=True):
             if isinstance(done, contextlib.AsyncExitStack):
                 stack.push_async_callback(done.aclose)
-    return found
+    return policies

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _FILES_KEPT = 256
-"""File descriptors that are left to everything but clients' connections."""
-_MOST_WAITING = 32
-"""How many requests may wait on a connection for the one before them. Clients of today send none before its answer."""
+"""File descriptors reserved for all but clients' connections."""
+_MAX_PIPELINED = 32
+"""Requests that may wait on a connection for an earlier one. Current clients send none before its answer."""
 _TOO_LARGE = (431, "Request Header Fields Too Large", "the head of the request has more than {bytes} bytes")
 _TOO_LATE = (408, "Request Timeout", "the head of the request did not arrive within {seconds:g} s")
-_TOO_MANY = (503, "Service Unavailable", "{most} connections are open, which is the limit")
+_TOO_MANY = (503, "Service Unavailable", "{maximum} connections are open, which is the limit")
 
 
 def guarded(
@@ -36,15 +36,15 @@ def guarded(
     shared = {
         "seconds": head_seconds,
         "write_seconds": write_seconds,
-        "most_bytes": head_bytes,
-        "most": _room(connections),
+        "max_head_bytes": head_bytes,
+        "maximum": _connection_limit(connections),
         "silent": {},
         "idle": {},
     }
     return cast("type[asyncio.Protocol]", type("Guarded", (_Guarded,), shared))
 
 
-class _Refused(Exception):
+class _HeadRefused(Exception):
     """Stops parsing a head."""
 
 
@@ -53,40 +53,40 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
 
     seconds: ClassVar[float]
     write_seconds: ClassVar[float]
-    most_bytes: ClassVar[int]
-    most: ClassVar[int]
-    # Those without a request, the one that has waited longest first: nothing was answered yet, or something was.
+    max_head_bytes: ClassVar[int]
+    maximum: ClassVar[int]
+    # Connections without a request, longest waiting first: those never answered yet, and those answered before.
     silent: ClassVar[dict[Any, None]]
     idle: ClassVar[dict[Any, None]]
 
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
-    # The request that is answered; those after it wait in ``pipeline``, and the last one of them is ``cycle``.
+    # The request being answered; later ones wait in ``pipeline``, and the last of them is ``cycle``.
     _answered: Any = None
     _in_head = False
-    # Bytes of a head in the pieces that came after its first one, and all bytes of the piece that is read now.
-    _fed = 0
+    # Bytes of a head in the pieces after its first one, and all bytes of the current piece.
+    _head_bytes = 0
     _size = 0
     _refusal: tuple[int, str, str] | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.maximum:
             oldest = next(iter(self.silent), None) or next(iter(self.idle), None)
             if oldest is None:
                 self._refuse(_TOO_MANY)
                 return
-            oldest.leave()
+            oldest.give_way()
         self.silent[self] = None
         self._late = self.loop.call_later(self.seconds, self._check_head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._stop_waiting()
         self._unstall()
         super().connection_lost(exc)
         answered, self._answered = self._answered, None
         if answered is not None and answered is not self.cycle and not answered.response_complete:
-            # uvicorn tells only the last request that came in.
+            # uvicorn notifies only the request that came in last.
             answered.disconnected = True
             answered.message_event.set()
         self.pipeline.clear()
@@ -100,14 +100,14 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
         if not self.transport.is_closing():
             self._unstall()
 
-    def leave(self) -> None:
+    def give_way(self) -> None:
         """Close in favour of another connection."""
-        self._forget()
+        self._stop_waiting()
         self.connections.discard(self)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        self._fed = self._fed + len(data) if self._in_head else 0
+        self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
         self._size = len(data)
         super().data_received(data)
         cycle = self.cycle
@@ -120,20 +120,20 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if self._fed > self.most_bytes or self._size > self.most_bytes:
+        if self._head_bytes > self.max_head_bytes or self._size > self.max_head_bytes:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-            if size > self.most_bytes:
+            if size > self.max_head_bytes:
                 self._refusal = _TOO_LARGE
-                raise _Refused
+                raise _HeadRefused
         if self._late is not None:
             self._late.cancel()
             self._late = None
             self.silent.pop(self, None)
         self.idle.pop(self, None)
-        if len(self.pipeline) >= _MOST_WAITING:
+        if len(self.pipeline) >= _MAX_PIPELINED:
             # Bytes written now would end up in the middle of another response.
-            self.leave()
-            raise _Refused
+            self.give_way()
+            raise _HeadRefused
         super().on_headers_complete()
         if not self.pipeline:
             self._answered = self.cycle
@@ -154,7 +154,7 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
 
     def _wait_for_head(self) -> None:
         """Start or continue waiting for an incomplete head."""
-        if self._in_head and self._fed > self.most_bytes:
+        if self._in_head and self._head_bytes > self.max_head_bytes:
             self._refuse(_TOO_LARGE)
         elif self._late is None:
             if self.idle.pop(self, self) is None:
@@ -169,17 +169,17 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
         elif self._in_head:
             self._refuse(_TOO_LATE)
         else:
-            # It asked for nothing: an answer could be taken for that to its next request.
-            self._forget()
+            # It sent no request: the client could read an answer as that to its next request.
+            self._stop_waiting()
             self._close()
 
     def _refuse(self, refusal: tuple[int, str, str]) -> None:
-        self._forget()
+        self._stop_waiting()
         if self.transport.is_closing():
             return
         status, phrase, message = refusal
-        told = message.format(bytes=self.most_bytes, seconds=self.seconds, most=self.most)
-        body = f'{{"error":{{"message":"{told}","type":"invalid_request_error"}}}}'
+        text = message.format(bytes=self.max_head_bytes, seconds=self.seconds, maximum=self.maximum)
+        body = f'{{"error":{{"message":"{text}","type":"invalid_request_error"}}}}'
         self.transport.write(
             f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             f"retry-after: 1\r\nconnection: close\r\n\r\n{body}".encode()
@@ -200,7 +200,7 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
             self._stalled.cancel()
             self._stalled = None
 
-    def _forget(self) -> None:
+    def _stop_waiting(self) -> None:
         self.silent.pop(self, None)
         self.idle.pop(self, None)
         if self._late is not None:
@@ -208,12 +208,12 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
             self._late = None
 
 
-def _room(connections: int) -> int:
+def _connection_limit(connections: int) -> int:
     """Return the number of connections possible under the limit of open files, which is raised if allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # To each connection belongs at most one to a server of models.
-    wanted = 2 * connections + _FILES_KEPT
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    # Each connection causes at most one to a model server.
+    files = 2 * connections + _FILES_KEPT
+    if soft != resource.RLIM_INFINITY and soft < files:
+        soft = files if hard == resource.RLIM_INFINITY else min(files, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return connections if soft == resource.RLIM_INFINITY else max(1, min(connections, (soft - _FILES_KEPT) // 2))

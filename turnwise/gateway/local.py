@@ -76,7 +76,7 @@ class SessionSocket:
             limits: Limits for agents.
         """
         host, port = listener.getsockname()[:2]
-        options = server_options(_only(app, token), limits, min(limits.connections, _CONNECTIONS))
+        options = server_options(_restrict_to(app, token), limits, min(limits.connections, _CONNECTIONS))
         options.load()
         session_socket = cls(f"http://{host}:{port}/s/{token}", options)
         listener.setblocking(False)
@@ -93,13 +93,13 @@ class SessionSocket:
             connection.transport.abort()
 
     def _protocol(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self._options.http_protocol_class(
+        protocol: asyncio.Protocol = self._options.http_protocol_class(
             config=self._options, server_state=self._state, app_state={}
         )
-        return made
+        return protocol
 
 
-def _only(app: Application, token: str) -> Application:
+def _restrict_to(app: Application, token: str) -> Application:
     """Restrict an application to the routes below one token."""
 
     async def one(scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +131,7 @@ class SessionEndpoint:
     @property
     def failure(self) -> TurnwiseError | None:
         """Error of the last request (budget, rendering, server); None after a success."""
-        return self.entry.spent or self.entry.unrendered or self.entry.session.failure
+        return self.entry.budget_error or self.entry.render_error or self.entry.session.failure
 
     async def serve_at(self, listener: socket.socket) -> str:
         """Serve the session on another listening socket, too, and return its base URL there.
@@ -185,10 +185,10 @@ class LocalGateway:
         """
         self._renderer = renderer
         self._host = host
-        self._wanted = port
+        self._requested_port = port
         self.form = form or EndpointTemplate()
-        self._sessions = Sessions(_opens_none, limits or GatewayLimits())
-        # Never given out: sessions are made and ended in this process.
+        self._sessions = Sessions(_refuse_to_open, limits or GatewayLimits())
+        # Never handed out: sessions are opened and ended in this process.
         key = secrets.token_urlsafe(32)
         app = (
             HostedApp(self._sessions, admin_key=key, endpoint=endpoint)
@@ -221,7 +221,7 @@ class LocalGateway:
     @property
     def url(self) -> str:
         """Base URL of the listening socket."""
-        return f"http://{self._reached_at}:{self._port}"
+        return f"http://{self._url_host}:{self._port}"
 
     def mount(self, prefix: str, app: Application) -> None:
         """Serve another application below ``/prefix`` on the same port."""
@@ -233,8 +233,8 @@ class LocalGateway:
             if self._serving is None:
                 self._start()
 
-    async def open(self, session: Session, place: Place | None = None, name: str | None = None) -> SessionEndpoint:
-        """Open an endpoint for a session; ``place`` fills the URL's fields. Errors as :meth:`start`.
+    async def open(self, session: Session, owner: Place | None = None, name: str | None = None) -> SessionEndpoint:
+        """Open an endpoint for a session; ``owner`` fills the URL's fields. Errors as :meth:`start`.
 
         ``name`` distinguishes the forks of a session, which share its id.
 
@@ -248,9 +248,9 @@ class LocalGateway:
             entry = self._sessions.adopt(session, self._renderer, name)
         except ApiError as error:
             raise InferenceError(error.message) from error
-        place = place or Place(session.id, "0")
-        self._app.before[entry.token] = self.form.before(place, entry.token)
-        return SessionEndpoint(self.form.url(place, entry.token, host=self._reached_at, port=self._port), entry, self)
+        owner = owner or Place(session.id, "0")
+        self._app.prefixes[entry.token] = self.form.prefix(owner, entry.token)
+        return SessionEndpoint(self.form.url(owner, entry.token, host=self._url_host, port=self._port), entry, self)
 
     async def serve_at(self, endpoint: SessionEndpoint, listener: socket.socket) -> str:
         """Serve an open endpoint's session on another socket, too; see :meth:`SessionEndpoint.serve_at`."""
@@ -263,13 +263,13 @@ class LocalGateway:
 
     async def shut(self, endpoint: SessionEndpoint) -> None:
         """Close an endpoint, cancelling its requests in flight."""
-        self._app.before.pop(endpoint.entry.token, None)
+        self._app.prefixes.pop(endpoint.entry.token, None)
         await self._sessions.release(endpoint.entry)
         for session_socket in self._session_sockets.pop(endpoint.entry.token, ()):
             session_socket.close()
 
     @property
-    def _reached_at(self) -> str:
+    def _url_host(self) -> str:
         """Host in URL form; for a wildcard address that of this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         return f"[{host}]" if ":" in host else host
@@ -285,7 +285,7 @@ class LocalGateway:
         from turnwise.inference.process import bind, check_host, server_without_signal_handlers
 
         limits = self._sessions.limits
-        listener = bind(self._host, self._wanted)
+        listener = bind(self._host, self._requested_port)
         with undo_on_error(listener.close):
             app = check_host(self._dispatch, listener, self.form.hosts)
             options = server_options(app, limits, limits.connections)
@@ -308,7 +308,7 @@ class LocalGateway:
         await self._app(scope, receive, send)
 
 
-def _opens_none(session_id: str, _: SessionSettings, began: datetime) -> NoReturn:  # noqa: ARG001
+def _refuse_to_open(session_id: str, _: SessionSettings, began: datetime) -> NoReturn:  # noqa: ARG001
     raise ApiError(403, f"session {session_id!r} is opened by the process that records it, not over HTTP")
 
 

@@ -1,6 +1,6 @@
 """The gateway process (``python -m turnwise.gateway.server``), its garbage collector and its handle.
 
-Requests and sessions leave no reference cycles, so Python's collector would run in vain under load; the few cycles of
+Requests and sessions leave no reference cycles, so Python's collector would find nothing under load; the few cycles of
 connections and foreign code are collected when idle, or when there may be many.
 """
 
@@ -46,29 +46,29 @@ from turnwise.types import SamplingParams
 
 _log = logging.getLogger("turnwise.gateway")
 _SECONDS = 1.0
-_LEAST = 200_000
+_MIN_OBJECTS = 200_000
 
 
 class GarbageCollector:
     """Replaces Python's automatic collection while started; at least ``least`` new objects between collections."""
 
-    def __init__(self, busy: Callable[[], bool], *, least: int = _LEAST) -> None:
+    def __init__(self, busy: Callable[[], bool], *, minimum: int = _MIN_OBJECTS) -> None:
         self._busy = busy
-        self._least = least
-        self._left = 0
-        self._froze = False
+        self._minimum = minimum
+        self._remaining = 0
+        self._has_frozen = False
 
     def start(self) -> None:
         """Take over; existing objects (code and settings) are frozen, unless the program has frozen its own."""
-        self._froze = not gc.get_freeze_count()
-        if self._froze:
+        self._has_frozen = not gc.get_freeze_count()
+        if self._has_frozen:
             gc.collect()
             gc.freeze()
         gc.disable()
 
     def stop(self) -> None:
         """Restore automatic collection."""
-        if self._froze:
+        if self._has_frozen:
             gc.unfreeze()
         gc.enable()
 
@@ -76,24 +76,24 @@ class GarbageCollector:
         """Look every second, until cancelled, in case the gateway is never idle."""
         while True:
             await asyncio.sleep(_SECONDS)
-            self.look()
+            self.collect_if_due()
 
-    def look(self) -> None:
+    def collect_if_due(self) -> None:
         """Collect if due; also called whenever the gateway becomes idle.
 
         Due once the objects have doubled since the last collection (about 1 microsecond each), while busy once they
         have grown fivefold.
         """
-        come = gc.get_count()[0]
-        due = max(self._left, self._least)
-        if come < due or (come < 4 * due and self._busy()):
+        created = gc.get_count()[0]
+        due = max(self._remaining, self._minimum)
+        if created < due or (created < 4 * due and self._busy()):
             return
-        found = gc.collect()
-        self._left = len(gc.get_objects())
-        _log.debug("collected %d objects, %d remain", found, self._left)
+        collected = gc.collect()
+        self._remaining = len(gc.get_objects())
+        _log.debug("collected %d objects, %d remain", collected, self._remaining)
 
 
-_LEAST_KEY = 16
+_MIN_KEY_LENGTH = 16
 
 
 class GatewaySpec(BaseModel):
@@ -133,7 +133,7 @@ async def serve_gateway(spec: GatewaySpec) -> int:
         _log.info("controllers need the admin key, which is in %s", config.out / "admin.key")
         what = f"the gateway of {config.url or config.model}"
         collector = GarbageCollector(lambda: app.answering > 0)
-        app.when_idle = collector.look
+        app.when_idle = collector.collect_if_due
         collector.start()
         stack.callback(collector.stop)
         collecting = asyncio.create_task(collector.run())
@@ -172,8 +172,8 @@ async def _hosted(config: GatewayConfig, stack: contextlib.AsyncExitStack) -> tu
     endpoint = Endpoint(base_url(config.url), config.hosted, config.hosted.key())
     stack.push_async_callback(endpoint.close)
     key = _prepare(config, stack)
-    own = TextSettings(config.max_turns, config.max_total_tokens, config.echo)
-    sessions = Sessions(own.open, config.limits, config.out / TRAJECTORIES)
+    settings = TextSettings(config.max_turns, config.max_total_tokens, config.echo)
+    sessions = Sessions(settings.open, config.limits, config.out / TRAJECTORIES)
     stack.push_async_callback(sessions.close)
     return HostedApp(sessions, admin_key=key, endpoint=endpoint), {"admin_key": key}
 
@@ -216,20 +216,20 @@ def open_sessions(
     )
     params = SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
 
-    def open_session(session_id: str, own: SessionSettings, began: datetime) -> tuple[Session, Reader]:
-        seed = own.seed
+    def open_session(session_id: str, settings: SessionSettings, began: datetime) -> tuple[Session, Reader]:
+        seed = settings.seed
         if seed is None and config.seed is not None:
             seed = stable_hash("session", config.seed, session_id)
         session = Session(
             client,
             renderer,
             id=session_id,
-            limits=own.limits(limits),
-            params=own.params(params),
+            limits=settings.limits(limits),
+            params=settings.params(params),
             seed=seed,
-            one_temperature=config.fixed_sampling if own.fixed_sampling is None else own.fixed_sampling,
-            reasoning=own.reasoning or config.reasoning,
-            echo=own.echo or config.echo,
+            one_temperature=config.fixed_sampling if settings.fixed_sampling is None else settings.fixed_sampling,
+            reasoning=settings.reasoning or config.reasoning,
+            echo=settings.echo or config.echo,
             began=began,
         )
         return session, reader
@@ -246,8 +246,8 @@ def admin_key(file: Path) -> str:
     if file.stat().st_mode & 0o077:
         raise ConfigError(f"{file} is readable by other users: chmod 600 it")
     key = file.read_text(encoding="utf-8").strip()
-    if len(key) < _LEAST_KEY:
-        raise ConfigError(f"{file} holds fewer than {_LEAST_KEY} characters: delete it to have a new key made")
+    if len(key) < _MIN_KEY_LENGTH:
+        raise ConfigError(f"{file} holds fewer than {_MIN_KEY_LENGTH} characters: delete it to have a new key made")
     return key
 
 
@@ -275,8 +275,8 @@ async def _model(config: GatewayConfig) -> AsyncIterator[LLMClient]:
 async def _sweep(sessions: Sessions) -> None:
     while True:
         await asyncio.sleep(sessions.limits.sweep_seconds)
-        if ended := await sessions.sweep():
-            _log.info("%d idle sessions ended", ended)
+        if count := await sessions.sweep():
+            _log.info("%d idle sessions ended", count)
 
 
 def run_gateway(spec: GatewaySpec) -> int:
@@ -296,8 +296,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _exit_code(spec: GatewaySpec) -> int:
-    ended = run_gateway(spec)
-    return 128 + ended if ended == signal.SIGINT else 0
+    signal_number = run_gateway(spec)
+    return 128 + signal_number if signal_number == signal.SIGINT else 0
 
 
 if __name__ == "__main__":
@@ -314,9 +314,9 @@ class GatewayProcess(LaunchedServer):
         process = ServerProcess(
             f"the gateway of {config.url or config.model}",
             log_file=Path(log_file or config.out / "logs" / "gateway.log"),
-            # As long as the slowest engine may take.
+            # The start of the slowest engine.
             launch_timeout=ENGINE_LAUNCH_TIMEOUT,
-            # What is open is written down first, and servers that it launched are ended before it.
+            # It writes open sessions first, and ends the servers that it launched.
             close_timeout=ENGINE_CLOSE_TIMEOUT + 10,
         )
         super().__init__(process, config.host, config.port)
@@ -337,7 +337,7 @@ class GatewayProcess(LaunchedServer):
             return [sys.executable, "-m", module, "--config-json", spec.model_dump_json()]
 
         reported: dict[str, Any] = await self._process.start(
-            command, lambda given: {**given, "TOKENIZERS_PARALLELISM": "false"}
+            command, lambda environment: {**environment, "TOKENIZERS_PARALLELISM": "false"}
         )
         self._port = int(reported["port"])
         self.admin_key = str(reported["admin_key"])

@@ -35,7 +35,7 @@ from turnwise.trajectory_file import TrajectoryFile, TrajectoryWriter
 from turnwise.types import StopReason
 
 FIXED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
-"""What a request may not choose where what it samples is trained."""
+"""Sampling parameters that a request may not choose if its turns are trained."""
 _MOST = 2**31 - 1
 _MOST_ID = 256
 
@@ -50,16 +50,16 @@ def read_settings(body: Fields, context_length: int) -> SessionSettings:
         raise invalid("top_p", "must be above 0; for greedy sampling use temperature 0")
     fixed = None if body.get("fixed_sampling") is None else body.flag("fixed_sampling")
     return SessionSettings(
-        seed=body.whole("seed", -(2**63), 2**63 - 1),
+        seed=body.integer("seed", -(2**63), 2**63 - 1),
         temperature=body.number("temperature", 0, 100),
         top_p=top_p,
-        top_k=body.whole("top_k", 0, _MOST),
+        top_k=body.integer("top_k", 0, _MOST),
         min_p=body.number("min_p", 0, 1),
         fixed_sampling=fixed,
-        context_length=body.whole("context_length", 1, context_length),
-        max_tokens_per_turn=body.whole("max_tokens_per_turn", 1, _MOST),
-        max_total_tokens=body.whole("max_total_tokens", 1, 2**63 - 1),
-        max_turns=body.whole("max_turns", 1, _MOST),
+        context_length=body.integer("context_length", 1, context_length),
+        max_tokens_per_turn=body.integer("max_tokens_per_turn", 1, _MOST),
+        max_total_tokens=body.integer("max_total_tokens", 1, 2**63 - 1),
+        max_turns=body.integer("max_turns", 1, _MOST),
         reasoning=cast("ReasoningPolicy | None", _one_of(body, "reasoning", ("keep", "template"))),
         echo=cast("EchoPolicy | None", _one_of(body, "echo", ("same", "strict"))),
         lenient=_lenient(body),
@@ -70,26 +70,26 @@ def read_id(body: Fields, key: str) -> str:
     """Return an id, empty if missing. Raises ApiError if it is too long or not printable."""
     name = body.text(key, "")
     if len(name) > _MOST_ID or not name.isprintable():
-        told = f"must have at most {_MOST_ID} characters, all printable, not the {len(name)} of {shown(name)}"
-        raise invalid(body.name(key), told)
+        problem = f"must have at most {_MOST_ID} characters, all printable, not the {len(name)} of {shown(name)}"
+        raise invalid(body.name(key), problem)
     return name
 
 
-def check_known(body: Fields, known: Set[str]) -> None:
+def check_known(body: Fields, allowed: Set[str]) -> None:
     """Raise ApiError if a body has unknown fields, so that misspellings do not go unnoticed."""
-    unknown = sorted(key for key in body if key not in known)
+    unknown = sorted(key for key in body if key not in allowed)
     if unknown:
-        raise invalid(unknown[0], f"unknown: {', '.join(map(shown, unknown))}; known: {', '.join(sorted(known))}")
+        raise invalid(unknown[0], f"unknown: {', '.join(map(shown, unknown))}; known: {', '.join(sorted(allowed))}")
 
 
 def _lenient(body: Fields) -> frozenset[Lenient] | None:
     if body.get("lenient") is None:
         return None
-    known: frozenset[Lenient] = frozenset(get_args(Lenient))
-    unknown = [each for each in body.items("lenient") if each not in known]
+    names: frozenset[Lenient] = frozenset(get_args(Lenient))
+    unknown = [name for name in body.items("lenient") if name not in names]
     if unknown:
-        raise invalid("lenient", f"must be a list of {' and '.join(sorted(known))}, and has {shown(unknown[0])}")
-    return known.intersection(body.items("lenient"))
+        raise invalid("lenient", f"must be a list of {' and '.join(sorted(names))}, and has {shown(unknown[0])}")
+    return names.intersection(body.items("lenient"))
 
 
 def _one_of(body: Fields, key: str, allowed: tuple[str, ...]) -> str | None:
@@ -118,21 +118,21 @@ class GatewaySession:
         conversations: Stored Responses conversations.
         trajectory: Fields of its trajectory besides tokens (group, task, partition ...).
         rewards: In order of arrival.
-        reward_ids: The rewards that were sent with an id, by it.
+        reward_ids: The rewards that were sent with an id, by that id.
         running: Requests in flight.
         expires: End of its lifetime (``time.monotonic``).
         used: When its last request came or ended (``time.monotonic``).
         closed: Whether further requests are refused.
         temperatures: Temperatures of its requests.
-        spent: Budget error of its last request, or None.
-        exhausted: Set while ``spent`` is a budget that compaction cannot restore.
-        unrendered: Rendering error of its last request, or None.
+        budget_error: Budget error of its last request, or None.
+        exhausted: Set while ``budget_error`` is a budget that compaction cannot restore.
+        render_error: Rendering error of its last request, or None.
         turn_metrics: Metrics by turn id.
         fixed_sampling: Whether requests cannot change their sampling; None for the gateway's setting.
         sampling_metrics: Sampling settings for the trajectory's metrics.
         lenient: What is ignored instead of refused; None for the gateway's setting.
-        log: Where its rewards and failures are written down, or None.
-        reopened: For one that was restored without turns, ``used`` of that moment and how it was opened; else None.
+        log: The log of its rewards and failures, or None.
+        reopened: If it was restored without turns, ``used`` at that moment and how it was opened; else None.
     """
 
     id: str
@@ -149,9 +149,9 @@ class GatewaySession:
     used: float = field(default_factory=time.monotonic)
     closed: bool = False
     temperatures: set[float] = field(default_factory=set)
-    spent: BudgetExceeded | None = None
+    budget_error: BudgetExceeded | None = None
     exhausted: asyncio.Event = field(default_factory=asyncio.Event)
-    unrendered: RenderError | None = None
+    render_error: RenderError | None = None
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     fixed_sampling: bool | None = None
     sampling_metrics: dict[str, float] = field(default_factory=dict)
@@ -181,10 +181,10 @@ class GatewaySession:
         Raises ApiError if it is not finite, names an unknown turn, differs from the reward of the same id, or exceeds
         the maximum number; DiskError.
         """
-        known = self.reward_ids.get(reward_id)
-        if known is not None:
-            if known != (turn_id, name, value):
-                raise invalid("id", f"is {shown(reward_id)}, the id of another reward: {known[1]} = {known[2]:g}")
+        existing = self.reward_ids.get(reward_id)
+        if existing is not None:
+            if existing != (turn_id, name, value):
+                raise invalid("id", f"is {shown(reward_id)}, the id of another reward: {existing[1]} = {existing[2]:g}")
             return
         if turn_id is not None and turn_id not in self._turn_ids():
             raise invalid("turn_id", f"is {shown(turn_id)}, which is not a turn of session {self.id}")
@@ -193,7 +193,7 @@ class GatewaySession:
         if len(self.rewards) >= _MOST_REWARDS:
             raise ApiError(429, f"session {self.id} has {_MOST_REWARDS} rewards, the maximum")
         if self.log is not None:
-            self.log.reward(self.id, turn_id, name, value, reward_id)
+            self.log.append_reward(self.id, turn_id, name, value, reward_id)
         self.rewards.append((turn_id, name, value))
         if reward_id:
             self.reward_ids[reward_id] = self.rewards[-1]
@@ -204,22 +204,22 @@ class GatewaySession:
             # Its frames hold the request, and those of a large one take a hundred megabytes.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             if self.log is not None:
-                self.log.failed(self.id, error, self.session.counters)
-        self.spent = error if isinstance(error, BudgetExceeded) else None
-        self.unrendered = error if isinstance(error, RenderError) else None
-        if self.spent is not None and self.spent.stop_reason != StopReason.CONTEXT_OVERFLOW:
+                self.log.append_failure(self.id, error, self.session.counters)
+        self.budget_error = error if isinstance(error, BudgetExceeded) else None
+        self.render_error = error if isinstance(error, RenderError) else None
+        if self.budget_error is not None and self.budget_error.stop_reason != StopReason.CONTEXT_OVERFLOW:
             self.exhausted.set()
         elif error is None:
             self.exhausted.clear()
 
-    def finished(self, stop_reason: StopReason, error: str | None) -> Trajectory:
+    def to_trajectory(self, stop_reason: StopReason, error: str | None) -> Trajectory:
         """Return the trajectory; completed sessions whose last request failed take the stop reason of that failure."""
         if stop_reason is StopReason.COMPLETED and error is None:
-            failure = self.session.failure or self.unrendered
+            failure = self.session.failure or self.render_error
             if failure is not None:
                 stop_reason, error = StopReason.ERROR, clean(f"{type(failure).__name__}: {failure}")
-            elif self.spent is not None:
-                stop_reason = StopReason(self.spent.stop_reason)
+            elif self.budget_error is not None:
+                stop_reason = StopReason(self.budget_error.stop_reason)
         return Trajectory(
             id=self.id,
             episode_id=self.trajectory.get("episode_id", self.id),
@@ -245,11 +245,11 @@ class GatewaySession:
         return {"temperatures": float(len(self.temperatures))} if self.temperatures else {}
 
     def _turn_ids(self) -> list[str]:
-        return [each.turn_id for each in self.session.segments(messages=False) if each.turn_id is not None]
+        return [segment.turn_id for segment in self.session.segments(messages=False) if segment.turn_id is not None]
 
 
 Open = Callable[[str, SessionSettings, datetime], tuple[Session, Reader]]
-"""Makes the session of an id with its settings and the time it began, and the renderer that reads its turns."""
+"""Creates a session from id, settings and time of opening, and returns it with the renderer that reads its turns."""
 
 
 class Sessions:
@@ -281,7 +281,7 @@ class Sessions:
         self._by_token: dict[str, GatewaySession] = {}
         self._by_id: dict[str, GatewaySession] = {}
         self._ending: dict[str, asyncio.Task[Trajectory]] = {}
-        self._done = _read_ids(finished) if finished is not None else set()
+        self._finished_ids = _read_ids(finished) if finished is not None else set()
         self._file = TrajectoryWriter(finished) if finished is not None else None
         self._log = SessionLog(finished.with_name(NAME), ledger) if finished is not None else None
         self._abandoned: Mapping[str, str] = {}
@@ -291,48 +291,50 @@ class Sessions:
     def create(
         self,
         session_id: str | None,
-        about: dict[str, str],
+        trajectory_fields: dict[str, str],
         seconds: float | None = None,
         settings: SessionSettings | None = None,
     ) -> GatewaySession:
         """Open a session. Raises ApiError if there are too many or the id is taken; DiskError.
 
-        The answer to its opening may have been lost with a killed gateway: one that was opened in the same way, and
-        that no agent has used, is returned once more.
+        The answer to its opening may have been lost with a killed gateway: a session that was opened with the same
+        arguments, and that no agent has used, is returned again.
 
         Args:
             session_id: Its id; None for a new one.
-            about: Fields of its trajectory besides tokens.
+            trajectory_fields: Fields of its trajectory besides tokens.
             seconds: Lifetime; at most, and by default, the gateway's limit.
             settings: Its own settings.
         """
         settings = settings or SessionSettings()
-        again = self._by_id.get(session_id or "")
-        if again is not None and again.reopened == (again.used, (about, settings.to_json())):
-            return again
+        reopened = self._by_id.get(session_id or "")
+        if reopened is not None and reopened.reopened == (reopened.used, (trajectory_fields, settings.to_json())):
+            return reopened
         if len(self._by_id) >= self.limits.sessions:
             raise ApiError(429, f"{len(self._by_id)} sessions are open, which is the limit", retry_after=1)
         session_id = session_id or secrets.token_hex(12)
-        if session_id in self._by_id or session_id in self._done:
+        if session_id in self._by_id or session_id in self._finished_ids:
             raise ApiError(409, f"session {session_id!r} exists already", param="id")
         if session_id in self._abandoned:
-            raise ApiError(409, f"{self._told(session_id)}. Take another id", param="id", code="session_abandoned")
+            raise ApiError(
+                409, f"{self._abandoned_message(session_id)}. Take another id", param="id", code="session_abandoned"
+            )
         began = time.time()
         session, reader = self._open(session_id, settings, datetime.fromtimestamp(began))
         lasts = min(seconds or self.limits.session_seconds, self.limits.session_seconds)
         token, reward_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         if self._log is not None:
-            self._log.opened(
+            self._log.append_open(
                 session_id,
                 token=token,
                 reward_key=reward_key,
-                about=about,
+                about=trajectory_fields,
                 settings=settings.to_json(),
                 began=began,
                 ends=began + lasts,
             )
-        entry = self._enter(session, reader, about, time.monotonic() + lasts, (token, reward_key))
-        self._settle(entry, settings)
+        entry = self._register(session, reader, trajectory_fields, time.monotonic() + lasts, (token, reward_key))
+        self._apply_settings(entry, settings)
         return entry
 
     def adopt(self, session: Session, reader: Reader, name: str | None = None) -> GatewaySession:
@@ -342,18 +344,18 @@ class Sessions:
         """
         if (name or session.id) in self._by_id:
             raise ApiError(409, f"session {name or session.id!r} has an address already", param="id")
-        return self._enter(session, reader, {}, math.inf, name=name)
+        return self._register(session, reader, {}, math.inf, name=name)
 
     async def release(self, entry: GatewaySession) -> None:
         """Revoke the token of an adopted session, cancelling its requests in flight."""
         await self._stop(entry)
         self._forget(entry)
 
-    def _enter(
+    def _register(
         self,
         session: Session,
         reader: Reader,
-        about: dict[str, str],
+        trajectory_fields: dict[str, str],
         expires: float,
         keys: tuple[str, str] | None = None,
         name: str | None = None,
@@ -365,35 +367,37 @@ class Sessions:
             reward_key=reward_key,
             session=session,
             reader=reader,
-            trajectory=about,
+            trajectory=trajectory_fields,
             expires=expires,
         )
         self._by_token[entry.token] = self._by_id[entry.id] = entry
         return entry
 
-    def _settle(self, entry: GatewaySession, settings: SessionSettings) -> None:
+    def _apply_settings(self, entry: GatewaySession, settings: SessionSettings) -> None:
         """Give a session its settings, and its log, from the next event on."""
         entry.fixed_sampling = settings.fixed_sampling
         entry.sampling_metrics = settings.sampling_metrics()
         entry.lenient = settings.lenient
         entry.log = log = self._log
         if log is not None:
-            entry.session.journal = partial(log.turn, entry.id)
-            entry.conversations.journal = partial(log.response, entry.id)
+            entry.session.journal = partial(log.append_turn, entry.id)
+            entry.conversations.journal = partial(log.append_response, entry.id)
 
     def _restore(self, log: SessionLog, ledger: Path | None) -> None:
         """Rebuild the open sessions of the log."""
         saved, recorders, readers = log.saved, dict[str, Session](), dict[str, Reader]()
-        for name in self._done.intersection(saved.open):
+        for name in self._finished_ids.intersection(saved.open):
             del saved.open[name]
-        for name, each in saved.open.items():
-            if not each.why:
+        for name, session in saved.open.items():
+            if not session.why:
                 try:
-                    began = datetime.fromtimestamp(each.began)
-                    recorders[name], readers[name] = self._open(name, SessionSettings.from_json(each.settings), began)
+                    began = datetime.fromtimestamp(session.began)
+                    recorders[name], readers[name] = self._open(
+                        name, SessionSettings.from_json(session.settings), began
+                    )
                 except (ApiError, TurnwiseError, TypeError) as error:
-                    each.why = str(error)
-        rebuilt = rebuild(saved, recorders, ledger, self._done)
+                    session.why = str(error)
+        rebuilt = rebuild(saved, recorders, ledger, self._finished_ids)
         for name, lost in list(rebuilt.lost.items()):
             try:
                 self._reopen(saved.open[name], recorders[name], readers[name])
@@ -401,7 +405,7 @@ class Sessions:
                 del rebuilt.lost[name]
                 rebuilt.abandoned[name] = str(error)
             else:
-                _log.info("session %r goes on with %d turns (%d lost)", name, recorders[name].turns, len(lost))
+                _log.info("session %r resumes with %d turns (%d lost)", name, recorders[name].turns, len(lost))
         for name in saved.open.keys() & rebuilt.abandoned.keys():
             _log.error("session %r is not rebuilt: %s", name, rebuilt.abandoned[name])
         log.begin(rebuilt)
@@ -412,19 +416,19 @@ class Sessions:
         conversations = Conversations()
         conversations.restore(session.segments() if saved.responses else (), saved.responses)
         # It ends when it would have ended; how long it was idle is counted anew, as no agent could reach it.
-        expires = time.monotonic() + saved.ends - time.time()
-        entry = self._enter(session, reader, saved.about, expires, saved.keys)
+        expires = time.monotonic() + saved.expires - time.time()
+        entry = self._register(session, reader, saved.trajectory, expires, saved.keys)
         entry.conversations = conversations
         entry.rewards, entry.reward_ids = list(saved.rewards), dict(saved.reward_ids)
         entry.temperatures = saved.temperatures
         if not saved.turns:
-            entry.reopened = entry.used, (saved.about, saved.settings)
+            entry.reopened = entry.used, (saved.trajectory, saved.settings)
         for error, counters in saved.failures:
             session.counters = counters
             entry.note_outcome(error)
             if not isinstance(error, (BudgetExceeded, RenderError)):
                 session.failure = error
-        self._settle(entry, SessionSettings.from_json(saved.settings))
+        self._apply_settings(entry, SessionSettings.from_json(saved.settings))
 
     def of_token(self, token: str) -> GatewaySession:
         """Return the session of a token. Raises ApiError, without telling ended sessions from unknown ones."""
@@ -439,9 +443,9 @@ class Sessions:
         entry = self._by_id.get(session_id)
         if entry is None:
             if session_id in self._abandoned:
-                raise not_found(self._told(session_id))
-            ended = " any more: it ended" if session_id in self._done else ""
-            raise not_found(f"no session {session_id!r} is open{ended}")
+                raise not_found(self._abandoned_message(session_id))
+            suffix = " any more: it ended" if session_id in self._finished_ids else ""
+            raise not_found(f"no session {session_id!r} is open{suffix}")
         return entry
 
     def rewarded_by(self, session_id: str, key: str) -> GatewaySession:
@@ -450,8 +454,8 @@ class Sessions:
         Raises ApiError for a wrong key or unknown session, indistinguishably, and for a session that is being ended.
         """
         entry = self._by_id.get(session_id)
-        wanted = entry.reward_key if entry is not None else secrets.token_urlsafe(32)
-        if not hmac.compare_digest(wanted.encode(), key.encode("utf-8", "replace")) or entry is None:
+        reward_key = entry.reward_key if entry is not None else secrets.token_urlsafe(32)
+        if not hmac.compare_digest(reward_key.encode(), key.encode("utf-8", "replace")) or entry is None:
             raise ApiError(401, "this key may not add rewards to this session", code="invalid_key")
         if entry.closed:
             raise ApiError(409, f"session {session_id!r} is being ended: its rewards are final", retry_after=1)
@@ -473,22 +477,22 @@ class Sessions:
     async def _end(self, entry: GatewaySession, stop_reason: StopReason, error: str | None) -> Trajectory:
         await self._stop(entry)
         try:
-            trajectory = entry.finished(stop_reason, error)
+            trajectory = entry.to_trajectory(stop_reason, error)
             if self._file is not None:
                 await asyncio.to_thread(self._file.write, trajectory)
         except OSError as failure:
             message = f"session {entry.id!r} cannot be written: {failure.strerror or failure}"
             raise ApiError(507, message, code="disk_full", retry_after=10) from failure
         else:
-            self._done.add(entry.id)
+            self._finished_ids.add(entry.id)
             self._forget(entry)
             entry.session.close()
             if self._log is not None:
-                self._log.ended(entry.id)
+                self._log.append_end(entry.id)
             return trajectory
         finally:
             # What is not written yet can be ended again.
-            entry.closed = entry.id in self._done
+            entry.closed = entry.id in self._finished_ids
 
     async def sweep(self) -> int:
         """End expired and idle sessions with ``timeout``, keeping their trajectories; return their number."""
@@ -499,7 +503,7 @@ class Sessions:
             for entry in self._by_id.values()
             if entry.expires < now or (entry.used < idle and not entry.running and entry.expires < math.inf)
         ]
-        ended = 0
+        count = 0
         for entry in late:
             if entry.closed:
                 continue
@@ -509,8 +513,8 @@ class Sessions:
                 # What could not be written stays open and is tried again; it keeps no other one from its end.
                 _log.error("%s", error)
             else:
-                ended += 1
-        return ended
+                count += 1
+        return count
 
     async def close(self) -> None:
         """End all sessions with ``cancelled`` and close the file; trajectories that cannot be written are logged."""
@@ -529,7 +533,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def _told(self, session_id: str) -> str:
+    def _abandoned_message(self, session_id: str) -> str:
         why = self._abandoned[session_id]
         return f"session {session_id!r} was open when the gateway was killed, and could not be rebuilt: {why}"
 

@@ -92,7 +92,7 @@ async def test_without_it_rejections_are_failures(tmp_path: Path, monkeypatch: p
 async def test_the_limit_grows_only_where_it_is_used_and_up_to_its_bound() -> None:
     limit = AdaptiveLimit(6)
     for _ in range(9):
-        limit.answered(0.1)
+        limit.note_answer(0.1)
     assert limit.limit == 4
     for expected in (5, 6, 6):
         async with asyncio.TaskGroup() as group:
@@ -107,7 +107,7 @@ async def test_the_limit_grows_only_where_it_is_used_and_up_to_its_bound() -> No
                 group.create_task(hold())
             for _ in range(limit.limit):
                 await begun.acquire()
-            limit.answered(0.1)
+            limit.note_answer(0.1)
             go.set()
         assert limit.limit == expected
         assert limit.episodes.count == 0
@@ -121,7 +121,7 @@ async def test_a_burst_of_rejections_cuts_once_and_a_wait_holds_all() -> None:
         async with limit.request() as request:
             await both.wait()
             sent.append(number)
-            request.rejected(0.05)
+            request.reject(0.05)
 
     both = asyncio.Barrier(16)
     async with asyncio.TaskGroup() as group:
@@ -157,7 +157,7 @@ async def test_slow_answers_stop_the_growth() -> None:
 
     async def ask(seconds: float) -> None:
         async with limit.episodes:
-            limit.answered(seconds)
+            limit.note_answer(seconds)
 
     # One at a time: the limit of 1 is used, every larger one is not.
     for _ in range(20):

@@ -23,7 +23,7 @@ def knot() -> weakref.ref[Knot]:
 
 
 def started(*, busy: bool, least: int = 100) -> GarbageCollector:
-    collector = GarbageCollector(lambda: busy, least=least)
+    collector = GarbageCollector(lambda: busy, minimum=least)
     collector.start()
     return collector
 
@@ -47,7 +47,7 @@ def test_cycles_are_collected_when_nobody_waits() -> None:
     collector = started(busy=False)
     lost = knot()
     kept = objects(200)
-    collector.look()
+    collector.collect_if_due()
     assert lost() is None
     assert len(kept) == 200
 
@@ -55,7 +55,7 @@ def test_cycles_are_collected_when_nobody_waits() -> None:
 def test_a_few_new_objects_are_not_worth_a_look() -> None:
     collector = started(busy=False, least=100_000)
     lost = knot()
-    collector.look()
+    collector.collect_if_due()
     assert lost() is not None
 
 
@@ -63,23 +63,23 @@ def test_while_somebody_waits_only_many_objects_are_worth_a_look() -> None:
     collector = started(busy=True, least=1000)
     lost = knot()
     kept = objects(2000)
-    collector.look()
+    collector.collect_if_due()
     assert lost() is not None
     kept += objects(3000)
-    collector.look()
+    collector.collect_if_due()
     assert lost() is None
 
 
 def test_the_next_look_is_due_when_as_many_objects_have_come_as_the_last_one_left() -> None:
     collector = started(busy=False)
     kept = objects(20_000)
-    collector.look()
+    collector.collect_if_due()
     lost = knot()
     kept += objects(10_000)
-    collector.look()
+    collector.collect_if_due()
     assert lost() is not None
     kept += objects(15_000)
-    collector.look()
+    collector.collect_if_due()
     assert lost() is None
 
 
@@ -88,10 +88,10 @@ def test_what_became_garbage_after_it_was_looked_at_is_found_by_the_next_look() 
     one = Knot()
     lost = weakref.ref(one)
     kept = objects(10_000)
-    collector.look()
+    collector.collect_if_due()
     del one
     kept += objects(20_000)
-    collector.look()
+    collector.collect_if_due()
     assert lost() is None
 
 

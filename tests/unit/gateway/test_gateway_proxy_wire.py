@@ -264,9 +264,9 @@ def test_long_lines_and_answers_of_many_pieces_take_linear_time(dialect: str) ->
     reader.feed(b"\n")
     if dialect == "openai_chat":
         for _ in range(100_000):
-            reader.event({"choices": [{"delta": {"content": "abcdefgh"}}]})
-        reader.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
-        assert len(text_of(reader.said()[0].message)) == 800_000
+            reader.add_event({"choices": [{"delta": {"content": "abcdefgh"}}]})
+        reader.add_event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        assert len(text_of(reader.answers()[0].message)) == 800_000
     assert time.process_time() - began < 5
 
 
@@ -339,13 +339,13 @@ async def test_the_last_piece_is_sent_when_the_turn_is_on_record(
         return await streamed(request, *STREAMS[route]) if stream else web.json_response(WHOLES[route])
 
     sent: list[tuple[bytes, int]] = []
-    send = Exchange.more
+    send = Exchange.send
 
-    async def more(self: Exchange, data: bytes, *, last: bool = False) -> None:
+    async def recording_send(self: Exchange, data: bytes, *, final: bool = False) -> None:
         sent.append((data, hosted.session(opened).turns))
-        await send(self, data, last=last)
+        await send(self, data, final=final)
 
-    monkeypatch.setattr(Exchange, "more", more)
+    monkeypatch.setattr(Exchange, "send", recording_send)
     async with provider(respond) as there, hosting(there.url) as hosted:
         opened = await hosted.open()
         assert (await post(hosted, opened, {**ASK, "input": "Go.", "stream": stream}, route))[0] == 200

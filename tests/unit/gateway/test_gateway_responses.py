@@ -191,7 +191,7 @@ async def test_items_are_referenced_as_the_ai_sdk_does(stream: bool) -> None:
 
 
 def test_stored_items_are_dropped_with_their_response() -> None:
-    stored = Conversations(most=2)
+    stored = Conversations(maximum=2)
     dialect = OpenAIResponses(stored)
     request = dialect.read(body(), Abilities())
     items = [dialect.respond(request, [answer(content=str(number))])["output"][0]["id"] for number in range(3)]

@@ -155,7 +155,7 @@ def test_all_fields_of_an_address() -> None:
     form = EndpointTemplate("http://{host}:{port}/r/{rollout_id}/{attempt_id}/{session}/{token}/x")
     url = form.url(Place("g/1", "0", "solver/2"), "tok", host="[::1]", port=8)
     assert url == "http://[::1]:8/r/g%2F1/0/solver%2F2/tok/x"
-    assert form.before(Place("g/1", "0", "solver/2"), "tok") == ("r", "g", "1", "0", "solver", "2")
+    assert form.prefix(Place("g/1", "0", "solver/2"), "tok") == ("r", "g", "1", "0", "solver", "2")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from turnwise.gateway.dialects.fields import (
     Fields,
     check_names,
     echoed_call,
+    ignore_server_tool,
     image_part,
-    leave_out,
     read_sampling,
     read_tool,
     text_part,
@@ -46,20 +46,20 @@ def read_messages_request(body: Mapping[str, Any], abilities: Abilities) -> Chat
     tools = tuple(_tools(fields, abilities, ignored))
     check_names(tools)
     choice, single = _choice(fields)
-    held = read_response_format(tools, choice, _format(fields), abilities, single=single)
+    resolved = read_response_format(tools, choice, _format(fields), abilities, single=single)
     messages = _messages(fields, abilities)
     thinking = Fields(fields.get("thinking") or {}, "thinking").text("type", "")
     effort = Fields(fields.get("output_config") or {}, "output_config").text("effort", "")
     return ChatRequest(
         model=fields.text("model", ""),
         messages=messages,
-        tools=held.tools,
-        sampling=read_sampling(fields, most=("max_tokens",), stop="stop_sequences"),
+        tools=resolved.tools,
+        sampling=read_sampling(fields, limit_fields=("max_tokens",), stop="stop_sequences"),
         stream=fields.flag("stream"),
         tool_choice=choice,
-        guide=held.guide,
-        guide_field=held.field,
-        ignored=held.ignored | ignored,
+        guide=resolved.guide,
+        guide_field=resolved.field,
+        ignored=resolved.ignored | ignored,
         reasoning=thinking != "disabled",
         options=read_template_options(effort, _THINKING.get(thinking), fields.get("chat_template_kwargs")),
     )
@@ -76,7 +76,7 @@ def _tools(fields: Fields, abilities: Abilities, ignored: set[Lenient]) -> Itera
                 raise invalid(tool.name("input_schema"), f"must be a JSON schema, not {shown(schema)}")
             yield read_tool(tool.get("name"), tool.get("description"), schema, at)
         elif _RUN_BY_THE_SERVER.match(kind):
-            ignored.add(leave_out(tool, kind, abilities))
+            ignored.add(ignore_server_tool(tool, kind, abilities))
         else:
             raise unsupported(
                 tool.name("type"), f"{shown(kind)}: its schema is not in the request; describe it as custom"
@@ -118,11 +118,11 @@ def _messages(fields: Fields, abilities: Abilities) -> list[Message]:
         message = Fields(entry, at)
         role, content = message.text("role"), _blocks(message.get("content"), f"{at}.content")
         if role == "assistant":
-            messages.append(_said(content, f"{at}.content"))
+            messages.append(_read_assistant(content, f"{at}.content"))
         elif role == "user":
-            messages += _asked(content, f"{at}.content", messages, abilities)
+            messages += _read_user(content, f"{at}.content", messages, abilities)
         elif role == "system":
-            _remind(messages, _system(message.get("content"), f"{at}.content"))
+            _append_system(messages, _system(message.get("content"), f"{at}.content"))
         else:
             raise invalid(message.name("role"), f"must be user, assistant or system, not {shown(role)}")
     return cast("list[Message]", messages)
@@ -151,7 +151,7 @@ def _system(value: Any, at: str) -> str:
     return "\n\n".join(filter(str.strip, texts))
 
 
-def _remind(messages: list[dict[str, Any]], text: str) -> None:
+def _append_system(messages: list[dict[str, Any]], text: str) -> None:
     """Append a mid-conversation system message, which most templates lack, to the last user message."""
     if not text:
         return
@@ -163,7 +163,7 @@ def _remind(messages: list[dict[str, Any]], text: str) -> None:
         messages.append({"role": "user", "content": [{"type": "text", "text": text}]})
 
 
-def _said(blocks: list[Any], at: str) -> dict[str, Any]:
+def _read_assistant(blocks: list[Any], at: str) -> dict[str, Any]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -188,8 +188,8 @@ def _said(blocks: list[Any], at: str) -> dict[str, Any]:
     return message
 
 
-def _asked(
-    blocks: list[Any], at: str, before: Sequence[Mapping[str, Any]], abilities: Abilities
+def _read_user(
+    blocks: list[Any], at: str, earlier: Sequence[Mapping[str, Any]], abilities: Abilities
 ) -> list[dict[str, Any]]:
     """Return the messages of a user message: one per tool result, then the user's text."""
     results: list[dict[str, Any]] = []
@@ -200,8 +200,8 @@ def _asked(
             results.append(_result(block, abilities))
         else:
             parts += _parts([entry], at, abilities, index)
-    asked = next((message.get("tool_calls") or () for message in reversed(before) if message["role"] != "tool"), ())
-    order = {call["id"]: position for position, call in enumerate(asked)}
+    calls = next((message.get("tool_calls") or () for message in reversed(earlier) if message["role"] != "tool"), ())
+    order = {call["id"]: position for position, call in enumerate(calls)}
     # Results come in the order in which the tools ended; a prompt holds them in the order of the calls.
     results.sort(key=lambda result: order.get(result["tool_call_id"], len(order)))
     if len(parts) > 1:

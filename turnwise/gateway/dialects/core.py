@@ -109,8 +109,8 @@ class ChatRequest:
 
     def params(self, defaults: SamplingParams, fixed: frozenset[str] = frozenset()) -> SamplingParams:
         """Return the session's parameters with those of this request, except the ``fixed`` fields."""
-        own = {key: value for key, value in self.sampling.items() if key not in fixed}
-        return replace(defaults, **own, guide=self.guide)
+        requested = {key: value for key, value in self.sampling.items() if key not in fixed}
+        return replace(defaults, **requested, guide=self.guide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +227,8 @@ def call_for_client(call: ToolCall, *, raw: bool) -> tuple[str, str]:
         return call.name, json.dumps(call.arguments, ensure_ascii=False)
     if raw and call.name and not _begins_json(call.raw):
         return call.name, call.raw
-    told = {"tool": call.name, "error": call.error, "input": call.raw}
-    return INVALID_CALL, json.dumps(told, ensure_ascii=False)
+    details = {"tool": call.name, "error": call.error, "input": call.raw}
+    return INVALID_CALL, json.dumps(details, ensure_ascii=False)
 
 
 def _begins_json(text: str) -> bool:

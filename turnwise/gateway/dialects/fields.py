@@ -65,7 +65,7 @@ class Fields:
             raise invalid(self.name(key), f"must be a number from {low:g} to {high:g}, not {shown(value)}")
         return float(value)
 
-    def whole(self, key: str, low: int, high: int) -> int | None:
+    def integer(self, key: str, low: int, high: int) -> int | None:
         """Return an integer in [``low``, ``high``]."""
         value = self._body.get(key)
         if value is None:
@@ -91,28 +91,28 @@ class Fields:
         raise unsupported(self.name(key), message)
 
 
-def read_sampling(fields: Fields, *, most: Sequence[str], stop: str) -> dict[str, Any]:
-    """Return the sampling parameters of a body; ``most`` are the token limit fields by precedence."""
-    limits = [fields.whole(key, 1, _MOST_TOKENS) for key in most]
-    found: dict[str, Any] = {
+def read_sampling(fields: Fields, *, limit_fields: Sequence[str], stop: str) -> dict[str, Any]:
+    """Return the sampling parameters of a body; ``limit_fields`` are the token limit fields by precedence."""
+    limits = [fields.integer(key, 1, _MOST_TOKENS) for key in limit_fields]
+    sampling: dict[str, Any] = {
         "temperature": fields.number("temperature", 0, 2),
         "top_p": fields.number("top_p", 0, 1),
-        "top_k": fields.whole("top_k", -1, _MOST_TOKENS),
+        "top_k": fields.integer("top_k", -1, _MOST_TOKENS),
         "min_p": fields.number("min_p", 0, 1),
-        "seed": fields.whole("seed", -(2**63), 2**63 - 1),
+        "seed": fields.integer("seed", -(2**63), 2**63 - 1),
         "max_tokens": next((limit for limit in limits if limit is not None), None),
         "stop": _stops(fields, stop) or None,
     }
-    if found["top_p"] == 0:
+    if sampling["top_p"] == 0:
         raise invalid(fields.name("top_p"), "must be above 0; for greedy sampling use temperature 0")
-    if found["top_k"] == -1:
-        # How some clients write that nothing is cut.
-        found["top_k"] = 0
+    if sampling["top_k"] == -1:
+        # Some clients write -1 for no limit.
+        sampling["top_k"] = 0
     for key in ("presence_penalty", "frequency_penalty"):
         fields.refuse(key, "log-probabilities would not be the model's own", 0)
     fields.refuse("repetition_penalty", "log-probabilities would not be the model's own", 1)
     fields.refuse("logit_bias", "log-probabilities would not be the model's own")
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in sampling.items() if value is not None}
 
 
 def _stops(fields: Fields, key: str) -> tuple[str, ...]:
@@ -138,16 +138,16 @@ def read_tool(name: Any, description: Any, parameters: Any, at: str) -> ToolSche
     return ToolSchema(name, description or "", parameters)
 
 
-def leave_out(tool: Fields, kind: str, abilities: Abilities) -> Lenient:
-    """Return ``server_tools``, the reason why a tool that its provider runs is left out. Raises ApiError if it is not.
+def ignore_server_tool(tool: Fields, kind: str, abilities: Abilities) -> Lenient:
+    """Return ``server_tools`` for a tool that the provider runs. Raises ApiError unless such tools are ignored.
 
     The model must not see tools that it cannot call.
     """
     if "server_tools" not in abilities.lenient:
-        told = (
+        reason = (
             f"{shown(kind)} is run by the provider's own servers, and nothing is run here; offer a tool that the agent "
         )
-        raise unsupported(tool.name("type"), f"{told}runs, or remove it (lenient: [server_tools] leaves it out)")
+        raise unsupported(tool.name("type"), f"{reason}runs, or remove it (lenient: [server_tools] leaves it out)")
     return "server_tools"
 
 

@@ -57,8 +57,8 @@ class OpenAIChat:
         choice = read_choice(fields)
         single = "" if fields.flag("parallel_tool_calls", default=True) else "parallel_tool_calls"
         answer = FormatField("response_format", fields.get("response_format"), nested=True)
-        held = read_response_format(tools, choice, answer, abilities, single=single)
-        sampling = read_sampling(fields, most=("max_completion_tokens", "max_tokens"), stop="stop")
+        resolved = read_response_format(tools, choice, answer, abilities, single=single)
+        sampling = read_sampling(fields, limit_fields=("max_completion_tokens", "max_tokens"), stop="stop")
         messages: list[Any] = [
             # Role and text only: nothing to check, and nothing to rewrite.
             entry
@@ -72,21 +72,21 @@ class OpenAIChat:
         if not messages:
             raise invalid("messages", "must hold at least one message")
         logprobs = fields.flag("logprobs")
-        if fields.whole("top_logprobs", 0, 20):
+        if fields.integer("top_logprobs", 0, 20):
             raise unsupported("top_logprobs", "only the sampled token's log-probability is available; set it to 0")
         options = Fields(fields.get("stream_options") or {}, "stream_options")
         return ChatRequest(
             model=fields.text("model", ""),
             messages=messages,
-            tools=held.tools,
+            tools=resolved.tools,
             sampling=sampling,
-            n=fields.whole("n", 1, abilities.most_choices) or 1,
+            n=fields.integer("n", 1, abilities.most_choices) or 1,
             stream=fields.flag("stream"),
             include_usage=options.flag("include_usage"),
             tool_choice=choice,
-            guide=held.guide,
-            guide_field=held.field,
-            ignored=held.ignored,
+            guide=resolved.guide,
+            guide_field=resolved.field,
+            ignored=resolved.ignored,
             logprobs=logprobs,
             options=read_template_options(
                 fields.text("reasoning_effort", ""), kwargs=fields.get("chat_template_kwargs")

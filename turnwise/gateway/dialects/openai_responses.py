@@ -17,7 +17,7 @@ from turnwise.gateway.dialects.responses_request import Conversations, Responses
 from turnwise.gateway.errors import ApiError
 from turnwise.types import Message, ToolCall
 
-_ECHOED: dict[str, Any] = {
+_REPEATED_FIELDS: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -33,7 +33,7 @@ _ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""Fields of a response that repeat the request, and what they are where it has none."""
+"""Fields of a response that repeat the request, with their defaults."""
 
 
 class OpenAIResponses:
@@ -54,8 +54,8 @@ class OpenAIResponses:
         (answer,) = answers
         response = _Response(request, self._carries_on)
         items = response.items(answer)
-        self.keep(response.id, request, answer, items)
-        return response.whole(answer, items)
+        self.store(response.id, request, answer, items)
+        return response.finished(answer, items)
 
     def writer(self, request: ChatRequest) -> ItemWriter:
         """Return the item writer of a stream."""
@@ -69,13 +69,13 @@ class OpenAIResponses:
         """Return the status of an error."""
         return error.status
 
-    def keep(self, response_id: str, request: ChatRequest, answer: Answer, items: Sequence[Mapping[str, Any]]) -> None:
+    def store(self, response_id: str, request: ChatRequest, answer: Answer, items: Sequence[Mapping[str, Any]]) -> None:
         """Store a response unless the request forbids it."""
         if request.extra["body"].get("store") is False:
             return
         previous, new, instructions = request.extra["conversation"]
         origin = Origin(answer.message["turn_id"], instructions)
-        self._conversations.keep(response_id, previous, [*new, _echo(answer)], items, origin)
+        self._conversations.add(response_id, previous, [*new, _echo(answer)], items, origin)
 
 
 def _echo(answer: Answer) -> Message:
@@ -87,16 +87,16 @@ def _echo(answer: Answer) -> Message:
 class _Response:
     """One response: id, fields and items."""
 
-    __slots__ = ("_base", "_carries_on", "_mark", "_request", "_tools", "id")
+    __slots__ = ("_base", "_carries_on", "_key", "_request", "_tools", "id")
 
     def __init__(self, request: ChatRequest, carries_on: bool) -> None:
-        self._mark = new_id("")
-        self.id = f"resp_{self._mark}"
+        self._key = new_id("")
+        self.id = f"resp_{self._key}"
         self._request = request
         self._carries_on = carries_on
         self._tools: ResponsesTools = request.extra["tools"]
         body: Mapping[str, Any] = request.extra["body"]
-        echoed = {key: default if body.get(key) is None else body[key] for key, default in _ECHOED.items()}
+        repeated = {key: default if body.get(key) is None else body[key] for key, default in _REPEATED_FIELDS.items()}
         self._base = {
             "id": self.id,
             "object": "response",
@@ -105,21 +105,21 @@ class _Response:
             "error": None,
             "incomplete_details": None,
             "model": request.model,
-            **echoed,
+            **repeated,
         }
 
-    def item_id(self, prefix: str, place: int) -> str:
+    def item_id(self, prefix: str, index: int) -> str:
         """Return an item id, which identifies its response."""
-        return f"{prefix}_{self._mark}{place:02d}"
+        return f"{prefix}_{self._key}{index:02d}"
 
-    def begun(self) -> dict[str, Any]:
+    def in_progress(self) -> dict[str, Any]:
         return {**self._base, "status": "in_progress", "output": [], "usage": None}
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        told = {"code": error.code or "server_error", "message": error.message}
-        return {**self._base, "status": "failed", "error": told, "output": [], "usage": None}
+        details = {"code": error.code or "server_error", "message": error.message}
+        return {**self._base, "status": "failed", "error": details, "output": [], "usage": None}
 
-    def whole(self, answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
+    def finished(self, answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
         cut = answer.cut and not self._carries_on
         return {
             **self._base,
@@ -146,17 +146,17 @@ class _Response:
         items += [self.call(len(items) + index, call) for index, call in enumerate(answer.calls)]
         return items
 
-    def reasoning(self, place: int, text: str) -> dict[str, Any]:
+    def reasoning(self, index: int, text: str) -> dict[str, Any]:
         content = [{"type": "reasoning_text", "text": text}] if text else []
         return {
             "type": "reasoning",
-            "id": self.item_id("rs", place),
+            "id": self.item_id("rs", index),
             "summary": [],
             "content": content,
             "status": "completed",
         }
 
-    def message(self, place: int, text: str, answer: Answer | None) -> dict[str, Any]:
+    def message(self, index: int, text: str, answer: Answer | None) -> dict[str, Any]:
         """Return a message item, in progress if ``answer`` is None."""
         status = "completed" if answer is not None else "in_progress"
         if answer is not None and answer.cut and not self._carries_on:
@@ -164,7 +164,7 @@ class _Response:
         content = [self.text(text, answer)] if answer is not None else []
         return {
             "type": "message",
-            "id": self.item_id("msg", place),
+            "id": self.item_id("msg", index),
             "role": "assistant",
             "status": status,
             "content": content,
@@ -184,14 +184,14 @@ class _Response:
             ]
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def call(self, place: int, call: ToolCall) -> dict[str, Any]:
+    def call(self, index: int, call: ToolCall) -> dict[str, Any]:
         name, arguments = call_for_client(call, raw=True)
         item: dict[str, Any]
         text = call.arguments.get("input")
         if call.error is None and name in self._tools.custom and isinstance(text, str):
-            item = {"type": "custom_tool_call", "id": self.item_id("ctc", place), "input": text}
+            item = {"type": "custom_tool_call", "id": self.item_id("ctc", index), "input": text}
         else:
-            item = {"type": "function_call", "id": self.item_id("fc", place), "arguments": arguments}
+            item = {"type": "function_call", "id": self.item_id("fc", index), "arguments": arguments}
         item |= {"call_id": call.id, "name": name, "status": "completed"}
         if name in self._tools.namespaces:
             item["namespace"], item["name"] = self._tools.namespaces[name]
@@ -216,12 +216,14 @@ class ItemWriter:
 
     def begin(self) -> bytes:
         """Return the start of the response."""
-        begun = self._response.begun()
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        response = self._response.in_progress()
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
 
     def alive(self) -> bytes:
         """Return an empty event: Codex accepts any event, but no comment, as keep-alive."""
-        return self._event("response.in_progress", response=self._response.begun())
+        return self._event("response.in_progress", response=self._response.in_progress())
 
     def thoughts(self, index: int, text: str) -> bytes:  # noqa: ARG002 - this API knows one answer
         """Return the events of more reasoning."""
@@ -247,9 +249,9 @@ class ItemWriter:
             events.append(self.text(index, rest))
         events.append(self._close(answer))
         events.extend(self._call(call) for call in answer.calls)
-        whole = self._response.whole(answer, self._items)
-        self._dialect.keep(self._response.id, self._request, answer, self._items)
-        events.append(self._event(f"response.{whole['status']}", response=whole))
+        response = self._response.finished(answer, self._items)
+        self._dialect.store(self._response.id, self._request, answer, self._items)
+        events.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -261,20 +263,20 @@ class ItemWriter:
         return self._event("response.failed", response=self._response.failed(error))
 
     def _call(self, call: ToolCall) -> bytes:
-        place = len(self._items)
-        item = self._response.call(place, call)
+        index = len(self._items)
+        item = self._response.call(index, call)
         self._items.append(item)
         key = "input" if item["type"] == "custom_tool_call" else "arguments"
         kind = "custom_tool_call_input" if key == "input" else "function_call_arguments"
         added = {**item, key: "", "status": "in_progress"}
-        at = {"item_id": item["id"], "output_index": place}
+        at = {"item_id": item["id"], "output_index": index}
         done: dict[str, Any] = {key: item[key]} if key == "input" else {key: item[key], "name": item["name"]}
         return b"".join(
             [
-                self._event("response.output_item.added", output_index=place, item=added),
+                self._event("response.output_item.added", output_index=index, item=added),
                 self._event(f"response.{kind}.delta", **at, delta=item[key]),
                 self._event(f"response.{kind}.done", **at, **done),
-                self._event("response.output_item.done", output_index=place, item=item),
+                self._event("response.output_item.done", output_index=index, item=item),
             ]
         )
 
@@ -284,40 +286,40 @@ class ItemWriter:
             return b""
         closed = self._close(None)
         self._open = kind
-        place = len(self._items)
+        index = len(self._items)
         if kind == "reasoning":
-            item = {**self._response.reasoning(place, ""), "status": "in_progress"}
-            added = self._event("response.output_item.added", output_index=place, item=item)
+            item = {**self._response.reasoning(index, ""), "status": "in_progress"}
+            added = self._event("response.output_item.added", output_index=index, item=item)
             return closed + added
         added = self._event(
-            "response.output_item.added", output_index=place, item=self._response.message(place, "", None)
+            "response.output_item.added", output_index=index, item=self._response.message(index, "", None)
         )
         return closed + added + self._part_event("response.content_part.added", part=self._response.text("", None))
 
     def _close(self, answer: Answer | None) -> bytes:
         """Return the end of the open item; ``answer`` is set if the response ends with it."""
-        kind, text, place = self._open, "".join(self._parts), len(self._items)
+        kind, text, index = self._open, "".join(self._parts), len(self._items)
         if not kind:
             return b""
         if kind == "reasoning":
             events = self._part_event("response.reasoning_text.done", text=text)
-            item = self._response.reasoning(place, text)
+            item = self._response.reasoning(index, text)
         else:
             part = self._response.text(text, answer)
             events = self._part_event("response.output_text.done", text=text, logprobs=part["logprobs"])
             events += self._part_event("response.content_part.done", part=part)
-            item = self._response.message(place, text, answer)
+            item = self._response.message(index, text, answer)
             if answer is None:
                 item |= {"status": "completed", "content": [part]}
         self._open = ""
         self._parts.clear()
         self._items.append(item)
-        return events + self._event("response.output_item.done", output_index=place, item=item)
+        return events + self._event("response.output_item.done", output_index=index, item=item)
 
     def _part_event(self, kind: str, **values: Any) -> bytes:
-        place = len(self._items)
+        index = len(self._items)
         prefix = "rs" if self._open == "reasoning" else "msg"
-        at = {"item_id": self._response.item_id(prefix, place), "output_index": place, "content_index": 0}
+        at = {"item_id": self._response.item_id(prefix, index), "output_index": index, "content_index": 0}
         return self._event(kind, **at, **values)
 
     def _event(self, kind: str, **values: Any) -> bytes:

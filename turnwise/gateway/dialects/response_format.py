@@ -45,21 +45,21 @@ def read_response_format(
         abilities: Capabilities of engine and chat format.
         single: The field that asks for at most one call; empty if none does.
     """
-    told = _offered(tools, choice)
+    offered = _offered_tools(tools, choice)
     schema = _schema(answer, abilities)
     forced = choice.mode in ("required", "named")
-    if not told or not (forced or single or schema is not None):
-        return ResponseFormat(told) if schema is None else ResponseFormat(told, Guide(schema), answer.at)
+    if not offered or not (forced or single or schema is not None):
+        return ResponseFormat(offered) if schema is None else ResponseFormat(offered, Guide(schema), answer.at)
     if forced and not abilities.forced_calls and "tool_choice" in abilities.lenient:
         free = read_response_format(tools, ToolChoice(), answer, abilities, single=single)
         return replace(free, ignored=frozenset({"tool_choice"}))
     field = "tool_choice" if forced else single or answer.at
     if not abilities.forced_calls:
-        raise unsupported(field, _why_not(abilities, forced=forced, single=bool(single)))
-    names = choice.names or tuple(tool.name for tool in told)
+        raise unsupported(field, _unsupported_reason(abilities, forced=forced, single=bool(single)))
+    names = choice.names or tuple(tool.name for tool in offered)
     # A named tool means exactly one call.
-    most = 1 if single or (choice.mode == "named" and len(names) == 1) else None
-    return ResponseFormat(told, Guide(schema, names, text=not forced, most=most), field)
+    limit = 1 if single or (choice.mode == "named" and len(names) == 1) else None
+    return ResponseFormat(offered, Guide(schema, names, text=not forced, most=limit), field)
 
 
 def abilities_of(renderer: Renderer, *, guides: bool, lenient: Collection[Lenient] = ()) -> Abilities:
@@ -78,25 +78,25 @@ def abilities_of(renderer: Renderer, *, guides: bool, lenient: Collection[Lenien
     )
 
 
-def _offered(tools: Sequence[ToolSchema], choice: ToolChoice) -> tuple[ToolSchema, ...]:
+def _offered_tools(tools: Sequence[ToolSchema], choice: ToolChoice) -> tuple[ToolSchema, ...]:
     if choice.mode == "none" or not tools:
         if choice.mode in ("required", "named"):
             raise invalid("tool_choice", "requires a call, but there are no tools")
         return ()
-    known = {tool.name for tool in tools}
-    missing = [name for name in choice.names if name not in known]
+    names = {tool.name for tool in tools}
+    missing = [name for name in choice.names if name not in names]
     if missing:
-        raise invalid("tool_choice", f"names {missing[0]!r}, which is not one of the tools {', '.join(sorted(known))}")
+        raise invalid("tool_choice", f"names {missing[0]!r}, which is not one of the tools {', '.join(sorted(names))}")
     return tuple(tools)
 
 
-def _why_not(abilities: Abilities, *, forced: bool, single: bool) -> str:
+def _unsupported_reason(abilities: Abilities, *, forced: bool, single: bool) -> str:
     what = (
         "forced to call a tool" if forced else "limited to one call" if single else "constrained to JSON beside calls"
     )
     remedy = "use auto or none" if forced else "remove it" if single else "remove the tools"
     if forced:
-        remedy += ", or set lenient: [tool_choice], under which it is taken for auto"
+        remedy += ", or set lenient: [tool_choice], which treats it as auto"
     if not abilities.guided:
         return f"the engine has no structured output, so a response cannot be {what}; {remedy}"
     return f"the chat format {abilities.chat_format} has no grammar for calls, so a response cannot be {what}; {remedy}"

@@ -16,8 +16,8 @@ from turnwise.gateway.dialects.fields import (
     Fields,
     check_names,
     echoed_call,
+    ignore_server_tool,
     image_part,
-    leave_out,
     read_sampling,
     read_tool,
     text_part,
@@ -30,7 +30,7 @@ from turnwise.trajectory import Segment
 from turnwise.types import Message, ToolSchema
 
 _ITEM = re.compile(r"(?:msg|fc|rs|ctc)_([0-9a-f]{24})(\d{2,})\Z")
-"""An item id of this gateway: its kind, the response that holds it, its place there."""
+"""An item id of this gateway: its kind, the response that holds it, its index there."""
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -50,7 +50,7 @@ def namespaced(namespace: Any, name: Any) -> Any:
 
 
 def read_responses_request(body: Mapping[str, Any], abilities: Abilities, stored: Conversations) -> ChatRequest:
-    """Parse a request body; ``stored`` has what ``previous_response_id`` and references name. Raises ApiError."""
+    """Parse a request body; ``stored`` resolves ``previous_response_id`` and references. Raises ApiError."""
     fields = Fields(body)
     fields.refuse("background", "background responses are not supported")
     fields.refuse("conversation", "send the items, or previous_response_id")
@@ -62,24 +62,24 @@ def read_responses_request(body: Mapping[str, Any], abilities: Abilities, stored
     schemas = tuple(tools.schemas)
     choice = read_choice(fields)
     single = "" if fields.flag("parallel_tool_calls", default=True) else "parallel_tool_calls"
-    if fields.whole("top_logprobs", 0, 20):
+    if fields.integer("top_logprobs", 0, 20):
         raise unsupported("top_logprobs", "only the sampled token's log-probability is available; set it to 0")
     text = Fields(fields.get("text") or {}, "text")
     resolved = read_response_format(
         schemas, choice, FormatField("text.format", text.get("format")), abilities, single=single
     )
-    before = list(stored.earlier(previous)) if (previous := fields.text("previous_response_id", "")) else []
-    new = Reader(abilities, tools.custom, stored).read(fields.get("input"))
-    if not before and not new:
+    earlier = list(stored.conversation(previous)) if (previous := fields.text("previous_response_id", "")) else []
+    new = InputReader(abilities, tools.custom, stored).read(fields.get("input"))
+    if not earlier and not new:
         raise invalid("input", "must be a string or a non-empty list of items")
     reasoning = Fields(fields.get("reasoning") or {}, "reasoning")
     instructions = fields.text("instructions", "")
     system: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     return ChatRequest(
         model=fields.text("model", ""),
-        messages=[*system, *before, *new],
+        messages=[*system, *earlier, *new],
         tools=resolved.tools,
-        sampling=read_sampling(fields, most=("max_output_tokens",), stop="stop"),
+        sampling=read_sampling(fields, limit_fields=("max_output_tokens",), stop="stop"),
         stream=fields.flag("stream"),
         tool_choice=choice,
         guide=resolved.guide,
@@ -106,18 +106,18 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str, abilities: Abilit
             _tool(tools, Fields(entry, f"{at}.tools[{index}]"), name, abilities)
         return
     else:
-        tools.ignored.add(leave_out(tool, kind, abilities))
+        tools.ignored.add(ignore_server_tool(tool, kind, abilities))
         return
-    known = namespaced(namespace, schema.name)
+    full_name = namespaced(namespace, schema.name)
     if namespace:
-        tools.namespaces[known] = (namespace, schema.name)
+        tools.namespaces[full_name] = (namespace, schema.name)
     if kind == "custom":
-        tools.custom.add(known)
-    tools.schemas.append(ToolSchema(known, schema.description, schema.parameters))
+        tools.custom.add(full_name)
+    tools.schemas.append(ToolSchema(full_name, schema.description, schema.parameters))
 
 
-class Reader:
-    """Parser of the items of an input; ``custom`` names the tools that take text, ``stored`` has what is referenced."""
+class InputReader:
+    """Parser of the items of an input; ``custom`` names the tools that take text, ``stored`` resolves references."""
 
     __slots__ = ("_abilities", "_custom", "_messages", "_stored", "_turn")
 
@@ -139,12 +139,12 @@ class Reader:
         for index, entry in enumerate(value):
             self._item(Fields(entry, f"input[{index}]"))
         if self._turn and self._messages and self._messages[-1]["role"] == "assistant":
-            # What an agent kept of a turn whose stream broke, and is asked for again.
+            # The rest of a turn whose stream broke: the agent requests that turn again.
             self._messages.pop()
         return cast("list[Message]", self._messages)
 
     def _item(self, item: Fields) -> None:
-        # OpenAI reads an item with nothing but an id as a reference.
+        # OpenAI reads an item that has only an id as a reference.
         kind = item.text("type", "item_reference" if set(item) == {"id"} else "message")
         if kind == "message":
             self._message(item)
@@ -171,44 +171,44 @@ class Reader:
         if role != "assistant":
             self._messages.append({"role": role, "content": content})
             return
-        said = self._said(item)
-        earlier = said["content"]
-        if not earlier:
-            said["content"] = content
+        assistant = self._assistant_of(item)
+        existing = assistant["content"]
+        if not existing:
+            assistant["content"] = content
             return
-        # Added to what is there: a copy for each of many items would cost their square.
-        parts = said["content"] = _as_parts(earlier)
+        # Extended in place: a copy for each of many items would cost quadratic time.
+        parts = assistant["content"] = _as_parts(existing)
         parts += _as_parts(content)
 
     def _call(self, item: Fields, call: dict[str, Any]) -> None:
-        self._said(item).setdefault("tool_calls", []).append(call)
+        self._assistant_of(item).setdefault("tool_calls", []).append(call)
 
     def _reasoning(self, item: Fields) -> None:
         parts = [*item.items("content")] or [*item.items("summary")]
         texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
         text = "".join(text for text in texts if isinstance(text, str))
-        said = self._said(item)
+        assistant = self._assistant_of(item)
         if text:
-            said["reasoning_content"] = said.get("reasoning_content", "") + text
+            assistant["reasoning_content"] = assistant.get("reasoning_content", "") + text
 
-    def _said(self, item: Fields) -> dict[str, Any]:
+    def _assistant_of(self, item: Fields) -> dict[str, Any]:
         """Return the assistant message that an item belongs to.
 
         Two adjacent turns of this gateway are one turn requested twice: a stream broke, and its complete items stayed
         in the agent's history.
         """
-        found = _ITEM.match(item.text("id", ""))
-        turn = found[1] if found else ""
-        last = self._messages[-1] if self._messages else None
-        if last is not None and last["role"] == "assistant" and turn and self._turn and turn != self._turn:
+        match = _ITEM.match(item.text("id", ""))
+        turn = match[1] if match else ""
+        message = self._messages[-1] if self._messages else None
+        if message is not None and message["role"] == "assistant" and turn and self._turn and turn != self._turn:
             self._messages.pop()
-            last = None
-        if last is None or last["role"] != "assistant":
-            last = {"role": "assistant", "content": ""}
-            self._messages.append(last)
+            message = None
+        if message is None or message["role"] != "assistant":
+            message = {"role": "assistant", "content": ""}
+            self._messages.append(message)
             self._turn = turn
         self._turn = turn or self._turn
-        return last
+        return message
 
     def _parts(self, value: Any, at: str) -> str | list[dict[str, Any]]:
         if value is None or isinstance(value, str):
@@ -236,28 +236,28 @@ def _as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _StoredResponse:
-    before: _StoredResponse | None
+    previous: _StoredResponse | None
     messages: tuple[Message, ...]
     items: Sequence[Mapping[str, Any]] = ()
     instructions: int = 0
 
 
 class Conversations:
-    """Stored responses for ``previous_response_id`` and ``item_reference``: at most ``most``, oldest dropped first.
+    """Stored responses for ``previous_response_id`` and ``item_reference``: at most ``maximum``, oldest dropped first.
 
     ``items`` has their output items by id. ``journal`` is called with the id, the origin and the items of each stored
     response.
     """
 
-    __slots__ = ("_kept", "_most", "items", "journal")
+    __slots__ = ("_maximum", "_responses", "items", "journal")
 
-    def __init__(self, most: int = 4096) -> None:
-        self._kept: dict[str, _StoredResponse] = {}
+    def __init__(self, maximum: int = 4096) -> None:
+        self._responses: dict[str, _StoredResponse] = {}
         self.items: dict[str, Mapping[str, Any]] = {}
-        self._most = most
+        self._maximum = maximum
         self.journal: Callable[[str, Origin, Sequence[Mapping[str, Any]]], None] | None = None
 
-    def keep(
+    def add(
         self,
         response_id: str,
         previous: str | None,
@@ -265,25 +265,25 @@ class Conversations:
         items: Sequence[Mapping[str, Any]],
         origin: Origin,
     ) -> None:
-        """Store the messages that a response added to an earlier conversation, its own last, and its output items."""
-        before = self._kept.get(previous) if previous is not None else None
-        self._store(response_id, _StoredResponse(before, tuple(messages), items))
+        """Store the messages that a response added to an earlier conversation, its answer last, and its items."""
+        earlier = self._responses.get(previous) if previous is not None else None
+        self._store(response_id, _StoredResponse(earlier, tuple(messages), items))
         if self.journal is not None:
             self.journal(response_id, origin, items)
 
     def restore(
         self, segments: Sequence[Segment], responses: Iterable[tuple[str, Origin, Sequence[Mapping[str, Any]]]]
     ) -> None:
-        """Store what ``journal`` was given by an earlier process; each conversation is the path of its turn.
+        """Store the responses that an earlier process gave its ``journal``; each conversation is the path of its turn.
 
         Raises SessionError if a response is that of no turn.
         """
         paths: dict[int, _StoredResponse | None] = {-1: None}
         turns: dict[str | None, int] = {}
         for segment in segments:
-            # What a path has in common with others is stored once.
-            said = cast("tuple[Message, ...]", segment.messages)
-            paths[segment.index] = _StoredResponse(paths[segment.parent], said)
+            # Messages that paths share are stored once.
+            messages = cast("tuple[Message, ...]", segment.messages)
+            paths[segment.index] = _StoredResponse(paths[segment.parent], messages)
             turns[segment.turn_id] = segment.index
         for response_id, origin, items in responses:
             if origin.turn_id not in turns:
@@ -292,26 +292,28 @@ class Conversations:
             self._store(response_id, _StoredResponse(path, (), items, origin.instructions))
 
     def _store(self, response_id: str, response: _StoredResponse) -> None:
-        self._kept[response_id] = response
+        self._responses[response_id] = response
         self.items.update((str(item["id"]), item) for item in response.items if item.get("id"))
-        if len(self._kept) > self._most:
-            oldest = self._kept.pop(next(iter(self._kept)))
+        if len(self._responses) > self._maximum:
+            oldest = self._responses.pop(next(iter(self._responses)))
             for item in oldest.items:
                 self.items.pop(str(item.get("id")), None)
 
     def item(self, item_id: str) -> Mapping[str, Any]:
         """Return an output item by id. Raises ApiError for an unknown id."""
-        found = self.items.get(item_id)
-        if found is None:
-            told = f"Item with id {shown(item_id)} not found. Items are kept for their session (its last {self._most} "
-            told += "responses), and not with store: false: send the item itself, or remove it from your input"
-            raise ApiError(404, f"input: {told}", param="input", code="item_not_found")
-        return found
+        item = self.items.get(item_id)
+        if item is None:
+            reason = (
+                f"Item with id {shown(item_id)} not found. Items are kept for their session (its last {self._maximum} "
+            )
+            reason += "responses), and not with store: false: send the item itself, or remove it from your input"
+            raise ApiError(404, f"input: {reason}", param="input", code="item_not_found")
+        return item
 
-    def earlier(self, response_id: str) -> Sequence[Message]:
+    def conversation(self, response_id: str) -> Sequence[Message]:
         """Return the conversation up to and including a response. Raises ApiError for an unknown id."""
-        found = self._kept.get(response_id)
-        if found is None:
+        response = self._responses.get(response_id)
+        if response is None:
             raise ApiError(
                 400,
                 f"previous_response_id: this session has no response {shown(response_id)}",
@@ -320,8 +322,8 @@ class Conversations:
             )
         parts: list[tuple[Message, ...]] = []
         instructions = 0
-        while found is not None:
-            parts.append(found.messages)
-            instructions = instructions or found.instructions
-            found = found.before
+        while response is not None:
+            parts.append(response.messages)
+            instructions = instructions or response.instructions
+            response = response.previous
         return [message for part in reversed(parts) for message in part][instructions:]

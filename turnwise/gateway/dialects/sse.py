@@ -16,7 +16,7 @@ COMMENT = b": alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def encoded(value: Any) -> bytes:
+def encode(value: Any) -> bytes:
     """Return a value as JSON. Raises RecursionError if it is nested too deep."""
     try:
         return orjson.dumps(value)
@@ -27,9 +27,9 @@ def encoded(value: Any) -> bytes:
 
 def data(value: Any) -> bytes:
     """Return an unnamed event."""
-    return b"data: " + encoded(value) + b"\n\n"
+    return b"data: " + encode(value) + b"\n\n"
 
 
 def event(value: dict[str, Any]) -> bytes:
     """Return an event named by its ``type``: clients of two of the APIs drop unnamed events."""
-    return b"event: " + str(value["type"]).encode() + b"\ndata: " + encoded(value) + b"\n\n"
+    return b"event: " + str(value["type"]).encode() + b"\ndata: " + encode(value) + b"\n\n"

@@ -61,14 +61,14 @@ def template_args(options: TemplateOptions, renderer: TemplateSupport) -> dict[s
     """Return the template arguments of a request. Raises ApiError for one that the template does not take."""
     if options is NO_TEMPLATE_OPTIONS:
         return {}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     thinking = options.thinking
     if options.effort == _NO_EFFORT and not renderer.takes(EFFORT, _NO_EFFORT):
         thinking = False
     elif options.effort and renderer.takes(EFFORT, options.effort):
-        found[EFFORT] = options.effort
+        arguments[EFFORT] = options.effort
     if thinking is not None:
-        found |= {name: thinking for name in SWITCHES if renderer.takes(name, thinking)}
+        arguments |= {name: thinking for name in SWITCHES if renderer.takes(name, thinking)}
     for name, value in options.kwargs.items():
         if value is None:
             continue
@@ -78,5 +78,5 @@ def template_args(options: TemplateOptions, renderer: TemplateSupport) -> dict[s
                 raise unsupported(at, f"this chat template does not accept {shown(value)}")
             reads = ", ".join(sorted(renderer.reads))
             raise unsupported(at, f"this chat template accepts {reads or 'no arguments'}")
-        found[name] = value
-    return found
+        arguments[name] = value
+    return arguments

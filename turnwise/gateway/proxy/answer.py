@@ -18,26 +18,26 @@ from turnwise.model.canonical import clean
 from turnwise.types import Message, StopReason
 
 _TEXTS = ("content", "reasoning_content", "refusal")
-# Statuses of an endpoint that are no fault of what it was asked.
+# Statuses of an endpoint that are not caused by the request.
 _FAILURES = {401, 403, 404, 408, 409, 425, 429}
 _OVERFLOW = ("prompt is too long", "maximum context length", "context_length_exceeded")
-_SHOWN = 300
+_QUOTED = 300
 _DELTAS = {
     "text_delta": "text",
     "thinking_delta": "thinking",
     "signature_delta": "signature",
     "input_json_delta": "partial_json",
 }
-_FINISHED = ("response.completed", "response.incomplete")
+_FINAL_EVENTS = ("response.completed", "response.incomplete")
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamAnswer:
-    """One answer of an endpoint; ``cut``: by a length limit, ``read``: parsed, else its text is the raw answer."""
+    """One answer of an endpoint; ``cut``: by a length limit, ``parsed``, else its text is the raw answer."""
 
     message: Message
     cut: bool = False
-    read: bool = True
+    parsed: bool = True
 
 
 class AnswerReader(ABC):
@@ -57,16 +57,16 @@ class AnswerReader(ABC):
         """Parse more of an event stream."""
         *lines, rest = data.split(b"\n")
         if lines:
-            # A line may be many pieces long (an image): they are put together once.
+            # A line may have many pieces (an image): they are joined once.
             lines[0] = b"".join([*self._rest, lines[0]])
             self._rest.clear()
         self._rest.append(rest)
         for line in lines:
             if line.startswith(b"data:"):
-                self._data(line[5:].strip())
+                self._read_event(line[5:].strip())
 
     @abstractmethod
-    def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
+    def read_body(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
         """Return the answers of a body without streaming. Raises if it cannot be parsed."""
 
     @property
@@ -75,46 +75,46 @@ class AnswerReader(ABC):
         """Whether all answers that began are complete."""
 
     @abstractmethod
-    def said(self) -> list[UpstreamAnswer]:
+    def answers(self) -> list[UpstreamAnswer]:
         """Return the answers of a complete stream."""
 
     @abstractmethod
-    def event(self, event: Mapping[str, Any]) -> None:
+    def add_event(self, event: Mapping[str, Any]) -> None:
         """Parse one event."""
 
-    def read_whole(self, raw: bytes) -> list[UpstreamAnswer]:
+    def read_response(self, raw: bytes) -> list[UpstreamAnswer]:
         """Return the answers of a body without streaming: none for a failure, the raw text if it cannot be parsed."""
         try:
             body = orjson.loads(raw)
             if isinstance(body, Mapping):
-                self._named(body)
-                return [] if body.get("error") else self.whole(body)
+                self._read_model(body)
+                return [] if body.get("error") else self.read_body(body)
         except _UNREADABLE:
             pass
-        return [UpstreamAnswer({"role": "assistant", "content": raw.decode("utf-8", "replace")}, read=False)]
+        return [UpstreamAnswer({"role": "assistant", "content": raw.decode("utf-8", "replace")}, parsed=False)]
 
-    def _data(self, data: bytes) -> None:
+    def _read_event(self, data: bytes) -> None:
         if data == b"[DONE]":
             self.ended = True
             return
         try:
             event = orjson.loads(data)
             if isinstance(event, Mapping):
-                self.event(event)
+                self.add_event(event)
         except _UNREADABLE:
             return
 
-    def _named(self, body: Mapping[str, Any]) -> None:
+    def _read_model(self, body: Mapping[str, Any]) -> None:
         model = body.get("model")
         if isinstance(model, str) and model:
-            self.model = clean(model[:_SHOWN])
+            self.model = clean(model[:_QUOTED])
 
     def _message(self, parts: Any, *, cut: bool) -> UpstreamAnswer:
         try:
             return UpstreamAnswer(read_answer(self.dialect, parts), cut)
         except _UNREADABLE:
-            told = json.dumps(parts, ensure_ascii=False, default=str)
-            return UpstreamAnswer({"role": "assistant", "content": told}, cut, read=False)
+            text = json.dumps(parts, ensure_ascii=False, default=str)
+            return UpstreamAnswer({"role": "assistant", "content": text}, cut, parsed=False)
 
 
 _UNREADABLE = (ApiError, AttributeError, IndexError, KeyError, TypeError, ValueError, RecursionError)
@@ -122,13 +122,13 @@ _UNREADABLE = (ApiError, AttributeError, IndexError, KeyError, TypeError, ValueE
 
 def failure_of(status: int, raw: bytes) -> TurnwiseError | None:
     """Return the failure that an error response means for the episode; None if the request was wrong."""
-    told = raw.decode("utf-8", "replace")
+    text = raw.decode("utf-8", "replace")
     if status in _FAILURES or status >= 500:
         # Error messages about a rejected key quote parts of it.
-        why = "refused the key (401)" if status == 401 else f"answered {status}: {told[:_SHOWN]}"
+        why = "refused the key (401)" if status == 401 else f"answered {status}: {text[:_QUOTED]}"
         return InferenceError(f"the hosted endpoint {why}")
-    if any(word in told for word in _OVERFLOW):
-        return BudgetExceeded(StopReason.CONTEXT_OVERFLOW, told[:_SHOWN])
+    if any(word in text for word in _OVERFLOW):
+        return BudgetExceeded(StopReason.CONTEXT_OVERFLOW, text[:_QUOTED])
     return None
 
 
@@ -159,37 +159,39 @@ class _Chat(AnswerReader):
         reasons = [choice["finish_reason"] for choice in self._choices.values()]
         return bool(reasons) and all(reason and reason != "error" for reason in reasons)
 
-    def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
-        self._used(body)
-        return [self._message(each["message"], cut=each.get("finish_reason") == "length") for each in body["choices"]]
+    def read_body(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
+        self._read_usage(body)
+        return [
+            self._message(choice["message"], cut=choice.get("finish_reason") == "length") for choice in body["choices"]
+        ]
 
-    def said(self) -> list[UpstreamAnswer]:
-        choices = [_joined(choice) for _, choice in sorted(self._choices.items())]
+    def answers(self) -> list[UpstreamAnswer]:
+        choices = [_join_pieces(choice) for _, choice in sorted(self._choices.items())]
         return [self._message(choice, cut=choice["finish_reason"] == "length") for choice in choices]
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        self._named(event)
-        self._used(event)
-        for each in event.get("choices") or ():
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        self._read_model(event)
+        self._read_usage(event)
+        for chunk in event.get("choices") or ():
             blank: dict[str, Any] = {key: [] for key in _TEXTS}
             blank |= {"tool_calls": [], "finish_reason": None}
-            choice = self._choices.setdefault(each.get("index") or 0, blank)
-            delta = each.get("delta") or {}
-            choice["finish_reason"] = each.get("finish_reason") or choice["finish_reason"]
+            choice = self._choices.setdefault(chunk.get("index") or 0, blank)
+            delta = chunk.get("delta") or {}
+            choice["finish_reason"] = chunk.get("finish_reason") or choice["finish_reason"]
             choice["content"].append(_text(delta.get("content")))
             choice["refusal"].append(_text(delta.get("refusal")))
             choice["reasoning_content"].append(_text(delta.get("reasoning_content") or delta.get("reasoning")))
             for call in delta.get("tool_calls") or ():
                 _add_call(choice["tool_calls"], call)
 
-    def _used(self, body: Mapping[str, Any]) -> None:
+    def _read_usage(self, body: Mapping[str, Any]) -> None:
         usage = body.get("usage")
         if isinstance(usage, Mapping):
             cached = _count(usage.get("prompt_tokens_details") or {}, "cached_tokens")
             self.usage = Usage(_count(usage, "prompt_tokens"), _count(usage, "completion_tokens"), cached)
 
 
-def _joined(choice: dict[str, Any]) -> dict[str, Any]:
+def _join_pieces(choice: dict[str, Any]) -> dict[str, Any]:
     """Return a choice with its text pieces joined at once; pairwise joining would take quadratic time."""
     calls = [
         {**call, "function": {**call["function"], "arguments": "".join(call["function"]["arguments"])}}
@@ -208,17 +210,21 @@ def _text(value: Any) -> str:
 def _add_call(calls: list[dict[str, Any]], piece: Mapping[str, Any]) -> None:
     """Merge a piece of a call by its index; without an index, an id begins a new call."""
     index = piece.get("index")
-    known = next((call for call in calls if call["index"] == index), None) if index is not None else None
+    existing = next((call for call in calls if call["index"] == index), None) if index is not None else None
     if index is None and calls and not piece.get("id"):
-        known = calls[-1]
-    if known is None:
-        known = {"index": len(calls) if index is None else index, "id": "", "function": {"name": "", "arguments": []}}
-        calls.append(known)
+        existing = calls[-1]
+    if existing is None:
+        existing = {
+            "index": len(calls) if index is None else index,
+            "id": "",
+            "function": {"name": "", "arguments": []},
+        }
+        calls.append(existing)
     function = piece.get("function") or {}
-    known["id"] = piece.get("id") or known["id"]
-    known["function"]["name"] = known["function"]["name"] or function.get("name") or ""
+    existing["id"] = piece.get("id") or existing["id"]
+    existing["function"]["name"] = existing["function"]["name"] or function.get("name") or ""
     arguments = function.get("arguments") or ""
-    known["function"]["arguments"].append(arguments if isinstance(arguments, str) else json.dumps(arguments))
+    existing["function"]["arguments"].append(arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
 class _Responses(AnswerReader):
@@ -233,7 +239,7 @@ class _Responses(AnswerReader):
     def complete(self) -> bool:
         return self._response is not None
 
-    def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
+    def read_body(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
         usage = body.get("usage")
         if isinstance(usage, Mapping):
             cached = _count(usage.get("input_tokens_details") or {}, "cached_tokens")
@@ -241,20 +247,20 @@ class _Responses(AnswerReader):
         if body.get("status") in ("failed", "cancelled", "queued", "in_progress"):
             return []
         self.response_id = str(body.get("id") or "")
-        self.items = [dict(item) for item in body["output"] or [self._done[place] for place in sorted(self._done)]]
+        self.items = [dict(item) for item in body["output"] or [self._done[index] for index in sorted(self._done)]]
         why = (body.get("incomplete_details") or {}).get("reason")
         return [self._message(self.items, cut=why == "max_output_tokens")]
 
-    def said(self) -> list[UpstreamAnswer]:
-        return self.whole(self._response or {})
+    def answers(self) -> list[UpstreamAnswer]:
+        return self.read_body(self._response or {})
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def add_event(self, event: Mapping[str, Any]) -> None:
         kind = event.get("type")
         if kind == "response.output_item.done":
             self._done[event.get("output_index", len(self._done))] = dict(event["item"])
-        elif kind in _FINISHED:
+        elif kind in _FINAL_EVENTS:
             self._response, self.ended = {"output": [], **event["response"]}, True
-            self._named(self._response)
+            self._read_model(self._response)
 
 
 class _Anthropic(AnswerReader):
@@ -270,34 +276,34 @@ class _Anthropic(AnswerReader):
     def complete(self) -> bool:
         return self._stop_reason is not None
 
-    def whole(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
-        self._used(body)
+    def read_body(self, body: Mapping[str, Any]) -> list[UpstreamAnswer]:
+        self._read_usage(body)
         return [self._message(body["content"], cut=_is_cut(body.get("stop_reason")))]
 
-    def said(self) -> list[UpstreamAnswer]:
-        blocks = [_finished(self._blocks[index]) for index in sorted(self._blocks)]
+    def answers(self) -> list[UpstreamAnswer]:
+        blocks = [_join_deltas(self._blocks[index]) for index in sorted(self._blocks)]
         return [self._message(blocks, cut=_is_cut(self._stop_reason))]
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def add_event(self, event: Mapping[str, Any]) -> None:
         kind = event.get("type")
         if kind == "message_start":
-            self._named(event["message"])
-            self._used(event["message"])
+            self._read_model(event["message"])
+            self._read_usage(event["message"])
         elif kind == "content_block_start":
             self._blocks[event["index"]] = {**event["content_block"], "_pieces": {}}
         elif kind == "content_block_delta":
             _add_delta(self._blocks[event["index"]], event["delta"])
         elif kind == "message_delta":
-            self._used(event)
+            self._read_usage(event)
             self._stop_reason = event["delta"].get("stop_reason") or self._stop_reason
         elif kind == "message_stop":
             self.ended = True
 
-    def _used(self, body: Mapping[str, Any]) -> None:
-        told = body.get("usage")
-        if isinstance(told, Mapping):
-            # What a later event does not repeat keeps its first value.
-            self._counts |= {key: value for key, value in told.items() if value is not None}
+    def _read_usage(self, body: Mapping[str, Any]) -> None:
+        usage = body.get("usage")
+        if isinstance(usage, Mapping):
+            # Counts that a later event does not repeat keep their first value.
+            self._counts |= {key: value for key, value in usage.items() if value is not None}
             cached = _count(self._counts, "cache_read_input_tokens")
             prompt = _count(self._counts, "input_tokens") + _count(self._counts, "cache_creation_input_tokens") + cached
             self.usage = Usage(prompt, _count(self._counts, "output_tokens"), cached)
@@ -314,7 +320,7 @@ def _add_delta(block: dict[str, Any], delta: Mapping[str, Any]) -> None:
         block["_pieces"].setdefault(key, []).append(delta[key])
 
 
-def _finished(block: dict[str, Any]) -> dict[str, Any]:
+def _join_deltas(block: dict[str, Any]) -> dict[str, Any]:
     """Return a block completed with its deltas."""
     pieces = {key: "".join(parts) for key, parts in block["_pieces"].items()}
     written = pieces.pop("partial_json", "")

@@ -20,7 +20,7 @@ from turnwise.gateway.errors import ApiError, not_found
 from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader, failure_of
 from turnwise.gateway.proxy.endpoint import Endpoint
-from turnwise.gateway.proxy.request import Asked, read_asked, unread
+from turnwise.gateway.proxy.request import ForwardedRequest, read_forwarded, unparsed_request
 from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, TextSession, Usage
 from turnwise.gateway.sessions import GatewaySession, Sessions
 from turnwise.recorder.requests import PendingRequest
@@ -28,7 +28,7 @@ from turnwise.types import Message, text_of
 
 _log = logging.getLogger(__name__)
 _MODELS = re.compile(r"models(?:/(?!\.{1,2}(?:/|\Z))[\w.:@+-]+)*\Z", re.ASCII)
-_SHOWN = 300
+_QUOTED = 300
 
 
 async def _while_connected(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
@@ -47,33 +47,33 @@ async def _while_connected(exchange: Exchange, work: Coroutine[Any, Any, None]) 
 class _Turn:
     """The turns of a request in flight."""
 
-    def __init__(self, entry: GatewaySession, dialect: str, body: Mapping[str, Any], asked: Asked) -> None:
+    def __init__(self, entry: GatewaySession, dialect: str, body: Mapping[str, Any], request: ForwardedRequest) -> None:
         assert isinstance(entry.session, TextSession)
         self.reader = answer_reader(dialect)
         self._session = entry.session
         self._entry = entry
         self._stored = body.get("store") is not False
-        self._asked, self._placed = _placed(entry.session, body, asked)
+        self._request, self._placed = _place_or_unparsed(entry.session, body, request)
         self._closed = False
 
-    def commit(self, said: Sequence[UpstreamAnswer]) -> None:
+    def commit(self, answers: Sequence[UpstreamAnswer]) -> None:
         """Record answers; the first one carries the usage of all."""
         self._closed = True
-        asked, usage = self._asked, self.reader.usage
-        if not asked.read:
+        request, usage = self._request, self.reader.usage
+        if not request.parsed:
             self._session.count("unread_requests")
-        for number, each in enumerate(said):
-            place = self._placed[min(number, len(self._placed) - 1)]
-            message = _behind(asked.prefill, each.message)
-            if not each.read:
+        for number, answer in enumerate(answers):
+            placed = self._placed[min(number, len(self._placed) - 1)]
+            message = _with_prefill(request.prefill, answer.message)
+            if not answer.parsed:
                 self._session.count("unread_answers")
-            told = usage if number == 0 or usage is None else Usage(0, 0)
+            reported = usage if number == 0 or usage is None else Usage(0, 0)
             if self.reader.model:
                 self._session.count(f"answered_by/{self.reader.model}")
-            given = self._session.commit(place, message, cut=each.cut, usage=told, sampling=asked.sampling)
-            self._keep(message, given["turn_id"])
-        self._session.withdraw(self._placed[len(said) :])
-        if said:
+            returned = self._session.commit(placed, message, cut=answer.cut, usage=reported, sampling=request.sampling)
+            self._store_response(message, returned["turn_id"])
+        self._session.withdraw(self._placed[len(answers) :])
+        if answers:
             self._entry.note_outcome(None)
             self._entry.turn_metrics = self._session.turn_metrics
 
@@ -83,7 +83,7 @@ class _Turn:
             return
         self._closed = True
         if self.reader.complete:
-            self.commit(self.reader.said())
+            self.commit(self.reader.answers())
         else:
             self._session.withdraw(self._placed)
 
@@ -101,32 +101,34 @@ class _Turn:
         elif failure is not None:
             self._fail(failure)
 
-    def _keep(self, message: Message, turn_id: str) -> None:
-        reader, asked = self.reader, self._asked
-        if reader.response_id and self._stored and asked.read:
-            origin = Origin(turn_id, asked.instructions)
-            said = [*asked.new, message]
-            self._entry.conversations.keep(reader.response_id, asked.previous, said, reader.items, origin)
+    def _store_response(self, message: Message, turn_id: str) -> None:
+        reader, request = self.reader, self._request
+        if reader.response_id and self._stored and request.parsed:
+            origin = Origin(turn_id, request.instructions)
+            messages = [*request.new, message]
+            self._entry.conversations.add(reader.response_id, request.previous, messages, reader.items, origin)
 
 
-def _placed(session: TextSession, body: Mapping[str, Any], asked: Asked) -> tuple[Asked, list[PendingRequest]]:
+def _place_or_unparsed(
+    session: TextSession, body: Mapping[str, Any], request: ForwardedRequest
+) -> tuple[ForwardedRequest, list[PendingRequest]]:
     """Place a request; one that cannot be compared becomes a separate conversation."""
     try:
-        return asked, _place(session, asked)
+        return request, _place(session, request)
     except SessionError:
-        told = unread(body)
-        return told, _place(session, told)
+        unparsed = unparsed_request(body)
+        return unparsed, _place(session, unparsed)
 
 
-def _place(session: TextSession, asked: Asked) -> list[PendingRequest]:
+def _place(session: TextSession, request: ForwardedRequest) -> list[PendingRequest]:
     placed: list[PendingRequest] = []
     with undo_on_error(lambda: session.withdraw(placed)):
-        while len(placed) < asked.n:
-            placed.append(session.place(asked.messages, asked.tools))
+        while len(placed) < request.n:
+            placed.append(session.place(request.messages, request.tools))
     return placed
 
 
-def _behind(prefill: str, message: Message) -> Message:
+def _with_prefill(prefill: str, message: Message) -> Message:
     """Return an answer with its prefill prepended."""
     return {**message, "content": prefill + text_of(message)} if prefill else message
 
@@ -156,13 +158,13 @@ class HostedApp(SessionApp):
             return
         raw = await exchange.body()
         body = read_json(raw)
-        data = self._endpoint.body(raw, body)
+        data = self._endpoint.request_body(raw, body)
         if route == "messages/count_tokens":
             await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, data, None))
             return
         assert isinstance(entry.session, TextSession)
-        asked = read_asked(dialect.name, body, entry.conversations)
-        turn = _Turn(entry, dialect.name, body, asked)
+        request = read_forwarded(dialect.name, body, entry.conversations)
+        turn = _Turn(entry, dialect.name, body, request)
         try:
             await _while_connected(exchange, self._pass_on(exchange, entry, dialect, route, data, turn))
         finally:
@@ -172,10 +174,10 @@ class HostedApp(SessionApp):
         self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str, data: bytes, turn: _Turn | None
     ) -> None:
         anthropic = dialect.name == "anthropic"
-        headers = self._endpoint.headers(exchange.all_headers, anthropic=anthropic, token=entry.token)
-        asking = self._endpoint.asked(exchange.method, route, exchange.query, headers, data, token=entry.token)
+        headers = self._endpoint.request_headers(exchange.all_headers, anthropic=anthropic, token=entry.token)
+        sending = self._endpoint.request(exchange.method, route, exchange.query, headers, data, token=entry.token)
         try:
-            async with asking as answer:
+            async with sending as answer:
                 if answer.status == 200 and answer.content_type == "text/event-stream" and turn is not None:
                     await self._stream(exchange, answer, turn)
                 else:
@@ -192,35 +194,35 @@ class HostedApp(SessionApp):
             raise ApiError(502, "the hosted endpoint broke off its response", code="server_error") from None
 
     async def _whole(self, exchange: Exchange, answer: aiohttp.ClientResponse, turn: _Turn | None) -> None:
-        raw = self._endpoint.hidden(await answer.read())
+        raw = self._endpoint.without_key(await answer.read())
         if answer.status != 200:
             _log.warning("the hosted endpoint answered %d to %s", answer.status, answer.url.path)
         if turn is not None and answer.status != 200:
             turn.refused(answer.status, raw)
         elif turn is not None:
-            said = turn.reader.read_whole(raw)
-            if not said:
-                turn.fail(f"answered no message: {raw.decode('utf-8', 'replace')[:_SHOWN]}")
-            turn.commit(said)
+            answers = turn.reader.read_response(raw)
+            if not answers:
+                turn.fail(f"answered no message: {raw.decode('utf-8', 'replace')[:_QUOTED]}")
+            turn.commit(answers)
         if answer.status == 401:
-            # It quotes parts of a key that no agent knows.
+            # Its body quotes parts of a key that agents must not see.
             raise ApiError(401, "the hosted endpoint refused the gateway's key", code="invalid_api_key")
-        headers = self._endpoint.returned(answer)
+        headers = self._endpoint.response_headers(answer)
         await exchange.begin(answer.status, [*headers, (b"content-length", str(len(raw)).encode())])
-        await exchange.more(b"" if exchange.method == "HEAD" else raw, last=True)
+        await exchange.send(b"" if exchange.method == "HEAD" else raw, final=True)
 
     async def _stream(self, exchange: Exchange, answer: aiohttp.ClientResponse, turn: _Turn) -> None:
-        reader, veil = turn.reader, self._endpoint.veil()
-        await exchange.begin(answer.status, self._endpoint.returned(answer))
+        reader, key_filter = turn.reader, self._endpoint.key_filter()
+        await exchange.begin(answer.status, self._endpoint.response_headers(answer))
         async for piece in answer.content.iter_any():
-            shown = veil.feed(piece)
-            reader.feed(shown)
+            forwarded = key_filter.feed(piece)
+            reader.feed(forwarded)
             if reader.ended:
                 turn.close()
-            await exchange.more(shown)
-        rest = veil.end()
+            await exchange.send(forwarded)
+        rest = key_filter.end()
         reader.feed(rest)
         if not reader.complete:
             turn.fail("ended a stream without its end")
         turn.close()
-        await exchange.more(rest, last=True)
+        await exchange.send(rest, final=True)

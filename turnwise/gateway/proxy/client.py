@@ -19,17 +19,17 @@ from turnwise.errors import ConfigError, InferenceError, RequestRefused, Session
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.answer import answer_reader, failure_of
 from turnwise.gateway.proxy.endpoint import OVERLOADED, Endpoint, retry_after
-from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, Answered, TextSession, no_tokens
+from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, EndpointAnswer, TextSession, no_tokens
 from turnwise.model.core import LLMClient, ModelInfo
 from turnwise.recorder.matching import EchoPolicy
 from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema
 
 _JSON = ((b"content-type", b"application/json"),)
-_SHOWN = 300
+_QUOTED = 300
 _MOST_RETRIES, _FAULT_RETRIES = 20, 3
-"""Of requests that come too soon, and of other failures of an endpoint."""
+"""Retries after rejections for overload, and after other failures of an endpoint."""
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 30.0
-"""The least wait before a retry, doubled with each, whatever the endpoint says; it may say more."""
+"""Minimum wait before a retry, doubled each time, and its maximum; the endpoint may ask for more."""
 _UNKNOWN = ("top_k", "min_p", "stop_token_ids", "ignore_eos")
 
 
@@ -68,7 +68,9 @@ class HostedClient(LLMClient):
             echo: Policy for turns that come back rewritten.
         """
 
-        async def ask(messages: Sequence[Message], tools: Sequence[ToolSchema], params: SamplingParams) -> Answered:
+        async def ask(
+            messages: Sequence[Message], tools: Sequence[ToolSchema], params: SamplingParams
+        ) -> EndpointAnswer:
             return await self._ask(id, messages, tools, params, max_tokens_per_turn)
 
         return TextSession(
@@ -97,17 +99,17 @@ class HostedClient(LLMClient):
         messages: Sequence[Message],
         tools: Sequence[ToolSchema],
         params: SamplingParams,
-        most: int | None,
-    ) -> Answered:
+        max_tokens: int | None,
+    ) -> EndpointAnswer:
         if self._model is None:
             raise ConfigError("hosted.model is missing: session.chat must name the model to request")
-        sampling = _named(params, most)
+        sampling = _sampling_fields(params, max_tokens)
         body: dict[str, Any] = {"model": self._model, "messages": [_sent(message) for message in messages], **sampling}
         if params.stop:
             body["stop"] = list(params.stop)
         if tools:
             body["tools"] = [tool.to_json() for tool in tools]
-        headers = self.endpoint.headers(_JSON, anthropic=False, token=session_id)
+        headers = self.endpoint.request_headers(_JSON, anthropic=False, token=session_id)
         data = json.dumps(body).encode()
         try:
             async with asyncio.timeout(self._seconds):
@@ -118,32 +120,34 @@ class HostedClient(LLMClient):
             # The text of such an error may quote headers.
             raise InferenceError(f"the hosted endpoint's response was incomplete ({type(error).__name__})") from None
         if status != 200:
-            told = raw.decode("utf-8", "replace")[:_SHOWN]
-            raise failure_of(status, raw) or RequestRefused(f"the hosted endpoint answered {status}: {told}")
+            text = raw.decode("utf-8", "replace")[:_QUOTED]
+            raise failure_of(status, raw) or RequestRefused(f"the hosted endpoint answered {status}: {text}")
         reader = answer_reader("openai_chat")
-        said = reader.read_whole(raw)
-        if not said or not said[0].read:
+        answers = reader.read_response(raw)
+        if not answers or not answers[0].parsed:
             raise InferenceError(
-                f"the hosted endpoint's response has no message: {raw.decode('utf-8', 'replace')[:_SHOWN]}"
+                f"the hosted endpoint's response has no message: {raw.decode('utf-8', 'replace')[:_QUOTED]}"
             )
-        return Answered(said[0].message, said[0].cut, reader.usage, sampling, reader.model)
+        return EndpointAnswer(answers[0].message, answers[0].cut, reader.usage, sampling, reader.model)
 
     async def _answer(self, headers: Mapping[str, str], data: bytes, session_id: str) -> tuple[int, bytes]:
         """Send a request; with a limit, a rejected one is sent again after the wait that the endpoint names."""
         for number in itertools.count():
-            asking = self.endpoint.asked("POST", "chat/completions", b"", headers, data, token=session_id)
-            async with asking as answer:
-                status, raw = answer.status, self.endpoint.hidden(await answer.read())
+            sending = self.endpoint.request("POST", "chat/completions", b"", headers, data, token=session_id)
+            async with sending as answer:
+                status, raw = answer.status, self.endpoint.without_key(await answer.read())
                 wait = retry_after(answer.headers)
-            most = 0 if self.endpoint.limit is None else _MOST_RETRIES if status in OVERLOADED else _FAULT_RETRIES
-            if number >= most or not (status in OVERLOADED or status >= 500):
+            max_retries = (
+                0 if self.endpoint.limit is None else _MOST_RETRIES if status in OVERLOADED else _FAULT_RETRIES
+            )
+            if number >= max_retries or not (status in OVERLOADED or status >= 500):
                 break
-            grown = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**number)
-            await asyncio.sleep(max(wait or 0.0, grown) * random.uniform(1.0, 1.25))
+            backoff = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**number)
+            await asyncio.sleep(max(wait or 0.0, backoff) * random.uniform(1.0, 1.25))
         return status, raw
 
 
-def _named(params: SamplingParams, most: int | None) -> dict[str, float]:
+def _sampling_fields(params: SamplingParams, max_tokens: int | None) -> dict[str, float]:
     """Return the non-default sampling parameters (some models reject explicit defaults). Raises SessionError."""
     named: dict[str, float] = {}
     default = SamplingParams()
@@ -156,7 +160,7 @@ def _named(params: SamplingParams, most: int | None) -> dict[str, float]:
         named["top_p"] = params.top_p
     if params.seed is not None:
         named["seed"] = params.seed
-    limits = [limit for limit in (params.max_tokens, most) if limit is not None]
+    limits = [limit for limit in (params.max_tokens, max_tokens) if limit is not None]
     return {**named, "max_completion_tokens": min(limits)} if limits else named
 
 

@@ -36,7 +36,7 @@ _RETURNED = {
 }  # fmt: skip
 _RETURNED_BEGINNINGS = ("x-ratelimit-", "anthropic-ratelimit-")
 OVERLOADED = frozenset({429, 503, 529})
-"""Statuses by which a provider says that a request comes too soon."""
+"""Statuses by which a provider reports that requests come too fast."""
 _LONGEST_WAIT_S = 300.0
 _SECRET_QUERY = {"key", "api_key", "api-key", "apikey", "access_token", "token"}
 _HIDDEN = b"[key]"
@@ -83,7 +83,7 @@ class Endpoint:
         if http is not None:
             await http.close()
 
-    def body(self, raw: bytes, body: Mapping[str, Any]) -> bytes:
+    def request_body(self, raw: bytes, body: Mapping[str, Any]) -> bytes:
         """Return the bytes to send: the agent's, unless the model is replaced."""
         model = self._config.model
         if model is None or body.get("model") == model:
@@ -95,10 +95,10 @@ class Endpoint:
             # Integers of more than 64 bits.
             return json.dumps(changed).encode()
 
-    def headers(self, given: Headers, *, anthropic: bool, token: str) -> dict[str, str]:
+    def request_headers(self, agent_headers: Headers, *, anthropic: bool, token: str) -> dict[str, str]:
         """Return the headers to send: the agent's, without secrets and the session's token, with the endpoint's key."""
-        named = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in given]
-        listed = {each.strip().lower() for name, value in named if name == "connection" for each in value.split(",")}
+        named = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in agent_headers]
+        listed = {part.strip().lower() for name, value in named if name == "connection" for part in value.split(",")}
         sent: dict[str, str] = {}
         for name, value in named:
             if name in _NOT_SENT or name in listed or name.startswith(_NOT_SENT_BEGINNINGS) or token in value:
@@ -113,11 +113,11 @@ class Endpoint:
         return sent
 
     @contextlib.asynccontextmanager
-    async def asked(
+    async def request(
         self, method: str, route: str, query: bytes, headers: Mapping[str, str], data: bytes, *, token: str
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield its response, closed on exit. Raises ApiError if it is unreachable or redirects."""
-        sending = self._sent(method, route, query, headers, data, token)
+        sending = self._send(method, route, query, headers, data, token)
         if self.limit is None:
             async with sending as answer:
                 yield answer
@@ -126,20 +126,22 @@ class Endpoint:
             try:
                 async with sending as answer:
                     if answer.status in OVERLOADED or answer.status >= 500:
-                        sent.rejected(retry_after(answer.headers))
+                        sent.reject(retry_after(answer.headers))
                     yield answer
             except ApiError:
                 # An endpoint that is overloaded may also refuse connections.
-                sent.rejected()
+                sent.reject()
                 raise
 
     @contextlib.asynccontextmanager
-    async def _sent(
+    async def _send(
         self, method: str, route: str, query: bytes, headers: Mapping[str, str], data: bytes, token: str
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        asked = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
-        kept = [(name, value) for name, value in asked if name.lower() not in _SECRET_QUERY and token not in value]
-        end = f"?{urlencode(kept)}" if kept else ""
+        parameters = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+        forwarded = [
+            (name, value) for name, value in parameters if name.lower() not in _SECRET_QUERY and token not in value
+        ]
+        end = f"?{urlencode(forwarded)}" if forwarded else ""
         url = URL(f"{self._url}/{quote(route, safe='/:@')}{end}", encoded=True)
         try:
             answer = await self._pool().request(method, url, data=data, headers=headers, allow_redirects=False)
@@ -151,21 +153,21 @@ class Endpoint:
                 raise ApiError(502, "the hosted endpoint redirects: configure the URL that it redirects to")
             yield answer
 
-    def returned(self, answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    def response_headers(self, answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
         """Return the response headers for the agent."""
-        found = []
+        headers = []
         for name, value in answer.headers.items():
             lower = name.lower()
             if lower in _RETURNED or lower.startswith(_RETURNED_BEGINNINGS):
-                told = self.hidden(value.encode("utf-8", "surrogateescape"))
-                found.append((lower.encode("latin-1", "replace"), told))
-        return found
+                text = self.without_key(value.encode("utf-8", "surrogateescape"))
+                headers.append((lower.encode("latin-1", "replace"), text))
+        return headers
 
-    def hidden(self, data: bytes) -> bytes:
+    def without_key(self, data: bytes) -> bytes:
         """Return a response without the key, which some endpoints quote."""
         return data.replace(self._key.encode(), _HIDDEN) if self._key else data
 
-    def veil(self) -> SecretFilter:
+    def key_filter(self) -> SecretFilter:
         """Return the filter that removes the key from a stream."""
         return SecretFilter(self._key.encode())
 
@@ -192,15 +194,15 @@ class SecretFilter:
         if not self._key:
             return data
         data = (self._held + data).replace(self._key, _HIDDEN)
-        most = min(len(self._key) - 1, len(data))
-        held = next((size for size in range(most, 0, -1) if data.endswith(self._key[:size])), 0)
-        self._held = data[len(data) - held :] if held else b""
-        return data[: len(data) - held]
+        longest = min(len(self._key) - 1, len(data))
+        partial = next((size for size in range(longest, 0, -1) if data.endswith(self._key[:size])), 0)
+        self._held = data[len(data) - partial :] if partial else b""
+        return data[: len(data) - partial]
 
     def end(self) -> bytes:
-        """Return what was held back."""
-        held, self._held = self._held, b""
-        return held
+        """Return the data held back."""
+        rest, self._held = self._held, b""
+        return rest
 
 
 def _unreachable(why: str) -> ApiError:

@@ -12,7 +12,7 @@ from turnwise.errors import SessionError
 from turnwise.gateway.dialects.anthropic import read_messages_request
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.dialects.openai_chat import read_message
-from turnwise.gateway.dialects.responses_request import Conversations, Reader
+from turnwise.gateway.dialects.responses_request import Conversations, InputReader
 from turnwise.gateway.errors import ApiError, unsupported
 from turnwise.model.canonical import canonical_arguments, canonical_value, clean
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
@@ -27,8 +27,8 @@ _MOST_CHOICES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, as it is recorded.
+class ForwardedRequest:
+    """A forwarded request in the form that is recorded.
 
     Attributes:
         prefill: Assistant text that the answer continues.
@@ -36,7 +36,7 @@ class Asked:
         sampling: Numeric sampling parameters that the request names.
         previous: The response that it continues.
         new: The messages that it adds to that response's conversation.
-        read: Whether the conversation could be parsed.
+        parsed: Whether the conversation could be parsed.
         instructions: Number of messages before that conversation.
     """
 
@@ -47,14 +47,14 @@ class Asked:
     sampling: dict[str, float] = field(default_factory=dict)
     previous: str | None = None
     new: Sequence[Message] = ()
-    read: bool = True
+    parsed: bool = True
     instructions: int = 0
 
 
-def read_asked(dialect: str, body: Mapping[str, Any], conversations: Conversations) -> Asked:
+def read_forwarded(dialect: str, body: Mapping[str, Any], conversations: Conversations) -> ForwardedRequest:
     """Parse a request body; ``conversations`` are the session's stored Responses.
 
-    Raises ApiError if it continues what this session did not record, or its answer could not be recorded.
+    Raises ApiError if it continues a response that this session did not record, or its answer could not be recorded.
     """
     sampling = _sampling(body)
     tools = tuple(_tools(body.get("tools")))
@@ -62,16 +62,16 @@ def read_asked(dialect: str, body: Mapping[str, Any], conversations: Conversatio
         if dialect == "openai_responses":
             return _responses(body, conversations, tools, sampling)
         messages = _chat(body) if dialect == "openai_chat" else _anthropic(body)
-    except (_Refused, SessionError) as error:
-        if isinstance(error, _Refused):
+    except (_Refusal, SessionError) as error:
+        if isinstance(error, _Refusal):
             raise error.refusal from None
-        return unread(body)
+        return unparsed_request(body)
     except (ApiError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return unread(body)
+        return unparsed_request(body)
     n = body.get("n")
     count = n if type(n) is int and 1 <= n <= _MOST_CHOICES and dialect == "openai_chat" else 1
     messages, prefill = _without_prefill(messages)
-    return Asked(messages, tools, prefill, count, sampling)
+    return ForwardedRequest(messages, tools, prefill, count, sampling)
 
 
 def read_answer(dialect: str, parts: Any) -> Message:
@@ -80,17 +80,17 @@ def read_answer(dialect: str, parts: Any) -> Message:
     ``parts``: a Chat Completions message, the items of a response, or the blocks of an Anthropic message.
     """
     if dialect == "openai_chat":
-        found: list[Message] = [read_message(_chat_message({**parts, "role": "assistant"}), "message", _ANY)]
+        messages: list[Message] = [read_message(_chat_message({**parts, "role": "assistant"}), "message", _ANY)]
     elif dialect == "openai_responses":
         # Without their ids: in a history those tell one turn from another, and these are one.
-        found = _read_items([{**part, "id": None} for part in parts if isinstance(part, Mapping)])
+        messages = _read_items([{**part, "id": None} for part in parts if isinstance(part, Mapping)])
     else:
-        asked = {"role": "user", "content": "-"}
+        question = {"role": "user", "content": "-"}
         turn = {"role": "assistant", "content": [_block(part) for part in parts]}
-        found = read_messages_request({"messages": [asked, turn]}, _ANY).messages[1:]
+        messages = read_messages_request({"messages": [question, turn]}, _ANY).messages[1:]
     text, thoughts = "", ""
     calls: list[ToolCall] = []
-    for message in found:
+    for message in messages:
         text += text_of(message)
         thoughts += message.get("reasoning_content") or ""
         calls += [_call(cast("Mapping[str, Any]", call)) for call in message.get("tool_calls") or ()]
@@ -102,7 +102,7 @@ def read_answer(dialect: str, parts: Any) -> Message:
     return answer
 
 
-class _Refused(Exception):
+class _Refusal(Exception):
     """A request that must not be sent, because its answer could not be recorded."""
 
     def __init__(self, refusal: ApiError) -> None:
@@ -132,67 +132,67 @@ def _chat(body: Mapping[str, Any]) -> list[Message]:
 
 def _anthropic(body: Mapping[str, Any]) -> list[Message]:
     entries = [{**entry, "content": _content(entry.get("content"), _block)} for entry in body["messages"]]
-    asked = {"messages": entries, "system": _content(body.get("system"), _block)}
-    return read_messages_request(asked, _ANY).messages
+    request = {"messages": entries, "system": _content(body.get("system"), _block)}
+    return read_messages_request(request, _ANY).messages
 
 
 def _responses(
     body: Mapping[str, Any], conversations: Conversations, tools: tuple[ToolSchema, ...], sampling: dict[str, float]
-) -> Asked:
+) -> ForwardedRequest:
     for key, why in (
         ("background", "an answer is recorded while its request waits"),
         ("conversation", "what the endpoint stored is not known here; send the items, or previous_response_id"),
         ("prompt", "what the endpoint stored is not known here; send instructions and input"),
     ):
         if body.get(key):
-            raise _Refused(unsupported(key, why))
+            raise _Refusal(unsupported(key, why))
     previous = body.get("previous_response_id") or None
     try:
-        before = conversations.earlier(str(previous)) if previous is not None else ()
+        earlier = conversations.conversation(str(previous)) if previous is not None else ()
     except ApiError as error:
-        # Another session's, for all that is known.
-        raise _Refused(error) from None
-    given = body.get("input")
-    new = _read_items([_resolved(item, conversations.items) for item in given] if isinstance(given, list) else given)
+        # Possibly that of another session.
+        raise _Refusal(error) from None
+    items = body.get("input")
+    new = _read_items([_resolved(item, conversations.items) for item in items] if isinstance(items, list) else items)
     instructions = body.get("instructions")
     system: list[Message] = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
-    messages, prefill = _without_prefill([*system, *before, *new])
-    return Asked(messages, tools, prefill, 1, sampling, previous, new, instructions=len(system))
+    messages, prefill = _without_prefill([*system, *earlier, *new])
+    return ForwardedRequest(messages, tools, prefill, 1, sampling, previous, new, instructions=len(system))
 
 
 def _resolved(item: Any, items: Mapping[str, Mapping[str, Any]]) -> Any:
     if not isinstance(item, Mapping) or item.get("type") != "item_reference":
         return item
-    found = items.get(str(item.get("id")))
-    if found is None:
-        raise _Refused(unsupported("input", f"item {str(item.get('id'))[:80]!r} is not an item of this session"))
-    return found
+    referenced = items.get(str(item.get("id")))
+    if referenced is None:
+        raise _Refusal(unsupported("input", f"item {str(item.get('id'))[:80]!r} is not an item of this session"))
+    return referenced
 
 
 def _read_items(value: Any) -> list[Message]:
     if isinstance(value, list):
         value = [_item(item) for item in value]
-    return Reader(_ANY, set()).read(value)
+    return InputReader(_ANY, set()).read(value)
 
 
 def _without_prefill(messages: Sequence[Message]) -> tuple[list[Message], str]:
     """Split the final assistant message off a conversation, as text."""
-    last = messages[-1] if messages else None
-    if last is None or last["role"] != "assistant" or len(messages) == 1 or last.get("tool_calls"):
+    final = messages[-1] if messages else None
+    if final is None or final["role"] != "assistant" or len(messages) == 1 or final.get("tool_calls"):
         return list(messages), ""
-    return list(messages[:-1]), text_of(last)
+    return list(messages[:-1]), text_of(final)
 
 
-def unread(body: Mapping[str, Any]) -> Asked:
+def unparsed_request(body: Mapping[str, Any]) -> ForwardedRequest:
     """Return a request with an unparsable conversation: its body as one message."""
     answer = json.dumps(body, ensure_ascii=False, sort_keys=True)
-    return Asked([{"role": "user", "content": clean(answer)}], sampling=_sampling(body), read=False)
+    return ForwardedRequest([{"role": "user", "content": clean(answer)}], sampling=_sampling(body), parsed=False)
 
 
 def _sampling(body: Mapping[str, Any]) -> dict[str, float]:
-    found = {key: float(body[key]) for key in _NUMBERS if _is_number(body.get(key))}
+    sampling = {key: float(body[key]) for key in _NUMBERS if _is_number(body.get(key))}
     limit = next((float(body[key]) for key in _LIMITS if _is_number(body.get(key))), None)
-    return found if limit is None else {**found, "max_tokens": limit}
+    return sampling if limit is None else {**sampling, "max_tokens": limit}
 
 
 def _is_number(value: Any) -> bool:
@@ -200,13 +200,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _tools(entries: Any, namespace: str = "") -> list[ToolSchema]:
-    found: list[ToolSchema] = []
+    schemas: list[ToolSchema] = []
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, Mapping):
             continue
         kind = entry.get("type")
         if kind == "namespace":
-            found += _tools(entry.get("tools"), f"{entry.get('name')}__")
+            schemas += _tools(entry.get("tools"), f"{entry.get('name')}__")
             continue
         inner = next((entry[key] for key in ("function", "custom") if isinstance(entry.get(key), Mapping)), entry)
         schema = inner.get("parameters") or inner.get("input_schema")
@@ -217,16 +217,16 @@ def _tools(entries: Any, namespace: str = "") -> list[ToolSchema]:
             canonical_value(schema)
         except SessionError:
             schema = {}
-        name, about = inner.get("name") or kind or "", inner.get("description") or ""
-        found.append(ToolSchema(namespace + clean(str(name)), clean(str(about)), schema))
-    return found
+        name, description = inner.get("name") or kind or "", inner.get("description") or ""
+        schemas.append(ToolSchema(namespace + clean(str(name)), clean(str(description)), schema))
+    return schemas
 
 
 # Parts
 
 
 def _content(value: Any, part: Callable[[Any], Any]) -> Any:
-    return [part(each) for each in value] if isinstance(value, list) else value
+    return [part(piece) for piece in value] if isinstance(value, list) else value
 
 
 def _chat_message(entry: Any) -> dict[str, Any]:
@@ -271,6 +271,6 @@ def _block(block: Any) -> Any:
 
 def _note(part: Mapping[str, Any]) -> str:
     """Return a placeholder for a part that is not text; equal parts give equal ones, regardless of cache marks."""
-    meant = {key: value for key, value in part.items() if key != "cache_control"}
-    digest = hashlib.blake2b(json.dumps(meant, sort_keys=True).encode(), digest_size=8).hexdigest()
+    content = {key: value for key, value in part.items() if key != "cache_control"}
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
     return f"[{part.get('type')} {digest}]"

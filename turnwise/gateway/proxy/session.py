@@ -138,7 +138,7 @@ def no_tokens() -> SessionError:
 
 
 _NO_LOGPROBS = np.zeros(0, np.float32)
-_OURS = frozenset({"max_turns", "max_total_tokens", "echo"})
+_TEXT_SETTINGS = frozenset({"max_turns", "max_total_tokens", "echo"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer of an endpoint: message with its call ids, whether a length limit ended it, and what was reported."""
+class EndpointAnswer:
+    """An answer of an endpoint: message with its call ids, whether a limit ended it, reported usage and model."""
 
     message: Message
     cut: bool
@@ -169,8 +169,8 @@ class Answered:
     model: str = ""
 
 
-Ask = Callable[[Sequence[Message], Sequence[ToolSchema], SamplingParams], Awaitable[Answered]]
-"""Asks an endpoint; raises a TurnwiseError where it gives no answer."""
+Ask = Callable[[Sequence[Message], Sequence[ToolSchema], SamplingParams], Awaitable[EndpointAnswer]]
+"""Sends a request to an endpoint; raises a TurnwiseError if there is no answer."""
 
 
 class TextSession(Session):
@@ -205,9 +205,9 @@ class TextSession(Session):
         self.turn_metrics: dict[str, dict[str, float]] = {}
         self._ask = ask
         self._history = History(self._recognise)
-        self._repeated: set[str] = set()
+        self._repeated_ids: set[str] = set()
         self._used = 0
-        self._behind: dict[int, int] = {}
+        self._branch_tokens: dict[int, int] = {}
 
     async def chat(
         self,
@@ -258,51 +258,58 @@ class TextSession(Session):
             sampling: Numeric sampling parameters of the request.
         """
         calls: Sequence[ToolCall] = message.get("tool_calls") or ()
-        own = [call.id for call in calls]
-        # Ids prove which turn a message is only while no two calls have the same.
-        self._repeated.update(call_id for call_id in own if call_id in self._echoes or own.count(call_id) > 1)
+        call_ids = [call.id for call in calls]
+        # Call ids prove which turn a message is only as long as they are unique.
+        self._repeated_ids.update(
+            call_id for call_id in call_ids if call_id in self._echoes or call_ids.count(call_id) > 1
+        )
         completion = Completion(NO_IDS, _NO_LOGPROBS, "length" if cut else "stop", ())
-        given = self._record(placed, completion, message, cut=cut)
-        noted = dict(sampling)
+        returned = self._record(placed, completion, message, cut=cut)
+        metrics = dict(sampling)
         if usage is None:
             self.count("turns_without_usage")
         else:
-            noted |= usage.to_metrics()
+            metrics |= usage.to_metrics()
             for name, value in usage.to_metrics().items():
                 self.count(name, value)
-            self._use(placed, usage)
-        self.turn_metrics[given["turn_id"]] = noted
+            self._add_usage(placed, usage)
+        self.turn_metrics[returned["turn_id"]] = metrics
         if self.journal is not None:
-            behind = self._behind.get(self._tree.nodes[-1].index)
-            told = {"metrics": noted, "used": self._used, "behind": behind, "repeated": sorted(self._repeated)}
-            self.journal(self._turn_record(extra=told))
-        return given
+            branch_tokens_of_turn = self._branch_tokens.get(self._tree.nodes[-1].index)
+            extra = {
+                "metrics": metrics,
+                "used": self._used,
+                "behind": branch_tokens_of_turn,
+                "repeated": sorted(self._repeated_ids),
+            }
+            self.journal(self._turn_record(extra=extra))
+        return returned
 
     def restore(
         self, record: TurnRecord, prompt: TokenIds, completion: Completion, media: Sequence[MediaSpan] = ()
     ) -> None:
         """Commit a turn of an earlier process again; see :meth:`Session.restore`."""
         super().restore(record, prompt, completion, media)
-        told = record.extra
-        self.turn_metrics[record.turn_id] = dict(told["metrics"])
-        self._used = int(told["used"])
-        if told["behind"] is not None:
-            self._behind[self._tree.nodes[-1].index] = int(told["behind"])
-        self._repeated.update(told["repeated"])
-        # Requests that were not answered used up no turn.
+        extra = record.extra
+        self.turn_metrics[record.turn_id] = dict(extra["metrics"])
+        self._used = int(extra["used"])
+        if extra["behind"] is not None:
+            self._branch_tokens[self._tree.nodes[-1].index] = int(extra["behind"])
+        self._repeated_ids.update(extra["repeated"])
+        # Unanswered requests used no turn.
         self._requests = self._tree.turns
 
     def _restored_media(
         self,
         record: TurnRecord,
-        known: Node | None,  # noqa: ARG002 - no ids, no places
-        before: int,  # noqa: ARG002
+        last_node: Node | None,  # noqa: ARG002 - no ids, no places
+        prefix_tokens: int,  # noqa: ARG002
         media: Sequence[MediaSpan],  # noqa: ARG002
     ) -> tuple[Media, ...]:
         return unplaced(record.new or ())
 
     def withdraw(self, placed: Sequence[PendingRequest]) -> None:
-        """Withdraw unanswered requests: they use up no turn."""
+        """Withdraw unanswered requests: they use no turn."""
         self._requests -= len(placed)
 
     def fail(self, failure: TurnwiseError) -> None:
@@ -311,15 +318,15 @@ class TextSession(Session):
 
     def metrics(self) -> dict[str, float]:
         """Return counters: turns, branches, forks, rewritten echoes, reported tokens (prompt, completion, cached)."""
-        own = super().metrics()
+        counters = super().metrics()
         budget = self.limits.max_total_tokens
-        over = 0 if budget is None else max(0, self._used - budget)
-        told = {name: own[name] for name in ("turns", "branches", "forks", "rewritten_echoes")}
-        return {**told, **self._counts, "tokens_over_limit": over, **self._sampled_at()}
+        overrun = 0 if budget is None else max(0, self._used - budget)
+        selected = {name: counters[name] for name in ("turns", "branches", "forks", "rewritten_echoes")}
+        return {**selected, **self._counts, "tokens_over_limit": overrun, **self._sampled_at()}
 
     def _sampled_at(self) -> dict[str, float]:
         """Return the temperature if all requests named the same one."""
-        named = {noted.get("temperature") for noted in self.turn_metrics.values()}
+        named = {metrics.get("temperature") for metrics in self.turn_metrics.values()}
         only = named.pop() if len(named) == 1 else None
         return {} if only is None else {"temperature": only}
 
@@ -331,20 +338,20 @@ class TextSession(Session):
         """Return a session that begins anew in the same tree; see :meth:`Session.fork`.
 
         Raises:
-            SessionError: Turns are to be given again, or a conversation goes on in both: what an endpoint was asked
-                cannot be compared by ids.
+            SessionError: Turns would be replayed, or both continue one conversation: requests to an endpoint cannot be
+                compared by ids.
         """
-        made = super().fork(turns, resample=resample, seed=seed)
-        made._history, made._used = History(made._recognise), 0
-        return made
+        forked = super().fork(turns, resample=resample, seed=seed)
+        forked._history, forked._used = History(forked._recognise), 0
+        return forked
 
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
         """Return an estimate of a request's prompt tokens, at four bytes each."""
-        said = [str(message.get(part) or "") for message in messages for part in ("content", "tool_calls")]
-        return estimated_tokens("".join([*said, *(str(tool.to_json()) for tool in tools or ())]))
+        texts = [str(message.get(part) or "") for message in messages for part in ("content", "tool_calls")]
+        return estimated_tokens("".join([*texts, *(str(tool.to_json()) for tool in tools or ())]))
 
     def _recognise(self, ids: Sequence[str], message: Canonical) -> Canonical | None:
-        if self._repeated.intersection(ids):
+        if self._repeated_ids.intersection(ids):
             return None
         return self._echoes.recognise(ids, message)
 
@@ -353,15 +360,15 @@ class TextSession(Session):
         token_budget(self.limits, self.id, prompt=size, committed=self._used, requests=self._requests, requested=None)
         return params
 
-    def _use(self, placed: PendingRequest, usage: Usage) -> None:
-        """Count each token of the tree once, as sessions with ids do: what the branch held before is known."""
+    def _add_usage(self, placed: PendingRequest, usage: Usage) -> None:
+        """Count each token of the tree once, as sessions with ids do: those of the branch so far are already in."""
         turn = self._tree.nodes[-1]
-        known = placed.match.parent
-        before = 0 if known is None else self._behind.get(known.index, 0)
+        parent = placed.match.parent
+        branch_tokens = 0 if parent is None else self._branch_tokens.get(parent.index, 0)
         if placed.match.context is not None:
-            before = usage.prompt
-        self._behind[turn.index] = usage.prompt + usage.completion
-        self._used += max(0, usage.prompt - before) + usage.completion
+            branch_tokens = usage.prompt
+        self._branch_tokens[turn.index] = usage.prompt + usage.completion
+        self._used += max(0, usage.prompt - branch_tokens) + usage.completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,17 +382,19 @@ class TextSettings:
     def open(
         self,
         session_id: str,
-        own: SessionSettings,
+        settings: SessionSettings,
         began: datetime,  # noqa: ARG002 - there is no date
     ) -> tuple[TextSession, TextRenderer]:
         """Return a new session with its own settings, and its reader. Raises ApiError for the endpoint's settings."""
-        theirs = [name for name in sorted(SETTINGS - _OURS) if getattr(own, name) is not None]
-        if theirs:
-            raise unsupported(theirs[0], "not available for a hosted endpoint; available: " + ", ".join(sorted(_OURS)))
+        refused = [name for name in sorted(SETTINGS - _TEXT_SETTINGS) if getattr(settings, name) is not None]
+        if refused:
+            raise unsupported(
+                refused[0], "not available for a hosted endpoint; available: " + ", ".join(sorted(_TEXT_SETTINGS))
+            )
         session = TextSession(
             id=session_id,
-            max_turns=own.max_turns or self.max_turns,
-            max_total_tokens=own.max_total_tokens or self.max_total_tokens,
-            echo=own.echo or self.echo,
+            max_turns=settings.max_turns or self.max_turns,
+            max_total_tokens=settings.max_total_tokens or self.max_total_tokens,
+            echo=settings.echo or self.echo,
         )
         return session, TextRenderer()

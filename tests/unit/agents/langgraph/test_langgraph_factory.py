@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from support.agents.langgraph_episodes import LOG, calls, play
 from turnwise import ChatTurnwise, make_agent
 from turnwise.errors import AgentError, ConfigError
-from turnwise.gateway.proxy.session import Answered, TextSession, Usage
+from turnwise.gateway.proxy.session import EndpointAnswer, TextSession, Usage
 from turnwise.types import StopReason
 
 SEEN: list[Any] = []
@@ -138,8 +138,8 @@ class Permits(World):
 
 
 async def test_a_hosted_endpoint_that_tells_no_tokens() -> None:
-    async def ask(messages: Any, tools: Any, params: Any) -> Answered:
-        return Answered({"role": "assistant", "content": "3"}, cut=False, usage=Usage(7, 2, 1), sampling={})
+    async def ask(messages: Any, tools: Any, params: Any) -> EndpointAnswer:
+        return EndpointAnswer({"role": "assistant", "content": "3"}, cut=False, usage=Usage(7, 2, 1), sampling={})
 
     model = ChatTurnwise(session=TextSession(id="h", ask=ask))
     answer = await model.ainvoke("hi")
