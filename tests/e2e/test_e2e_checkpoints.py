@@ -25,7 +25,7 @@ from turnwise.trainer.train import run_train
 pytestmark = pytest.mark.long
 STEPS = 4
 EVAL = {"tasks": "turnwise.envs.basic.lookup:tasks?n=4&split=test", "samples": 2, "greedy": False, "every": 1}
-BEST = {"metric": "eval/sampled/reward", "keep": 1}
+BEST = {"metric": "eval/sampled/reward"}
 
 
 def evaluated(model: Path, runs: Path) -> TrainConfig:

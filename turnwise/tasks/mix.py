@@ -128,7 +128,6 @@ def open_order(
     *,
     seed: int = 0,
     shuffle: bool = True,
-    limit: int | None = None,
     keep: Keep | None = None,
     state: Mapping[str, Any] | None = None,
     held_at_most: int = HELD_AT_MOST,
@@ -140,20 +139,17 @@ def open_order(
         tasks: One source, or several that are mixed by their weights; TaskError if one is unreadable or empty.
         seed: Seed of the shuffle.
         shuffle: Whether tasks are shuffled within their source.
-        limit: Maximum number of tasks of a single source.
         keep: Filter of tasks.
         state: State to resume from (:meth:`TaskOrder.state`); None for a new order.
         held_at_most: Sources with more tasks are streamed, unless configured otherwise.
         curriculum: Difficulty curriculum within each source; None takes all tasks equally often.
     """
     sources = _open_sources(tasks, keep)
-    if limit is not None and len(sources) > 1:
-        raise TaskError(f"task_limit is {limit}, but there are {len(sources)} sources: set a limit for each source")
     if len(sources) == 1:
         [source] = sources
         if state is not None and "sources" in state:
             _check_state(sources, state)
-        return _order(source, seed, shuffle, _least(limit, source.config.limit), state, held_at_most, {}, curriculum)
+        return _order(source, seed, shuffle, source.config.limit, state, held_at_most, {}, curriculum)
     _check_state(sources, state)
     orders: dict[str, TaskOrder] = {}
     reports: list[SourceReport] = []

@@ -104,8 +104,8 @@ def run_train(
     except (KeyboardInterrupt, asyncio.CancelledError):
         # Of SIGTERM asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
         steps = CheckpointStore(config.runs / config.name / CHECKPOINTS).steps()
-        found = f"the same command resumes after step {steps[-1]}" if steps else "no step was finished"
-        console.print(f"interrupted: {found}", highlight=False)
+        outcome = f"the same command resumes after step {steps[-1]}" if steps else "no step was finished"
+        console.print(f"interrupted: {outcome}", highlight=False)
         raise KeyboardInterrupt from None
 
 
@@ -144,7 +144,7 @@ async def _train_once(
                 await run.evaluate("step-0")
             async with run.hooks.training():
                 await loop(run)
-                ended = run.ended
+                limit = run.ended
                 # What is on its way would be trained by no step, and the evaluation wait for its turn behind it.
                 await run.scheduler.end()
                 result = await run.evaluate(f"step-{run.state.step}-final")
@@ -156,8 +156,8 @@ async def _train_once(
         run.last_eval,
         used["wall_s"],
         used["cpu_s"],
-        max((each.get("memory/peak", 0.0) for each in read_metrics(directory / METRICS_FILE)), default=0.0),
-        ended or "algorithm",
+        max((record.get("memory/peak", 0.0) for record in read_metrics(directory / METRICS_FILE)), default=0.0),
+        limit or "algorithm",
         dict(run.budget.spent),
     )
     summary.write()
@@ -166,7 +166,7 @@ async def _train_once(
     if run.hooks.stopped:
         console.print(f"{config.name}: {run.hooks.stopped}", highlight=False, markup=False)
     elif run.budget.limits.keys() - {"steps"}:
-        console.print(f"{config.name}: {run.budget.why(ended)}", highlight=False)
+        console.print(f"{config.name}: {run.budget.why(limit)}", highlight=False)
     if summary.before is not None and summary.before != summary.after:
         parts = {name: part for name in ("sampled", "greedy") if (part := summary.before.get(name))}
         rates = ", ".join(f"{name} {part['success']['mean']:.3f}" for name, part in parts.items())
@@ -179,8 +179,8 @@ async def _train_once(
 
 def _newest_model(run: Path) -> Path | None:
     """Return the newest checkpoint that is a model's folder; those of several policies hold a folder for each."""
-    found = sorted((run / "checkpoints").glob("step_*/config.json"))
-    return found[-1].parent if found else None
+    configs = sorted((run / "checkpoints").glob("step_*/config.json"))
+    return configs[-1].parent if configs else None
 
 
 def _hint(console: Console, text: str) -> None:

@@ -279,8 +279,6 @@ def test_names_and_ids_of_a_mix_must_differ(tmp_path: Path) -> None:
             opened([first, other])
     order, _ = open_order([first, other.model_copy(update={"id_prefix": "o/"})])
     assert {name for name, _ in keys(order, 2)} == {"same", "o/same"}
-    with pytest.raises(TaskError, match="task_limit is 3, but there are 2 sources: set a limit for each"):
-        open_order([first, other], limit=3)
 
 
 def test_an_empty_source_is_an_error_also_within_a_mix(tmp_path: Path) -> None:

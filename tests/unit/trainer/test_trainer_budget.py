@@ -52,7 +52,7 @@ def test_a_configuration_says_them() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("task_limit=5", r"neither steps nor a budget is given: give steps, or budget\.trained_tokens"),
+        ("max_prompt_tokens=5", r"neither steps nor a budget is given: give steps, or budget\.trained_tokens"),
         ("budget.wall_time=soon", r"budget\.wall_time.*'soon'.*2h30m"),
         ("budget.trained_tokens=2 million", r"budget\.trained_tokens.*500k, 2M"),
         ("budget.trained_tokens=0", r"budget\.trained_tokens"),

@@ -43,21 +43,21 @@ def test_save_load_and_keep(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, keep=0)
 
 
-def best_of(mode: str = "max", keep: int = 1) -> BestConfig:
-    return BestConfig.model_validate({"metric": "eval/sampled", "mode": mode, "keep": keep})
+def best_of(mode: str = "max") -> BestConfig:
+    return BestConfig.model_validate({"metric": "eval/sampled", "mode": mode})
 
 
-def test_the_best_remain_besides_the_newest_and_the_link_leads_to_the_first_of_them(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1, best=best_of(keep=2))
+def test_best_checkpoint_remains_besides_the_newest_and_is_linked(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, best=best_of())
     for step, value in ((1, 0.1), (2, 0.9), (3, 0.4), (4, float("nan")), (5, None)):
         assert store.improves({"eval/sampled": value or 0.0}) == (step <= 2)
         store.save(TrainerState(step), write_weights("w"), {} if value is None else {"eval/sampled": value})
-    assert store.steps() == [2, 3, 5]
+    assert store.steps() == [2, 5]
     assert os.readlink(tmp_path / "best") == "step_000002"
     # An evaluation after the last checkpoint rates it; of equal ones the newest is the best.
     store.rate(5, {"eval/sampled": 0.9})
     store.rate(7, {"eval/sampled": 1.0})
-    assert (os.readlink(tmp_path / "best"), store.steps()) == ("step_000005", [2, 5])
+    assert (os.readlink(tmp_path / "best"), store.steps()) == ("step_000005", [5])
     # Another process knows it too; one that is to keep the lowest, or no best at all, goes by its own configuration.
     CheckpointStore(tmp_path, keep=1, best=best_of("min")).tidy()
     assert (os.readlink(tmp_path / "best"), store.steps()) == ("step_000005", [5])

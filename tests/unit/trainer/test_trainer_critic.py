@@ -38,7 +38,7 @@ def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, TorchCriti
     config = PolicyConfig(
         model=ModelConfig(path=path, device="cpu"),
         optim=OptimConfig(lr=1e-3),
-        critic=CriticConfig.model_validate({"kind": kind, "optim": {"lr": 1e-2}, **critic}),
+        critic=CriticConfig.model_validate({"kind": kind, "lr": 1e-2, **critic}),
     )
     learner = TorchLearner.create(config, 50)
     made = Critic.create(config, learner, 50)
@@ -217,7 +217,7 @@ def test_what_is_saved_goes_on_bit_for_bit(model_dir: Models, rows: list[TrainRo
     critic.save(tmp_path / "c" / "critic")
     config = PolicyConfig(
         model=ModelConfig(path=model_dir(), device="cpu"), optim=OptimConfig(lr=1e-3),
-        critic=CriticConfig.model_validate({"kind": kind, "optim": {"lr": 1e-2}}),
+        critic=CriticConfig.model_validate({"kind": kind, "lr": 1e-2}),
     )  # fmt: skip
     again = TorchLearner.create(config, 50, model_path=tmp_path / "c")
     other = Critic.create(config, again, 50, directory=tmp_path / "c" / "critic")
@@ -249,7 +249,7 @@ def test_a_step_without_a_finite_gradient_is_left_out(model_dir: Models, rows: l
     critic.update(learner, pack(bad, 100), PolicyObjective(), 16.0, alone=True)
     assert critic.steps == 1
     assert same(before, weights(critic.head))
-    with pytest.raises(TrainError, match=r"10 steps of the critic in a row.*critic\.optim\.lr"):
+    with pytest.raises(TrainError, match=r"10 steps of the critic in a row.*critic\.lr"):
         critic.update(learner, pack(bad, 100), PolicyObjective(), 16.0, alone=True)
 
 

@@ -271,7 +271,7 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     shutil.copytree(model, first)
     torch.manual_seed(5)
     torch.save({"head": {"linear.weight": torch.randn(1, 64) / 8, "linear.bias": torch.randn(1)}}, first / "critic.pt")
-    config = policy(model, critic={"path": first, "optim": {"lr": 1e-3}})
+    config = policy(model, critic={"path": first, "lr": 1e-3})
 
     def opened(learner: Learner, directory: Path | None = None) -> Critic:
         critic = Critic.create(config, learner, 9, directory=directory)
@@ -324,7 +324,7 @@ def test_a_critic_of_an_untied_model_with_weights_in_bfloat16(two: WarmRanks, tm
     # Its output matrix is frozen, and its head computes in float32.
     path = save_model(make_model("qwen2"), tmp_path)
     torch.save({"head": {"linear.weight": torch.randn(1, 64) / 8, "linear.bias": torch.zeros(1)}}, path / "critic.pt")
-    config = policy(path, critic={"optim": {"lr": 1e-4}})
+    config = policy(path, critic={"lr": 1e-4})
     found = []
     for learner in (open_learner(config, 9), FSDPLearner(two, config, 9, sharding=Sharding(2, True))):
         critic = Critic.create(config, learner, 9)
@@ -440,7 +440,6 @@ def test_passes_have_micro_batches_of_similar_size() -> None:
     [
         ({"optim": {"name": "muon"}}, {}, r"optim\.name is muon, .*choose adamw"),
         ({"critic": {"kind": "shared"}}, {}, r"critic\.kind is shared, .*choose own"),
-        ({"critic": {"optim": {"name": "muon"}}}, {}, r"critic\.optim\.name is muon, .*choose adamw"),
         ({}, {"ranks": 4, "sequence_parallel": 3}, r"sequence_parallel is 3, but the 4 ranks .*a divisor of 4"),
         ({}, {"ranks": 6, "sequence_parallel": 3}, r"parallel is 3, .* has 4 attention heads, .* share: choose 1 or 2"),
         ({"model": {"threads": 3}}, {}, r"model\.threads is 3, which the 2 ranks .*choose a multiple of 2"),

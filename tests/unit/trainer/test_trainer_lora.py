@@ -135,11 +135,11 @@ def test_packing_is_exact_with_adapters_that_are_something(base: Path, rows: lis
     assert float((alone - logprobs(learner, rows)).abs().max()) < 1e-5
 
 
-def test_a_seed_decides_them_and_a_saved_one_goes_on(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
-    first, again, other = (dict(learner_of(base, {"seed": seed}).export_weights()) for seed in (0, 0, 1))
+def test_new_adapters_are_equal_and_a_saved_one_continues(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+    first = dict(learner_of(base).export_weights())
     torch.manual_seed(5)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not all(torch.equal(first[name], other[name]) for name in first)
+    second = dict(learner_of(base).export_weights())
+    assert all(torch.equal(first[name], second[name]) for name in first)
     learner = trained(learner_of(base, {"alpha": 3.0, "targets": ["q_proj", "v_proj"]}), rows)
     learner.save(tmp_path)
     later = learner_of(base, {"path": tmp_path, "rank": None})

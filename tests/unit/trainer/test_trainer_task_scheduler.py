@@ -248,17 +248,11 @@ TAIL = {"tail": {"seconds": 1}}
         ({"batch": {"groups": 4, "over_sample": 1.25}}, 1, [], ["t2", "t3", "t4"]),
         ({"batch": {"groups": 4, "over_sample": 1.25}, "replay": BOUNDED}, 1, ["t1", "t2", "t3", "t4"], []),
         ({"batch": {"groups": 4, "over_sample": 1.25}, "replay": BOUNDED}, 2, [], ["t2", "t3", "t4"]),
-        (
-            {"batch": {"groups": 4, "over_sample": 1.25, "leftover": "cancel"}, "replay": BOUNDED},
-            1,
-            ["t1"],
-            ["t2", "t3", "t4"],
-        ),
         ({"batch": {"groups": 5}, "mode": "separate_async"}, 2, ["t1", "t2", "t3", "t4"], []),
         ({"batch": {"groups": 5, **TAIL}, "mode": "separate_async"}, 2, ["t1"], ["t2", "t3", "t4"]),
     ],
 )
-async def test_what_a_step_did_not_wait_for_is_carried_or_cancelled(changes, at, left, cancelled) -> None:
+async def test_leftover_groups_are_carried_where_replay_allows_it_else_cancelled(changes, at, left, cancelled) -> None:
     own, asked, buffer, _ = make_scheduler(**changes)
     own.ask()
     assert len(asked.requests) == 5
@@ -290,10 +284,7 @@ async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() ->
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"batch": {"leftover": "carry"}}, "a step waits for every group that it starts"),
-        ({"batch": {"leftover": "carry", "over_sample": 2}}, "trains no group that older weights started"),
         ({"batch": {"over_sample": 2}, "mode": "colocate_async"}, "over_sample is 2, but an asynchronous mode"),
-        ({"batch": {"leftover": "cancel", **TAIL}, "mode": "colocate_async"}, "leftover is cancel"),
         ({"batch": {"over_sample": 0.5}}, "over_sample"),
         ({"batch": {"tail": {"seconds": 1, "share": 0}}}, "share"),
     ],

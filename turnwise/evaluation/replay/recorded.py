@@ -141,7 +141,7 @@ class RecordedRun:
         tasks: dict[str, Task] = {}
         for each in sources or [None]:
             parsed = None if each is None else TypeAdapter(TasksConfig).validate_python(each)
-            limit = self.said.get("limit") or self.said.get("task_limit")
+            limit = self.said.get("limit")
             loaded = await load_checked(parsed, self.rollout, self.renderer, limit=limit, max_prompt_tokens=None)
             tasks |= {one.id: one for one in loaded.tasks}
         return tasks

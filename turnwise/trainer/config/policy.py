@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -39,16 +39,16 @@ class LoRAConfig(BaseModel):
         targets: Name suffixes of the adapted linear layers (``[q_proj, v_proj]``); by default all but the output
             matrix, or those of ``path``.
         path: Directory of a peft adapter to continue from; by default adapters start at zero.
-        seed: Seed of each adapter's first factor; the second starts at zero.
     """
 
     model_config = ConfigDict(extra="forbid")
+
+    removed_keys: ClassVar[Mapping[str, str]] = {"seed": "adapters start from one fixed seed: remove it"}
 
     rank: Annotated[int, Field(gt=0)] | None = None
     alpha: Annotated[float, Field(gt=0)] | None = None
     targets: Annotated[list[str], Field(min_length=1)] | None = None
     path: ConfigPath | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
 
 
 class ModelConfig(Section):
@@ -85,16 +85,15 @@ class MuonConfig(Section):
 
     Attributes:
         lr: Its learning rate (that of AdamW is ``optim.lr``).
-        momentum: Momentum coefficient.
-        weight_decay: Decoupled, for these matrices.
-        adjust_lr: How the rate depends on a matrix's shape: ``original`` (rows over columns, Jordan 2024) or
-            ``match_rms_adamw`` (updates as large as AdamW's, arXiv:2502.16982).
     """
 
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "momentum": "Muon's momentum is 0.95, as in its paper: remove it",
+        "weight_decay": "Muon decays no weights: remove it",
+        "adjust_lr": "Muon scales its rate by a matrix's shape as its author does: remove it, and set lr",
+    }
+
     lr: PositiveFloat = 0.02
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
 
 
 class OptimConfig(Section):
@@ -144,8 +143,7 @@ class CriticConfig(Section):
         kind: ``own``, a separate model; or ``shared``, a value head on the policy's model, whose loss is added to the
             policy's in the same backward pass.
         path: ``own``: directory of the initial model (same tokenizer), or of a saved critic; None is the policy's.
-        optim: Its optimizer; of ``shared`` only the head's.
-        schedule: Its learning-rate schedule.
+        lr: Its peak learning rate; of ``shared`` the head's. Optimizer and schedule are otherwise those of the policy.
         value_clip: Clip range of a value in a train step, in units of reward; None does not clip.
         coef: ``shared``: weight of its loss beside the policy's; None is 0.5.
         warmup_steps: First train steps in which only the critic learns; the policy, and layers shared with it, are
@@ -154,10 +152,14 @@ class CriticConfig(Section):
             All others terminate it.
     """
 
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "optim": "a critic has the optimizer of its policy, with a learning rate of its own: set critic.lr",
+        "schedule": "a critic follows the schedule of its policy: remove it",
+    }
+
     kind: Literal["own", "shared"] = "own"
     path: ConfigPath | None = None
-    optim: OptimConfig = OptimConfig(lr=1e-5)
-    schedule: ScheduleConfig = ScheduleConfig()
+    lr: PositiveFloat = 1e-5
     value_clip: PositiveFloat | None = 0.2
     coef: PositiveFloat | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -168,9 +170,7 @@ class CriticConfig(Section):
         if self.kind == "shared" and self.path is not None:
             raise ValueError(f"path is {self.path}, but a shared critic is a head on the policy's model: remove it")
         if self.kind == "own" and self.coef is not None:
-            raise ValueError(
-                f"coef is {self.coef:g}, but a critic of kind own has a separate loss: remove it, set optim.lr"
-            )
+            raise ValueError(f"coef is {self.coef:g}, but a critic of kind own has a separate loss: remove it, set lr")
         if never := set(self.bootstrap) & {StopReason.COMPLETED, StopReason.ERROR, StopReason.CANCELLED}:
             raise ValueError(
                 f"bootstrap holds {min(never)}, after which there is no return that a critic could estimate"
@@ -237,6 +237,11 @@ class PolicyConfig(Section):
     served_by: str | None = None
     renderer: RendererConfig | None = None
 
+    @property
+    def critic_optim(self) -> OptimConfig:
+        """The optimizer of the critic."""
+        return self.optim if self.critic is None else self.optim.model_copy(update={"lr": self.critic.lr})
+
     @model_validator(mode="before")
     @classmethod
     def _not_hosted(cls, data: Any) -> Any:
@@ -289,12 +294,12 @@ LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, BeforeValidator(read_nam
 Merged = TypeVar("Merged", bound=BaseModel)
 
 
-def merged_section(run: Merged, own: Merged, key: str) -> Merged:
+def merged_section(defaults: Merged, policy: Merged, key: str) -> Merged:
     """Return a section of a policy with the run's values of the keys that it does not set."""
-    keys = {name: getattr(run, name) for name in run.model_fields_set}
-    keys |= {name: getattr(own, name) for name in own.model_fields_set}
+    keys = {name: getattr(defaults, name) for name in defaults.model_fields_set}
+    keys |= {name: getattr(policy, name) for name in policy.model_fields_set}
     try:
-        return type(run).model_validate(keys)
+        return type(defaults).model_validate(keys)
     except ValidationError as error:
         raise ValueError(f"{key}, with the keys that the run gives: {error.errors()[0]['msg']}") from error
 
@@ -305,10 +310,11 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
     Raises:
         ValueError: They do not fit together.
     """
-    both = sorted(policies.keys() & rollout.frozen.keys())
-    if both:
+    shared = sorted(policies.keys() & rollout.frozen.keys())
+    if shared:
         raise ValueError(
-            f"policies.{both[0]} and rollout.frozen.{both[0]} have one name: a policy is trained or frozen; rename one"
+            f"policies.{shared[0]} and rollout.frozen.{shared[0]} have one name: a policy is trained "
+            "or frozen; rename one"
         )
     for name, frozen in rollout.frozen.items():
         if frozen.league is not None:
@@ -316,11 +322,11 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
     for name, policy in policies.items():
         if policy.served_by is not None:
             _check_served_by(name, policy, policies)
-    known = [*policies, *rollout.frozen]
+    names = [*policies, *rollout.frozen]
     for role, name in rollout.roles.items():
-        if name not in known:
+        if name not in names:
             raise ValueError(
-                f"rollout.roles.{role} is {name!r}, which is no policy: name one of {', '.join(known)}, or add "
+                f"rollout.roles.{role} is {name!r}, which is no policy: name one of {', '.join(names)}, or add "
                 f"policies.{name}"
             )
     if MAIN not in policies and not rollout.roles:
@@ -337,10 +343,10 @@ def check_policies(policies: Mapping[str, PolicyConfig], rollout: RolloutConfig)
 
 def _check_served_by(name: str, policy: PolicyConfig, policies: Mapping[str, PolicyConfig]) -> None:
     key, host = f"policies.{name}.served_by", str(policy.served_by)
-    others = [each for each in policies if each != name]
-    if host not in others:
+    hosts = [other for other in policies if other != name]
+    if host not in hosts:
         raise ValueError(
-            f"{key} is {host!r}, which is no other trained policy: name one of {', '.join(others) or 'none'}, or "
+            f"{key} is {host!r}, which is no other trained policy: name one of {', '.join(hosts) or 'none'}, or "
             "remove it"
         )
     by = policies[host]
@@ -349,11 +355,11 @@ def _check_served_by(name: str, policy: PolicyConfig, policies: Mapping[str, Pol
             f"{key} is {host!r}, which has no servers of its own (policies.{host}.served_by is {by.served_by!r}): name "
             f"{by.served_by}"
         )
-    for each, model in ((name, policy.model), (host, by.model)):
+    for adapter, model in ((name, policy.model), (host, by.model)):
         if model.lora is None:
             raise ValueError(
-                f"{key} is {host!r}, but policies.{each} trains all weights, and servers are shared by adapters of one "
-                f"model: give policies.{each}.model.lora, or remove served_by"
+                f"{key} is {host!r}, but policies.{adapter} trains all weights, and servers are shared by adapters of "
+                f"one model: give policies.{adapter}.model.lora, or remove served_by"
             )
     if policy.model.path.resolve() != by.model.path.resolve():
         raise ValueError(

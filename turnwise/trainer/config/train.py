@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -14,7 +15,7 @@ from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.placement.config import PlacementName, RayConfig
 from turnwise.rollout.config import PolicyName, RolloutConfig
-from turnwise.rollout.replay.config import ReplayConfig, RunFacts, allowed_staleness
+from turnwise.rollout.replay.config import ReplayConfig, RunFacts
 from turnwise.rollout.replay.strategies import MemberRule, StragglerDeadline
 from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
@@ -47,20 +48,20 @@ class TrainEvalConfig(EvalPlan):
 
 
 class BestConfig(BaseModel):
-    """Keeping the best checkpoints besides the newest.
+    """Keeping the best checkpoint besides the newest.
 
     Attributes:
         metric: A metric of evaluations (``eval/sampled``, ``eval/greedy/reward`` ...) or a logged one
             (``reward/mean`` ...).
         mode: Whether higher or lower is better.
-        keep: How many to keep.
     """
 
     model_config = ConfigDict(extra="forbid")
 
+    removed_keys: ClassVar[Mapping[str, str]] = {"keep": "one best checkpoint is kept: remove it"}
+
     metric: str = "eval/sampled"
     mode: Literal["max", "min"] = "max"
-    keep: Annotated[int, Field(gt=0)] = 1
 
 
 class CheckpointConfig(BaseModel):
@@ -69,7 +70,7 @@ class CheckpointConfig(BaseModel):
     Attributes:
         every: Steps between checkpoints; the last step always has one.
         keep: How many of the newest are kept; None keeps all.
-        best: Which others are kept; None keeps none.
+        best: Which other one is kept; None keeps none.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -108,13 +109,13 @@ class TailConfig(BaseModel):
 class BatchConfig(BaseModel):
     """The batch of a train step.
 
+    Groups that a step started and did not wait for are carried into the next step where ``replay`` allows groups of
+    older weights, else cancelled.
+
     Attributes:
         groups: Groups per step (``rollout.group_size`` trajectories each).
         over_sample: ``sync``: start this many times ``groups`` and train the first to finish.
         tail: Wait for the last groups; None waits for all of them.
-        leftover: Groups that a step started and did not wait for: ``carry`` finishes them for the next step, ``cancel``
-            ends their episodes. By default they are carried where ``replay`` allows groups of older weights. Groups too
-            stale for the next step are cancelled in either case.
         max_tokens_per_micro_batch: Tokens of one forward and backward pass; bounds memory.
         max_tokens_per_row: Truncate longer rows, counting the cut tokens; None truncates nothing.
         share_prefixes: Compute common prefixes of rows in a micro-batch once (the prompt of a group, the history of
@@ -123,22 +124,16 @@ class BatchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "leftover": "leftover groups are carried where replay allows groups of older weights, else cancelled: remove it"
+    }
+
     groups: PositiveInt = 16
     over_sample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     tail: TailConfig | None = None
-    leftover: Literal["carry", "cancel"] | None = None
     max_tokens_per_micro_batch: PositiveInt = 4096
     max_tokens_per_row: PositiveInt | None = None
     share_prefixes: bool = True
-
-    @model_validator(mode="after")
-    def _something_is_left(self) -> Self:
-        if self.leftover is not None and self.tail is None and self.started == self.groups:
-            raise ValueError(
-                f"leftover is {self.leftover}, but a step waits for every group that it starts: remove it, or give "
-                "over_sample or tail"
-            )
-        return self
 
     @property
     def started(self) -> int:
@@ -151,22 +146,16 @@ class BatchConfig(BaseModel):
         return math.ceil(round(fresh * self.over_sample, 6))
 
 
-def check_leftover(batch: BatchConfig, replay: ReplayConfig, *, sync: bool) -> None:
-    """Validate ``over_sample`` and ``leftover`` against the mode and the replay strategy.
+def check_over_sample(batch: BatchConfig, *, sync: bool) -> None:
+    """Reject ``over_sample`` in an asynchronous mode.
 
     Raises:
-        ValueError: A combination is not allowed.
+        ValueError: It is above 1.
     """
-    if not sync and (batch.over_sample > 1 or batch.leftover == "cancel"):
-        key = f"over_sample is {batch.over_sample:g}" if batch.over_sample > 1 else "leftover is cancel"
+    if not sync and batch.over_sample > 1:
         raise ValueError(
-            f"batch.{key}, but an asynchronous mode always has further groups on their way, and carries them: remove "
-            "it (replay.ahead says how many)"
-        )
-    if batch.leftover == "carry" and allowed_staleness(replay, sync=sync) == 0:
-        raise ValueError(
-            "batch.leftover is carry, but replay trains no group that older weights started: set replay.strategy to "
-            "bounded, with replay.max_staleness 1 or more, or batch.leftover to cancel"
+            f"batch.over_sample is {batch.over_sample:g}, but an asynchronous mode always has further groups on their "
+            "way, and carries them: remove it (replay.ahead says how many)"
         )
 
 
@@ -230,8 +219,8 @@ def check_placement(placement: PlacementName, ray: RayConfig, rollout: RolloutCo
                 "ray is given, but placement is local, where all runs on this machine: set placement to ray"
             )
         return
-    for key, given in (("remote", rollout.remote), ("agent_loop_manager_class", rollout.agent_loop_manager_class)):
-        if given is not None:
+    for key, value in (("remote", rollout.remote), ("agent_loop_manager_class", rollout.agent_loop_manager_class)):
+        if value is not None:
             raise ValueError(
                 f"rollout.{key} is given, but by placement ray workers of the cluster play the episodes: remove it, or "
                 "set placement to local"
@@ -350,7 +339,6 @@ class TrainConfig(Section):
         budget: Limits of tokens and wall time.
         tasks: The tasks (``tasks.load_tasks``): a source, a section with its keys, or a list of either, which is a mix;
             by default those that the environment names.
-        task_limit: Maximum number of tasks (in a mix each source has its own ``limit``).
         max_prompt_tokens: Drop tasks with longer prompts; their number is printed and logged. Counted are the task's
             own prompt and the environment's tools, not what the environment adds when it resets.
         shuffle: Whether tasks are reshuffled in each epoch.
@@ -376,13 +364,14 @@ class TrainConfig(Section):
         custom: Passed to extensions unread.
     """
 
+    removed_keys: ClassVar[Mapping[str, str]] = {"task_limit": "a source of tasks has its limit: set tasks.limit"}
+
     name: RunName
     runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
     seed: Annotated[int, Field(ge=0)] = 0
     steps: PositiveInt | None = None
     budget: BudgetConfig = BudgetConfig()
     tasks: TasksConfig | None = None
-    task_limit: PositiveInt | None = None
     max_prompt_tokens: PositiveInt | None = None
     shuffle: bool = True
     curriculum: CurriculumConfig | None = None
@@ -425,9 +414,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         check_limits(self.steps, self.budget)
-        passes = max(each.epochs * each.minibatches for each in self.algorithms.values())
+        passes = max(algorithm.epochs * algorithm.minibatches for algorithm in self.algorithms.values())
         check_mode(self.mode, self.overlap, groups=self.batch.groups, passes=passes)
-        check_leftover(self.batch, self.replay, sync=self.mode == "sync")
+        check_over_sample(self.batch, sync=self.mode == "sync")
         return self
 
     @model_validator(mode="after")
@@ -460,16 +449,16 @@ class TrainConfig(Section):
                 f"placement is ray, whose workers do not know the versions of the league {next(iter(self.leagues))}: "
                 "set placement to local"
             )
-        taken: dict[str, str] = {}
+        policy_by_url: dict[str, str] = {}
         for name in self.served:
             inference = self.of_policy(name).inference
             for url in inference.urls:
-                if url in taken:
+                if url in policy_by_url:
                     raise ValueError(
-                        f"inference.url {url} would serve the policies {taken[url]} and {name}, whose weights differ: "
-                        f"give each its own policies.{name}.inference.url"
+                        f"inference.url {url} would serve the policies {policy_by_url[url]} and {name}, whose weights "
+                        f"differ: give each its own policies.{name}.inference.url"
                     )
-                taken[url] = name
+                policy_by_url[url] = name
 
     @property
     def policy(self) -> PolicyConfig:
@@ -503,18 +492,18 @@ class TrainConfig(Section):
     @property
     def greedy_baseline(self) -> bool:
         """Whether a policy's algorithm reads the reward of a greedy rollout."""
-        return any(each.greedy_baseline for each in self.algorithms.values())
+        return any(algorithm.greedy_baseline for algorithm in self.algorithms.values())
 
     def of_policy(self, name: str) -> TrainConfig:
         """Return the configuration of one policy: ``policies`` holds it alone, and its sections are the run's."""
         policy = self.policies[name]
         serving = policy if policy.served_by is None else self.policies[policy.served_by]
-        own = {
+        sections = {
             "algorithm": policy.algorithm or self.algorithm,
             "inference": serving.inference or self.inference,
             "renderer": policy.renderer or self.renderer,
         }
-        return self.model_copy(update={"policies": {name: policy}, **own})
+        return self.model_copy(update={"policies": {name: policy}, **sections})
 
     @property
     def optimizer_steps(self) -> int:

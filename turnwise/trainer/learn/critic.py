@@ -18,7 +18,7 @@ from turnwise.chat.model_dir import check_same_vocabulary
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.batch.value_targets import Floats, TrajectoryValues
-from turnwise.trainer.config.policy import CriticConfig, ModelConfig, PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
@@ -48,11 +48,14 @@ class Critic(ABC):
         total_steps: Expected optimizer steps of the whole run, for the schedule.
     """
 
-    def __init__(self, config: CriticConfig, total_steps: int) -> None:
-        self.shared = config.kind == "shared"
+    def __init__(self, config: PolicyConfig, total_steps: int) -> None:
+        if config.critic is None:
+            raise TrainError("the policy has no critic: give policies.main.critic")
+        self.shared = config.critic.kind == "shared"
         self.steps = 0
         self.total_steps = total_steps
-        self._config = config
+        self._config = config.critic
+        self._optim, self._schedule = config.critic_optim, config.schedule
         self._updates: list[tuple[Stats, float]] = []
 
     @classmethod
@@ -77,17 +80,17 @@ class Critic(ABC):
                 raise TrainError(
                     "policies.main.critic.kind is shared, which needs the engine torch: choose own, or that engine"
                 )
-            made = TorchCritic(learner.policy, critic, total_steps)
+            made = TorchCritic(learner.policy, config, total_steps)
         else:
             path = critic.path or config.model.path
             check_same_vocabulary(directory or path, config.model.path, KEY)
             model = config.model.model_copy(update={"path": path, "lora": None})
             if isinstance(learner, ModelHost):
-                own = config.model_copy(update={"model": model, "optim": critic.optim, "schedule": critic.schedule})
+                own = config.model_copy(update={"model": model, "optim": config.critic_optim})
                 second = learner.second_model(own, total_steps, model_path=directory, values=True)
-                made = EngineCritic(second, critic, total_steps)
+                made = EngineCritic(second, config, total_steps)
             else:
-                made = TorchCritic.load_own(model, critic, total_steps, directory)
+                made = TorchCritic.load_own(model, config, total_steps, directory)
         if directory is not None:
             made.load(directory)
         return made
@@ -151,9 +154,9 @@ class Critic(ABC):
             for name in VALUE_SUMS
         }
         norms = [norm for _, norm in self._updates if math.isfinite(norm)]
-        factor = schedule_factor(max(0, self.steps - 1), self.total_steps, self._config.schedule)
+        factor = schedule_factor(max(0, self.steps - 1), self.total_steps, self._schedule)
         found["critic/grad_norm"] = sum(norms) / max(1, len(norms))
-        found["critic/lr"] = self._config.optim.lr * factor
+        found["critic/lr"] = self._optim.lr * factor
         self._updates = []
         return found
 
@@ -181,7 +184,7 @@ class Critic(ABC):
 class EngineCritic(Critic):
     """A critic with its own model in the processes of the policy's engine, spread over them as the policy is."""
 
-    def __init__(self, learner: Learner, config: CriticConfig, total_steps: int) -> None:
+    def __init__(self, learner: Learner, config: PolicyConfig, total_steps: int) -> None:
         """Wrap the engine's model with a value head (:meth:`turnwise.trainer.learn.learner.ModelHost.second_model`)."""
         super().__init__(config, total_steps)
         self._learner = learner
@@ -221,7 +224,7 @@ class TorchCritic(Critic):
         head: The head.
     """
 
-    def __init__(self, policy: Policy, config: CriticConfig, total_steps: int) -> None:
+    def __init__(self, policy: Policy, config: PolicyConfig, total_steps: int) -> None:
         """Put a head on a model, the policy's own for a shared critic."""
         super().__init__(config, total_steps)
         self.policy = policy
@@ -229,12 +232,12 @@ class TorchCritic(Critic):
         self._bad_steps = 0
         trained: nn.Module = self.head if self.shared else ValueModel(policy.model, self.head)
         self._parameters = [each for each in trained.parameters() if each.requires_grad]
-        self._optimizers = OptimizerSet(trained, config.optim)
+        self._optimizers = OptimizerSet(trained, self._optim)
         if self.shared:
             policy.value_head = self.head
 
     @classmethod
-    def load_own(cls, model: ModelConfig, config: CriticConfig, total_steps: int, directory: Path | None) -> Self:
+    def load_own(cls, model: ModelConfig, config: PolicyConfig, total_steps: int, directory: Path | None) -> Self:
         """Load the model of a separate critic, with the head where one is saved; ``directory`` is a checkpoint's.
 
         Raises:
@@ -302,9 +305,9 @@ class TorchCritic(Critic):
         return Stats(tokens=tokens, means={name: value / max(1, tokens) for name, value in sums.items()})
 
     def _optim_step(self) -> float:
-        factor = schedule_factor(self.steps, self.total_steps, self._config.schedule)
+        factor = schedule_factor(self.steps, self.total_steps, self._schedule)
         self.steps += 1
-        limit = self._config.optim.max_grad_norm
+        limit = self._optim.max_grad_norm
         found = [each for each in self._parameters if each.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(found, math.inf if limit is None else limit))
         if math.isfinite(norm):
@@ -317,7 +320,7 @@ class TorchCritic(Critic):
         if self._bad_steps >= _MOST_BAD_STEPS:
             raise TrainError(
                 f"{self._bad_steps} steps of the critic in a row had no finite gradient (last norm: {norm}); lower "
-                "policies.main.critic.optim.lr, or resume from an earlier checkpoint"
+                "policies.main.critic.lr, or resume from an earlier checkpoint"
             )
         return norm
 

@@ -60,11 +60,6 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
         raise TrainError(
             "policies.main.critic.kind is shared, which the engine fsdp does not shard: choose own, or the engine torch"
         )
-    if config.critic is not None and config.critic.optim.name != "adamw":
-        raise TrainError(
-            f"policies.main.critic.optim.name is {config.critic.optim.name}, which the engine fsdp does not shard: "
-            "choose adamw, or the engine torch"
-        )
     device, threads = _device(config), config.model.threads
     if threads is not None and threads % ranks:
         raise TrainError(

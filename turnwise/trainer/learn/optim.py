@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
 
+_MUON_MOMENTUM = 0.95
+"""Muon's momentum coefficient (Jordan 2024, https://kellerjordan.github.io/posts/muon)."""
+
 
 def schedule_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
     """Return the learning-rate factor of a step, given the steps taken before it.
@@ -77,9 +80,9 @@ class OptimizerSet:
             muon = torch.optim.Muon(
                 list(matrices.values()),
                 lr=config.muon.lr,
-                momentum=config.muon.momentum,
-                weight_decay=config.muon.weight_decay,
-                adjust_lr_fn=config.muon.adjust_lr,
+                momentum=_MUON_MOMENTUM,
+                weight_decay=0.0,
+                adjust_lr_fn="original",
             )
             self.optimizers.append(muon)
             self.names.append(list(matrices))

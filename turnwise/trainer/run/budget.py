@@ -11,9 +11,9 @@ from turnwise.trainer.config.budget import UNKNOWN_STEPS, BudgetConfig
 
 def show_duration(seconds: float) -> str:
     """Return seconds as a configuration has them (``2h30m``), in the two largest units that are not empty."""
-    left, parts = round(seconds), []
+    rest, parts = round(seconds), []
     for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
-        count, left = divmod(left, size)
+        count, rest = divmod(rest, size)
         if count:
             parts.append(f"{count}{unit}")
     return "".join(parts[:2]) or "0s"
@@ -50,7 +50,7 @@ class Budget:
     def nearest(self) -> tuple[str, float]:
         """The limit with the largest spent share, and that share."""
         shares = self.shares()
-        name = max(shares, key=lambda each: shares[each])
+        name = max(shares, key=lambda limit: shares[limit])
         return name, shares[name]
 
     @property
@@ -65,27 +65,27 @@ class Budget:
         Exact if the step limit is the nearest, else the steps so far divided by the spent share of the nearest limit.
         ``under_way`` has, by limit, the share of the current, uncounted step's consumption that is already spent.
         """
-        begun = under_way or {}
+        pending = under_way or {}
         done = self.spent.get("steps", 0.0)
         planned = self.limits.get("steps")
-        others = {name: share for name, share in self.shares().items() if name != "steps" and share}
-        if not others or not done:
+        rates = {name: share for name, share in self.shares().items() if name != "steps" and share}
+        if not rates or not done:
             return UNKNOWN_STEPS if planned is None else round(planned)
-        found = min((done + begun.get(name, 0.0)) / share for name, share in others.items())
-        one_more = bool(begun) or max(others.values()) < 1
+        steps = min((done + pending.get(name, 0.0)) / share for name, share in rates.items())
+        one_more = bool(pending) or max(rates.values()) < 1
         # Not one more for the last bits of a quotient.
-        expected = max(math.ceil(found - 1e-9), round(done) + one_more)
+        expected = max(math.ceil(steps - 1e-9), round(done) + one_more)
         return expected if planned is None else min(expected, round(planned))
 
     def describe(self) -> str:
         """Describe the limits: ``40 steps, 2,000,000 trained tokens``."""
         return ", ".join(_words(name, limit) for name, limit in self.limits.items())
 
-    def why(self, ended: str | None) -> str:
+    def why(self, limit: str | None) -> str:
         """Describe the limit that ended the run, if any."""
-        if ended is None:
+        if limit is None:
             return f"the algorithm ended it, within {self.describe()}"
-        return f"{_words(ended, self.limits[ended])} are spent"
+        return f"{_words(limit, self.limits[limit])} are spent"
 
 
 def _words(name: str, amount: float) -> str:

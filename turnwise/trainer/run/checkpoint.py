@@ -39,50 +39,54 @@ class BestCheckpoints:
     def __init__(self, directory: Path, config: BestConfig) -> None:
         self._directory = directory
         self._config = config
-        self._steps: dict[int, float] | None = None
+        self._value_by_step: dict[int, float] | None = None
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
         """Record the value of a step, or remove an earlier process's value."""
-        known = {**self._known()}
+        values = {**self._values()}
         value = figures.get(self._config.metric)
         if value is None or not math.isfinite(value):
-            known.pop(step, None)
+            values.pop(step, None)
         else:
-            known[step] = value
-        if known == self._known():
+            values[step] = value
+        if values == self._values():
             return
-        record = {"metric": self._config.metric, "steps": {str(each): known[each] for each in sorted(known)}}
+        record = {"metric": self._config.metric, "steps": {str(number): values[number] for number in sorted(values)}}
         draft = self._directory / f".{_FILE}.draft"
         with open(draft, "wb", opener=private_opener) as file:
             file.write(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         draft.rename(self._directory / _FILE)
-        self._steps = known
+        self._value_by_step = values
 
-    def kept(self, steps: Collection[int]) -> list[int]:
-        """Return the checkpointed steps to keep, best first; ties prefer the newest."""
-        known = self._known()
+    def best(self, steps: Collection[int]) -> int | None:
+        """Return the best of the checkpointed steps, or None where none has a figure; ties prefer the newest."""
+        values = self._values()
         sign = 1 if self._config.mode == "max" else -1
-        rated = sorted((step for step in steps if step in known), key=lambda each: (sign * known[each], each))
-        return rated[::-1][: self._config.keep]
+        return max(
+            (step for step in steps if step in values), key=lambda step: (sign * values[step], step), default=None
+        )
 
     def improves(self, figures: Mapping[str, float], steps: Collection[int]) -> bool:
         """Whether a new checkpoint with these figures would be the best."""
         value = figures.get(self._config.metric)
         if value is None or not math.isfinite(value):
             return False
-        best = [self._known()[step] for step in self.kept(steps)[:1]]
-        return not best or (value > best[0] if self._config.mode == "max" else value < best[0])
+        step = self.best(steps)
+        if step is None:
+            return True
+        best = self._values()[step]
+        return value > best if self._config.mode == "max" else value < best
 
     def link(self, steps: Collection[int]) -> None:
         """Atomically point ``best`` to the best checkpoint; remove it if there is none."""
         link = self._directory / BEST
-        best = self.kept(steps)[:1]
-        if not best:
+        best = self.best(steps)
+        if best is None:
             link.unlink(missing_ok=True)
             return
-        target = f"step_{best[0]:06d}"
+        target = f"step_{best:06d}"
         if link.is_symlink() and os.readlink(link) == target:
             return
         draft = self._directory / f".{BEST}.draft"
@@ -90,10 +94,10 @@ class BestCheckpoints:
         draft.symlink_to(target)
         draft.rename(link)
 
-    def _known(self) -> dict[int, float]:
-        if self._steps is None:
-            self._steps = self._read()
-        return self._steps
+    def _values(self) -> dict[int, float]:
+        if self._value_by_step is None:
+            self._value_by_step = self._read()
+        return self._value_by_step
 
     def _read(self) -> dict[int, float]:
         file = self._directory / _FILE
@@ -162,7 +166,7 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, directory: Path, *, keep: int | None = None, best: BestConfig | None = None) -> None:
-        """Open a directory of checkpoints, of which the newest ``keep`` (None: all) and the ``best`` ones are kept.
+        """Open a directory of checkpoints, of which the newest ``keep`` (None: all) and the ``best`` one are kept.
 
         Raises:
             CheckpointError: ``keep`` is below 1.
@@ -283,12 +287,12 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         steps = self.steps()
-        best = [] if self._ratings is None else self._ratings.kept(steps)
+        best = None if self._ratings is None else self._ratings.best(steps)
         if self._ratings is not None:
             self._ratings.link(steps)
         if self.keep is not None:
             for step in steps[: -self.keep]:
-                if step not in best:
+                if step != best:
                     self._remove(step)
 
     def _remove(self, step: int) -> None:

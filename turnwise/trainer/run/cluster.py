@@ -34,8 +34,8 @@ _LOST_STARTS = 20
 def cluster_needs(config: TrainConfig) -> Needs:
     """Return how many processes a run has from its start on."""
     trained = [config.of_policy(name).inference for name in config.served]
-    served = [*trained, *(each.inference for each in config.rollout.frozen.values() if not each.urls)]
-    replicas = sum(each.replicas for each in served if not each.urls)
+    served = [*trained, *(frozen.inference for frozen in config.rollout.frozen.values() if not frozen.urls)]
+    replicas = sum(inference.replicas for inference in served if not inference.urls)
     # A learner that has ranks says how many; that of torch computes in this process.
     ranks = sum(int(chosen_engine(policy).options.get("ranks", 0)) for policy in config.policies.values())
     return Needs(replicas, config.ray.workers.min, ranks)
@@ -46,9 +46,9 @@ def placement_text(config: TrainConfig) -> str:
     needs = cluster_needs(config)
     layout = lay_out(config.ray, needs)
     parts = {"ranks": needs.ranks, "servers": needs.replicas, "rollout workers": needs.workers}
-    said = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
+    text = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
     return (
-        f"ray, {config.ray.layout}: {said} in {len(layout.bundles)} bundles of {amounts(total(layout.bundles))} in all"
+        f"ray, {config.ray.layout}: {text} in {len(layout.bundles)} bundles of {amounts(total(layout.bundles))} in all"
     )
 
 
@@ -64,7 +64,7 @@ async def open_cluster(
     """
     if config.placement == "local":
         return None
-    paths = {f"policies.{name}.model.path": each.model.path.absolute() for name, each in config.policies.items()}
+    paths = {f"policies.{name}.model.path": policy.model.path.absolute() for name, policy in config.policies.items()}
     if directory.parent.is_dir():
         paths["runs"] = directory.parent.absolute()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -124,14 +124,14 @@ class ClusterWorkers:
         await self._frozen.recover(error)
 
     def _policy(self, name: str) -> WorkerPolicy:
-        own = self._config.of_policy(name)
+        config = self._config.of_policy(name)
         shares = any(name in names and len(names) > 1 for names in self._config.served.values())
         return WorkerPolicy(
             name,
-            own.policy.model.path.absolute(),
-            own.renderer,
+            config.policy.model.path.absolute(),
+            config.renderer,
             tuple(replica.url for replica in self._fleets[name].replicas),
-            own.inference,
+            config.inference,
             name if shares else None,
         )
 
@@ -149,7 +149,7 @@ class ClusterWorkers:
         """Start one worker, ready for episodes, on a node that takes it."""
         from turnwise.placement.ray_hosts import RayObject
 
-        for left in reversed(range(_LOST_STARTS)):
+        for attempts in reversed(range(_LOST_STARTS)):
             name = f"worker-{next(self._numbers)}"
             slot = self._cluster.claim("worker")
             actor = self._cluster.actor(RolloutWorker, slot, name, self._spec(config, name))
@@ -159,7 +159,7 @@ class ClusterWorkers:
                 await worker.call("prepare")
             except (InferenceError, PlacementError) as error:
                 await worker.close()
-                if not left:
+                if not attempts:
                     raise
                 if isinstance(error, InferenceError):
                     await self._recover(error)

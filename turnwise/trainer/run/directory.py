@@ -66,12 +66,12 @@ def _kept(config: TrainConfig) -> dict[str, Any]:
     free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
     machine: dict[str, Any] = {
         name: {
-            "engine_options": set(find_engine(each.engine).placement_options),
+            "engine_options": set(find_engine(policy.engine).placement_options),
             "inference": True,
             "served_by": True,
             "weight_transport": True,
         }
-        for name, each in config.policies.items()
+        for name, policy in config.policies.items()
     }
     return config.model_dump(
         mode="json", exclude={**free, "replay": {"memory_mb", "backend", "transfer_queue"}, "policies": machine}
@@ -86,20 +86,20 @@ def changed_keys(file: Path, config: TrainConfig) -> str:
         config: The configuration to resume with.
     """
     try:
-        before, now = _kept(load_config(TrainConfig, file)), _kept(config)
+        saved, now = _kept(load_config(TrainConfig, file)), _kept(config)
     except ConfigError:
         return ""
-    found = list(_differences("", before, now))
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-    return f": {', '.join(found[:_MOST_NAMED])}{more}" if found else ""
+    keys = list(_differences("", saved, now))
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return f": {', '.join(keys[:_MOST_NAMED])}{more}" if keys else ""
 
 
-def _differences(key: str, before: Any, now: Any) -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in (*before, *(each for each in now if each not in before)):
-            yield from _differences(f"{key}.{name}" if key else name, before.get(name), now.get(name))
-    elif before != now:
-        yield f"{key} was {shown(before)} and is {shown(now)}"
+def _differences(key: str, saved: Any, current: Any) -> Iterator[str]:
+    if isinstance(saved, dict) and isinstance(current, dict):
+        for name in (*saved, *(added for added in current if added not in saved)):
+            yield from _differences(f"{key}.{name}" if key else name, saved.get(name), current.get(name))
+    elif saved != current:
+        yield f"{key} was {shown(saved)} and is {shown(current)}"
 
 
 class RunDirectory:
@@ -173,11 +173,11 @@ class RunDirectory:
         except (CheckpointError, TrainError) as error:
             if checkpoint is None:
                 raise
-            whole = store.whole_before(int(checkpoint.name.rpartition("_")[2]))
+            complete = store.whole_before(int(checkpoint.name.rpartition("_")[2]))
             remedy = (
                 "there is no complete one before it: restore the missing files, or start over with --fresh"
-                if whole is None
-                else f"the newest complete one is that of step {whole}: --resume-step {whole} resumes from it "
+                if complete is None
+                else f"the newest complete one is that of step {complete}: --resume-step {complete} resumes from it "
                 "and removes the later ones; or restore the missing files"
             )
             raise CheckpointError(f"{error}; {remedy}") from error
@@ -212,9 +212,9 @@ class RunDirectory:
                     entry.unlink()
         with writing(self.path / "config.yaml"):
             write_private(self.path / "config.yaml", dump_config(config))
-        known = self.read()
-        part = int(known.get("parts", 0))
-        self.note(id=known.get("id") or uuid.uuid4().hex[:12], parts=part + 1, config_digest=digest)
+        notes = self.read()
+        part = int(notes.get("parts", 0))
+        self.note(id=notes.get("id") or uuid.uuid4().hex[:12], parts=part + 1, config_digest=digest)
         return part
 
     def read(self) -> dict[str, Any]:
@@ -240,11 +240,11 @@ class RunDirectory:
 
     def spend(self, wall_s: float, cpu_s: float) -> None:
         """Add the cost of a process to that of earlier ones; killed processes are not counted."""
-        known = self.read()
-        self.note(wall_s=known.get("wall_s", 0.0) + wall_s, cpu_s=known.get("cpu_s", 0.0) + cpu_s)
+        notes = self.read()
+        self.note(wall_s=notes.get("wall_s", 0.0) + wall_s, cpu_s=notes.get("cpu_s", 0.0) + cpu_s)
 
-    def _check(self, what: Path, found: str, config: TrainConfig) -> None:
-        if found != config_digest(config):
+    def _check(self, what: Path, finding: str, config: TrainConfig) -> None:
+        if finding != config_digest(config):
             saved = self.path / "config.yaml"
             raise CheckpointError(
                 f"{what} was trained with another configuration{changed_keys(saved, config)}; resume it with the one "
@@ -346,8 +346,8 @@ async def read_start(
         console.print(report.line, highlight=False, markup=False)
     with home.with_remedy(store, latest):
         policies = {
-            name: LoadedPolicy.load(name, config, each, latest, state.kl_coefs.get(name))
-            for name, each in renderers.items()
+            name: LoadedPolicy.load(name, config, renderer, latest, state.kl_coefs.get(name))
+            for name, renderer in renderers.items()
         }
         if latest is not None:
             restore_rng(state.rng)
@@ -391,20 +391,20 @@ def open_files(
 ) -> RunFiles:
     """Open the files of a run; ``stack`` closes them, and ``console`` gets notices of failed loggers and torn files."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    cut, after = config.batch.max_tokens_per_row, start.state.step
+    cut, resumed_step = config.batch.max_tokens_per_row, start.state.step
     uses = allowed_uses(config.replay, config.replay_facts)
     logged = LoggedRun(
-        config.name, RunDirectory(directory).read()["id"], directory, config.model_dump(mode="json"), after
+        config.name, RunDirectory(directory).read()["id"], directory, config.model_dump(mode="json"), resumed_step
     )
     files = RunFiles(
-        Journal.open(directory, part=part, after_step=after, max_uses=uses, say=say),
-        BatchWriter(directory / "batches.jsonl", part=part, after_step=after, max_tokens=cut),
+        Journal.open(directory, part=part, after_step=resumed_step, max_uses=uses, say=say),
+        BatchWriter(directory / "batches.jsonl", part=part, after_step=resumed_step, max_tokens=cut),
         RunLog.open(logged, config.loggers, console, part=part),
-        Diagnostics(directory, {name: (each.config, each.renderer) for name, each in start.policies.items()}),
+        Diagnostics(directory, {name: (policy.config, policy.renderer) for name, policy in start.policies.items()}),
         Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
     )
-    for each in (files.journal, files.batches, files.metrics, files.diagnostics, files.timeline):
-        stack.callback(each.close)
+    for file in (files.journal, files.batches, files.metrics, files.diagnostics, files.timeline):
+        stack.callback(file.close)
     return files
 
 
@@ -422,8 +422,8 @@ def at_exit(stack: contextlib.AsyncExitStack, act: Callable[[], object]) -> None
             if isinstance(error, (CheckpointError, DiskError)):
                 return
             if isinstance(error, Exception):
-                said = f"the run ended with {type(error).__name__}: {error}; besides, {refused}"
-                raise type(refused)(said) from error
+                message = f"the run ended with {type(error).__name__}: {error}; besides, {refused}"
+                raise type(refused)(message) from error
             raise
 
     stack.push(leave)

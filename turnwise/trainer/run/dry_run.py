@@ -289,7 +289,6 @@ class _Checker:
             task_source(config.tasks, config.rollout, "tasks"),
             seed=config.seed,
             shuffle=config.shuffle,
-            limit=config.task_limit,
             keep=await self._limit(config.max_prompt_tokens),
             curriculum=config.curriculum,
         )

@@ -87,7 +87,6 @@ async def open_tasks(
         task_source(config.tasks, config.rollout, "tasks"),
         seed=config.seed,
         shuffle=config.shuffle,
-        limit=config.task_limit,
         keep=await PromptLimit.create(config.max_prompt_tokens, renderer, config.rollout),
         state=(state.tasks or {"epoch": state.epoch, "position": state.position}) if state.step else None,
         curriculum=config.curriculum,
@@ -202,9 +201,10 @@ class TaskScheduler:
             await self._manager.cancel(set(self.outstanding))
 
     async def settle(self, step: int) -> dict[str, float]:
-        """Carry or cancel the groups that a step did not wait for, as ``batch.leftover`` says; return metrics.
+        """Carry or cancel the groups that a step did not wait for; return metrics.
 
-        Groups of the caller's tasks, and those too stale for the next step, are cancelled in either case. Metrics are
+        They are carried where ``replay`` allows groups of older weights. Groups of the caller's tasks, and those too
+        stale for the next step, are cancelled in either case. Metrics are
         ``straggler/carried`` and ``straggler/cancelled`` (groups), and since the last call
         ``rollout/cancelled_episodes`` and ``rollout/wasted_tokens`` (of cancelled or dropped groups), without zeros.
 
@@ -219,8 +219,7 @@ class TaskScheduler:
             bound = allowed_staleness(self._config.replay, sync=sync)
             asked = self.outstanding.items()
             late = {key for key, each in asked if each.given or (bound is not None and step - each.version > bound)}
-            cancels = batch.leftover == "cancel" or (batch.leftover is None and bound == 0)
-            ended = await self._manager.cancel(set(self.outstanding) if cancels else late)
+            ended = await self._manager.cancel(set(self.outstanding) if bound == 0 else late)
             # Elsewhere what has finished may have been begun later than it was asked for: the strategy looks at it.
             gone = ended | late if sync else ended
             self._buffer.discard(gone, SURPLUS)

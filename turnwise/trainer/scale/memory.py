@@ -10,7 +10,7 @@ from typing import Any, Final
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import served_dtype
 from turnwise.inference.vllm import kv_bytes
-from turnwise.trainer.config.policy import CriticConfig, ModelConfig, OptimConfig, PolicyConfig
+from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.scale.shape import ModelShape
 
@@ -173,18 +173,18 @@ def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: S
     memory.add("logits", loss_bytes(shape, slice_))
 
 
-def add_critic(memory: Memory, shape: ModelShape, critic: CriticConfig, sharded: Sharded) -> None:
+def add_critic(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: Sharded) -> None:
     """Add a separate critic: weights, gradients and optimizer state, over the ranks like the policy.
 
     A shared critic is a head on the policy's model, of ``hidden + 1`` numbers.
     """
-    if critic.kind == "shared":
+    if policy.critic is not None and policy.critic.kind == "shared":
         memory.add("critic", (8 + 8) * (shape.hidden + 1))
         return
     # The output matrix is loaded and not trained.
     frozen = 0 if shape.tied else shape.hidden * shape.vocabulary
     trained = shape.parameters - frozen
-    state = optimizer_bytes(shape, critic.optim) - 8 * frozen
+    state = optimizer_bytes(shape, policy.optim) - 8 * frozen
     if not sharded.away:
         memory.add("critic", (4 * shape.parameters + 4 * trained + state) / sharded.ranks)
 
@@ -212,7 +212,7 @@ def trainer_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | 
     add_trained(memory, shape, policy, sharded)
     add_step(memory, shape, policy, sharded, config.batch.max_tokens_per_micro_batch)
     if policy.critic is not None:
-        add_critic(memory, critic or shape, policy.critic, sharded)
+        add_critic(memory, critic or shape, policy, sharded)
     memory.add("reference", reference_bytes(shape, config, sharded))
     return memory
 
