@@ -157,8 +157,8 @@ async def test_an_engine_of_one_policy_is_named_before_a_server_starts(lookup_mo
         await train(config, console=silent())
     assert not (tmp_path / "run" / "logs").exists()
     [found] = [each for each in (await dry_run(config)).checks if each.name == "inference"]
-    assert (found.outcome, "serves one policy" in found.found) == ("failed", True)
+    assert (found.outcome, "serves one policy" in found.finding) == ("failed", True)
     [found] = [
         each for each in (await dry_run(two_adapters(lookup_model, tmp_path))).checks if each.name == "inference"
     ]
-    assert found.found.startswith("solver, critic_agent: builtin, 1 server")
+    assert found.finding.startswith("solver, critic_agent: builtin, 1 server")

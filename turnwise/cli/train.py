@@ -161,7 +161,7 @@ def _dry_run(config: TrainConfig, fresh: bool, cluster: ClusterConfig | None) ->
     console = Console(soft_wrap=True, highlight=False)
     for check in found.checks:
         mark, style = {"ok": ("✓", ""), "failed": ("✗", "red"), "not run": ("-", "dim")}[check.outcome]
-        console.print(Text(f"{mark} {check.name}: {check.found}", style=style))
+        console.print(Text(f"{mark} {check.name}: {check.finding}", style=style))
     console.print()
     for line in found.plan:
         console.print(Text(line))

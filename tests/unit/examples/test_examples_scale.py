@@ -59,7 +59,7 @@ async def test_a_dry_run_for_the_cluster_passes(models: Path, tmp_path: Path, la
     cluster = load_config(PlanConfig, HERE / "clusters" / f"h100x{LAYOUTS[layout]}.yaml").cluster
     report = await dry_run(config, cluster=cluster)
     assert [check for check in report.checks if check.outcome != "ok"] == []
-    memory = next(check.found for check in report.checks if check.name == "memory")
+    memory = next(check.finding for check in report.checks if check.name == "memory")
     assert "72.0 GB of each are usable" in memory
     plan = Plan(config, cluster)
     assert plan.separate == layout.endswith("separate.yaml")

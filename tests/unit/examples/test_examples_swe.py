@@ -27,7 +27,7 @@ async def test_a_run_on_the_shipped_rows_can_start(tmp_path: Path) -> None:
     assert (config.rollout.sandbox.name, config.rollout.sandbox.config) == ("local", {})
     found = await dry_run(config)
     assert [check for check in found.checks if check.outcome != "ok"] == []
-    episodes = next(check.found for check in found.checks if check.name == "episodes")
+    episodes = next(check.finding for check in found.checks if check.name == "episodes")
     assert "the model may call" in episodes
     assert "shell" in episodes
     assert "100 steps of 4 tasks x 8 episodes" in "\n".join(found.plan)

@@ -85,7 +85,7 @@ def test_going_back_removes_what_came_after(tmp_path: Path) -> None:
     assert store.whole_before(3) == 2
     (tmp_path / "step_000002" / "sub" / "part").unlink()
     assert (store.whole_before(3), store.whole_before(1)) == (1, None)
-    store.tidy(after=1)
+    store.tidy(last_step=1)
     assert [each.name for each in tmp_path.iterdir()] == ["step_000001"]
 
 

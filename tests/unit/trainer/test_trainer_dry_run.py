@@ -64,7 +64,7 @@ def config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
 
 
 def by_name(found: DryRun) -> dict[str, str]:
-    return {check.name: f"{check.outcome}: {check.found}" for check in found.checks}
+    return {check.name: f"{check.outcome}: {check.finding}" for check in found.checks}
 
 
 async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ async def test_messages_with_calls_survive() -> None:
 async def test_the_callers_tasks_are_in_no_checkpoint_and_are_not_replaced() -> None:
     own, asked, buffer, _ = make_scheduler(Picky("t2"))
     requests = [RolloutRequest(task, 0, 4, tag="step1.1") for task in TASKS[:3]]
-    own.issue(requests, given=True)
+    own.issue(requests, by_caller=True)
     assert own.state() == []
     for number in range(3):
         await buffer.put(asked.group(number))

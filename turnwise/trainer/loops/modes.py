@@ -25,7 +25,7 @@ from typing import Final, Self
 from turnwise.errors import DiskError, TrainError
 from turnwise.trainer.config.train import Mode
 from turnwise.trainer.loops.steps import (
-    Learned,
+    TrainedBatch,
     TrainThread,
     finish_step,
     learn,
@@ -76,7 +76,7 @@ async def train_colocate_async(run: TrainRun) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class StepProgress:
     """How much of the current step is trained.
 
     Attributes:
@@ -99,19 +99,19 @@ class Trained:
         return cls(step, groups, run.batches.records, run.budget.spent.get("sampled_tokens", 0.0))
 
 
-def requeue_untrained(run: TrainRun, trained: Trained) -> None:
+def requeue_untrained(run: TrainRun, progress: StepProgress) -> None:
     """Return the groups that a step received and did not train to the queue.
 
     Raises:
         DiskError: The disk refuses; nothing may be saved then.
     """
-    kept, keys = run.journal.given[: trained.groups], run.journal.given[trained.groups :]
+    trained_keys, keys = run.journal.given[: progress.groups], run.journal.given[progress.groups :]
     if keys:
-        run.journal.take(trained.step, keys, back=True)
-    run.batches.undo(trained.step, run.batches.records - trained.records)
-    # A stored group that an earlier part of the step trained is on its way no more.
-    run.scheduler.take_back(set(keys).difference(kept))
-    run.budget.spend(sampled_tokens=trained.sampled_tokens - run.budget.spent.get("sampled_tokens", 0.0))
+        run.journal.take(progress.step, keys, back=True)
+    run.batches.undo(progress.step, run.batches.records - progress.records)
+    # A stored group that an earlier part of the step trained is no longer in flight.
+    run.scheduler.take_back(set(keys).difference(trained_keys))
+    run.budget.spend(sampled_tokens=progress.sampled_tokens - run.budget.spent.get("sampled_tokens", 0.0))
 
 
 async def train_separate_async(run: TrainRun) -> None:
@@ -128,26 +128,26 @@ async def train_separate_async(run: TrainRun) -> None:
             await finish_step(run)
 
 
-async def _stream(run: TrainRun, train_thread: TrainThread) -> list[Learned]:
+async def _stream(run: TrainRun, train_thread: TrainThread) -> list[TrainedBatch]:
     """Train a batch part by part.
 
     An interrupt between two parts, or an error before the next one changed any weights, ends the step early with the
     trained parts; the untrained groups are requeued. A step whose weights an error left half updated is discarded.
     """
-    step, learned, taken = run.state.step + 1, list[Learned](), 0
-    trained = Trained.now(run)
+    step, learned, received = run.state.step + 1, list[TrainedBatch](), 0
+    progress = StepProgress.now(run)
     sizes = split_evenly(run.config.batch.groups, run.config.overlap.stream)
     try:
         for size in sizes:
-            request_ahead(run, step, taken)
-            batch = await wait_for(run, size, settles=taken + size == run.config.batch.groups)
-            taken += size
-            request_ahead(run, *((step, taken) if taken < run.config.batch.groups else (step + 1, 0)))
+            request_ahead(run, step, received)
+            batch = await wait_for(run, size, settles=received + size == run.config.batch.groups)
+            received += size
+            request_ahead(run, *((step, received) if received < run.config.batch.groups else (step + 1, 0)))
             learned.append(await learn(run, batch, train_thread, part=len(sizes) > 1))
-            trained = Trained.now(run)
+            progress = StepProgress.now(run)
     except BaseException:  # also a cancellation: what was learned is kept
         if _any_updated(learned) and not run.torn:
-            _end_partial_step(run, learned, trained)
+            _end_partial_step(run, learned, progress)
         raise
     if not _any_updated(learned):
         raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
@@ -155,10 +155,10 @@ async def _stream(run: TrainRun, train_thread: TrainThread) -> list[Learned]:
     return learned
 
 
-def _end_partial_step(run: TrainRun, learned: list[Learned], trained: Trained) -> None:
+def _end_partial_step(run: TrainRun, learned: list[TrainedBatch], progress: StepProgress) -> None:
     """Count a step that ends with its trained parts; on a disk error it is discarded."""
     try:
-        requeue_untrained(run, trained)
+        requeue_untrained(run, progress)
         run.advance()
         run.log(step_record(run, learned, time.monotonic()))
     except DiskError:
@@ -166,8 +166,8 @@ def _end_partial_step(run: TrainRun, learned: list[Learned], trained: Trained) -
         run.torn = True
 
 
-def _any_updated(learned: list[Learned]) -> bool:
-    return any(each.metrics["batch/trajectories"] for each in learned)
+def _any_updated(learned: list[TrainedBatch]) -> bool:
+    return any(part.metrics["batch/trajectories"] for part in learned)
 
 
 LOOPS: Final[Mapping[Mode, Callable[[TrainRun], Awaitable[None]]]] = {

@@ -97,13 +97,13 @@ _SUMMED = ("replay/wait_s", "replay/failed", "replay/reissued", "replay/reused",
 
 
 async def sample_groups(
-    run: TrainRun, wanted: int, *, refill: bool = True, settles: bool = True
+    run: TrainRun, size: int, *, refill: bool = True, settles: bool = True
 ) -> tuple[list[TrajectoryGroup], dict[str, float]]:
     """Wait for the groups of the next train step, replacing those that the strategy or hooks drop.
 
     Args:
         run: The run.
-        wanted: Number of groups.
+        size: Number of groups.
         refill: Whether groups dropped by hooks are replaced by those of the next tasks.
         settles: Whether the step needs no further groups, so that leftovers are carried or cancelled.
 
@@ -115,21 +115,23 @@ async def sample_groups(
         InferenceError: A server died more often than ``inference.max_restarts``.
     """
     step = run.state.step + 1
-    # Only a function of the user's may want to read what was said.
-    said = bool(run.config.hooks) or any(each.credit.custom for each in run.config.algorithms.values())
-    fields = ("tokens", "rewards", "metrics", *(("messages",) if said else ()))
+    # Only hooks and custom credit read messages.
+    reads_messages = bool(run.config.hooks) or any(
+        algorithm.credit.custom for algorithm in run.config.algorithms.values()
+    )
+    fields = ("tokens", "rewards", "metrics", *(("messages",) if reads_messages else ()))
     await run.hooks.step_begin()
     groups: list[TrajectoryGroup] = []
     metrics: dict[str, float] = {}
-    missing, refills = wanted, 0
+    missing, refills = size, 0
     while missing:
         await run.hooks.sample_begin()
-        ref, found = await run.buffer.sample(step, "train", missing)
+        ref, wait_metrics = await run.buffer.sample(step, "train", missing)
         # A batch that the buffer returned is trained, even if the run is interrupted from here on.
         fetched = await uninterrupted(run.buffer.fetch(ref, fields))
         await uninterrupted(run.buffer.release(ref))
         run.scheduler.done(ref, fetched)
-        for name, value in found.items():
+        for name, value in wait_metrics.items():
             metrics[name] = value + (metrics.get(name, 0.0) if name.startswith(_SUMMED) else 0.0)
         run.hooks.timing_raw["rollout_s"] = metrics["replay/wait_s"]
         groups = await run.hooks.sample_end([*groups, *fetched])
@@ -141,11 +143,11 @@ async def sample_groups(
         metrics |= await uninterrupted(run.scheduler.settle(step))
     if not groups:
         raise TrainError(
-            f"step {step}: the hooks dropped every group of {wanted}, after {refills - 1} refills: a step needs at "
+            f"step {step}: the hooks dropped every group of {size}, after {refills - 1} refills: a step needs at "
             "least one; keep some, or raise max_refills"
         )
-    if len(groups) < wanted:
-        metrics["replay/short"] = float(wanted - len(groups))
+    if len(groups) < size:
+        metrics["replay/short"] = float(size - len(groups))
     for why, count in run.hooks.dropped.items():
         name = f"replay/dropped/{why.replace('/', '_')}"
         metrics[name] = metrics.get(name, 0.0) + count
@@ -179,8 +181,8 @@ _OF_TOKENS = ("train/", "gap/", "lag/", "critic/", "correction/", "kl/", "distil
 
 def split_evenly(groups: int, parts: int) -> list[int]:
     """Return the number of groups of each part of a batch, larger parts first."""
-    whole, over = divmod(groups, parts)
-    return [whole + (number < over) for number in range(parts)]
+    quotient, remainder = divmod(groups, parts)
+    return [quotient + (number < remainder) for number in range(parts)]
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]], *, first: tuple[str, ...] = ("gap/",)) -> dict[str, float]:
@@ -191,48 +193,53 @@ def merge_metrics(parts: Sequence[Mapping[str, float]], *, first: tuple[str, ...
     """
     if len(parts) == 1:
         return dict(parts[0])
-    found: dict[str, float] = {}
+    merged: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         policy, bare = split_policy(name)
         having = [part for part in parts if name in part]
         values = [part[name] for part in having]
         if bare.startswith(first):
             # Later parts are trained by other weights than those that the step began with.
-            found[name] = values[0]
+            merged[name] = values[0]
         elif bare.startswith(_SUMS) or bare in _SUMS_TOO:
-            found[name] = sum(values)
+            merged[name] = sum(values)
         elif bare.endswith(_MAXIMA):
-            found[name] = max(values)
+            merged[name] = max(values)
         elif bare.startswith(_LAST):
-            found[name] = values[-1]
+            merged[name] = values[-1]
         else:
             by = policy + ("batch/trained_tokens" if bare.startswith(_OF_TOKENS) else "batch/trajectories")
             weights = [part.get(by, 0.0) for part in having]
             total = sum(weights)
             pairs = zip(values, weights, strict=True)
-            found[name] = sum(value * weight for value, weight in pairs) / total if total else values[-1]
-    return found
+            merged[name] = sum(value * weight for value, weight in pairs) / total if total else values[-1]
+    return merged
 
 
-def policy_metrics(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def policy_metrics(metrics_by_policy: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of a step from those of its policies: merged, and of several each under ``policy/NAME/``.
 
     A learning rate or coefficient belongs to one policy, and is not merged.
     """
-    if len(found) == 1:
-        return dict(next(iter(found.values())))
-    shared = [{key: value for key, value in each.items() if not key.startswith(_LAST)} for each in found.values()]
-    own = {f"policy/{name}/{key}": value for name, each in found.items() for key, value in each.items()}
-    return merge_metrics(shared, first=()) | own
+    if len(metrics_by_policy) == 1:
+        return dict(next(iter(metrics_by_policy.values())))
+    shared = [
+        {key: value for key, value in metrics.items() if not key.startswith(_LAST)}
+        for metrics in metrics_by_policy.values()
+    ]
+    prefixed = {
+        f"policy/{name}/{key}": value for name, metrics in metrics_by_policy.items() for key, value in metrics.items()
+    }
+    return merge_metrics(shared, first=()) | prefixed
 
 
 def staleness_metrics(rows: Sequence[TrainRow], step: int) -> dict[str, float]:
     """Return mean and maximum staleness of the rows, in weight versions; a step starts at version ``step - 1``."""
     versions = [row.sample.weight_versions[row.sample.loss_mask] for row in rows]
-    if not any(len(each) for each in versions):
+    if not any(len(policy_versions) for policy_versions in versions):
         return {}
-    found = step - 1 - np.concatenate(versions)
-    return {"lag/mean": float(found.mean()), "lag/max": float(found.max())}
+    staleness = step - 1 - np.concatenate(versions)
+    return {"lag/mean": float(staleness.mean()), "lag/max": float(staleness.max())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +260,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class TrainedBatch:
     """A trained batch, or part of one.
 
     Attributes:
@@ -271,11 +278,11 @@ class Learned:
     overlap: float
 
 
-def request_ahead(run: TrainRun, step: int, taken: int = 0) -> None:
-    """Request as many groups as the staleness bound allows; ``taken`` ones of the batch of ``step`` have finished."""
+def request_ahead(run: TrainRun, step: int, received: int = 0) -> None:
+    """Request as many groups as the staleness bound allows; ``received`` ones of ``step`` have finished."""
     admission = make_admission(run.config.replay, run.config.replay_facts)
     outstanding = len(run.scheduler.outstanding)
-    room = admission.room(outstanding=outstanding, version=run.state.weight_version, step=step, taken=taken)
+    room = admission.room(outstanding=outstanding, version=run.state.weight_version, step=step, taken=received)
     run.scheduler.top_up(outstanding + room)
 
 
@@ -294,7 +301,7 @@ async def roll_out(
     if requests is None:
         run.scheduler.ask(group_size=group_size)
         return await wait_for(run, run.config.batch.groups)
-    run.scheduler.issue(requests, given=True)
+    run.scheduler.issue(requests, by_caller=True)
     return await wait_for(run, len(requests), refill=False)
 
 
@@ -307,17 +314,17 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: 
     started, step = time.monotonic(), run.state.step + 1
     run.display.status(f"step {step}: rolling out")
     with run.timeline.span(WAIT, step):
-        taken, metrics = await sample_groups(run, groups, refill=refill, settles=settles)
-    rolled_out = (each for group in taken for each in (*group.trajectories, *group.baselines))
-    mine = [each for each in rolled_out if not each.frozen]
-    run.budget.spend(sampled_tokens=sum(each.sampled_tokens for each in mine))
-    return Batch(taken, metrics, started, time.monotonic())
+        received, metrics = await sample_groups(run, groups, refill=refill, settles=settles)
+    rolled_out = (trajectory for group in received for trajectory in (*group.trajectories, *group.baselines))
+    sampled = [trajectory for trajectory in rolled_out if not trajectory.frozen]
+    run.budget.spend(sampled_tokens=sum(trajectory.sampled_tokens for trajectory in sampled))
+    return Batch(received, metrics, started, time.monotonic())
 
 
-async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bool = False) -> Learned:
+async def learn(run: TrainRun, batch: Batch, runner: Runner = inline, *, part: bool = False) -> TrainedBatch:
     """Train each policy on its trajectories of a batch: advantages and rows, then updates.
 
-    The run's step counter does not advance. ``place`` runs the blocking half; one ``part`` of a step's batch may have
+    The run's step counter does not advance. ``runner`` runs the blocking half; one ``part`` of a step's batch may have
     nothing to train, and so may one of several policies.
 
     Raises:
@@ -327,24 +334,24 @@ async def learn(run: TrainRun, batch: Batch, place: Runner = inline, *, part: bo
     run.display.status(f"step {step}: updating")
     overlap = run.timeline.overlap
     with run.timeline.span(UPDATE, step):
-        experiences = {name: await _prepare_experience(policy, batch, place) for name, policy in run.policies.items()}
+        experiences = {name: await _prepare_experience(policy, batch, runner) for name, policy in run.policies.items()}
         by_policy = {name: experience.metrics for name, experience in experiences.items()}
         trained = {name: experience for name, experience in experiences.items() if experience.has_trajectories}
         if not trained:
             if part:
-                return Learned(batch, batch.metrics | policy_metrics(by_policy), {}, time.monotonic(), 0.0)
+                return TrainedBatch(batch, batch.metrics | policy_metrics(by_policy), {}, time.monotonic(), 0.0)
             raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
         with run.updating() as changing:
             # All policies or none: an interrupt between two would leave weights of no step.
-            updates = await uninterrupted(_train_all(run, trained, place, changing))
+            updates = await uninterrupted(_train_all(run, trained, runner, changing))
     metrics = batch.metrics | policy_metrics(by_policy | {name: figures for name, (figures, _) in updates.items()})
     gaps = {name: gaps for name, (_, gaps) in updates.items()}
-    return Learned(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
+    return TrainedBatch(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
 
 
-async def _prepare_experience(policy: TrainedPolicy, batch: Batch, place: Runner) -> Experience:
+async def _prepare_experience(policy: TrainedPolicy, batch: Batch, runner: Runner) -> Experience:
     """Return the rows that one policy learns from, with advantages."""
-    experience = await place(lambda: _compute_experience(policy, batch))
+    experience = await runner(lambda: _compute_experience(policy, batch))
     distill = policy.config.algorithm.distill
     if policy.teacher is not None and distill is not None and experience.rows:
         scores = await uninterrupted(policy.teacher.score([row.sample for row in experience.rows]))
@@ -369,18 +376,18 @@ def _compute_experience(policy: TrainedPolicy, batch: Batch) -> Experience:
 
 
 async def _train_all(
-    run: TrainRun, experiences: Mapping[str, Experience], place: Runner, changing: Callable[[], object]
+    run: TrainRun, experiences: Mapping[str, Experience], runner: Runner, changing: Callable[[], object]
 ) -> dict[str, tuple[dict[str, float], Gaps]]:
     """Update the policies that have trajectories, in order; return metrics and gaps of each."""
-    return {name: await _train(run, name, experience, place, changing) for name, experience in experiences.items()}
+    return {name: await _train(run, name, experience, runner, changing) for name, experience in experiences.items()}
 
 
 async def _train(
-    run: TrainRun, name: str, experience: Experience, place: Runner, changing: Callable[[], object]
+    run: TrainRun, name: str, experience: Experience, runner: Runner, changing: Callable[[], object]
 ) -> tuple[dict[str, float], Gaps]:
     """Update one policy; return the metrics of its step, and its gaps."""
     watch = GapWatch()
-    metrics = await place(lambda: _update(run, run.policies[name], experience, watch, changing))
+    metrics = await runner(lambda: _update(run, run.policies[name], experience, watch, changing))
     run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
     gaps = watch.found()
     lag = staleness_metrics(experience.rows, run.state.step + 1)
@@ -412,7 +419,7 @@ def _update(
     return metrics
 
 
-async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = False) -> dict[str, float]:
+async def publish(run: TrainRun, parts: Sequence[TrainedBatch], *, still: bool = False) -> dict[str, float]:
     """Send the weights of the current step to the servers, and log its metrics.
 
     With ``still``, the servers abort running requests and wait for the weights; clients resume under the new ones.
@@ -430,7 +437,7 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
         raise
     synced = time.monotonic()
     metrics = step_record(run, parts, synced) | sent | {"time/sync_s": synced - began} | await run.memory()
-    groups = [group for each in parts for group in each.batch.groups]
+    groups = [group for part in parts for group in part.batch.groups]
     try:
         metrics = await run.hooks.step_end(metrics, groups)
     finally:
@@ -439,24 +446,24 @@ async def publish(run: TrainRun, parts: Sequence[Learned], *, still: bool = Fals
     return metrics
 
 
-def step_record(run: TrainRun, parts: Sequence[Learned], until: float) -> dict[str, float]:
+def step_record(run: TrainRun, parts: Sequence[TrainedBatch], until: float) -> dict[str, float]:
     """Return the metrics of a step that ended at ``until`` (``time.monotonic``).
 
     At least one of its parts has a trajectory.
     """
-    metrics = merge_metrics([each.metrics for each in parts]) | run.tasks.metrics()
+    metrics = merge_metrics([part.metrics for part in parts]) | run.tasks.metrics()
     return metrics | _times(run.config.mode, parts, until, metrics)
 
 
-def _times(mode: Mode, parts: Sequence[Learned], synced: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    waited = sum(each.batch.sampled - each.batch.started for each in parts)
-    whole = synced - parts[0].batch.started
+def _times(mode: Mode, parts: Sequence[TrainedBatch], synced: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    waited = sum(part.batch.sampled - part.batch.started for part in parts)
+    total = synced - parts[0].batch.started
     tokens = metrics["rollout/sampled_tokens"] * metrics["batch/trajectories"]
-    times = {"time/update_s": sum(each.updated - each.batch.sampled for each in parts), "time/step_s": whole}
+    times = {"time/update_s": sum(part.updated - part.batch.sampled for part in parts), "time/step_s": total}
     if mode == "sync":
         return times | {"time/rollout_s": waited, "time/sampled_tokens_per_s": tokens / waited}
-    overlap = sum(each.overlap for each in parts)
-    return times | {"time/wait_s": waited, "time/overlap_s": overlap, "time/sampled_tokens_per_s": tokens / whole}
+    overlap = sum(part.overlap for part in parts)
+    return times | {"time/wait_s": waited, "time/overlap_s": overlap, "time/sampled_tokens_per_s": tokens / total}
 
 
 async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
@@ -473,10 +480,10 @@ async def train_on(run: TrainRun, batch: Batch) -> dict[str, float]:
 
 async def finish_step(run: TrainRun) -> None:
     """Evaluate and write a checkpoint where they are due, and a checkpoint after the last step."""
-    config, step, ended = run.config, run.state.step, run.ended
-    if config.eval and config.eval.every and step % config.eval.every == 0 and not ended:
+    config, step, limit = run.config, run.state.step, run.ended
+    if config.eval and config.eval.every and step % config.eval.every == 0 and not limit:
         await run.evaluate(f"step-{step}")
     # Weights that an evaluation found to be the best so far are kept, whatever the step.
-    best = run.store.improves({name: value for name, value in run.found.items() if name.startswith("eval/")})
-    if step % config.checkpoint.every == 0 or best or ended:
+    best = run.store.improves({name: value for name, value in run.figures.items() if name.startswith("eval/")})
+    if step % config.checkpoint.every == 0 or best or limit:
         run.save()

@@ -122,21 +122,21 @@ def _weights_on_disk(run: Path, config: dict[str, Any]) -> dict[_Version, _Weigh
         if model is None or not (Path(model) / "config.json").is_file():
             return {}
         return {(MAIN, 0): _Weights(Path(model), serves_float32(Path(model), dtype))}
-    found: dict[_Version, _Weights] = {}
+    weights: dict[_Version, _Weights] = {}
     for name, policy in config["policies"].items():
         serving = config["policies"].get(policy.get("served_by"), policy)
-        own = (serving.get("inference") or {}).get("dtype", dtype)
-        found |= dict(_versions_of(run, name, policy["model"], own, config["policies"]))
+        served_dtype = (serving.get("inference") or {}).get("dtype", dtype)
+        weights |= dict(_versions_of(run, name, policy["model"], served_dtype, config["policies"]))
     for name, frozen in (config.get("rollout", {}).get("frozen") or {}).items():
         if league := frozen.get("league"):
             model = config["policies"][league["of"]]["model"]
             exact = serves_float32(Path(model["path"]), (frozen.get("inference") or {}).get("dtype", "auto"))
             first = _first_model(model)
             if first is not None and (Path(first) / "config.json").is_file():
-                found[name, 0] = _Weights(Path(first), exact)
+                weights[name, 0] = _Weights(Path(first), exact)
             for folder in sorted((run / "league" / name).glob("step_*")):
-                found[name, int(folder.name.removeprefix("step_"))] = _Weights(folder, exact)
-    return found
+                weights[name, int(folder.name.removeprefix("step_"))] = _Weights(folder, exact)
+    return weights
 
 
 def _versions_of(
@@ -176,32 +176,32 @@ def _turns(
     run: Path, weights: dict[_Version, _Weights], temperature: float, at_most: int
 ) -> tuple[dict[_Version, list[_Turn]], Counter[str]]:
     """Sample turns by version (a reservoir with a fixed seed); count the ids that cannot be checked, by the reason."""
-    chosen: dict[_Version, list[_Turn]] = {}
+    turns_by_version: dict[_Version, list[_Turn]] = {}
     seen: dict[_Version, int] = {}
-    known = {policy for policy, _ in weights}
+    policies = {policy for policy, _ in weights}
     unchecked: Counter[str] = Counter()
     draw = random.Random(0)
     starts = read_batches(run / BATCHES).starts if (run / BATCHES).is_file() else ()
     for trajectory in read_trajectories(run / TRAJECTORIES):
-        if trajectory.frozen and trajectory.policy not in known:
+        if trajectory.frozen and trajectory.policy not in policies:
             # Its servers count their own versions, and the run does not keep their weights.
             unchecked[_OTHERS] += 0 if trajectory.recorded == "text" else trajectory.sampled_tokens
             continue
         divisor = _temperature(trajectory, temperature)
-        last = _last_version(trajectory, starts)
+        newest = _last_version(trajectory, starts)
         for segment in trajectory.segments:
             for span in segment.weight_versions:
                 version = trajectory.policy, span[0]
-                reason = _GONE if version not in weights else _KILLED if span[0] > last else _UNKNOWN_TEMPERATURE
+                reason = _GONE if version not in weights else _KILLED if span[0] > newest else _UNKNOWN_TEMPERATURE
                 if reason is not _UNKNOWN_TEMPERATURE or divisor is None:
                     unchecked[reason] += span[2] - span[1]
                     continue
-                kept = chosen.setdefault(version, [])
+                turns = turns_by_version.setdefault(version, [])
                 seen[version] = seen.get(version, 0) + 1
-                place = len(kept) if len(kept) < at_most else draw.randrange(seen[version])
-                if place < at_most:
-                    kept[place : place + 1] = [_turn(trajectory, segment, span, divisor)]
-    return chosen, unchecked
+                slot = len(turns) if len(turns) < at_most else draw.randrange(seen[version])
+                if slot < at_most:
+                    turns[slot : slot + 1] = [_turn(trajectory, segment, span, divisor)]
+    return turns_by_version, unchecked
 
 
 def _temperature(trajectory: Trajectory, configured: float) -> float | None:
@@ -223,12 +223,12 @@ def _last_version(trajectory: Trajectory, starts: Sequence[tuple[int, int]]) -> 
     number = trajectory.id.partition("-")[0]
     if not number.isdigit():
         return math.inf
-    return min((after for part, after in starts if part > int(number)), default=math.inf)
+    return min((step for part, step in starts if part > int(number)), default=math.inf)
 
 
 def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperature: float) -> _Turn:
     path = trajectory.path(segment.parent)
-    token_ids = np.concatenate([*(each.token_ids for each in path), segment.token_ids])
+    token_ids = np.concatenate([*(ancestor.token_ids for ancestor in path), segment.token_ids])
     start = len(token_ids) - len(segment.token_ids)
     mask = np.zeros(len(token_ids), np.bool_)
     mask[start + span[1] : start + span[2]] = True
@@ -284,9 +284,11 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn
     for batch in pack(rows, _TOKENS_AT_ONCE, share_prefixes=True):
         with torch.no_grad():
             computed = policy.forward(batch).logprobs.float().cpu().tolist()
-        places = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
+        positions = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
         owners = [batch.rows[number] for number in batch.sequences.tolist()]
-        yield from zip([turns[row] for row in owners], places, batch.rollout_logprobs.tolist(), computed, strict=True)
+        yield from zip(
+            [turns[row] for row in owners], positions, batch.rollout_logprobs.tolist(), computed, strict=True
+        )
 
 
 def _show(run: Path, report: AuditReport, console: Console) -> None:

@@ -262,8 +262,8 @@ class CheckpointStore:
         """Return the newest checkpoint's directory, or None; first completes an interrupted replacement."""
         self._restore()
         # Including one that lacks its state: a run never resumes from an older checkpoint silently.
-        found = self._named()
-        return self.path(found[-1]) if found else None
+        steps = self._named()
+        return self.path(steps[-1]) if steps else None
 
     def whole_before(self, broken: int) -> int | None:
         """Return the step of the newest complete checkpoint before a step, or None."""
@@ -274,11 +274,11 @@ class CheckpointStore:
                 return step
         return None
 
-    def tidy(self, *, after: int | None = None) -> None:
-        """Remove drafts of killed processes, checkpoints beyond ``keep``, and those of steps after ``after``."""
+    def tidy(self, *, last_step: int | None = None) -> None:
+        """Remove drafts of killed processes, checkpoints beyond ``keep``, and those of steps after ``last_step``."""
         self._clean()
         # Newest first, so that a kill in between leaves no gap.
-        for step in reversed([] if after is None else [each for each in self._named() if each > after]):
+        for step in reversed([] if last_step is None else [newer for newer in self._named() if newer > last_step]):
             self._remove(step)
         self._prune()
         if self._ratings is None:
@@ -377,7 +377,7 @@ def restore_rng(state: dict[str, Any]) -> None:
         inner = {"key": np.array(saved["key"], np.uint32), "pos": saved["pos"]}
         np.random.set_state({**saved, "state": inner})
         torch.set_rng_state(_decode(state["torch"]))
-        restore_random_states([_decode(each) for each in state["accelerators"]])
+        restore_random_states([_decode(generator_state) for generator_state in state["accelerators"]])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the state of the random generators is malformed: {error!r}") from error
 

@@ -62,12 +62,12 @@ class Check:
 
     Attributes:
         name: The checked subject.
-        found: The finding, or the error and its remedy.
+        finding: The finding, or the error and its remedy.
         outcome: ``ok``, ``failed``, or ``not run`` where it depends on a failed check.
     """
 
     name: str
-    found: str
+    finding: str
     outcome: Literal["ok", "failed", "not run"] = "ok"
 
 
@@ -95,14 +95,14 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: ClusterC
     """
     checker = _Checker(config, cluster)
     await checker.run("run directory", checker.directory(fresh))
-    first, *others = config.policies
+    first, *further_names = config.policies
     await _check_policy(checker, config.of_policy(first), first, weights=cluster is None)
-    for name in others:
+    for name in further_names:
         further = _Checker(config, cluster, name)
         further.resumed = checker.resumed
         await _check_policy(further, config.of_policy(name), name, weights=cluster is None)
         await further.run("chat format", further.chat_format())
-        checker.checks += [replace(each, name=f"{name}: {each.name}") for each in further.checks]
+        checker.checks += [replace(check, name=f"{name}: {check.name}") for check in further.checks]
     if config.placement == "ray":
         await checker.run("placement", _placement(config, here=cluster is None))
     if cluster is None:
@@ -154,30 +154,32 @@ async def check_inference(config: TrainConfig) -> str:
         ConfigError: An engine cannot be used as configured.
     """
     trained = {name: config.of_policy(name) for name in config.policies}
-    if not all(model_under(each.policy.model.path).is_dir() for each in trained.values()):
-        raise _Wanting("wants a model")
+    if not all(model_under(policy_config.policy.model.path).is_dir() for policy_config in trained.values()):
+        raise _MissingInput("wants a model")
     several, start = len(trained) > 1, config.policy.model.path
     served = []
     for host, names in config.served.items():
         check_shared_servers(config, host, names)
-        each = trained[host]
-        served.append((f"{', '.join(names)}: " if several else "", each.policy.model.path, each.inference))
+        host_config = trained[host]
+        served.append(
+            (f"{', '.join(names)}: " if several else "", host_config.policy.model.path, host_config.inference)
+        )
     for name, frozen in config.rollout.frozen.items():
         if frozen.league is not None:
             of = trained[frozen.league.of].policy.model.path
             served += [(f"{name} {slot}: ", of, frozen.inference) for slot in range(frozen.league.size)]
         elif frozen.hosted is None and not frozen.urls:
             served.append((f"{name}: ", frozen.model or start, frozen.inference))
-    said = []
+    texts = []
     for whose, model, inference in served:
         warnings = await engine_warnings(model_under(model), inference)
         count = len(inference.urls) or inference.replicas
-        said.append("; ".join((f"{whose}{inference.engine}, {count} server{'s' * (count > 1)}", *warnings)))
-    return "; ".join(said)
+        texts.append("; ".join((f"{whose}{inference.engine}, {count} server{'s' * (count > 1)}", *warnings)))
+    return "; ".join(texts)
 
 
 async def _hooks(config: TrainConfig) -> str:
-    return ", ".join(each.__qualname__ for each in load_hooks(config.hooks))
+    return ", ".join(cls.__qualname__ for cls in load_hooks(config.hooks))
 
 
 async def _placement(config: TrainConfig, *, here: bool) -> str:
@@ -188,13 +190,13 @@ async def _placement(config: TrainConfig, *, here: bool) -> str:
 
 async def _memory(config: TrainConfig, cluster: ClusterConfig) -> str:
     if not (model_under(config.policy.model.path) / "config.json").is_file():
-        raise _Wanting("wants a model")
+        raise _MissingInput("wants a model")
     groups = check_plan(config, cluster).memory()
     sizes = "; ".join(f"devices {devices} {memory.total / 1e9:,.1f} GB" for devices, memory in groups)
     return f"{sizes}; {cluster.usable_bytes / 1e9:,.1f} GB of each are usable"
 
 
-class _Wanting(TurnwiseError):
+class _MissingInput(TurnwiseError):
     """A check depends on one that failed."""
 
 
@@ -217,7 +219,7 @@ class _Checker:
     async def run(self, name: str, check: Awaitable[str]) -> None:
         try:
             self.checks.append(Check(name, await check))
-        except _Wanting as error:
+        except _MissingInput as error:
             self.checks.append(Check(name, str(error), "not run"))
         except TurnwiseError as error:
             self.checks.append(Check(name, str(error), "failed"))
@@ -239,49 +241,49 @@ class _Checker:
         return f"{home.path}: {f'resumes after step {steps[-1]}' if steps else 'a new run'}"
 
     async def model(self) -> str:
-        own, key = self._own, f"policies.{self._policy}.model"
-        path = own.policy.model.path
+        config, key = self._own, f"policies.{self._policy}.model"
+        path = config.policy.model.path
         here = self._cluster is None
         settings = model_settings(model_under(path), f"{key}.path", weights=here)
         if here:
-            self._warnings = check_machine(own.policy, own.inference, key=key)
-        limits = [self._context, own.inference.max_context, settings.get("max_position_embeddings")]
-        known = [limit for limit in limits if type(limit) is int]
-        self._context = min(known, default=None)
+            self._warnings = check_machine(config.policy, config.inference, key=key)
+        limits = [self._context, config.inference.max_context, settings.get("max_position_embeddings")]
+        context_lengths = [limit for limit in limits if type(limit) is int]
+        self._context = min(context_lengths, default=None)
         self._has_model = True
         names = ", ".join(settings.get("architectures") or ["unknown architecture"])
-        kl = own.algorithm.kl
-        held = "" if kl is None else f", held to {reference_path(kl, own.policy.model)}"
-        return f"{path}: {names}, context {self._context or 'unknown'}{held}"
+        kl = config.algorithm.kl
+        reference = "" if kl is None else f", held to {reference_path(kl, config.policy.model)}"
+        return f"{path}: {names}, context {self._context or 'unknown'}{reference}"
 
     async def devices(self) -> str:
-        own = self._own
+        config = self._own
         if self._cluster is not None:
-            cluster, placement = self._cluster, Placement.of(own)
-            engine = find_engine(own.inference.engine).__name__
+            cluster, placement = self._cluster, Placement.of(config)
+            engine = find_engine(config.inference.engine).__name__
             return (
                 f"{len(placement.devices)} of {cluster.count} x {cluster.device}: trains on {len(placement.trainer)}, "
                 f"samples with {len(placement.servers)} servers of {len(placement.servers[0])} ({engine})"
             )
-        trainer, server = own.policy.model.device, own.inference.device
-        trains = check_engine(own.policy) or pick_device(trainer)
+        trainer, server = config.policy.model.device, config.inference.device
+        trains = check_engine(config.policy) or pick_device(trainer)
         return "; ".join((f"trains on {trains}, samples on {pick_device(server)}", *self._warnings))
 
     async def chat_format(self) -> str:
         if not self._has_model:
-            raise _Wanting("wants a model")
-        own = self._own
-        path = own.policy.model.path
-        self._renderer = own.renderer.load(path)
+            raise _MissingInput("wants a model")
+        config = self._own
+        path = config.policy.model.path
+        self._renderer = config.renderer.load(path)
         if self.resumed is not None:
             folder = policy_folder(self.resumed, self._policy, self._config.policies)
             check_template(folder, self._renderer, self._policy)
         # Whether the endpoints of frozen policies answer is known when the run starts.
         start = self._config.policy.model.path
         frozen = load_renderers(self._config.other_frozen, start, self._config.renderer)
-        check_teacher(own.algorithm.distill, self._config.rollout.frozen, path)
-        others = [f"{renderer.describe()['format']} of {name}" for name, renderer in frozen.items()]
-        return ", ".join([str(self._renderer.describe()["format"]), *others])
+        check_teacher(config.algorithm.distill, self._config.rollout.frozen, path)
+        further = [f"{renderer.describe()['format']} of {name}" for name, renderer in frozen.items()]
+        return ", ".join([str(self._renderer.describe()["format"]), *further])
 
     async def tasks(self) -> str:
         config = self._config
@@ -306,10 +308,10 @@ class _Checker:
         self._first += held_out.tasks[:_EPISODES]
         return _counted(held_out.reports)
 
-    async def _limit(self, most: int | None) -> PromptLimit | None:
+    async def _limit(self, max_tokens: int | None) -> PromptLimit | None:
         if self._renderer is None:
             return None
-        return await PromptLimit.create(most, self._renderer, self._config.rollout)
+        return await PromptLimit.create(max_tokens, self._renderer, self._config.rollout)
 
     async def tools(self, toolbox: Toolbox) -> str:
         self._loaded = list(await toolbox.tools())
@@ -318,27 +320,27 @@ class _Checker:
     async def episodes(self, sandboxes: SandboxManager) -> str:
         """Begin an episode of each first task, which validates environment construction and reset."""
         if not self._first or self._loaded is None:
-            raise _Wanting("want tasks" if self._loaded is not None else "want the configured tools")
+            raise _MissingInput("want tasks" if self._loaded is not None else "want the configured tools")
         names: dict[str, None] = {}
-        most = 0
+        longest = 0
         for task in self._first:
             env = made_env(task, self._config.rollout)
             env.sandboxes = sandboxes
             try:
-                most = max(most, await self._begin(env, task))
+                longest = max(longest, await self._begin(env, task))
                 names |= dict.fromkeys(schema.name for schema in schemas(env))
             finally:
                 await close_env(env)
-        said = f"{len(self._first)} begun; the model may call {', '.join(names) or 'nothing'}"
+        text = f"{len(self._first)} begun; the model may call {', '.join(names) or 'nothing'}"
         if self._renderer is None:
-            return f"{said}; prompts were not counted without a chat format"
+            return f"{text}; prompts were not counted without a chat format"
         room = f" of {self._context}" if self._context else ""
-        if self._context is not None and most >= self._context:
+        if self._context is not None and longest >= self._context:
             raise EnvError(
-                f"rollout.context_length: a prompt takes {most}{room} tokens of the context, and no room is left to "
+                f"rollout.context_length: a prompt takes {longest}{room} tokens of the context, and no room is left to "
                 "answer: raise it, choose a model with a longer context, or shorten prompt and tools"
             )
-        return f"{said}; the longest prompt takes {most}{room} tokens"
+        return f"{text}; the longest prompt takes {longest}{room} tokens"
 
     async def _begin(self, env: Env, task: Task) -> int:
         """Reset an environment; return the tokens of the first prompt, where known."""
@@ -362,14 +364,14 @@ class _Checker:
 
     def _check_roles(self, task: Task, info: Mapping[str, Any]) -> None:
         """Check that each agent of an episode has a policy, unless the agent's code names policies."""
-        rollout, known = self._config.rollout, [*self._config.policies, *self._config.rollout.frozen]
+        rollout, policies = self._config.rollout, [*self._config.policies, *self._config.rollout.frozen]
         try:
             named = AgentTable(rollout).of(task).policies()
         except TurnwiseError:
             # The check of the agent says why there is none.
             return
         if not named and rollout.remote is None:
-            check_played(info.get("agents") or (), rollout.roles, known)
+            check_played(info.get("agents") or (), rollout.roles, policies)
 
     def _offers_tools(self, task: Task) -> bool:
         try:
@@ -404,8 +406,8 @@ class _Checker:
 
 
 async def _sandboxes(manager: SandboxManager) -> str:
-    found = await manager.probe()
-    return "; ".join((f"{manager.config.name}, isolated by {found.isolation}", *found.notes))
+    capabilities = await manager.probe()
+    return "; ".join((f"{manager.config.name}, isolated by {capabilities.isolation}", *capabilities.notes))
 
 
 async def _adapters(path: Path, lora: LoRAConfig) -> str:
@@ -417,7 +419,7 @@ async def _adapters(path: Path, lora: LoRAConfig) -> str:
 
 async def _loggers(config: TrainConfig) -> str:
     check_loggers(config.loggers)
-    return ", ".join(each.name for each in config.loggers)
+    return ", ".join(logger.name for logger in config.loggers)
 
 
 async def _critic(policy: PolicyConfig, key: str, *, weights: bool) -> str:
@@ -437,11 +439,11 @@ def _plan(config: TrainConfig) -> Iterator[str]:
     rollout, greedy = config.rollout, config.greedy_baseline
     episodes = config.batch.groups * (rollout.group_size + greedy)
     size = f"{rollout.group_size}{' + 1 greedy' * greedy}"
-    each = f"{config.batch.groups} tasks x {size} episodes = {episodes} episodes"
+    batch = f"{config.batch.groups} tasks x {size} episodes = {episodes} episodes"
     if config.steps is None:
-        yield f"steps of {each}"
+        yield f"steps of {batch}"
     else:
-        yield f"{config.steps} steps of {each}, {config.steps * episodes:,} in all"
+        yield f"{config.steps} steps of {batch}, {config.steps * episodes:,} in all"
     if config.budget.limits:
         yield f"it ends with the step after {Budget.of(config.steps, config.budget, {}).describe()}, whichever is first"
     turn = "" if rollout.max_tokens_per_turn is None else f" of at most {rollout.max_tokens_per_turn} tokens"
@@ -457,6 +459,6 @@ def _plan(config: TrainConfig) -> Iterator[str]:
         yield "no evaluation"
     else:
         between = f", every {config.eval.every} steps" if config.eval.every else ""
-        ways = [f"{config.eval.samples} sampled"] * (config.eval.samples > 0) + ["1 greedy"] * config.eval.greedy
-        yield f"evaluation before and after{between}: {' and '.join(ways)} per held-out task"
+        parts = [f"{config.eval.samples} sampled"] * (config.eval.samples > 0) + ["1 greedy"] * config.eval.greedy
+        yield f"evaluation before and after{between}: {' and '.join(parts)} per held-out task"
     yield f"a checkpoint every {config.checkpoint.every} steps, in {config.runs / config.name}"

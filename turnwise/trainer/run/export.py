@@ -58,7 +58,7 @@ def export_model(
     try:
         if adapter:
             draft.mkdir(parents=True)
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *(each for each in _ABOUT if (folder / each).is_file())):
+            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *(file for file in _ABOUT if (folder / file).is_file())):
                 shutil.copyfile(folder / name, draft / name)
             copy_companions(folder, draft)
         else:
@@ -73,12 +73,12 @@ def export_model(
 
 def _of_policy(folder: Path, policy: str | None) -> Path:
     """Return the folder of a policy in a checkpoint or a model directory."""
-    found = sorted(each.name for each in (folder / POLICIES).iterdir()) if (folder / POLICIES).is_dir() else []
-    if policy is None and found:
-        raise ConfigError(f"{folder} holds the policies {', '.join(found)}: choose one with --policy")
-    if policy is not None and policy not in (found or [MAIN]):
-        raise ConfigError(f"--policy is {policy}, but {folder} holds {', '.join(found) or 'one policy'}")
-    return folder if policy is None or not found else folder / POLICIES / policy
+    names = sorted(entry.name for entry in (folder / POLICIES).iterdir()) if (folder / POLICIES).is_dir() else []
+    if policy is None and names:
+        raise ConfigError(f"{folder} holds the policies {', '.join(names)}: choose one with --policy")
+    if policy is not None and policy not in (names or [MAIN]):
+        raise ConfigError(f"--policy is {policy}, but {folder} holds {', '.join(names) or 'one policy'}")
+    return folder if policy is None or not names else folder / POLICIES / policy
 
 
 def _folder(source: Path, step: int | None, best: bool) -> Path:

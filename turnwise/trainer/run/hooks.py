@@ -156,13 +156,13 @@ def load_hooks(references: Sequence[str]) -> list[type[Hooks]]:
         ConfigError: One cannot be found, is no subclass of :class:`Hooks`, cannot be constructed without arguments, or
             has a hook with arguments or a misspelt one.
     """
-    return [_checked(find_class(each, HOOKS, "hooks"), each) for each in references]
+    return [_checked(find_class(reference, HOOKS, "hooks"), reference) for reference in references]
 
 
 def _checked(cls: type[Any], reference: str) -> type[Hooks]:
     if not issubclass(cls, Hooks):
         raise ConfigError(f"hooks {reference!r} is not a subclass of turnwise.Hooks: write class {cls.__name__}(Hooks)")
-    methods = {name: each for name, each in inspect.getmembers(cls, inspect.isroutine) if name.startswith("on_")}
+    methods = {name: method for name, method in inspect.getmembers(cls, inspect.isroutine) if name.startswith("on_")}
     for name, method in methods.items():
         if name not in CALLS:
             close = difflib.get_close_matches(name, CALLS, n=1)
@@ -211,7 +211,7 @@ class HookCalls:
         self._may_drop = False
         self._metrics: dict[str, float] = {}
         self._batch: list[TrajectoryGroup] = []
-        self._gone: list[TrajectoryGroup] = []
+        self._dropped_groups: list[TrajectoryGroup] = []
         self._evaluation: EvalResult | None = None
         self._error: BaseException | None = None
         self.timing_raw: dict[str, float] = {}
@@ -227,18 +227,18 @@ class HookCalls:
         Raises:
             TrainError: A constructor raised.
         """
-        made: list[Hooks] = []
-        for each in classes:
+        hooks: list[Hooks] = []
+        for hook_class in classes:
             try:
-                made.append(each())
-            except Exception as error:  # a user's hook: what it raises is named as its own
-                raise TrainError(_said(each, "__init__", error)) from error
-        return cls(made, run)
+                hooks.append(hook_class())
+            except Exception as error:  # a user's hook: the error names the hook
+                raise TrainError(_describe_error(hook_class, "__init__", error)) from error
+        return cls(hooks, run)
 
     @property
     def max_refills(self) -> int:
         """How often a step refills its batch."""
-        return max((each.max_refills for each in self._hooks), default=0)
+        return max((hook.max_refills for hook in self._hooks), default=0)
 
     async def init_end(self) -> None:
         """Call ``on_init_end``."""
@@ -256,11 +256,11 @@ class HookCalls:
                 # The caller must get the error that ended the run; failures of these hooks are only printed.
                 self._say(f"warning: {text}")
             raise
-        wrong = await self._end()
-        for text in wrong[1:]:
+        errors = await self._end()
+        for text in errors[1:]:
             self._say(f"warning: {text}")
-        if wrong:
-            raise TrainError(wrong[0])
+        if errors:
+            raise TrainError(errors[0])
 
     async def validate_begin(self) -> None:
         """Call ``on_validate_begin``."""
@@ -330,10 +330,12 @@ class HookCalls:
         """Drop a group of the batch, and have it replaced."""
         if not self._may_drop:
             raise TrainError(f"drop({group.id!r}) was called outside of on_sample_end: a batch may change only there")
-        if not any(each is group for each in self._batch) or any(each is group for each in self._gone):
+        if not any(member is group for member in self._batch) or any(
+            member is group for member in self._dropped_groups
+        ):
             raise TrainError(f"drop({group.id!r}): self.batch holds no such group, or no more")
         # It leaves the list when the hook has returned, which may be going through it.
-        self._gone.append(group)
+        self._dropped_groups.append(group)
         self.refills += 1
         self.dropped[why] += 1
 
@@ -342,19 +344,19 @@ class HookCalls:
         self.stopped = self.stopped or f"{type(hook).__name__} stopped the run: {why}"
 
     async def _end(self) -> list[str]:
-        wrong: list[str] = []
+        errors: list[str] = []
         for hook in self._hooks:
             try:
-                await self._one(hook, "on_train_end", "train")
+                await self._call_hook(hook, "on_train_end", "train")
             except TrainError as error:
-                wrong.append(str(error))
-        return wrong
+                errors.append(str(error))
+        return errors
 
     async def _call(self, name: str, *, partition: str = "train") -> None:
         for hook in self._hooks:
-            await self._one(hook, name, partition)
+            await self._call_hook(hook, name, partition)
 
-    async def _one(self, hook: Hooks, name: str, partition: str) -> None:
+    async def _call_hook(self, hook: Hooks, name: str, partition: str) -> None:
         run = self._of_run()
         hook.verbs = self
         hook.global_steps = run.state.step if self._step is None else self._step
@@ -362,16 +364,18 @@ class HookCalls:
         hook.timing_raw, hook.metrics, hook.batch = self.timing_raw, self._metrics, self._batch
         hook.evaluation, hook.error = self._evaluation, self._error
         try:
-            found = CALLS[name](hook)
-            if inspect.isawaitable(found):
-                await found
-        except Exception as error:  # a user's hook: what it raises is named as its own
-            raise TrainError(_said(type(hook), name, error)) from error
+            outcome = CALLS[name](hook)
+            if inspect.isawaitable(outcome):
+                await outcome
+        except Exception as error:  # a user's hook: the error names the hook
+            raise TrainError(_describe_error(type(hook), name, error)) from error
         # A hook may have put others in their place.
         self._metrics = hook.metrics
         if self._may_drop:
-            self._batch = [each for each in _groups(hook) if not any(each is gone for gone in self._gone)]
-            self._gone = []
+            self._batch = [
+                group for group in _groups(hook) if not any(group is dropped for dropped in self._dropped_groups)
+            ]
+            self._dropped_groups = []
 
     def _of_run(self) -> HookedRun:
         assert self._run is not None, "hooks belong to a run"
@@ -381,21 +385,26 @@ class HookCalls:
         self._of_run().display.say(text)
 
 
+def _holds(groups: Sequence[TrajectoryGroup], group: TrajectoryGroup) -> bool:
+    """Whether a group is one of these objects; equal groups are different ones."""
+    return any(member is group for member in groups)
+
+
 def _groups(hook: Hooks) -> list[TrajectoryGroup]:
     batch = hook.batch
-    if not isinstance(batch, list) or not all(isinstance(each, TrajectoryGroup) for each in batch):
+    if not isinstance(batch, list) or not all(isinstance(group, TrajectoryGroup) for group in batch):
         what = f"hook {type(hook).__name__}.on_sample_end left {shown(batch)} in self.batch"
         raise TrainError(f"{what}: it must be a list of TrajectoryGroup")
     return batch
 
 
-def _said(cls: type[Hooks], name: str, error: Exception) -> str:
+def _describe_error(cls: type[Hooks], name: str, error: Exception) -> str:
     """Describe an error of a hook, with its line."""
     home = _file_of(cls)
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [frame for frame in frames if home is not None and Path(frame.filename) == home] or frames[-1:]
-    place = f" at {mine[-1].filename}:{mine[-1].lineno}" if mine else ""
-    return f"hook {cls.__name__}.{name} raised {type(error).__name__}{place}: {error}"
+    own_frames = [frame for frame in frames if home is not None and Path(frame.filename) == home] or frames[-1:]
+    location = f" at {own_frames[-1].filename}:{own_frames[-1].lineno}" if own_frames else ""
+    return f"hook {cls.__name__}.{name} raised {type(error).__name__}{location}: {error}"
 
 
 def _file_of(cls: type[Hooks]) -> Path | None:

@@ -61,8 +61,8 @@ class LeagueClient(LLMClient):
         match = _SESSION.fullmatch(session_id)
         group = session_id if match is None else match["key"]
         if group not in self._chosen:
-            drawn = stable_hash("league", self._name, group) % len(self.slots)
-            self._chosen[group] = self.slots[-1 if self._config.choose == "latest" else drawn]
+            index = stable_hash("league", self._name, group) % len(self.slots)
+            self._chosen[group] = self.slots[-1 if self._config.choose == "latest" else index]
             if len(self._chosen) > _REMEMBERED:
                 self._chosen.popitem(last=False)
         self._chosen.move_to_end(group)
@@ -194,10 +194,10 @@ class League:
             # What a broken checkpoint needs is not known.
             return
         needed = {*self.versions, *(version for state in states for version in state.leagues.get(self.name, ()))}
-        kept = {version_folder(self._run, self.name, version).name for version in needed}
+        folders = {version_folder(self._run, self.name, version).name for version in needed}
         home = self._run / LEAGUES / self.name
         for folder in home.iterdir() if home.is_dir() else ():
-            if folder.name not in kept:
+            if folder.name not in folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def metrics(self) -> dict[str, float]:

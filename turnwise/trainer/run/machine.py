@@ -58,10 +58,10 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
         remedies = list(_remedies(policy, inference, key))
         for device, parts in needs.items():
             check_memory(f"{key}.path", policy.model.path, size, parts, remedies, device)
-    said: list[str | None] = []
+    warnings: list[str | None] = []
     if on_cpu(trains):
-        said.append(emulation_warning(f"{key}.compute_dtype", policy.model.compute_dtype, size))
-    return [each for each in said if each is not None]
+        warnings.append(emulation_warning(f"{key}.compute_dtype", policy.model.compute_dtype, size))
+    return [warning for warning in warnings if warning is not None]
 
 
 def _trainer_needs(
@@ -73,17 +73,17 @@ def _trainer_needs(
     copies, part = 2 + _MOMENTS[policy.optim.name], "weights, gradients and moments in float32"
     if policy.model.lora is not None:
         copies, part = 1, "frozen weights in float32"
-    whole = 4 * copies * size.parameters
+    total = 4 * copies * size.parameters
     if policy.engine == "torch" or on_cpu(device):
         # Ranks on the CPU share the memory of one machine.
-        yield device, MemoryNeed(f"the trainer's {part}", whole)
+        yield device, MemoryNeed(f"the trainer's {part}", total)
         return
     main, options = main_memory(), chosen_engine(policy).options
     if options.get("cpu_offload"):
-        yield main, MemoryNeed(f"the ranks' {part}", whole)
+        yield main, MemoryNeed(f"the ranks' {part}", total)
     else:
-        yield device, MemoryNeed(f"a rank's share of {part}", whole // int(options.get("ranks", 2)))
-        yield main, MemoryNeed("the whole model while a rank loads it", 4 * size.parameters)
+        yield device, MemoryNeed(f"a rank's share of {part}", total // int(options.get("ranks", 2)))
+        yield main, MemoryNeed("the total model while a rank loads it", 4 * size.parameters)
 
 
 def _remedies(policy: PolicyConfig, inference: InferenceConfig | None, key: str) -> Iterator[str]:

@@ -108,19 +108,19 @@ class TrainedPolicy(LoadedPolicy):
         """
         config, shares = loaded[0].config, len(loaded) > 1
         writers = [
-            stack.enter_context(contextlib.closing(open_transport(each.config.policy.weight_transport)))
-            for each in loaded
+            stack.enter_context(contextlib.closing(open_transport(policy.config.policy.weight_transport)))
+            for policy in loaded
         ]
-        infos = ((each.name, each.learner.adapter) for each in loaded if shares)
+        infos = ((policy.name, policy.learner.adapter) for policy in loaded if shares)
         ranks = {name: adapter.rank for name, adapter in infos if adapter is not None}
         fleet = ReplicaSet(config.inference, Path(config.policy.model.path), logs=logs, adapters=ranks)
         stack.push_async_callback(fleet.close)
         await fleet.launch(updates=True)
         served = []
-        for each, writer in zip(loaded, writers, strict=True):
-            client = LedgerClient(fleet.client_of(each.name if shares else None), book)
+        for policy, writer in zip(loaded, writers, strict=True):
+            client = LedgerClient(fleet.client_of(policy.name if shares else None), book)
             stack.push_async_callback(client.close)
-            parts = (each.name, each.config, each.renderer, each.learner, each.kl, each.critic)
+            parts = (policy.name, policy.config, policy.renderer, policy.learner, policy.kl, policy.critic)
             served.append(cls(*parts, fleet, client, writer, shares))
         return served
 
@@ -185,16 +185,16 @@ async def serve_policies(
             ]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
-    found = {policy.name: policy for task in tasks for policy in task.result()}
-    return {name: found[name] for name in loaded}
+    policies = {policy.name: policy for task in tasks for policy in task.result()}
+    return {name: policies[name] for name in loaded}
 
 
 def serving_together(policies: Mapping[str, TrainedPolicy]) -> list[list[TrainedPolicy]]:
     """Return the policies by the servers that sample for them."""
-    found: dict[int, list[TrainedPolicy]] = {}
+    policies_by_fleet: dict[int, list[TrainedPolicy]] = {}
     for policy in policies.values():
-        found.setdefault(id(policy.fleet), []).append(policy)
-    return list(found.values())
+        policies_by_fleet.setdefault(id(policy.fleet), []).append(policy)
+    return list(policies_by_fleet.values())
 
 
 async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, still: bool = False) -> int:
@@ -216,9 +216,9 @@ async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, still
         if still:
             await fleet.resume()
 
-    before = sum(policy.writer.written_bytes for policy in policies)
+    bytes_before = sum(policy.writer.written_bytes for policy in policies)
     await fleet.with_recovery(write)
-    return sum(policy.writer.written_bytes for policy in policies) - before
+    return sum(policy.writer.written_bytes for policy in policies) - bytes_before
 
 
 def check_shared_servers(config: TrainConfig, host: str, names: Sequence[str]) -> None:

@@ -74,7 +74,7 @@ class Servers:
 
     async def beside(self, first: str) -> dict[str, ServedPolicy]:
         """Return what episodes sample from besides the ``first`` policy."""
-        further = {name: await each.served() for name, each in self.policies.items() if name != first}
+        further = {name: await policy.served() for name, policy in self.policies.items() if name != first}
         return {**further, **self.frozen.policies}
 
 
@@ -90,16 +90,16 @@ async def launch_servers(
     for policy in policies.values():
         policy.teacher = Teacher.of(policy.config.algorithm.distill, frozen)
     leagues: dict[str, League] = {}
-    for name, each in config.leagues.items():
-        assert each.league is not None, "leagues have a section"
-        policy = policies[each.league.of]
-        league = leagues[name] = await League.open(name, each, policy, directory, stack)
+    for name, frozen_config in config.leagues.items():
+        assert frozen_config.league is not None, "leagues have a section"
+        policy = policies[frozen_config.league.of]
+        league = leagues[name] = await League.open(name, frozen_config, policy, directory, stack)
         await league.restore(start.state.leagues.get(name, ()))
         frozen.fleets |= {f"{name}-{slot}": fleet for slot, fleet in enumerate(league.fleets)}
         client = LedgerClient(league.client, book)
         stack.push_async_callback(client.close)
         info = await client.model_info()
-        frozen.policies[name] = ServedPolicy(client, policy.renderer, info, each.temperature)
+        frozen.policies[name] = ServedPolicy(client, policy.renderer, info, frozen_config.temperature)
     return Servers(policies, frozen, leagues)
 
 
@@ -152,8 +152,8 @@ class TrainRun:
         saved_step: The step of the newest checkpoint.
         torn: Whether an update is changing the weights, so that they belong to no step.
         scheduled: The step at which the learning-rate schedule was last updated.
-        shown: Evaluation figures that the display has not shown yet.
-        found: All figures of the current step.
+        pending_figures: Evaluation figures that the display has not shown yet.
+        figures: All figures of the current step.
         hooks: User hooks.
     """
 
@@ -181,8 +181,8 @@ class TrainRun:
     saved_step: int = 0
     torn: bool = False
     scheduled: int = -1
-    shown: dict[str, float] = field(default_factory=dict)
-    found: dict[str, float] = field(default_factory=dict)
+    pending_figures: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
     hooks: HookCalls = field(default_factory=HookCalls)
     counted_until: float = field(default_factory=time.monotonic)
 
@@ -236,7 +236,7 @@ class TrainRun:
         self.scheduler.trained()
         # What a later step has sampled by the time of a checkpoint is sampled, or found, again.
         self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
-        self.found = {}
+        self.figures = {}
 
     async def pause_servers(self) -> None:
         """Pause the servers until the next weight sync; a restarted server is not paused.
@@ -257,7 +257,7 @@ class TrainRun:
             InferenceError: A server rejects them, or died too often.
         """
         step = self.state.step
-        written = [await sync_weights(each, step, still=still) for each in serving_together(self.policies)]
+        written = [await sync_weights(policies, step, still=still) for policies in serving_together(self.policies)]
         self.state.weight_version = step
         metrics = {"sync/bytes": float(sum(written))}
         for name, league in self.leagues.items():
@@ -269,16 +269,16 @@ class TrainRun:
     async def memory(self) -> dict[str, float]:
         """Return the memory of the trainer and its servers as metrics."""
         together = serving_together(self.policies)
-        servers = [each for first, *_ in together for each in await first.fleet.memory()]
+        servers = [memory for first, *_ in together for memory in await first.fleet.memory()]
         return memory_metrics(process_memory(device_peak=peak_bytes()), servers)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the current step."""
         self.state.metrics = checked({**metrics, **self.metrics.counts()})
-        self.found |= self.state.metrics
+        self.figures |= self.state.metrics
         self.metrics.log({"kind": "train", "step": self.state.step, **self.state.metrics})
-        self.display.step(self.state.step, {**self.state.metrics, **self.shown}, share=self.budget.nearest[1])
-        self.shown = {}
+        self.display.step(self.state.step, {**self.state.metrics, **self.pending_figures}, share=self.budget.nearest[1])
+        self.pending_figures = {}
 
     def diagnose(self, gaps: Mapping[str, Gaps], groups: Sequence[TrajectoryGroup]) -> None:
         """Record the gaps of the current step by policy, and print warnings."""
@@ -302,10 +302,10 @@ class TrainRun:
             RunDirectory(self.directory).note(first_eval=self.first_eval)
         record = {"kind": "eval", "step": self.state.step, "label": label, **self.last_eval}
         self.metrics.log(record)
-        self.found |= figures(record)
+        self.figures |= figures(record)
         if self.saved_step == self.state.step:
-            self.store.rate(self.state.step, self.found)
-        self.shown = {f"eval/{name}": summary.success.mean for name, summary in result.parts.items()}
+            self.store.rate(self.state.step, self.figures)
+        self.pending_figures = {f"eval/{name}": summary.success.mean for name, summary in result.parts.items()}
         await self.hooks.validate_end(result)
         return result
 
@@ -316,7 +316,7 @@ class TrainRun:
         with self.timeline.span(CHECKPOINT, self.state.step):
             # Groups that the checkpoint counts as trained must not become available again after a power cut.
             self.journal.sync()
-            self.store.save(self.state, self._write, self.found)
+            self.store.save(self.state, self._write, self.figures)
         self.saved_step = self.state.step
         for league in self.leagues.values():
             league.prune(self.store)
@@ -346,7 +346,7 @@ async def open_run(
             if policy.learner.processes is not None:
                 stack.callback(policy.learner.processes.close)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
-        start.store.tidy(after=resume_step)
+        start.store.tidy(last_step=resume_step)
         # Called last, when the servers have ended: then their CPU time is that of children.
         at_exit(stack, lambda: home.spend(time.monotonic() - started, cpu_seconds()))
         run = await _assemble(config, directory, start, part, console, stack, cluster)
@@ -356,12 +356,12 @@ async def open_run(
         run.scheduler.restore(run.state.feed)
         run.first_eval = home.read().get("first_eval")
         at_exit(stack, partial(_save_unsaved, run))
-        if run.state.step or any(each.launched_elsewhere for each in run.policies.values()):
+        if run.state.step or any(policy.launched_elsewhere for policy in run.policies.values()):
             # Servers were launched with the model that the configuration names, or with none that is known.
             await run.sync_weights()
         yield run
         for together in serving_together(run.policies):
-            whose = {"policy": ", ".join(each.name for each in together)} if len(run.policies) > 1 else {}
+            whose = {"policy": ", ".join(policy.name for policy in together)} if len(run.policies) > 1 else {}
             stats = await together[0].fleet.stats()
             run.metrics.log({"kind": "inference", "step": run.state.step, **whose, **stats})
 
@@ -459,7 +459,7 @@ def _read(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
 
 def _save_unsaved(run: TrainRun) -> None:
     """Save the last finished step, unless it is saved or the weights are torn or lost."""
-    processes = [each.learner.processes for each in run.policies.values()]
-    lost = any(each is not None and each.lost for each in processes)
+    processes = [policy.learner.processes for policy in run.policies.values()]
+    lost = any(ranks is not None and ranks.lost for ranks in processes)
     if run.state.step > run.saved_step and not run.torn and not lost:
         run.save()

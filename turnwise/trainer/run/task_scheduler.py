@@ -50,8 +50,8 @@ class TaskStream:
         Raises:
             TaskError: A row cannot be read.
         """
-        taken = [self._order.next() for _ in range(groups)]
-        return [RolloutRequest(task, epoch, group_size, greedy_baseline=greedy_baseline) for task, epoch in taken]
+        rows = [self._order.next() for _ in range(groups)]
+        return [RolloutRequest(task, epoch, group_size, greedy_baseline=greedy_baseline) for task, epoch in rows]
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -108,12 +108,12 @@ class RequestedGroup:
         request: The request.
         version: Weight version of the servers at that time, a lower bound of its tokens' versions. Decisions by it are
             conservative: a group waiting for ``rollout.concurrency`` counts as stale as if it had been sampled.
-        given: Whether the caller chose the task, so that it is not requested again.
+        by_caller: Whether the caller chose the task, so that it is not requested again.
     """
 
     request: RolloutRequest
     version: int
-    given: bool = False
+    by_caller: bool = False
 
 
 class TaskScheduler:
@@ -136,16 +136,16 @@ class TaskScheduler:
         self._manager = manager
         self._buffer = buffer
         self._version = version
-        self._again: deque[RolloutRequest] = deque()
-        self._given = False
+        self._restored: deque[RolloutRequest] = deque()
+        self._by_caller = False
         self._refilled = 0
         self._group_size = config.rollout.group_size
         # Of the groups that are outstanding: tokens of the episodes that ended.
         self._sampled: Counter[str] = Counter()
         self._wasted: Counter[str] = Counter()
-        # What steps were given since :meth:`trained`.
-        self._given_out: dict[str, RequestedGroup] = {}
-        # Groups that were given back: a curriculum has learned from them.
+        # Groups passed to steps since the last call of :meth:`trained`.
+        self._in_training: dict[str, RequestedGroup] = {}
+        # Requeued groups: a curriculum has learned from them.
         self._learned: set[str] = set()
         self.outstanding: dict[str, RequestedGroup] = {}
         buffer.refill_by(self._refill)
@@ -158,26 +158,26 @@ class TaskScheduler:
             TaskError: A row cannot be read.
         """
         size, greedy = group_size or self._config.rollout.group_size, self._config.greedy_baseline
-        again = [self._again.popleft() for _ in range(min(groups, len(self._again)))]
-        return [*again, *self._tasks.take(groups - len(again), size, greedy_baseline=greedy)]
+        restored = [self._restored.popleft() for _ in range(min(groups, len(self._restored)))]
+        return [*restored, *self._tasks.take(groups - len(restored), size, greedy_baseline=greedy)]
 
-    def issue(self, requests: Sequence[RolloutRequest], *, given: bool = False) -> None:
+    def issue(self, requests: Sequence[RolloutRequest], *, by_caller: bool = False) -> None:
         """Request rollouts, except of groups that an earlier process finished.
 
-        If the tasks are ``given`` by the caller, dropped groups are not replaced, and not checkpointed.
+        If the caller chose the tasks (``by_caller``), dropped groups are not replaced, and not checkpointed.
         """
         version = self._version()
-        self._given = given
+        self._by_caller = by_caller
         for request in requests:
-            self.outstanding[request.key] = RequestedGroup(request, version, given)
+            self.outstanding[request.key] = RequestedGroup(request, version, by_caller)
             self._group_size = request.group_size
-        asked = [each for each in requests if not self._buffer.expect(each, version)]
-        if asked:
-            self._manager.generate_sequences(asked)
+        missing = [request for request in requests if not self._buffer.expect(request, version)]
+        if missing:
+            self._manager.generate_sequences(missing)
 
     def top_up(self, groups: int, *, group_size: int | None = None) -> None:
         """Request groups until ``groups`` are outstanding."""
-        self._given = False
+        self._by_caller = False
         missing = groups - len(self.outstanding)
         if missing > 0:
             self.issue(self.next(missing, group_size=group_size))
@@ -212,24 +212,27 @@ class TaskScheduler:
             TurnwiseError: The rollout manager failed to cancel.
         """
         sync, batch = self._config.mode == "sync", self._config.batch
-        # So often in one step, however many parts it has.
+        # The limit of refills holds for a step, however many parts it has.
         self._refilled = 0
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.outstanding and (sync or batch.tail is not None):
             bound = allowed_staleness(self._config.replay, sync=sync)
-            asked = self.outstanding.items()
-            late = {key for key, each in asked if each.given or (bound is not None and step - each.version > bound)}
-            ended = await self._manager.cancel(set(self.outstanding) if bound == 0 else late)
-            # Elsewhere what has finished may have been begun later than it was asked for: the strategy looks at it.
-            gone = ended | late if sync else ended
+            late = {
+                key
+                for key, group in self.outstanding.items()
+                if group.by_caller or (bound is not None and step - group.version > bound)
+            }
+            cancelled = await self._manager.cancel(set(self.outstanding) if bound == 0 else late)
+            # In an asynchronous mode a finished group may have started late: the strategy decides.
+            gone = cancelled | late if sync else cancelled
             self._buffer.discard(gone, SURPLUS)
             for key in gone:
                 self._wasted["rollout/wasted_tokens"] += self._sampled.pop(key, 0)
                 self.outstanding.pop(key, None)
-            found = {"straggler/carried": float(len(self.outstanding)), "straggler/cancelled": float(len(ended))}
-        found |= {name: float(value) for name, value in self._wasted.items()}
+            metrics = {"straggler/carried": float(len(self.outstanding)), "straggler/cancelled": float(len(cancelled))}
+        metrics |= {name: float(value) for name, value in self._wasted.items()}
         self._wasted.clear()
-        return {name: value for name, value in found.items() if value}
+        return {name: value for name, value in metrics.items() if value}
 
     def wrote(self, trajectory: Trajectory) -> None:
         """Count the sampled tokens of an episode, wasted if its group is never trained."""
@@ -246,33 +249,35 @@ class TaskScheduler:
         for number, group in enumerate(groups):
             # A group that is trained again carries no new information about its task.
             if not ref.keys or ref.keys[number] in self.outstanding.keys() - self._learned:
-                self._tasks.learn(group.task_id, [each.reward for each in group.trajectories if each.error is None])
+                self._tasks.learn(
+                    group.task_id, [trajectory.reward for trajectory in group.trajectories if trajectory.error is None]
+                )
         if ref.keys:
             for key in ref.keys:
-                self._hand_out(key)
+                self._move_to_training(key)
             return
         for group in groups:
-            tasks = ((key, each.request.task.id) for key, each in self.outstanding.items())
-            found = next((key for key, task_id in tasks if task_id == group.task_id), None)
-            if found is not None:
-                self._hand_out(found)
+            tasks = ((key, requested.request.task.id) for key, requested in self.outstanding.items())
+            match = next((key for key, task_id in tasks if task_id == group.task_id), None)
+            if match is not None:
+                self._move_to_training(match)
 
     def trained(self) -> None:
         """Mark all groups passed to steps as trained."""
-        self._given_out.clear()
+        self._in_training.clear()
 
     def take_back(self, keys: Collection[str]) -> None:
         """Requeue groups that a step received and did not train.
 
         A resumed run requests them first, and finds them finished. The curriculum does not see them again.
         """
-        back = {key: asked for key, asked in self._given_out.items() if key in keys}
-        self.outstanding = back | self.outstanding
-        self._learned |= back.keys()
+        requeued = {key: group for key, group in self._in_training.items() if key in keys}
+        self.outstanding = requeued | self.outstanding
+        self._learned |= requeued.keys()
 
-    def _hand_out(self, key: str) -> None:
-        if (asked := self.outstanding.pop(key, None)) is not None:
-            self._given_out[key] = asked
+    def _move_to_training(self, key: str) -> None:
+        if (group := self.outstanding.pop(key, None)) is not None:
+            self._in_training[key] = group
         self._sampled.pop(key, None)
         self._learned.discard(key)
 
@@ -281,8 +286,10 @@ class TaskScheduler:
 
         Must be saved with the task order's state of the same moment: otherwise groups are lost or requested twice.
         """
-        asked = [each.request for each in self.outstanding.values() if not each.given]
-        return [{**_record(each), "learned": each.key in self._learned} for each in (*asked, *self._again)]
+        requests = [group.request for group in self.outstanding.values() if not group.by_caller]
+        return [
+            {**_record(request), "learned": request.key in self._learned} for request in (*requests, *self._restored)
+        ]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Restore a state: :meth:`next` returns its groups before further tasks.
@@ -290,8 +297,10 @@ class TaskScheduler:
         Raises:
             CheckpointError: The state is malformed.
         """
-        self._again = deque(_request(record) for record in state)
-        self._learned = {again.key for again, record in zip(self._again, state, strict=True) if record.get("learned")}
+        self._restored = deque(_request(record) for record in state)
+        self._learned = {
+            request.key for request, record in zip(self._restored, state, strict=True) if record.get("learned")
+        }
 
     def _dropped(self, facts: GroupFacts, why: str) -> None:
         if facts.key not in self._learned:
@@ -309,9 +318,9 @@ class TaskScheduler:
             self._refilled += missing
             if self._refilled > filtering.max_refills * self._config.batch.groups:
                 return False
-        if not self._given:
+        if not self._by_caller:
             self.issue(self.next(missing, group_size=self._group_size))
-        return not self._given
+        return not self._by_caller
 
 
 def _key_of(trajectory: Trajectory) -> str:
@@ -320,17 +329,17 @@ def _key_of(trajectory: Trajectory) -> str:
 
 
 def _record(request: RolloutRequest) -> dict[str, Any]:
-    about = {name: value for name, value in asdict(replace(request, task=_NOBODY)).items() if name != "task"}
-    return {"task": request.task.to_record(), "source": request.task.source, **about}
+    fields = {name: value for name, value in asdict(replace(request, task=_NO_TASK)).items() if name != "task"}
+    return {"task": request.task.to_record(), "source": request.task.source, **fields}
 
 
 def _request(record: Mapping[str, Any]) -> RolloutRequest:
     try:
-        about = {name: value for name, value in record.items() if name not in ("task", "source", "learned")}
+        fields = {name: value for name, value in record.items() if name not in ("task", "source", "learned")}
         task = replace(Task.from_record(record["task"]), source=record["source"])
-        return RolloutRequest(task, **about)
+        return RolloutRequest(task, **fields)
     except (KeyError, TypeError, AttributeError, TaskError) as error:
         raise CheckpointError(f"a group in flight is malformed in the checkpoint: {error!r}") from error
 
 
-_NOBODY = Task("", "")
+_NO_TASK = Task("", "")
