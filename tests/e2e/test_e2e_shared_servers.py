@@ -125,7 +125,7 @@ def changed(config: TrainConfig, name: str, **changes: Any) -> dict[str, Any]:
             r"served_by is 'judge', which is no other trained policy: name one of",
         ),
         ("critic_agent", {"served_by": "critic_agent"}, "which is no other trained policy: name one of solver"),
-        ("solver", {"served_by": "critic_agent"}, r"which has no servers of its own \(policies\."),
+        ("solver", {"served_by": "critic_agent"}, r"which has no servers \(policies\."),
         (
             "critic_agent",
             {"model": {"path": "m"}},

@@ -124,7 +124,7 @@ class Trainer:
         }
         if hooks is not None:
             references = hooks if isinstance(hooks, (list, tuple)) else [hooks]
-            self._options["hooks"] = [_plain(reference, "hooks") for reference in references]
+            self._options["hooks"] = [_as_json(reference, "hooks") for reference in references]
         self._console = console
 
     def fit(
@@ -231,13 +231,13 @@ class Trainer:
         return defaults
 
     def _load(self, defaults: Mapping[str, Any], keys: Mapping[str, Any]) -> TrainConfig:
-        overrides = [f"{key}={json.dumps(_plain(value, key))}" for key, value in keys.items()]
+        overrides = [f"{key}={json.dumps(_as_json(value, key))}" for key, value in keys.items()]
         config, files = self._config, None
         if isinstance(config, TrainConfig):
             # A dumped configuration holds every key: a section that is None in it is not thereby forbidden.
             config = _without_gaps(config.model_dump(), defaults)
         if isinstance(config, Mapping):
-            defaults = _merged(defaults, config)
+            defaults = _merge(defaults, config)
         else:
             files = config
         return load_config(TrainConfig, files, [*self._overrides, *overrides], defaults)
@@ -343,13 +343,13 @@ def _spec_overrides(key: str, spec: dict[str, Any] | None) -> dict[str, Any]:
     return {f"{key}.name": spec["name"], **({f"{key}.config": spec["config"]} if spec["config"] else {})}
 
 
-def _plain(value: Any, key: str) -> Any:
+def _as_json(value: Any, key: str) -> Any:
     if isinstance(value, BaseModel):
-        return _plain(value.model_dump(), key)
+        return _as_json(value.model_dump(), key)
     if isinstance(value, Mapping):
-        return {str(name): _plain(item, f"{key}.{name}") for name, item in value.items()}
+        return {str(name): _as_json(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, key) for item in value]
+        return [_as_json(item, key) for item in value]
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Path):
@@ -357,11 +357,11 @@ def _plain(value: Any, key: str) -> Any:
     return reference_to(value, key)
 
 
-def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(lower)
     for key, value in upper.items():
         old = merged.get(key)
-        merged[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 

@@ -126,7 +126,7 @@ async def train(
         except RankDied as error:
             if not restarts:
                 raise
-            # Its ranks cannot go on without it; what the run has finished is in its journal.
+            # The other ranks cannot continue without it; finished groups are in the journal.
             restarts, fresh, resume_step = restarts - 1, False, None
             console.print(f"{config.name}: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
             console.print(f"{config.name}: starting again from the last checkpoint", highlight=False)
@@ -139,7 +139,7 @@ async def _train_once(
     with _sigterm_cancels():
         async with open_run(config, directory, console, fresh=fresh, resume_step=resume_step) as run:
             await run.hooks.init_end()
-            _hint(console, f"turnwise report {directory} --serve shows the run in a browser while it goes on")
+            _hint(console, f"turnwise report {directory} --serve shows the run in a browser while it trains")
             if run.state.step == 0:
                 await run.evaluate("step-0")
             async with run.hooks.training():

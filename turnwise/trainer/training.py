@@ -123,7 +123,7 @@ class Training:
         return metrics
 
     async def evaluate(self, label: str | None = None) -> EvalResult | None:
-        """Evaluate on the held-out tasks and log the figures; None where there are none."""
+        """Evaluate on the held-out tasks and log the figures; None if there are none."""
         return await self.run.evaluate(label or f"step-{self.step}-own")
 
     def save(self) -> None:

@@ -116,7 +116,7 @@ def test_the_length_of_a_run_is_extrapolated_from_the_nearest_limit() -> None:
 
 def test_the_display_of_a_run_without_a_number_of_steps() -> None:
     out = io.StringIO()
-    with LiveDisplay("x", None, {"reward": "r"}, console=Console(file=out, width=99), begun=0.25) as display:
+    with LiveDisplay("x", None, {"reward": "r"}, console=Console(file=out, width=99), share_at_start=0.25) as display:
         display.step(4, {"r": 0.5}, share=0.5)
         display.step(5, {}, share=1.2)
     first, second = out.getvalue().splitlines()

@@ -64,7 +64,7 @@ def test_what_is_no_timeline_is_told(tmp_path: Path) -> None:
 
 def test_the_text_says_what_ran_in_each_column() -> None:
     assert draw_text(Window.of(PART), width=10) == [
-        "separate_async, 10.00 s, a column is 1.000 s; at most 2 groups on their way",
+        "separate_async, 10.00 s, a column is 1.000 s; at most 2 groups in flight",
         "",
         "rollouts    ████▄▄",
         "trainer     ····███",

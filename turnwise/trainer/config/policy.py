@@ -56,7 +56,7 @@ class ModelConfig(Section):
 
     Attributes:
         path: Directory of a Hugging Face causal language model or vision-language model. Nothing is downloaded.
-        device: A torch device; ``auto`` is the first GPU where there is one, else the CPU.
+        device: A torch device; ``auto`` is the first GPU, else the CPU.
         compute_dtype: Type of matrix products. Parameters and optimizer state are float32.
         threads: CPU threads of the trainer process; by default torch's choice.
         gradient_checkpointing: Which activations the backward pass recomputes: false none; ``matmuls`` all but the
@@ -153,7 +153,7 @@ class CriticConfig(Section):
     """
 
     removed_keys: ClassVar[Mapping[str, str]] = {
-        "optim": "a critic has the optimizer of its policy, with a learning rate of its own: set critic.lr",
+        "optim": "a critic has the optimizer of its policy, with another learning rate: set critic.lr",
         "schedule": "a critic follows the schedule of its policy: remove it",
     }
 
@@ -352,7 +352,7 @@ def _check_served_by(name: str, policy: PolicyConfig, policies: Mapping[str, Pol
     by = policies[host]
     if by.served_by is not None:
         raise ValueError(
-            f"{key} is {host!r}, which has no servers of its own (policies.{host}.served_by is {by.served_by!r}): name "
+            f"{key} is {host!r}, which has no servers (policies.{host}.served_by is {by.served_by!r}): name "
             f"{by.served_by}"
         )
     for adapter, model in ((name, policy.model), (host, by.model)):

@@ -472,7 +472,7 @@ class TrainConfig(Section):
 
     @property
     def served(self) -> dict[str, tuple[str, ...]]:
-        """The policies with servers of their own, each with all policies that those sample for, itself first."""
+        """The policies that have servers, each with all policies that those sample for, itself first."""
         hosts = [name for name, policy in self.policies.items() if policy.served_by is None]
         return {
             host: (host, *(name for name, policy in self.policies.items() if policy.served_by == host))

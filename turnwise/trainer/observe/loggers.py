@@ -86,25 +86,25 @@ def find_logger(name: str) -> type[Logger]:
     Raises:
         RegistryError: There is none, or the reference is none.
     """
-    found = find(name, LOGGERS, "loggers.name")
-    return _checked(name, _loaded(found))
+    logger = find(name, LOGGERS, "loggers.name")
+    return _check_class(name, _load_class(logger))
 
 
 def register_logger(name: str) -> Callable[[L], L]:
     """Register a logger's class for ``loggers``. Raises RegistryError where the name is taken, or the class is none."""
 
     def register(cls: L) -> L:
-        register_entry(name, _checked(name, cls), LOGGERS, "logger", of=_loaded)
+        register_entry(name, _check_class(name, cls), LOGGERS, "logger", of=_load_class)
         return cls
 
     return register
 
 
-def _loaded(logger: Any) -> Any:
+def _load_class(logger: Any) -> Any:
     return load_object(logger, "logger") if isinstance(logger, str) else logger
 
 
-def _checked(name: str, cls: Any) -> type[Logger]:
+def _check_class(name: str, cls: Any) -> type[Logger]:
     if not (isinstance(cls, type) and issubclass(cls, Logger)):
         raise RegistryError(f"logger {name!r} is {cls!r}: it must derive from turnwise.trainer.observe.loggers.Logger")
     if inspect.isabstract(cls):
@@ -295,11 +295,11 @@ class MLflowLogger(Logger):
 
     def __init__(self, run: LoggedRun, *, experiment: str = "turnwise", tracking_uri: str | None = None) -> None:
         self._mlflow = _mlflow_package()
-        given = tracking_uri or self._mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
-        uri = given or f"sqlite:///{(run.directory / 'mlflow.db').resolve()}"
+        configured_uri = tracking_uri or self._mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
+        uri = configured_uri or f"sqlite:///{(run.directory / 'mlflow.db').resolve()}"
         self._client: Any = self._mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(experiment)
-        number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(experiment)
+        number = self._client.create_experiment(experiment) if existing is None else existing.experiment_id
         earlier = self._client.search_runs([number], filter_string=f"tags.`{_ID}` = '{run.id}'", max_results=1)
         if earlier:
             self._id: str = earlier[0].info.run_id

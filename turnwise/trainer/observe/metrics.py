@@ -149,15 +149,15 @@ GB = 1e9
 
 def memory_metrics(trainer: MemoryUse, servers: Sequence[MemoryUse | None]) -> dict[str, float]:
     """Return the metrics ``memory/...`` in GB, of the servers whose memory is known."""
-    known = {"trainer": trainer} | {f"server/{n}": each for n, each in enumerate(servers) if each is not None}
-    found: dict[str, float] = {"memory/peak": sum(each.peak for each in known.values()) / GB}
-    for name, use in known.items():
+    memory = {"trainer": trainer} | {f"server/{n}": use for n, use in enumerate(servers) if use is not None}
+    metrics: dict[str, float] = {"memory/peak": sum(use.peak for use in memory.values()) / GB}
+    for name, use in memory.items():
         part, slash, number = name.partition("/")
-        found[f"memory/{name}"] = use.resident / GB
-        found[f"memory/{part}_peak{slash}{number}"] = use.peak / GB
+        metrics[f"memory/{name}"] = use.resident / GB
+        metrics[f"memory/{part}_peak{slash}{number}"] = use.peak / GB
         if use.device_peak:
-            found[f"memory/{part}_device_peak{slash}{number}"] = use.device_peak / GB
-    return found
+            metrics[f"memory/{part}_device_peak{slash}{number}"] = use.device_peak / GB
+    return metrics
 
 
 def meaning(name: str) -> str | None:
@@ -175,7 +175,7 @@ def split_policy(name: str) -> tuple[str, str]:
     return f"policy/{policy}/", rest
 
 
-def checked(metrics: Mapping[str, float]) -> dict[str, float]:
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics as floats, without non-finite ones, which JSON cannot represent."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
@@ -190,12 +190,12 @@ def figures(record: Mapping[str, Any]) -> dict[str, float]:
         return {name: float(value) for name, value in record.items() if name not in ("kind", "step")}
     if record["kind"] != "eval":
         return {}
-    found = {"eval/seconds": record["seconds"]}
-    for way in ("sampled", "greedy"):
-        if way in record:
-            found |= dict(_eval_figures(f"eval/{way}", record[way]))
+    values = {"eval/seconds": record["seconds"]}
+    for mode in ("sampled", "greedy"):
+        if mode in record:
+            values |= dict(_eval_figures(f"eval/{mode}", record[mode]))
     # JSON holds null where no episode ended.
-    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+    return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def _eval_figures(name: str, part: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
@@ -235,20 +235,20 @@ def dropped_tokens(
         ``dropped/failed_tokens``: of trajectories with an error; ``dropped/left_out_tokens``: excluded by the agent's
         account of its episode; ``dropped/cut_tokens``: truncated; ``dropped/dead_tokens``: of dead groups.
     """
-    mine = [each for group in groups for each in group.trajectories if each.policy == policy]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories if trajectory.policy == policy]
     trained = {row.sample.trajectory_id for row in rows}
-    failed = sum(each.sampled_tokens for each in mine if each.error is not None)
+    failed = sum(trajectory.sampled_tokens for trajectory in trajectories if trajectory.error is not None)
     left_out = cut = dead = 0
-    for member, own in zip(members, samples, strict=True):
-        held = sum(sample.trained_tokens for sample in own)
+    for member, member_samples in zip(members, samples, strict=True):
+        trained_tokens = sum(sample.trained_tokens for sample in member_samples)
         spared = sum(
             end - start for segment in member.segments if segment.sampled for start, end in segment.left_out or ()
         )
         left_out += spared
-        cut += member.sampled_tokens - spared - held
-        dead += 0 if member.id in trained else held
-    found = {"failed": failed, "left_out": left_out, "cut": cut, "dead": dead}
-    return {f"dropped/{reason}_tokens": float(count) for reason, count in found.items()}
+        cut += member.sampled_tokens - spared - trained_tokens
+        dead += 0 if member.id in trained else trained_tokens
+    counts = {"failed": failed, "left_out": left_out, "cut": cut, "dead": dead}
+    return {f"dropped/{reason}_tokens": float(count) for reason, count in counts.items()}
 
 
 def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str) -> dict[str, float]:
@@ -257,22 +257,23 @@ def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str) -> dict[str,
     Returns:
         ``tools/calls``, ``tools/error_rate`` and ``tools/error_rate_by/NAME``; empty where no tool was called.
     """
-    mine = [each for group in groups for each in group.trajectories if each.policy == policy and each.error is None]
+    members = (trajectory for group in groups for trajectory in group.trajectories if trajectory.policy == policy)
+    trajectories = [trajectory for trajectory in members if trajectory.error is None]
     counts: defaultdict[str, float] = defaultdict(float)
-    for trajectory in mine:
+    for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
             if name in ("tool_calls", "tool_errors") or name.startswith((_CALLS, _FAILURES)):
                 counts[name] += value
     calls = counts["tool_calls"]
     if not calls:
         return {}
-    by_tool = {name.removeprefix(_CALLS): made for name, made in counts.items() if name.startswith(_CALLS) and made}
+    by_tool = {name.removeprefix(_CALLS): count for name, count in counts.items() if name.startswith(_CALLS) and count}
     return {
-        "tools/calls": calls / len(mine),
+        "tools/calls": calls / len(trajectories),
         "tools/error_rate": counts["tool_errors"] / calls,
         # A slash would be a level of the metric's name.
         **{
-            f"tools/error_rate_by/{name.replace('/', '_')}": counts.get(f"{_FAILURES}{name}", 0.0) / made
-            for name, made in sorted(by_tool.items())
+            f"tools/error_rate_by/{name.replace('/', '_')}": counts.get(f"{_FAILURES}{name}", 0.0) / count
+            for name, count in sorted(by_tool.items())
         },
     }

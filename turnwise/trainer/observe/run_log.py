@@ -62,7 +62,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def effective_records(data: bytes, path: Path) -> list[dict[str, Any]]:
     """Return what :func:`read_metrics` does, of lines of the file at ``path``. Raises FormatError."""
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.endswith(b"}"):
             continue
@@ -73,12 +73,12 @@ def effective_records(data: bytes, path: Path) -> list[dict[str, Any]]:
         if record.get("kind") == "start":
             if not isinstance(resumed := record.get("step"), int):
                 raise FormatError(f"{path}:{number}: a start record has step {resumed!r}, which is no number")
-            found = [each for each in found if each.get("step", 0) <= resumed]
+            records = [earlier for earlier in records if earlier.get("step", 0) <= resumed]
             continue
         if record.get("kind") == "eval":
-            found = [each for each in found if _evaluation(each) != _evaluation(record)]
-        found.append(record)
-    return found
+            records = [earlier for earlier in records if _evaluation(earlier) != _evaluation(record)]
+        records.append(record)
+    return records
 
 
 def _evaluation(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -101,7 +101,7 @@ def check_loggers(configs: Sequence[LoggerConfig]) -> None:
 
 
 class RunLog(JSONLLogger):
-    """Appends records to ``metrics.jsonl``, and passes their figures to loggers in threads of their own.
+    """Appends records to ``metrics.jsonl``, and passes their figures to loggers in one thread each.
 
     ``say`` reports a failed logger to the user.
     """
@@ -123,42 +123,42 @@ class RunLog(JSONLLogger):
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         with writing(run.directory):
             private_directory(run.directory)
-        made: dict[str, Logger] = {}
-        for number, each in enumerate(loggers):
-            name = each.name if each.name not in made else f"{each.name} ({number})"
+        outlets: dict[str, Logger] = {}
+        for number, config in enumerate(loggers):
+            name = config.name if config.name not in outlets else f"{config.name} ({number})"
             try:
-                made[name] = chosen_logger(each)(run)
+                outlets[name] = chosen_logger(config)(run)
             except TurnwiseError:
                 raise
             except Exception as error:  # whatever a logger's package raises is named
                 raise ConfigError(
-                    f"loggers.{number} ({each.name}) cannot be opened: {type(error).__name__}: {error}; correct its "
+                    f"loggers.{number} ({config.name}) cannot be opened: {type(error).__name__}: {error}; correct its "
                     "config, or remove it: metrics.jsonl has everything without it"
                 ) from error
-        log = cls(run.directory / METRICS_FILE, made, say)
+        log = cls(run.directory / METRICS_FILE, outlets, say)
         log.log({"kind": "start", "part": part, "step": run.step})
         return log
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append a record, and pass on the figures of a step or an evaluation."""
         super().log(record)
-        if self._outlets and (found := figures(record)):
-            for each in self._outlets:
-                each.put(int(record["step"]), found)
+        if self._outlets and (values := figures(record)):
+            for outlet in self._outlets:
+                outlet.put(int(record["step"]), values)
 
     def counts(self) -> dict[str, float]:
         """Return the number of failed logger calls as a metric, if any."""
-        failures = sum(each.failures for each in self._outlets)
+        failures = sum(outlet.failures for outlet in self._outlets)
         return {"loggers/failures": float(failures)} if failures else {}
 
     def close(self) -> None:
         """Close the file and the loggers, with :data:`CLOSE_S` each. Idempotent."""
         super().close()
         outlets, self._outlets = self._outlets, []
-        for each in outlets:
-            each.end()
-        for each in outlets:
-            each.wait()
+        for outlet in outlets:
+            outlet.end()
+        for outlet in outlets:
+            outlet.wait()
 
 
 class _LoggerThread:
@@ -174,8 +174,8 @@ class _LoggerThread:
         self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, step: int, found: Mapping[str, float]) -> None:
-        self._queue.put((step, found))
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        self._queue.put((step, values))
 
     def end(self) -> None:
         self._queue.put(None)
@@ -187,8 +187,8 @@ class _LoggerThread:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            step, found = item
-            self._try(f"at step {step}", partial(self._logger.log, step, found))
+            step, values = item
+            self._try(f"at step {step}", partial(self._logger.log, step, values))
         self._try("when it was closed", self._logger.close)
 
     def _try(self, when: str, call: Callable[[], None]) -> None:
@@ -218,7 +218,7 @@ class LiveDisplay:
         curve: Metric drawn beside the bar.
         console: By default standard error, which keeps standard output for results.
         done: Steps of earlier processes of the run, excluded from the time estimate.
-        begun: Share of the whole that those were; by default their share of ``total``.
+        share_at_start: Their share of the whole run; by default that of ``total``.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class LiveDisplay:
         curve: str | None = None,
         console: Console | None = None,
         done: int = 0,
-        begun: float | None = None,
+        share_at_start: float | None = None,
     ) -> None:
         self._title = title
         self._columns = dict(columns)
@@ -239,7 +239,7 @@ class LiveDisplay:
         self._rows: deque[list[str]] = deque(maxlen=_SHOWN_STEPS)
         self._values: list[float] = []
         self._total = total
-        self._begun = self._share(done) if begun is None else begun
+        self._share_at_start = self._share(done) if share_at_start is None else share_at_start
         self._started = time.monotonic()
         self._status = ""
         self._progress = Progress(
@@ -298,17 +298,17 @@ class LiveDisplay:
         return step / self._total if self._total else 0.0
 
     def _time_left(self, share: float) -> str:
-        if share <= self._begun:
+        if share <= self._share_at_start:
             return ""
-        left = (time.monotonic() - self._started) / (share - self._begun) * max(0.0, 1 - share)
-        return f"{int(left // 60)}:{int(left % 60):02d} left"
+        seconds_left = (time.monotonic() - self._started) / (share - self._share_at_start) * max(0.0, 1 - share)
+        return f"{int(seconds_left // 60)}:{int(seconds_left % 60):02d} left"
 
     def _render(self) -> Table:
         grid = Table.grid(padding=(0, 1))
         grid.add_row(self._progress)
         if self._values:
-            last = f"{self._values[-1]:.3f}"
-            grid.add_row(f"{self._curve} {sparkline(self._values)} {last}")
+            latest = f"{self._values[-1]:.3f}"
+            grid.add_row(f"{self._curve} {sparkline(self._values)} {latest}")
         if self._rows:
             table = Table("step", *self._columns, box=None, padding=(0, 1), header_style="bold")
             for cells in self._rows:

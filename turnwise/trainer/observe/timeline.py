@@ -43,7 +43,7 @@ class Timeline:
         self._path = path
         with writing(path):
             self._file = AppendFile(path)
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         self._open: dict[int, tuple[str, str, float]] = {}
         self._next = 0
         self._both = 0.0
@@ -77,7 +77,7 @@ class Timeline:
         self._file.close()
 
     def _now(self) -> float:
-        return time.monotonic() - self._begun
+        return time.monotonic() - self._started
 
     def _write(self, number: int, end: float | None) -> None:
         # A task that is cancelled after the end was written down at close.
@@ -89,10 +89,10 @@ class Timeline:
 
     def _count(self) -> None:
         running = {what for what, _, _ in self._open.values()}
-        both = GROUP in running and UPDATE in running
-        if both and self._both_since is None:
+        overlapping = GROUP in running and UPDATE in running
+        if overlapping and self._both_since is None:
             self._both_since = self._now()
-        elif not both and self._both_since is not None:
+        elif not overlapping and self._both_since is not None:
             self._both += self._now() - self._both_since
             self._both_since = None
 
@@ -133,7 +133,7 @@ class Part:
     @property
     def seconds(self) -> float:
         """Duration, as far as covered by its spans."""
-        return max((each.begin if each.end is None else each.end for each in self.spans), default=0.0)
+        return max((span.begin if span.end is None else span.end for span in self.spans), default=0.0)
 
 
 def read_timeline(path: Path) -> list[Part]:
@@ -179,7 +179,7 @@ class Window:
     @classmethod
     def of(cls, part: Part, seconds: tuple[float | None, float | None] = (None, None)) -> Window:
         """Return the window between two times; by default from the first span to the last."""
-        first = min((each.begin for each in part.spans), default=0.0)
+        first = min((span.begin for span in part.spans), default=0.0)
         begin, end = seconds
         begin = first if begin is None else begin
         end = part.seconds if end is None else end
@@ -187,8 +187,8 @@ class Window:
 
     def spans(self, what: str) -> list[Span]:
         """Return the spans of one kind that overlap the window, by begin."""
-        found = [each for each in self.part.spans if each.what == what and self._overlaps(each)]
-        return sorted(found, key=lambda each: each.begin)
+        spans = [span for span in self.part.spans if span.what == what and self._overlaps(span)]
+        return sorted(spans, key=lambda span: span.begin)
 
     def until(self, span: Span) -> float:
         """Return the end of a span; open ones end with the process."""
@@ -209,17 +209,17 @@ def draw_text(window: Window, *, width: int = 100) -> list[str]:
     step = (window.end - window.begin) / width
     rows = list(_ROWS) + [(name, marks) for name, marks in _RARE if any(window.spans(what) for what in marks)]
     flying = _mean_flying(window, width, step)
-    most = max(flying, default=0.0)
-    peak = f"at most {round(most)} groups on their way"
+    largest = max(flying, default=0.0)
+    peak = f"at most {round(largest)} groups in flight"
     head = f"{window.part.mode}, {window.end - window.begin:.2f} s, a column is {step:.3f} s; {peak}"
-    levels = [_LEVELS[0 if not each else max(1, round(each / most * (len(_LEVELS) - 1)))] for each in flying]
+    levels = [_LEVELS[0 if not level else max(1, round(level / largest * (len(_LEVELS) - 1)))] for level in flying]
     lines = [head, "", _row("rollouts", levels)]
     for name, marks in rows:
         cells = [" "] * width
         for what, mark in marks.items():
             for span in window.spans(what):
-                first, last = _columns(span, window, width, step)
-                cells[first : last + 1] = [mark] * (last + 1 - first)
+                first, end_column = _columns(span, window, width, step)
+                cells[first : end_column + 1] = [mark] * (end_column + 1 - first)
         lines.append(_row(name, cells))
     lines.append(_row("step", _labels(window, width, step)))
     return lines
@@ -232,13 +232,13 @@ def trace_json(window: Window) -> bytes:
     Spans of a row that overlap take further threads, since those of one thread may only nest. Times are in microseconds
     since the process began.
     """
-    events = [_named("process_name", window.part, 0, f"{window.part.mode}, process {window.part.number}")]
+    events = [_name_event("process_name", window.part, 0, f"{window.part.mode}, process {window.part.number}")]
     tid = 0
     for row, marks in (("rollouts", {GROUP: ""}), *_ROWS, *_RARE):
-        spans = sorted((span for what in marks for span in window.spans(what)), key=lambda each: each.begin)
+        spans = sorted((span for what in marks for span in window.spans(what)), key=lambda span: span.begin)
         for number, lane in enumerate(_lanes(window, spans), 1):
             tid += 1
-            events.append(_named("thread_name", window.part, tid, row if number == 1 else f"{row} {number}"))
+            events.append(_name_event("thread_name", window.part, tid, row if number == 1 else f"{row} {number}"))
             events.append(_event("M", "thread_sort_index", window.part, tid, args={"sort_index": tid}))
             events += [_complete(window, span, tid) for span in lane]
     changes: Counter[int] = Counter()
@@ -252,11 +252,11 @@ def trace_json(window: Window) -> bytes:
 
 def _complete(window: Window, span: Span, tid: int) -> dict[str, Any]:
     ts = _us(span.begin)
-    found = _event("X", f"{span.what} {span.name}", window.part, tid, ts=ts, dur=_us(window.until(span)) - ts)
-    return {**found, "cat": span.what, "args": {"finished": span.end is not None}}
+    event = _event("X", f"{span.what} {span.name}", window.part, tid, ts=ts, dur=_us(window.until(span)) - ts)
+    return {**event, "cat": span.what, "args": {"finished": span.end is not None}}
 
 
-def _named(event: str, part: Part, tid: int, name: str) -> dict[str, Any]:
+def _name_event(event: str, part: Part, tid: int, name: str) -> dict[str, Any]:
     return _event("M", event, part, tid, args={"name": name})
 
 
@@ -282,30 +282,30 @@ def _lanes(window: Window, spans: Sequence[Span]) -> list[list[Span]]:
 
 def _mean_flying(window: Window, width: int, step: float) -> list[float]:
     """Return the mean number of groups in flight per column."""
-    found = [0.0] * width
+    means = [0.0] * width
     for span in window.spans(GROUP):
         begin, end = max(span.begin, window.begin), min(window.until(span), window.end)
         for column in range(int((begin - window.begin) / step), min(width, int((end - window.begin) / step) + 1)):
             start = window.begin + column * step
-            found[column] += max(0.0, min(end, start + step) - max(begin, start)) / step
-    return found
+            means[column] += max(0.0, min(end, start + step) - max(begin, start)) / step
+    return means
 
 
 def _columns(span: Span, window: Window, width: int, step: float) -> tuple[int, int]:
     first = round((max(span.begin, window.begin) - window.begin) / step)
-    last = round((min(window.until(span), window.end) - window.begin) / step) - 1
+    end_column = round((min(window.until(span), window.end) - window.begin) / step) - 1
     first = min(first, width - 1)
-    return first, min(max(first, last), width - 1)
+    return first, min(max(first, end_column), width - 1)
 
 
 def _labels(window: Window, width: int, step: float) -> Sequence[str]:
-    """Return step numbers at the begin of their first update, where there is room."""
-    cells, free, shown = [" "] * width, 0, set[str]()
+    """Return step numbers at the begin of their first update, as far as they fit."""
+    cells, free, labels = [" "] * width, 0, set[str]()
     for span in window.spans(UPDATE):
         first, _ = _columns(span, window, width, step)
-        if span.name in shown or first < free or first + len(span.name) > width:
+        if span.name in labels or first < free or first + len(span.name) > width:
             continue
-        shown.add(span.name)
+        labels.add(span.name)
         cells[first : first + len(span.name)] = span.name
         free = first + len(span.name) + 1
     return cells

@@ -120,33 +120,33 @@ def gap(metrics: Metrics, setting: WarningContext) -> str | None:
 
 def entropy(metrics: Metrics, setting: WarningContext) -> str | None:
     """Entropy has collapsed; where groups have equal rewards, that is said instead."""
-    found = metrics.get("train/entropy")
-    if found is None or found >= LEAST_ENTROPY or dead_groups(metrics, setting) is not None:
+    nats = metrics.get("train/entropy")
+    if nats is None or nats >= LEAST_ENTROPY or dead_groups(metrics, setting) is not None:
         return None
     return (
-        f"the policy's entropy is {found:.2g} nats: it hardly explores. If the reward is not what it should "
+        f"the policy's entropy is {nats:.2g} nats: it hardly explores. If the reward is not what it should "
         "be, raise algorithm.entropy_coef, rollout.temperature or algorithm.clip_high, or lower optim.lr"
     )
 
 
 def clipped(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Most tokens of the step are clipped."""
-    found = metrics.get("train/clip_fraction", 0.0)
-    if found <= MOST_CLIPPED:
+    clip_fraction = metrics.get("train/clip_fraction", 0.0)
+    if clip_fraction <= MOST_CLIPPED:
         return None
     return (
-        f"{_share(found)} of tokens are clipped: the updates of a step are too large. Lower optim.lr, algorithm.epochs "
-        "or algorithm.minibatches, or widen algorithm.clip_low and clip_high"
+        f"{_share(clip_fraction)} of tokens are clipped: the updates of a step are too large. Lower optim.lr, "
+        "algorithm.epochs or algorithm.minibatches, or widen algorithm.clip_low and clip_high"
     )
 
 
 def divergence(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """The policy diverges within a step."""
-    found = metrics.get("train/approx_kl", 0.0)
-    if found <= MOST_KL:
+    kl = metrics.get("train/approx_kl", 0.0)
+    if kl <= MOST_KL:
         return None
     return (
-        f"within a step the policy moved by {found:.3g} nats (KL to the one that sampled): lower optim.lr or "
+        f"within a step the policy moved by {kl:.3g} nats (KL to the one that sampled): lower optim.lr or "
         "optim.max_grad_norm, or take fewer algorithm.epochs and minibatches"
     )
 
@@ -190,11 +190,11 @@ def tool_errors(metrics: Metrics, setting: WarningContext) -> str | None:  # noq
 
 def failed(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Episodes fail in the infrastructure."""
-    count, whole = metrics.get("batch/failed", 0.0), metrics.get("batch/trajectories", 0.0)
-    if not count or count <= MOST_FAILED * (count + whole):
+    count, trained = metrics.get("batch/failed", 0.0), metrics.get("batch/trajectories", 0.0)
+    if not count or count <= MOST_FAILED * (count + trained):
         return None
     return (
-        f"{_share(count / (count + whole))} of trajectories ended in an error and are not trained: see "
+        f"{_share(count / (count + trained))} of trajectories ended in an error and are not trained: see "
         "trajectories.twz (turnwise view) for the errors, logs/ for those of servers"
     )
 
@@ -210,12 +210,12 @@ def unforked(metrics: Metrics, setting: WarningContext) -> str | None:
 
 def cut(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Rows are truncated."""
-    lost, kept = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
-    if not lost or lost <= MOST_CUT * (lost + kept):
+    lost, trained = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
+    if not lost or lost <= MOST_CUT * (lost + trained):
         return None
     return (
-        f"{_share(lost / (lost + kept))} of the tokens to train were cut off: raise batch.max_tokens_per_row, or have "
-        "agents keep their context shorter"
+        f"{_share(lost / (lost + trained))} of the tokens to train were cut off: raise batch.max_tokens_per_row, or "
+        "have agents keep their context shorter"
     )
 
 
@@ -233,11 +233,11 @@ def correction(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa
 
 def not_finite(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
     """Updates were skipped for non-finite gradients."""
-    found = metrics.get("train/non_finite_updates", 0.0)
-    if not found:
+    skipped = metrics.get("train/non_finite_updates", 0.0)
+    if not skipped:
         return None
     return (
-        f"{found:.0f} optimizer steps were skipped because their gradient was not finite: lower optim.lr, set "
+        f"{skipped:.0f} optimizer steps were skipped because their gradient was not finite: lower optim.lr, set "
         "optim.max_grad_norm, or look for rewards and log-probabilities that are far off"
     )
 
@@ -265,8 +265,8 @@ RULES: Final[dict[str, Rule]] = {
 
 def find_warnings(metrics: Metrics, setting: WarningContext) -> list[TrainingWarning]:
     """Return the warnings that a step's metrics trigger, in the order of :data:`RULES`."""
-    found = ((name, rule(metrics, setting)) for name, rule in RULES.items())
-    return [TrainingWarning(name, text) for name, text in found if text is not None]
+    texts = ((name, rule(metrics, setting)) for name, rule in RULES.items())
+    return [TrainingWarning(name, text) for name, text in texts if text is not None]
 
 
 class Warner:
@@ -276,15 +276,15 @@ class Warner:
         self._quiet = quiet
         self._next: dict[str, tuple[int, int]] = {}
 
-    def due(self, step: int, found: list[TrainingWarning]) -> list[TrainingWarning]:
+    def due(self, step: int, warnings: list[TrainingWarning]) -> list[TrainingWarning]:
         """Return the warnings of a step that are due."""
-        said: list[TrainingWarning] = []
-        for each in found:
-            least, pause = self._next.get(each.name, (step, self._quiet))
-            if step >= least:
-                self._next[each.name] = (step + pause, pause * 2)
-                said.append(each)
-        return said
+        due: list[TrainingWarning] = []
+        for warning in warnings:
+            next_step, pause = self._next.get(warning.name, (step, self._quiet))
+            if step >= next_step:
+                self._next[warning.name] = (step + pause, pause * 2)
+                due.append(warning)
+        return due
 
 
 def _share(value: float) -> str:
@@ -296,7 +296,7 @@ _NO_GROUPS: Final = frozenset(("gae", "reinforce_plus_plus", "remax"))
 
 
 @dataclass(frozen=True, slots=True)
-class _Diagnosed:
+class _PolicyDiagnostics:
     """What the diagnostics of one policy depend on."""
 
     renderer: Renderer
@@ -326,7 +326,9 @@ class Diagnostics:
             policies: Configuration (``TrainConfig.of_policy``) and renderer of each trained policy.
         """
         self._log = JSONLLogger(directory / "diagnostics.jsonl")
-        self._policies = {name: _Diagnosed.of(config, renderer) for name, (config, renderer) in policies.items()}
+        self._policies = {
+            name: _PolicyDiagnostics.of(config, renderer) for name, (config, renderer) in policies.items()
+        }
 
     def step(
         self, step: int, metrics: Mapping[str, float], gaps: Mapping[str, Gaps], groups: Sequence[TrajectoryGroup]
@@ -337,35 +339,38 @@ class Diagnostics:
         """
         if len(self._policies) == 1:
             [(name, policy)] = self._policies.items()
-            return self._one(policy, step, metrics, gaps.get(name, Gaps()), groups, {})
+            return self._diagnose_policy(policy, step, metrics, gaps.get(name, Gaps()), groups, {})
         due: list[TrainingWarning] = []
         shared = {key: value for key, value in metrics.items() if key.startswith("replay/")}
         for name, policy in self._policies.items():
             head = f"policy/{name}/"
-            own = {key.removeprefix(head): value for key, value in metrics.items() if key.startswith(head)}
+            policy_metrics = {key.removeprefix(head): value for key, value in metrics.items() if key.startswith(head)}
             if name in gaps:
-                found = self._one(policy, step, own | shared, gaps[name], groups, {"policy": name})
+                warnings = self._diagnose_policy(
+                    policy, step, policy_metrics | shared, gaps[name], groups, {"policy": name}
+                )
                 shared = {}
-                due += [replace(each, text=f"policy {name}: {each.text}") for each in found]
+                due += [replace(warning, text=f"policy {name}: {warning.text}") for warning in warnings]
         return due
 
-    def _one(
+    def _diagnose_policy(
         self,
-        policy: _Diagnosed,
+        policy: _PolicyDiagnostics,
         step: int,
         metrics: Mapping[str, float],
         gaps: Gaps,
         groups: Sequence[TrajectoryGroup],
-        about: Mapping[str, str],
+        fields: Mapping[str, str],
     ) -> list[TrainingWarning]:
         words = ""
+        members = [trajectory for group in groups for trajectory in group.trajectories]
         if gaps.turns:
-            named = {each.trajectory for each in gaps.largest}
-            held = {each.id: each for group in groups for each in group.trajectories if each.id in named}
-            record = gap_record(gaps, held, policy.renderer)
-            self._log.log({"kind": "gap", "step": step, **about, **record})
+            trajectory_ids = {token_gap.trajectory for token_gap in gaps.largest}
+            trajectories = {member.id: member for member in members if member.id in trajectory_ids}
+            record = gap_record(gaps, trajectories, policy.renderer)
+            self._log.log({"kind": "gap", "step": step, **fields, **record})
             words = describe_gap(record)
-        notes = (each.turn_notes.get("", {}).get(WHY_UNFORKED) for group in groups for each in group.trajectories)
+        notes = (member.turn_notes.get("", {}).get(WHY_UNFORKED) for member in members)
         why = next((note for note in notes if note), "")
         setting = WarningContext(exact=policy.exact, compares=policy.compares, worst_gap=words, unforked=why)
         return policy.warner.due(step, find_warnings(metrics, setting))

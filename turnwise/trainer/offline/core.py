@@ -27,7 +27,7 @@ from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.learn.objectives import Objective
 from turnwise.trainer.learn.update import update_metrics
 from turnwise.trainer.observe.loggers import LoggedRun
-from turnwise.trainer.observe.metrics import checked
+from turnwise.trainer.observe.metrics import finite_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog, check_loggers
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trajectory import Trajectory, messages_of
@@ -117,7 +117,7 @@ def fit(
     steps: int,
     order: Iterator[list[int]],
     make: Callable[[list[int]], Batch],
-    shown: DisplayLayout,
+    layout: DisplayLayout,
     console: Console | None,
 ) -> dict[str, float]:
     """Take optimizer steps, log and show them; return the metrics of the last one.
@@ -130,8 +130,8 @@ def fit(
     logger = RunLog.open(logged, config.loggers, console)
     metrics: dict[str, float] = {}
     try:
-        title = f"{shown.title} {config.name}"
-        with LiveDisplay(title, steps, shown.columns, curve=shown.curve, console=console) as display:
+        title = f"{layout.title} {config.name}"
+        with LiveDisplay(title, steps, layout.columns, curve=layout.curve, console=console) as display:
             for step in range(1, steps + 1):
                 started = time.perf_counter()
                 batch = make(next(order))
@@ -139,7 +139,7 @@ def fit(
                 seconds = time.perf_counter() - started
                 metrics["time/step_s"] = seconds
                 metrics["time/tokens_per_s"] = sum(micro.tokens for micro in batch.micro) / seconds
-                logger.log({"kind": "train", "step": step, **checked({**metrics, **logger.counts()})})
+                logger.log({"kind": "train", "step": step, **finite_metrics({**metrics, **logger.counts()})})
                 display.step(step, metrics)
     finally:
         logger.close()
@@ -224,18 +224,22 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
         every = list(read_trajectories(file))
     except FormatError as error:
         raise TaskError(f"trajectories.path: {error}") from error
-    mine = [each for each in every if each.policy == config.policy and config.partition in (None, each.partition)]
-    found = [each for each in mine if each.error is None and each.recorded == "tokens" and each.sampled_tokens]
-    if not found:
+    usable = [
+        trajectory
+        for trajectory in every
+        if (trajectory.policy == config.policy and config.partition in (None, trajectory.partition))
+        and (trajectory.error is None and trajectory.recorded == "tokens" and trajectory.sampled_tokens)
+    ]
+    if not usable:
         partition = f" and partition {config.partition}" if config.partition else ""
-        policies = ", ".join(sorted({each.policy for each in every})) or "none"
+        policies = ", ".join(sorted({trajectory.policy for trajectory in every})) or "none"
         raise TaskError(
             f"{file} holds {len(every)} trajectories (policies: {policies}), but none of policy "
             f"{config.policy}{partition} that ended without an error and was recorded with token ids"
         )
-    for trajectory in found:
+    for trajectory in usable:
         _check_tokenizer(trajectory, renderer, file)
-    return [branch for each in found for branch in branch_trajectories(each)]
+    return [branch for trajectory in usable for branch in branch_trajectories(trajectory)]
 
 
 def filter_trajectories(trajectories: Sequence[Trajectory], config: FilterConfig) -> list[Trajectory]:
@@ -248,24 +252,24 @@ def filter_trajectories(trajectories: Sequence[Trajectory], config: FilterConfig
     for index, trajectory in enumerate(trajectories):
         if config.min_reward is None or trajectory.reward >= config.min_reward:
             tasks[trajectory.task_id].append((index, trajectory))
-    kept: list[tuple[int, Trajectory]] = []
+    selected: list[tuple[int, Trajectory]] = []
     for members in tasks.values():
         seen: set[bytes] = set()
-        mine: list[tuple[int, Trajectory]] = []
-        for index, each in members:
-            tokens = _tokens(each)
+        unique: list[tuple[int, Trajectory]] = []
+        for index, trajectory in members:
+            tokens = _tokens(trajectory)
             if not (config.dedupe and tokens in seen):
-                mine.append((index, each))
+                unique.append((index, trajectory))
             seen.add(tokens)
         if config.best_per_task is not None:
-            mine = sorted(mine, key=lambda item: (-item[1].reward, item[1].sampled_tokens, item[0]))
-        kept += mine[: config.best_per_task]
-    if not kept:
-        best = max(each.reward for each in trajectories)
+            unique = sorted(unique, key=lambda item: (-item[1].reward, item[1].sampled_tokens, item[0]))
+        selected += unique[: config.best_per_task]
+    if not selected:
+        best = max(trajectory.reward for trajectory in trajectories)
         raise TaskError(
             f"trajectories.min_reward is {config.min_reward}, but the best of {len(trajectories)} has reward {best:g}"
         )
-    return [each for _, each in sorted(kept, key=lambda item: item[0])]
+    return [trajectory for _, trajectory in sorted(selected, key=lambda item: item[0])]
 
 
 def make_pairs(trajectories: Sequence[Trajectory], config: PairingConfig) -> list[tuple[Trajectory, Trajectory]]:
@@ -279,9 +283,9 @@ def make_pairs(trajectories: Sequence[Trajectory], config: PairingConfig) -> lis
         groups[trajectory.group_id].append(trajectory)
     pairs: list[tuple[Trajectory, Trajectory]] = []
     for members in groups.values():
-        ranked = sorted(members, key=lambda each: -each.reward)
-        for place in range(min(config.pairs_per_group, len(ranked) // 2)):
-            better, worse = ranked[place], ranked[-1 - place]
+        ranked = sorted(members, key=lambda member: -member.reward)
+        for rank in range(min(config.pairs_per_group, len(ranked) // 2)):
+            better, worse = ranked[rank], ranked[-1 - rank]
             gap = better.reward - worse.reward
             if gap > 0 and gap >= config.min_gap:
                 pairs.append((better, worse))
@@ -308,7 +312,7 @@ def branch_messages(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 def _tokens(trajectory: Trajectory) -> bytes:
     return orjson.dumps(
-        [[segment.token_ids.tolist(), [each.digest for each in segment.media]] for segment in trajectory.segments]
+        [[segment.token_ids.tolist(), [media.digest for media in segment.media]] for segment in trajectory.segments]
     )
 
 
@@ -317,14 +321,14 @@ def _check_tokenizer(trajectory: Trajectory, renderer: Renderer, file: object) -
     for segment in trajectory.segments:
         if segment.parent >= 0 or segment.sampled:
             continue
-        said = [text.strip() for message in segment.messages for text in texts_of(message) if text.strip()]
-        if not said:
+        texts = [text.strip() for message in segment.messages for text in texts_of(message) if text.strip()]
+        if not texts:
             continue
         try:
             text = renderer.decode(segment.token_ids)
         except (IndexError, KeyError, OverflowError, ValueError):
             text = ""
-        if not any(each in text for each in said):
+        if not any(quote in text for quote in texts):
             raise TaskError(
                 f"{file}: trajectory {trajectory.id}: its ids do not encode its messages with the tokenizer of "
                 "model.path: it was recorded with another tokenizer; train a model that has that one"

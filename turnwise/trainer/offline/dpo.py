@@ -65,8 +65,8 @@ class PreferenceObjective:
         device = scores.logprobs.device
         pairs, sides = token_sides(batch, self.sides)
         sums, lengths = pair_sums(scores.logprobs, sides.to(device), len(pairs))
-        found = sums / lengths if config.length_normalised else sums
-        gained = found - self.reference[pairs].to(device)
+        logprobs = sums / lengths if config.length_normalised else sums
+        gained = logprobs - self.reference[pairs].to(device)
         margins = gained[:, 0] - gained[:, 1]
         if config.loss == "ipo":
             result = ipo_loss(margins, beta=config.beta)
@@ -104,9 +104,9 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
     reference = reference_sums(judge, pairs, config)
     del judge
 
-    def make(chosen: list[int]) -> Batch:
-        micro, sides = pack_pairs([pairs[index] for index in chosen], config.max_tokens_per_micro_batch)
-        return Batch(micro, PreferenceObjective(config, sides, reference[chosen]), float(len(chosen)), len(chosen))
+    def make(indices: list[int]) -> Batch:
+        micro, sides = pack_pairs([pairs[index] for index in indices], config.max_tokens_per_micro_batch)
+        return Batch(micro, PreferenceObjective(config, sides, reference[indices]), float(len(indices)), len(indices))
 
     order = shuffled(len(pairs), config.pairs, config.seed)
     metrics = fit(config, learner, steps, order, make, pair_display("dpo"), console)
@@ -116,14 +116,14 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
 
 def reference_sums(learner: Learner, pairs: Sequence[Pair], config: DPOConfig) -> Tensor:
     """Return the log-probabilities of both sides of each pair, float32 of shape [pairs, 2]."""
-    found = torch.zeros(len(pairs), 2)
+    totals = torch.zeros(len(pairs), 2)
     micro, sides = pack_pairs(pairs, config.max_tokens_per_micro_batch)
     for batch in micro:
-        held, of_token = token_sides(batch, sides)
+        sides_in_batch, of_token = token_sides(batch, sides)
         (logprobs,) = learner.logprobs([batch])
-        sums, lengths = pair_sums(logprobs.cpu(), of_token, len(held))
-        found[held] = sums / lengths if config.length_normalised else sums
-    return found
+        sums, lengths = pair_sums(logprobs.cpu(), of_token, len(sides_in_batch))
+        totals[sides_in_batch] = sums / lengths if config.length_normalised else sums
+    return totals
 
 
 def _pairs(config: DPOConfig, renderer: Renderer) -> tuple[list[Pair], int]:

@@ -45,13 +45,13 @@ _LONGEST_WORD = 64
 
 @dataclass(frozen=True, slots=True)
 class FirstModel:
-    """What a first model is made of.
+    """How a first model is made.
 
     Attributes:
         env: The environment, which has a reference solution (``solve``).
         tasks: Source of tasks; by default the environment's.
         demonstrations: Number of tasks that are solved, each with its own reset seed; the tasks are taken in order, and
-            again from the first where there are fewer.
+            again from the first if there are fewer.
         steps: Optimizer steps of the warm start; 0 leaves the weights random.
         seed: Of the weights, the reset seeds and the order of the demonstrations.
         width: Hidden size.
@@ -81,7 +81,7 @@ async def demonstrate(plan: FirstModel) -> list[dict[str, Any]]:
         tools = await toolbox.tools()
         source = plan.tasks or plan.env.make(tools).default_tasks
         rows = []
-        for number, task in enumerate(itertools.islice(_endless(source), plan.demonstrations)):
+        for number, task in enumerate(itertools.islice(_cycle_tasks(source), plan.demonstrations)):
             rows.append(await solved_conversation(plan.env.make(tools), task, plan.seed * 1_000_003 + number))
         return _with_wrong_answers(rows, plan)
 
@@ -90,25 +90,25 @@ def _with_wrong_answers(rows: list[dict[str, Any]], plan: FirstModel) -> list[di
     """Let a share of the conversations end with another one's answer; what ends with a call stays."""
     rng = random.Random(plan.seed)
     answers = [row["messages"][-1] for row in rows]
-    texts = [each for each in answers if each["role"] == "assistant" and not each.get("tool_calls")]
+    texts = [answer for answer in answers if answer["role"] == "assistant" and not answer.get("tool_calls")]
     changed = set(rng.sample(range(len(rows)), round(plan.wrong * len(rows)))) if texts else set()
     return [
         {**row, "messages": [*row["messages"][:-1], rng.choice(texts)]}
-        if number in changed and any(answers[number] is each for each in texts)
+        if number in changed and any(answers[number] is text for text in texts)
         else row
         for number, row in enumerate(rows)
     ]
 
 
-def _endless(source: str | None) -> Iterator[Task | None]:
+def _cycle_tasks(source: str | None) -> Iterator[Task | None]:
     if source is None:
         yield from itertools.repeat(None)
-    found = False
+    has_rows = False
     while True:
         for task in iter_tasks(source or ()):
-            found = True
+            has_rows = True
             yield task
-        if not found:
+        if not has_rows:
             raise TaskError(f"{source}: it contains no tasks")
 
 
@@ -153,9 +153,9 @@ def write_first_model(
         data.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
         model = home / "initial" if plan.steps == 0 else _warm(plan, home, data, console)
         shutil.copy(data, model / DEMONSTRATIONS)
-        most = _longest_turn(rows, model)
-        limit_new_tokens(model, most)
-        (model / TRAINING).write_text(training_config(plan, most), encoding="utf-8")
+        longest_turn = _longest_turn(rows, model)
+        limit_new_tokens(model, longest_turn)
+        (model / TRAINING).write_text(training_config(plan, longest_turn), encoding="utf-8")
         with contextlib.suppress(OSError):
             directory.rmdir()
         model.rename(directory)
@@ -173,10 +173,10 @@ def training_config(plan: FirstModel, max_tokens_per_turn: int) -> str:
     if plan.env.config:
         env["config"] = plan.env.config
     named = plan.tasks or own_tasks(plan.env.id, plan.env.config)
-    given = None if named is None else _SOURCE.validate_python(named)
+    task_source = None if named is None else _SOURCE.validate_python(named)
     config = {
         "name": run_name(plan.env.id),
-        "tasks": given or source(2000, "train"),
+        "tasks": task_source or source(2000, "train"),
         "steps": 40,
         "policies": {
             "main": {
@@ -190,7 +190,7 @@ def training_config(plan: FirstModel, max_tokens_per_turn: int) -> str:
         "algorithm": {"epochs": 2},
         "batch": {"groups": 16},
         # Before the first and after the last step.
-        "eval": {"tasks": given or source(100, "test"), "limit": 100, "greedy": True, "every": None},
+        "eval": {"tasks": task_source or source(100, "test"), "limit": 100, "greedy": True, "every": None},
         "checkpoint": {"every": 10},
     }
     comment = _TRAINING_COMMENT.format(name=plan.env.id.rpartition(":")[2])
@@ -200,8 +200,8 @@ def training_config(plan: FirstModel, max_tokens_per_turn: int) -> str:
 def _longest_turn(rows: list[dict[str, Any]], model: Path) -> int:
     """Return twice the tokens of the longest demonstrated turn: what runs on is cut off early."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    turns = [each for row in rows for each in row["messages"] if each["role"] == "assistant"]
-    return max(_SHORTEST_TURN, 2 * max(len(tokenizer.encode(_turn_text(each)).ids) for each in turns))
+    turns = [message for row in rows for message in row["messages"] if message["role"] == "assistant"]
+    return max(_SHORTEST_TURN, 2 * max(len(tokenizer.encode(_turn_text(turn)).ids) for turn in turns))
 
 
 def _turn_text(message: dict[str, Any]) -> str:

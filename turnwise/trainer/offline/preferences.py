@@ -61,7 +61,7 @@ async def demonstration_rows(
     Raises:
         TaskError: A conversation cannot be rendered in this chat format.
     """
-    found: list[list[TrainRow]] = []
+    rows_by_demonstration: list[list[TrainRow]] = []
     cut = 0
     for demonstration in demonstrations:
         try:
@@ -72,31 +72,31 @@ async def demonstration_rows(
             raise TaskError(f"{demonstration.id}: {error}") from error
         samples = to_samples(trajectory, max_tokens=max_tokens)
         cut += samples.unowned_tokens
-        found.append([TrainRow(sample) for sample in samples.rows])
-    return found, cut
+        rows_by_demonstration.append([TrainRow(sample) for sample in samples.rows])
+    return rows_by_demonstration, cut
 
 
-def read_messages(where: str, given: Any) -> list[Message]:
+def read_messages(where: str, value: Any) -> list[Message]:
     """Validate a list of messages in OpenAI's format.
 
     Raises:
         TaskError: It is none.
     """
-    if not isinstance(given, list):
-        raise TaskError(f"{where} is {given!r}; it must be a list of messages")
-    for index, message in enumerate(given):
+    if not isinstance(value, list):
+        raise TaskError(f"{where} is {value!r}; it must be a list of messages")
+    for index, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TaskError(f"{where}[{index}] is {message!r}; a message is an object with a role")
-    return given
+    return value
 
 
-def read_tools(where: str, given: Any) -> list[ToolSchema]:
+def read_tools(where: str, value: Any) -> list[ToolSchema]:
     """Validate a list of tools in OpenAI's format.
 
     Raises:
         TaskError: A tool has no name.
     """
-    return [_tool(f"{where}: tools[{index}]", tool) for index, tool in enumerate(given or ())]
+    return [_tool(f"{where}: tools[{index}]", tool) for index, tool in enumerate(value or ())]
 
 
 def _demonstration(where: str, record: Any) -> Demonstration:
@@ -182,34 +182,35 @@ async def preference_pairs(
         TaskError: A conversation cannot be rendered in this chat format.
     """
     pairs: list[Pair] = []
-    for number, each in enumerate(preferences):
+    for number, preference in enumerate(preferences):
         # Assistant turns of the prompt are context here and not trained.
-        turns = sum(message["role"] == "assistant" for message in each.prompt)
+        turns = sum(message["role"] == "assistant" for message in preference.prompt)
         sides: list[list[TrainRow]] = []
-        for side, said in (("chosen", each.chosen), ("rejected", each.rejected)):
+        for side, messages in (("chosen", preference.chosen), ("rejected", preference.rejected)):
             name = f"{number}-{side}"
             try:
-                trajectory = await replay([*each.prompt, *said], each.tools, renderer, trajectory_id=name)
+                conversation = [*preference.prompt, *messages]
+                trajectory = await replay(conversation, preference.tools, renderer, trajectory_id=name)
             except SessionError as error:
-                raise TaskError(f"{each.id}: {side}: {error}") from error
+                raise TaskError(f"{preference.id}: {side}: {error}") from error
             samples = to_samples(trajectory, max_tokens=max_tokens).rows
             sides.append([TrainRow(row) for sample in samples if (row := _after(sample, turns)).trained_tokens])
-        pairs.append(Pair(sides[0], sides[1], each.margin))
-    return _whole(pairs)
+        pairs.append(Pair(sides[0], sides[1], preference.margin))
+    return _trained_pairs(pairs)
 
 
 def recorded_pairs(
     pairs: Sequence[tuple[Trajectory, Trajectory]], max_tokens: int | None = None
 ) -> tuple[list[Pair], int]:
     """Return the rows of recorded trajectories, as sampled; arguments and result as in :func:`preference_pairs`."""
-    found = []
+    trained_pairs = []
     for number, sides in enumerate(pairs):
         rows = []
-        for side, each in zip(("chosen", "rejected"), sides, strict=True):
-            samples = to_samples(each, max_tokens=max_tokens).rows
+        for side, trajectory in zip(("chosen", "rejected"), sides, strict=True):
+            samples = to_samples(trajectory, max_tokens=max_tokens).rows
             rows.append([TrainRow(replace(sample, trajectory_id=f"{number}-{side}")) for sample in samples])
-        found.append(Pair(rows[0], rows[1]))
-    return _whole(found)
+        trained_pairs.append(Pair(rows[0], rows[1]))
+    return _trained_pairs(trained_pairs)
 
 
 def pack_pairs(pairs: Sequence[Pair], max_tokens: int) -> tuple[list[MicroBatch], Tensor]:
@@ -223,38 +224,38 @@ def pack_pairs(pairs: Sequence[Pair], max_tokens: int) -> tuple[list[MicroBatch]
     """
     rows: list[TrainRow] = []
     sides: list[int] = []
-    own: list[list[int]] = []
+    indices_by_pair: list[list[int]] = []
     for number, pair in enumerate(pairs):
-        mine = [*pair.chosen, *pair.rejected]
-        own.append(list(range(len(rows), len(rows) + len(mine))))
-        rows += mine
+        pair_rows = [*pair.chosen, *pair.rejected]
+        indices_by_pair.append(list(range(len(rows), len(rows) + len(pair_rows))))
+        rows += pair_rows
         sides += [2 * number] * len(pair.chosen) + [2 * number + 1] * len(pair.rejected)
     bins: list[list[int]] = []
     room: list[int] = []
     for number in sorted(range(len(pairs)), key=lambda index: -pairs[index].tokens):
         size = pairs[number].tokens
-        place = next((place for place, left in enumerate(room) if left >= size), len(bins))
-        if place == len(bins):
+        target = next((target for target, free in enumerate(room) if free >= size), len(bins))
+        if target == len(bins):
             bins.append([])
             room.append(max_tokens)
-        bins[place] += own[number]
-        room[place] -= size
+        bins[target] += indices_by_pair[number]
+        room[target] -= size
     batches: list[MicroBatch] = []
     for members in bins:
-        chosen = [rows[index] for index in members]
+        packed = [rows[index] for index in members]
         # The prompt that both sides share is computed once.
-        laid = pack(chosen, sum(len(row.sample.input_ids) for row in chosen), share_prefixes=True)
-        if len(laid) != 1:
-            raise TrainError(f"{len(chosen)} rows of pairs were laid into {len(laid)} micro-batches")
-        batches.append(replace(laid[0], rows=tuple(members[index] for index in laid[0].rows)))
+        micro_batches = pack(packed, sum(len(row.sample.input_ids) for row in packed), share_prefixes=True)
+        if len(micro_batches) != 1:
+            raise TrainError(f"{len(packed)} rows of pairs were laid into {len(micro_batches)} micro-batches")
+        batches.append(replace(micro_batches[0], rows=tuple(members[index] for index in micro_batches[0].rows)))
     return batches, torch.tensor(sides, dtype=torch.int64)
 
 
 def token_sides(batch: MicroBatch, sides: Tensor) -> tuple[Tensor, Tensor]:
     """Return the pairs of a micro-batch, int64 [P], and each trained token's side, int64 [N] in [0, 2 P)."""
     of_token = sides[torch.tensor(batch.rows, dtype=torch.int64)][batch.sequences.cpu()]
-    held, place = torch.unique(of_token // 2, return_inverse=True)
-    return held, 2 * place + of_token % 2
+    pairs, index = torch.unique(of_token // 2, return_inverse=True)
+    return pairs, 2 * index + of_token % 2
 
 
 def _after(sample: TrainSample, turns: int) -> TrainSample:
@@ -262,9 +263,9 @@ def _after(sample: TrainSample, turns: int) -> TrainSample:
     return replace(sample, loss_mask=sample.loss_mask & (sample.turn_ids >= turns))
 
 
-def _whole(pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
-    kept = [pair for pair in pairs if pair.chosen and pair.rejected]
-    return kept, len(pairs) - len(kept)
+def _trained_pairs(pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
+    whole_pairs = [pair for pair in pairs if pair.chosen and pair.rejected]
+    return whole_pairs, len(pairs) - len(whole_pairs)
 
 
 def _preference(where: str, record: Any) -> Preference:
@@ -274,20 +275,20 @@ def _preference(where: str, record: Any) -> Preference:
         raise TaskError(f"{where}: unknown field {unknown[0]!r}; allowed: {', '.join(_FIELDS)}")
     if "prompt" in record and "messages" in record:
         raise TaskError(f"{where}: prompt and messages are the same thing: give one of them")
-    given = record.get("prompt", record.get("messages"))
-    chosen = _said(f"{where}: chosen", record["chosen"], "assistant")
-    rejected = _said(f"{where}: rejected", record["rejected"], "assistant")
-    if given is None:
+    prompt_value = record.get("prompt", record.get("messages"))
+    chosen = _read_side(f"{where}: chosen", record["chosen"], "assistant")
+    rejected = _read_side(f"{where}: rejected", record["rejected"], "assistant")
+    if prompt_value is None:
         shared = 0
         while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
             shared += 1
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     else:
-        prompt = _said(f"{where}: prompt", given, "user")
+        prompt = _read_side(f"{where}: prompt", prompt_value, "user")
     if not prompt:
         raise TaskError(f"{where}: there is no prompt, and chosen and rejected do not begin with the same messages")
-    for side, said in (("chosen", chosen), ("rejected", rejected)):
-        if not any(message["role"] == "assistant" for message in said):
+    for side, messages in (("chosen", chosen), ("rejected", rejected)):
+        if not any(message["role"] == "assistant" for message in messages):
             raise TaskError(f"{where}: {side} holds no message of the assistant's after the prompt")
     if chosen == rejected:
         raise TaskError(f"{where}: chosen and rejected are the same: nothing is preferred")
@@ -298,7 +299,7 @@ def _preference(where: str, record: Any) -> Preference:
     return Preference(name, prompt, chosen, rejected, read_tools(where, record.get("tools")), float(margin))
 
 
-def _said(where: str, given: Any, role: str) -> list[Message]:
-    if isinstance(given, str):
-        return [Message(role=role, content=given)]  # type: ignore[typeddict-item]
-    return read_messages(where, [given] if isinstance(given, dict) else given)
+def _read_side(where: str, value: Any, role: str) -> list[Message]:
+    if isinstance(value, str):
+        return [Message(role=role, content=value)]  # type: ignore[typeddict-item]
+    return read_messages(where, [value] if isinstance(value, dict) else value)

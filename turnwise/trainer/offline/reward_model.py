@@ -97,7 +97,7 @@ def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
     settings.num_labels = 1
     settings.id2label, settings.label2id = {0: "reward"}, {"reward": 0}
     # A decoder finds the end of a conversation as the last token that is no padding. Conversations may end with what
-    # the tokenizer pads with; servers that are told no padding id take the last token, as training does.
+    # the tokenizer pads with; servers without a padding id take the last token, as training does.
     settings.get_text_config().pad_token_id = settings.pad_token_id = None
     torch.manual_seed(seed)
     try:
@@ -146,8 +146,8 @@ class RewardObjective:
         rewards, _ = pair_sums(scores.logprobs, sides.to(scores.logprobs.device), len(pairs))
         margins = self.margins[pairs].to(rewards.device)
         result = bradley_terry_loss(rewards[:, 0], rewards[:, 1], margins, center_coef=self.center_coef)
-        found = rewards.detach().sum(0)
-        result.sums |= {"chosen": found[0], "rejected": found[1]}
+        sums = rewards.detach().sum(0)
+        result.sums |= {"chosen": sums[0], "rejected": sums[1]}
         return result
 
 
@@ -163,21 +163,21 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
         raise TrainError("model.lora is given, but a reward model is trained as a whole: remove it")
     target = prepare(config, console)
     encoder = Encoder(config.model.path)
-    pairs = _within(config, _pairs(config, encoder, console), console)
+    pairs = _drop_long_pairs(config, _pairs(config, encoder, console), console)
     if not pairs:
         raise TrainError("max_tokens_per_row leaves no pair: raise it")
     held_out = []
     if config.held_out is not None:
-        held_out = _within(config, _written(load_preferences(config.held_out), encoder, console), console)
+        held_out = _drop_long_pairs(config, _read_pairs(load_preferences(config.held_out), encoder, console), console)
     steps = config.steps_over(len(pairs), config.pairs)
     learner = TorchLearner(load_scoring(config.model, seed=config.seed), config.policy, steps)
 
-    def make(chosen: list[int]) -> Batch:
-        mine = [pairs[index] for index in chosen]
-        micro, sides = pack_pairs(mine, config.max_tokens_per_micro_batch)
-        margins = torch.tensor([pair.margin for pair in mine])
+    def make(indices: list[int]) -> Batch:
+        selected = [pairs[index] for index in indices]
+        micro, sides = pack_pairs(selected, config.max_tokens_per_micro_batch)
+        margins = torch.tensor([pair.margin for pair in selected])
         objective = RewardObjective(config.center_coef, sides, margins)
-        return Batch(micro, objective, float(len(mine)), len(mine))
+        return Batch(micro, objective, float(len(selected)), len(selected))
 
     order = shuffled(len(pairs), config.pairs, config.seed)
     metrics = fit(config, learner, steps, order, make, pair_display("reward model"), console)
@@ -194,8 +194,8 @@ def accuracy(learner: Learner, pairs: Sequence[Pair], max_tokens: int) -> float:
     micro, sides = pack_pairs(pairs, max_tokens)
     right = 0
     for batch, scores in zip(micro, learner.logprobs(micro), strict=True):
-        held, of_row = token_sides(batch, sides)
-        rewards, _ = pair_sums(scores.cpu(), of_row, len(held))
+        present, of_row = token_sides(batch, sides)
+        rewards, _ = pair_sums(scores.cpu(), of_row, len(present))
         right += int((rewards[:, 0] > rewards[:, 1]).sum())
     return right / len(pairs)
 
@@ -222,27 +222,28 @@ def _pairs(config: RewardModelConfig, encoder: Encoder, console: Console | None)
     if config.trajectories is None:
         if config.data is None:
             raise TrainError("data: there is none")
-        return _written(load_preferences(config.data, config.limit), encoder, console)
+        return _read_pairs(load_preferences(config.data, config.limit), encoder, console)
     # What the reward's server will be asked about is messages: they are encoded as it encodes them.
     renderer = config.renderer.load(config.model.path)
-    found = make_pairs(read_recorded(config.trajectories, renderer), config.trajectories)[: config.limit]
+    trajectory_pairs = make_pairs(read_recorded(config.trajectories, renderer), config.trajectories)[: config.limit]
     pairs = []
-    for number, (better, worse) in enumerate(found):
+    for number, (better, worse) in enumerate(trajectory_pairs):
         chosen = _row(encoder, branch_messages(better), better.id, f"{number}-chosen")
         pairs.append(Pair([chosen], [_row(encoder, branch_messages(worse), worse.id, f"{number}-rejected")]))
     return pairs
 
 
-def _written(preferences: Sequence[Preference], encoder: Encoder, console: Console | None) -> list[Pair]:
-    if tools := sum(1 for each in preferences if each.tools):
+def _read_pairs(preferences: Sequence[Preference], encoder: Encoder, console: Console | None) -> list[Pair]:
+    if tools := sum(1 for preference in preferences if preference.tools):
         print_notice(
             console, f"{tools} rows name tools: a reward's server shows its model none, so neither does training"
         )
     pairs = []
-    for number, each in enumerate(preferences):
-        chosen = _row(encoder, [*each.prompt, *each.chosen], f"{each.id}: chosen", f"{number}-chosen")
-        rejected = _row(encoder, [*each.prompt, *each.rejected], f"{each.id}: rejected", f"{number}-rejected")
-        pairs.append(Pair([chosen], [rejected], each.margin))
+    for number, preference in enumerate(preferences):
+        prompt, label = preference.prompt, preference.id
+        chosen = _row(encoder, [*prompt, *preference.chosen], f"{label}: chosen", f"{number}-chosen")
+        rejected = _row(encoder, [*prompt, *preference.rejected], f"{label}: rejected", f"{number}-rejected")
+        pairs.append(Pair([chosen], [rejected], preference.margin))
     return pairs
 
 
@@ -256,14 +257,15 @@ def _row(encoder: Encoder, messages: Sequence[Mapping[str, Any]], where: str, na
     return scored_row(token_ids, name)
 
 
-def _within(config: RewardModelConfig, pairs: list[Pair], console: Console | None) -> list[Pair]:
+def _drop_long_pairs(config: RewardModelConfig, pairs: list[Pair], console: Console | None) -> list[Pair]:
     """Drop pairs that are too long: truncation would remove the judged end."""
-    most = config.max_tokens_per_row
-    kept = [
+    max_tokens = config.max_tokens_per_row
+    fitting = [
         pair
         for pair in pairs
-        if most is None or all(len(row.sample.input_ids) <= most + 1 for row in (*pair.chosen, *pair.rejected))
+        if max_tokens is None
+        or all(len(row.sample.input_ids) <= max_tokens + 1 for row in (*pair.chosen, *pair.rejected))
     ]
-    if len(kept) < len(pairs):
-        print_notice(console, f"max_tokens_per_row {most} leaves {len(pairs) - len(kept)} pairs out")
-    return kept
+    if len(fitting) < len(pairs):
+        print_notice(console, f"max_tokens_per_row {max_tokens} leaves {len(pairs) - len(fitting)} pairs out")
+    return fitting

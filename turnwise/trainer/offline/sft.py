@@ -46,7 +46,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
     target = prepare(config, console)
     renderer = config.renderer.load(config.model.path)
     rows, cut = _rows(config, renderer, console)
-    rows = [each for each in rows if each]
+    rows = [group for group in rows if group]
     if not rows:
         raise TrainError("no conversation of the data has an assistant token within max_tokens_per_row")
     if cut:
@@ -55,9 +55,9 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
     learner = open_learner(config.policy, steps)
     objective = CrossEntropyObjective()
 
-    def make(chosen: list[int]) -> Batch:
-        mine = [row for index in chosen for row in rows[index]]
-        weighed, normalizer = weigh(mine, config.loss_aggregation, scale=config.loss_scale)
+    def make(indices: list[int]) -> Batch:
+        batch_rows = [row for index in indices for row in rows[index]]
+        weighed, normalizer = weigh(batch_rows, config.loss_aggregation, scale=config.loss_scale)
         packed = pack(weighed, config.max_tokens_per_micro_batch, share_prefixes=config.share_prefixes)
         return Batch(packed, objective, normalizer)
 
@@ -74,8 +74,9 @@ def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tup
         demonstrations = load_demonstrations(config.data, config.limit)
         return asyncio.run(demonstration_rows(demonstrations, renderer, config.max_tokens_per_row))
     recorded = read_recorded(config.trajectories, renderer)
-    kept = filter_trajectories(recorded, config.trajectories)[: config.limit]
-    tasks = len({each.task_id for each in kept})
-    print_notice(console, f"trajectories: {len(kept)} of {len(recorded)} are trained, of {tasks} tasks")
-    samples = [to_samples(each, max_tokens=config.max_tokens_per_row) for each in kept]
-    return [[TrainRow(row) for row in each.rows] for each in samples], sum(each.unowned_tokens for each in samples)
+    selected = filter_trajectories(recorded, config.trajectories)[: config.limit]
+    tasks = len({trajectory.task_id for trajectory in selected})
+    print_notice(console, f"trajectories: {len(selected)} of {len(recorded)} are trained, of {tasks} tasks")
+    samples = [to_samples(trajectory, max_tokens=config.max_tokens_per_row) for trajectory in selected]
+    unowned_tokens = sum(sample.unowned_tokens for sample in samples)
+    return [[TrainRow(row) for row in sample.rows] for sample in samples], unowned_tokens

@@ -101,15 +101,15 @@ def words_of(conversations: list[dict[str, Any]], longest: int | None = None) ->
     Numbers are not words: each digit is a token. Nor is what has more than ``longest`` characters: long texts do not
     occur twice.
     """
-    found: set[str] = set()
+    words: set[str] = set()
     for conversation in conversations:
         for message in map(with_objects, conversation["messages"]):
-            found.update(
+            words.update(
                 str(v) for call in message.get("tool_calls", []) for v in call["function"]["arguments"].values()
             )
             if message["role"] == "tool":
-                found.update(texts_of(message))
-    short = (word for word in found if word and (longest is None or len(word) <= longest))
+                words.update(texts_of(message))
+    short = (word for word in words if word and (longest is None or len(word) <= longest))
     data = sorted(word for word in short if not any(character.isdigit() for character in word))
     return rf"\b(?:{'|'.join(map(re.escape, data))})\b" if data else ""
 

@@ -250,9 +250,9 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, ascending. Read-only."""
-        return [step for step in self._named() if (self.path(step) / STATE_FILE).is_file()]
+        return [step for step in self._step_folders() if (self.path(step) / STATE_FILE).is_file()]
 
-    def _named(self) -> list[int]:
+    def _step_folders(self) -> list[int]:
         """Return the steps of all directories named like a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
@@ -262,7 +262,7 @@ class CheckpointStore:
         """Return the newest checkpoint's directory, or None; first completes an interrupted replacement."""
         self._restore()
         # Including one that lacks its state: a run never resumes from an older checkpoint silently.
-        steps = self._named()
+        steps = self._step_folders()
         return self.path(steps[-1]) if steps else None
 
     def whole_before(self, broken: int) -> int | None:
@@ -278,7 +278,9 @@ class CheckpointStore:
         """Remove drafts of killed processes, checkpoints beyond ``keep``, and those of steps after ``last_step``."""
         self._clean()
         # Newest first, so that a kill in between leaves no gap.
-        for step in reversed([] if last_step is None else [newer for newer in self._named() if newer > last_step]):
+        for step in reversed(
+            [] if last_step is None else [newer for newer in self._step_folders() if newer > last_step]
+        ):
             self._remove(step)
         self._prune()
         if self._ratings is None:

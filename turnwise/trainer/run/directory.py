@@ -59,10 +59,12 @@ _FREE_SECTIONS = (
 
 def config_digest(config: TrainConfig) -> str:
     """Return a digest of the configuration keys that a resumed run must not change."""
-    return hashlib.blake2b(orjson.dumps(_kept(config), option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        orjson.dumps(_resumable_config(config), option=orjson.OPT_SORT_KEYS), digest_size=16
+    ).hexdigest()
 
 
-def _kept(config: TrainConfig) -> dict[str, Any]:
+def _resumable_config(config: TrainConfig) -> dict[str, Any]:
     free: dict[str, Any] = dict.fromkeys(_FREE_SECTIONS, True)
     machine: dict[str, Any] = {
         name: {
@@ -86,7 +88,7 @@ def changed_keys(file: Path, config: TrainConfig) -> str:
         config: The configuration to resume with.
     """
     try:
-        saved, now = _kept(load_config(TrainConfig, file)), _kept(config)
+        saved, now = _resumable_config(load_config(TrainConfig, file)), _resumable_config(config)
     except ConfigError:
         return ""
     keys = list(_differences("", saved, now))

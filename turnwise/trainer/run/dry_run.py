@@ -291,24 +291,24 @@ class _Checker:
             task_source(config.tasks, config.rollout, "tasks"),
             seed=config.seed,
             shuffle=config.shuffle,
-            keep=await self._limit(config.max_prompt_tokens),
+            keep=await self._prompt_limit(config.max_prompt_tokens),
             curriculum=config.curriculum,
         )
         await check_specs(order.ahead(), config.rollout)
         self._first = list(itertools.islice(order.ahead(), _EPISODES)) or [order.next()[0]]
-        return _counted(reports)
+        return _describe_sources(reports)
 
     async def eval_tasks(self) -> str:
         plan = self._config.eval
         if plan is None:
             return "none"
         source = task_source(plan.tasks, self._config.rollout, "eval.tasks")
-        held_out = load_mix(source, limit=plan.limit, keep=await self._limit(plan.max_prompt_tokens))
+        held_out = load_mix(source, limit=plan.limit, keep=await self._prompt_limit(plan.max_prompt_tokens))
         await check_specs(held_out.tasks, self._config.rollout)
         self._first += held_out.tasks[:_EPISODES]
-        return _counted(held_out.reports)
+        return _describe_sources(held_out.reports)
 
-    async def _limit(self, max_tokens: int | None) -> PromptLimit | None:
+    async def _prompt_limit(self, max_tokens: int | None) -> PromptLimit | None:
         if self._renderer is None:
             return None
         return await PromptLimit.create(max_tokens, self._renderer, self._config.rollout)
@@ -431,7 +431,7 @@ async def _critic(policy: PolicyConfig, key: str, *, weights: bool) -> str:
     return f"{path}: a separate model"
 
 
-def _counted(reports: list[SourceReport]) -> str:
+def _describe_sources(reports: list[SourceReport]) -> str:
     return "; ".join(map(str, reports))
 
 

@@ -143,7 +143,7 @@ def register_hooks(name: str) -> Callable[[H], H]:
     """
 
     def register(cls: H) -> H:
-        register_entry(name, _checked(cls, name), HOOKS, "hooks")
+        register_entry(name, _check_class(cls, name), HOOKS, "hooks")
         return cls
 
     return register
@@ -156,10 +156,10 @@ def load_hooks(references: Sequence[str]) -> list[type[Hooks]]:
         ConfigError: One cannot be found, is no subclass of :class:`Hooks`, cannot be constructed without arguments, or
             has a hook with arguments or a misspelt one.
     """
-    return [_checked(find_class(reference, HOOKS, "hooks"), reference) for reference in references]
+    return [_check_class(find_class(reference, HOOKS, "hooks"), reference) for reference in references]
 
 
-def _checked(cls: type[Any], reference: str) -> type[Hooks]:
+def _check_class(cls: type[Any], reference: str) -> type[Hooks]:
     if not issubclass(cls, Hooks):
         raise ConfigError(f"hooks {reference!r} is not a subclass of turnwise.Hooks: write class {cls.__name__}(Hooks)")
     methods = {name: method for name, method in inspect.getmembers(cls, inspect.isroutine) if name.startswith("on_")}

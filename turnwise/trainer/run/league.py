@@ -26,7 +26,7 @@ from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 LEAGUES = "league"
 """Where a run directory holds the versions of leagues: ``league/NAME/step_000010``."""
 
-# PART-KEY/MEMBER.ATTEMPT, and the session's name but for the main one.
+# PART-KEY/MEMBER.ATTEMPT, and the name of a session that is not the main one.
 _SESSION = re.compile(r"\d+-(?P<key>.*)/\d+\.\d+(?:/.*)?", re.DOTALL)
 # Groups whose choice is remembered; those in flight are far fewer.
 _REMEMBERED = 4096

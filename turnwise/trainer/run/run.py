@@ -37,7 +37,7 @@ from turnwise.tasks.core import Task
 from turnwise.trainer.algorithms.gap import Gaps
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import Teacher
-from turnwise.trainer.observe.metrics import checked, figures, memory_metrics
+from turnwise.trainer.observe.metrics import figures, finite_metrics, memory_metrics
 from turnwise.trainer.observe.run_log import LiveDisplay, RunLog
 from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
 from turnwise.trainer.observe.warnings import Diagnostics
@@ -120,7 +120,9 @@ COLUMNS = {
 def run_display(config: TrainConfig, budget: Budget, done: int, console: Console) -> LiveDisplay:
     """Create the display of a run, of which ``done`` steps precede this process."""
     share = budget.nearest[1]
-    return LiveDisplay(config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, begun=share)
+    return LiveDisplay(
+        config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, share_at_start=share
+    )
 
 
 @dataclass(slots=True)
@@ -274,7 +276,7 @@ class TrainRun:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the current step."""
-        self.state.metrics = checked({**metrics, **self.metrics.counts()})
+        self.state.metrics = finite_metrics({**metrics, **self.metrics.counts()})
         self.figures |= self.state.metrics
         self.metrics.log({"kind": "train", "step": self.state.step, **self.state.metrics})
         self.display.step(self.state.step, {**self.state.metrics, **self.pending_figures}, share=self.budget.nearest[1])
@@ -288,7 +290,7 @@ class TrainRun:
             self.display.say(f"warning: step {step}: {warned.text}")
 
     async def evaluate(self, label: str) -> EvalResult | None:
-        """Evaluate on the held-out tasks and log the figures; None where there are none."""
+        """Evaluate on the held-out tasks and log the figures; None if there are none."""
         plan = self.config.eval
         if plan is None or not self.eval_tasks:
             return None

@@ -109,7 +109,7 @@ class PolicyMemory:
 class Plan:
     """The plan of a run: its trained policies, which share the devices of a cluster.
 
-    Servers that no device is named for follow one another where they have devices of their own. Trainers begin at the
+    Servers that no device is named for follow one another where they share none with the trainer. Trainers begin at the
     first device each: policies are trained one after the other.
 
     Attributes:

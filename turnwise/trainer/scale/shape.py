@@ -16,7 +16,7 @@ class Family:
     """What ``config.json`` of a family does not say.
 
     Attributes:
-        qkv_bias: Biases of queries, keys and values; None where ``attention_bias`` says so, for the output too.
+        qkv_bias: Biases of queries, keys and values; None where ``attention_bias`` decides, for the output too.
         norms: Normalisation layers of a transformer layer, without those of queries and keys.
         qk_norm: Scales of the normalisation of queries and keys: ``head``, one for each number of a head; ``all``, one
             for each number of all heads; empty for none.
