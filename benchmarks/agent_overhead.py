@@ -204,7 +204,7 @@ def result(samples: Mapping[str, list[Sample]]) -> dict[str, Any]:
             "template": "qwen2_5 of trl",
             "repeats": len(samples["react"]),
         },
-        "machine": machine("turnwise", "langgraph", "langchain", "langchain-core", "pydantic"),
+        "machine": machine("turnwise-rl", "langgraph", "langchain", "langchain-core", "pydantic"),
         "samples": spread(samples),
     }
 

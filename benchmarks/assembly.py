@@ -140,7 +140,7 @@ async def measure(repeats: int) -> dict[str, Any]:
         "bars": BARS,
         "held": {key: value <= BARS[key] for key, value in figures.items()},
         "config": {"turns": TURNS, "tokens": tokens, "messages": MESSAGES, "template": "qwen2_5", "repeats": repeats},
-        "machine": machine("turnwise", "tokenizers", "jinja2", "numpy"),
+        "machine": machine("turnwise-rl", "tokenizers", "jinja2", "numpy"),
         "samples": {
             "ms_128_turns": [round(each, 2) for each in assembled],
             "ms_match_1000": [round(each, 3) for each in matched],

@@ -93,7 +93,7 @@ def main() -> int:
             "latency_s": {"pareto_shape": TAIL, "least": LEAST_S, "most": MOST_S},
             "width": WIDTH, "layers": LAYERS, "repeats": arguments.repeats,
         },
-        "machine": machine("turnwise", "torch"),
+        "machine": machine("turnwise-rl", "torch"),
         "samples": spread(samples),
     }  # fmt: skip
     report(found)

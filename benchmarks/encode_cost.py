@@ -261,7 +261,7 @@ def result(
             "peer": {"what": "PreTrainedTokenizerFast.apply_chat_template, whole conversation", "tools": len(TOOLS)},
             "model": {"template": "qwen2_5 of trl", "folder": folder.name},
         },
-        "machine": machine("turnwise", "transformers", "tokenizers", "trl", "numpy"),
+        "machine": machine("turnwise-rl", "transformers", "tokenizers", "trl", "numpy"),
         "samples": {
             "ours_us": {str(t): [round(p.encode[t] * 1e6) for p in turns["ours"]] for t in (EARLY, TURNS)},
             "wire_us": {str(t): [round(p.encode[t] * 1e6) for p in turns["wire"]] for t in (EARLY, TURNS)},

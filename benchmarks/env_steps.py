@@ -74,7 +74,7 @@ def main() -> int:
                 "quick": arguments.quick,
                 "repeats": arguments.repeats,
             },
-            "machine": {**machine("turnwise"), "peers": _versions(arguments.peers)},
+            "machine": {**machine("turnwise-rl"), "peers": _versions(arguments.peers)},
         }
     )
     return 0

@@ -66,7 +66,7 @@ def main() -> int:
             "sides": figures,
             "samples": {name: [each.values for each in taken] for name, taken in samples.items()},
             "config": {"episodes": count, "at_once": 32, "repeats": arguments.repeats, "quick": arguments.quick},
-            "machine": {**machine("turnwise"), "peers": peers},
+            "machine": {**machine("turnwise-rl"), "peers": peers},
         }
     )
     return 0

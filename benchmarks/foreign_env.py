@@ -147,7 +147,7 @@ def main() -> int:
             "cpu_ms_per_episode": {name: round(median(taken, "cpu_ms"), 2) for name, taken in samples.items()},
             "samples": {name: [each.values["episodes_per_s"] for each in taken] for name, taken in samples.items()},
             "config": {"at_once": AT_ONCE, "seconds_per_turn": SECONDS, "episodes": number, "quick": arguments.quick},
-            "machine": machine("turnwise"),
+            "machine": machine("turnwise-rl"),
         }
     )
     return 0

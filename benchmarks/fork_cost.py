@@ -238,7 +238,7 @@ def main() -> None:
             "bars": BARS,
             "in_process": {name: round(each, 3) for name, each in plain.items()},
             "config": {"at_once": AT_ONCE, "files": 2000, "backend": "local"},
-            "machine": machine("turnwise", "docker"),
+            "machine": machine("turnwise-rl", "docker"),
         }
     )
 

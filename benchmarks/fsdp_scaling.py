@@ -51,7 +51,7 @@ def main() -> None:
             "max_difference": max(result["difference"] for result in results.values()),
             **{f"ranks_{name}": result for name, result in results.items()},
             "model": MODEL,
-            "machine": machine("turnwise", "torch", "transformers"),
+            "machine": machine("turnwise-rl", "torch", "transformers"),
         }
     )
 

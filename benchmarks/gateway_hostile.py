@@ -227,7 +227,7 @@ async def measure(repeats: int) -> dict[str, Any]:
             for key, found in rows.items()
         },
         "config": {"contexts": CONTEXTS, "body_bytes": LIMIT + 1024, "repeats": repeats},
-        "machine": machine("turnwise", "tokenizers", "uvicorn", "uvloop", "orjson"),
+        "machine": machine("turnwise-rl", "tokenizers", "uvicorn", "uvloop", "orjson"),
     }
 
 

@@ -139,7 +139,7 @@ async def measure(count: int, repeats: int) -> dict[str, Any]:
         "bars": BARS,
         "held": {key: value <= BARS[key] for key, value in figures.items()},
         "config": {"sessions": count, "turns": TURNS, "route": "chat/completions", "repeats": repeats},
-        "machine": machine("turnwise", "uvicorn", "uvloop", "orjson", "numpy"),
+        "machine": machine("turnwise-rl", "uvicorn", "uvloop", "orjson", "numpy"),
         "samples": {"last_over_first": ratios, "kb_per_session": sizes, "median_ms_by_turn": every},
     }
 

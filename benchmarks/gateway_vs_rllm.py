@@ -163,7 +163,7 @@ def result(found: dict[str, list[float]], repeats: int) -> dict[str, Any]:
             "ours": "turnwise gateway MODEL --url UPSTREAM --out DIR (defaults; ledger on disk, log_level warning)",
             "rllm": "python -m rllm_model_gateway --store memory --worker UPSTREAM/v1 --log-level warning",
         },
-        "machine": machine("turnwise", "uvicorn", "uvloop", "httptools", "orjson", "aiohttp"),
+        "machine": machine("turnwise-rl", "uvicorn", "uvloop", "httptools", "orjson", "aiohttp"),
         "samples": {key: [round(value, 3) for value in values] for key, values in found.items()},
     }
 

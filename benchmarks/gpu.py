@@ -99,7 +99,7 @@ def main() -> None:
     why = None if arguments.rehearse else _no_device()
     if why:
         print(f"nothing was measured: {why}", file=sys.stderr)
-        report({"skipped": why, "machine": machine("turnwise", "torch", "transformers")})
+        report({"skipped": why, "machine": machine("turnwise-rl", "torch", "transformers")})
         return
     results: dict[str, Any] = {}
     for part in arguments.only or (PARTS[:2] if arguments.quick else PARTS):
@@ -108,7 +108,7 @@ def main() -> None:
             continue
         results[part] = _in_process(part, arguments)
         print(f"{part}: {json.dumps(results[part])}", file=sys.stderr, flush=True)
-    report({**results, "config": asdict(sizes), "machine": machine("turnwise", "torch", "transformers")})
+    report({**results, "config": asdict(sizes), "machine": machine("turnwise-rl", "torch", "transformers")})
 
 
 def _arguments() -> argparse.Namespace:

@@ -77,7 +77,7 @@ def main() -> None:
             "fraction_of_logits": round(median(samples["ours"], "peak_mb") * 2**20 / logits, 4),
             "time_ratio": round(time_ratio, 3),
             "config": {**settings, "dtype": "float32", "threads": 1, "logits_mb": round(logits / 2**20)},
-            "machine": machine("turnwise", "torch"),
+            "machine": machine("turnwise-rl", "torch"),
             "samples": {name: [sample.values for sample in taken] for name, taken in samples.items()},
         }
     )

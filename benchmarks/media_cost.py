@@ -161,7 +161,7 @@ def result(turns: dict[str, list[Passed]], repeats: int) -> dict[str, Any]:
         "image_bytes": round(statistics.median(each.images / TURNS for each in passes)),
         "prompt_tokens": statistics.median(each.tokens for each in passes),
         "config": {"turns": TURNS, "side": SIDE, "repeats": repeats, "family": "qwen2_5_vl"},
-        "machine": machine("turnwise", "transformers", "tokenizers", "pillow", "numpy"),
+        "machine": machine("turnwise-rl", "transformers", "tokenizers", "pillow", "numpy"),
         "samples": {
             name: {str(turn): [round(each.encode[turn] * 1e3, 2) for each in passed] for turn in (EARLY, TURNS)}
             for name, passed in turns.items()

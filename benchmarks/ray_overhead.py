@@ -86,7 +86,7 @@ def main() -> int:
             if all(key in each.values for taken in samples.values() for each in taken)
         },
         "config": {"steps": steps, "file": str((LOOKUP / "train.yaml").relative_to(ROOT)), "sides": SIDES},
-        "machine": machine("turnwise", "torch", "ray"),
+        "machine": machine("turnwise-rl", "torch", "ray"),
         "samples": spread(samples),
     }
     report(found)

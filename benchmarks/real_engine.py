@@ -60,7 +60,7 @@ def main() -> None:
             "vllm_reason": None if arguments.vllm_python else "no Python with vLLM was given (--vllm-python PATH)",
             "checks": checks,
             "config": config,
-            "machine": machine("turnwise", "torch", "transformers", "numpy"),
+            "machine": machine("turnwise-rl", "torch", "transformers", "numpy"),
             "samples": {name: spread(samples) for name, samples in found.items()},
         }
     )

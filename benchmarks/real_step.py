@@ -92,7 +92,7 @@ def main() -> None:
             "ratio_memory": round(figures["ours"]["peak_gb"] / figures["trl"]["peak_gb"], 3),
             **figures,
             "config": {"settings": settings, "warm_up_steps": warm, **{n: each["config"] for n, each in done.items()}},
-            "machine": machine("turnwise", "trl", "torch", "transformers", "accelerate", "datasets"),
+            "machine": machine("turnwise-rl", "trl", "torch", "transformers", "accelerate", "datasets"),
             "samples": samples,
         }
     )

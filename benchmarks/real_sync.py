@@ -72,7 +72,7 @@ async def run(model: Path, repeats: int, vllm_python: str | None) -> None:
         result |= {"vllm": found, "ratio_vllm": _ratio(found), "still_vllm": _still(found)}
         result["vllm_version"] = (await find_install(config.server)).version
     size = sum(each.nbytes for each in tensors.values())
-    report({**result, "bytes": size, "machine": machine("turnwise", "torch", "transformers", "numpy")})
+    report({**result, "bytes": size, "machine": machine("turnwise-rl", "torch", "transformers", "numpy")})
 
 
 def _still(samples: dict[str, Any]) -> float:

@@ -143,7 +143,7 @@ def measure(count: int) -> dict[str, Any]:
         "bars": BARS,
         "held": {"mb_per_s": figures["mb_per_s"] >= 50.0, "rss_mb": figures["rss_mb"] <= BARS["rss_mb"]},
         "config": {"trajectories": count, "tokens": TOKENS, "memory_mb": MEMORY_MB, "batch_groups": BATCH},
-        "machine": machine("turnwise", "numpy", "orjson"),
+        "machine": machine("turnwise-rl", "numpy", "orjson"),
     }
 
 

@@ -187,7 +187,7 @@ def tell(samples: dict[str, list[dict[str, Any]]], settings: dict[str, Any]) -> 
             "simulated": simulated,
             "medians": medians,
             "config": {**settings, "simulated_costs": COSTS},
-            "machine": machine("turnwise", "torch", "transformers"),
+            "machine": machine("turnwise-rl", "torch", "transformers"),
             "samples": samples,
         }
     )

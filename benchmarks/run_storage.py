@@ -160,7 +160,7 @@ def measure(count: int) -> dict[str, Any]:
         "bars": BARS,
         "held": {name: found[name] <= bar for name, bar in BARS.items()},
         "config": {"trajectories": count, "level": LEVEL, "of_a_kind": OF_A_KIND, "kinds": KINDS},
-        "machine": machine("turnwise", "numpy", "orjson", "zstandard"),
+        "machine": machine("turnwise-rl", "numpy", "orjson", "zstandard"),
     }
 
 

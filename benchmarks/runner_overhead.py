@@ -262,7 +262,7 @@ def result(plain: list[Sample], clocked_passes: list[Sample]) -> dict[str, Any]:
             "template": "qwen2_5 of trl",
             "repeats": len(plain),
         },
-        "machine": machine("turnwise", "tokenizers", "jinja2", "pydantic", "jsonschema", "numpy"),
+        "machine": machine("turnwise-rl", "tokenizers", "jinja2", "pydantic", "jsonschema", "numpy"),
         "samples": spread({"plain": plain, "with_clocks": clocked_passes}),
     }
 

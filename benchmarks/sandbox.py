@@ -171,7 +171,7 @@ def main() -> int:
                 "repeats": arguments.repeats,
             },
             "machine": {
-                **machine("turnwise", "docker"),
+                **machine("turnwise-rl", "docker"),
                 "peers": run_process([str(arguments.peers), "-c", VERSIONS]).values,
                 "bubblewrap": _version("bwrap"),
                 "engine": None if engine_of is None else _version("dockerd"),

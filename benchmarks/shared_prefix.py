@@ -145,7 +145,7 @@ def tell(samples: dict[str, list[Any]], done: dict[str, Any], settings: dict[str
             **ratios,
             "medians": medians,
             "config": {"settings": settings, **{name: each.get("config") for name, each in done.items()}},
-            "machine": machine("turnwise", "trl", "torch", "transformers", "accelerate"),
+            "machine": machine("turnwise-rl", "trl", "torch", "transformers", "accelerate"),
             "samples": {
                 name: {key: [round(step[key], 4) for step in steps] for key in ("cpu_s", "wall_s", "grad_norm")}
                 for name, steps in samples.items()

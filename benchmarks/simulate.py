@@ -193,7 +193,7 @@ def main() -> int:
         **found,
         "events_of_scale": events,
         "wall_s": time.perf_counter() - started,
-        "machine": machine("turnwise"),
+        "machine": machine("turnwise-rl"),
     }
     report(rounded(result))
     return 0

@@ -178,7 +178,7 @@ def main() -> None:
             "model": "examples/lookup, 0.9 million parameters, untrained",
             "repeats": arguments.repeats,
         },
-        "machine": machine("turnwise", "torch", "transformers", "trl", "typer", "pydantic"),
+        "machine": machine("turnwise-rl", "torch", "transformers", "trl", "typer", "pydantic"),
         "samples": spread(samples),
     }
     report(result)

@@ -90,7 +90,7 @@ def main() -> None:
             **{f"fraction_{name}": result["fraction"] for name, result in results.items()},
             "aim": 0.45,
             **results,
-            "machine": machine("turnwise", "torch", "transformers"),
+            "machine": machine("turnwise-rl", "torch", "transformers"),
         }
     )
 

@@ -154,7 +154,7 @@ def main() -> int:
                 "sandboxes": "local, default limits",
                 "repeats": arguments.repeats,
             },
-            "machine": machine("turnwise", "transformers"),
+            "machine": machine("turnwise-rl", "transformers"),
             "samples": spread({"swe": samples}),
             "values": [sample.values for sample in samples],
         }

@@ -261,7 +261,7 @@ def main() -> None:
                 "template": "qwen2_5 of trl",
                 "repeats": arguments.repeats,
             },
-            "machine": machine("turnwise", "trl", "transformers", "torch", "datasets"),
+            "machine": machine("turnwise-rl", "trl", "transformers", "torch", "datasets"),
             "samples": spread(samples),
         }
     )

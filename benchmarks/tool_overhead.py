@@ -266,7 +266,7 @@ def result(calls: dict[str, list[Sample]], waited: list[Sample], rounds: int) ->
             "template": "qwen2_5 of trl",
             "repeats": len(waited),
         },
-        "machine": machine("turnwise", "tokenizers", "jinja2", "pydantic", "jsonschema", "numpy"),
+        "machine": machine("turnwise-rl", "tokenizers", "jinja2", "pydantic", "jsonschema", "numpy"),
         "samples": spread({**calls, "episodes": waited}),
     }
 

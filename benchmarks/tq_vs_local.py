@@ -113,7 +113,7 @@ def measure(count: int, repeats: int) -> dict[str, Any]:
             "batch_groups": BATCH,
             "units": TransferQueueConfig().units,
         },
-        "machine": machine("turnwise", "numpy", "orjson", "ray", "transferqueue", "tensordict"),
+        "machine": machine("turnwise-rl", "numpy", "orjson", "ray", "transferqueue", "tensordict"),
     }
 
 

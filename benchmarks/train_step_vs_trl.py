@@ -99,7 +99,7 @@ def main() -> None:
                 "measured_steps": arguments.repeats,
                 **{case: result.pop("config") for case, result in results.items()},
             },
-            "machine": machine("turnwise", "trl", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
+            "machine": machine("turnwise-rl", "trl", "torch", "transformers", "accelerate", "datasets", "tokenizers"),
             "samples": {case: result.pop("samples") for case, result in results.items()},
         }
     )

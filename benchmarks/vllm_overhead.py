@@ -290,7 +290,7 @@ def result(
             "server": config.model_dump(mode="json", include={"dtype", "threads", "max_seqs", "max_batch_tokens"}),
             "repeats": len(samples["ours"]),
         },
-        "machine": machine("turnwise", "torch", "transformers", "aiohttp", "uvloop", "orjson", "numpy"),
+        "machine": machine("turnwise-rl", "torch", "transformers", "aiohttp", "uvloop", "orjson", "numpy"),
         "tokens_per_s_samples": {
             name: [round(sample.values["tokens_per_s"], 1) for sample in taken] for name, taken in samples.items()
         },

@@ -90,7 +90,7 @@ def measure(count: int) -> dict[str, Any]:
         "bars": BARS,
         "held": {"ms": figures["ms"] <= BARS["ms"]},
         "config": {"groups": count, "tasks": TASKS, "members": MEMBERS, "tokens": TOKENS, "poll_s": POLL_S},
-        "machine": machine("turnwise", "numpy", "orjson"),
+        "machine": machine("turnwise-rl", "numpy", "orjson"),
     }
 
 

@@ -21,7 +21,7 @@ class MissingExtraError(TurnwiseError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}: pip install 'turnwise[{extra}]'")
+        super().__init__(f"{purpose} needs the package {package!r}: pip install 'turnwise-rl[{extra}]'")
 
 
 class TaskError(TurnwiseError):

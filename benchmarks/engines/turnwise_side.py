@@ -57,7 +57,7 @@ class TurnwiseSide:
             "max_batch_tokens": InferenceConfig().max_batch_tokens,
             "kv_tokens": "default",
             "prefix_cache": InferenceConfig().prefix_cache,
-            "turnwise": importlib.metadata.version("turnwise"),
+            "turnwise": importlib.metadata.version("turnwise-rl"),
         }
 
 

@@ -44,7 +44,7 @@ def template(name: str = "qwen2_5") -> str:
     """Return a chat template that trl ships."""
     spec = importlib.util.find_spec("trl")
     if spec is None or spec.origin is None:
-        raise RuntimeError("trl is needed for its chat templates: pip install 'turnwise[bench]'")
+        raise RuntimeError("trl is needed for its chat templates: pip install 'turnwise-rl[bench]'")
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 

@@ -60,7 +60,7 @@ def trl_template(name: str) -> Path:
     """Return a chat template of the installed TRL, without importing it."""
     found = find_spec("trl")
     if found is None or found.origin is None:
-        raise SystemExit("this benchmark needs TRL: pip install 'turnwise[bench]'")
+        raise SystemExit("this benchmark needs TRL: pip install 'turnwise-rl[bench]'")
     return Path(found.origin).parent / "chat_templates" / name
 
 

@@ -202,4 +202,4 @@ def test_missing_package_names_the_extra(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert "MissingExtraError" in done.stderr
-    assert "turnwise[e2b]" in done.stderr
+    assert "turnwise-rl[e2b]" in done.stderr

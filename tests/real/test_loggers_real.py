@@ -48,7 +48,7 @@ def two_processes(tmp_path: Path, logger: str, options: dict | None = None, **va
 
 
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs turnwise[tensorboard]")
+    pytest.importorskip("tensorboard", reason="needs turnwise-rl[tensorboard]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = two_processes(tmp_path, "tensorboard")
@@ -59,7 +59,7 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
 
 
 def test_wandb_offline_writes_both_parts_under_one_id(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="needs turnwise[wandb]")
+    pytest.importorskip("wandb", reason="needs turnwise-rl[wandb]")
     run = two_processes(tmp_path, "wandb", {"project": "p", "mode": "offline"})
     name = RunDirectory(run).read()["id"]
     files = list((run / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
@@ -68,7 +68,7 @@ def test_wandb_offline_writes_both_parts_under_one_id(tmp_path: Path) -> None:
 
 
 def test_trackio_goes_on_with_the_run(tmp_path: Path) -> None:
-    pytest.importorskip("trackio", reason="needs turnwise[trackio]")
+    pytest.importorskip("trackio", reason="needs turnwise-rl[trackio]")
     two_processes(tmp_path, "trackio", {"project": "p"}, TRACKIO_DIR=str(tmp_path / "trackio"))
     [file] = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
@@ -78,8 +78,8 @@ def test_trackio_goes_on_with_the_run(tmp_path: Path) -> None:
 
 
 def test_mlflow_goes_on_with_the_run(tmp_path: Path) -> None:
-    pytest.importorskip("mlflow", reason="needs turnwise[mlflow]")
-    pytest.importorskip("sqlalchemy", reason="needs turnwise[mlflow]")
+    pytest.importorskip("mlflow", reason="needs turnwise-rl[mlflow]")
+    pytest.importorskip("sqlalchemy", reason="needs turnwise-rl[mlflow]")
     run = two_processes(tmp_path, "mlflow")
     with sqlite3.connect(run / "mlflow.db") as database:
         ids = database.execute("select run_uuid, name, status from runs").fetchall()

@@ -105,6 +105,19 @@ def test_every_extra_that_an_error_names_exists() -> None:
                 assert extra.value in extras, f"{file}:{node.lineno} names the extra {extra.value!r}"
 
 
+def test_no_text_recommends_a_distribution_that_is_not_this_one() -> None:
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / ".ci").iterdir()]
+    kinds = (".md", ".py", ".jinja", ".toml", ".yaml")
+    for folder in ("docs", "turnwise", "examples", "benchmarks"):
+        files += [file for file in (ROOT / folder).rglob("*") if file.suffix in kinds]
+    installed = r"pip install[^\n]*[ '\"]turnwise(?![-\w./])"
+    required = r"(?<![\w./-])turnwise\[[a-z]|[\"']turnwise *[>=~]="
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if re.search(f"{installed}|{required}", line)]
+        assert lines == [], f"{file.relative_to(ROOT)}: turnwise is another project there, this one is turnwise-rl"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, with the build backend of this environment: nothing is downloaded."""
@@ -128,7 +141,7 @@ def test_the_wheel_has_one_top_level_name_and_all_of_the_package(wheel: Path) ->
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
-    info = f"turnwise-{turnwise.__version__}.dist-info"
+    info = f"turnwise_rl-{turnwise.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"turnwise", info}
     expected = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")} | {"turnwise/py.typed"}
     expected |= {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.jinja")}

@@ -6,6 +6,7 @@ import atexit
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 
 import typer
 
@@ -48,7 +49,11 @@ app.add_typer(envs.app, name="envs")
 
 
 def _add_plugged_in_commands() -> None:
-    """Add the commands of plug-ins: functions, or a ``typer.Typer`` with commands of its own."""
+    """Add the commands of plug-ins: functions, or a ``typer.Typer`` with commands of its own.
+
+    Raises:
+        ConfigError: A name is taken.
+    """
     taken = {command.name for command in app.registered_commands}
     for name, reference in references("commands").items():
         if name in taken:
@@ -74,7 +79,11 @@ def _refusing(error: ConfigError) -> Callable[[], None]:
     return refuse
 
 
-_add_plugged_in_commands()
+_plug_in_errors: list[ConfigError] = []
+try:
+    _add_plugged_in_commands()
+except ConfigError as error:  # importing this module must not fail: the command that runs raises it
+    _plug_in_errors.append(error)
 
 
 @app.command("version")
@@ -91,7 +100,22 @@ def _options(
     """Declare the options of all commands; :func:`main` removes ``--debug`` before typer parses the rest."""
     del debug
     if context.invoked_subcommand != "version":
+        if _plug_in_errors:
+            raise _plug_in_errors[0]
         load_extensions()
+
+
+def _warn_of_namesake() -> None:
+    """Say what to uninstall where the other project's distribution is installed, which has a package of this name."""
+    try:
+        namesake = distribution("turnwise")
+    except PackageNotFoundError:
+        return
+    typer.echo(
+        f"warning: the distribution turnwise {namesake.version} is installed; it is another project, whose package has "
+        "the same name as this one's: pip uninstall turnwise turnwise-rl, then pip install turnwise-rl",
+        err=True,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    _warn_of_namesake()
     try:
         app(arguments, prog_name="turnwise")
     except TurnwiseError as error:

@@ -203,7 +203,7 @@ class App:
             raise BadRequest(
                 "sampling_params.structured_outputs",
                 "sampling_params.structured_outputs needs a served model with tokenizer.json, and the package "
-                "'llguidance': pip install 'turnwise[serve]'",
+                "'llguidance': pip install 'turnwise-rl[serve]'",
             )
         # Grammars of large schemas take a while.
         return await asyncio.to_thread(self._guides.hold, params.guide.tag, params.stop_token_ids)

@@ -380,4 +380,4 @@ def _pyarrow() -> tuple[Any, Any]:
     try:
         return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError(f"parquet files need pyarrow: pip install 'turnwise[parquet]' ({error})") from error
+        raise ConfigError(f"parquet files need pyarrow: pip install 'turnwise-rl[parquet]' ({error})") from error

@@ -188,7 +188,7 @@ def _pandas() -> Any:
     try:
         return import_module("pandas")
     except ImportError as error:
-        raise ConfigError(f"tables of a run need pandas: pip install 'turnwise[tables]' ({error})") from error
+        raise ConfigError(f"tables of a run need pandas: pip install 'turnwise-rl[tables]' ({error})") from error
 
 
 def _frame(rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> pandas.DataFrame:

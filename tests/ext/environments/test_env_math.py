@@ -173,7 +173,7 @@ async def test_the_row_alone_decides_the_rule(monkeypatch):
     )
     assert await worth(Task("t", "?", {"answer": "0.5"}), "\\boxed{\\frac{1}{2}}") == 1.0
     assert await worth(Task("t", "?", {"answer": "0.5"}), "\\boxed{\\sqrt{0.25}}") == 0.0
-    with pytest.raises(MissingExtraError, match=r"turnwise\[rewards\]"):
+    with pytest.raises(MissingExtraError, match=r"turnwise-rl\[rewards\]"):
         await worth(Task("t", "?", {"answer": "\\sqrt{2}"}), "1")
 
 

@@ -376,7 +376,7 @@ def test_without_the_package_the_environment_says_what_to_install():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
-    assert "pip install 'turnwise[search]'" in done.stdout
+    assert "pip install 'turnwise-rl[search]'" in done.stdout
     assert "'search'" in done.stdout
 
 

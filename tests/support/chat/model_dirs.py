@@ -295,7 +295,7 @@ MAIN = ("qwen3", "qwen2_5", "qwen3_6", "llama3_1", "glm4moe", "gptoss", "own")
 def packaged_template(name: str) -> str:
     """Return a chat template that trl ships (read from its folder; the package is not imported)."""
     spec = importlib.util.find_spec("trl")
-    assert spec is not None, "trl is needed for its chat templates: pip install 'turnwise[dev]'"
+    assert spec is not None, "trl is needed for its chat templates: pip install 'turnwise-rl[dev]'"
     assert spec.origin is not None
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 

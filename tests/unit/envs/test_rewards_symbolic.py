@@ -111,7 +111,7 @@ async def test_bad_settings(options, words):
 
 async def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(symbolic.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'turnwise\[rewards\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'turnwise-rl\[rewards\]'"):
         Symbolic()
 
 

@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         read_run(tmp_path)
     (tmp_path / "trajectories.twz").touch()
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"tables of a run need pandas: pip install 'turnwise\[tables\]'"):
+    with pytest.raises(ConfigError, match=r"tables of a run need pandas: pip install 'turnwise-rl\[tables\]'"):
         read_run(tmp_path)
 
 

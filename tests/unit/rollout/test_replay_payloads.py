@@ -138,5 +138,5 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "turnwise.rollout.replay.transfer_queue", raising=False)
     config = ReplayConfig.model_validate({"backend": "transfer_queue"})
-    with pytest.raises(MissingExtraError, match=r"pip install 'turnwise\[transfer-queue\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'turnwise-rl\[transfer-queue\]'"):
         check_replay(config, RunFacts(2, sync=True))

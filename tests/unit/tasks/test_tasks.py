@@ -173,14 +173,14 @@ class TestParquet:
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         path = tmp_path / "rows.parquet"
         path.write_text("")
-        with pytest.raises(MissingExtraError, match=r"turnwise\[parquet\]"):
+        with pytest.raises(MissingExtraError, match=r"turnwise-rl\[parquet\]"):
             load_tasks(path)
 
 
 class TestDatasets:
     def test_missing_extra_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(MissingExtraError, match=r"turnwise\[datasets\]"):
+        with pytest.raises(MissingExtraError, match=r"turnwise-rl\[datasets\]"):
             load_tasks(tmp_path)
 
     def test_saved_dataset_with_splits(self, tmp_path):

@@ -295,7 +295,7 @@ class TestFolders:
         import sys
 
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(MissingExtraError, match=r"hf://a/b needs the package 'datasets': .*turnwise\[datasets\]"):
+        with pytest.raises(MissingExtraError, match=r"hf://a/b needs the package 'datasets': .*-rl\[datasets\]"):
             load_tasks("hf://a/b")
 
 

@@ -294,6 +294,6 @@ async def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.setitem(sys.modules, "mcp_types", None)
     with pytest.raises(
-        MissingExtraError, match=r"the tools of an MCP server needs the package 'mcp': .*turnwise\[mcp\]"
+        MissingExtraError, match=r"the tools of an MCP server needs the package 'mcp': .*turnwise-rl\[mcp\]"
     ):
         await toolbox(command=COMMAND).tools()

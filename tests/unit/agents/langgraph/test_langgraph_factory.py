@@ -86,7 +86,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     for name in [name for name in sys.modules if name.startswith("turnwise.agents.langgraph")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "langgraph.graph", None)
-    with pytest.raises(ConfigError, match=r"pip install 'turnwise\[langgraph\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'turnwise-rl\[langgraph\]'"):
         make_agent("langgraph", graph="a:b")
 
 

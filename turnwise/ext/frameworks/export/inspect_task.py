@@ -134,7 +134,7 @@ _README: Final = """\
 @SUMMARY@
 
 ```
-pip install turnwise inspect-ai
+pip install turnwise-rl inspect-ai
 inspect eval task.py --model openai/gpt-4o -T seed=0
 ```
 

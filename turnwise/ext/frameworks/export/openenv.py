@@ -24,7 +24,7 @@ name = "openenv-@NAME@"
 version = "0.1.0"
 description = @QUOTED@
 requires-python = ">=3.11"
-dependencies = ["openenv-core[core]>=0.3.0", "turnwise>=@VERSION@"]
+dependencies = ["openenv-core[core]>=0.3.0", "turnwise-rl>=@VERSION@"]
 
 [project.scripts]
 server = "@NAME@.server.app:main"
@@ -208,7 +208,7 @@ FROM python:3.12-slim
 WORKDIR /app/env
 COPY . /app/env
 # Packages that are on no index (a wheel of turnwise, say) may lie in wheels/.
-RUN pip install --no-cache-dir --find-links wheels "openenv-core[core]>=0.3.0" "turnwise>=@VERSION@"
+RUN pip install --no-cache-dir --find-links wheels "openenv-core[core]>=0.3.0" "turnwise-rl>=@VERSION@"
 EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=3s --start-period=10s --retries=3 \\
     CMD python -c "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"

@@ -64,7 +64,7 @@ name = "turnwise-gymnasium-@NAME@"
 version = "0.1.0"
 description = @QUOTED@
 requires-python = ">=3.11"
-dependencies = ["turnwise>=@VERSION@", "gymnasium>=1.2"]
+dependencies = ["turnwise-rl>=@VERSION@", "gymnasium>=1.2"]
 
 [tool.setuptools]
 packages = ["@PACKAGE@"]
@@ -168,7 +168,7 @@ _MCP_README: Final = """\
 @SUMMARY@
 
 `python server.py` serves one client over standard input and output, `python server.py --http` many over HTTP.
-`mcp.json` is a client's configuration of the former, in this folder. Needs `pip install 'turnwise[mcp]'`.
+`mcp.json` is a client's configuration of the former, in this folder. Needs `pip install 'turnwise-rl[mcp]'`.
 
 A session is an episode: the tool `task` says what is to be done, and the call that ends the episode (`finish`, `reply`
 or a tool of the environment) returns `{"over": ..., "reward": ..., "rewards": {...}}`. Tasks are those of

@@ -16,7 +16,7 @@ name = "turnwise-verifiers-@NAME@"
 version = "0.1.0"
 description = @QUOTED@
 requires-python = ">=3.11"
-dependencies = ["turnwise>=@VERSION@", "verifiers>=0.4.0"]
+dependencies = ["turnwise-rl>=@VERSION@", "verifiers>=0.4.0"]
 
 [tool.setuptools]
 packages = ["@PACKAGE@"]
