@@ -93,7 +93,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(result.to_json()))
         return
-    Console().print(comparison_table(result, (str(before), str(after)), most=number))
+    Console().print(comparison_table(result, (str(before), str(after)), limit=number))
 
 
 def rescore(

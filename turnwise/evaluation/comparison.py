@@ -122,7 +122,7 @@ def read_scores(folder: Path, *, metric: str = "success", part: str | None = Non
     Args:
         folder: A directory that ``turnwise eval`` wrote.
         metric: ``success`` or ``reward``.
-        part: ``sampled`` or ``greedy``; by default ``sampled`` where there is one.
+        part: ``sampled`` or ``greedy``; by default ``sampled`` if it has one.
 
     Raises:
         FormatError: The directory holds no evaluation, a line of it is not a row of episodes, or the part is missing.
@@ -139,14 +139,14 @@ def read_scores(folder: Path, *, metric: str = "success", part: str | None = Non
             parts[row["part"]][row["task_id"]].append(float(row[metric]))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise FormatError(f"{file}:{number}: no episode with part, task_id and {metric}: {error!r}") from error
-    chosen = part or next((name for name in PARTS if name in parts), "")
-    if chosen not in parts:
+    part_name = part or next((name for name in PARTS if name in parts), "")
+    if part_name not in parts:
         raise FormatError(f"{file} has no {part or 'finished'} episodes; it has {', '.join(sorted(parts)) or 'none'}")
-    values = parts[chosen]
-    means = {task: float(np.mean(each)) for task, each in values.items()}
-    failed, unfinished = _not_counted(folder, chosen)
-    episodes, (least, _) = sum(map(len, values.values())), success_rule(folder)
-    return TaskScores(str(folder), chosen, metric, means, episodes, failed, unfinished, least)
+    values = parts[part_name]
+    means = {task: float(np.mean(outcomes)) for task, outcomes in values.items()}
+    failed, unfinished = _not_counted(folder, part_name)
+    episodes, (success_reward, _) = sum(map(len, values.values())), success_rule(folder)
+    return TaskScores(str(folder), part_name, metric, means, episodes, failed, unfinished, success_reward)
 
 
 def _not_counted(folder: Path, part: str) -> tuple[int, int]:
@@ -168,14 +168,16 @@ def compare(before: TaskScores, after: TaskScores) -> Comparison:
         FormatError: They have no common tasks, another part or metric, or successes of another minimum reward.
     """
     for name in ("part", "metric"):
-        mine, other = getattr(before, name), getattr(after, name)
-        if mine != other:
-            raise FormatError(f"{before.name} has {name} {mine!r}, {after.name} {other!r}: choose one with --{name}")
-    least = (before.success_reward, after.success_reward)
-    if before.metric == "success" and least[0] != least[1]:
+        first_value, second_value = getattr(before, name), getattr(after, name)
+        if first_value != second_value:
+            values = f"{before.name} has {name} {first_value!r}, {after.name} {second_value!r}"
+            raise FormatError(f"{values}: choose one with --{name}")
+    thresholds = (before.success_reward, after.success_reward)
+    if before.metric == "success" and thresholds[0] != thresholds[1]:
         raise FormatError(
-            f"a success of {before.name} has a reward of at least {least[0]:g}, one of {after.name} {least[1]:g} "
-            "(success_reward): compare their rewards with --metric reward, or rescore one with the other's"
+            f"a success of {before.name} has a reward of at least {thresholds[0]:g}, one of {after.name} "
+            f"{thresholds[1]:g} (success_reward): compare their rewards with --metric reward, or rescore one "
+            "with the other's"
         )
     tasks = sorted(before.means.keys() & after.means.keys())
     if not tasks:
@@ -183,10 +185,10 @@ def compare(before: TaskScores, after: TaskScores) -> Comparison:
             f"{before.name} and {after.name} have no common tasks (such as {next(iter(before.means))!r} and "
             f"{next(iter(after.means))!r}): evaluate both on the same --tasks"
         )
-    first, second = (np.array([each.means[task] for task in tasks]) for each in (before, after))
+    first, second = (np.array([scores.means[task] for task in tasks]) for scores in (before, after))
     difference = second - first
-    changes = [Change(*each) for each in zip(tasks, first.tolist(), second.tolist(), strict=True)]
-    gained, lost = _crossed(changes) if before.metric == "success" else ((), ())
+    changes = [Change(*means) for means in zip(tasks, first.tolist(), second.tolist(), strict=True)]
+    gained, lost = _solved_and_lost(changes) if before.metric == "success" else ((), ())
     return Comparison(
         metric=before.metric,
         part=before.part,
@@ -208,10 +210,10 @@ def compare(before: TaskScores, after: TaskScores) -> Comparison:
     )
 
 
-def _crossed(changes: Sequence[Change]) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
-    changes = sorted(changes, key=lambda each: (-abs(each.after - each.before), each.task_id))
-    gained = tuple(each for each in changes if each.before < 0.5 <= each.after)
-    return gained, tuple(each for each in changes if each.after < 0.5 <= each.before)
+def _solved_and_lost(changes: Sequence[Change]) -> tuple[tuple[Change, ...], tuple[Change, ...]]:
+    changes = sorted(changes, key=lambda change: (-abs(change.after - change.before), change.task_id))
+    gained = tuple(change for change in changes if change.before < 0.5 <= change.after)
+    return gained, tuple(change for change in changes if change.after < 0.5 <= change.before)
 
 
 def sign_flip_test(differences: Means) -> float:
@@ -262,37 +264,44 @@ def bootstrap_interval(differences: Means, level: float = 0.95) -> tuple[float, 
 
 def _chunks(rows: int, width: int) -> list[int]:
     """Split ``rows`` rows of ``width`` numbers so that each part fits into memory."""
-    most = max(1, _CHUNK // max(1, width))
-    return [min(most, rows - start) for start in range(0, rows, most)]
+    chunk = max(1, _CHUNK // max(1, width))
+    return [min(chunk, rows - start) for start in range(0, rows, chunk)]
 
 
-def comparison_table(comparison: Comparison, names: tuple[str, str], *, most: int = 10) -> Table:
-    """Return the comparison as a table; at most ``most`` changed tasks of each kind are listed."""
-    one = comparison
+def comparison_table(comparison: Comparison, names: tuple[str, str], *, limit: int = 10) -> Table:
+    """Return the comparison as a table; at most ``limit`` changed tasks of each kind are listed."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"{one.metric}, {one.part}")
+    table.add_column(f"{comparison.metric}, {comparison.part}")
     for name in (*names, "difference"):
         table.add_column(Text(name), justify="right", overflow="fold")
-    low, high = one.interval
+    low, high = comparison.interval
     table.add_row(
-        Text(f"{one.tasks} common tasks", style="bold"), f"{one.before:.3f}", f"{one.after:.3f}",
-        Text(f"{one.difference:+.3f}", style="bold"),
+        Text(f"{comparison.tasks} common tasks", style="bold"), f"{comparison.before:.3f}", f"{comparison.after:.3f}",
+        Text(f"{comparison.difference:+.3f}", style="bold"),
     )  # fmt: skip
     table.add_row("95 % interval", "", "", f"{low:+.3f} to {high:+.3f}")
-    table.add_row("p (paired permutation test)", "", "", f"{one.p_value:.4f}" if one.p_value >= 1e-4 else "< 0.0001")
     table.add_row(
-        "tasks better, worse, equal", "", "", f"{one.better}, {one.worse}, {one.tasks - one.better - one.worse}"
+        "p (paired permutation test)", "", "", f"{comparison.p_value:.4f}" if comparison.p_value >= 1e-4 else "< 0.0001"
     )
-    if one.only_before or one.only_after:
-        table.add_row("tasks of one only", str(one.only_before), str(one.only_after), "")
-    table.add_row("episodes", *map(str, one.episodes), "")
-    for title, counts in (("failed, not counted", one.failed), ("not finished", one.unfinished)):
+    table.add_row(
+        "tasks better, worse, equal",
+        "",
+        "",
+        f"{comparison.better}, {comparison.worse}, {comparison.tasks - comparison.better - comparison.worse}",
+    )
+    if comparison.only_before or comparison.only_after:
+        table.add_row("tasks of one only", str(comparison.only_before), str(comparison.only_after), "")
+    table.add_row("episodes", *map(str, comparison.episodes), "")
+    for title, counts in (("failed, not counted", comparison.failed), ("not finished", comparison.unfinished)):
         if any(counts):
             table.add_row(Text(title, style="red"), *map(str, counts), "")
-    for title, style, changes in (("solved now", "green", one.gained), ("solved no more", "red", one.lost)):
-        for each in changes[:most]:
-            cells = [f"{each.before:.2f}", f"{each.after:.2f}", f"{each.after - each.before:+.2f}"]
-            table.add_row(Text(f"{title}: {each.task_id}", style=style), *cells)
-        if len(changes) > most:
-            table.add_row(Text(f"{title}: {len(changes) - most} more", style=style), "", "", "")
+    for title, style, changes in (
+        ("solved now", "green", comparison.gained),
+        ("solved no more", "red", comparison.lost),
+    ):
+        for change in changes[:limit]:
+            cells = [f"{change.before:.2f}", f"{change.after:.2f}", f"{change.after - change.before:+.2f}"]
+            table.add_row(Text(f"{title}: {change.task_id}", style=style), *cells)
+        if len(changes) > limit:
+            table.add_row(Text(f"{title}: {len(changes) - limit} more", style=style), "", "", "")
     return table

@@ -52,13 +52,13 @@ class EvalBudget(BaseModel):
     seconds: Positive | None = None
     money: Positive | None = None
 
-    def less(self, figures: Sequence[Mapping[str, Any]]) -> Remaining:
-        """Return what is left of it after evaluations with these summaries."""
-        spent = [each.get("spent", {}) for each in figures]
+    def remaining(self, figures: Sequence[Mapping[str, Any]]) -> Remaining:
+        """Return what remains of it after evaluations with these summaries."""
+        spent = [summary.get("spent", {}) for summary in figures]
         used = {
-            "tokens": sum(each.get("sampled_tokens", 0) for each in spent),
-            "seconds": sum(each.get("seconds", 0.0) for each in figures),
-            "money": sum(each.get("cost") or 0.0 for each in spent),
+            "tokens": sum(tokens.get("sampled_tokens", 0) for tokens in spent),
+            "seconds": sum(summary.get("seconds", 0.0) for summary in figures),
+            "money": sum(tokens.get("cost") or 0.0 for tokens in spent),
         }
         limits = {name: getattr(self, name) for name in used}
         return Remaining({name: limit - used[name] for name, limit in limits.items() if limit is not None})
@@ -66,19 +66,20 @@ class EvalBudget(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What is left of a budget, by ``tokens``, ``seconds`` and ``money``, as far as they are limited."""
+    """What remains of a budget, by ``tokens``, ``seconds`` and ``money``, as far as they are limited."""
 
-    left: Mapping[str, float]
+    amounts: Mapping[str, float]
 
     @property
     def spent(self) -> str | None:
         """The name of what is spent, if anything is."""
-        return next((name for name, value in self.left.items() if value <= 0), None)
+        return next((name for name, value in self.amounts.items() if value <= 0), None)
 
-    def within(self, own: EvalBudget) -> EvalBudget:
+    def within(self, budget: EvalBudget) -> EvalBudget:
         """Return the smaller of this and a budget of one evaluation."""
-        both = {name: min(value, getattr(own, name) or math.inf) for name, value in self.left.items()}
-        return own.model_copy(update={name: int(each) if name == "tokens" else each for name, each in both.items()})
+        limits = {name: min(value, getattr(budget, name) or math.inf) for name, value in self.amounts.items()}
+        whole_tokens = {name: int(limit) if name == "tokens" else limit for name, limit in limits.items()}
+        return budget.model_copy(update=whole_tokens)
 
 
 class EvalPlan(BaseModel):
@@ -100,7 +101,7 @@ class EvalPlan(BaseModel):
         pass_k: Values of k for pass@k; a k above ``samples`` is an error.
         by: Fields of a task's ``data``, such as ``level``, for whose values there are figures, too; a task with a list
             counts under each of its entries.
-        search: Makes each sampled episode a search: several ways through it, one of which a scorer chooses.
+        search: Makes each sampled episode a search: several branches of it, one of which a scorer selects.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -119,7 +120,7 @@ class EvalPlan(BaseModel):
 
     @field_validator("answer")
     @classmethod
-    def _is_expression(cls, value: str | None) -> str | None:
+    def _check_answer(cls, value: str | None) -> str | None:
         try:
             re.compile(value or "")
         except re.error as error:
@@ -127,7 +128,7 @@ class EvalPlan(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _evaluates_something(self) -> Self:
+    def _check_samples(self) -> Self:
         if self.samples == 0 and not self.greedy:
             raise ValueError("samples of at least 1, or greedy: true (else nothing is evaluated)")
         if self.pass_k and max(self.pass_k) > self.samples:
@@ -135,7 +136,7 @@ class EvalPlan(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _searches_something(self) -> Self:
+    def _check_search_plan(self) -> Self:
         if self.search is None:
             return self
         if self.samples == 0:
@@ -165,12 +166,14 @@ def check_search(search: SearchConfig | None, rollout: RolloutConfig, *, tokens:
         if getattr(rollout, name) is not None:
             raise ValueError(f"either search or rollout.{name}, which runs agents elsewhere")
     if rollout.group_reward is not None and rollout.group_reward.in_evaluation:
-        raise ValueError("either search or rollout.group_reward.in_evaluation, which compares episodes of one way")
+        raise ValueError(
+            "either search or rollout.group_reward.in_evaluation, which compares episodes that are not forked"
+        )
     if rollout.temperature == 0:
-        raise ValueError("rollout.temperature above 0 together with search: at 0 all ways through an episode are alike")
+        raise ValueError("rollout.temperature above 0 together with search: at 0 all branches of an episode are alike")
     if not tokens and search.forks:
         raise ValueError(
-            f"search.kind best_of_n instead of {search.kind}: what a hosted endpoint said is recorded as text, and "
+            f"search.kind best_of_n instead of {search.kind}: what a hosted endpoint returns is recorded as text, and "
             "cannot be forked in its middle"
         )
     if not tokens and search.scorer.function == LIKELIHOOD:
@@ -216,11 +219,11 @@ class EvalConfig(EvalPlan):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_model(cls, data: Any) -> Any:
+    def _allow_missing_model(cls, data: Any) -> Any:
         return without_model(data)
 
     @model_validator(mode="after")
-    def _money_has_prices(self) -> Self:
+    def _check_prices(self) -> Self:
         if self.budget.money is not None and self.prices is None:
             raise ValueError("prices (prompt and completion, for a million tokens) together with budget.money")
         return self
@@ -228,13 +231,13 @@ class EvalConfig(EvalPlan):
     @model_validator(mode="after")
     def _limit_turn_tokens(self) -> Self:
         if self.hosted is None and "max_tokens_per_turn" not in self.rollout.model_fields_set:
-            own = None if self.model is None else max_new_tokens(self.model)
-            most = EVAL_MAX_TOKENS_PER_TURN if own is None else own
-            self.rollout = self.rollout.model_copy(update={"max_tokens_per_turn": most})
+            model_limit = None if self.model is None else max_new_tokens(self.model)
+            limit = EVAL_MAX_TOKENS_PER_TURN if model_limit is None else model_limit
+            self.rollout = self.rollout.model_copy(update={"max_tokens_per_turn": limit})
         return self
 
     @model_validator(mode="after")
-    def _model_or_hosted(self) -> Self:
+    def _check_model_or_hosted(self) -> Self:
         if self.hosted is None:
             if self.model is None:
                 raise ValueError("model, the directory of a Hugging Face model (or hosted and url)")
@@ -250,13 +253,14 @@ class EvalConfig(EvalPlan):
             "rollout.context_length": rollout.context_length is not None,
             "rollout.reasoning": rollout.reasoning != "keep",
         }
-        said = [name for name, is_set in wrong.items() if is_set]
-        if said:
-            raise ValueError(f"no {', '.join(said)} together with hosted: its tokens are not known, and agents ask it")
+        conflicting = [name for name, is_set in wrong.items() if is_set]
+        if conflicting:
+            keys = ", ".join(conflicting)
+            raise ValueError(f"no {keys} together with hosted: its tokens are not known, and agents ask it")
         return self
 
     @model_validator(mode="after")
-    def _search_fits(self) -> Self:
+    def _check_search(self) -> Self:
         check_search(self.search, self.rollout, tokens=self.hosted is None)
         if self.rollout.tree is not None:
             raise ValueError("search (kind: tree) instead of rollout.tree: an evaluation is forked by a search alone")

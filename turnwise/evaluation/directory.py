@@ -31,11 +31,11 @@ def output_directory(config: EvalConfig) -> Path:
         while folder.exists():
             folder, number = folder.with_name(f"{folder.name.partition('.')[0]}.{number}"), number + 1
         return folder
-    taken = [name for name in (TRAJECTORIES, "ledger.jsonl", "summary.json") if (folder / name).exists()]
-    if not taken:
+    existing = [name for name in (TRAJECTORIES, "ledger.jsonl", "summary.json") if (folder / name).exists()]
+    if not existing:
         return folder
     if not (folder / FINISHED).exists() or is_complete(folder / "summary.json"):
-        raise ConfigError(f"out is {folder}, which holds {', '.join(taken)} already: choose another directory")
+        raise ConfigError(f"out is {folder}, which holds {', '.join(existing)} already: choose another directory")
     if config.rollout.agent_loop_manager_class is not None:
         raise ConfigError(
             f"out is {folder}, an unfinished evaluation by rollout.agent_loop_manager_class "
@@ -46,12 +46,12 @@ def output_directory(config: EvalConfig) -> Path:
 
 
 def check_continues(folder: Path, config: EvalConfig) -> None:
-    """Check that a configuration is the one of the evaluation in a directory, but for what decides only the speed.
+    """Check that a configuration is that of the evaluation in a directory, apart from keys that decide the speed only.
 
     Raises:
         ConfigError: It is another one; the message names the keys.
     """
-    if differing := _differing(folder / "config.yaml", config):
+    if differing := _differing_keys(folder / "config.yaml", config):
         state = "a complete" if is_complete(folder / "summary.json") else "an unfinished"
         raise ConfigError(
             f"out is {folder}, {state} evaluation with another {', '.join(differing)}: give the command that "
@@ -85,46 +85,47 @@ _FREE = (
 )
 
 
-def _differing(file: Path, config: EvalConfig) -> list[str]:
+def _differing_keys(file: Path, config: EvalConfig) -> list[str]:
     """Return the keys in which an evaluation's configuration differs from the one in its directory."""
     try:
-        before = read_yaml(file.read_text(encoding="utf-8"))
+        recorded = read_yaml(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the configuration of the evaluation in {file.parent}: {error}") from error
-    both = [before if isinstance(before, dict) else {}, read_yaml(dump_config(config))]
+    configs = [recorded if isinstance(recorded, dict) else {}, read_yaml(dump_config(config))]
     for *sections, key in _FREE:
-        for each in both:
+        for config_copy in configs:
             for section in sections:
-                each = each.get(section) or {}
-            each.pop(key, None)
-    first, second = (_flat(each) for each in both)
+                config_copy = config_copy.get(section) or {}
+            config_copy.pop(key, None)
+    first, second = (_flatten(config_copy) for config_copy in configs)
     return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def success_rule(folder: Path) -> tuple[float, str | None]:
     """Return the minimum reward of a success in a run's directory, and the role whose reward counts.
 
     They are those of its ``config.yaml`` or ``rescore.json``, else 1 and None. A training run names them for its
-    evaluations only: its minimum is taken for all of its episodes, its role for none.
+    evaluations only: its minimum holds for all of its episodes, its role for none.
     """
     for name in ("config.yaml", RESCORED):
         try:
-            said = read_yaml((folder / name).read_text(encoding="utf-8"))
+            content = read_yaml((folder / name).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError, ConfigError):
             continue
-        plan = said if isinstance(said, dict) else {}
+        plan = content if isinstance(content, dict) else {}
         role, section = plan.get("role"), plan.get("eval")
-        for least in (plan.get("success_reward"), section.get("success_reward") if isinstance(section, dict) else None):
-            if isinstance(least, (int, float)):
-                return float(least), role if isinstance(role, str) else None
+        in_section = section.get("success_reward") if isinstance(section, dict) else None
+        for minimum in (plan.get("success_reward"), in_section):
+            if isinstance(minimum, (int, float)):
+                return float(minimum), role if isinstance(role, str) else None
     return 1.0, None

@@ -83,8 +83,8 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     count = len(rewards)
     if not 1 <= k <= count:
         raise ValueError(f"best@{k} needs at least {max(k, 1)} episodes per task; there are {count}")
-    ways = math.comb(count, k)
-    return math.fsum(math.comb(place, k - 1) / ways * reward for place, reward in enumerate(sorted(rewards)))
+    subsets = math.comb(count, k)
+    return math.fsum(math.comb(rank, k - 1) / subsets * reward for rank, reward in enumerate(sorted(rewards)))
 
 
 _SUBSETS = 10_000
@@ -105,17 +105,17 @@ def maj_at_k(answers: Sequence[str | None], successes: Sequence[bool], k: int) -
     for answer, success in zip(answers, successes, strict=True):
         if answer is not None:
             right[answer].append(success)
-    rate = {answer: sum(each) / len(each) for answer, each in right.items()}
+    rate = {answer: sum(outcomes) / len(outcomes) for answer, outcomes in right.items()}
     subsets: Iterable[Sequence[int]] = combinations(range(count), k)
     total = math.comb(count, k)
     if total > _SUBSETS:
         draw, total = random.Random(0), _SUBSETS
         subsets = (draw.sample(range(count), k) for _ in range(total))
-    votes = (Counter(answer for place in places if (answer := answers[place]) is not None) for places in subsets)
-    return math.fsum(_most_frequent(each, rate) for each in votes) / total
+    votes = (Counter(answer for index in subset if (answer := answers[index]) is not None) for subset in subsets)
+    return math.fsum(_most_frequent(vote, rate) for vote in votes) / total
 
 
 def _most_frequent(votes: Counter[str], rate: Mapping[str, float]) -> float:
-    most = max(votes.values(), default=0)
-    tied = [answer for answer, number in votes.items() if number == most]
+    highest = max(votes.values(), default=0)
+    tied = [answer for answer, number in votes.items() if number == highest]
     return sum(rate[answer] for answer in tied) / len(tied) if tied else 0.0

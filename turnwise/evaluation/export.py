@@ -48,25 +48,26 @@ class Choice:
         """Whether anything but the partition is chosen by."""
         return (self.policy, self.min_reward, self.best_per_task) != (None, None, None)
 
-    def said(self) -> str:
-        """Return the choice in words."""
-        given = {name: getattr(self, name) for name in self.__slots__}
-        return ", ".join(f"{name} {value}" for name, value in given.items() if value is not None) or "any kind"
+    def describe(self) -> str:
+        """Describe the choice."""
+        criteria = {name: getattr(self, name) for name in self.__slots__}
+        return ", ".join(f"{name} {value}" for name, value in criteria.items() if value is not None) or "any kind"
 
     def of(self, trajectories: Iterable[Trajectory]) -> Iterator[Trajectory]:
         """Yield the chosen ones, in order; with ``best_per_task`` all are read first, and then the best only kept."""
-        found = (each for each in trajectories if self._fits(each))
+        matches = (trajectory for trajectory in trajectories if self._fits(trajectory))
         if self.best_per_task is None:
-            yield from found
+            yield from matches
             return
         tasks: defaultdict[str, list[tuple[float, int, int, Trajectory]]] = defaultdict(list)
-        for number, each in enumerate(found):
-            ranked = tasks[each.task_id]
-            ranked.append((-each.reward, each.sampled_tokens, number, each))
+        for number, trajectory in enumerate(matches):
+            ranked = tasks[trajectory.task_id]
+            ranked.append((-trajectory.reward, trajectory.sampled_tokens, number, trajectory))
             ranked.sort(key=lambda entry: entry[:3])
             del ranked[self.best_per_task :]
-        for _, _, _, each in sorted((entry for ranked in tasks.values() for entry in ranked), key=lambda kept: kept[2]):
-            yield each
+        best = (entry for ranked in tasks.values() for entry in ranked)
+        for *_, trajectory in sorted(best, key=lambda entry: entry[2]):
+            yield trajectory
 
     def _fits(self, trajectory: Trajectory) -> bool:
         if self.partition not in (None, trajectory.partition) or self.policy not in (None, trajectory.policy):
@@ -110,7 +111,7 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
         )
     writers: dict[str, Callable[[], int]] = {
         "jsonl": lambda: _write_lines(conversations(choice.of(branches(file))), part),
-        "sft": lambda: _write_lines(_sft_rows(choice.of(branches(file, chosen=True))), part),
+        "sft": lambda: _write_lines(_sft_rows(choice.of(branches(file, selected_only=True))), part),
         "otel": lambda: _write_lines(traces(choice.of(read_trajectories(file))), part),
         "hf": lambda: _write_dataset(conversations(choice.of(branches(file))), part),
         "csv": lambda: _write_csv(read_run(file), choice.partition, part),
@@ -122,22 +123,22 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
             part = Path(scratch) / target.name
             count = writers[form]()
             if not count:
-                raise ConfigError(f"{file} holds nothing to export of {choice.said()}: choose others")
+                raise ConfigError(f"{file} holds nothing to export of {choice.describe()}: choose others")
             os.rename(part, target)
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror or error}: name another place") from error
+        raise ConfigError(f"{target} cannot be written: {error.strerror or error}: name another path") from error
     return count
 
 
-def branches(file: Path, *, chosen: bool = False) -> Iterator[Trajectory]:
+def branches(file: Path, *, selected_only: bool = False) -> Iterator[Trajectory]:
     """Yield the trajectories of a file, of forked ones each branch. Raises FormatError.
 
     Args:
         file: The trajectories.
-        chosen: Of searched ones, the chosen branch alone.
+        selected_only: Whether to yield the selected branch alone of searched ones.
     """
     for trajectory in read_trajectories(file):
-        if chosen and trajectory.search is not None:
+        if selected_only and trajectory.search is not None:
             yield selected_branch(trajectory)
         else:
             yield from branch_trajectories(trajectory)
@@ -151,7 +152,7 @@ def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]
             rewards[name] += value
         for number, leaf in enumerate(trajectory.leaves()):
             path = trajectory.path(leaf)
-            messages = [_openai(message) for segment in path for message in messages_of(segment)]
+            messages = [_openai_message(message) for segment in path for message in messages_of(segment)]
             if not messages:
                 raise FormatError(f"trajectory {trajectory.id} was recorded without its messages")
             yield {
@@ -209,7 +210,7 @@ def _turn_spans(
         "gen_ai.usage.output_tokens": len(sampled.token_ids),
         "gen_ai.response.finish_reasons": [sampled.finish_reason],
         "turnwise.turn": turn.turn_id,
-        "turnwise.reward": math.fsum(value for each, _, value in trajectory.rewards if each == turn.turn_id),
+        "turnwise.reward": math.fsum(value for turn_id, _, value in trajectory.rewards if turn_id == turn.turn_id),
     }  # fmt: skip
     if sampled.weight_versions:
         values["turnwise.weight_version"] = sampled.weight_versions[-1][0]
@@ -217,9 +218,9 @@ def _turn_spans(
     calls = [call for message in sampled.messages for call in message.get("tool_calls") or ()]
     for number, call in enumerate(calls):
         name = call.get("function", call).get("name")
-        about = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.call.id": call["id"]}
-        place = _hex(8, trajectory.id, turn.turn_id, number)
-        yield _span((trace, place, root), f"execute_tool {name}", (times[1], max(until, times[1])), about)
+        tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.call.id": call["id"]}
+        span_id = _hex(8, trajectory.id, turn.turn_id, number)
+        yield _span((trace, span_id, root), f"execute_tool {name}", (times[1], max(until, times[1])), tool)
 
 
 def _span(
@@ -229,15 +230,16 @@ def _span(
     values: Mapping[str, Any],
     error: str | None = None,
 ) -> dict[str, Any]:
-    trace, own, parent = ids
-    begin, end = (str(round(each * 1e9)) for each in times)
-    found: dict[str, Any] = {
-        "traceId": trace, "spanId": own, "parentSpanId": parent, "name": name, "kind": 3 if name[:4] == "chat" else 1,
+    trace, span_id, parent = ids
+    begin, end = (str(round(moment * 1e9)) for moment in times)
+    span: dict[str, Any] = {
+        "traceId": trace, "spanId": span_id, "parentSpanId": parent,
+        "name": name, "kind": 3 if name[:4] == "chat" else 1,
         "startTimeUnixNano": begin, "endTimeUnixNano": end, "attributes": _attributes(values),
     }  # fmt: skip
     if error is not None:
-        found["status"] = {"code": 2, "message": error}
-    return found
+        span["status"] = {"code": 2, "message": error}
+    return span
 
 
 def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -246,7 +248,7 @@ def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _any_value(value: Any) -> dict[str, Any]:
     if isinstance(value, list):
-        return {"arrayValue": {"values": [_any_value(each) for each in value if each is not None]}}
+        return {"arrayValue": {"values": [_any_value(element) for element in value if element is not None]}}
     if isinstance(value, int):
         return {"intValue": str(value)}
     return {"doubleValue": value} if isinstance(value, float) else {"stringValue": str(value)}
@@ -257,8 +259,8 @@ def _hex(size: int, *parts: object) -> str:
 
 
 def _sft_rows(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
-    whole = (each for each in trajectories if each.error is None)
-    for row in conversations(whole):
+    completed = (trajectory for trajectory in trajectories if trajectory.error is None)
+    for row in conversations(completed):
         # A conversation that ends with a tool's answer teaches nothing at its end; trainers refuse it.
         messages = row["messages"]
         while messages and messages[-1]["role"] != "assistant":
@@ -267,15 +269,15 @@ def _sft_rows(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
             yield {"messages": messages, "tools": row["tools"]}
 
 
-def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
+def _openai_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with the arguments of its calls as JSON text."""
-    found = dict(message)
+    converted = dict(message)
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [
+        converted["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _text(call["function"].get("arguments"))}}
             for call in calls
         ]
-    return found
+    return converted
 
 
 def _text(value: Any) -> str:
@@ -349,11 +351,11 @@ def _optional(value: Any) -> str | None:
 
 def _card(counts: Mapping[str, int]) -> str:
     files = "".join(f"  - split: {name}\n    path: data/{name}-*.parquet\n" for name in counts)
-    said = ", ".join(f"{count} in `{name}`" for name, count in counts.items())
+    listing = ", ".join(f"{count} in `{name}`" for name, count in counts.items())
     return (
         f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n\n"
-        f"Conversations recorded by Turnwise: {said}. `messages` are in OpenAI's form; their `tool_calls` and contents "
-        "of parts, and `tools` and `rewards`, are JSON text.\n"
+        f"Conversations recorded by Turnwise: {listing}. `messages` are in OpenAI's form; their `tool_calls` and "
+        "contents of parts, and `tools` and `rewards`, are JSON text.\n"
     )
 
 

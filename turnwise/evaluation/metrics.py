@@ -71,12 +71,12 @@ class EpisodeRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        found = {name: getattr(self, name) for name in _ROW_FIELDS}
-        search = found.pop("search")
-        return found if search is None else {**found, "search": search.to_json()}
+        record = {name: getattr(self, name) for name in _ROW_FIELDS}
+        search = record.pop("search")
+        return record if search is None else {**record, "search": search.to_json()}
 
 
-_ROW_FIELDS = tuple(each.name for each in fields(EpisodeRow))
+_ROW_FIELDS = tuple(attribute.name for attribute in fields(EpisodeRow))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Summary:
         by_source: Metrics per task source, where named.
         by_tag: Metrics per value of a field of the tasks' data, such as ``level 3``, where the plan names fields.
         by_role: Metrics per role in multi-agent episodes; ``role@policy`` for frozen policies.
-        search: What searches cost and found; all other metrics are those of the chosen ways.
+        search: What searches cost and found; all other metrics are those of the selected branches.
     """
 
     success: Estimate
@@ -147,7 +147,7 @@ class Summary:
                 name: {str(k): estimate.to_json() for k, estimate in getattr(self, name).items()}
                 for name in ("pass_at", "pass_all", "best_at")
             },
-            **({"maj_at": {str(k): each.to_json() for k, each in self.maj_at.items()}} if self.maj_at else {}),
+            **({"maj_at": {str(k): estimate.to_json() for k, estimate in self.maj_at.items()}} if self.maj_at else {}),
             "turns": self.turns,
             "tool_calls": self.tool_calls,
             "tool_errors": dict(self.tool_errors),
@@ -186,8 +186,9 @@ def episode_rows(
 
 def _row(members: Sequence[Trajectory], success_reward: float, role: str | None, answer: str | None) -> EpisodeRow:
     main = next((member for member in members if member.agent == "main"), members[0])
-    searched = search_row(members, lambda way: _reward(way, role), lambda each: each >= success_reward - _TOLERANCE)
-    place = members.index(main)
+    threshold = success_reward - _TOLERANCE
+    searched = search_row(members, lambda branch: _reward(branch, role), lambda reward: reward >= threshold)
+    main_index = members.index(main)
     members = chosen_members(members)
     rewards: defaultdict[str, float] = defaultdict(float)
     metrics: defaultdict[str, float] = defaultdict(float)
@@ -212,35 +213,36 @@ def _row(members: Sequence[Trajectory], success_reward: float, role: str | None,
         episode_id=main.episode_id,
         reward=reward,
         rewards=dict(rewards),
-        success=main.error is None and reward >= success_reward - _TOLERANCE,
+        success=main.error is None and reward >= threshold,
         turns=sum(1 for member in members for segment in member.segments if segment.sampled),
         tool_calls=int(metrics["tool_calls"]),
         tool_errors={"all": max(int(metrics["tool_errors"]), sum(kinds.values())), **kinds},
         sampled_tokens=sum(member.sampled_tokens for member in members),
         forks=dict(forks),
-        stop_reason=members[place].stop_reason,
+        stop_reason=members[main_index].stop_reason,
         error=next((member.error for member in members if member.error is not None), None),
         roles=dict(roles) if len(roles) > 1 else {},
-        answer=None if answer is None else _answer(members[place], answer),
+        answer=None if answer is None else _answer(members[main_index], answer),
         search=searched,
     )
 
 
 def _answer(trajectory: Trajectory, expression: str) -> str | None:
     """Return the last match in the last message that the model wrote, or None."""
-    said = next((each for each in reversed(trajectory.segments) if each.sampled and each.messages), None)
-    content = None if said is None else said.messages[-1].get("content")
-    found = None if not isinstance(content, str) else list(re.finditer(expression, content))
-    if not found:
+    sampled = (segment for segment in reversed(trajectory.segments) if segment.sampled and segment.messages)
+    final = next(sampled, None)
+    content = None if final is None else final.messages[-1].get("content")
+    matches = None if not isinstance(content, str) else list(re.finditer(expression, content))
+    if not matches:
         return None
-    last = found[-1]
-    return (last[1] if last.re.groups and last[1] is not None else last[0]).strip()
+    match = matches[-1]
+    return (match[1] if match.re.groups and match[1] is not None else match[0]).strip()
 
 
 def _reward(members: Sequence[Trajectory], role: str | None) -> float:
     if role is not None:
-        own = [member.reward for member in members if role_of(member.agent) == role]
-        return math.fsum(own) / max(1, len(own))
+        role_rewards = [member.reward for member in members if role_of(member.agent) == role]
+        return math.fsum(role_rewards) / max(1, len(role_rewards))
     return math.fsum(member.reward for member in members if not member.frozen)
 
 
@@ -265,7 +267,7 @@ def summarize(
     """
     rows: list[EpisodeRow] = []
     failed: Counter[str | None] = Counter()
-    tagged = _Tagged(tags or {})
+    tagged = _TagFailures(tags or {})
     for group in groups:
         failed[group.source] += group.failed
         tagged.fail(group.task_id, group.failed)
@@ -279,9 +281,9 @@ def summarize(
         name: summarize_rows([row for row in rows if row.source == name], failed=failed[name], pass_k=pass_k)
         for name in sorted({name for name in failed if name is not None})
     }
-    whole = summarize_rows(rows, failed=failed.total(), pass_k=pass_k)
+    overall = summarize_rows(rows, failed=failed.total(), pass_k=pass_k)
     by_tag = tagged.summaries(rows, pass_k)
-    return replace(whole, by_source=parts, by_tag=by_tag, by_role=_by_role(rows, success_reward))
+    return replace(overall, by_source=parts, by_tag=by_tag, by_role=_by_role(rows, success_reward))
 
 
 def task_tags(tasks: Iterable[Task], fields: Sequence[str]) -> dict[str, list[str]]:
@@ -290,23 +292,24 @@ def task_tags(tasks: Iterable[Task], fields: Sequence[str]) -> dict[str, list[st
     Raises:
         ConfigError: A field is in the data of no task.
     """
-    found: dict[str, list[str]] = {}
-    known: set[str] = set()
+    tags: dict[str, list[str]] = {}
+    field_names: set[str] = set()
     for task in tasks if fields else ():
-        known |= task.data.keys()
+        field_names |= task.data.keys()
         values = {name: task.data.get(name) for name in fields}
         labels = [
-            (name, each) for name, value in values.items() for each in (value if isinstance(value, list) else [value])
+            (name, entry) for name, value in values.items() for entry in (value if isinstance(value, list) else [value])
         ]
-        found[task.id] = list(dict.fromkeys(f"{name} {'none' if each is None else each}" for name, each in labels))
-    if missing := [name for name in fields if found and name not in known]:
+        tags[task.id] = list(dict.fromkeys(f"{name} {'none' if entry is None else entry}" for name, entry in labels))
+    if missing := [name for name in fields if tags and name not in field_names]:
         raise ConfigError(
-            f"by is {missing[0]!r}, which is in no task's data; fields there are {', '.join(sorted(known)) or 'none'}"
+            f"by is {missing[0]!r}, which is in no task's data; fields there are "
+            f"{', '.join(sorted(field_names)) or 'none'}"
         )
-    return found
+    return tags
 
 
-class _Tagged:
+class _TagFailures:
     """Failures by tag, and the figures of the episodes of each."""
 
     def __init__(self, tags: Mapping[str, Sequence[str]]) -> None:
@@ -327,21 +330,21 @@ class _Tagged:
 
 
 def _by_role(rows: Sequence[EpisodeRow], success_reward: float) -> dict[str, RoleSummary]:
-    found: dict[str, RoleSummary] = {}
+    summaries: dict[str, RoleSummary] = {}
     for name in sorted({name for row in rows for name in row.roles}):
         by_task: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         for row in rows:
             by_task[row.task_id] += row.roles.get(name, ())
         clusters = list(by_task.values())
         turns = [count for cluster in clusters for _, count in cluster]
-        found[name] = RoleSummary(
+        summaries[name] = RoleSummary(
             success=clustered_mean(
                 [float(reward >= success_reward - _TOLERANCE) for reward, _ in cluster] for cluster in clusters
             ),
             reward=clustered_mean([reward for reward, _ in cluster] for cluster in clusters),
             turns=sum(turns) / max(1, len(turns)),
         )
-    return found
+    return summaries
 
 
 def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Sequence[int] = ()) -> Summary:
@@ -349,14 +352,14 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
     by_task: defaultdict[str, list[EpisodeRow]] = defaultdict(list)
     for row in rows:
         by_task[row.task_id].append(row)
-    most = max((len(members) for members in by_task.values()), default=0)
+    most_episodes = max((len(members) for members in by_task.values()), default=0)
     errors: Counter[str] = Counter()
     forks: Counter[str] = Counter()
     for row in rows:
         errors.update(row.tool_errors)
         forks.update(row.forks)
     number = max(len(rows), 1)
-    several = [k for k in sorted(set(pass_k)) if k <= most]
+    several = [k for k in sorted(set(pass_k)) if k <= most_episodes]
     rewards = [[row.reward for row in members] for members in by_task.values()]
     right = [[row.success for row in members] for members in by_task.values()]
     return Summary(
@@ -364,7 +367,7 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
         reward=clustered_mean(rewards),
         pass_at={k: clustered_mean([pass_at_k(len(e), sum(e), k)] for e in right if len(e) >= k) for k in several},
         pass_all={k: clustered_mean([pass_all_k(len(e), sum(e), k)] for e in right if len(e) >= k) for k in several},
-        best_at={k: clustered_mean([best_at_k(each, k)] for each in rewards if len(each) >= k) for k in several},
+        best_at={k: clustered_mean([best_at_k(task, k)] for task in rewards if len(task) >= k) for k in several},
         maj_at=_maj_at(by_task.values(), several),
         turns=sum(row.turns for row in rows) / number,
         tool_calls=sum(row.tool_calls for row in rows),
@@ -415,29 +418,29 @@ class EvalResult:
     @property
     def parts(self) -> dict[str, Summary]:
         """The available summaries by name."""
-        both = {"sampled": self.sampled, "greedy": self.greedy}
-        return {name: summary for name, summary in both.items() if summary is not None}
+        summaries = {"sampled": self.sampled, "greedy": self.greedy}
+        return {name: summary for name, summary in summaries.items() if summary is not None}
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (not the rows)."""
         figures = {name: summary.to_json() for name, summary in self.parts.items()}
         counts = {"left_out": self.left_out, "unfinished": self.unfinished}
-        given: dict[str, Any] = {name: count for name, count in counts.items() if count}
+        extras: dict[str, Any] = {name: count for name, count in counts.items() if count}
         if self.max_tokens_per_turn is not None:
-            given["max_tokens_per_turn"] = self.max_tokens_per_turn
+            extras["max_tokens_per_turn"] = self.max_tokens_per_turn
         if self.spent:
-            given["spent"] = dict(self.spent)
+            extras["spent"] = dict(self.spent)
         if self.ended_by is not None:
-            given["ended_by"] = self.ended_by
-        return {**figures, "seconds": self.seconds, **given}
+            extras["ended_by"] = self.ended_by
+        return {**figures, "seconds": self.seconds, **extras}
 
     def below(self, success: float) -> dict[str, float]:
         """Return the success rates below a threshold, by sampling mode; one without episodes counts as 0."""
         rates = {name: summary.success for name, summary in self.parts.items()}
-        found = {name: rate.mean if rate.episodes else 0.0 for name, rate in rates.items()}
-        return {name: rate for name, rate in found.items() if rate < success - _TOLERANCE}
+        means = {name: rate.mean if rate.episodes else 0.0 for name, rate in rates.items()}
+        return {name: rate for name, rate in means.items() if rate < success - _TOLERANCE}
 
-    def left(self, unfinished: int) -> EvalResult:
+    def with_unfinished(self, unfinished: int) -> EvalResult:
         """Return the result with a number of unfinished episodes."""
         return replace(self, unfinished=unfinished)
 
@@ -455,29 +458,33 @@ class EvalResult:
 def result_table(result: EvalResult, title: str = "") -> Table:
     """Return the metrics as a table with a column per sampling mode."""
     # A text: in a string, what stands between colons (env.py:Locked:) may be the name of an emoji.
-    shown = Text(title) if title else None
-    table = Table(title=shown, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    title_text = Text(title) if title else None
+    table = Table(title=title_text, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in result.parts:
         table.add_column(name, justify="right")
     summaries = list(result.parts.values())
     _table_row(table, "tasks", [str(s.tasks) for s in summaries])
     _table_row(table, "episodes", [str(s.success.episodes) for s in summaries])
-    table.add_row(Text("success", style="bold"), *[Text(_shown(s.success), style="bold") for s in summaries])
+    table.add_row(Text("success", style="bold"), *[Text(_estimate_text(s.success), style="bold") for s in summaries])
     for mark, name in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at"), ("maj@", "maj_at")):
-        found: list[Mapping[int, Estimate]] = [getattr(s, name) for s in summaries]
-        for k in sorted({k for each in found for k in each}):
-            both = zip(found, summaries, strict=True)
-            _table_row(table, f"{mark}{k}", [_of_tasks(each[k], s.tasks) if k in each else "-" for each, s in both])
+        estimates: list[Mapping[int, Estimate]] = [getattr(s, name) for s in summaries]
+        for k in sorted({k for by_k in estimates for k in by_k}):
+            columns = zip(estimates, summaries, strict=True)
+            _table_row(
+                table, f"{mark}{k}", [_estimate_of_tasks(by_k[k], s.tasks) if k in by_k else "-" for by_k, s in columns]
+            )
     for grouped in ([s.by_source for s in summaries], [s.by_tag for s in summaries]):
-        for name in sorted({name for each in grouped for name in each}):
-            rates = [each[name].success if name in each else None for each in grouped]
-            _table_row(table, f"success, {name}", ["-" if rate is None else _shown(rate) for rate in rates])
+        for name in sorted({name for by_name in grouped for name in by_name}):
+            rates = [by_name[name].success if name in by_name else None for by_name in grouped]
+            _table_row(table, f"success, {name}", ["-" if rate is None else _estimate_text(rate) for rate in rates])
     for name in sorted({name for s in summaries for name in s.by_role}):
         roles = [s.by_role.get(name) for s in summaries]
-        _table_row(table, f"success of {name}", ["-" if role is None else _shown(role.success) for role in roles])
-        _table_row(table, f"reward of {name}", ["-" if role is None else _shown(role.reward) for role in roles])
-    _table_row(table, "reward", [_shown(s.reward) for s in summaries])
+        _table_row(
+            table, f"success of {name}", ["-" if role is None else _estimate_text(role.success) for role in roles]
+        )
+        _table_row(table, f"reward of {name}", ["-" if role is None else _estimate_text(role.reward) for role in roles])
+    _table_row(table, "reward", [_estimate_text(s.reward) for s in summaries])
     _table_row(table, "turns", [f"{s.turns:.2f}" for s in summaries])
     _table_row(table, "tokens sampled", [f"{s.sampled_tokens:.1f}" for s in summaries])
     if result.max_tokens_per_turn is not None:
@@ -501,31 +508,35 @@ def result_table(result: EvalResult, title: str = "") -> Table:
 
 def _search_rows(table: Table, searches: Sequence[SearchSummary | None]) -> None:
     """Add what searches cost, and what their choice was worth."""
-    shown: dict[str, Callable[[SearchSummary], str]] = {
+    formatters: dict[str, Callable[[SearchSummary], str]] = {
         "ways of an episode": lambda s: f"{s.ways:.2f}",
         "tokens sampled, all ways": lambda s: f"{s.sampled_tokens:.1f}",
         "tool calls, all ways": lambda s: str(s.tool_calls),
-        "score of the chosen": lambda s: _shown(s.score),
-        "success, any way": lambda s: _shown(s.success_mean),
-        "success, best way": lambda s: _shown(s.success_best),
-        "reward, any way": lambda s: _shown(s.reward_mean),
-        "reward, best way": lambda s: _shown(s.reward_best),
+        "score of the chosen": lambda s: _estimate_text(s.score),
+        "success, any way": lambda s: _estimate_text(s.success_mean),
+        "success, best way": lambda s: _estimate_text(s.success_best),
+        "reward, any way": lambda s: _estimate_text(s.reward_mean),
+        "reward, best way": lambda s: _estimate_text(s.reward_best),
     }
-    for name, say in shown.items():
-        _table_row(table, name, ["-" if search is None else say(search) for search in searches])
+    for name, format_figure in formatters.items():
+        _table_row(table, name, ["-" if search is None else format_figure(search) for search in searches])
 
 
 def _table_row(table: Table, name: str, cells: list[str]) -> None:
     table.add_row(name, *[Text(cell) for cell in cells])
 
 
-def _shown(estimate: Estimate) -> str:
+def _estimate_text(estimate: Estimate) -> str:
     return "-" if math.isnan(estimate.mean) else str(estimate)
 
 
-def _of_tasks(estimate: Estimate, tasks: int) -> str:
+def _estimate_of_tasks(estimate: Estimate, tasks: int) -> str:
     """Return an estimate, with the number of its tasks where others had too few episodes for it."""
-    return _shown(estimate) if estimate.tasks == tasks else f"{_shown(estimate)} ({estimate.tasks} of {tasks} tasks)"
+    return (
+        _estimate_text(estimate)
+        if estimate.tasks == tasks
+        else f"{_estimate_text(estimate)} ({estimate.tasks} of {tasks} tasks)"
+    )
 
 
 def money(amount: float) -> str:

@@ -84,15 +84,15 @@ def load_scorer(scorer: str) -> Rubric:
     Raises:
         ConfigError: There is no such function or file.
     """
-    given: Any = scorer
+    target: Any = scorer
     if scorer.endswith((".yaml", ".yml")):
         try:
-            given = read_yaml(Path(scorer).read_text(encoding="utf-8"))
+            target = read_yaml(Path(scorer).read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"--scorer is {scorer}, which cannot be read: {error}") from error
-        if not isinstance(given, dict):
+        if not isinstance(target, dict):
             raise ConfigError(f"--scorer is {scorer}: write the parts of a rubric, name: function, one below the other")
-    return as_rubric(given)
+    return as_rubric(target)
 
 
 def run_rescore(settings: RescoreSettings, *, console: Console | None = None) -> EvalResult:
@@ -117,22 +117,22 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
     """
     console = console or Console(stderr=True)
     rubric = load_scorer(settings.scorer)
-    found = _chosen(settings)
+    trajectories = _selected_trajectories(settings)
     config = _run_config(settings.source)
-    tasks = _tasks(settings, config, {each.task_id for each in found})
+    tasks = _tasks(settings, config, {trajectory.task_id for trajectory in trajectories})
     private_directory(settings.out)
-    _claim(settings)
+    _claim_directory(settings)
     file = settings.out / TRAJECTORIES
-    done = {(each.id, each.attempt) for each in read_trajectories(file)} if file.exists() else set()
+    done = {(trajectory.id, trajectory.attempt) for trajectory in read_trajectories(file)} if file.exists() else set()
     started = time.monotonic()
     writer = TrajectoryWriter(file)
     try:
-        with _shown(console, len(found), len(done)) as advance:
-            waiting = [each for each in found if (each.id, each.attempt) not in done]
+        with _progress(console, len(trajectories), len(done)) as advance:
+            waiting = [trajectory for trajectory in trajectories if (trajectory.id, trajectory.attempt) not in done]
             errors = asyncio.run(_score_all(waiting, rubric, tasks, writer, advance))
     finally:
         writer.close()
-    reported = _Reported.of(config, tasks)
+    reported = _Breakdown.of(config, tasks)
     result = _result(settings, reported, list(read_trajectories(file)), errors, time.monotonic() - started)
     if errors and not any(summary.success.episodes for summary in result.parts.values()):
         raise EnvError(f"no episode could be scored; the last error: {errors[-1][1]}")
@@ -148,15 +148,17 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
     return result
 
 
-def _chosen(settings: RescoreSettings) -> list[Trajectory]:
+def _selected_trajectories(settings: RescoreSettings) -> list[Trajectory]:
     file = run_file(settings.source)
-    every = [each for each in read_trajectories(file) if settings.partition in (None, each.partition)]
-    # Of a search, what it chose is rescored.
-    ways = zip(every, chosen_members(every), strict=True)
-    found = [replace(way, id=each.id, episode_id=each.episode_id, search=None) for each, way in ways]
-    if not found:
+    recorded = [row for row in read_trajectories(file) if settings.partition in (None, row.partition)]
+    # Of a search, the selected branch is rescored.
+    pairs = zip(recorded, chosen_members(recorded), strict=True)
+    selected = [
+        replace(branch, id=original.id, episode_id=original.episode_id, search=None) for original, branch in pairs
+    ]
+    if not selected:
         raise FormatError(f"{file} holds no trajectories of partition {settings.partition or 'train or val'}")
-    return found
+    return selected
 
 
 def _run_config(source: Path) -> dict[str, Any]:
@@ -165,13 +167,13 @@ def _run_config(source: Path) -> dict[str, Any]:
     while (home / RESCORED).is_file():
         home = Path(orjson.loads((home / RESCORED).read_bytes())["source"]).parent
     file = home / "config.yaml"
-    said = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return said or {}
+    content = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return content or {}
 
 
 @dataclass(frozen=True, slots=True)
-class _Reported:
-    """What the run's evaluations give figures for, besides those of all episodes."""
+class _Breakdown:
+    """By what the run's evaluations break their figures down."""
 
     pass_k: Sequence[int]
     answer: str | None
@@ -179,7 +181,7 @@ class _Reported:
     sources: Mapping[str, str | None]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], tasks: Mapping[str, Task]) -> _Reported:
+    def of(cls, config: Mapping[str, Any], tasks: Mapping[str, Task]) -> _Breakdown:
         # Of a training run, the section of its evaluations.
         plan = config.get("eval") or config
         # Other tasks than the run's may lack a field.
@@ -188,15 +190,15 @@ class _Reported:
         return cls(plan.get("pass_k", ()), plan.get("answer"), task_tags(tasks.values(), fields), sources)
 
 
-def _tasks(settings: RescoreSettings, config: Mapping[str, Any], wanted: set[str]) -> Mapping[str, Task]:
-    """Return the tasks by id. Those of a configuration may be fewer: a function that asks for one's data says so."""
+def _tasks(settings: RescoreSettings, config: Mapping[str, Any], task_ids: set[str]) -> Mapping[str, Task]:
+    """Return the tasks by id, of a configuration perhaps not all: a function that needs a missing one raises."""
     source = settings.tasks
     if source is None:
-        written = [each for each in (config.get("tasks"), (config.get("eval") or {}).get("tasks")) if each]
-        sources = [TypeAdapter(TasksConfig).validate_python(each) for each in written]
-        return {task.id: task for each in sources for task in load_mix(each).tasks}
+        written = [source for source in (config.get("tasks"), (config.get("eval") or {}).get("tasks")) if source]
+        sources = [TypeAdapter(TasksConfig).validate_python(source) for source in written]
+        return {task.id: task for source in sources for task in load_mix(source).tasks}
     tasks = {task.id: task for task in load_mix(source).tasks}
-    if missing := sorted(wanted - tasks.keys()):
+    if missing := sorted(task_ids - tasks.keys()):
         raise ConfigError(
             f"--tasks is {source}, which has no task {missing[0]!r} ({len(missing)} are missing that were rolled out): "
             "name the source of the run's tasks"
@@ -204,17 +206,17 @@ def _tasks(settings: RescoreSettings, config: Mapping[str, Any], wanted: set[str
     return tasks
 
 
-def _claim(settings: RescoreSettings) -> None:
+def _claim_directory(settings: RescoreSettings) -> None:
     """Note what is rescored in the output directory, or check that it is the same."""
-    file, said = settings.out / RESCORED, settings.described()
-    record = orjson.dumps(said | {"success_reward": settings.success_reward}, option=orjson.OPT_INDENT_2)
+    file, description = settings.out / RESCORED, settings.described()
+    record = orjson.dumps(description | {"success_reward": settings.success_reward}, option=orjson.OPT_INDENT_2)
     if not file.exists():
-        if taken := sorted(each.name for each in settings.out.iterdir()):
-            raise ConfigError(f"--out is {settings.out}, which holds {', '.join(taken[:3])}: name another directory")
+        if existing := sorted(path.name for path in settings.out.iterdir()):
+            raise ConfigError(f"--out is {settings.out}, which holds {', '.join(existing[:3])}: name another directory")
         write_private(file, record)
         return
-    before = orjson.loads(file.read_bytes())
-    differing = sorted(name for name in said if said[name] != before.get(name))
+    previous = orjson.loads(file.read_bytes())
+    differing = sorted(name for name in description if description[name] != previous.get(name))
     # A scorer that scored nothing is no obstacle to the next one.
     if differing and any(map(_is_scored, read_trajectories(settings.out / TRAJECTORIES))):
         raise ConfigError(
@@ -225,7 +227,7 @@ def _claim(settings: RescoreSettings) -> None:
 
 
 @contextmanager
-def _shown(console: Console, total: int, done: int) -> Iterator[Any]:
+def _progress(console: Console, total: int, done: int) -> Iterator[Any]:
     columns = (TextColumn("rescoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=total, completed=done)
@@ -243,7 +245,7 @@ async def _score_all(
     room = asyncio.Semaphore(_CONCURRENT)
     errors: list[tuple[Trajectory, str]] = []
 
-    async def one(trajectory: Trajectory) -> None:
+    async def score_one(trajectory: Trajectory) -> None:
         async with room:
             try:
                 writer.write(await rescored(trajectory, rubric, tasks.get(trajectory.task_id)))
@@ -252,8 +254,8 @@ async def _score_all(
             advance()
 
     async with asyncio.TaskGroup() as running:
-        for each in trajectories:
-            running.create_task(one(each))
+        for trajectory in trajectories:
+            running.create_task(score_one(trajectory))
     return errors
 
 
@@ -274,26 +276,26 @@ async def rescored(trajectory: Trajectory, rubric: Rubric, task: Task | None) ->
     messages: list[Any] = [message for segment in path for message in messages_of(segment)]
     if not messages:
         raise FormatError(f"trajectory {trajectory.id} was recorded without its messages: nothing can be scored")
-    last = messages[-1]
-    # As when it ended: a message with calls, or none of the model's, was not its answer.
-    final = last if last["role"] == "assistant" and not last.get("tool_calls") else None
+    last_message = messages[-1]
+    # As when it ended: a message with calls, or none that the model wrote, was not its answer.
+    final = last_message if last_message["role"] == "assistant" and not last_message.get("tool_calls") else None
     score = await rubric.score(RecordedEnv(messages), task, final)
     turn = path[-1].turn_id if final is not None else None
-    kept = {name: value for name, value in trajectory.metrics.items() if not name.startswith("rubric/")}
+    metrics = {name: value for name, value in trajectory.metrics.items() if not name.startswith("rubric/")}
     rewards = [(turn, name, float(value)) for name, value in score.items()]
-    return replace(trajectory, rewards=rewards, metrics=kept | score.metrics)
+    return replace(trajectory, rewards=rewards, metrics=metrics | score.metrics)
 
 
 def _result(
     settings: RescoreSettings,
-    reported: _Reported,
+    reported: _Breakdown,
     scored: Sequence[Trajectory],
     errors: Sequence[tuple[Trajectory, str]],
     seconds: float,
 ) -> EvalResult:
     parts: dict[str, dict[str, TrajectoryGroup]] = {"sampled": {}, "greedy": {}}
 
-    def group(trajectory: Trajectory) -> TrajectoryGroup:
+    def group_of(trajectory: Trajectory) -> TrajectoryGroup:
         part = "greedy" if trajectory.group_id.endswith("greedy") else "sampled"
         source = reported.sources.get(trajectory.task_id)
         new = TrajectoryGroup(trajectory.group_id, trajectory.task_id, [], source=source)
@@ -301,13 +303,13 @@ def _result(
 
     # Of an episode that was tried again, the last attempt counts.
     attempts: defaultdict[str, int] = defaultdict(int)
-    for each in scored:
-        attempts[each.episode_id] = max(attempts[each.episode_id], each.attempt)
-    for each in scored:
-        if each.attempt == attempts[each.episode_id]:
-            group(each).trajectories.append(each)
-    for each, _ in errors:
-        group(each).failed += 1
+    for member in scored:
+        attempts[member.episode_id] = max(attempts[member.episode_id], member.attempt)
+    for member in scored:
+        if member.attempt == attempts[member.episode_id]:
+            group_of(member).trajectories.append(member)
+    for member, _ in errors:
+        group_of(member).failed += 1
 
     def summary(name: str, pass_k: Sequence[int] = ()) -> Summary | None:
         members = list(parts[name].values())

@@ -121,7 +121,7 @@ def _summary(
     plan: EvalPlan, tags: Mapping[str, Sequence[str]], groups: Sequence[TrajectoryGroup], pass_k: Sequence[int]
 ) -> Summary:
     if plan.role is not None:
-        roles = {role_of(each.agent) for group in groups for each in group.trajectories}
+        roles = {role_of(trajectory.agent) for group in groups for trajectory in group.trajectories}
         if roles and plan.role not in roles:
             raise ConfigError(
                 f"role is {plan.role!r}, but no episode has that role; roles are {', '.join(sorted(roles))}"
@@ -187,16 +187,16 @@ class EvalProgress:
         if number is None or number in self._groups:
             return
         self._open[number].append(trajectory)
-        self._count(self._ended(number))
+        self._count(self._finished_of(number))
 
     def arrived(self, group: TrajectoryGroup) -> None:
         """Count a finished group."""
         number = self._by_key.get(group.id.partition("-")[2])
         if number is None:
-            # A rollout manager of the user's may name its groups as it likes: it answers the samples first.
-            asked = enumerate(self._requests)
-            left = (n for n, request in asked if request.task.id == group.task_id and n not in self._groups)
-            number = next(left, None)
+            # A user's rollout manager may name its groups as it likes: it answers the samples first.
+            numbered = enumerate(self._requests)
+            unanswered = (n for n, request in numbered if request.task.id == group.task_id and n not in self._groups)
+            number = next(unanswered, None)
         if number is None:
             return
         self._groups[number] = group
@@ -212,25 +212,25 @@ class EvalProgress:
         for number, request in enumerate(self._requests):
             group = self._groups.get(number)
             if group is None:
-                ended, task = self._ended(number), request.task
-                group = TrajectoryGroup(request.key, task.id, ended, request.partition, source=task.source)
+                finished, task = self._finished_of(number), request.task
+                group = TrajectoryGroup(request.key, task.id, finished, request.partition, source=task.source)
             groups.append(group)
         result = eval_result(self._plan, self._tags, groups, self._clock() - self._started)
-        return result.left(self.total - self.ended)
+        return result.with_unfinished(self.total - self.ended)
 
     @contextlib.contextmanager
     def shown(self, console: Console) -> Iterator[None]:
         """Show progress: a live line on a terminal, else a new line every half minute."""
         if not console.is_terminal:
-            last = self._started
+            last_line_at = self._started
 
-            def say() -> None:
-                nonlocal last
-                if self._clock() - last >= _LINE_EVERY_S:
-                    last = self._clock()
+            def print_line() -> None:
+                nonlocal last_line_at
+                if self._clock() - last_line_at >= _LINE_EVERY_S:
+                    last_line_at = self._clock()
                     console.print(f"evaluating: {self}", highlight=False, soft_wrap=True)
 
-            self._show = say
+            self._show = print_line
             yield
             return
         columns = (
@@ -249,10 +249,10 @@ class EvalProgress:
 
     def __str__(self) -> str:
         elapsed = _clock_time(self._clock() - self._started)
-        left = self.time_left
-        rest = "" if left is None else f", about {_clock_time(left)} left"
-        shown = f"{self.ended} of {self.total} episodes, success {self._share}{self._at_a_time}"
-        return f"{shown}, {elapsed} elapsed{rest}"
+        time_left = self.time_left
+        rest = "" if time_left is None else f", about {_clock_time(time_left)} left"
+        progress = f"{self.ended} of {self.total} episodes, success {self._share}{self._at_a_time}"
+        return f"{progress}, {elapsed} elapsed{rest}"
 
     @property
     def _at_a_time(self) -> str:
@@ -262,12 +262,12 @@ class EvalProgress:
     def _share(self) -> str:
         return f"{sum(self._success.values()) / len(self._success):.2f}" if self._success else "-"
 
-    def _ended(self, number: int) -> list[Trajectory]:
+    def _finished_of(self, number: int) -> list[Trajectory]:
         """Return the trajectories of finished episodes of a group, without failed attempts."""
         attempts: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
-        for each in self._open[number]:
-            attempts[each.episode_id, each.attempt].append(each)
-        return [each for members in attempts.values() if self._has_ended(members) for each in members]
+        for trajectory in self._open[number]:
+            attempts[trajectory.episode_id, trajectory.attempt].append(trajectory)
+        return [trajectory for members in attempts.values() if self._has_ended(members) for trajectory in members]
 
     def _has_ended(self, members: Sequence[Trajectory]) -> bool:
         [row] = self._rows(members)
@@ -276,8 +276,8 @@ class EvalProgress:
     def _rows(self, trajectories: Sequence[Trajectory]) -> list[EpisodeRow]:
         return episode_rows(trajectories, success_reward=self._plan.success_reward, role=self._plan.role)
 
-    def _count(self, ended: Sequence[Trajectory]) -> None:
-        self._success |= {row.episode_id: row.success for row in self._rows(ended)}
+    def _count(self, finished: Sequence[Trajectory]) -> None:
+        self._success |= {row.episode_id: row.success for row in self._rows(finished)}
         self._show()
 
 
@@ -288,8 +288,9 @@ class _TimeLeft(ProgressColumn):
 
     def render(self, task: ProgressTask) -> Text:
         del task
-        left = self._progress.time_left
-        return Text("-:--:-- left" if left is None else f"{_clock_time(left)} left", style="progress.remaining")
+        time_left = self._progress.time_left
+        text = "-:--:-- left" if time_left is None else f"{_clock_time(time_left)} left"
+        return Text(text, style="progress.remaining")
 
 
 def _clock_time(seconds: float) -> str:
@@ -328,22 +329,22 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     folder = output_directory(config)
     errors: list[str] = []
     result = asyncio.run(_evaluate(config, folder, console, errors))
-    ended = any(summary.success.episodes for summary in result.parts.values())
-    if result.ended_by is not None and not ended:
+    has_episodes = any(summary.success.episodes for summary in result.parts.values())
+    if result.ended_by is not None and not has_episodes:
         raise ConfigError(
             f"budget.{result.ended_by} is {getattr(config.budget, result.ended_by):g}, which was spent before any "
             f"episode finished: raise it; the same command with -o {folder} continues"
         )
     failed = sum(summary.failed for summary in result.parts.values())
-    if not ended and failed >= _HOPELESS and result.unfinished:
+    if not has_episodes and failed >= _HOPELESS and result.unfinished:
         raise TurnwiseError(
             f"the first {failed} episodes all ended in an error, and {result.unfinished} were not played; the last "
-            f"one: {errors[-1]}; the same command with -o {folder} goes on"
+            f"one: {errors[-1]}; the same command with -o {folder} resumes"
         )
-    if result.unfinished and not ended:
+    if result.unfinished and not has_episodes:
         console.print(f"interrupted before any episode finished; its records are in {folder}", soft_wrap=True)
         raise KeyboardInterrupt
-    if not ended:
+    if not has_episodes:
         raise TurnwiseError(f"every episode ended in an error, so there are no results; the last one: {errors[-1]}")
     console.print(result_table(result, f"{config.rollout.env.name}: {config.url or config.model}"))
     console.print(Text(f"{result.seconds:.1f} s; written to {folder}", style="dim"), soft_wrap=True)
@@ -364,7 +365,7 @@ def print_notes(config: EvalConfig, folder: Path, result: EvalResult, errors: Se
     rewards = (value for summary in result.parts.values() for row in summary.rows for value in row.rewards.values())
     if env_class(env).score is Env.score and not any(rewards):
         say(
-            f"nothing was rewarded, and {env} has no score of its own, so each episode counts as 0: define "
+            f"nothing was rewarded, and {env} defines no score, so each episode counts as 0: define "
             "score(self, final) (turnwise check-env says more)",
             "yellow",
         )
@@ -412,7 +413,7 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         # The ledger closes the client too, and marks its end: nothing is in flight any more. Hosted endpoints return
         # text, so there are no tokens to record.
         policies = config.rollout.frozen
-        tells = config.hosted is None or any(each.hosted is None for each in policies.values())
+        tells = config.hosted is None or any(policy.hosted is None for policy in policies.values())
         book = LedgerWriter(folder / "ledger.jsonl") if tells else None
         if book is not None:
             stack.push(book.leave)

@@ -69,7 +69,7 @@ class SearchSummary:
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
         figures = {name: getattr(self, name) for name in self.__slots__}
-        return {name: each.to_json() if isinstance(each, Estimate) else each for name, each in figures.items()}
+        return {name: figure.to_json() if isinstance(figure, Estimate) else figure for name, figure in figures.items()}
 
 
 def chosen_members(members: Sequence[Trajectory]) -> list[Trajectory]:
@@ -81,14 +81,14 @@ def chosen_members(members: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def _chosen(member: Trajectory) -> Trajectory:
-    way = selected_branch(member)
-    if way is member:
+    branch = selected_branch(member)
+    if branch is member:
         return member
     metrics: defaultdict[str, float] = defaultdict(float)
-    for measured in way.turn_metrics.values():
+    for measured in branch.turn_metrics.values():
         for name, value in measured.items():
             metrics[name] += value
-    return replace(way, metrics=dict(metrics))
+    return replace(branch, metrics=dict(metrics))
 
 
 def search_row(
@@ -115,7 +115,7 @@ def search_row(
         tool_calls=int(sum(member.metrics.get("tool_calls", 0) for member in members)),
         score=searched.search.scores[searched.search.chosen] if searched.search.scores else None,
         rewards=rewards,
-        successes=tuple(succeeds(each) for each in rewards),
+        successes=tuple(succeeds(reward) for reward in rewards),
         unforked=None if searched.branches else searched.turn_notes.get("", {}).get(WHY_UNFORKED),
     )
 
@@ -128,21 +128,21 @@ def _way(member: Trajectory, number: int) -> Trajectory:
 
 def summarize_searches(tasks: Mapping[str, Sequence[SearchRow | None]]) -> SearchSummary | None:
     """Return the figures of searches, given by task; None where nothing was searched."""
-    clusters = [[each for each in rows if each is not None] for rows in tasks.values()]
-    rows = [each for cluster in clusters for each in cluster]
+    clusters = [[row for row in rows if row is not None] for rows in tasks.values()]
+    rows = [row for cluster in clusters for row in cluster]
     if not rows:
         return None
 
     def mean(of: Callable[[SearchRow], float]) -> Estimate:
-        return clustered_mean([of(each) for each in cluster] for cluster in clusters if cluster)
+        return clustered_mean([of(row) for row in cluster] for cluster in clusters if cluster)
 
     return SearchSummary(
-        ways=sum(each.ways for each in rows) / len(rows),
-        sampled_tokens=sum(each.sampled_tokens for each in rows) / len(rows),
-        tool_calls=sum(each.tool_calls for each in rows),
-        score=mean(lambda each: float("nan") if each.score is None else each.score),
-        success_mean=mean(lambda each: sum(each.successes) / len(each.successes)),
-        success_best=mean(lambda each: float(any(each.successes))),
-        reward_mean=mean(lambda each: sum(each.rewards) / len(each.rewards)),
-        reward_best=mean(lambda each: max(each.rewards)),
+        ways=sum(row.ways for row in rows) / len(rows),
+        sampled_tokens=sum(row.sampled_tokens for row in rows) / len(rows),
+        tool_calls=sum(row.tool_calls for row in rows),
+        score=mean(lambda row: float("nan") if row.score is None else row.score),
+        success_mean=mean(lambda row: sum(row.successes) / len(row.successes)),
+        success_best=mean(lambda row: float(any(row.successes))),
+        reward_mean=mean(lambda row: sum(row.rewards) / len(row.rewards)),
+        reward_best=mean(lambda row: max(row.rewards)),
     )

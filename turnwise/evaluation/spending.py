@@ -30,12 +30,12 @@ class Spending:
     @property
     def figures(self) -> dict[str, float]:
         """Prompt tokens (of each call all that it sent), sampled tokens and, with prices, the cost."""
-        found: dict[str, float] = {"prompt_tokens": self.prompt_tokens, "sampled_tokens": self.sampled_tokens}
+        figures: dict[str, float] = {"prompt_tokens": self.prompt_tokens, "sampled_tokens": self.sampled_tokens}
         if self._prices is not None:
-            found["cost"] = (
+            figures["cost"] = (
                 self.prompt_tokens * self._prices.prompt + self.sampled_tokens * self._prices.completion
             ) / 1e6
-        return found
+        return figures
 
     def add(self, trajectory: Trajectory) -> None:
         """Count a trajectory; end the evaluation once the budget is spent."""

@@ -140,9 +140,10 @@ def _folder(evaluation: str, model: str) -> str:
     return "--".join("".join(c if c.isalnum() or c in "._-" else "-" for c in name) for name in (evaluation, model))
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    both = {key for key in base.keys() & over.keys() if isinstance(base[key], dict) and isinstance(over[key], dict)}
-    return {**base, **over, **{key: _merged(base[key], over[key]) for key in both}}
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    shared = base.keys() & overrides.keys()
+    nested = {key for key in shared if isinstance(base[key], dict) and isinstance(overrides[key], dict)}
+    return {**base, **overrides, **{key: _merged(base[key], overrides[key]) for key in nested}}
 
 
 def run_suite(
@@ -169,31 +170,35 @@ def run_suite(
     rows: list[SuiteRow] = []
     try:
         for part in parts:
-            rows.append(_made(part, suite.budget, rows, evaluate, console))
+            rows.append(_run_part(part, suite.budget, rows, evaluate, console))
     finally:
-        found = [each.to_json() for each in rows]
-        write_private(suite.out / SUITE_FILE, orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
+        figures = [row.to_json() for row in rows]
+        write_private(suite.out / SUITE_FILE, orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
         console.print(suite_table(rows))
         console.print(Text(f"written to {suite.out}", style="dim"), soft_wrap=True)
     return rows
 
 
-def _made(
-    part: SuitePart, budget: EvalBudget, before: list[SuiteRow], evaluate: Callable[[EvalConfig], Any], console: Console
+def _run_part(
+    part: SuitePart,
+    budget: EvalBudget,
+    previous: list[SuiteRow],
+    evaluate: Callable[[EvalConfig], Any],
+    console: Console,
 ) -> SuiteRow:
     row, config = SuiteRow(part.evaluation, part.model), part.config
     assert config.out is not None
     summary = config.out / "summary.json"
-    left = budget.less([each.figures for each in before])
+    remaining = budget.remaining([row.figures for row in previous])
     if is_complete(summary):
         row.figures = orjson.loads(summary.read_bytes())
         return row
-    if left.spent is not None:
-        row.error = f"not made: budget.{left.spent} of the suite is spent"
+    if remaining.spent is not None:
+        row.error = f"not made: budget.{remaining.spent} of the suite is spent"
         return row
     console.print(Text(f"{part.evaluation}: {part.model}", style="bold"))
     try:
-        evaluate(config.model_copy(update={"budget": left.within(config.budget)}))
+        evaluate(config.model_copy(update={"budget": remaining.within(config.budget)}))
     except TurnwiseError as error:
         row.error = str(error)
         console.print(Text(row.error, style="red"), soft_wrap=True)
@@ -215,9 +220,9 @@ def suite_table(rows: list[SuiteRow]) -> Table:
         cost = "-" if spent.get("cost") is None else money(spent["cost"])
         for mode in ("sampled", "greedy"):
             if (one := row.figures.get(mode)) is not None:
-                left = row.figures.get("unfinished", 0)
+                unfinished = row.figures.get("unfinished", 0)
                 cells = [_estimate(one["success"]), _estimate(one["reward"]), f"{one['turns']:.2f}"]
-                cells += [f"{one['sampled_tokens']:.0f}", str(one["failed"]), str(left), cost]
+                cells += [f"{one['sampled_tokens']:.0f}", str(one["failed"]), str(unfinished), cost]
                 table.add_row(*names, mode, *cells)
     return table
 

@@ -38,8 +38,8 @@ def read_run(path: Path | str, *, success_reward: float | None = None) -> RunTab
     """
     file = run_file(path)
     _pandas()
-    least, role = success_rule(file.parent)
-    return RunTables(file, least if success_reward is None else success_reward, role)
+    threshold, role = success_rule(file.parent)
+    return RunTables(file, threshold if success_reward is None else success_reward, role)
 
 
 def run_file(path: Path | str) -> Path:
@@ -69,7 +69,7 @@ class RunTables:
     role: str | None = None
 
     def trajectories(self, partition: str | None = None) -> Iterator[Trajectory]:
-        """Yield the trajectories, of ``train`` or ``val`` only where ``partition`` says so. Raises FormatError."""
+        """Yield the trajectories, of ``train`` or ``val`` only with ``partition``. Raises FormatError."""
         for trajectory in read_trajectories(self.file):
             if partition in (None, trajectory.partition):
                 yield trajectory
@@ -111,7 +111,7 @@ class RunTables:
         segment), token_id, sampled, trained (sampled, and not left out of training), logprob and weight_version (NaN
         and -1 where not sampled).
         """
-        frames = [_token_frame(each) for each in self.trajectories(partition)]
+        frames = [_token_frame(trajectory) for trajectory in self.trajectories(partition)]
         if not frames:
             return _frame((), _TOKENS)
         return _pandas().concat(frames, ignore_index=True)
@@ -120,7 +120,7 @@ class RunTables:
         episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
         for trajectory in self.trajectories(partition):
             # Figures need no ids: what is large is not kept.
-            slim = [_without_texts(each) for each in trajectory.segments]
+            slim = [_without_texts(segment) for segment in trajectory.segments]
             episodes[trajectory.episode_id, trajectory.attempt].append(replace(trajectory, segments=slim))
         for members in episodes.values():
             [row] = episode_rows(members, success_reward=self.success_reward, role=self.role)
@@ -193,9 +193,9 @@ def _pandas() -> Any:
 
 def _frame(rows: Iterable[Mapping[str, Any]], columns: tuple[str, ...]) -> pandas.DataFrame:
     """Return a frame with these columns first and the others, sorted, behind them."""
-    found = list(rows)
-    more = sorted({name for row in found for name in row} - set(columns))
-    frame: pandas.DataFrame = _pandas().DataFrame.from_records(found, columns=[*columns, *more])
+    frame_rows = list(rows)
+    more = sorted({name for row in frame_rows for name in row} - set(columns))
+    frame: pandas.DataFrame = _pandas().DataFrame.from_records(frame_rows, columns=[*columns, *more])
     return frame
 
 
@@ -222,7 +222,7 @@ def _turn(trajectory: Trajectory, turn: Turn) -> dict[str, Any]:
         "weight_version": sampled.weight_versions[0][0] if sampled.weight_versions else -1,
         "logprob": float(sampled.logprobs.mean()) if sampled.logprobs is not None and len(sampled.logprobs) else np.nan,
         "tool_calls": len(_calls(sampled)),
-        "fork": sampled.fork or next((trajectory.segments[each].fork for each in turn.path[-1:]), None),
+        "fork": sampled.fork or next((trajectory.segments[index].fork for index in turn.path[-1:]), None),
         "text": "".join(_text(message.get("content")) for message in sampled.messages),
     }
 
@@ -241,12 +241,12 @@ def _json(value: Any) -> str:
 
 def _answers(contexts: Iterable[Segment]) -> dict[str | None, str]:
     """Return the answers in the segments behind a turn, by call id; of several branches the first."""
-    found: dict[str | None, str] = {}
+    answers: dict[str | None, str] = {}
     for segment in contexts:
         for message in segment.messages:
             if message.get("role") == "tool":
-                found.setdefault(message.get("tool_call_id"), _text(message.get("content")))
-    return found
+                answers.setdefault(message.get("tool_call_id"), _text(message.get("content")))
+    return answers
 
 
 def _text(content: Any) -> str:
@@ -260,9 +260,9 @@ def _token_frame(trajectory: Trajectory) -> pandas.DataFrame:
     sizes = [len(segment.token_ids) for segment in segments]
     logprobs = [np.full(size, np.nan, np.float32) for size in sizes]
     versions = [np.full(size, -1, np.int32) for size in sizes]
-    for segment, known, version in zip(segments, logprobs, versions, strict=True):
+    for segment, segment_logprobs, version in zip(segments, logprobs, versions, strict=True):
         if segment.logprobs is not None:
-            known[:] = segment.logprobs
+            segment_logprobs[:] = segment.logprobs
         for number, start, end in segment.weight_versions:
             version[start:end] = number
     columns = {

@@ -57,8 +57,8 @@ def show(source: Path, selection: Selection, *, tokens: bool = False, console: C
     with TrajectoryFile(path) as file:
         fitting = [entry for entry in file.entries if selection.holds(entry)]
         if not fitting:
-            wanted = f" with {selection}" if str(selection) else ""
-            raise FormatError(f"{path} holds {len(file.entries)} trajectories, none{wanted}")
+            criteria = f" with {selection}" if str(selection) else ""
+            raise FormatError(f"{path} holds {len(file.entries)} trajectories, none{criteria}")
         newest = fitting[max(0, len(fitting) - selection.number) :]
         for entry in newest:
             console.print(render(file.read(entry), tokens=tokens))
@@ -71,15 +71,15 @@ def show(source: Path, selection: Selection, *, tokens: bool = False, console: C
 def render(trajectory: Trajectory, *, tokens: bool = False) -> RenderableType:
     """Return a trajectory laid out for a terminal; shared segments of branches are shown once."""
     parts: list[RenderableType] = [_head(trajectory)]
-    shown: set[int] = set()
+    shown_segments: set[int] = set()
     leaves = trajectory.leaves()
     for number, leaf in enumerate(leaves, 1):
         path = trajectory.path(leaf)
         if len(leaves) > 1:
-            parts.append(_branch(number, len(leaves), path, shown))
+            parts.append(_branch(number, len(leaves), path, shown_segments))
         for segment in path:
-            if segment.index not in shown:
-                shown.add(segment.index)
+            if segment.index not in shown_segments:
+                shown_segments.add(segment.index)
                 parts.extend(_segment(segment, trajectory.rewards, tokens and trajectory.recorded != "text"))
     loose = [event for event in trajectory.rewards if event[0] is None]
     if loose:
@@ -131,17 +131,17 @@ def _ways(trajectory: Trajectory) -> Iterator[Text]:
             text.append("" if score is None else f"  {search.scorer} {score:g}")
         text.append(f"  reward {reward:g}  {branch.stop_reason}  turns {' '.join(branch.turns) or 'none'}")
         if branch.parent >= 0:
-            again = "" if branch.again is None else f", {branch.again} sampled again"
-            text.append(f"  (from way {branch.parent} after {branch.after or 'the reset'}{again})", style="dim")
+            resampled = "" if branch.again is None else f", {branch.again} sampled again"
+            text.append(f"  (from way {branch.parent} after {branch.after or 'the reset'}{resampled})", style="dim")
         yield text
 
 
-def _branch(number: int, total: int, path: Sequence[Segment], shown: set[int]) -> Text:
+def _branch(number: int, total: int, path: Sequence[Segment], shown_segments: set[int]) -> Text:
     text = Text(f"── branch {number} of {total}", style="bold")
-    before = [segment for segment in path if segment.index in shown]
-    if before:
-        text.append(f", continues after segment {before[-1].index}")
-    first = path[len(before)] if len(before) < len(path) else None
+    shared = [segment for segment in path if segment.index in shown_segments]
+    if shared:
+        text.append(f", continues after segment {shared[-1].index}")
+    first = path[len(shared)] if len(shared) < len(path) else None
     if first is not None and first.fork is not None:
         text.append(f" ({first.fork})")
     return text
@@ -157,9 +157,9 @@ def _segment(
         yield _message(message, segment)
     if tokens:
         yield Padding(_ids(segment), (0, 0, 0, 2))
-    mine = [event for event in rewards if event[0] is not None and event[0] == segment.turn_id]
-    if mine:
-        yield Padding(_rewards(mine), (0, 0, 0, 2))
+    turn_rewards = [event for event in rewards if event[0] is not None and event[0] == segment.turn_id]
+    if turn_rewards:
+        yield Padding(_rewards(turn_rewards), (0, 0, 0, 2))
 
 
 def _message(message: Mapping[str, Any], segment: Segment) -> Text:
@@ -186,7 +186,7 @@ def _message(message: Mapping[str, Any], segment: Segment) -> Text:
 def _content(content: Any, segment: Segment) -> str:
     if isinstance(content, str):
         return _safe(content)
-    labels = {each.digest: image_label(each.data, each.digest) for each in segment.media}
+    labels = {media.digest: image_label(media.data, media.digest) for media in segment.media}
     return _safe(
         "".join(labels.get(part.get("sha256")) or part.get("text", f"[{part.get('type')}]") for part in content)
     )

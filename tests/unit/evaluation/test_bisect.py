@@ -14,7 +14,14 @@ from support.rollout.audited import write_trajectories
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, FormatError, ReplayError
-from turnwise.evaluation.replay.bisect import Bisection, BisectSettings, TurnOdds, bisect, chosen_model, one_way
+from turnwise.evaluation.replay.bisect import (
+    Bisection,
+    BisectSettings,
+    TurnOdds,
+    bisect,
+    chosen_model,
+    sessions_of_one_branch,
+)
 from turnwise.evaluation.replay.recorded import RecordedRun
 from turnwise.evaluation.replay.replay import replay
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
@@ -102,7 +109,7 @@ async def test_the_turn_that_lost_the_episode_is_found() -> None:
     # From before the red door every continuation succeeds, from after it none.
     assert found.odds == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert found.decisive == 1
-    assert [turn.said for turn in found.turns] == [
+    assert [turn.text for turn in found.turns] == [
         "open({'colour': 'green'})", "open({'colour': 'red'})", "open({'colour': 'green'})", "done",
     ]  # fmt: skip
     assert [len(turn.rewards) for turn in found.turns] == [3] * 4
@@ -151,15 +158,15 @@ async def test_a_way_of_a_forked_episode_is_named_by_its_number(tmp_path: Path) 
     )
     write_trajectories(tmp_path, [trajectory, searched])
     run = replace(run, path=tmp_path / "trajectories.twz")
-    [way] = one_way(run.episodes(episode="g~1/0.0"))
+    [way] = sessions_of_one_branch(run.episodes(episode="g~1/0.0"))
     assert (way.episode_id, way.reward) == ("g~1/0.0", trajectory.returns()[1])
     found = await bisected(run, way, samples=2)
     assert [len(turn.rewards) for turn in found.turns] == [2] * len(list(way.turns()))
-    with pytest.raises(FormatError, match=r"forked into 3 ways: name one of g~0/0\.0 \(reward \S+\), g~1/0\.0"):
-        one_way(run.episodes(episode="g/0.0"))
+    with pytest.raises(FormatError, match=r"forked into 3 branches: name one of g~0/0\.0 \(reward \S+\), g~1/0\.0"):
+        sessions_of_one_branch(run.episodes(episode="g/0.0"))
     with pytest.raises(FormatError, match=r"no episode 'g~7/0\.0'; it was forked into g~0/0\.0, g~1/0\.0, g~2/0\.0"):
         run.episodes(episode="g~7/0.0")
-    assert [each.episode_id for each in one_way(run.episodes(episode="s/0.0"))] == ["s~1/0.0"]
+    assert [each.episode_id for each in sessions_of_one_branch(run.episodes(episode="s/0.0"))] == ["s~1/0.0"]
 
 
 async def test_an_environment_that_does_not_repeat_itself_is_named() -> None:

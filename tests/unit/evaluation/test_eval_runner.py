@@ -145,7 +145,7 @@ def test_what_the_figures_leave_out_is_said(tmp_path: Path) -> None:
 
     own = f"{__name__}:Unscored"
     assert notes("lookup", 0.0) == notes(own, 1.0) == ""
-    assert "test_eval_runner:Unscored has no score of its own, so each episode counts as 0: define" in notes(own, 0.0)
+    assert "test_eval_runner:Unscored defines no score, so each episode counts as 0: define" in notes(own, 0.0)
     assert "2 episodes failed and are not counted, the last error: EnvError: [gone]. The" in notes(
         "lookup", 0, failed=2
     )

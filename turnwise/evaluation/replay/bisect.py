@@ -1,7 +1,7 @@
 """Bisection of an episode: the turn up to which it could still be won, found by continuations from each of its turns.
 
-The recorded episode is played again up to every turn; from there the model goes on by itself, several times. How often
-that succeeds says what the turns before it were worth: where it drops, the episode was lost.
+The recorded episode is played again up to every turn; from there the model continues it, several times. How often that
+succeeds is what the turns before it were worth: where it drops, the episode was lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from turnwise.tasks.core import Task
 from turnwise.trajectory import WHY_UNFORKED, Trajectory
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 
-_SAID = 60
+_TEXT_LENGTH = 60
 # As in evaluations: a sum of parts may miss the reward of a success by its rounding.
 _TOLERANCE = 1e-6
 
@@ -47,18 +47,18 @@ class TurnOdds:
     Attributes:
         session: The turn's session.
         turn_id: The turn.
-        said: What the recorded turn said, shortened.
+        text: The text and calls of the recorded turn, shortened.
         rewards: Rewards of the continuations that began before it.
     """
 
     session: str
     turn_id: str
-    said: str
+    text: str
     rewards: tuple[float, ...]
 
-    def success(self, least: float) -> float:
+    def success(self, success_reward: float) -> float:
         """Return the share of continuations whose reward is at least this; NaN without any."""
-        won = sum(reward >= least - _TOLERANCE for reward in self.rewards)
+        won = sum(reward >= success_reward - _TOLERANCE for reward in self.rewards)
         return won / len(self.rewards) if self.rewards else math.nan
 
 
@@ -95,7 +95,7 @@ class Bisection:
         """Index of the turn with the largest change towards the episode's end; None where no turn changed it."""
         odds = self.odds
         sign = 1.0 if odds[-1] else -1.0
-        steps = [(sign * (after - before), -index) for index, (before, after) in enumerate(pairwise(odds))]
+        steps = [(sign * (later - earlier), -index) for index, (earlier, later) in enumerate(pairwise(odds))]
         best = max((step for step in steps if not math.isnan(step[0])), default=(0.0, 0))
         return -best[1] if best[0] > 0 else None
 
@@ -106,15 +106,17 @@ class Bisection:
         if decisive is None:
             always = "always" if self.odds[-1] else "never"
             return f"The episode {won}, and from every turn its continuations {always} succeed: no turn decided it."
-        before, after = self.odds[decisive], self.odds[decisive + 1]
-        last = decisive + 1 == len(self.turns)
-        then = "with it the episode ended" if last else f"after it {after:.0%}"
-        said = f"The episode {won} at turn {decisive}: before it {before:.0%} of the continuations succeed, {then}."
-        return (
-            said if last or self._certain(decisive) else f"{said} So few may differ by chance: take more (--samples)."
+        earlier, later = self.odds[decisive], self.odds[decisive + 1]
+        is_last = decisive + 1 == len(self.turns)
+        then = "with it the episode ended" if is_last else f"after it {later:.0%}"
+        sentence = (
+            f"The episode {won} at turn {decisive}: before it {earlier:.0%} of the continuations succeed, {then}."
         )
+        if is_last or self._is_certain(decisive):
+            return sentence
+        return f"{sentence} So few may differ by chance: take more (--samples)."
 
-    def _certain(self, index: int) -> bool:
+    def _is_certain(self, index: int) -> bool:
         """Whether success differs before and after a turn by more than two standard errors of the difference."""
         counts = [len(turn.rewards) for turn in self.turns[index : index + 2]]
         rates = self.odds[index : index + 2]
@@ -127,10 +129,10 @@ class Bisection:
         table = Table("turn", "success from here", "mean reward", "what was said then", box=None, pad_edge=False)
         for index, turn in enumerate(self.turns):
             rate, count = turn.success(self.success_reward), len(turn.rewards)
-            shown = "-" if not count else f"{round(rate * count)} of {count}"
+            success = "-" if not count else f"{round(rate * count)} of {count}"
             mean = "-" if not count else f"{math.fsum(turn.rewards) / count:.3f}"
             style = "bold" if index == self.decisive else ""
-            table.add_row(str(index), shown, mean, Text(turn.said), style=style)
+            table.add_row(str(index), success, mean, Text(turn.text), style=style)
         table.add_row("end", "1" if self.odds[-1] else "0", f"{self.reward:.3f}", "")
         return table
 
@@ -140,14 +142,14 @@ class Bisection:
             "episode_id": self.episode_id, "task_id": self.task_id, "reward": self.reward, "decisive": self.decisive,
             "failed": self.failed, "verdict": self.verdict(),
             "turns": [
-                {"session": turn.session, "turn_id": turn.turn_id, "said": turn.said, "rewards": list(turn.rewards)}
+                {"session": turn.session, "turn_id": turn.turn_id, "said": turn.text, "rewards": list(turn.rewards)}
                 for turn in self.turns
             ],
         }  # fmt: skip
 
 
 class _RecordedThenLive(LLMClient):
-    """Client that answers with what was recorded, and asks the model once all of it was given.
+    """Client that answers with the recorded completions, and asks the model once all were used.
 
     Args:
         recorded: The recorded episode.
@@ -195,7 +197,7 @@ async def bisect(
         run: Its run, whose environment, agent and limits it is played with.
         members: Its trajectories.
         tasks: Those of the run, by id.
-        client: The model that goes on.
+        client: The model that continues it.
         samples: Continuations from each turn.
         success_reward: Least reward of a success.
         seed: Of their sampling.
@@ -206,7 +208,7 @@ async def bisect(
         ConfigError: Environment or agent cannot be made or forked.
     """
     first = members[0]
-    turns = [(each, turn) for each in members for turn in each.turns()]
+    turns = [(member, turn) for member in members for turn in member.turns()]
     if first.task_id not in tasks or not turns:
         what = f"its task {first.task_id!r} is not among those of the run" if turns else "nothing was sampled in it"
         raise FormatError(f"episode {first.episode_id}: {what}")
@@ -231,37 +233,40 @@ async def bisect(
 
 def _result(members: Sequence[Trajectory], played: Sequence[Trajectory], success_reward: float) -> Bisection:
     first = members[0]
-    whole = [branch for each in played for branch in each.branches[:1]]
-    if not whole:
+    first_branches = [branch for trajectory in played for branch in trajectory.branches[:1]]
+    if not first_branches:
         note = played[0].turn_notes.get("", {}).get(WHY_UNFORKED, "no turn could be forked")
         raise ReplayError(f"episode {first.episode_id}: nothing was continued: {note}")
-    rewards = [math.fsum(each) for each in zip(*(trajectory.returns() for trajectory in played), strict=True)]
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    by_branch = zip(*(trajectory.returns() for trajectory in played), strict=True)
+    rewards = [math.fsum(session_rewards) for session_rewards in by_branch]
+    continued: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for trajectory in played:
         for branch, reward in zip(trajectory.branches, rewards, strict=True):
             if branch.again is not None:
-                found[trajectory.agent, branch.again].append(reward)
-    reward = math.fsum(each.reward for each in members)
+                continued[trajectory.agent, branch.again].append(reward)
+    reward = math.fsum(member.reward for member in members)
     if not math.isclose(rewards[0], reward, rel_tol=1e-9, abs_tol=1e-12):
         raise ReplayError(
             f"episode {first.episode_id} had the reward {reward:g} and has {rewards[0]:g} when it is played again: its "
             "environment does not repeat itself (turnwise replay names the first difference)"
         )
     turns = [
-        TurnOdds(each.agent, turn.turn_id, _said(turn.sampled.messages), tuple(found[each.agent, turn.turn_id]))
-        for each in members
-        for turn in each.turns()
+        TurnOdds(
+            member.agent, turn.turn_id, _turn_text(turn.sampled.messages), tuple(continued[member.agent, turn.turn_id])
+        )
+        for member in members
+        for turn in member.turns()
     ]
     failed = int(played[0].metrics.get("tree/failures", 0))
     return Bisection(first.episode_id, first.task_id, reward, success_reward, turns, failed)
 
 
-def _said(messages: Sequence[Mapping[str, Any]]) -> str:
+def _turn_text(messages: Sequence[Mapping[str, Any]]) -> str:
     message = messages[0] if messages else {}
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
-    text = " ".join([str(message.get("content") or ""), *calls]).split()
-    said = " ".join(text)
-    return said if len(said) <= _SAID else f"{said[: _SAID - 3]}..."
+    words = " ".join([str(message.get("content") or ""), *calls]).split()
+    line = " ".join(words)
+    return line if len(line) <= _TEXT_LENGTH else f"{line[: _TEXT_LENGTH - 3]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +276,7 @@ class BisectSettings:
     Attributes:
         source: Directory of a run or an evaluation.
         episode: Id of an episode, or of one of its trajectories.
-        model: Directory of the model that goes on; None is the evaluation's.
+        model: Directory of the model that continues it; None is the evaluation's.
         urls: Running servers of it; none serves it here.
         samples: Continuations from each turn.
         temperature: Of their sampling; None is the run's.
@@ -289,33 +294,33 @@ class BisectSettings:
     seed: int = 0
 
 
-def one_way(members: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the sessions of an episode. Raises FormatError where they are those of several branches of one."""
-    ways: dict[str, list[Trajectory]] = {}
-    for each in members:
-        ways.setdefault(each.episode_id, []).append(each)
-    if len(ways) == 1:
+def sessions_of_one_branch(members: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the sessions of an episode. Raises FormatError if they are of several branches."""
+    branches: dict[str, list[Trajectory]] = {}
+    for member in members:
+        branches.setdefault(member.episode_id, []).append(member)
+    if len(branches) == 1:
         return list(members)
-    rewards = {name: math.fsum(each.reward for each in way) for name, way in ways.items()}
+    rewards = {name: math.fsum(session.reward for session in sessions) for name, sessions in branches.items()}
     raise FormatError(
-        f"the episode was forked into {len(ways)} ways: name one of "
+        f"the episode was forked into {len(branches)} branches: name one of "
         f"{', '.join(f'{name} (reward {reward:g})' for name, reward in rewards.items())}"
     )
 
 
 def chosen_model(settings: BisectSettings, run: RecordedRun) -> Path:
-    """Return the model that goes on. Raises ConfigError where neither the settings nor the run name one that exists."""
-    model = settings.model or run.said.get("model")
+    """Return the model that continues the episode. Raises ConfigError if neither settings nor run name one."""
+    model = settings.model or run.config.get("model")
     if model is None:
-        found = sorted((run.path.parent / "checkpoints").glob("step_*/config.json"))
-        newest = found[-1].parent if found else run.path.parent / "checkpoints/step_NNNNNN"
+        checkpoints = sorted((run.path.parent / "checkpoints").glob("step_*/config.json"))
+        newest = checkpoints[-1].parent if checkpoints else run.path.parent / "checkpoints/step_NNNNNN"
         raise ConfigError(
-            f"{settings.source} is a training run: name the model that goes on with --model, such as {newest}"
+            f"{settings.source} is a training run: name the model that continues it with --model, such as {newest}"
         )
     if not settings.urls and not (Path(model) / "config.json").is_file():
         raise ConfigError(
-            f"the model that goes on is {model}, which holds no config.json: name a model's directory with --model, or "
-            "a running server with --url"
+            f"the model to continue with is {model}, which holds no config.json: name a model's directory with "
+            "--model, or a running server with --url"
         )
     return Path(model)
 
@@ -330,29 +335,29 @@ def run_bisect(settings: BisectSettings) -> Bisection:
         InferenceError: The model cannot be served.
     """
     run = RecordedRun.load(settings.source)
-    members = one_way(run.episodes(episode=settings.episode))
+    members = sessions_of_one_branch(run.episodes(episode=settings.episode))
     model = chosen_model(settings, run)
     if settings.temperature is not None:
         if not (math.isfinite(settings.temperature) and settings.temperature >= 0):
             raise ConfigError(f"--temperature is {settings.temperature}: it must be 0 (greedy) or more")
         rollout = run.rollout.model_copy(update={"temperature": settings.temperature})
         run = replace(run, rollout=rollout)
-    if run.others:
+    if run.renderers:
         raise ConfigError(
-            f"{settings.source} has the policies {', '.join([run.policy, *run.others])}: an episode of several "
+            f"{settings.source} has the policies {', '.join([run.policy, *run.renderers])}: an episode of several "
             "policies is not bisected"
         )
-    least = success_rule(settings.source)[0] if settings.success_reward is None else settings.success_reward
+    success_reward = success_rule(settings.source)[0] if settings.success_reward is None else settings.success_reward
 
-    async def bisected() -> Bisection:
+    async def run_continuations() -> Bisection:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="turnwise-bisect-")))
-            served = InferenceConfig.model_validate(run.said.get("inference") or {})
-            found = await open_model(served, model, settings.urls, folder, stack)
-            stack.push_async_callback(found.client.close)
+            served = InferenceConfig.model_validate(run.config.get("inference") or {})
+            served_model = await open_model(served, model, settings.urls, folder, stack)
+            stack.push_async_callback(served_model.client.close)
             return await bisect(
-                run, members, await run.tasks(), found.client, samples=settings.samples, success_reward=least,
-                seed=settings.seed,
+                run, members, await run.tasks(), served_model.client, samples=settings.samples,
+                success_reward=success_reward, seed=settings.seed,
             )  # fmt: skip
 
-    return asyncio.run(bisected())
+    return asyncio.run(run_continuations())

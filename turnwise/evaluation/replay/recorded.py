@@ -29,30 +29,30 @@ from turnwise.trajectory_file import TrajectoryFile
 Section = TypeVar("Section", bound=BaseModel)
 
 UNLIMITED: Final = 1_000_000
-"""Context length where nothing says it."""
+"""Context length of a model that names none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """What a run's or an evaluation's directory says about how its episodes were played.
+    """How the episodes of a run or an evaluation were played, as its directory says.
 
     Attributes:
         path: Its trajectories.
-        said: Its ``config.yaml``.
+        config: Its ``config.yaml``.
         rollout: Environment, agent and limits; episodes are not forked.
         policy: The first policy.
         model: Directory of that policy's model; in a training run the one that it began with.
         renderer: Of that policy.
-        others: Renderers of the further policies, trained and frozen, by name.
+        renderers: Renderers of the further policies, trained and frozen, by name.
     """
 
     path: Path
-    said: Mapping[str, Any]
+    config: Mapping[str, Any]
     rollout: RolloutConfig
     policy: str
     model: Path
     renderer: Renderer
-    others: Mapping[str, Renderer]
+    renderers: Mapping[str, Renderer]
 
     @classmethod
     def load(cls, source: Path) -> Self:
@@ -66,27 +66,28 @@ class RecordedRun:
         file = path.with_name("config.yaml")
         if not file.is_file():
             raise ConfigError(f"{file} is missing: a replay needs the environment, agent and tasks of the run")
-        said = read_yaml(file.read_text(encoding="utf-8")) or {}
-        if said.get("hosted"):
+        config = read_yaml(file.read_text(encoding="utf-8")) or {}
+        if config.get("hosted"):
             raise ConfigError(
                 f"{path} was recorded as text from a hosted endpoint: without token ids nothing is replayed"
             )
-        rollout = load_section(RolloutConfig, said, "rollout", file)
-        settings = load_section(RendererConfig, said, "renderer", file)
-        trained = said.get("policies") or {MAIN: {"model": {"path": said.get("model")}}}
-        policy, model = next((name, Path(each["model"]["path"])) for name, each in trained.items())
-        others = load_renderers(rollout.frozen, model, settings)
-        for name, each in trained.items():
-            own = load_section(RendererConfig, each, "renderer", file) if each.get("renderer") else settings
-            others[name] = own.load(Path(each["model"]["path"]))
-        renderer = others.pop(policy)
-        return cls(path, said, rollout.model_copy(update={"tree": None}), policy, model, renderer, others)
+        rollout = load_section(RolloutConfig, config, "rollout", file)
+        settings = load_section(RendererConfig, config, "renderer", file)
+        trained = config.get("policies") or {MAIN: {"model": {"path": config.get("model")}}}
+        policy, model = next((name, Path(section["model"]["path"])) for name, section in trained.items())
+        renderers = load_renderers(rollout.frozen, model, settings)
+        for name, section in trained.items():
+            has_renderer = bool(section.get("renderer"))
+            renderer_config = load_section(RendererConfig, section, "renderer", file) if has_renderer else settings
+            renderers[name] = renderer_config.load(Path(section["model"]["path"]))
+        renderer = renderers.pop(policy)
+        return cls(path, config, rollout.model_copy(update={"tree": None}), policy, model, renderer, renderers)
 
     @property
     def context_length(self) -> int:
         """The context length of the recorded model."""
         longest = model_settings(self.model).get("max_position_embeddings") or UNLIMITED
-        return int((self.said.get("inference") or {}).get("max_context") or longest)
+        return int((self.config.get("inference") or {}).get("max_context") or longest)
 
     def episodes(
         self, *, number: int | None = None, task: str | None = None, episode: str | None = None
@@ -103,17 +104,17 @@ class RecordedRun:
             FormatError: There are none, or they are damaged.
         """
         with TrajectoryFile(self.path) as trajectories:
-            known = {each for entry in trajectories.entries for each in (entry.episode_id, entry.id)}
-            way = episode is not None and episode not in known
-            named = re.sub(r"~\d+(?=/\d+\.\d+(?:/|$))", "", episode or "", count=1) if way else episode
-            wanted = [
+            ids = {name for entry in trajectories.entries for name in (entry.episode_id, entry.id)}
+            names_branch = episode is not None and episode not in ids
+            named = re.sub(r"~\d+(?=/\d+\.\d+(?:/|$))", "", episode or "", count=1) if names_branch else episode
+            matching = [
                 entry
                 for entry in trajectories.entries
                 if task in (None, entry.task_id) and named in (None, entry.episode_id, entry.id)
             ]
-            found = list(dict.fromkeys((entry.episode_id, entry.attempt) for entry in wanted))
-            chosen = set(found if number is None else found[max(0, len(found) - number) :])
-            if not chosen:
+            keys = list(dict.fromkeys((entry.episode_id, entry.attempt) for entry in matching))
+            selected = set(keys if number is None else keys[max(0, len(keys) - number) :])
+            if not selected:
                 of = "" if task is None else f" of task {task!r}"
                 raise FormatError(
                     f"{self.path} holds no trajectories{of}"
@@ -121,35 +122,36 @@ class RecordedRun:
                     else f"{self.path} holds no episode {episode!r}: turnwise view lists them"
                 )
             # All sessions of an episode, also where one of them was named.
-            read = [
-                trajectories.read(each) for each in trajectories.entries if (each.episode_id, each.attempt) in chosen
-            ]
-        if episode in known:
-            read = [selected_branch(each) for each in read]
-        ways = [branch for each in read for branch in branch_trajectories(each)]
-        asked = {each.episode_id for each in ways if episode in (each.episode_id, each.id)}
-        if way and not asked:
+            entries = [entry for entry in trajectories.entries if (entry.episode_id, entry.attempt) in selected]
+            read = [trajectories.read(entry) for entry in entries]
+        if episode in ids:
+            read = [selected_branch(trajectory) for trajectory in read]
+        branches = [branch for trajectory in read for branch in branch_trajectories(trajectory)]
+        requested = {branch.episode_id for branch in branches if episode in (branch.episode_id, branch.id)}
+        if names_branch and not requested:
             raise FormatError(
                 f"{self.path} holds no episode {episode!r}; it was forked into "
-                f"{', '.join(dict.fromkeys(each.episode_id for each in ways))}"
+                f"{', '.join(dict.fromkeys(branch.episode_id for branch in branches))}"
             )
-        return [each for each in ways if each.episode_id in asked] if way else ways
+        return [branch for branch in branches if branch.episode_id in requested] if names_branch else branches
 
     async def tasks(self) -> dict[str, Task]:
         """Return the tasks of training and evaluation by id. Raises ConfigError."""
-        sources = [each for each in (self.said.get("tasks"), (self.said.get("eval") or {}).get("tasks")) if each]
+        sources = [
+            source for source in (self.config.get("tasks"), (self.config.get("eval") or {}).get("tasks")) if source
+        ]
         tasks: dict[str, Task] = {}
-        for each in sources or [None]:
-            parsed = None if each is None else TypeAdapter(TasksConfig).validate_python(each)
-            limit = self.said.get("limit")
+        for source in sources or [None]:
+            parsed = None if source is None else TypeAdapter(TasksConfig).validate_python(source)
+            limit = self.config.get("limit")
             loaded = await load_checked(parsed, self.rollout, self.renderer, limit=limit, max_prompt_tokens=None)
-            tasks |= {one.id: one for one in loaded.tasks}
+            tasks |= {task.id: task for task in loaded.tasks}
         return tasks
 
 
-def load_section(kind: type[Section], said: Mapping[str, Any], name: str, file: Path) -> Section:
+def load_section(kind: type[Section], config: Mapping[str, Any], name: str, file: Path) -> Section:
     """Return a section of a run's configuration. Raises ConfigError where it is missing or of another version."""
     try:
-        return kind.model_validate(said[name])
+        return kind.model_validate(config[name])
     except (KeyError, ValidationError) as error:
         raise ConfigError(f"{file}: {name} is missing, or of another version of Turnwise: {error}") from error

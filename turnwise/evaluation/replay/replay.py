@@ -79,7 +79,7 @@ class ReplayReport:
         episodes: Number of replayed episodes.
         divergences: The first difference of each episode that has one.
         left_out: Number of episodes that cannot be replayed, by the reason.
-        varied: Number of messages that are equal but for what the environment says varies, by its names for that.
+        varied: Number of messages that differ only in what the environment says varies, by its names for that.
     """
 
     episodes: int = 0
@@ -111,20 +111,20 @@ class Variance:
         self._patterns = {name: re.compile(pattern) for name, pattern in varies.items()}
 
     def masked(self, text: str) -> tuple[str, dict[str, list[str]]]:
-        """Return the text with names in the place of what varies, and by name what stood there."""
-        found: dict[str, list[str]] = {}
+        """Return the text with names instead of what varies, and the replaced texts by name."""
+        matches: dict[str, list[str]] = {}
         for name, pattern in self._patterns.items():
             values = [match.group() for match in pattern.finditer(text)]
             if values:
-                found[name], text = values, pattern.sub(f"<{name}>", text)
-        return text, found
+                matches[name], text = values, pattern.sub(f"<{name}>", text)
+        return text, matches
 
     def differing(self, first: str, second: str) -> list[str] | None:
         """Return the names of what differs between two texts; None where something else does."""
-        (one, left), (other, right) = self.masked(first), self.masked(second)
+        (one, first_values), (other, second_values) = self.masked(first), self.masked(second)
         if one != other:
             return None
-        return [name for name in left if left[name] != right[name]]
+        return [name for name in first_values if first_values[name] != second_values[name]]
 
 
 _EXACT: Final = Variance({}, "")
@@ -141,21 +141,21 @@ class RecordedClient(LLMClient):
     """
 
     def __init__(self, trajectories: Iterable[Trajectory]) -> None:
-        self._left = {each.id: _turns(each) for each in trajectories}
+        self._left = {trajectory.id: _turns(trajectory) for trajectory in trajectories}
 
     @property
     def left(self) -> bool:
-        """Whether any completion was not given yet."""
+        """Whether any completion is left."""
         return any(self._left.values())
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Return the recorded completion. Raises SessionError where the run has no further one."""
         del params
-        left = self._left.get(session_id, [])
-        if not left:
+        unanswered = self._left.get(session_id, [])
+        if not unanswered:
             raise SessionError(f"session {session_id!r} requests a completion that the run does not have")
-        same = (n for n, (before, _) in enumerate(left) if np.array_equal(before, prompt.token_ids))
-        _, segment = left.pop(next(same, 0))
+        same = (n for n, (token_ids, _) in enumerate(unanswered) if np.array_equal(token_ids, prompt.token_ids))
+        _, segment = unanswered.pop(next(same, 0))
         assert segment.logprobs is not None
         return Completion(segment.token_ids, segment.logprobs, segment.finish_reason or "stop", segment.weight_versions)
 
@@ -163,8 +163,8 @@ class RecordedClient(LLMClient):
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
         """Yield the recorded completion at once."""
-        found = await self.generate(prompt, params, session_id=session_id)
-        yield TokenDelta(found.token_ids, found.logprobs, None, found.finish_reason, found.weight_versions)
+        answer = await self.generate(prompt, params, session_id=session_id)
+        yield TokenDelta(answer.token_ids, answer.logprobs, None, answer.finish_reason, answer.weight_versions)
 
     async def model_info(self) -> ModelInfo:
         """Return a model without limits: those of the run show in what was recorded."""
@@ -190,7 +190,7 @@ async def replay(
     renderer: Renderer,
     *,
     policy: str = MAIN,
-    others: Mapping[str, Renderer] | None = None,
+    renderers: Mapping[str, Renderer] | None = None,
     context_length: int = UNLIMITED,
     strict: bool = False,
 ) -> ReplayReport:
@@ -205,30 +205,32 @@ async def replay(
         config: Its environment, agent and limits.
         renderer: Its chat format.
         policy: The policy that ``renderer`` is of.
-        others: Renderers of its further policies, trained and frozen, by name.
+        renderers: Renderers of its further policies, trained and frozen, by name.
         context_length: Of the recorded model, where ``config`` has no smaller one.
         strict: Whether what the environment says varies is a difference, too.
 
     Raises:
         ConfigError: Environment, agent or tools cannot be made.
-        TurnwiseError: Sandboxes that the environment takes are not to be had.
+        TurnwiseError: Sandboxes that the environment needs are unavailable.
     """
     report = ReplayReport()
-    chosen = _playable(trajectories, tasks, report)
-    if not chosen:
+    playable = _playable(trajectories, tasks, report)
+    if not playable:
         return report
-    client = RecordedClient(each for members in chosen for each in members)
-    names = {tasks[members[0].task_id].env or config.env.name for members in chosen}
+    client = RecordedClient(member for members in playable for member in members)
+    names = {tasks[members[0].task_id].env or config.env.name for members in playable}
     variances = {name: _EXACT if strict else Variance(env_class(name).varies, name) for name in names}
     info = ModelInfo("recorded", context_length)
-    policies = {name: ServedPolicy(client, each, info) for name, each in (others or {}).items()}
+    policies = {
+        name: ServedPolicy(client, policy_renderer, info) for name, policy_renderer in (renderers or {}).items()
+    }
     room = asyncio.Semaphore(config.concurrency)
     with ThreadPoolExecutor(max_workers=max(1, min(config.concurrency, 64))) as executor:
         runner = EpisodeRunner(
             config, client, renderer, context_length=context_length, executor=executor, policy=policy, policies=policies
         )
 
-        async def one(members: list[Trajectory]) -> Divergence | None:
+        async def replay_one(members: list[Trajectory]) -> Divergence | None:
             spec = spec_of(members[0], tasks)
             async with room:
                 outcome = await runner.run(spec)
@@ -236,11 +238,11 @@ async def replay(
 
         try:
             await runner.prepare()
-            found = await asyncio.gather(*map(one, chosen))
+            differences = await asyncio.gather(*map(replay_one, playable))
         finally:
             await runner.close()
-    report.episodes = len(chosen)
-    report.divergences = [each for each in found if each is not None]
+    report.episodes = len(playable)
+    report.divergences = [difference for difference in differences if difference is not None]
     return report
 
 
@@ -249,30 +251,30 @@ def _playable(
 ) -> list[list[Trajectory]]:
     """Return the sessions of each episode that can be played again; the report counts the others."""
     episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
-    for each in trajectories:
-        episodes[each.episode_id, each.attempt].append(each)
-    chosen: list[list[Trajectory]] = []
+    for trajectory in trajectories:
+        episodes[trajectory.episode_id, trajectory.attempt].append(trajectory)
+    playable: list[list[Trajectory]] = []
     for members in episodes.values():
         if (why := _unplayable(members, tasks)) is not None:
             report.left_out[why] += 1
         else:
-            chosen.append(members)
-    return chosen
+            playable.append(members)
+    return playable
 
 
 def _unplayable(members: Sequence[Trajectory], tasks: Mapping[str, Task]) -> str | None:
     first = members[0]
     if first.error is not None or first.stop_reason in (StopReason.ERROR, StopReason.CANCELLED, StopReason.TIMEOUT):
         return "failed, cancelled or timed out"
-    if any(each.recorded == "text" for each in members):
+    if any(member.recorded == "text" for member in members):
         return "recorded as text"
-    if any(not segment.messages and len(segment.token_ids) for each in members for segment in each.segments):
+    if any(not segment.messages and len(segment.token_ids) for member in members for segment in member.segments):
         return "recorded without messages"
     return None if first.task_id in tasks else "of an unknown task"
 
 
 def spec_of(recorded: Trajectory, tasks: Mapping[str, Task]) -> EpisodeSpec:
-    """Return what a recorded episode was rolled out by, but for its sampling seed. Raises FormatError."""
+    """Return the spec of a recorded episode, without its sampling seed. Raises FormatError."""
     prefix, _, rest = recorded.episode_id.rpartition("/")
     member, _, attempt = rest.partition(".")
     try:
@@ -302,17 +304,17 @@ def compare_episodes(
         variance: What may differ.
         varied: Counts the messages in which it does, by its name.
     """
-    again = {each.agent: each for each in outcome.trajectories}
-    for each in recorded:
-        blank = replace(each, segments=[], rewards=[], states={}, stop_reason=StopReason.ERROR)
-        comparison = _Comparison(each, again.get(each.agent, blank), variance)
-        found = comparison.first_difference()
+    replayed = {trajectory.agent: trajectory for trajectory in outcome.trajectories}
+    for session in recorded:
+        blank = replace(session, segments=[], rewards=[], states={}, stop_reason=StopReason.ERROR)
+        comparison = _Comparison(session, replayed.get(session.agent, blank), variance)
+        difference = comparison.first_difference()
         if varied is not None:
             varied.update(comparison.varied)
-        if found is not None:
-            turn, kind, before, after, tool = found
-            shown = [text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..." for text in (before, after)]
-            return Divergence(each.episode_id, each.task_id, each.agent, turn, kind, shown[0], shown[1], tool)
+        if difference is not None:
+            turn, kind, recorded_text, replayed_text, tool = difference
+            texts = [text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..." for text in (recorded_text, replayed_text)]
+            return Divergence(session.episode_id, session.task_id, session.agent, turn, kind, texts[0], texts[1], tool)
     return None
 
 
@@ -324,44 +326,44 @@ class _Comparison:
     """The comparison of a recorded session with its replay.
 
     Attributes:
-        before: The recorded session.
-        after: Its replay.
+        recorded: The recorded session.
+        replayed: Its replay.
         variance: What may differ in messages.
         varied: Number of messages in which it does, by its name.
     """
 
-    before: Trajectory
-    after: Trajectory
+    recorded: Trajectory
+    replayed: Trajectory
     variance: Variance
     varied: Counter[str] = field(default_factory=Counter)
 
     def first_difference(self) -> _Difference | None:
-        before, after = self.before, self.after
+        recorded, replayed = self.recorded, self.replayed
         turn, calls = 0, dict[str, str]()
-        for number, segment in enumerate(before.segments):
-            other = after.segments[number] if number < len(after.segments) else None
+        for number, segment in enumerate(recorded.segments):
+            other = replayed.segments[number] if number < len(replayed.segments) else None
             if segment.sampled:
                 calls |= {call["id"]: call["function"]["name"] for call in _calls(segment)}
                 if other is None or not other.sampled:
-                    return turn, "request", f"a call of the model ({segment.turn_id})", _ended(after), None
+                    return turn, "request", f"a call of the model ({segment.turn_id})", _end_text(replayed), None
                 turn += 1
-                if (found := _of_turn(before, after, segment.turn_id, turn)) is not None:
-                    return found
+                if (difference := _turn_difference(recorded, replayed, segment.turn_id, turn)) is not None:
+                    return difference
                 continue
-            if (found := self._of_context(segment, other, turn, calls)) is not None:
-                return found
-        if len(after.segments) > len(before.segments):
-            return turn, "request", _ended(before), "a further call of the model", None
-        return _of_turn(before, after, None, turn) or _of_end(before, after, turn)
+            if (difference := self._context_difference(segment, other, turn, calls)) is not None:
+                return difference
+        if len(replayed.segments) > len(recorded.segments):
+            return turn, "request", _end_text(recorded), "a further call of the model", None
+        return _turn_difference(recorded, replayed, None, turn) or _end_difference(recorded, replayed, turn)
 
-    def _of_context(
+    def _context_difference(
         self, segment: Segment, other: Segment | None, turn: int, calls: Mapping[str, str]
     ) -> _Difference | None:
         if other is None or other.sampled:
-            return turn, "request", "a request that goes on", _ended(self.after), None
+            return turn, "request", "a further request", _end_text(self.replayed), None
         heard, varied = list(other.messages), 0
-        for place, message in enumerate(segment.messages):
-            answer = heard[place] if place < len(heard) else None
+        for index, message in enumerate(segment.messages):
+            answer = heard[index] if index < len(heard) else None
             if answer == message:
                 continue
             names = None if answer is None else self._varying(message, answer)
@@ -373,12 +375,12 @@ class _Comparison:
             kind: Kind = "observation" if message.get("role") != "tool" else "tool answer"
             # Of long texts the part is shown in which they differ.
             texts = [_text(message), "" if answer is None else _text(answer)]
-            first, second = _apart(*(self.variance.masked(text)[0] for text in texts))
+            first, second = _around_difference(*(self.variance.masked(text)[0] for text in texts))
             return turn, kind, first, second, tool
         if len(heard) > len(segment.messages):
             return turn, "observation", "nothing", _text(heard[len(segment.messages)]), None
         # Templates may write the ids of calls, which have other numbers in a branch.
-        free = varied or is_renumbered(self.before)
+        free = varied or is_renumbered(self.recorded)
         if not free and not np.array_equal(segment.token_ids, other.token_ids):
             return turn, "observation", f"{len(segment.token_ids)} ids", "the same messages as other ids", None
         return None
@@ -391,30 +393,30 @@ class _Comparison:
         return self.variance.differing(first, second)
 
 
-def _of_turn(before: Trajectory, after: Trajectory, turn_id: str | None, turn: int) -> _Difference | None:
-    first, second = (_rewards(each, turn_id) for each in (before, after))
+def _turn_difference(recorded: Trajectory, replayed: Trajectory, turn_id: str | None, turn: int) -> _Difference | None:
+    first, second = (_rewards(trajectory, turn_id) for trajectory in (recorded, replayed))
     for name in sorted(first.keys() | second.keys()):
         one, other = first.get(name), second.get(name)
         if one is None or other is None or not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12):
             return turn, "reward", f"{name} {one}", f"{name} {other}", None
-    state, other_state = (each.states.get(turn_id or "") for each in (before, after))
+    state, other_state = (trajectory.states.get(turn_id or "") for trajectory in (recorded, replayed))
     return None if state == other_state else (turn, "state", repr(state), repr(other_state), None)
 
 
-def _of_end(before: Trajectory, after: Trajectory, turn: int) -> _Difference | None:
-    if before.error != after.error:
-        return turn, "error", str(before.error), str(after.error), None
-    if before.stop_reason != after.stop_reason:
-        return turn, "stop reason", str(before.stop_reason), str(after.stop_reason), None
+def _end_difference(recorded: Trajectory, replayed: Trajectory, turn: int) -> _Difference | None:
+    if recorded.error != replayed.error:
+        return turn, "error", str(recorded.error), str(replayed.error), None
+    if recorded.stop_reason != replayed.stop_reason:
+        return turn, "stop reason", str(recorded.stop_reason), str(replayed.stop_reason), None
     return None
 
 
 def _rewards(trajectory: Trajectory, turn_id: str | None) -> dict[str, float]:
-    found: defaultdict[str, float] = defaultdict(float)
+    rewards: defaultdict[str, float] = defaultdict(float)
     for turn, name, value in trajectory.rewards:
         if turn == turn_id:
-            found[name] += value
-    return found
+            rewards[name] += value
+    return rewards
 
 
 def _calls(segment: Segment) -> list[dict[str, Any]]:
@@ -426,7 +428,7 @@ def _text(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else repr(dict(message))
 
 
-def _apart(first: str, second: str) -> tuple[str, str]:
+def _around_difference(first: str, second: str) -> tuple[str, str]:
     """Return both texts from a little before their first difference on."""
     same = next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
@@ -436,7 +438,7 @@ def _apart(first: str, second: str) -> tuple[str, str]:
     return repr(mark + first[begin:]), repr(mark + second[begin:])
 
 
-def _ended(trajectory: Trajectory) -> str:
+def _end_text(trajectory: Trajectory) -> str:
     why = f": {trajectory.error}" if trajectory.error else ""
     return f"the end ({trajectory.stop_reason}{why})"
 
@@ -459,11 +461,11 @@ def replay_run(
     run = RecordedRun.load(source)
     recorded = run.episodes(number=number, task=task)
 
-    async def played() -> ReplayReport:
+    async def run_replay() -> ReplayReport:
         tasks = await run.tasks()
         return await replay(
-            recorded, tasks, run.rollout, run.renderer, policy=run.policy, others=run.others,
+            recorded, tasks, run.rollout, run.renderer, policy=run.policy, renderers=run.renderers,
             context_length=run.context_length, strict=strict,
         )  # fmt: skip
 
-    return asyncio.run(played())
+    return asyncio.run(run_replay())
