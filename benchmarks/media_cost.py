@@ -34,11 +34,11 @@ from turnwise.images import image_part
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.recorder.session import Session, SessionLimits
-from turnwise.trainer.offline.small_vision import make_vision_model
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter
 from turnwise.types import Completion, SamplingParams, TokenPrompt
 
+SMALL_MODEL = Path(__file__).parents[1] / "examples" / "small_model"
 TURNS = 20
 EARLY = 2
 SHOWN = (EARLY, 5, 10, TURNS)
@@ -78,6 +78,9 @@ def model_dir() -> Path:
     ]
 
     def write(directory: Path) -> None:
+        sys.path.append(str(SMALL_MODEL))
+        from small_vision import make_vision_model
+
         make_vision_model(directory, rows, 0, width=64, patch=14, most_patches=(SIDE // 14) ** 2)
 
     return cached("vision-chat", {"side": SIDE, "rows": rows}, write)

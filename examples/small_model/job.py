@@ -34,7 +34,7 @@ from turnwise.trainer.run.directory import cpu_seconds
 from turnwise.trainer.train import TrainSummary, run_train
 
 if TYPE_CHECKING:
-    from turnwise.trainer.offline.small_vision import VisionFamily
+    from small_vision import VisionFamily
 
 SMOKE_DEMONSTRATIONS = 40
 
@@ -219,8 +219,9 @@ def new_model(
 ) -> int:
     """Make tokenizer and model, of a vision family where one is named; return the number of parameters."""
     # torch and transformers are imported here, after the arguments were understood.
+    from small_vision import make_vision_model
+
     from turnwise.trainer.offline.small_model import make_model
-    from turnwise.trainer.offline.small_vision import make_vision_model
 
     size = {"width": job.width, "layers": job.layers, "words": job.words}
     if family is None:

@@ -9,13 +9,12 @@ import pytest
 from transformers import AutoModelForImageTextToText
 
 from support.engine.greedy import CLOSE
-from support.engine.tiny_vlm import CONVERSATIONS, PARAMS, SETS, prompt, reference
+from support.engine.tiny_vlm import CONVERSATIONS, PARAMS, SETS, make_vision_model, prompt, reference
 from support.engine.vllm_server import vllm_config
 from turnwise.chat.processor import load_processor
 from turnwise.engine.weights import write_weights
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.vllm import VLLMReplica
-from turnwise.trainer.offline.small_vision import make_vision_model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 

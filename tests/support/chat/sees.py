@@ -20,7 +20,7 @@ from turnwise.model.media import MediaProcessor, PlacedMedia
 from turnwise.types import as_ids
 
 MARKER, OPEN, CLOSE = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
-TEMPLATE = Path(__file__).parents[3] / "turnwise" / "trainer" / "offline" / "small_vision.jinja"
+TEMPLATE = Path(__file__).parents[3] / "examples" / "small_model" / "small_vision.jinja"
 
 
 class GridProcessor(MediaProcessor):

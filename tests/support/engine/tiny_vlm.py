@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,12 @@ from turnwise.engine.batching.prompt_images import read_images
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
 from turnwise.model.media_wire import MediaEncoder
-from turnwise.trainer.offline.small_vision import make_vision_model
 from turnwise.types import Media, SamplingParams, TokenPrompt
+
+SMALL_MODEL = Path(__file__).parents[3] / "examples" / "small_model"
+if str(SMALL_MODEL) not in sys.path:
+    sys.path.append(str(SMALL_MODEL))
+from small_vision import make_vision_model  # noqa: E402 - a file of the examples, which are no package
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "internvl")
 SIZES = ((20, 20), (64, 40), (200, 90))

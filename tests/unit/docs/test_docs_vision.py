@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
 from support.doc_pages import blocks, section
+from support.engine.tiny_vlm import CONVERSATIONS, make_vision_model
 from turnwise.chat import processor
 from turnwise.engine.batching import prompt_images
 from turnwise.engine.vision import FAMILIES
@@ -16,11 +18,13 @@ from turnwise.trainer.config.policy import PolicyConfig
 MODELS = section("vision.md", "Models that see")
 
 
-def test_the_image_is_placed_as_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_the_page_places_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = blocks(MODELS, "python")
-    exec(compile(block, "docs/vision.md", "exec"), {"__name__": "docs_vision"})
+    make_vision_model(tmp_path, CONVERSATIONS, 0, family="qwen2_5_vl", width=64)
+    code = block.replace('"path/to/model"', repr(str(tmp_path)))
+    exec(compile(code, "docs/vision.md", "exec"), {"__name__": "docs_vision"})
     printed = capsys.readouterr().out.strip().splitlines()[-1]
-    assert f"It prints `{printed}`" in MODELS
+    assert f"it prints `{printed}`" in MODELS
 
 
 def test_families_are_those_that_are_placed_and_loaded() -> None:
@@ -37,6 +41,6 @@ def test_limits_are_those_of_the_code() -> None:
     assert f"by their hash ({prompt_images._KEPT_BYTES >> 30} GiB)" in serving
 
 
-def test_the_configuration_is_one() -> None:
+def test_configuration_of_the_page_is_valid() -> None:
     (block,) = blocks(section("vision.md", "Training on images"), "yaml")
     assert PolicyConfig.model_validate(yaml.safe_load(block)["policies"]["main"]).model.freeze_vision

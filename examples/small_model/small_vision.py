@@ -72,7 +72,7 @@ def make_vision_model(
         layers: Number of layers of each.
         context: Maximum number of tokens of a sequence.
         patch: Side of a patch, in pixels.
-        most_patches: Most patches of an image (Qwen), or of a tile (the others).
+        most_patches: Maximum number of patches of an image (Qwen), or of a tile (the others).
         tiles: Whether large images are split into tiles besides the whole (not Qwen).
         words: A regular expression of what stands alone for the tokenizer; by default the words of the data.
 
@@ -116,10 +116,10 @@ def _write_settings(directory: Path, family: str, template: str, patch: int, sid
     settings: dict[str, Any] = {"image_processor_type": images, "image_mean": _HALF, "image_std": _HALF}
     wrapper: dict[str, Any] = {"processor_class": processor}
     if images.startswith("Qwen"):
-        least, most = (4 * patch) ** 2, side**2
+        shortest, longest = (4 * patch) ** 2, side**2
         settings |= {
             "patch_size": patch, "merge_size": 2, "temporal_patch_size": 2,
-            "size": {"shortest_edge": least, "longest_edge": most},
+            "size": {"shortest_edge": shortest, "longest_edge": longest},
         }  # fmt: skip
     elif family == "internvl":
         settings |= {"size": {"height": side, "width": side}, "min_patches": 1, "max_patches": _TILES if tiles else 1}
