@@ -32,7 +32,7 @@ def test_rows_of_any_pool_are_written_and_attended_to(
 
     monkeypatch.setattr(kernels, "_MOST_SPLITS", parts)
     torch.manual_seed(0)
-    pools = [KVPool(geometry, size, dtype, torch.device(DEVICE), most=8) for size in (64, 192, 2048)]
+    pools = [KVPool(geometry, size, dtype, torch.device(DEVICE), max_rows=8) for size in (64, 192, 2048)]
     lines = np.zeros((4, len(PLACES)), dtype=np.int64)
     for pool in pools:
         pool.resize(5, np.zeros(0, dtype=np.int64))

@@ -19,8 +19,8 @@ def accelerator() -> str | None:
     """Return the kind of accelerator that torch has here; None without one."""
     import torch
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
 
 
 def chosen(name: str) -> torch.device:
@@ -137,8 +137,8 @@ def release_cached() -> None:
 
 def collectives(kind: str) -> str:
     """Return the backend of collective operations on a kind of device, for messages."""
-    known = KINDS.get(kind)
-    return "gloo" if known is None else known.collectives
+    device = KINDS.get(kind)
+    return "gloo" if device is None else device.collectives
 
 
 def has_collectives(kind: str) -> bool:

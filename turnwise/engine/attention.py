@@ -49,11 +49,11 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     plan: AttentionPlan | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function for ``transformers.AttentionInterface``; the plan is a keyword argument of ``forward``."""
     for name in ("softcap", "s_aux", "position_bias"):
-        if others.get(name) is not None:
+        if arguments.get(name) is not None:
             raise ValueError(f"its attention uses {name!r}")
     if plan is None:
         raise TypeError("this model does not pass the keyword arguments of forward() on to its attention layers")
@@ -99,13 +99,13 @@ class Masks:
     """Positions of the queries, [batch, queries]."""
     length: int
     dtype: torch.dtype
-    made: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    by_window: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def get(self, window: int | None) -> torch.Tensor:
         """Return the mask [batch, 1, queries, length] for a window (None: causal)."""
         if window is not None and window >= self.length:
             window = None
-        mask = self.made.get(window)
+        mask = self.by_window.get(window)
         if mask is None:
             keys = torch.arange(self.length, device=self.positions.device)
             queries = self.positions.unsqueeze(-1)
@@ -114,7 +114,7 @@ class Masks:
                 hidden |= keys <= queries - window
             mask = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
             mask = mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
-            self.made[window] = mask
+            self.by_window[window] = mask
         return mask
 
 
@@ -124,13 +124,13 @@ class DecodeBlock:
 
     Attributes:
         stop: Number of its tokens, the first of the pool's part.
-        places: Rows that have a token, or None for all.
+        row_index: Rows that have a token, or None for all.
         masks: For all rows of the region.
     """
 
     stop: int
     region: int
-    places: torch.Tensor | None
+    row_index: torch.Tensor | None
     masks: Masks
 
 
@@ -143,7 +143,7 @@ class PrefillBlock:
         width: Tokens of the longest chunk.
         length: Keys read per row.
         packed: Index of each padded token in the pool's part, [chunks, width]; padding repeats a chunk's last token.
-        kept: Indices of the real tokens in the flattened block, and in the pool's part.
+        real: Indices of the real tokens in the flattened block, and in the pool's part.
         fresh: Whether all chunks begin at position 0.
         masks: [chunks, width] positions.
     """
@@ -152,7 +152,7 @@ class PrefillBlock:
     width: int
     length: int
     packed: torch.Tensor
-    kept: tuple[torch.Tensor, torch.Tensor]
+    real: tuple[torch.Tensor, torch.Tensor]
     fresh: bool
     masks: Masks
 
@@ -189,8 +189,8 @@ class PoolPlan:
             stop = self.decode.stop
             out[:stop] = _decode(self.decode, query[:stop], keys, values, scale, window)
         for block in self.prefills:
-            kept, places = block.kept
-            out[places] = _prefill(block, query, keys, values, scale, window)[kept]
+            in_block, in_pool = block.real
+            out[in_pool] = _prefill(block, query, keys, values, scale, window)[in_block]
         return out
 
 
@@ -237,9 +237,9 @@ def _decode(
     """Attend with one query per row. Grouped query heads become queries of their key head, without copies."""
     tokens, heads, dim = query.shape
     grouped = query.reshape(tokens, keys.shape[1], -1, dim)
-    if block.places is not None:
+    if block.row_index is not None:
         spread = grouped.new_zeros((block.region, *grouped.shape[1:]))
-        grouped = spread.index_copy_(0, block.places, grouped)
+        grouped = spread.index_copy_(0, block.row_index, grouped)
     length = block.masks.length
     out = scaled_dot_product_attention(
         grouped,
@@ -248,8 +248,8 @@ def _decode(
         attn_mask=block.masks.get(window),
         scale=scale,
     )
-    if block.places is not None:
-        out = out[block.places]
+    if block.row_index is not None:
+        out = out[block.row_index]
     return out.reshape(tokens, heads, -1)
 
 
@@ -316,9 +316,9 @@ def decode_block(
         device: Of the masks.
     """
     region = int(rows[-1]) + 1
-    places = None
+    row_index = None
     if region != len(rows):
-        places = torch.from_numpy(rows).to(device)
+        row_index = torch.from_numpy(rows).to(device)
         spread = np.zeros(region, dtype=np.int64)
         spread[rows] = positions
         positions = spread
@@ -327,7 +327,7 @@ def decode_block(
         # Kernels are chosen, and some are planned, anew for each length.
         length = min(-(-length // _LENGTHS) * _LENGTHS, capacity)
     masks = Masks(torch.from_numpy(positions).to(device).unsqueeze(1), length, dtype)
-    return DecodeBlock(len(rows), region, places, masks)
+    return DecodeBlock(len(rows), region, row_index, masks)
 
 
 def prefill_blocks(
@@ -356,22 +356,23 @@ def prefill_blocks(
         width = int(sizes[order[first]])
         # A block ends where padding would be more than a third of it.
         stop = first + int(np.searchsorted(-sizes[order[first:]], -(2 * width) // 3, side="right"))
-        chosen = order[first : max(stop, first + 1)]
-        steps = np.minimum(np.arange(width)[None, :], sizes[chosen][:, None] - 1)
-        real = (np.arange(width)[None, :] < sizes[chosen][:, None]).reshape(-1)
-        packed = begins[chosen][:, None] + steps
-        length = int((starts[chosen] + sizes[chosen]).max())
-        kept = np.flatnonzero(real)
+        chunks = order[first : max(stop, first + 1)]
+        steps = np.minimum(np.arange(width)[None, :], sizes[chunks][:, None] - 1)
+        real = (np.arange(width)[None, :] < sizes[chunks][:, None]).reshape(-1)
+        packed = begins[chunks][:, None] + steps
+        length = int((starts[chunks] + sizes[chunks]).max())
+        in_block = np.flatnonzero(real)
+        in_pool = packed.reshape(-1)[in_block]
         blocks.append(
             PrefillBlock(
-                rows=torch.from_numpy(rows[chosen]).to(device),
+                rows=torch.from_numpy(rows[chunks]).to(device),
                 width=width,
                 length=length,
                 packed=torch.from_numpy(packed).to(device),
-                kept=(torch.from_numpy(kept).to(device), torch.from_numpy(packed.reshape(-1)[kept]).to(device)),
-                fresh=not starts[chosen].any(),
-                masks=Masks(torch.from_numpy(starts[chosen][:, None] + steps).to(device), length, dtype),
+                real=(torch.from_numpy(in_block).to(device), torch.from_numpy(in_pool).to(device)),
+                fresh=not starts[chunks].any(),
+                masks=Masks(torch.from_numpy(starts[chunks][:, None] + steps).to(device), length, dtype),
             )
         )
-        first += len(chosen)
+        first += len(chunks)
     return blocks

@@ -70,13 +70,13 @@ def model_size(path: Path) -> ModelSize | None:
 
 def machine_memory() -> int:
     """Return the bytes of main memory that processes here may have: the machine's, or less by a cgroup's limit."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in _LIMITS:
         try:
-            found = min(found, int(Path(limit).read_text()))
+            memory = min(memory, int(Path(limit).read_text()))
         except (OSError, ValueError):  # not there, or "max"
             continue
-    return found
+    return memory
 
 
 def device_memory(device: torch.device) -> tuple[int, str]:
@@ -116,14 +116,14 @@ def check_memory(
         ConfigError: It does not fit.
     """
     total = sum(need.amount for need in needs)
-    memory, place = device_memory(device)
+    memory, owner = device_memory(device)
     if total <= memory:
         return
     remedy = ", ".join(("choose a smaller model", *remedies))
     parts = ", ".join(f"{need.part} {_gigabytes(need.amount)}" for need in needs)
     raise ConfigError(
         f"{key} is {path}, a model of {size.parameters / 1e9:,.3g} billion parameters: it needs at least "
-        f"{_gigabytes(total)} of memory ({parts}), and {place} has {_gigabytes(memory)}: {remedy}"
+        f"{_gigabytes(total)} of memory ({parts}), and {owner} has {_gigabytes(memory)}: {remedy}"
     )
 
 
@@ -140,12 +140,12 @@ def emulation_warning(key: str, dtype: str, size: ModelSize | None, *cpuinfo: Pa
         size: Of the model, which names the checkpoint's.
         *cpuinfo: What the system says about its processors; by default ``/proc/cpuinfo``.
     """
-    taken = size is not None and size.dtype == "BF16" if dtype == "auto" else dtype == "bfloat16"
-    if not taken or not emulates_bfloat16(*cpuinfo):
+    uses_bfloat16 = size is not None and size.dtype == "BF16" if dtype == "auto" else dtype == "bfloat16"
+    if not uses_bfloat16 or not emulates_bfloat16(*cpuinfo):
         return None
-    said = f"{key} is {dtype}" + (", the checkpoint's bfloat16" if dtype == "auto" else "")
+    setting = f"{key} is {dtype}" + (", the checkpoint's bfloat16" if dtype == "auto" else "")
     return (
-        f"{said}, which this processor emulates (it has neither AVX512_BF16 nor AMX): about four times slower than "
+        f"{setting}, which this processor emulates (it has neither AVX512_BF16 nor AMX): about four times slower than "
         f"float32; set {key}: float32, for twice the memory of the weights"
     )
 

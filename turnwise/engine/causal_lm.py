@@ -71,21 +71,21 @@ class PackedLinear(torch.nn.Module):
 
 def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
     """Replace and return the linear layers that gain from it, if torch has the kernels and while memory lasts."""
-    left = machine_memory() // _SHARE_OF_MEMORY
+    budget = machine_memory() // _SHARE_OF_MEMORY
     candidates = []
     for parent in model.modules():
         for name, layer in parent.named_children():
             if type(layer) is torch.nn.Linear and _gains(layer.weight):
                 candidates.append((layer.weight.numel(), parent, name, layer))
-    made: list[PackedLinear] = []
+    packed_layers: list[PackedLinear] = []
     for _, parent, name, layer in sorted(candidates, key=lambda candidate: -candidate[0]):
-        left -= layer.weight.nbytes
-        if left < 0:
+        budget -= layer.weight.nbytes
+        if budget < 0:
             break
         packed = PackedLinear(layer)
         setattr(parent, name, packed)
-        made.append(packed)
-    return made
+        packed_layers.append(packed)
+    return packed_layers
 
 
 def _gains(weight: torch.Tensor) -> bool:
@@ -187,14 +187,14 @@ class CausalLM:
             with self.adapters.applied(adapters, self.device):
                 return self.forward(token_ids, positions, plan, keep, images)
         if self.vision is not None:
-            ids, places = (torch.from_numpy(each).to(self.device) for each in (token_ids, positions))
+            ids, at = (torch.from_numpy(array).to(self.device) for array in (token_ids, positions))
             states = self._model.get_decoder()(
-                **self.vision.decoder_inputs(ids, images), position_ids=places.unsqueeze(-2), use_cache=False, plan=plan
+                **self.vision.decoder_inputs(ids, images), position_ids=at.unsqueeze(-2), use_cache=False, plan=plan
             ).last_hidden_state[0]
             seen: torch.Tensor = self._model.get_output_embeddings()(states[torch.from_numpy(keep).to(self.device)])
             return seen
-        ids, places, kept = (torch.from_numpy(each).to(self.device) for each in (token_ids, positions, keep))
-        return self.logits(ids, places, plan, kept)
+        ids, at, rows = (torch.from_numpy(array).to(self.device) for array in (token_ids, positions, keep))
+        return self.logits(ids, at, plan, rows)
 
     def logits(
         self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, keep: torch.Tensor | None
@@ -236,29 +236,29 @@ class CausalLM:
         for name, target in targets.items():
             groups.setdefault((target.data_ptr(), tuple(target.shape)), []).append(name)
         problems = [f"unknown name {name!r}" for name in tensors if name not in targets]
-        chosen: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        updates: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         for names in groups.values():
-            given = [name for name in names if name in tensors]
-            if not given:
+            sent = [name for name in names if name in tensors]
+            if not sent:
                 problems.append(f"missing {names[0]!r}")
                 continue
-            target, tensor = targets[given[0]], tensors[given[0]]
-            for name in given:
+            target, tensor = targets[sent[0]], tensors[sent[0]]
+            for name in sent:
                 if tuple(tensors[name].shape) != tuple(target.shape):
                     problems.append(f"{name} has shape {tuple(tensors[name].shape)}, not {tuple(target.shape)}")
                 elif tensors[name].is_floating_point() != target.is_floating_point():
                     problems.append(f"{name} has dtype {tensors[name].dtype}, not {target.dtype}")
                 elif tensors[name] is not tensor and not torch.equal(tensors[name], tensor):
-                    problems.append(f"{name} is tied to {given[0]}, but their values differ")
-            chosen.append(([targets[name] for name in names], tensor))
+                    problems.append(f"{name} is tied to {sent[0]}, but their values differ")
+            updates.append(([targets[name] for name in names], tensor))
         if problems:
-            shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+            listed = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
             raise FormatError(
-                f"weights version {version} do not fit the served model ({len(problems)} problems: {shown}): "
+                f"weights version {version} do not fit the served model ({len(problems)} problems: {listed}): "
                 "send the state dict of the same architecture"
             )
         with torch.no_grad():
-            for tied, tensor in chosen:
+            for tied, tensor in updates:
                 adopted = self._adoptable(tensor, tied[0])
                 for target in tied:
                     if adopted:
@@ -305,9 +305,9 @@ class CausalLM:
     def _excluded(self) -> dict[int, str]:
         """Return the matrices that are not computed for each token of a step."""
         tables = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
-        found = {id(table.weight): "the output matrix or the embedding" for table in tables if table is not None}
+        excluded = {id(table.weight): "the output matrix or the embedding" for table in tables if table is not None}
         towers = () if self.vision is None else self.vision.parameters
-        return {id(parameter): "in the vision tower" for parameter in towers} | found
+        return {id(parameter): "in the vision tower" for parameter in towers} | excluded
 
     def _attention(self, name: str) -> Any:
         return attention_by_part(name) if self._sees else name
@@ -332,17 +332,17 @@ class CausalLM:
         """Check chunked prefill and decoding against the model's eager attention. Raises InferenceError."""
         count = _PROBE_TOKENS
         token_ids = np.arange(1, count + 1, dtype=np.int64) * 7919 % self.vocabulary
-        pool = KVPool(self.geometry, 32, self.dtype, self.device, most=2)
+        pool = KVPool(self.geometry, 32, self.dtype, self.device, max_rows=2)
         pool.resize(2, np.zeros(0, dtype=np.int64))
         # Two equal sequences: one in pieces of 5, 4, 1, 1 and 1 tokens, the other all at once beside them.
-        found = []
+        logits_by_part = []
         with torch.inference_mode():
             for start, stop in ((0, 5), (5, 9), (9, 10), (10, 11), (11, 12)):
-                whole = start == 0
-                logits = self._verify_step(pool, token_ids, start, stop, whole)
-                found.append(logits[: stop - start])
-                if whole:
-                    found.append(logits[stop - start :])
+                unchunked = start == 0
+                logits = self._verify_step(pool, token_ids, start, stop, unchunked)
+                logits_by_part.append(logits[: stop - start])
+                if unchunked:
+                    logits_by_part.append(logits[stop - start :])
             self._model.set_attn_implementation(self._attention("eager"))
             expected = (
                 self._model(input_ids=torch.from_numpy(token_ids).to(self.device).unsqueeze(0), use_cache=False)
@@ -351,8 +351,8 @@ class CausalLM:
             )
             self._model.set_attn_implementation(self._attention(IMPLEMENTATION))
         tolerance = (2e-4 if self.dtype == torch.float32 else 6e-2) * (1.0 + float(expected.abs().max()))
-        pieces = torch.cat([found[0], *found[2:]]).float()
-        gap = max(float((pieces - expected).abs().max()), float((found[1].float() - expected).abs().max()))
+        pieces = torch.cat([logits_by_part[0], *logits_by_part[2:]]).float()
+        gap = max(float((pieces - expected).abs().max()), float((logits_by_part[1].float() - expected).abs().max()))
         if not gap <= tolerance:
             raise InferenceError(
                 f"{self._architecture} cannot be served by the engine: its logits differ by {gap:.3g} from the "
@@ -360,20 +360,20 @@ class CausalLM:
             )
 
     def _verify_step(
-        self, pool: KVPool, token_ids: npt.NDArray[np.int64], start: int, stop: int, whole: bool
+        self, pool: KVPool, token_ids: npt.NDArray[np.int64], start: int, stop: int, unchunked: bool
     ) -> torch.Tensor:
         size, heads = stop - start, np.arange(self.geometry.heads)[None, :]
         positions = np.arange(start, stop)
         tokens, lines = token_ids[start:stop], np.zeros(size, dtype=np.int64)
         starts, sizes, rows = np.array([start]), np.array([size]), np.array([0])
-        if whole:
+        if unchunked:
             count = len(token_ids)
             positions = np.concatenate([positions, np.arange(count)])
             tokens, lines = np.concatenate([tokens, token_ids]), np.concatenate([lines, np.ones(count, dtype=np.int64)])
             starts, sizes, rows = np.array([0, 0]), np.array([size, count]), np.array([0, 1])
         index = (lines[:, None] * self.geometry.heads + heads) * pool.capacity + positions[:, None]
         decode, prefills = None, []
-        if size == 1 and not whole:
+        if size == 1 and not unchunked:
             decode = decode_block(rows, positions, pool.capacity, self.dtype, self.device)
         else:
             prefills = prefill_blocks(rows, starts, sizes, 0, self.dtype, self.device)

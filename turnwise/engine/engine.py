@@ -209,7 +209,7 @@ class Engine:
             if number in (None, self._roster.occupant(slot).adapter):
                 self._roster.requeue(slot)
         self._cache.drop_retained(number)
-        # Rows of sequences that go on may have moved.
+        # Rows of running sequences may have moved.
         self._roster.running = arrange(self._cache, self._roster.running)
         if self._images is not None and number is None:
             self._images.forget()
@@ -260,10 +260,10 @@ class Engine:
             if self._cache.trim() | self._cache.compact(self._roster.running):
                 self._roster.running = arrange(self._cache, self._roster.running)
             step = self._plan()
-            places, targets = self._targets(step)
-            keep = np.concatenate([step.keep, places]) if len(places) else step.keep
-            logits = self._forward(step, keep, plain=not len(places))
-            if len(places):
+            scoring, targets = self._targets(step)
+            keep = np.concatenate([step.keep, scoring]) if len(scoring) else step.keep
+            logits = self._forward(step, keep, plain=not len(scoring))
+            if len(scoring):
                 self._roster.table.write(*targets, self._scores(targets, logits[len(step.keep) :]))
             self._advance(step, logits[: len(step.keep)])
         return True
@@ -314,14 +314,14 @@ class Engine:
         prompts = np.flatnonzero(sizes > 1)
         if len(prompts):
             # Prompts are read in order of arrival, as far as the step's tokens reach; decoding never waits.
-            left = max(self._max_batch_tokens - (len(slots) - len(prompts)), min(64, self._max_batch_tokens))
+            budget = max(self._max_batch_tokens - (len(slots) - len(prompts)), min(64, self._max_batch_tokens))
             scored = max(1, _SCORED_LOGITS // self.model.vocabulary)
-            for place in sorted(prompts.tolist(), key=lambda place: self._roster.occupant(int(slots[place])).order):
-                sizes[place] = min(int(sizes[place]), left)
-                if int(slots[place]) in self._roster.scored:
-                    sizes[place] = min(int(sizes[place]), scored)
-                    scored -= int(sizes[place])
-                left -= int(sizes[place])
+            for index in sorted(prompts.tolist(), key=lambda index: self._roster.occupant(int(slots[index])).order):
+                sizes[index] = min(int(sizes[index]), budget)
+                if int(slots[index]) in self._roster.scored:
+                    sizes[index] = min(int(sizes[index]), scored)
+                    scored -= int(sizes[index])
+                budget -= int(sizes[index])
             slots, sizes = slots[sizes > 0], sizes[sizes > 0]
         model = self.model
         return build_model_input(
@@ -330,7 +330,7 @@ class Engine:
 
     def _targets(self, step: ModelInput) -> tuple[Slots, tuple[Slots, Slots]]:
         """Return which tokens of a step predict a scored prompt's ids, with the slots and positions of those ids."""
-        places, slots, positions = [], [], []
+        tokens, slots, positions = [], [], []
         begins = np.cumsum(step.sizes) - step.sizes
         for index in (
             np.flatnonzero(np.isin(step.slots, list(self._roster.scored))).tolist() if self._roster.scored else ()
@@ -338,23 +338,23 @@ class Engine:
             slot, begin = int(step.slots[index]), int(begins[index])
             start = int(self._cache.cached[slot])
             # The last id of the prompt predicts what is sampled.
-            last = len(self._roster.occupant(slot).prompt) - 1
-            count = max(0, min(int(step.sizes[index]), last - start))
-            places.append(np.arange(begin, begin + count))
+            last_position = len(self._roster.occupant(slot).prompt) - 1
+            count = max(0, min(int(step.sizes[index]), last_position - start))
+            tokens.append(np.arange(begin, begin + count))
             slots.append(np.full(count, slot))
             positions.append(np.arange(start + 1, start + 1 + count))
-        if not places:
+        if not tokens:
             return _NONE, (_NONE, _NONE)
-        return np.concatenate(places), (np.concatenate(slots), np.concatenate(positions))
+        return np.concatenate(tokens), (np.concatenate(slots), np.concatenate(positions))
 
     def _scores(self, targets: tuple[Slots, Slots], logits: torch.Tensor) -> Logprobs:
         """Return the log-probabilities of the ids at these slots and positions, at temperature 1."""
         ids = self._cache.token_ids[targets].astype(np.int64)
         ids = ids if self._images is None else self._images.plain(ids)
-        chosen = torch.from_numpy(ids).to(logits.device).unsqueeze(1)
+        columns = torch.from_numpy(ids).to(logits.device).unsqueeze(1)
         scaled = logits.float()
-        found: Logprobs = (scaled.gather(1, chosen).squeeze(1) - scaled.logsumexp(-1)).cpu().numpy()
-        return found
+        logprobs: Logprobs = (scaled.gather(1, columns).squeeze(1) - scaled.logsumexp(-1)).cpu().numpy()
+        return logprobs
 
     def _advance(self, step: ModelInput, logits: torch.Tensor) -> None:
         cache, stats, slots = self._cache, self.stats, step.sampling
@@ -364,45 +364,45 @@ class Engine:
         cache.cached[step.slots] += step.sizes
         if not len(slots):
             return
-        places = cache.length[slots]
+        positions = cache.length[slots]
         table = self._roster.table
         allowed = self._roster.allowed(slots, logits.shape[1])
-        token_ids, logprobs = sample(logits, table.rows(slots), table.draws(slots, places), allowed)
+        token_ids, logprobs = sample(logits, table.rows(slots), table.draws(slots, positions), allowed)
         finite = np.isfinite(logprobs)
         stats.generated_tokens += int(finite.sum())
         cache.append(slots, token_ids, finite)
-        self._roster.table.write(slots, places, logprobs)
+        self._roster.table.write(slots, positions, logprobs)
         stopped = self._roster.table.stops(slots, token_ids)
         full = cache.length[slots] >= self._roster.table.limit[slots]
-        ended = stopped | full | ~finite
+        finished = stopped | full | ~finite
         if allowed is not None:
-            self._roster.advance(slots[~ended], token_ids[~ended])
-        outputs = self._watch(slots, token_ids, ended) if self._roster.watched else []
-        for place in np.flatnonzero(ended).tolist():
-            slot = int(slots[place])
+            self._roster.advance(slots[~finished], token_ids[~finished])
+        outputs = self._watch(slots, token_ids, finished) if self._roster.watched else []
+        for index in np.flatnonzero(finished).tolist():
+            slot = int(slots[index])
             if not self._roster.runs(slot):
                 continue
-            if not finite[place]:
+            if not finite[index]:
                 outputs.append(self._roster.finish(slot, "error", None))
-            elif stopped[place]:
-                token_id = int(token_ids[place])
+            elif stopped[index]:
+                token_id = int(token_ids[index])
                 outputs.append(self._roster.finish(slot, "stop", None if token_id in self.model.eos_ids else token_id))
             else:
                 outputs.append(self._roster.finish(slot, "length", None))
         self._ended(outputs)
 
     def _watch(
-        self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], ended: npt.NDArray[np.bool_]
+        self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], finished: npt.NDArray[np.bool_]
     ) -> list[Output]:
-        """Check stop strings, and collect streamed ids of sequences that go on."""
+        """Check stop strings, and collect streamed ids of sequences that continue."""
         outputs: list[Output] = []
-        for place in np.flatnonzero(np.isin(slots, list(self._roster.watched))).tolist():
-            slot = int(slots[place])
+        for index in np.flatnonzero(np.isin(slots, list(self._roster.watched))).tolist():
+            slot = int(slots[index])
             generation = self._roster.occupant(slot)
-            found = generation.stops.feed(int(token_ids[place])) if generation.stops is not None else None
-            if found is not None:
-                outputs.append(self._roster.finish(slot, "stop", found))
-            elif generation.stream and not ended[place] and self._roster.due(slot):
+            stop = generation.stops.feed(int(token_ids[index])) if generation.stops is not None else None
+            if stop is not None:
+                outputs.append(self._roster.finish(slot, "stop", stop))
+            elif generation.stream and not finished[index] and self._roster.due(slot):
                 outputs.append(self._roster.save(slot).output(None, None))
         return outputs
 

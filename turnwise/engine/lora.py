@@ -32,8 +32,8 @@ def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
         up: B, shape [out, rank].
         scale: alpha / rank.
     """
-    whole = torch.addmm(base.float(), up.to(base.device).float(), down.to(base.device).float(), alpha=scale)
-    return whole.to(base.dtype)
+    matrix = torch.addmm(base.float(), up.to(base.device).float(), down.to(base.device).float(), alpha=scale)
+    return matrix.to(base.dtype)
 
 
 class BaseWeights:
@@ -73,10 +73,10 @@ class BaseWeights:
             )
         problems = list(_problems(served, tensors, adapter))
         if problems:
-            shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+            listed = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
             raise FormatError(
                 f"weights version {version} is an adapter that does not fit the served model ({len(problems)} "
-                f"problems: {shown}): send one with the architecture, rank and targets of its manifest"
+                f"problems: {listed}): send one with the architecture, rank and targets of its manifest"
             )
         # A parameter made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -96,25 +96,25 @@ class BaseWeights:
 
 
 def _problems(served: Mapping[str, Tensor], tensors: Mapping[str, Tensor], adapter: AdapterInfo) -> list[str]:
-    known = set()
-    found: list[str] = []
+    expected = set()
+    problems: list[str] = []
     for target in adapter.targets:
         matrix = served.get(f"{target}.weight")
         if matrix is None or matrix.ndim != 2:
-            found.append(f"no matrix {target}.weight")
+            problems.append(f"no matrix {target}.weight")
             continue
         shapes = {"lora_A": (adapter.rank, matrix.shape[1]), "lora_B": (matrix.shape[0], adapter.rank)}
         for part, shape in shapes.items():
             name = f"{target}.{part}.weight"
-            known.add(name)
+            expected.add(name)
             if name not in tensors:
-                found.append(f"missing {name!r}")
+                problems.append(f"missing {name!r}")
             elif tuple(tensors[name].shape) != shape:
-                found.append(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
-    places = [served[f"{each}.weight"].data_ptr() for each in adapter.targets if f"{each}.weight" in served]
-    if len(set(places)) < len(places):
-        found.append("two targets are one tied matrix")
-    return found + [f"unknown name {name!r}" for name in tensors if name not in known]
+                problems.append(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
+    addresses = [served[f"{target}.weight"].data_ptr() for target in adapter.targets if f"{target}.weight" in served]
+    if len(set(addresses)) < len(addresses):
+        problems.append("two targets are one tied matrix")
+    return problems + [f"unknown name {name!r}" for name in tensors if name not in expected]
 
 
 class NamedAdapters:
@@ -151,17 +151,18 @@ class NamedAdapters:
     def load(
         self, served: Mapping[str, Tensor], tensors: Mapping[str, Tensor], adapter: AdapterInfo, version: int
     ) -> int:
-        """Put an adapter in the place of the last one of its name, or add it, and return its number; all or nothing.
+        """Replace the adapter of this name, or add it, and return its number; all or nothing.
 
         Raises FormatError if a tensor is missing, unknown or of another shape, or a target cannot be adapted.
         """
         assert adapter.name is not None, "the adapter has a name"
         problems = [*_problems(served, tensors, adapter), *self._not_adaptable(served, adapter)]
         if problems:
-            shown = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+            listed = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
             raise FormatError(
                 f"weights version {version} of the adapter {adapter.name!r} does not fit the served model "
-                f"({len(problems)} problems: {shown}): send one with the architecture, rank and targets of its manifest"
+                f"({len(problems)} problems: {listed}): send one with the architecture, rank and targets of its "
+                "manifest"
             )
         number = self._numbers.get(adapter.name, len(self._numbers) + 1)
         for factors in self._factors.values():
@@ -188,13 +189,13 @@ class NamedAdapters:
             numbers: int64 of shape [T]: number of each packed token's adapter.
             device: Of the model.
         """
-        found = np.unique(numbers).tolist()
-        alone = len(found) == 1
+        used = np.unique(numbers).tolist()
+        alone = len(used) == 1
         self._tokens = len(numbers)
         self._parts = [
-            (each, None if alone else torch.from_numpy(np.flatnonzero(numbers == each)).to(device))
-            for each in found
-            if each
+            (number, None if alone else torch.from_numpy(np.flatnonzero(numbers == number)).to(device))
+            for number in used
+            if number
         ]
         try:
             yield
@@ -210,10 +211,10 @@ class NamedAdapters:
                     "or give the policy its own server"
                 )
 
-    def _add(self, target: str, _: torch.nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def _add(self, target: str, _: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Add the adapters of this step to the output [..., T, out] of a layer, whose input is [..., T, in]."""
-        rows = given[0]
-        for number, places in self._parts:
+        rows = inputs[0]
+        for number, tokens in self._parts:
             if (factors := self._factors[target].get(number)) is None:
                 continue
             if rows.shape[-2] != self._tokens:
@@ -222,10 +223,10 @@ class NamedAdapters:
                     "share a server; serve each policy by its own"
                 )
             down, up = factors
-            if places is None:
+            if tokens is None:
                 output += linear(linear(rows, down), up)
             else:
-                output.index_add_(-2, places, linear(linear(rows.index_select(-2, places), down), up))
+                output.index_add_(-2, tokens, linear(linear(rows.index_select(-2, tokens), down), up))
         return output
 
 
@@ -264,7 +265,7 @@ def adapter_chain(path: str | Path) -> tuple[Path, list[SavedAdapter]]:
     """
     base, chain = Path(path), list[SavedAdapter]()
     while is_adapter(base):
-        if any(each.path.resolve() == base.resolve() for each in chain):
+        if any(adapter.path.resolve() == base.resolve() for adapter in chain):
             raise FormatError(f"{base / ADAPTER_CONFIG}: the adapter names itself as its model")
         chain.insert(0, read_adapter(base))
         base = chain[0].base
@@ -288,12 +289,14 @@ def read_settings(path: Path) -> tuple[Path, int, float]:
     """Return base folder, rank and alpha (scale = alpha / rank). Raises FormatError."""
     file = path / ADAPTER_CONFIG
     try:
-        said: Any = json.loads(file.read_text(encoding="utf-8"))
-        rank, alpha, base = int(said["r"]), float(said["lora_alpha"]), str(said["base_model_name_or_path"])
-        kind = said["peft_type"]
+        settings: Any = json.loads(file.read_text(encoding="utf-8"))
+        rank, alpha, base = int(settings["r"]), float(settings["lora_alpha"]), str(settings["base_model_name_or_path"])
+        kind = settings["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{file} cannot be read as the settings of an adapter: {error!r}") from error
-    other = [name for name in _OTHER if said.get(name)] + (["bias"] if said.get("bias", "none") != "none" else [])
+    other = [name for name in _OTHER if settings.get(name)] + (
+        ["bias"] if settings.get("bias", "none") != "none" else []
+    )
     if kind != "LORA" or other:
         what = f"sets {', '.join(other)}" if other else f"is of the kind {kind}"
         raise FormatError(f"{file} {what}: only plain LoRA can be read; merge it with peft and name the merged model")
@@ -302,7 +305,7 @@ def read_settings(path: Path) -> tuple[Path, int, float]:
         raise FormatError(
             f"{file} says base_model_name_or_path {base!r}, which does not exist: set it to the model's directory"
         )
-    return folder, rank, alpha * math.sqrt(rank) if said.get("use_rslora") else alpha
+    return folder, rank, alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
 
 
 def read_adapter(path: Path) -> SavedAdapter:
@@ -310,10 +313,10 @@ def read_adapter(path: Path) -> SavedAdapter:
     base, rank, alpha = read_settings(path)
     file = path / ADAPTER_WEIGHTS
     try:
-        found = load_file(file)
+        stored = load_file(file)
     except (SafetensorError, OSError) as error:
         raise FormatError(f"{file} cannot be read: {error}") from error
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in found.items()}
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
     return SavedAdapter(path, base, AdapterInfo(rank, alpha, tuple(targets)), tensors)
 

@@ -103,8 +103,8 @@ class RewardApp:
         elif route == ("GET", "/stats"):
             await answer_json(send, 200, orjson.dumps(self._stats()))
         else:
-            known = f"POST {CLASSIFY}, GET /health, GET /v1/models, GET /stats"
-            message = f"{' '.join(route)} is not a route of this server; there are {known}"
+            routes = f"POST {CLASSIFY}, GET /health, GET /v1/models, GET /stats"
+            message = f"{' '.join(route)} is not a route of this server; there are {routes}"
             await answer_json(send, 404, wire.encode_error(message, status=404))
 
     async def _classify(self, receive: Receive, send: Send) -> None:
@@ -127,7 +127,7 @@ class RewardApp:
         if not all(math.isfinite(value) for values in outputs for value in values):
             await answer_json(send, 500, wire.encode_error("the model's output is not finite", status=500))
             return
-        await answer_json(send, 200, orjson.dumps(self._answer(body, inputs, [activate(each) for each in outputs])))
+        await answer_json(send, 200, orjson.dumps(self._answer(body, inputs, [activate(output) for output in outputs])))
 
     def _answer(self, body: dict[str, Any], inputs: Sequence[list[int]], outputs: list[list[float]]) -> dict[str, Any]:
         tokens = sum(map(len, inputs))
@@ -175,7 +175,7 @@ class RewardApp:
 
     def _chat(self, body: dict[str, Any]) -> list[list[int]]:
         messages, arguments = body["messages"], body.get("chat_template_kwargs") or {}
-        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
             raise BadRequest("messages", "messages must be a list of messages that is not empty")
         for index, message in enumerate(messages):
             _check_message(message, f"messages[{index}]")
@@ -187,21 +187,21 @@ class RewardApp:
             raise BadRequest("messages", f"messages cannot be rendered: {error}") from error
 
     def _plain(self, body: dict[str, Any]) -> list[list[int]]:
-        given = body["input"]
+        texts = body["input"]
         special = _flag(body, "add_special_tokens", True)
-        if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int)):
-            given = [given]
-        if not isinstance(given, list) or not given:
-            raise BadRequest("input", f"input must be a string, strings, ids or lists of ids, not {shown(given)}")
-        return [self._one(each, special) for each in given]
+        if isinstance(texts, str) or (isinstance(texts, list) and texts and isinstance(texts[0], int)):
+            texts = [texts]
+        if not isinstance(texts, list) or not texts:
+            raise BadRequest("input", f"input must be a string, strings, ids or lists of ids, not {shown(texts)}")
+        return [self._one(text, special) for text in texts]
 
-    def _one(self, given: Any, special: bool) -> list[int]:
-        if isinstance(given, str):
-            return self._encode.text(given, special=special)
-        most = self._served.vocabulary
-        if not isinstance(given, list) or not all(type(each) is int and 0 <= each < most for each in given):
-            raise BadRequest("input", f"input holds {shown(given)}: it must be a string, or ids of 0 to {most - 1}")
-        return given
+    def _one(self, text: Any, special: bool) -> list[int]:
+        if isinstance(text, str):
+            return self._encode.text(text, special=special)
+        end = self._served.vocabulary
+        if not isinstance(text, list) or not all(type(token) is int and 0 <= token < end for token in text):
+            raise BadRequest("input", f"input holds {shown(text)}: it must be a string, or ids of 0 to {end - 1}")
+        return text
 
 
 def _check_message(message: dict[str, Any], where: str) -> None:
@@ -272,7 +272,7 @@ class Classifier:
             from transformers import AutoConfig, AutoModelForSequenceClassification
         except ImportError as error:
             raise MissingExtraError("transformers", "serve", "serving a reward model") from error
-        place = chosen(device)
+        target = chosen(device)
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
             named = [name for name in config.architectures or () if "ForSequenceClassification" in name]
@@ -288,15 +288,15 @@ class Classifier:
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise InferenceError(f"{directory} cannot be loaded as a sequence classifier: {error}") from error
-        self._model = model.to(place).eval().requires_grad_(False)
-        self._device = place
+        self._model = model.to(target).eval().requires_grad_(False)
+        self._device = target
         self._padding: int | None = model.config.get_text_config().pad_token_id
         self.labels = int(model.config.num_labels)
         self.label_names = [str(model.config.id2label.get(index, f"LABEL_{index}")) for index in range(self.labels)]
         self.problem_type = model.config.problem_type
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.max_context = min(each for each in (max_context, own, 2**31 - 1) if each)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_context = min(limit for limit in (max_context, longest, 2**31 - 1) if limit)
 
     def forward(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return raw outputs, one number per label for each input, independent of the batch (right-padded, masked)."""
@@ -309,9 +309,9 @@ class Classifier:
             self._model.config.get_text_config().pad_token_id = self._model.config.pad_token_id = padding
         token_ids = torch.full((len(inputs), length), padding, dtype=torch.int64)
         mask = torch.zeros((len(inputs), length), dtype=torch.int64)
-        for row, each in enumerate(inputs):
-            token_ids[row, : len(each)] = torch.tensor(each, dtype=torch.int64)
-            mask[row, : len(each)] = 1
+        for row, ids in enumerate(inputs):
+            token_ids[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+            mask[row, : len(ids)] = 1
         with torch.inference_mode():
             output = self._model(input_ids=token_ids.to(self._device), attention_mask=mask.to(self._device))
         result: list[list[float]] = output.logits.float().cpu().tolist()
@@ -346,19 +346,19 @@ class ClassifierBatcher:
     def run(self) -> None:
         """Run forever."""
         while True:
-            taken = [self._waiting.get()]
+            queued = [self._waiting.get()]
             while not self._waiting.empty():
-                taken.append(self._waiting.get())
-            taken.sort(key=lambda item: len(item[0]))
-            while taken:
-                size = self._fitting(taken)
-                self._pass(taken[-size:])
-                del taken[-size:]
+                queued.append(self._waiting.get())
+            queued.sort(key=lambda item: len(item[0]))
+            while queued:
+                size = self._fitting(queued)
+                self._pass(queued[-size:])
+                del queued[-size:]
 
-    def _fitting(self, taken: Sequence[tuple[list[int], Any]]) -> int:
+    def _fitting(self, queued: Sequence[tuple[list[int], Any]]) -> int:
         """Return how many of the longest inputs fit into a pass; the longest determines the padding."""
-        longest = max(1, len(taken[-1][0]))
-        return max(1, min(len(taken), self._max_seqs, self._max_tokens // longest))
+        longest = max(1, len(queued[-1][0]))
+        return max(1, min(len(queued), self._max_seqs, self._max_tokens // longest))
 
     def _pass(self, batch: Sequence[tuple[list[int], Future[list[float]]]]) -> None:
         live = [(token_ids, future) for token_ids, future in batch if future.set_running_or_notify_cancel()]
@@ -409,17 +409,17 @@ class Encoder:
         if not self._template:
             raise RenderError("the tokenizer of this model has no chat template: send a text as input instead")
         template = ChatTemplate(self._template, variables={**self._special, **arguments})
-        told = [self._template_message(message) for message in messages]
-        return self._tokens.encode(template.render(told, None, generate=False))
+        escaped = [self._template_message(message) for message in messages]
+        return self._tokens.encode(template.render(escaped, None, generate=False))
 
     def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message in the template's form: texts escaped, content joined, arguments as objects."""
-        told = {**message, "content": self._escaped(text_of(message))}
-        if isinstance(told.get("reasoning_content"), str):
-            told["reasoning_content"] = self._escaped(told["reasoning_content"])
-        if isinstance(told.get("tool_calls"), list):
-            told["tool_calls"] = [self._call(call) for call in told["tool_calls"]]
-        return told
+        escaped = {**message, "content": self._escaped(text_of(message))}
+        if isinstance(escaped.get("reasoning_content"), str):
+            escaped["reasoning_content"] = self._escaped(escaped["reasoning_content"])
+        if isinstance(escaped.get("tool_calls"), list):
+            escaped["tool_calls"] = [self._call(call) for call in escaped["tool_calls"]]
+        return escaped
 
     def _call(self, call: Any) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -436,8 +436,8 @@ class Encoder:
         if isinstance(value, str):
             return self._tokens.escape(value)
         if isinstance(value, dict):
-            return {key: self._escaped(each) for key, each in value.items()}
-        return [self._escaped(each) for each in value] if isinstance(value, list) else value
+            return {key: self._escaped(member) for key, member in value.items()}
+        return [self._escaped(member) for member in value] if isinstance(value, list) else value
 
 
 def serve_reward(spec: RewardServerSpec) -> None:

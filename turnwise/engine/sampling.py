@@ -102,8 +102,8 @@ def sample(
     best = scaled.argmax(dim=-1, keepdim=True) if any_greedy else None
     if best is not None and bool(greedy.all()):
         return best.squeeze(1).cpu().numpy(), weights.sum(-1).log().neg().cpu().numpy()
-    kept = _truncate(weights, params, greedy)
-    cumulative = kept.cumsum(-1)
+    truncated = _truncate(weights, params, greedy)
+    cumulative = truncated.cumsum(-1)
     total = cumulative[:, -1:]
     # The target stays below the total, so that the first id whose cumulative weight exceeds it exists and has
     # weight: with `right`, ids of weight zero are never hit.
@@ -112,7 +112,7 @@ def sample(
     token_ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=scaled.shape[1] - 1)
     if best is not None:
         token_ids = torch.where(torch.from_numpy(greedy).to(token_ids.device).unsqueeze(1), best, token_ids)
-    mass = total if kept is weights else weights.sum(-1, keepdim=True)
+    mass = total if truncated is weights else weights.sum(-1, keepdim=True)
     logprobs = scaled.gather(1, token_ids) - peak - mass.log()
     return token_ids.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
 
@@ -126,8 +126,8 @@ def _sample_allowed(
     token_ids, _ = sample(masked, params, draws)
     divisor = np.where(params.temperature == 0.0, np.float32(1.0), params.temperature)
     scaled = scaled / torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
-    chosen = torch.from_numpy(token_ids).to(scaled.device).unsqueeze(1)
-    return token_ids, scaled.log_softmax(-1).gather(1, chosen).squeeze(1).cpu().numpy()
+    sampled = torch.from_numpy(token_ids).to(scaled.device).unsqueeze(1)
+    return token_ids, scaled.log_softmax(-1).gather(1, sampled).squeeze(1).cpu().numpy()
 
 
 def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.bool_]) -> torch.Tensor:
@@ -139,17 +139,17 @@ def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.b
     floored = np.flatnonzero((params.min_p > 0.0) & ~greedy)
     if not len(ranked) and not len(floored):
         return weights
-    kept = weights.clone()
+    truncated = weights.clone()
     if len(ranked):
         rows = torch.from_numpy(ranked).to(weights.device)
-        kept[rows] = _keep_top(weights[rows], params.top_k[ranked], params.top_p[ranked])
+        truncated[rows] = _keep_top(weights[rows], params.top_k[ranked], params.top_p[ranked])
     if len(floored):
         rows = torch.from_numpy(floored).to(weights.device)
         floor = torch.from_numpy(params.min_p[floored]).to(weights.device).unsqueeze(1)
         # Weights are relative to the likeliest id, whose weight is 1.
-        part = kept[rows]
-        kept[rows] = torch.where(weights[rows] >= floor, part, torch.zeros_like(part))
-    return kept
+        part = truncated[rows]
+        truncated[rows] = torch.where(weights[rows] >= floor, part, torch.zeros_like(part))
+    return truncated
 
 
 def _keep_top(weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.NDArray[np.float32]) -> torch.Tensor:
@@ -169,6 +169,6 @@ def _keep_top(weights: torch.Tensor, top_k: npt.NDArray[np.int64], top_p: npt.ND
         if width == vocabulary or bool(enough.all()):
             break
         width = vocabulary
-    inside = (cumulative - values < nucleus * mass) | (nucleus >= 1.0)
-    inside[:, 0] = True
-    return torch.zeros_like(weights).scatter_(1, likeliest, torch.where(inside, values, torch.zeros_like(values)))
+    within = (cumulative - values < nucleus * mass) | (nucleus >= 1.0)
+    within[:, 0] = True
+    return torch.zeros_like(weights).scatter_(1, likeliest, torch.where(within, values, torch.zeros_like(values)))

@@ -119,8 +119,8 @@ class App:
             return
         handler = self._routes.get((method, path))
         if handler is None:
-            known = ", ".join(f"{verb} {route}" for verb, route in self._routes)
-            message = f"{method} {path} is not a route of this server; there are POST {wire.GENERATE}, {known}"
+            routes = ", ".join(f"{verb} {route}" for verb, route in self._routes)
+            message = f"{method} {path} is not a route of this server; there are POST {wire.GENERATE}, {routes}"
             await answer_json(send, 404, wire.encode_error(message, status=404))
             return
         try:
@@ -134,13 +134,13 @@ class App:
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = self._engine
         try:
-            each = _ID_BYTES if engine.model.vision is None else _ID_BYTES + _BYTES_OF_AN_IMAGE
-            raw = await read_body(receive, _BESIDES_IDS + each * engine.max_context)
+            bytes_per_token = _ID_BYTES if engine.model.vision is None else _ID_BYTES + _BYTES_OF_AN_IMAGE
+            raw = await read_body(receive, _BESIDES_IDS + bytes_per_token * engine.max_context)
             decode = partial(self._decode, raw)
             # A hundred thousand ids take 10 ms to decode and to check, in which nothing else would be answered.
             request, images = decode() if len(raw) <= _LONG_BODY else await asyncio.to_thread(decode)
             adapter = self._adapter(request.model)
-            held = await self._hold(request.params)
+            grammar = await self._hold(request.params)
             if request.request_id in self._queues:
                 raise BadRequest(
                     "request_id", f"request_id {request.request_id!r} is in flight already: choose another"
@@ -161,7 +161,7 @@ class App:
             continued=request.continued,
             stream=request.stream,
             stream_interval=request.stream_interval,
-            held=held,
+            grammar=grammar,
             scored=request.scored,
             images=images,
             adapter=adapter,
@@ -193,8 +193,8 @@ class App:
             return numbers[model]
         if model in (None, self._name):
             return 0
-        known = ", ".join(dict.fromkeys([self._name, *numbers]))
-        raise BadRequest("model", f"model is {model!r}, which is not served: name one of {known}, or leave it out")
+        names = ", ".join(dict.fromkeys([self._name, *numbers]))
+        raise BadRequest("model", f"model is {model!r}, which is not served: name one of {names}, or leave it out")
 
     async def _hold(self, params: SamplingParams) -> GrammarState | None:
         if params.guide is None:
@@ -307,11 +307,11 @@ class App:
 
     async def _update_weight_version(self, raw: bytes, _: Scope) -> Any:
         body = wire.decode_json(raw)
-        given, adapter = body.get("new_version"), self._adapter(body.get("model"))
+        stated, adapter = body.get("new_version"), self._adapter(body.get("model"))
         try:
-            version = int(str(given))
+            version = int(str(stated))
         except ValueError:
-            raise BadRequest("new_version", f"new_version must be an integer or its text, not {given!r}") from None
+            raise BadRequest("new_version", f"new_version must be an integer or its text, not {stated!r}") from None
         await asyncio.wrap_future(self._engine.call(lambda: self._engine.set_version(version, adapter)))
         return {"success": True, "new_version": str(version)}
 
@@ -333,9 +333,9 @@ def _usage(output: Output, sampled: int) -> dict[str, Any]:
 
 
 def _session(scope: Scope) -> str:
-    wanted = wire.SESSION_HEADER.lower().encode()
+    header = wire.SESSION_HEADER.lower().encode()
     for key, value in scope["headers"]:
-        if key == wanted:
+        if key == header:
             text: str = value.decode("latin-1")
             return text
     return ""

@@ -86,8 +86,8 @@ class GrammarCache:
         """Return the grammar state of a completion with these stop ids. Raises BadRequest for an unsupported tag."""
         matcher = self._matcher(self._tokens, grammar_of(tag), log_level=0)
         if matcher.is_error():
-            said = str(matcher.get_error()).strip().partition("\n")[0]
-            raise BadRequest(_FIELD, f"{_FIELD} cannot be enforced: {said}")
+            reason = str(matcher.get_error()).strip().partition("\n")[0]
+            raise BadRequest(_FIELD, f"{_FIELD} cannot be enforced: {reason}")
         if not ends and not self._eos:
             raise BadRequest(_FIELD, f"{_FIELD} needs an id that ends the completion: send stop_token_ids")
         return GrammarState(matcher, self._vocabulary, [*ends, *self._eos])
@@ -133,30 +133,30 @@ class _Writer:
         if kind == "sequence":
             return self._rule("s", self._sequence(tag["elements"]))
         if kind == "or":
-            return self._rule("o", " | ".join(self.write(each) for each in tag["elements"]))
+            return self._rule("o", " | ".join(self.write(element) for element in tag["elements"]))
         inner = self._rule("p", self.write(tag["content"]))
         return inner + {"optional": "?", "star": "*", "plus": "+"}[kind]
 
     def _sequence(self, elements: Sequence[Mapping[str, Any]]) -> str:
         parts: list[str] = []
         skip = False
-        for place, each in enumerate(elements):
+        for index, element in enumerate(elements):
             if skip:
                 skip = False
                 continue
-            following = elements[place + 1] if place + 1 < len(elements) else None
-            if each["type"] == "any_text" and following is not None and following["type"] == "const_string":
+            following = elements[index + 1] if index + 1 < len(elements) else None
+            if element["type"] == "any_text" and following is not None and following["type"] == "const_string":
                 # The text ends at the first occurrence of the string that follows it.
-                parts.append(self._free(each, _text(following["value"])))
+                parts.append(self._free(element, _text(following["value"])))
                 skip = True
             else:
-                parts.append(self.write(each))
+                parts.append(self.write(element))
         return " ".join(parts)
 
     def _free(self, tag: Mapping[str, Any], until: str | None) -> str:
         if until:
             return self._terminal(_ANY + _literal(until), lazy=True)
-        walls = [_literal(_text(each)) for each in tag.get("excludes") or () if each]
+        walls = [_literal(_text(excluded)) for excluded in tag.get("excludes") or () if excluded]
         return self._terminal(_ANY, wall=f"{_ANY}({'|'.join(walls)}){_ANY}" if walls else None)
 
     def _rule(self, prefix: str, body: str) -> str:

@@ -54,7 +54,7 @@ class PlacedEmbeddings:
         embedding: What stands there, N rows each.
     """
 
-    places: Tensor
+    indices: Tensor
     embedding: ImageEmbedding
 
 
@@ -89,8 +89,8 @@ class VisionTower:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters outside of the language model and its head: vision tower and connector."""
-        others = [*self._model.get_decoder().parameters(), *self._model.get_output_embeddings().parameters()]
-        language = {id(parameter) for parameter in others}
+        language_model = [*self._model.get_decoder().parameters(), *self._model.get_output_embeddings().parameters()]
+        language = {id(parameter) for parameter in language_model}
         return [parameter for parameter in self._model.parameters() if id(parameter) not in language]
 
     def rows(self, features: Features) -> int:
@@ -137,10 +137,10 @@ class VisionTower:
         if images is None:
             return {"inputs_embeds": embedded[None]}
         values = images.embedding.tokens.to(embedded.dtype)
-        inputs: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, images.places, values)[None]}
+        inputs: dict[str, Any] = {"inputs_embeds": embedded.index_copy(0, images.indices, values)[None]}
         if images.embedding.deep:
             mask = torch.zeros(len(token_ids), dtype=torch.bool, device=token_ids.device)
-            mask[images.places] = True
+            mask[images.indices] = True
             inputs |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": list(images.embedding.deep)}
         return inputs
 
@@ -154,18 +154,18 @@ class VisionTower:
             length: Number of tokens; as many as are to come may be counted in.
             images: (position of the first placeholder, model inputs) of each image, in order. Not read without M-RoPE.
         """
-        found = np.zeros((3, length), dtype=np.int64)
-        place = current = 0
+        positions = np.zeros((3, length), dtype=np.int64)
+        begin = current = 0
         for position, features in images if self.rotates else ():
-            found[:, place:position] = np.arange(current, current + position - place)
-            current += position - place
+            positions[:, begin:position] = np.arange(current, current + position - begin)
+            current += position - begin
             grid = features["image_grid_thw"] // np.array([1, self._merge, self._merge])
             size = int(np.prod(grid))
-            found[:, position : position + size] = current + np.indices(grid).reshape(3, -1)
+            positions[:, position : position + size] = current + np.indices(grid).reshape(3, -1)
             current += int(max(grid[1:]))
-            place = position + size
-        found[:, place:] = np.arange(current, current + length - place)
-        return found
+            begin = position + size
+        positions[:, begin:] = np.arange(current, current + length - begin)
+        return positions
 
     @property
     def _merge(self) -> int:
@@ -181,7 +181,7 @@ class VisionTower:
         patch = int(patch[0] if isinstance(patch, (list, tuple)) else patch)
         idefics = self._family in _IDEFICS
         shrinks = int(config.scale_factor) if idefics else round(1 / float(config.downsample_ratio))
-        each = (side // patch // shrinks) ** 2
+        per_tile = (side // patch // shrinks) ** 2
 
         def fault(image: Features) -> str | None:
             pixels = image["pixel_values"]
@@ -195,7 +195,7 @@ class VisionTower:
             # The model takes tiles of zeros for padding and drops them.
             return None if pixels.reshape(len(pixels), -1).any(1).all() else "have an empty tile"
 
-        return lambda image: each * len(image["pixel_values"]), fault
+        return lambda image: per_tile * len(image["pixel_values"]), fault
 
     def _grid_fault(self, image: Features) -> str | None:
         grid, pixels = image["image_grid_thw"], image["pixel_values"]
@@ -212,5 +212,5 @@ class VisionTower:
 
 def _flat(output: Any) -> Tensor:
     """Return embeddings, given whole or by image, as [placeholders, hidden]."""
-    whole = torch.cat(tuple(output)) if isinstance(output, (list, tuple)) else output
-    return whole.reshape(-1, whole.shape[-1])
+    joined = torch.cat(tuple(output)) if isinstance(output, (list, tuple)) else output
+    return joined.reshape(-1, joined.shape[-1])

@@ -129,11 +129,11 @@ def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[s
             raise FormatError(f"weights version {version}: the name {name!r} occurs twice")
         if tensor.dtype not in _DTYPES:
             raise FormatError(f"weights version {version}: {name} is {tensor.dtype}, which safetensors cannot hold")
-        place = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
-        if tensor.numel() and place in seen:
+        storage = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        if tensor.numel() and storage in seen:
             continue
         # Kept by reference until the file is written, so that no storage is freed and its address used again.
-        seen.add(place)
+        seen.add(storage)
         stored[name] = tensor.detach().to(CPU).contiguous()
     if not stored:
         raise FormatError(f"weights version {version}: there are no tensors to write")
@@ -143,21 +143,21 @@ def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[s
 def _holds(written: WeightManifest, stored: Mapping[str, torch.Tensor], adapter: AdapterInfo | None) -> bool:
     """Return whether a written file holds these tensors, bit for bit."""
     described = [(name, tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in stored.items()]
-    if written.adapter != adapter or [(each.name, each.shape, each.dtype) for each in written.tensors] != described:
+    if written.adapter != adapter or [(entry.name, entry.shape, entry.dtype) for entry in written.tensors] != described:
         return False
     try:
-        found = _mapped(written)
+        mapped = _mapped(written)
     except FormatError:
         return False
-    return all(_equal(found[name], tensor) for name, tensor in stored.items())
+    return all(_equal(mapped[name], tensor) for name, tensor in stored.items())
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare bits: equal NaNs are equal, zeros of different sign are not."""
-    left, right = bytes_of(one), bytes_of(other)
-    whole = left.size - left.size % 8
-    return np.array_equal(left[:whole].view(np.int64), right[:whole].view(np.int64)) and np.array_equal(
-        left[whole:], right[whole:]
+    bits, right = bytes_of(one), bytes_of(other)
+    words = bits.size - bits.size % 8
+    return np.array_equal(bits[:words].view(np.int64), right[:words].view(np.int64)) and np.array_equal(
+        bits[words:], right[words:]
     )
 
 
@@ -191,10 +191,10 @@ def write_weight_file(file: Path, stream: WeightStream) -> dict[str, str]:
 
 
 def _remove_versions(home: Path, newest: int, keep: int) -> None:
-    """Remove the files of versions up to ``newest`` but for the last ``keep``; who maps one keeps its memory."""
+    """Remove files of versions up to ``newest`` except the last ``keep``; a process that maps one keeps its memory."""
     files = ((_FILE_NAME.fullmatch(path.name), path) for path in home.iterdir())
-    found = sorted((int(match.group(1)), path) for match, path in files if match is not None)
-    older = [path for version, path in found if version <= newest]
+    by_version = sorted((int(match.group(1)), path) for match, path in files if match is not None)
+    older = [path for version, path in by_version if version <= newest]
     for outdated in older[: max(0, len(older) - keep)]:
         outdated.unlink(missing_ok=True)
 
@@ -235,9 +235,9 @@ def _mapped(manifest: WeightManifest) -> dict[str, torch.Tensor]:
         raise FormatError(f"{what}: the manifest names a tensor twice")
     try:
         with safe_open(path, framework="pt", device=CPU) as file:
-            found = set(file.keys())
-            if found != set(names):
-                missing, extra = sorted(set(names) - found)[:3], sorted(found - set(names))[:3]
+            names_in_file = set(file.keys())
+            if names_in_file != set(names):
+                missing, extra = sorted(set(names) - names_in_file)[:3], sorted(names_in_file - set(names))[:3]
                 raise FormatError(f"{what}: the file lacks {missing} and has {extra} that the manifest does not name")
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:

@@ -40,7 +40,7 @@ _SERVER_IMPORTS = ("turnwise.engine.causal_lm", "transformers.modeling_utils", "
 
 def forked_servers(configs: Sequence[InferenceConfig]) -> AbstractContextManager[None]:
     """Fork this process for each built-in server that starts in the context; see :class:`ForkedProcesses`."""
-    count = sum(each.replicas for each in configs if each.engine == "builtin" and not each.urls)
+    count = sum(config.replicas for config in configs if config.engine == "builtin" and not config.urls)
     return ForkedProcesses(_SERVER, _SERVER_IMPORTS).forked(count)
 
 
@@ -59,7 +59,7 @@ class BuiltinReplica(ServerReplica):
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
         config = self._config.model_copy(update={"port": self._port})
-        given = {
+        fields = {
             "model": str(self._model.absolute()),
             "name": self._name,
             "weight_version": self._weight_version,
@@ -69,7 +69,7 @@ class BuiltinReplica(ServerReplica):
 
         def command(inherited: Inherited) -> list[str]:
             described = config.model_copy(update={"host": on_node(config.host, inherited)}).model_dump()
-            spec = given | {"config": described, "report_fd": inherited.report, "lifeline_fd": inherited.lifeline}
+            spec = fields | {"config": described, "report_fd": inherited.report, "lifeline_fd": inherited.lifeline}
             return [sys.executable, "-m", _SERVER, "--config-json", orjson.dumps(spec).decode()]
 
         reported = await process.start(command, _threads(config.threads))
@@ -88,11 +88,11 @@ class BuiltinReplica(ServerReplica):
             ) from error
 
     async def _load_weights(self, manifest: WeightManifest) -> None:
-        await self._control.request(self._reachable(), "POST", "/update_weights", wire.encode_manifest(manifest))
+        await self._control.request(self._running_url(), "POST", "/update_weights", wire.encode_manifest(manifest))
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, prefilled, reused and generated tokens, CPU seconds, memory."""
-        return await self._control.request(self._reachable(), "GET", "/stats")
+        return await self._control.request(self._running_url(), "GET", "/stats")
 
     async def memory(self) -> MemoryUse | None:
         """Return the memory of the server's process, its GPU's included."""
@@ -108,7 +108,7 @@ class BuiltinReplica(ServerReplica):
 
 
 def _threads(count: int) -> Environment:
-    return lambda given: {**given, "OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
+    return lambda environment: {**environment, "OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
 
 
 class RewardServerSpec(BaseModel):
@@ -175,7 +175,7 @@ class RewardReplica(LaunchedServer):
 class ForkedProcesses:
     """Processes forked ahead of time, each of which becomes one server: it shares its parent's imports (Linux).
 
-    A fork is sound while this process has one thread of Python's and has computed nothing. That holds at the beginning
+    A fork is safe while this process has one thread of Python's and has computed nothing. That holds at the beginning
     of a command, right after its imports, and the servers start later: until then the processes wait. What cannot be
     forked (another module, another interpreter, more servers than processes, a restart) is started anew.
     """
@@ -194,8 +194,8 @@ class ForkedProcesses:
     @contextlib.contextmanager
     def forked(self, count: int) -> Iterator[None]:
         """Have ``count`` processes ready for servers that are started in the context."""
-        before = LocalPlacement.launcher
-        if sys.platform == "linux" and before is subprocess.Popen and threading.active_count() == 1:
+        launcher = LocalPlacement.launcher
+        if sys.platform == "linux" and launcher is subprocess.Popen and threading.active_count() == 1:
             # Collections would copy the shared memory page by page.
             gc.freeze()
             for _ in range(count):
@@ -204,7 +204,7 @@ class ForkedProcesses:
         try:
             yield
         finally:
-            LocalPlacement.launcher = before
+            LocalPlacement.launcher = launcher
             for pid, link in self._waiting:
                 link.close()
                 os.kill(pid, signal.SIGKILL)
@@ -286,12 +286,12 @@ def _become_server(link: socket.socket, main: Callable[[list[str]], int]) -> int
     if not body:
         return 0
     request = orjson.loads(body)
-    wanted = request["descriptors"]
+    descriptors = request["descriptors"]
     # First out of the way of the numbers that they shall have.
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for each in received]
-    for each in received:
-        os.close(each)
-    for source, number in zip(moved, wanted, strict=True):
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(descriptors) + 1) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for source, number in zip(moved, descriptors, strict=True):
         os.dup2(source, number, inheritable=True)
         os.close(source)
     os.environ.clear()

@@ -152,7 +152,7 @@ class HTTPClient(LLMClient):
         Args:
             urls: Base URLs, such as ``http://127.0.0.1:8000``; ValueError if empty.
             model: Sent as ``model`` to servers of several models.
-            names: Returns what is sent to a server, by its URL, in the place of ``model``.
+            names: Returns what is sent to a server instead of ``model``, by its URL.
             retries: Retries after a connection error; None for :data:`RETRIES`.
             retry_wait: Seconds before the first retry; doubled each time, at most 2.
             headers: Sent with every request (``Authorization``).
@@ -168,8 +168,8 @@ class HTTPClient(LLMClient):
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._routing = routing or RoutingOptions()
         self._media = MediaEncoder(processor)
-        # Hashes of the images that each server keeps; None for a server that keeps none.
-        self._kept: dict[str, set[str] | None] = {}
+        # Hashes of the images that each server keeps; None for one without a store.
+        self._stored_media: dict[str, set[str] | None] = {}
         self.router = Router(len(urls), self._routing)
         self._connections = Connections(self._headers)
         self._health = HealthChecks(self.router, self._healthy, self._abandon)
@@ -201,16 +201,16 @@ class HTTPClient(LLMClient):
         interval = self._report_interval(params)
         async with self._deadline(progress, request):
             if interval:
-                async for delta in self._deltas(progress, request, interval=interval, shown=False):
+                async for delta in self._deltas(progress, request, interval=interval, streamed=False):
                     if delta.finish_reason is not None:
                         return progress.completion(delta.finish_reason)
             while True:
                 raw, number, url = await self._post(progress, request, guided=params.guide is not None)
                 choice = wire.decode_response(_parse(raw, url), url)
                 progress.add(choice.token_ids, choice.logprobs, choice.spans)
-                ended = self._end_part(progress, choice.finish_reason, number, url)
-                if ended is not None:
-                    return progress.completion(ended)
+                finish_reason = self._end_part(progress, choice.finish_reason, number, url)
+                if finish_reason is not None:
+                    return progress.completion(finish_reason)
                 if params.guide is not None:
                     progress.drop()
                 await _wait_after_abort(progress, url, len(choice.token_ids))
@@ -221,23 +221,23 @@ class HTTPClient(LLMClient):
         """Sample one completion incrementally; see :meth:`LLMClient.stream`."""
         progress = _start(prompt, params)
         request = RoutedRequest(session_id, prompt.token_ids, params.max_tokens)
-        begun = asyncio.get_running_loop().time()
-        async with aclosing(self._deltas(progress, request, interval=1, shown=True)) as deltas:
+        started_at = asyncio.get_running_loop().time()
+        async with aclosing(self._deltas(progress, request, interval=1, streamed=True)) as deltas:
             while True:
                 # Only while this waits for servers: between two deltas the reader's code runs.
-                async with self._deadline(progress, request, begun=begun):
+                async with self._deadline(progress, request, started_at=started_at):
                     delta = await anext(deltas, None)
                 if delta is None:
                     return
                 yield delta
 
     async def _deltas(
-        self, progress: _Progress, request: RoutedRequest, *, interval: int, shown: bool
+        self, progress: _Progress, request: RoutedRequest, *, interval: int, streamed: bool
     ) -> AsyncGenerator[TokenDelta]:
-        """Sample a completion over streams; what was not ``shown`` to the caller may be sampled again."""
+        """Sample a completion over streams; what was not ``streamed`` to the caller may be sampled again."""
         failures = 0
         while True:
-            before = request.sampled = progress.sampled
+            sampled_before = request.sampled = progress.sampled
             choice: wire.Choice | None = None
             try:
                 async with (
@@ -252,21 +252,25 @@ class HTTPClient(LLMClient):
                         yield TokenDelta(choice.token_ids, choice.logprobs, _latest(progress.part_spans))
             except ConnectionFailed as error:
                 failures += 1
-                self._end_broken_part(progress, request, error, shown=shown)
+                self._end_broken_part(progress, request, error, streamed=streamed)
                 await self._after_failure(self._where(request), error, failures)
                 continue
             if choice is None or choice.finish_reason is None:
                 raise InferenceError(f"{url} ended a stream without a finish reason")
-            ended = self._end_part(progress, choice.finish_reason, number, url)
-            if ended is not None or len(choice.token_ids):
-                whole = tuple(progress.spans)
+            finish_reason = self._end_part(progress, choice.finish_reason, number, url)
+            if finish_reason is not None or len(choice.token_ids):
+                all_spans = tuple(progress.spans)
                 yield TokenDelta(
-                    choice.token_ids, choice.logprobs, _latest(whole), ended, () if ended is None else whole
+                    choice.token_ids,
+                    choice.logprobs,
+                    _latest(all_spans),
+                    finish_reason,
+                    () if finish_reason is None else all_spans,
                 )
-            if ended is not None:
+            if finish_reason is not None:
                 return
             _check_free(progress, url)
-            await _wait_after_abort(progress, url, progress.sampled - before)
+            await _wait_after_abort(progress, url, progress.sampled - sampled_before)
 
     def _report_interval(self, params: SamplingParams) -> int:
         """Return after how many tokens a completion is reported, to be resumed elsewhere; 0 for its end alone."""
@@ -279,17 +283,17 @@ class HTTPClient(LLMClient):
     def _end_part(self, progress: _Progress, reason: FinishReason | None, number: int, url: str) -> FinishReason | None:
         """End a part that a server answered whole; return the completion's finish reason if it ends here."""
         progress.end_part(url)
-        ended = _ended(progress, reason)
-        self.router.completed(number, _latest(progress.spans), progress.sampled if ended else None)
-        return ended
+        finish_reason = _finish_reason(progress, reason)
+        self.router.completed(number, _latest(progress.spans), progress.sampled if finish_reason else None)
+        return finish_reason
 
     def _end_broken_part(
-        self, progress: _Progress, request: RoutedRequest, error: ConnectionFailed, *, shown: bool
+        self, progress: _Progress, request: RoutedRequest, error: ConnectionFailed, *, streamed: bool
     ) -> None:
         """End a part whose server failed. Raises InferenceError if what was shown cannot be resumed."""
         where = self._where(request)
         if progress.sampled > progress.named and progress.part_spans is None:
-            if shown:
+            if streamed:
                 raise InferenceError(
                     f"{where} ended a stream before reporting which weights sampled it: {error}"
                 ) from error
@@ -303,9 +307,9 @@ class HTTPClient(LLMClient):
         request = RoutedRequest(session_id, token_ids, 1)
         for _ in range(_EMPTY_ABORTS):
             raw, _, url = await self._post(sent, request)
-            found = wire.decode_prompt_logprobs(_parse(raw, url), token_ids, url)
-            if found is not None:
-                return found
+            logprobs = wire.decode_prompt_logprobs(_parse(raw, url), token_ids, url)
+            if logprobs is not None:
+                return logprobs
             await asyncio.sleep(_ABORT_WAIT)
         raise InferenceError(f"{url} aborted a request {_EMPTY_ABORTS} times in a row without scoring anything")
 
@@ -316,7 +320,7 @@ class HTTPClient(LLMClient):
         body = _parse(await self._get(url, "/v1/models"), url)
         try:
             cards = body["data"]
-            card = next((each for each in cards if each["id"] == served.model), cards[0])
+            card = next((listed for listed in cards if listed["id"] == served.model), cards[0])
             # vLLM's cards of adapters do not repeat it.
             name, length = str(card["id"]), int(card.get("max_model_len") or cards[0]["max_model_len"])
             # Ours say so; vLLM always can.
@@ -361,54 +365,54 @@ class HTTPClient(LLMClient):
         finally:
             self.router.release(assignment)
 
-    async def _body(self, sent: _Progress | _Scoring, url: str, stream: int = 0, *, whole: bool = False) -> _Body:
-        """Return the body for a server; images that it keeps are named and, unless ``whole``, not sent again."""
+    async def _body(self, sent: _Progress | _Scoring, url: str, stream: int = 0, *, resend: bool = False) -> _Body:
+        """Return the body for a server; images that it keeps are named and, unless ``resend``, not sent again."""
         name = self._names(url)
         if isinstance(sent, _Scoring):
             return _Body(encode_scoring(sent.token_ids, model=name.model))
         sent.version = name.version
         if not sent.media:
             return _Body(sent.body(stream=stream, model=name.model))
-        if url not in self._kept:
+        if url not in self._stored_media:
             cards = _parse(await self._get(url, "/v1/models"), url).get("data") or [{}]
-            self._kept[url] = set() if cards[0].get("keeps_media") else None
-        known = frozenset() if whole else frozenset(self._kept.get(url) or ())
+            self._stored_media[url] = set() if cards[0].get("keeps_media") else None
+        stored = frozenset() if resend else frozenset(self._stored_media.get(url) or ())
         # Images that no renderer of this process has placed are decoded here.
-        features = await asyncio.to_thread(self._media.encode, sent.media, known) or {}
-        hashes = frozenset(digest for each in features["mm_hashes"].values() for digest in each)
+        features = await asyncio.to_thread(self._media.encode, sent.media, stored) or {}
+        hashes = frozenset(digest for digests in features["mm_hashes"].values() for digest in digests)
         data = sent.body(stream=stream, model=name.model, features=features)
-        return _Body(data, hashes, partial=bool(hashes & known))
+        return _Body(data, hashes, partial=bool(hashes & stored))
 
     def _lacks_media(self, url: str, body: _Body, status: int, raw: bytes) -> bool:
         """Return whether a server lacks images that a body only named; all are then sent to it again."""
         if not (body.partial and status == 400 and wire.error_field(raw) == "features.mm_hashes"):
             return False
-        self._kept[url] = set()
+        self._stored_media[url] = set()
         return True
 
-    def _keeps(self, url: str, body: _Body) -> None:
+    def _note_stored_media(self, url: str, body: _Body) -> None:
         """Note the images that a server has accepted."""
-        kept = self._kept.get(url)
-        if kept is not None:
-            kept |= body.hashes
+        stored = self._stored_media.get(url)
+        if stored is not None:
+            stored |= body.hashes
 
     async def _post(
         self, sent: _Progress | _Scoring, request: RoutedRequest, *, guided: bool = False
     ) -> tuple[bytes, int, str]:
         """Send a request with retries; return the body, and the server's number and URL."""
         failures = 0
-        whole = False
+        resend = False
         while True:
             try:
                 async with self._server(request) as (number, url):
                     headers = _session_header(request.session_id)
-                    body = await self._body(sent, url, whole=whole)
+                    body = await self._body(sent, url, resend=resend)
                     status, raw = await self._connections.ask("POST", url + wire.GENERATE, body.data, headers)
-                    if whole := self._lacks_media(url, body, status, raw):
+                    if resend := self._lacks_media(url, body, status, raw):
                         continue
                     if status != 200:
                         raise _refusal(status, raw, url, guided=guided)
-                    self._keeps(url, body)
+                    self._note_stored_media(url, body)
                     return raw, number, url
             except ConnectionFailed as error:
                 failures += 1
@@ -418,32 +422,32 @@ class HTTPClient(LLMClient):
     async def _open_stream(
         self, url: str, progress: _Progress, session_id: str, interval: int
     ) -> AsyncIterator[AsyncIterator[wire.Choice]]:
-        whole = False
+        resend = False
         while True:
-            body = await self._body(progress, url, interval, whole=whole)
+            body = await self._body(progress, url, interval, resend=resend)
             headers = _session_header(session_id)
             async with self._connections.open("POST", url + wire.GENERATE, body.data, headers) as answer:
                 if answer.status == 200:
-                    self._keeps(url, body)
+                    self._note_stored_media(url, body)
                     yield _events(answer, url)
                     await answer.settle()
                     return
                 raw = await answer.read()
-            whole = self._lacks_media(url, body, answer.status, raw)
-            if not whole:
+            resend = self._lacks_media(url, body, answer.status, raw)
+            if not resend:
                 raise _refusal(answer.status, raw, url, guided=progress.params.guide is not None)
 
     @asynccontextmanager
     async def _deadline(
-        self, progress: _Progress, request: RoutedRequest, *, begun: float | None = None
+        self, progress: _Progress, request: RoutedRequest, *, started_at: float | None = None
     ) -> AsyncIterator[None]:
-        """Bound the time of a completion that began at ``begun`` (now). Raises DeadlineExceeded."""
+        """Bound the time of a completion that began at ``started_at`` (now). Raises DeadlineExceeded."""
         seconds = self._routing.deadline
         if seconds is None:
             yield
             return
-        begun = asyncio.get_running_loop().time() if begun is None else begun
-        timeout = asyncio.timeout_at(begun + seconds)
+        started_at = asyncio.get_running_loop().time() if started_at is None else started_at
+        timeout = asyncio.timeout_at(started_at + seconds)
         try:
             async with timeout:
                 yield
@@ -544,7 +548,7 @@ async def _events(answer: Response, url: str) -> AsyncIterator[wire.Choice]:
             yield choice
 
 
-def _ended(progress: _Progress, finish_reason: FinishReason | None) -> FinishReason | None:
+def _finish_reason(progress: _Progress, finish_reason: FinishReason | None) -> FinishReason | None:
     """Return the finish reason, or None if the completion was interrupted and has room left."""
     if finish_reason is not None and finish_reason != "abort":
         return finish_reason

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 DeviceName = Annotated[str, AfterValidator(check_device)]
-"""``auto``, or a kind of device, with a number where there are several."""
+"""``auto``, or a kind of device, with a number if there are several."""
 HostPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*:-]+$")]
 """A host name or address without scheme and port; ``*`` stands for any part."""
 

@@ -99,13 +99,13 @@ class _Connection(asyncio.Protocol):
     def take(self) -> bytes:
         if not self._pieces:
             return b""
-        whole = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces.clear()
         self._held = 0
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
-        return whole
+        return data
 
     def abort(self, why: str = "") -> None:
         """Close immediately, which cancels the request on the server; ``why`` also fails what waits for a response."""
@@ -230,8 +230,8 @@ class Connections:
 
     def _release(self, address: Address, connection: _Connection) -> None:
         self._busy[address].discard(connection)
-        mine = connection.loop is self._loop and not self._closed
-        if connection.ended and connection.reusable and connection.open and mine:
+        current = connection.loop is self._loop and not self._closed
+        if connection.ended and connection.reusable and connection.open and current:
             connection.take()
             connection.since = time.monotonic()
             waiting = self._idle.setdefault(address, deque())
@@ -327,8 +327,8 @@ class Response:
         while True:
             data = self._connection.take()
             if data:
-                *whole, rest = (rest + data).split(b"\n")
-                for line in whole:
+                *complete, rest = (rest + data).split(b"\n")
+                for line in complete:
                     yield line.removesuffix(b"\r")
             elif self._connection.ended:
                 break

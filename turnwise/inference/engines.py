@@ -56,9 +56,9 @@ def register_inference_engine(name: str) -> Callable[[R], R]:
     def register(cls: R) -> R:
         if not issubclass(cls, Replica):
             raise RegistryError(f"inference engine {name!r}: {cls!r} does not derive from Replica")
-        held = ENGINES.setdefault(name, cls)
-        if held is not cls and held != f"{cls.__module__}:{cls.__qualname__}":
-            raise RegistryError(f"inference engine {name!r} is taken by {held!r}: choose another name")
+        registered = ENGINES.setdefault(name, cls)
+        if registered is not cls and registered != f"{cls.__module__}:{cls.__qualname__}":
+            raise RegistryError(f"inference engine {name!r} is taken by {registered!r}: choose another name")
         ENGINES[name] = cls
         return cls
 
@@ -67,17 +67,17 @@ def register_inference_engine(name: str) -> Callable[[R], R]:
 
 def find_engine(name: str) -> type[Replica]:
     """Return the class of an engine, given its name or a reference. Raises ConfigError."""
-    found: Any = ENGINES.get(name, name)
-    if isinstance(found, str):
-        if ":" not in found and "." not in found:
-            close = difflib.get_close_matches(found, ENGINES, n=1)
+    engine: Any = ENGINES.get(name, name)
+    if isinstance(engine, str):
+        if ":" not in engine and "." not in engine:
+            close = difflib.get_close_matches(engine, ENGINES, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
-            known = ", ".join(sorted(ENGINES))
-            raise ConfigError(f"inference.engine is {found!r}{hint} Known: {known}, or a class as pkg.mod:Class")
-        found = load_object(found, "inference engine")
-    if not (isinstance(found, type) and issubclass(found, Replica)):
-        raise ConfigError(f"inference.engine is {name!r}, which is {found!r}, not a Replica")
-    return found
+            names = ", ".join(sorted(ENGINES))
+            raise ConfigError(f"inference.engine is {engine!r}{hint} Known: {names}, or a class as pkg.mod:Class")
+        engine = load_object(engine, "inference engine")
+    if not (isinstance(engine, type) and issubclass(engine, Replica)):
+        raise ConfigError(f"inference.engine is {name!r}, which is {engine!r}, not a Replica")
+    return engine
 
 
 def model_settings(model: Path) -> dict[str, Any]:
@@ -98,13 +98,13 @@ def served_dtype(model: Path, dtype: str) -> str:
     if dtype != "auto":
         return dtype
     settings = model_settings(model)
-    said = settings.get("dtype", settings.get("torch_dtype"))
-    if said in _STORED.values():
-        return str(said)
+    stated = settings.get("dtype", settings.get("torch_dtype"))
+    if stated in _STORED.values():
+        return str(stated)
     for file in sorted(model.glob("*.safetensors")):
         with file.open("rb") as source:
             head = orjson.loads(source.read(int.from_bytes(source.read(8), "little")))
-        stored = next((_STORED[each["dtype"]] for each in head.values() if each.get("dtype") in _STORED), None)
+        stored = next((_STORED[tensor["dtype"]] for tensor in head.values() if tensor.get("dtype") in _STORED), None)
         if stored is not None:
             return stored
     return "float32"
@@ -113,16 +113,16 @@ def served_dtype(model: Path, dtype: str) -> str:
 def emulates_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
     """Return whether this processor is known to lack instructions for bfloat16; False where that is unknown."""
     try:
-        found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE)
     except OSError:
         # Another system, whose processor is not known.
         return False
-    return found is not None and _NATIVE.isdisjoint(found[1].split())
+    return flags is not None and _NATIVE.isdisjoint(flags[1].split())
 
 
 @dataclass(frozen=True, slots=True)
 class EngineEnvironment:
-    """The Python environment of an inference engine that pins packages of its own.
+    """The Python environment of an inference engine that pins its own packages.
 
     Attributes:
         engine: Its name, also that of its module.
@@ -138,35 +138,35 @@ class EngineEnvironment:
     variable: str
     packages: tuple[str, ...]
 
-    def find_python(self, given: Path | None) -> Path:
+    def find_python(self, configured: Path | None) -> Path:
         """Return the interpreter: the one given, the variable's, this one, or that of a folder. Raises ConfigError."""
         key = "inference.server.python"
-        if given is not None:
-            found = given
+        if configured is not None:
+            python = configured
         elif self.variable in os.environ:
-            found, key = Path(os.environ[self.variable]).expanduser().absolute(), self.variable
+            python, key = Path(os.environ[self.variable]).expanduser().absolute(), self.variable
         elif (spec := importlib.util.find_spec(self.engine)) is not None and spec.origin is not None:
             return Path(sys.executable)
         else:
-            here, place = Path.cwd(), Path(f".venv-{self.engine}") / "bin" / "python"
-            near = (folder / place for folder in (here, *here.parents))
+            here, relative = Path.cwd(), Path(f".venv-{self.engine}") / "bin" / "python"
+            near = (folder / relative for folder in (here, *here.parents))
             # Not resolved: an interpreter knows its environment by the path of its link.
-            found = next((each for each in near if each.exists()), here / place)
-            if not found.exists():
+            python = next((candidate for candidate in near if candidate.exists()), here / relative)
+            if not python.exists():
                 raise ConfigError(
                     f"inference.engine is {self.engine}, but no interpreter with {self.title} was found: {key} and "
                     f"{self.variable} are not set, this Python ({sys.executable}) has no {self.engine}, and there is "
-                    f"no {found}: name one that has it"
+                    f"no {python}: name one that has it"
                 )
-        if not os.access(found, os.X_OK):
+        if not os.access(python, os.X_OK):
             raise ConfigError(
-                f"{key} is {found}, which cannot be executed: name the interpreter of an environment with {self.title}"
+                f"{key} is {python}, which cannot be executed: name the interpreter of an environment with {self.title}"
             )
-        return found
+        return python
 
-    async def find_package(self, given: Path | None) -> tuple[Path, str, str]:
+    async def find_package(self, configured: Path | None) -> tuple[Path, str, str]:
         """Return interpreter, distribution and version. Raises ConfigError if the engine is not in it."""
-        python, key = self.find_python(given), "inference.server.python"
+        python, key = self.find_python(configured), "inference.server.python"
         command = (str(python), "-I", "-c", _PROBE, *self.packages)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -174,15 +174,15 @@ class EngineEnvironment:
             )
         except OSError as error:
             raise ConfigError(f"{key} is {python}, which cannot be executed: {error.strerror}") from error
-        told, failed = await process.communicate()
-        if process.returncode or not told.strip():
+        output, failed = await process.communicate()
+        if process.returncode or not output.strip():
             absent = f"its packages hold neither {' nor '.join(self.packages)}"
             why = failed.decode(errors="replace").strip()[-300:] or absent
             raise ConfigError(
                 f"{key} is {python}, which has no {self.title} ({why}): install {self.title} {self.tested} there, or "
                 "name another interpreter"
             )
-        name, version = orjson.loads(told)
+        name, version = orjson.loads(output)
         return python, name, version
 
     def version_warnings(self, python: Path, version: str) -> list[str]:
@@ -198,7 +198,7 @@ class EngineEnvironment:
 def reserved_arguments(arguments: Sequence[str], reserved: Container[str]) -> list[str]:
     """Return a problem for each of an engine's further arguments that follows from another key or from training."""
     return [
-        f"inference.server.arguments has {argument!r}, which is set by a key of its own or by training: remove it"
+        f"inference.server.arguments has {argument!r}, which is set by another key or by training: remove it"
         for argument in arguments
         if argument.startswith("--") and argument.partition("=")[0].removeprefix("--").replace("_", "-") in reserved
     ]
@@ -258,7 +258,7 @@ def make_replica(
     # Only engines that can serve them know the argument.
     named = {"adapters": adapters} if adapters else {}
     try:
-        made: Replica = engine(
+        replica: Replica = engine(
             model, config, name=name, weight_version=weight_version, log_file=log_file, number=number, url=url, **named
         )
     except TypeError as error:
@@ -266,7 +266,7 @@ def make_replica(
             f"inference.engine is {config.engine!r}, whose class cannot be constructed: {error}; it takes the "
             "arguments that turnwise.model.core.Replica describes"
         ) from error
-    return made
+    return replica
 
 
 def make_replicas(

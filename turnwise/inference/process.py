@@ -310,10 +310,10 @@ class HTTPProcess:
             protocol: Connection protocol; see :func:`~turnwise.gateway.http_guard.guarded`.
         """
         server = server_without_signal_handlers(self._options(app, protocol))
-        ended: list[int] = []
+        signals: list[int] = []
 
         def stop(number: int) -> None:
-            ended.append(number)
+            signals.append(number)
             server.handle_exit(number, None)
 
         loop = asyncio.get_running_loop()
@@ -321,7 +321,7 @@ class HTTPProcess:
             loop.add_signal_handler(number, stop, number)
         self._open(what, report_fd, report)
         await server.serve(sockets=[self._listener])
-        return ended[0] if ended else signal.SIGTERM
+        return signals[0] if signals else signal.SIGTERM
 
     def _options(self, app: Any, protocol: type[asyncio.Protocol] | None = None) -> Any:
         return self._uvicorn.Config(
@@ -361,11 +361,11 @@ def process_main(module: str, spec: type[S], serve: Callable[[S], int | None], a
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--config-json", required=True, help=f"a {spec.__name__} as JSON")
     # Not as JSON: there a path that a validator has made is refused.
-    given: Any = spec.model_validate(orjson.loads(parser.parse_args(arguments).config_json))
-    level = given.config.log_level.upper()
+    specification: Any = spec.model_validate(orjson.loads(parser.parse_args(arguments).config_json))
+    level = specification.config.log_level.upper()
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        return serve(given) or 0
+        return serve(specification) or 0
     except TurnwiseError as error:
         logging.getLogger(module).critical("%s", error)
         return 1
@@ -418,8 +418,8 @@ _JSON = [(b"content-type", b"application/json")]
 _MAX_BODY = 16 * 2**20
 
 
-async def read_body(receive: Receive, most: int = _MAX_BODY) -> bytes:
-    """Return a request's body, empty if the client disconnected. Raises BadRequest if it has over ``most`` bytes."""
+async def read_body(receive: Receive, limit: int = _MAX_BODY) -> bytes:
+    """Return a request's body, empty if the client disconnected. Raises BadRequest if it has over ``limit`` bytes."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -428,8 +428,8 @@ async def read_body(receive: Receive, most: int = _MAX_BODY) -> bytes:
             return b""
         part = message.get("body", b"")
         size += len(part)
-        if size > most:
-            raise BadRequest("body", f"the body has more than {most} bytes: shorten it")
+        if size > limit:
+            raise BadRequest("body", f"the body has more than {limit} bytes: shorten it")
         if not message.get("more_body"):
             return part if not parts else b"".join([*parts, part])
         parts.append(part)
@@ -464,10 +464,10 @@ def check_host(app: Application, listener: socket.socket, allowed: Sequence[str]
         host = next((value for name, value in scope.get("headers", ()) if name == b"host"), b"localhost")
         if host not in accepted:
             name = _host_name(host)
-            if not is_loopback(name) and not any(fnmatch.fnmatchcase(name, each.lower()) for each in allowed):
-                told = f"Host is {shown(host.decode('latin-1'))}, and this server is bound to a loopback address: "
-                told += "request it as 127.0.0.1 or localhost, or name the host in allowed_hosts"
-                await answer_json(send, 403, wire.encode_error(told, status=403, field="Host"))
+            if not is_loopback(name) and not any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in allowed):
+                message = f"Host is {shown(host.decode('latin-1'))}, and this server is bound to a loopback address: "
+                message += "request it as 127.0.0.1 or localhost, or name the host in allowed_hosts"
+                await answer_json(send, 403, wire.encode_error(message, status=403, field="Host"))
                 return
             if len(accepted) < _MOST_HOSTS:
                 accepted.add(host)

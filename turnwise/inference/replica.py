@@ -66,8 +66,8 @@ class ControlRoutes:
     ) -> dict[str, Any]:
         """Send a request; return its JSON object, ``{}`` for an empty body. Raises RequestRefused or InferenceError."""
         raw = await self.raw(url, method, path, body)
-        reply: dict[str, Any] = orjson.loads(raw) if raw else {}
-        return reply
+        answer: dict[str, Any] = orjson.loads(raw) if raw else {}
+        return answer
 
     async def raw(self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None) -> bytes:
         """Send a request; return the body of its answer. Raises RequestRefused or InferenceError."""
@@ -134,12 +134,12 @@ class RunningServer:
         self.died.set()
 
     async def wait_died(self) -> EngineDied:
-        """Wait until it stops answering; return the error that says so."""
+        """Wait until it stops answering; return the error that reports it."""
         await self.died.wait()
         return EngineDied(self._why)
 
     async def end(self) -> None:
-        """Stop polling; the server itself goes on. Idempotent."""
+        """Stop polling; the server itself keeps running. Idempotent."""
         if self._poll is not None:
             self._poll.cancel()
             await asyncio.gather(self._poll, return_exceptions=True)
@@ -185,7 +185,7 @@ class ServerReplica(Replica):
             weight_version: Version of the checkpoint's weights.
             log_file: Server log; its directory is created.
             number: Place among the replicas of a set.
-            url: A running server of the engine, instead of a process of its own.
+            url: A running server of the engine, instead of a launched process.
             adapters: Ranks of the adapters that it serves beside each other, by name, where the engine can
                 (:attr:`Replica.serves_adapters`).
         """
@@ -286,7 +286,7 @@ class ServerReplica(Replica):
 
     async def _set_version(self, version: int, adapter: str | None) -> int:
         """Set the version of the model or of an adapter; return what the server reports from now on."""
-        return await self._control.set_version(self._reachable(), version, model=adapter)
+        return await self._control.set_version(self._running_url(), version, model=adapter)
 
     async def _delivered(self, manifest: WeightManifest) -> WeightManifest:
         """Return the manifest with the path of its file on the server's machine."""
@@ -326,22 +326,22 @@ class ServerReplica(Replica):
 
     async def pause(self, *, abort: bool = False) -> None:
         """Pause sampling; see :meth:`Replica.pause`."""
-        await self._control.pause(self._reachable(), abort=abort)
+        await self._control.pause(self._running_url(), abort=abort)
 
     async def resume(self) -> None:
         """Resume sampling."""
-        await self._control.resume(self._reachable())
+        await self._control.resume(self._running_url())
 
     async def abort(self) -> int:
         """Finish every request in flight with what it has; return their number."""
-        return await self._control.abort(self._reachable())
+        return await self._control.abort(self._running_url())
 
     async def cpu_seconds(self) -> float:
         """Return the CPU seconds of all processes of this replica, past and present; 0 for one started elsewhere."""
         if isinstance(self._process, RunningServer):
             return 0.0
-        ended = self._process.cpu_if_ended()
-        return self._process.spent_cpu + (await self._running_cpu() if ended is None else ended)
+        ended_cpu = self._process.cpu_if_ended()
+        return self._process.spent_cpu + (await self._running_cpu() if ended_cpu is None else ended_cpu)
 
     async def memory(self) -> MemoryUse | None:
         """Return the memory of the server's processes, GPUs not included; None while none runs here."""
@@ -358,16 +358,16 @@ class ServerReplica(Replica):
         process = self._process.process if isinstance(self._process, ServerProcess) else None
         return 0.0 if process is None else await process.running_cpu()
 
-    async def _counted(self, counters: Mapping[str, str]) -> dict[str, Any]:
+    async def _read_counters(self, counters: Mapping[str, str]) -> dict[str, Any]:
         """Return the server's counters, each under the name of one of its Prometheus metrics, and CPU seconds."""
-        text = (await self._control.raw(self._reachable(), "GET", "/metrics")).decode()
-        found = {name: sum_of(text, metric) for name, metric in counters.items()}
-        found["prefilled_tokens"] = max(0.0, found.pop("prompt_tokens") - found["reused_tokens"])
+        text = (await self._control.raw(self._running_url(), "GET", "/metrics")).decode()
+        counts = {name: sum_of(text, metric) for name, metric in counters.items()}
+        counts["prefilled_tokens"] = max(0.0, counts.pop("prompt_tokens") - counts["reused_tokens"])
         if self.pid is not None:
-            found["cpu_seconds"] = await self._running_cpu()
-        return found
+            counts["cpu_seconds"] = await self._running_cpu()
+        return counts
 
-    def _reachable(self) -> str:
+    def _running_url(self) -> str:
         if not self._process.running:
             raise InferenceError(f"the server of {self._process.what} is not running: launch() it")
         return self.url

@@ -122,7 +122,7 @@ class ReplicaSet:
     def _served_name(self, adapter: str | None, url: str) -> ServedName:
         if adapter is None:
             return ServedName()
-        replica = next((each for each in self.replicas if each.url == url), self.replicas[0])
+        replica = next((candidate for candidate in self.replicas if candidate.url == url), self.replicas[0])
         return replica.served_names.get(adapter, ServedName(adapter))
 
     async def recover(self, error: InferenceError) -> None:
@@ -148,7 +148,7 @@ class ReplicaSet:
 
         Raises RequestRefused, or InferenceError if a server exceeded ``max_restarts`` or the call failed too often.
         """
-        left = max(1, self._config.max_restarts * len(self.replicas))
+        attempts = max(1, self._config.max_restarts * len(self.replicas))
         while True:
             try:
                 return await call()
@@ -156,9 +156,9 @@ class ReplicaSet:
                 raise
             except InferenceError as error:
                 await self.recover(error)
-                if left == 0:
+                if attempts == 0:
                     raise
-                left -= 1
+                attempts -= 1
 
     async def pause(self) -> None:
         """Finish all requests in flight with what they have, and pause sampling. Raises InferenceError."""
@@ -176,8 +176,8 @@ class ReplicaSet:
         counts = [client.router.counts for client in self._clients.values()]
         total = {
             "restarts": float(self.restarts),
-            "ejections": float(sum(each.ejections for each in counts)),
-            "resumed_tokens": float(sum(each.resumed_tokens for each in counts)),
+            "ejections": float(sum(count.ejections for count in counts)),
+            "resumed_tokens": float(sum(count.resumed_tokens for count in counts)),
         }
         for replica in self.replicas:
             stats = await replica.stats()
@@ -225,7 +225,7 @@ class ReplicaSet:
     async def _restart(self, replica: Replica, death: EngineDied, restarts: list[float]) -> None:
         """Restart a server, within the limits; ``restarts`` are the times of its restarts."""
         loop, allowed, window = asyncio.get_running_loop(), self._config.max_restarts, RESTART_WINDOW
-        before, failed = replica.url, None
+        url, failed = replica.url, None
         while True:
             restarts[:] = [time for time in restarts if loop.time() - time < window]
             if len(restarts) >= allowed:
@@ -242,10 +242,10 @@ class ReplicaSet:
                 failed = error
                 continue
             for client in self._clients.values():
-                if replica.url != before:
-                    client.replace_url(before, replica.url)
+                if replica.url != url:
+                    client.replace_url(url, replica.url)
             for tell in self.moved:
-                await tell(before, replica.url)
+                await tell(url, replica.url)
             for client in self._clients.values():
                 client.admit(replica.url)
             return

@@ -41,15 +41,15 @@ class PrefixMemory:
 
     def shared(self, hashes: Sequence[bytes]) -> int:
         """Return the tokens of the longest remembered prefix."""
-        known = next((place for place, each in enumerate(hashes) if each not in self._blocks), len(hashes))
-        return known * BLOCK
+        blocks = next((index for index, block in enumerate(hashes) if block not in self._blocks), len(hashes))
+        return blocks * BLOCK
 
     def add(self, hashes: Sequence[bytes]) -> None:
         """Remember a prompt's prefixes."""
         # The end of a prompt is forgotten before its beginning, without which it could not be found.
-        for each in reversed(hashes[: self._most]):
-            self._blocks[each] = None
-            self._blocks.move_to_end(each)
+        for block in reversed(hashes[: self._most]):
+            self._blocks[block] = None
+            self._blocks.move_to_end(block)
         while len(self._blocks) > self._most:
             self._blocks.popitem(last=False)
 
@@ -65,8 +65,8 @@ class RoutingOptions:
     Attributes:
         policy: ``affinity`` prefers the server of the session, then the longest shared prefix, then the fewest tokens
             in flight; ``least_loaded`` goes by tokens in flight alone, ``round_robin`` takes servers in turn.
-        imbalance: How far a server may be ahead of the least loaded one to be taken for its cache: its tokens in flight
-            may be more by the tokens cached there plus this share of the mean over servers.
+        imbalance: How far a server may be ahead of the least loaded one and still be chosen for its cache: its tokens
+            in flight may be more by the tokens cached there plus this share of the mean over servers.
         prefix_tokens: Tokens of prompts that each server is assumed to cache.
         max_requests: Maximum requests in flight on one server; further ones wait in order of arrival. None for no
             limit.
@@ -129,7 +129,7 @@ class ServerLoad:
         served: Requests so far.
         failures: Failed connections and health checks in a row.
         ejected: Whether it gets no requests.
-        held: Whether health checks do not readmit it.
+        suspended: Whether health checks do not readmit it.
         version: Weights that it answered with last.
     """
 
@@ -139,7 +139,7 @@ class ServerLoad:
     served: int = 0
     failures: int = 0
     ejected: bool = False
-    held: bool = False
+    suspended: bool = False
     version: int | None = None
 
 
@@ -172,7 +172,7 @@ class Router:
     """Chooses a server for each request, and counts what is in flight.
 
     With ``policy: affinity`` a request goes to the server of its session, else to the one with the longest shared
-    prefix, else to the one with the fewest tokens in flight. A server is taken for its cache only while its tokens in
+    prefix, else to the one with the fewest tokens in flight. A server is chosen for its cache only while its tokens in
     flight exceed the least loaded server's by at most the shared tokens plus ``imbalance`` times the mean.
     """
 
@@ -189,7 +189,9 @@ class Router:
     @property
     def active(self) -> bool:
         """Whether requests are in flight or waiting, or a server could be readmitted."""
-        return bool(self._waiting) or any(each.requests or (each.ejected and not each.held) for each in self.servers)
+        return bool(self._waiting) or any(
+            server.requests or (server.ejected and not server.suspended) for server in self.servers
+        )
 
     async def acquire(self, request: RoutedRequest) -> Assignment:
         """Choose a server and count the request on it, after waiting for one with room.
@@ -199,21 +201,21 @@ class Router:
         if len(self.servers) > 1 and self.options.policy == "affinity":
             request.hashes = prefix_hashes(request.token_ids)
         # While others wait, no server has room: none is overtaken here.
-        found = self._place(request)
-        if found is not None:
-            return found
+        assignment = self._assign(request)
+        if assignment is not None:
+            return assignment
         self.counts.waited += 1
-        place: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
-        entry = (request, place)
+        admission: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
+        entry = (request, admission)
         self._waiting.append(entry)
         try:
-            return await place
+            return await admission
         except asyncio.CancelledError:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-            elif not place.cancelled() and place.exception() is None:
+            elif not admission.cancelled() and admission.exception() is None:
                 # It was given a server in the moment in which it was cancelled.
-                self.release(place.result())
+                self.release(admission.result())
             self._admit_waiting()
             raise
 
@@ -235,7 +237,7 @@ class Router:
         Args:
             number: The server.
             version: Weights that it sampled with last.
-            sampled: Length of the completion; None if it goes on.
+            sampled: Length of the completion; None if it continues.
         """
         server = self.servers[number]
         server.failures = 0
@@ -264,7 +266,7 @@ class Router:
         server = self.servers[number]
         if len(self.servers) == 1:
             return
-        server.held = server.held or hold
+        server.suspended = server.suspended or hold
         if not server.ejected:
             server.ejected = True
             server.prefixes.clear()
@@ -276,8 +278,8 @@ class Router:
         server = self.servers[number]
         if server.ejected:
             # It takes its turn with the others, not all turns that it missed.
-            server.served = max(each.served for each in self.servers)
-        server.ejected = server.held = False
+            server.served = max(other.served for other in self.servers)
+        server.ejected = server.suspended = False
         server.failures = 0
         self._admit_waiting()
 
@@ -287,28 +289,28 @@ class Router:
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            request, place = self._waiting[0]
+            request, admission = self._waiting[0]
             try:
-                found = None if place.done() else self._place(request)
+                assignment = None if admission.done() else self._assign(request)
             except ConnectionFailed as error:
-                place.set_exception(error)
+                admission.set_exception(error)
             else:
-                if found is not None:
-                    place.set_result(found)
-                elif not place.done():
+                if assignment is not None:
+                    admission.set_result(assignment)
+                elif not admission.done():
                     return
             self._waiting.popleft()
 
-    def _place(self, request: RoutedRequest) -> Assignment | None:
+    def _assign(self, request: RoutedRequest) -> Assignment | None:
         """Count a request on the server chosen for it; None if none has room. Raises ConnectionFailed."""
-        healthy = [number for number, each in enumerate(self.servers) if not each.ejected]
+        healthy = [number for number, server in enumerate(self.servers) if not server.ejected]
         if not healthy:
             raise ConnectionFailed(f"none of {len(self.servers)} servers is healthy")
-        most = self.options.max_requests
-        free = [each for each in healthy if most is None or self.servers[each].requests < most]
+        limit = self.options.max_requests
+        free = [number for number in healthy if limit is None or self.servers[number].requests < limit]
         if not free:
             return None
-        free = [each for each in free if each != request.avoid] or free
+        free = [number for number in free if number != request.avoid] or free
         number = self._choose(request, free)
         tokens = len(request.token_ids) + request.sampled
         expected = round(self._mean_completion)
@@ -327,21 +329,31 @@ class Router:
     def _choose(self, request: RoutedRequest, free: Sequence[int]) -> int:
         servers = self.servers
         if self.options.policy == "round_robin":
-            return min(free, key=lambda each: (servers[each].served, each))
-        least = min(free, key=lambda each: (servers[each].tokens, servers[each].served, each))
+            return min(free, key=lambda number: (servers[number].served, number))
+        least_loaded = min(free, key=lambda number: (servers[number].tokens, servers[number].served, number))
         if len(servers) == 1 or self.options.policy == "least_loaded":
             self.counts.load += 1
-            return least
-        slack = servers[least].tokens + self.options.imbalance * sum(servers[each].tokens for each in free) / len(free)
-        shared = {each: servers[each].prefixes.shared(request.hashes) for each in free}
+            return least_loaded
+        slack = servers[least_loaded].tokens + self.options.imbalance * sum(
+            servers[number].tokens for number in free
+        ) / len(free)
+        shared = {number: servers[number].prefixes.shared(request.hashes) for number in free}
         home = self._sessions.get(request.session_id) if request.session_id else None
         if home is not None and home in shared and servers[home].tokens <= slack + shared[home]:
             self.counts.session += 1
             number = home
         else:
-            within = [each for each in free if servers[each].tokens <= slack + shared[each]]
-            number = min(within, key=lambda each: (-shared[each], servers[each].tokens, servers[each].served, each))
-            if shared[number] > shared[least]:
+            within = [number for number in free if servers[number].tokens <= slack + shared[number]]
+            number = min(
+                within,
+                key=lambda candidate: (
+                    -shared[candidate],
+                    servers[candidate].tokens,
+                    servers[candidate].served,
+                    candidate,
+                ),
+            )
+            if shared[number] > shared[least_loaded]:
                 self.counts.prefix += 1
             else:
                 self.counts.load += 1
@@ -396,7 +408,7 @@ class HealthChecks:
             await asyncio.gather(*(self._check(number) for number in range(len(self._silent))))
 
     async def _check(self, number: int) -> None:
-        if self._router.servers[number].held:
+        if self._router.servers[number].suspended:
             return
         try:
             async with asyncio.timeout(self._router.options.health_timeout):
@@ -407,7 +419,7 @@ class HealthChecks:
 
     def _note(self, number: int, healthy: bool) -> None:
         server = self._router.servers[number]
-        if server.held:
+        if server.suspended:
             return
         if healthy:
             self._silent[number] = 0

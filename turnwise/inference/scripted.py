@@ -107,12 +107,12 @@ class ScriptedClient(LLMClient):
         """Stream the scripted completion, one id at a time."""
         completion = await self.generate(prompt, params, session_id=session_id)
         # Without ids, the end alone.
-        last = max(len(completion.token_ids) - 1, 0)
+        last_position = max(len(completion.token_ids) - 1, 0)
         versions = [version for version, start, end in completion.weight_versions for _ in range(start, end)]
-        for position in range(last + 1):
+        for position in range(last_position + 1):
             piece = slice(position, position + 1)
             token_ids, logprobs = completion.token_ids[piece], completion.logprobs[piece]
-            ending = (completion.finish_reason, completion.weight_versions) if position == last else (None, ())
+            ending = (completion.finish_reason, completion.weight_versions) if position == last_position else (None, ())
             yield TokenDelta(token_ids, logprobs, versions[position] if versions else None, *ending)
 
     async def model_info(self) -> ModelInfo:
@@ -174,19 +174,19 @@ async def replay(
         raise SessionError(f"conversation {trajectory_id!r} has no assistant message: nothing to train on")
     client = ScriptedClient(renderer, lines, tools=tools)
     session = Session(client, renderer, id=trajectory_id, limits=SessionLimits(context_length=1_000_000))
-    said: list[Message] = []
+    history: list[Message] = []
     ids: dict[str, str] = {}
     for message in messages:
         if message["role"] == "assistant":
-            answer = await session.chat(said, tools)
-            _check_round_trip(message, answer, trajectory_id, len(said))
+            answer = await session.chat(history, tools)
+            _check_round_trip(message, answer, trajectory_id, len(history))
             # Later messages name the calls by the ids that the conversation was written with.
             written = message.get("tool_calls") or ()
             ids.update(zip(map(_call_id, written), (call.id for call in answer.get("tool_calls", ())), strict=False))
-            said.append(answer)
+            history.append(answer)
         else:
             named = message.get("tool_call_id")
-            said.append({**message, "tool_call_id": ids[named]} if named in ids else message)
+            history.append({**message, "tool_call_id": ids[named]} if named in ids else message)
     return Trajectory(
         id=trajectory_id,
         episode_id=trajectory_id,
@@ -197,8 +197,8 @@ async def replay(
     )
 
 
-def _check_round_trip(written: Message, said: Message, name: str, index: int) -> None:
-    want, got = (canonical_messages([message])[0] for message in (written, said))
+def _check_round_trip(written: Message, parsed: Message, name: str, index: int) -> None:
+    want, got = (canonical_messages([message])[0] for message in (written, parsed))
     if (want.text.strip(), want.reasoning.strip(), want.calls) != (got.text.strip(), got.reasoning.strip(), got.calls):
         raise SessionError(
             f"conversation {name!r}: messages[{index}] cannot be expressed in this chat format: written {want}, parsed "

@@ -50,7 +50,7 @@ def context_of(model: Path, config: InferenceConfig) -> int | None:
 def command_line(model: Path, name: str, config: ServeConfig, version: int) -> list[str]:
     """Return the arguments of ``sglang.launch_server``, without its address."""
     context = context_of(model, config)
-    given = {
+    options = {
         "--model-path": model,
         "--served-model-name": name,
         "--dtype": served_dtype(model, config.dtype),
@@ -65,20 +65,20 @@ def command_line(model: Path, name: str, config: ServeConfig, version: int) -> l
         "--weight-version": version,
         "--log-level": config.log_level,
     }
-    said = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
+    arguments = [text for flag, value in options.items() if value is not None for text in (flag, str(value))]
     flags = ["--enable-metrics"]
     flags += [] if config.prefix_cache else ["--disable-radix-cache"]
-    return [*said, *flags, *config.server.arguments]
+    return [*arguments, *flags, *config.server.arguments]
 
 
-def environment(config: InferenceConfig, number: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the server process of replica ``number``; ``given`` is that of its parent."""
+def environment(config: InferenceConfig, number: int, parent: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the server process of replica ``number``; ``parent`` is that of its parent."""
     # Variables of this process's own Python would lead SGLang's to packages that are not its.
-    kept = {key: value for key, value in given.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    each = config.server.tensor_parallel
-    gpus = config.server.gpus[number * each : (number + 1) * each]
+    inherited = {key: value for key, value in parent.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    per_server = config.server.tensor_parallel
+    gpus = config.server.gpus[number * per_server : (number + 1) * per_server]
     return {
-        **kept,
+        **inherited,
         "PYTHONPATH": os.pathsep.join((str(_SIDE), str(_ENGINE / "vllm_side"))),
         "OMP_NUM_THREADS": str(config.threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -91,22 +91,22 @@ def environment(config: InferenceConfig, number: int, given: Mapping[str, str]) 
 def _clashes(model: Path, config: InferenceConfig) -> list[str]:
     """Return what cannot be together in a configuration, each naming key, value and remedy."""
     server, context = config.server, context_of(model, config)
-    found = reserved_arguments(server.arguments, _RESERVED_ARGUMENTS)
+    problems = reserved_arguments(server.arguments, _RESERVED_ARGUMENTS)
     if context is None:
-        found.append(f"inference.max_context is not set, and {model} names no max_position_embeddings: set it")
+        problems.append(f"inference.max_context is not set, and {model} names no max_position_embeddings: set it")
     elif config.kv_tokens is not None and config.kv_tokens < context:
-        found.append(
+        problems.append(
             f"inference.kv_tokens is {config.kv_tokens}, less than one sequence of {context} tokens: raise it, or "
             "lower inference.max_context"
         )
     if ":" in config.device:
-        found.append(f"inference.device is {config.device}: name GPUs of SGLang servers in inference.server.gpus")
+        problems.append(f"inference.device is {config.device}: name GPUs of SGLang servers in inference.server.gpus")
     if server.gpus and len(server.gpus) != (needed := config.replicas * server.tensor_parallel):
-        found.append(
+        problems.append(
             f"inference.server.gpus is {server.gpus}, but {config.replicas} replicas of {server.tensor_parallel} GPUs "
             f"(inference.replicas, inference.server.tensor_parallel) need {needed}"
         )
-    return found
+    return problems
 
 
 class SGLangReplica(ServerReplica):
@@ -135,24 +135,24 @@ class SGLangReplica(ServerReplica):
         python, _, _ = await _ENVIRONMENT.find_package(self._config.server.python)
         model, config = self._model.absolute(), self._config
         name = self._name or model.name
-        own = {
+        bridge_options = {
             "--port": self._port,
             "--model": model,
             "--name": name,
             "--context": context_of(model, config),
             "--weight-version": self._weight_version,
         }
-        given = [text for flag, value in own.items() for text in (flag, str(value))]
-        given += ["--paused"] if paused else []
-        script = [str(python), "-P", str(_SIDE / "turnwise_sglang_serve.py"), *given]
+        bridge_arguments = [text for flag, value in bridge_options.items() for text in (flag, str(value))]
+        bridge_arguments += ["--paused"] if paused else []
+        script = [str(python), "-P", str(_SIDE / "turnwise_sglang_serve.py"), *bridge_arguments]
         arguments = command_line(model, name, config, self._weight_version)
         number = self._number
 
         def command(inherited: Inherited) -> list[str]:
-            own = ["--report", str(inherited.report), "--lifeline", str(inherited.lifeline)]
-            return [*script, "--host", on_node(config.host, inherited), *own, "--", *arguments]
+            descriptors = ["--report", str(inherited.report), "--lifeline", str(inherited.lifeline)]
+            return [*script, "--host", on_node(config.host, inherited), *descriptors, "--", *arguments]
 
-        reported = await process.start(command, lambda given: environment(config, number, given))
+        reported = await process.start(command, lambda parent: environment(config, number, parent))
         self._port = port = int(reported["port"])
         async with undo_on_error_async(self.close):
             await self._control.set_version(self.url, self._weight_version)
@@ -162,20 +162,20 @@ class SGLangReplica(ServerReplica):
         """Check that SGLang has the routes that load weights, behind the bridge. Raises InferenceError."""
         key = "inference.server.python" if self._given_url is None else "inference.url"
         try:
-            found = await self._control.request(self._reachable(), "GET", "/missing_routes")
+            answer = await self._control.request(self._running_url(), "GET", "/missing_routes")
         except RequestRefused as error:
             raise InferenceError(
                 f"{key}: the server at {self.url} cannot take new weights ({error}): name the bridge of an SGLang "
                 "server, which turnwise_sglang_serve.py starts (docs/training.md, 'Running servers')"
             ) from error
-        if missing := found["missing"]:
+        if missing := answer["missing"]:
             raise InferenceError(
                 f"{key}: the SGLang server at {self.url} cannot take new weights, for it has no {', '.join(missing)}: "
                 f"install SGLang {TESTED}"
             )
 
     async def _load_weights(self, manifest: WeightManifest) -> None:
-        url = self._reachable()
+        url = self._running_url()
         try:
             await self._control.request(url, "POST", "/update_weights", wire.encode_manifest(manifest))
         except RequestRefused as error:
@@ -187,4 +187,4 @@ class SGLangReplica(ServerReplica):
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, tokens and CPU seconds."""
-        return await self._counted(_COUNTERS)
+        return await self._read_counters(_COUNTERS)

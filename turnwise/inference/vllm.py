@@ -92,7 +92,7 @@ def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
 
 def command_line(model: Path, name: str, config: ServeConfig, port: int, *, eager: bool) -> list[str]:
     """Return the arguments of ``vllm serve``."""
-    given = {
+    options = {
         "--model": model,
         "--served-model-name": name,
         "--host": config.host,
@@ -110,16 +110,18 @@ def command_line(model: Path, name: str, config: ServeConfig, port: int, *, eage
         "--weight-transfer-config": orjson.dumps({"backend": "turnwise"}).decode(),
         "--uvicorn-log-level": config.log_level,
     }
-    said = [text for flag, value in given.items() if value is not None for text in (flag, str(value))]
-    prefixes = "--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching"
-    flags = ["--enforce-eager"] if eager else []
-    # /inference/v1/generate is one of the routes that this opens.
-    return [*said, prefixes, *flags, "--enable-scale-out", "--disable-uvicorn-access-log", *config.server.arguments]
+    arguments = [text for flag, value in options.items() if value is not None for text in (flag, str(value))]
+    # /inference/v1/generate is one of the routes that --enable-scale-out opens.
+    flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    flags.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
+    if eager and "--enforce-eager" not in config.server.arguments:
+        flags.append("--enforce-eager")
+    return [*arguments, *flags, *config.server.arguments]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """A version of an adapter in vLLM, where each has a name of its own, which also tells cached prefixes apart.
+    """A version of an adapter in vLLM, where each version has a name, which also tells cached prefixes apart.
 
     Attributes:
         name: vLLM's name for it.
@@ -148,8 +150,8 @@ def write_adapter(manifest: WeightManifest, folder: Path, base: Path) -> None:
     (folder / "adapter_config.json").write_bytes(orjson.dumps(settings))
     with open(manifest.path, "rb") as source, open(folder / "adapter_model.safetensors", "wb") as out:
         head = orjson.loads(source.read(int.from_bytes(source.read(8), "little")))
-        said = head.pop("__metadata__", {})
-        raw = orjson.dumps({"__metadata__": said, **{f"base_model.model.{name}": head[name] for name in head}})
+        metadata = head.pop("__metadata__", {})
+        raw = orjson.dumps({"__metadata__": metadata, **{f"base_model.model.{name}": head[name] for name in head}})
         raw += b" " * (-(8 + len(raw)) % 64)
         out.write(len(raw).to_bytes(8, "little") + raw)
         shutil.copyfileobj(source, out)
@@ -159,32 +161,32 @@ def adapter_arguments(ranks: Mapping[str, int], loaded: Sequence[LoadedAdapter])
     """Return the arguments for adapters beside each other; those in ``loaded`` are there when the server starts."""
     if not ranks:
         return []
-    said = {
+    options = {
         "--max-lora-rank": next(rank for rank in _RANKS if rank >= max(ranks.values())),
         # While requests of older versions run to their end, each has two at a time, or waits.
         "--max-loras": 2 * len(ranks),
         "--max-cpu-loras": _KEPT_ADAPTERS * len(ranks),
     }
-    modules = [orjson.dumps({"name": each.name, "path": str(each.folder)}).decode() for each in loaded]
-    given = [text for flag, value in said.items() for text in (flag, str(value))]
-    return ["--enable-lora", *given, *(["--lora-modules", *modules] if modules else [])]
+    modules = [orjson.dumps({"name": adapter.name, "path": str(adapter.folder)}).decode() for adapter in loaded]
+    arguments = [text for flag, value in options.items() for text in (flag, str(value))]
+    return ["--enable-lora", *arguments, *(["--lora-modules", *modules] if modules else [])]
 
 
 def environment(
-    config: ServeConfig, number: int, given: Mapping[str, str], *, eager: bool, adapters: bool = False
+    config: ServeConfig, number: int, parent: Mapping[str, str], *, eager: bool, adapters: bool = False
 ) -> dict[str, str]:
-    """Return the environment of the server process of replica ``number``; ``given`` is that of its parent.
+    """Return the environment of the server process of replica ``number``; ``parent`` is that of its parent.
 
     With ``adapters`` they can be loaded while it runs.
     """
     # Variables of this process's own Python would lead vLLM's to packages that are not its. The last one would take the
     # place of the size that the command line says.
     other = ("PYTHON", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE")
-    kept = {key: value for key, value in given.items() if not key.startswith(other)}
-    each = config.server.tensor_parallel
-    gpus = config.server.gpus[number * each : (number + 1) * each]
+    inherited = {key: value for key, value in parent.items() if not key.startswith(other)}
+    per_server = config.server.tensor_parallel
+    gpus = config.server.gpus[number * per_server : (number + 1) * per_server]
     return {
-        **kept,
+        **inherited,
         "PYTHONPATH": str(_SIDE),
         "OMP_NUM_THREADS": str(config.threads),
         "TOKENIZERS_PARALLELISM": "false",
@@ -213,29 +215,29 @@ def _head_size(settings: dict[str, Any]) -> int:
 def _clashes(model: Path, config: InferenceConfig, install: VLLMInstall) -> list[str]:
     """Return what cannot be together in a configuration, each naming key, value and remedy."""
     server, settings = config.server, model_settings(model)
-    found = reserved_arguments(server.arguments, _RESERVED_ARGUMENTS)
+    problems = reserved_arguments(server.arguments, _RESERVED_ARGUMENTS)
     if install.cpu and (size := _head_size(settings)) and size not in _CPU_HEADS:
-        found.append(
+        problems.append(
             f"inference.engine is vllm, whose kernels for processors know attention heads of {_CPU_HEADS} numbers, but "
             f"{model} has {size}: say inference.engine=builtin"
         )
     longest = config.max_context or settings.get("max_position_embeddings")
     if config.kv_tokens is not None and longest is not None and config.kv_tokens < longest:
         key = "inference.max_context" if config.max_context else f"the context of {model}"
-        found.append(
+        problems.append(
             f"inference.kv_tokens is {config.kv_tokens}, less than one sequence ({key}: {longest}): raise it, or lower "
             "inference.max_context"
         )
     if server.gpus and install.cpu:
-        found.append(
+        problems.append(
             f"inference.server.gpus is {server.gpus}, but {install.python} has a vLLM for processors: remove it"
         )
     if server.gpus and len(server.gpus) != config.replicas * server.tensor_parallel:
-        found.append(
+        problems.append(
             f"inference.server.gpus is {server.gpus}, but {config.replicas} replicas of {server.tensor_parallel} GPUs "
             f"(inference.replicas, inference.server.tensor_parallel) need {config.replicas * server.tensor_parallel}"
         )
-    return found
+    return problems
 
 
 def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
@@ -243,19 +245,19 @@ def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
 
     They are no errors: one file runs on either engine.
     """
-    found = []
+    warnings = []
     if isinstance(config, ServeConfig) and config.allowed_hosts:
-        found.append(
+        warnings.append(
             f"allowed_hosts is {config.allowed_hosts}, which is the built-in server's: vLLM answers every name; bind "
             "it (host) where only trusted clients reach it"
         )
     if config.device != AUTO and (":" in config.device or (config.device == CPU) != install.cpu):
         where = "processors" if install.cpu else "GPUs (inference.server.gpus names them)"
-        found.append(
+        warnings.append(
             f"inference.device is {config.device}, which is the built-in server's: {install.python} has a vLLM for "
             f"{where}"
         )
-    return found
+    return warnings
 
 
 class VLLMReplica(ServerReplica):
@@ -304,10 +306,10 @@ class VLLMReplica(ServerReplica):
         config, name, port, number = self._config, self._name or model.name, self._port, self._number
         state = "paused" if paused else "running"
         # Requests name the last versions from the first moment on.
-        self._named = {adapter: [await self._write(each[-1].manifest)] for adapter, each in self._named.items()}
-        loaded = [each[-1] for each in self._named.values()]
-        for adapter, [last] in self._named.items():
-            self._names[adapter] = replace(self._names[adapter], model=last.name)
+        self._named = {adapter: [await self._write(versions[-1].manifest)] for adapter, versions in self._named.items()}
+        loaded = [versions[-1] for versions in self._named.values()]
+        for adapter, [current] in self._named.items():
+            self._names[adapter] = replace(self._names[adapter], model=current.name)
 
         def command(inherited: Inherited) -> list[str]:
             placed = config.model_copy(update={"host": on_node(config.host, inherited)})
@@ -316,7 +318,7 @@ class VLLMReplica(ServerReplica):
             return [*script, str(inherited.report), str(inherited.lifeline), state, *arguments]
 
         reported = await process.start(
-            command, lambda given: environment(config, number, given, eager=eager, adapters=bool(self._adapters))
+            command, lambda parent: environment(config, number, parent, eager=eager, adapters=bool(self._adapters))
         )
         port = int(reported["port"])
         self._port = port
@@ -330,7 +332,7 @@ class VLLMReplica(ServerReplica):
     async def prepare_updates(self) -> None:
         """Check that the server has the routes and the worker that load weights. Raises InferenceError."""
         try:
-            await self._control.request(self._reachable(), "GET", "/is_paused")
+            await self._control.request(self._running_url(), "GET", "/is_paused")
             await self._worker("weight_file_problems", {"path": "", "tensors": []})
             await self._control.request(self.url, "POST", "/init_weight_transfer_engine", {"init_info": {}})
         except InferenceError as error:
@@ -371,7 +373,7 @@ class VLLMReplica(ServerReplica):
             await control.resume(url)
 
     async def _load_adapter(self, manifest: WeightManifest, adapter: str) -> None:
-        """Load a version of an adapter beside the earlier ones, which requests in flight go on with.
+        """Load a version of an adapter beside the earlier ones, which requests in flight keep using.
 
         Its weights, and cached prefixes, belong to vLLM's name for it; nothing else is touched.
         """
@@ -414,9 +416,9 @@ class VLLMReplica(ServerReplica):
     async def _worker(self, method: str, manifest: dict[str, Any]) -> list[str]:
         """Call a method of all workers; return what they list, without repetitions."""
         body = {"method": method, "args": [orjson.dumps(manifest).decode()]}
-        answer = await self._control.request(self._reachable(), "POST", "/collective_rpc", body)
+        answer = await self._control.request(self._running_url(), "POST", "/collective_rpc", body)
         return list(dict.fromkeys(text for listed in answer["results"] for text in listed))
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, tokens, preemptions, CPU seconds and peak memory."""
-        return await self._counted(_COUNTERS)
+        return await self._read_counters(_COUNTERS)

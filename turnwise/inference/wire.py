@@ -129,41 +129,42 @@ def encode_prompt_logprobs(
 def decode_prompt_logprobs(body: Any, token_ids: TokenIds, url: str) -> Logprobs | None:
     """Return the log-probabilities of ``token_ids``, 0 for the first; None if interrupted. Raises InferenceError."""
     try:
-        given = body.get("prompt_logprobs")
-        if given is None and body["choices"][0]["finish_reason"] == "abort":
+        entries = body.get("prompt_logprobs")
+        if entries is None and body["choices"][0]["finish_reason"] == "abort":
             return None
-        if given is None:
+        if entries is None:
             raise InferenceError(f"{url} returned no prompt_logprobs: it cannot score given ids")
-        found = [
-            float(entry[str(token)]["logprob"]) for entry, token in zip(given[1:], token_ids[1:].tolist(), strict=True)
+        logprobs = [
+            float(entry[str(token)]["logprob"])
+            for entry, token in zip(entries[1:], token_ids[1:].tolist(), strict=True)
         ]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise InferenceError(
             f"{url} returned prompt_logprobs that do not match the ids ({error!r}): {short(body)}"
         ) from error
-    if not (math.isfinite(sum(found)) and min(found, default=0.0) > _NO_LOGPROB):
+    if not (math.isfinite(sum(logprobs)) and min(logprobs, default=0.0) > _NO_LOGPROB):
         raise InferenceError(f"{url} returned log-probabilities that are not finite: the model has diverged")
-    return np.array([0.0, *found], dtype=np.float32)
+    return np.array([0.0, *logprobs], dtype=np.float32)
 
 
-def decode_spans(given: Any) -> tuple[VersionSpan, ...] | None:
+def decode_spans(listed: Any) -> tuple[VersionSpan, ...] | None:
     """Return version spans; versions may be integers or strings, vLLM's unnamed ``default`` is 0."""
-    if not given:
+    if not listed:
         return None
     return tuple(
         (0 if span["version"] == "default" else int(span["version"]), int(span["start"]), int(span["end"]))
-        for span in given
+        for span in listed
     )
 
 
 def covers(spans: Sequence[VersionSpan], tokens: int) -> bool:
     """Return whether spans cover [0, ``tokens``) without gaps."""
-    place = 0
+    position = 0
     for _, start, end in spans:
-        if start != place or end <= start:
+        if start != position or end <= start:
             return False
-        place = end
-    return place == tokens
+        position = end
+    return position == tokens
 
 
 def encode_manifest(manifest: WeightManifest) -> bytes:
@@ -210,20 +211,20 @@ def decode_manifest(raw: bytes) -> WeightManifest:
     return WeightManifest(version, path, entries, _decode_adapter(info.get("adapter")))
 
 
-def _decode_adapter(given: Any) -> AdapterInfo | None:
-    if given is None:
+def _decode_adapter(info: Any) -> AdapterInfo | None:
+    if info is None:
         return None
     field = "update_info.adapter"
-    if not isinstance(given, dict) or given.get("kind") != "lora":
-        raise BadRequest(field, f"adapter must have kind 'lora', rank, alpha and targets, not {short(given)}")
-    rank, alpha, targets = given.get("rank"), given.get("alpha"), given.get("targets")
+    if not isinstance(info, dict) or info.get("kind") != "lora":
+        raise BadRequest(field, f"adapter must have kind 'lora', rank, alpha and targets, not {short(info)}")
+    rank, alpha, targets = info.get("rank"), info.get("alpha"), info.get("targets")
     if type(rank) is not int or rank < 1:
         raise BadRequest(f"{field}.rank", f"rank must be an integer of at least 1, not {short(rank)}")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
         raise BadRequest(f"{field}.alpha", f"alpha must be a finite number, not {short(alpha)}")
-    if not isinstance(targets, list) or not targets or not all(isinstance(each, str) for each in targets):
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise BadRequest(f"{field}.targets", f"targets must list names of modules, not {short(targets)}")
-    name = given.get("name")
+    name = info.get("name")
     if name is not None and not (isinstance(name, str) and name):
         raise BadRequest(f"{field}.name", f"name must be a text that is not empty, or be left out, not {short(name)}")
     return AdapterInfo(rank, float(alpha), tuple(targets), name)
@@ -250,10 +251,10 @@ def error_message(raw: bytes) -> str:
 def error_field(raw: bytes) -> str | None:
     """Return the path of the field that an error response names, if it names one."""
     try:
-        found = orjson.loads(raw)["error"]["param"]
+        field = orjson.loads(raw)["error"]["param"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
-    return found if isinstance(found, str) else None
+    return field if isinstance(field, str) else None
 
 
 def decode_json(raw: bytes) -> dict[str, Any]:
@@ -438,13 +439,13 @@ def _decode_ids(ids: Any, vocabulary: int, max_context: int) -> TokenIds:
     except (TypeError, ValueError, OverflowError):
         token_ids = np.zeros(0, dtype=np.int64)
     if token_ids.shape != (len(ids),) or not all(type(value) is int for value in ids):
-        bad = next((value for value in ids if type(value) is not int or not -(2**63) <= value < 2**63), ids)
-        raise BadRequest("token_ids", f"token_ids must hold integers, not {short(bad)}")
+        invalid = next((value for value in ids if type(value) is not int or not -(2**63) <= value < 2**63), ids)
+        raise BadRequest("token_ids", f"token_ids must hold integers, not {short(invalid)}")
     if token_ids.min() < 0 or token_ids.max() >= vocabulary:
-        place = int(np.flatnonzero((token_ids < 0) | (token_ids >= vocabulary))[0])
+        position = int(np.flatnonzero((token_ids < 0) | (token_ids >= vocabulary))[0])
         raise BadRequest(
             "token_ids",
-            f"token_ids[{place}] is {token_ids[place]}, but this model's ids are 0 to {vocabulary - 1}: "
+            f"token_ids[{position}] is {token_ids[position]}, but this model's ids are 0 to {vocabulary - 1}: "
             "encode with its own tokenizer",
         )
     if len(token_ids) >= max_context:
@@ -456,21 +457,21 @@ def _decode_ids(ids: Any, vocabulary: int, max_context: int) -> TokenIds:
     return token_ids.astype(np.int32)
 
 
-def _decode_sampling(given: Mapping[str, Any], stop_strings: bool) -> SamplingParams:
-    for key in given.keys() - _OURS:
-        value = given[key]
+def _decode_sampling(fields: Mapping[str, Any], stop_strings: bool) -> SamplingParams:
+    for key in fields.keys() - _OURS:
+        value = fields[key]
         if value is None or (key in _NEUTRAL and (_NEUTRAL[key] is None or value == _NEUTRAL[key])):
             continue
         raise BadRequest(
             f"sampling_params.{key}",
             f"sampling_params.{key}={short(value)} is not supported by this server: leave it out",
         )
-    if given.get("logprobs") not in (None, 0):
+    if fields.get("logprobs") not in (None, 0):
         raise BadRequest(
             "sampling_params.logprobs",
-            f"sampling_params.logprobs is {short(given['logprobs'])}, but only the sampled id's is reported: send 0",
+            f"sampling_params.logprobs is {short(fields['logprobs'])}, but only the sampled id's is reported: send 0",
         )
-    stop = given.get("stop") or ()
+    stop = fields.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
         raise BadRequest(
@@ -482,50 +483,53 @@ def _decode_sampling(given: Mapping[str, Any], stop_strings: bool) -> SamplingPa
             f"sampling_params.stop is {short(stop)}, but the served model has no tokenizer.json to find texts with: "
             "send stop_token_ids",
         )
-    stop_ids = given.get("stop_token_ids") or ()
+    stop_ids = fields.get("stop_token_ids") or ()
     if not isinstance(stop_ids, list) and stop_ids != ():
         stop_ids = [stop_ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in stop_ids):
         raise BadRequest("sampling_params.stop_token_ids", f"stop_token_ids must be ids, not {short(stop_ids)}")
-    seed = given.get("seed")
+    seed = fields.get("seed")
     if seed is not None and type(seed) is not int:
         raise BadRequest("sampling_params.seed", f"sampling_params.seed must be an integer, not {short(seed)}")
-    max_tokens = None if given.get("max_tokens") is None else _integer(given, "max_tokens", 1, at_least=1)
-    if given.get("structured_outputs") is not None and given.get("ignore_eos"):
+    max_tokens = None if fields.get("max_tokens") is None else _integer(fields, "max_tokens", 1, at_least=1)
+    if fields.get("structured_outputs") is not None and fields.get("ignore_eos"):
         raise BadRequest(
             "sampling_params.ignore_eos", "ignore_eos cannot be combined with structured output: leave it out"
         )
     return SamplingParams(
-        temperature=_number(given, "temperature", 1.0, 0.0, math.inf),
-        top_p=_number(given, "top_p", 1.0, 0.0, 1.0, above=True),
-        top_k=max(0, _integer(given, "top_k", 0, at_least=-1)),
-        min_p=_number(given, "min_p", 0.0, 0.0, 1.0),
+        temperature=_number(fields, "temperature", 1.0, 0.0, math.inf),
+        top_p=_number(fields, "top_p", 1.0, 0.0, 1.0, above=True),
+        top_k=max(0, _integer(fields, "top_k", 0, at_least=-1)),
+        min_p=_number(fields, "min_p", 0.0, 0.0, 1.0),
         max_tokens=max_tokens,
         stop=tuple(stop),
         stop_token_ids=tuple(stop_ids),
         seed=seed,
-        ignore_eos=bool(given.get("ignore_eos")),
-        guide=_decode_guide(given.get("structured_outputs")),
+        ignore_eos=bool(fields.get("ignore_eos")),
+        guide=_decode_guide(fields.get("structured_outputs")),
     )
 
 
-def _decode_guide(given: Any) -> Guide | None:
-    if given is None:
+def _decode_guide(fields: Any) -> Guide | None:
+    if fields is None:
         return None
     field = "sampling_params.structured_outputs"
-    if not isinstance(given, dict):
-        raise BadRequest(field, f"{field} must be an object, not {short(given)}")
-    asked = {key: value for key, value in given.items() if value is not None and value is not False}
-    if list(asked) == ["json_object"]:
+    if not isinstance(fields, dict):
+        raise BadRequest(field, f"{field} must be an object, not {short(fields)}")
+    constraints = {key: value for key, value in fields.items() if value is not None and value is not False}
+    if list(constraints) == ["json_object"]:
         return Guide(tag=_tag({"type": "object"}))
-    if list(asked) == ["json"]:
-        schema = decode_json(asked["json"].encode()) if isinstance(asked["json"], str) else asked["json"]
+    if list(constraints) == ["json"]:
+        schema = (
+            decode_json(constraints["json"].encode()) if isinstance(constraints["json"], str) else constraints["json"]
+        )
         return Guide(tag=_tag(schema))
-    if list(asked) == ["structural_tag"] and isinstance(asked["structural_tag"], str):
-        return Guide(tag=asked["structural_tag"])
+    if list(constraints) == ["structural_tag"] and isinstance(constraints["structural_tag"], str):
+        return Guide(tag=constraints["structural_tag"])
     raise BadRequest(
         field,
-        f"{field} must be one of structural_tag (a text), json (a schema) and json_object, not {short(sorted(asked))}",
+        f"{field} must be one of structural_tag (a text), json (a schema) and json_object, not "
+        f"{short(sorted(constraints))}",
     )
 
 
@@ -535,9 +539,9 @@ def _tag(schema: Any) -> str:
 
 
 def _number(
-    given: Mapping[str, Any], key: str, default: float, low: float, high: float, *, above: bool = False
+    fields: Mapping[str, Any], key: str, default: float, low: float, high: float, *, above: bool = False
 ) -> float:
-    value = given.get(key, default)
+    value = fields.get(key, default)
     value = default if value is None else value
     if (
         type(value) not in (int, float)
@@ -554,8 +558,8 @@ def _number(
     return float(value)
 
 
-def _integer(given: Mapping[str, Any], key: str, default: int, *, at_least: int) -> int:
-    value = given.get(key, default)
+def _integer(fields: Mapping[str, Any], key: str, default: int, *, at_least: int) -> int:
+    value = fields.get(key, default)
     value = default if value is None else value
     if type(value) is not int or not at_least <= value < 2**62:
         raise BadRequest(

@@ -71,7 +71,7 @@ class RayConfig(BaseModel):
     Attributes:
         address: Address of a running cluster (``auto``, ``HOST:PORT``); None connects to that of ``RAY_ADDRESS``, or
             starts one on this machine for the run.
-        layout: ``separate`` gives ranks and replicas resources of their own; ``colocated`` puts rank and replica of
+        layout: ``separate`` gives ranks and replicas separate resources; ``colocated`` puts rank and replica of
             the same number into one bundle, which needs as many of either.
         workers: Rollout workers.
         replica: Resources of one inference server.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from turnwise.errors import RegistryError
 
 AUTO = "auto"
-"""Leaves the choice: the accelerator where there is one, else the CPU."""
+"""Leaves the choice: the accelerator if there is one, else the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class DeviceKind:
 CPU = "cpu"
 CUDA = "cuda"
 KINDS: dict[str, DeviceKind] = {
-    each.name: each
-    for each in (
+    kind.name: kind
+    for kind in (
         DeviceKind(CPU, "gloo"),
         DeviceKind(CUDA, "nccl", compiles_attention=True, records_graphs=True),
         DeviceKind("xpu", "xccl", compiles_attention=True),
@@ -50,9 +50,9 @@ def register_device(kind: DeviceKind) -> DeviceKind:
     """Add a kind of device. Raises RegistryError if the name is taken by another one, or is none."""
     if not re.fullmatch(r"[a-z]+", kind.name) or kind.name == AUTO:
         raise RegistryError(f"a device is named {kind.name!r}: use the name that torch gives it, of letters")
-    held = KINDS.setdefault(kind.name, kind)
-    if held != kind:
-        raise RegistryError(f"the device {kind.name!r} is registered already, as {held}: choose another name")
+    registered = KINDS.setdefault(kind.name, kind)
+    if registered != kind:
+        raise RegistryError(f"the device {kind.name!r} is registered already, as {registered}: choose another name")
     return kind
 
 

@@ -1,4 +1,4 @@
-"""Processes on this machine: each in a session of its own, waited for by a thread, ended with its parent."""
+"""Processes on this machine: each in its own session, waited for by a thread, ended with its parent."""
 
 from __future__ import annotations
 

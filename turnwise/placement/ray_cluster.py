@@ -105,20 +105,22 @@ def check_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> None:
     Raises:
         ConfigError: They never can; it names what is missing, and the key.
     """
-    left = [dict(node) for node in nodes]
-    order = sorted(range(len(layout.bundles)), key=lambda each: -sum(layout.bundles[each].values()))
-    for place in order:
-        bundle, kinds = layout.bundles[place], layout.users[place]
-        fitting = [node for node in left if all(node.get(name, 0.0) + 1e-9 >= least for name, least in bundle.items())]
+    free = [dict(node) for node in nodes]
+    order = sorted(range(len(layout.bundles)), key=lambda number: -sum(layout.bundles[number].values()))
+    for number in order:
+        bundle, kinds = layout.bundles[number], layout.users[number]
+        fitting = [
+            node for node in free if all(node.get(name, 0.0) + 1e-9 >= amount for name, amount in bundle.items())
+        ]
         if not fitting:
             keys = " and ".join(_KEYS[kind] for kind in kinds)
             needed = total(layout.bundles)
             have = {name: sum(node.get(name, 0.0) for node in nodes) for name in needed}
-            each = "; ".join(amounts({name: node.get(name, 0.0) for name in needed}) for node in nodes)
+            by_node = "; ".join(amounts({name: node.get(name, 0.0) for name in needed}) for node in nodes)
             raise ConfigError(
                 f"{keys} asks for {amounts(bundle)} on one node, and no node of the cluster has them left for the last "
                 f"of {len(layout.bundles)} bundles: all of them need {amounts(needed)}, and {len(nodes)} nodes have "
-                f"{amounts(have)} ({each})"
+                f"{amounts(have)} ({by_node})"
                 ": add nodes, or lower inference.replicas, ray.workers.min or the resources of either"
             )
         scarcest = max(bundle, key=bundle.__getitem__)
@@ -190,7 +192,7 @@ class RayCluster:
         """Give a slot back."""
         if slot.group is not None and slot not in self._free[slot.kind]:
             self._free[slot.kind].append(slot)
-            self._free[slot.kind].sort(key=lambda each: each.bundle)
+            self._free[slot.kind].sort(key=lambda free_slot: free_slot.bundle)
 
     def actor(self, cls: type[Any], slot: Slot, name: str, *arguments: Any) -> Any:
         """Start an actor with the resources of a slot; return its handle. It ends with this process."""
@@ -247,7 +249,7 @@ def _connect(config: RayConfig) -> bool:
     environment = dict(config.runtime_env)
     if config.working_dir is not None:
         environment["working_dir"] = str(config.working_dir)
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             # Without an address it would join what another program has started here.
@@ -265,8 +267,8 @@ def _connect(config: RayConfig) -> bool:
         ) from error
     finally:
         # Ray's own would end the process without a checkpoint.
-        if before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
     return True
 
 
@@ -318,13 +320,13 @@ async def _awaited(reference: Any) -> Any:
 
 def node_facts(paths: Mapping[str, str]) -> dict[str, str]:
     """Return the versions of a node's packages, and which paths it lacks; runs on the node."""
-    found = {"python": platform.python_version()}
+    facts = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found | {f"lacks {name}": path for name, path in paths.items() if not Path(path).exists()}
+            facts[name] = "none"
+    return facts | {f"lacks {name}": path for name, path in paths.items() if not Path(path).exists()}
 
 
 async def _check_nodes(nodes: Sequence[Mapping[str, Any]], paths: Mapping[str, Path]) -> None:
@@ -333,17 +335,17 @@ async def _check_nodes(nodes: Sequence[Mapping[str, Any]], paths: Mapping[str, P
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    given = {name: str(path) for name, path in paths.items()}
+    path_by_name = {name: str(path) for name, path in paths.items()}
     ours, remote = node_facts({}), ray.remote(node_facts)
-    asked = [
+    pending = [
         remote.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(given)
+        ).remote(path_by_name)
         for node in nodes
     ]
-    for node, theirs in zip(nodes, await asyncio.gather(*map(_awaited, asked), return_exceptions=True), strict=True):
+    for node, theirs in zip(nodes, await asyncio.gather(*map(_awaited, pending), return_exceptions=True), strict=True):
         if isinstance(theirs, RayError):
-            if not any(each["Alive"] for each in ray.nodes() if each["NodeID"] == node["NodeID"]):
+            if not any(peer["Alive"] for peer in ray.nodes() if peer["NodeID"] == node["NodeID"]):
                 # It was lost meanwhile, and nothing will be placed there.
                 continue
             raise ConfigError(

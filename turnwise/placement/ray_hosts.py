@@ -72,7 +72,7 @@ class ProcessHost:
             self._files = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_SHARED))
         path = self._files / name
         if at == 0:
-            for older in sorted(self._files.iterdir(), key=lambda each: each.stat().st_mtime_ns)[:-1]:
+            for older in sorted(self._files.iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-1]:
                 older.unlink()
         with path.open("r+b" if at else "wb") as file:
             file.seek(at)
@@ -139,7 +139,7 @@ class RayProcess(PlacedProcess):
                 self.there = str(await self._actor.machine.remote())
             if self.there == machine_id():
                 return file
-            # Versions of several policies have the same names, each in a folder of its own here.
+            # Versions of several policies have the same names, each in its own folder here.
             name = f"{file.parent.name}-{file.name}"
             path, at = "", 0
             with file.open("rb") as source:
@@ -160,13 +160,13 @@ class RayProcess(PlacedProcess):
     async def memory(self) -> MemoryUse | None:
         """Return its memory and that of its descendants; None if its node was lost."""
         try:
-            found: MemoryUse | None = await self._actor.memory.remote()
+            use: MemoryUse | None = await self._actor.memory.remote()
         except RayError:
             return None
-        return found
+        return use
 
     def release(self) -> None:
-        """End the actor, and give back its resources. Idempotent."""
+        """End the actor, and release its resources. Idempotent."""
         self._watching.cancel()
         self.ended.set()
         self._release()
@@ -200,18 +200,18 @@ class RayPlacement(Placement):
                 kill(actor)
                 await asyncio.sleep(_AGAIN)
             except BaseException:  # a refusal of the system, or a cancellation: the slot is free again
-                self._give_back(actor, slot)
+                self._release(actor, slot)
                 raise
             else:
-                return RayProcess(actor, started, partial(self._give_back, actor, slot))
+                return RayProcess(actor, started, partial(self._release, actor, slot))
 
-    def _give_back(self, actor: Any, slot: Slot) -> None:
+    def _release(self, actor: Any, slot: Slot) -> None:
         kill(actor)
         self._cluster.release(slot)
 
 
 class RayObject:
-    """An object in an actor of its own, such as a rollout worker.
+    """An object in its own actor, such as a rollout worker.
 
     Attributes:
         name: For messages.

@@ -54,12 +54,12 @@ class RayRanks(RankHosts):
         log = self._logs / f"rank-{rank}.log"
         server = socket.create_server((self.host, 0))
         link = f"{self.host}:{server.getsockname()[1]}"
-        own = {"OMP_NUM_THREADS": str(threads), RANK_TOKEN: token}
+        variables = {"OMP_NUM_THREADS": str(threads), RANK_TOKEN: token}
 
         def line(inherited: Inherited) -> Sequence[str]:
             return command(RankAddress(link, inherited.lifeline, inherited.host))
 
-        program = Program(f"rank {rank}", "rank", line, lambda given: {**given, **own}, log)
+        program = Program(f"rank {rank}", "rank", line, lambda parent: {**parent, **variables}, log)
         slot = self._cluster.claim("rank")
         actor = self._cluster.actor(ProcessHost, slot, program.what)
         process = RayRank(actor, slot, self._cluster, actor.start.remote(program))
@@ -106,8 +106,8 @@ class RayRank:
         if self.returncode is None:
             if self._end is None:
                 self._end = self._actor.wait.remote()
-            ended, _ = ray.wait([self._end], timeout=timeout)
-            if not ended:
+            ready, _ = ray.wait([self._end], timeout=timeout)
+            if not ready:
                 raise subprocess.TimeoutExpired(f"rank (process {self.pid})", timeout or 0.0)
             try:
                 self.returncode = int(ray.get(self._end)[0])
@@ -128,18 +128,18 @@ def _accepted(server: socket.socket, process: RayRank, token: str, deadline: flo
     server.settimeout(_POLL)
     while True:
         try:
-            taken, _ = server.accept()
+            connection, _ = server.accept()
         except TimeoutError:
             if process.poll() is not None:
                 raise PlacementError(f"its process ended ({process.returncode}) before it connected") from None
             if time.monotonic() > deadline:
                 raise
             continue
-        taken.settimeout(10)
+        connection.settimeout(10)
         with suppress(OSError):
-            given = taken.recv(len(token), socket.MSG_WAITALL)
-            if hmac.compare_digest(given, token.encode()):
-                taken.settimeout(None)
-                taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return Connection(taken.detach())
-        taken.close()
+            received = connection.recv(len(token), socket.MSG_WAITALL)
+            if hmac.compare_digest(received, token.encode()):
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return Connection(connection.detach())
+        connection.close()

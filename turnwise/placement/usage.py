@@ -22,7 +22,7 @@ def process_memory(pid: int | None = None, *, device_peak: int = 0) -> MemoryUse
     """Return the memory of a process (default: this one) and its descendants that run.
 
     The peak of several processes is the sum of theirs, which is at least that of the sum. A process that has ended
-    counts nothing. Where there is no ``/proc``, only this process is known, and its peak stands for both figures.
+    counts nothing. Without ``/proc`` only this process is known, and its peak stands for both figures.
     """
     if not (_PROC / "self/status").is_file():
         if pid not in (None, os.getpid()):
@@ -30,8 +30,8 @@ def process_memory(pid: int | None = None, *, device_peak: int = 0) -> MemoryUse
         usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = usage if sys.platform == "darwin" else 1024 * usage
         return MemoryUse(peak, peak, device_peak)
-    found = [_read(_PROC / "self")] if pid is None else [_read(_PROC / str(each)) for each in _family(pid)]
-    return MemoryUse(sum(each[0] for each in found), sum(each[1] for each in found), device_peak)
+    processes = [_read(_PROC / "self")] if pid is None else [_read(_PROC / str(member)) for member in _family(pid)]
+    return MemoryUse(sum(process[0] for process in processes), sum(process[1] for process in processes), device_peak)
 
 
 def _read(process: Path) -> tuple[int, int]:
@@ -49,7 +49,7 @@ def _read(process: Path) -> tuple[int, int]:
 def _family(pid: int) -> Iterator[int]:
     yield pid
     try:
-        lists = [(each / "children").read_text() for each in (_PROC / str(pid) / "task").iterdir()]
+        lists = [(thread / "children").read_text() for thread in (_PROC / str(pid) / "task").iterdir()]
     except OSError:
         return
     for child in " ".join(lists).split():
@@ -57,7 +57,7 @@ def _family(pid: int) -> Iterator[int]:
 
 
 def group_cpu_seconds(leader: int) -> float:
-    """Return the CPU seconds of the running processes of a process group; 0 where there is no ``/proc``."""
+    """Return the CPU seconds of the running processes of a process group; 0 without ``/proc``."""
     total = 0.0
     for status in _PROC.glob("[0-9]*/stat"):
         # The file of a process that ended meanwhile cannot be read.

@@ -61,7 +61,7 @@ def test_the_reference_kernels_leave_other_rows_alone() -> None:
     from turnwise.engine.batching.kv_cache import Geometry, KVPool
 
     geometry = Geometry(2, 2, 8, 8)
-    pool = KVPool(geometry, 32, torch.float32, torch.device("cpu"), most=4)
+    pool = KVPool(geometry, 32, torch.float32, torch.device("cpu"), max_rows=4)
     pool.resize(3, np.zeros(0, dtype=np.int64))
     addresses, step = pool.addresses(np.array([1, 0]))
     rows = torch.tensor([[5, -1], addresses.tolist(), [step, step], [32, 32]])

@@ -166,7 +166,7 @@ async def test_images_over_the_wire(tmp_path: Path) -> None:
             streamed = np.concatenate([delta.token_ids for delta in deltas])
             np.testing.assert_array_equal(streamed, completion.token_ids)
         # A server that has started again keeps nothing: its images are sent again.
-        client._kept[server.url] = set(never_sent)
+        client._stored_media[server.url] = set(never_sent)
         again = await client.generate(prompt(directory, SETS[2]), PARAMS, session_id="u")
         assert len(again.token_ids) == PARAMS.max_tokens
         with pytest.raises(RequestRefused, match="the model of this client takes text only"):

@@ -63,7 +63,7 @@ def rows(row: Row) -> list[TrainRow]:
 def served(model: CausalLM, ids: np.ndarray) -> torch.Tensor:
     """The log-probabilities of ids[1:] by the inference engine's own forward."""
     count = len(ids)
-    pool = KVPool(model.geometry, 32, model.dtype, model.device, most=1)
+    pool = KVPool(model.geometry, 32, model.dtype, model.device, max_rows=1)
     pool.resize(1, np.zeros(0, dtype=np.int64))
     heads = np.arange(model.geometry.heads)[None, :]
     index = heads * pool.capacity + np.arange(count)[:, None]

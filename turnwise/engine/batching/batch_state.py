@@ -36,10 +36,10 @@ class StopStrings:
         if not piece:
             return None
         text = self._text + piece
-        found = [(text.find(stop), stop) for stop in self._stops if stop in text]
+        matches = [(text.find(stop), stop) for stop in self._stops if stop in text]
         # Any match lies partly in the new piece: what could begin one is all that is kept.
         self._text = text[-(self._longest - 1) :] if self._longest > 1 else ""
-        return min(found)[1] if found else None
+        return min(matches)[1] if matches else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PromptImage:
     """
 
     digest: str
-    places: Slots
+    positions: Slots
     features: Mapping[str, npt.NDArray[np.generic]]
 
 
@@ -100,7 +100,7 @@ class Generation:
     delivered: int = 0
     cached: int = -1
     order: int = 0
-    held: GrammarState | None = None
+    grammar: GrammarState | None = None
     leader: tuple[int, str, int] | None = None
     scores: Logprobs | None = None
     images: tuple[PromptImage, ...] = ()
@@ -212,14 +212,14 @@ class BatchState:
         """Return the sampling parameters of slots."""
         return RowParams(self._temperature[slots], self._top_p[slots], self._top_k[slots], self._min_p[slots])
 
-    def draws(self, slots: Slots, places: Slots) -> npt.NDArray[np.float64]:
+    def draws(self, slots: Slots, positions: Slots) -> npt.NDArray[np.float64]:
         """Return the random number for each slot's token at its position."""
-        return uniforms(self._keys[slots], places)
+        return uniforms(self._keys[slots], positions)
 
-    def write(self, slots: Slots, places: Slots, logprobs: Logprobs) -> None:
+    def write(self, slots: Slots, positions: Slots, logprobs: Logprobs) -> None:
         """Store the log-probabilities of the tokens at these positions."""
-        self.widen(int(places.max()) + 1)
-        self._logprobs[slots, places] = logprobs
+        self.widen(int(positions.max()) + 1)
+        self._logprobs[slots, positions] = logprobs
 
     def logprobs(self, slot: int, start: int, stop: int) -> Logprobs:
         """Return a copy of the log-probabilities of tokens [start, stop)."""
@@ -227,8 +227,8 @@ class BatchState:
 
     def stops(self, slots: Slots, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which of the sampled ids end their sequence."""
-        ended: npt.NDArray[np.bool_] = (token_ids[:, None] == self._stop_ids[slots]).any(axis=1)
-        return ended
+        stopped: npt.NDArray[np.bool_] = (token_ids[:, None] == self._stop_ids[slots]).any(axis=1)
+        return stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +250,9 @@ class PrefixIndex:
 
     def remember(self, slot: int, session_id: str) -> None:
         """Record the session of a slot's tokens."""
-        before = self._session_of.pop(slot, None)
-        if before is not None and self._slot_of.get(before) == slot:
-            del self._slot_of[before]
+        previous = self._session_of.pop(slot, None)
+        if previous is not None and self._slot_of.get(previous) == slot:
+            del self._slot_of[previous]
         if session_id:
             self._session_of[slot] = session_id
             self._slot_of[session_id] = slot
@@ -260,13 +260,15 @@ class PrefixIndex:
     def find(self, token_ids: npt.NDArray[np.int32], session_id: str, adapter: int = 0) -> PrefixMatch:
         """Find the longest prefix of an adapter, without the last token: its logits are needed."""
         cache = self._cache
-        most = len(token_ids) - 1
-        own = self._slot_of.get(session_id)
-        if own is not None and cache.state[own] == RETAINED and cache.adapter[own] == adapter:
-            cached = int(cache.cached[own])
-            if WORTH_SHARING <= cached <= most and np.array_equal(cache.token_ids[own, :cached], token_ids[:cached]):
-                return PrefixMatch(own, cached)
-        shared = np.minimum(cache.shared_prefixes(token_ids, adapter), most)
+        limit = len(token_ids) - 1
+        recent = self._slot_of.get(session_id)
+        if recent is not None and cache.state[recent] == RETAINED and cache.adapter[recent] == adapter:
+            cached = int(cache.cached[recent])
+            if WORTH_SHARING <= cached <= limit and np.array_equal(
+                cache.token_ids[recent, :cached], token_ids[:cached]
+            ):
+                return PrefixMatch(recent, cached)
+        shared = np.minimum(cache.shared_prefixes(token_ids, adapter), limit)
         if not len(shared):
             return PrefixMatch()
         ready = np.minimum(shared, cache.cached[: len(shared)])
@@ -276,30 +278,30 @@ class PrefixIndex:
         return PrefixMatch(best, int(ready[best])) if ready[best] >= WORTH_SHARING else PrefixMatch()
 
     def place(
-        self, token_ids: npt.NDArray[np.int32], found: PrefixMatch, adapter: int = 0, *, alone: bool
+        self, token_ids: npt.NDArray[np.int32], match: PrefixMatch, adapter: int = 0, *, alone: bool
     ) -> tuple[int, int] | None:
         """Place a request in the prefix's own slot if nothing of it is lost, else in a new one with a copy.
 
         Args:
             token_ids: Ids of the request.
-            found: Result of :meth:`find`, for the same adapter.
+            match: Result of :meth:`find`, for the same adapter.
             adapter: Number of its adapter.
             alone: Whether nothing runs: then memory is reclaimed even at the cost of the prefix.
 
         Returns:
             Slot and number of reused tokens, or None if the request has to wait for memory.
         """
-        cache, source = self._cache, found.slot
+        cache, source = self._cache, match.slot
         if source is None:
             slot = cache.take(token_ids, adapter)
             return None if slot is None else (slot, 0)
         retained = cache.state[source] == RETAINED
-        if retained and cache.cached[source] <= found.tokens and cache.reuse(source, token_ids, found.tokens):
-            return source, found.tokens
+        if retained and cache.cached[source] <= match.tokens and cache.reuse(source, token_ids, match.tokens):
+            return source, match.tokens
         slot = cache.take(token_ids, adapter, source=source)
         if slot is not None:
-            cache.share(slot, source, found.tokens)
-            return slot, found.tokens
+            cache.share(slot, source, match.tokens)
+            return slot, match.tokens
         if not retained or not alone:
             return None
         cache.release(source)

@@ -45,7 +45,7 @@ def _reserve(size: int) -> mmap.mmap | None:
     if sys.platform != "linux" or not size:
         return None
     try:
-        # Private: pages of a shared mapping are not given back by MADV_DONTNEED.
+        # Private: MADV_DONTNEED does not free pages of a shared mapping.
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError:
         # Strict accounting (vm.overcommit_memory 2), or a limit of address space.
@@ -70,12 +70,12 @@ class KVPool:
     )  # fmt: skip
 
     def __init__(
-        self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device, *, most: int
+        self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device, *, max_rows: int
     ) -> None:
-        """Create an empty pool that may grow to ``most`` rows."""
+        """Create an empty pool that may grow to ``max_rows`` rows."""
         self._geometry = geometry
         self.capacity = capacity
-        shape = self._shape(most)
+        shape = self._shape(max_rows)
         self._reserved = _reserve(math.prod(shape) * dtype.itemsize) if on_cpu(device) else None
         # Zeros, not empty: what a mask hides must still be finite.
         if self._reserved is None:
@@ -124,36 +124,36 @@ class KVPool:
             rows: The new number.
             cached: int64 of shape [slots]: tokens of each owner that are copied when it moves.
         """
-        before = self.rows
+        rows_before = self.rows
         owner = np.full(rows, -1, dtype=np.int64)
-        owner[: min(rows, before)] = self.owner[:rows]
+        owner[: min(rows, rows_before)] = self.owner[:rows]
         high = rows + np.flatnonzero(self.owner[rows:] >= 0)
         low = np.flatnonzero(owner < 0)[: len(high)]
         owner[low] = self.owner[high]
         if self._reserved is None:
             data = self._data.new_zeros(self._shape(rows))
-            data[:, :, : min(rows, before)] = self._data[:, :, :rows]
+            data[:, :, : min(rows, rows_before)] = self._data[:, :, :rows]
         else:
             data = self._data
-        for place, row in zip(low.tolist(), high.tolist(), strict=True):
+        for target, row in zip(low.tolist(), high.tolist(), strict=True):
             tokens = int(cached[self.owner[row]])
-            data[:, :, place, :, :tokens].copy_(self._data[:, :, row, :, :tokens])
+            data[:, :, target, :, :tokens].copy_(self._data[:, :, row, :, :tokens])
         self.owner = owner
         if self._reserved is None:
             self._bind(data)
         else:
-            self._give_back(rows, before)
+            self._free_rows(rows, rows_before)
 
-    def _give_back(self, first: int, last: int) -> None:
+    def _free_rows(self, first: int, stop: int) -> None:
         """Return the pages of rows [first, last) to the system, which makes them zeros."""
         reserved, data = self._reserved, self._data
-        if reserved is None or first >= last:
+        if reserved is None or first >= stop:
             return
         size = data.element_size()
         for kind in range(data.shape[0]):
             for layer in range(data.shape[1]):
                 start = size * (kind * data.stride(0) + layer * data.stride(1) + first * data.stride(2))
-                end = start + size * (last - first) * data.stride(2)
+                end = start + size * (stop - first) * data.stride(2)
                 # A page that other rows share stays.
                 start += -start % mmap.PAGESIZE
                 end -= end % mmap.PAGESIZE
@@ -172,15 +172,15 @@ class KVPool:
         """Copy the first ``tokens`` keys and values of a row, of this pool or another."""
         self._data[:, :, row, :, :tokens].copy_(source._data[:, :, source_row, :, :tokens])
 
-    def exchange(self, left: npt.NDArray[np.int64], right: npt.NDArray[np.int64], tokens: int) -> None:
+    def exchange(self, low_rows: npt.NDArray[np.int64], right: npt.NDArray[np.int64], tokens: int) -> None:
         """Swap rows pairwise, contents (up to ``tokens`` tokens) and owners."""
         # Row by row, with plain copies of long runs: indexing all rows at once takes three times as long.
-        for low, high in zip(left.tolist(), right.tolist(), strict=True):
+        for low, high in zip(low_rows.tolist(), right.tolist(), strict=True):
             one, other = self._data[:, :, low, :, :tokens], self._data[:, :, high, :, :tokens]
-            kept = one.clone()
+            copy = one.clone()
             one.copy_(other)
-            other.copy_(kept)
-        self.owner[left], self.owner[right] = self.owner[right].copy(), self.owner[left].copy()
+            other.copy_(copy)
+        self.owner[low_rows], self.owner[right] = self.owner[right].copy(), self.owner[low_rows].copy()
 
     def zero_row(self, row: int) -> None:
         """Zero a row that held values that are not finite."""
@@ -199,9 +199,9 @@ def capacities(longest: int) -> list[int]:
     """Return the row capacities, 32 * {1, 2, 3, 4, 6, 8, 12, ...}, the last of which holds ``longest`` tokens."""
     sizes = [32]
     while sizes[-1] < longest:
-        last = sizes[-1]
-        power = 1 << (last.bit_length() - 1)
-        sizes.append(64 if last == 32 else power + power // 2 if last == power else 2 * power)
+        size = sizes[-1]
+        power = 1 << (size.bit_length() - 1)
+        sizes.append(64 if size == 32 else power + power // 2 if size == power else 2 * power)
     return sizes
 
 
@@ -238,7 +238,7 @@ class KVCache:
                 f"raise kv_tokens to at least {sizes[-1]}, or lower max_context"
             )
         self.budget = budget
-        self.pools = [KVPool(geometry, size, dtype, device, most=budget // size) for size in sizes]
+        self.pools = [KVPool(geometry, size, dtype, device, max_rows=budget // size) for size in sizes]
         self.capacity = np.asarray(sizes)
         self.longest = longest
         self.token_ids = np.zeros((slots, min(longest, _FIRST_WIDTH)), dtype=np.int32)
@@ -326,13 +326,13 @@ class KVCache:
         return True
 
     def append(
-        self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
+        self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]
     ) -> None:
-        """Append one token to each of these slots; where ``kept`` is False it is stored but not counted."""
-        places = self.length[slots]
-        self._widen(int(places.max()) + 1)
-        self.token_ids[slots, places] = token_ids
-        self.length[slots] += kept
+        """Append one token to each of these slots; where ``counted`` is False it is stored but not counted."""
+        positions = self.length[slots]
+        self._widen(int(positions.max()) + 1)
+        self.token_ids[slots, positions] = token_ids
+        self.length[slots] += counted
 
     def retain(self, slot: int) -> None:
         """Keep a finished sequence's KV entries until their memory is needed."""
@@ -360,7 +360,7 @@ class KVCache:
             self._shrink(index, 0)
 
     def trim(self) -> bool:
-        """Give memory of rows without owner back, but for some of each pool; return whether rows moved.
+        """Free memory of rows without owner, except some of each pool; return whether rows moved.
 
         A page that is taken again costs little beside computing what it holds.
         """
@@ -377,33 +377,33 @@ class KVCache:
         Slots of another ``adapter`` share nothing.
         """
         top, size = self._top, len(token_ids)
-        known = np.minimum(self.length[:top], size)
+        lengths = np.minimum(self.length[:top], size)
         head = min(size, 64)
         equal = self.token_ids[:top, :head] == token_ids[:head]
         shared = np.where(equal.all(axis=1), head, equal.argmin(axis=1))
         if size > head:
-            deep = np.flatnonzero((shared == head) & (known > head))
+            deep = np.flatnonzero((shared == head) & (lengths > head))
             # Nothing that is known reaches beyond the width of the table.
             width = min(size, self.token_ids.shape[1])
             equal = self.token_ids[deep, :width] == token_ids[:width]
             shared[deep] = np.where(equal.all(axis=1), width, equal.argmin(axis=1))
-        return np.where(self.adapter[:top] == adapter, np.minimum(shared, known), 0)
+        return np.where(self.adapter[:top] == adapter, np.minimum(shared, lengths), 0)
 
     def compact(self, slots: npt.NDArray[np.int64]) -> bool:
         """Move these slots to the low end of their pools if too many holes lie between; return whether rows moved."""
         moved = False
         pools, rows = self.pool_of[slots], self.row_of[slots]
         for index in np.unique(pools).tolist():
-            mine = rows[pools == index]
-            holes = int(mine.max()) + 1 - len(mine)
+            occupied = rows[pools == index]
+            holes = int(occupied.max()) + 1 - len(occupied)
             # Holes are often filled again soon. They are moved away when what they have cost equals the move.
             self._waste[index] = self._waste[index] + holes if holes else 0
             if holes <= _HOLES_ALLOWED or self._waste[index] < _MOVE_COST * holes:
                 continue
             self._waste[index] = 0
             pool = self.pools[index]
-            high = mine[mine >= len(mine)]
-            low = np.setdiff1d(np.arange(len(mine)), mine)[: len(high)]
+            high = occupied[occupied >= len(occupied)]
+            low = np.setdiff1d(np.arange(len(occupied)), occupied)[: len(high)]
             owners = np.concatenate([pool.owner[low], pool.owner[high]])
             owners = owners[owners >= 0]
             pool.exchange(low, high, int(self.cached[owners].max(initial=0)))
@@ -431,10 +431,10 @@ class KVCache:
         return min(int(np.searchsorted(self.capacity, tokens)), len(self.pools) - 1)
 
     def _oldest(self, state: int, pool: int | None = None) -> int | None:
-        chosen = self.state == state
+        eligible = self.state == state
         if pool is not None:
-            chosen &= self.pool_of == pool
-        slots = np.flatnonzero(chosen)
+            eligible &= self.pool_of == pool
+        slots = np.flatnonzero(eligible)
         return int(slots[self._used_at[slots].argmin()]) if len(slots) else None
 
     def _row(self, index: int) -> int | None:
@@ -466,11 +466,11 @@ class KVCache:
         if not len(idle):
             return row
         slot = int(idle[self._used_at[idle].argmin()])
-        place = int(self.row_of[slot])
-        pool.copy_row(row, pool, place, int(self.cached[slot]))
-        pool.owner[row], pool.owner[place] = slot, -1
+        target = int(self.row_of[slot])
+        pool.copy_row(row, pool, target, int(self.cached[slot]))
+        pool.owner[row], pool.owner[target] = slot, -1
         self.row_of[slot] = row
-        return place
+        return target
 
     def _reclaim(self, tokens: int) -> None:
         """Free ``tokens`` tokens of memory: rows without owner first, then prefixes, the oldest first."""

@@ -56,40 +56,40 @@ class KeptFeatures:
 
 
 def read_images(
-    given: Any, token_ids: TokenIds, vision: VisionTower | None, kept: KeptFeatures | None = None
+    features: Any, token_ids: TokenIds, vision: VisionTower | None, cache: KeptFeatures | None = None
 ) -> tuple[PromptImage, ...]:
     """Return the images of a request's ``features``, checked against the model and the ids.
 
-    Those that fit are kept in ``kept``. Raises BadRequest.
+    Those that fit are kept in ``cache``. Raises BadRequest.
     """
-    kept = kept or KeptFeatures(0)
-    if given is None:
+    cache = cache or KeptFeatures(0)
+    if features is None:
         return ()
     if vision is None:
         raise BadRequest("features", "features is given, but this model takes text only: remove the images")
     try:
-        decoded = decode_features(given, len(token_ids), kept.get)
+        decoded = decode_features(features, len(token_ids), cache.get)
     except FeaturesError as error:
         raise BadRequest(error.field, str(error)) from error
     images = []
     for number, image in enumerate(decoded):
         stretch = token_ids[image.offset : image.offset + image.length]
-        places = image.offset + np.flatnonzero(stretch == vision.placeholder)
+        positions = image.offset + np.flatnonzero(stretch == vision.placeholder)
         try:
             rows = vision.rows(image.features)
         except FormatError as error:
             raise BadRequest("features.kwargs_data", f"image {number}: {error}") from error
-        if len(places) != rows or stretch[0] != vision.placeholder or stretch[-1] != vision.placeholder:
+        if len(positions) != rows or stretch[0] != vision.placeholder or stretch[-1] != vision.placeholder:
             raise BadRequest(
                 "features.mm_placeholders",
-                f"image {number} has {rows} embeddings, but {len(places)} of its {image.length} ids from "
+                f"image {number} has {rows} embeddings, but {len(positions)} of its {image.length} ids from "
                 f"{image.offset} are placeholders ({vision.placeholder}): place it with the model's own processor",
             )
         # Of what is computed from, whatever hash a client sent.
         digest = features_digest(image.features)
         if digest == image.digest:
-            kept.keep(digest, image.features)
-        images.append(PromptImage(digest, places, image.features))
+            cache.keep(digest, image.features)
+        images.append(PromptImage(digest, positions, image.features))
     return tuple(images)
 
 
@@ -115,10 +115,10 @@ class PromptImages:
             return
         token_ids: TokenIds = generation.prompt.copy()
         for image in generation.images:
-            token_ids[image.places] = self._key(image.digest)
+            token_ids[image.positions] = self._key(image.digest)
         generation.token_ids = token_ids
         if self._vision.rotates:
-            grids = [(int(image.places[0]), image.features) for image in generation.images]
+            grids = [(int(image.positions[0]), image.features) for image in generation.images]
             generation.rotary = self._vision.positions(len(token_ids) + 1, grids)
 
     def plain(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -145,7 +145,7 @@ class PromptImages:
         if self._vision.rotates:
             positions = np.tile(step.positions, (3, 1))
         begins = np.cumsum(step.sizes) - step.sizes
-        found: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        parts: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
         for index in np.flatnonzero(np.isin(step.slots, list(images_of))).tolist():
             generation = images_of[int(step.slots[index])]
             begin, size = int(begins[index]), int(step.sizes[index])
@@ -153,41 +153,41 @@ class PromptImages:
             if generation.rotary is not None:
                 positions[:, begin : begin + size] = _rotary(generation.rotary, start, size)
             for image in generation.images:
-                first, last = np.searchsorted(image.places, (start, start + size))
-                if first < last:
-                    found.append((image, np.arange(first, last), image.places[first:last] + (begin - start)))
-        return positions, self._place(found) if found else None
+                first, stop = np.searchsorted(image.positions, (start, start + size))
+                if first < stop:
+                    parts.append((image, np.arange(first, stop), image.positions[first:stop] + (begin - start)))
+        return positions, self._place(parts) if parts else None
 
-    def _place(self, found: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]]) -> PlacedEmbeddings:
+    def _place(self, parts: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]]) -> PlacedEmbeddings:
         """Join the embeddings of (image, rows of it, places in the step)."""
-        found.sort(key=lambda part: int(part[2][0]))
-        embedded = self._embeddings({image.digest: image for image, _, _ in found})
-        chosen = [(embedded[image.digest], torch.from_numpy(rows)) for image, rows, _ in found]
+        parts.sort(key=lambda part: int(part[2][0]))
+        embedded = self._embeddings({image.digest: image for image, _, _ in parts})
+        embeddings = [(embedded[image.digest], torch.from_numpy(rows)) for image, rows, _ in parts]
 
         def joined(part: Callable[[ImageEmbedding], torch.Tensor]) -> torch.Tensor:
-            return torch.cat([part(one)[rows.to(one.tokens.device)] for one, rows in chosen])
+            return torch.cat([part(one)[rows.to(one.tokens.device)] for one, rows in embeddings])
 
-        layers = len(chosen[0][0].deep)
+        layers = len(embeddings[0][0].deep)
         tokens = joined(lambda one: one.tokens)
         deep = tuple(joined(lambda one, layer=layer: one.deep[layer]) for layer in range(layers))  # type: ignore[misc]
-        places = torch.from_numpy(np.concatenate([places for _, _, places in found])).to(tokens.device)
-        return PlacedEmbeddings(places, ImageEmbedding(tokens, deep))
+        positions = torch.from_numpy(np.concatenate([positions for _, _, positions in parts])).to(tokens.device)
+        return PlacedEmbeddings(positions, ImageEmbedding(tokens, deep))
 
     def _embeddings(self, images: dict[str, PromptImage]) -> dict[str, ImageEmbedding]:
         """Return the embeddings of images by digest; those that are not kept are encoded together."""
-        found: dict[str, Any] = {digest: self._embedded.get(digest) for digest in images}
-        missing = [digest for digest, embedding in found.items() if embedding is None]
+        embeddings: dict[str, Any] = {digest: self._embedded.get(digest) for digest in images}
+        missing = [digest for digest, embedding in embeddings.items() if embedding is None]
         if missing:
             encoded = self._vision.encode([images[digest].features for digest in missing])
             self.encoded += len(missing)
             for digest, embedding in zip(missing, encoded, strict=True):
-                found[digest] = self._embedded[digest] = embedding
+                embeddings[digest] = self._embedded[digest] = embedding
                 self._used += embedding.nbytes
         for digest in images:
             self._embedded.move_to_end(digest)
         while self._used > _EMBEDDED_BYTES and len(self._embedded) > 1:
             self._used -= self._embedded.popitem(last=False)[1].nbytes
-        return found
+        return embeddings
 
     def _key(self, digest: str) -> int:
         key = self._keys.get(digest)
@@ -202,7 +202,7 @@ class PromptImages:
 
 def _rotary(table: npt.NDArray[np.int64], start: int, size: int) -> npt.NDArray[np.int64]:
     """Return the positions of tokens [start, start + size); those behind the prompt count up."""
-    last = table.shape[1] - 1
-    places = np.arange(start, start + size)
-    found: npt.NDArray[np.int64] = table[:, np.minimum(places, last)] + np.maximum(places - last, 0)
-    return found
+    end = table.shape[1] - 1
+    tokens = np.arange(start, start + size)
+    positions: npt.NDArray[np.int64] = table[:, np.minimum(tokens, end)] + np.maximum(tokens - end, 0)
+    return positions

@@ -84,11 +84,11 @@ def build_model_input(
     flat = torch.from_numpy(index.reshape(-1)).to(device)
     parts = []
     borders = np.flatnonzero(np.diff(pools)) + 1
-    for first, last in zip([0, *borders.tolist()], [*borders.tolist(), len(slots)], strict=True):
-        start, stop = int(begins[first]), int(ends[last - 1])
+    for first, end in zip([0, *borders.tolist()], [*borders.tolist(), len(slots)], strict=True):
+        start, stop = int(begins[first]), int(ends[end - 1])
         pool = cache.pools[int(pools[first])]
         decode, prefills = _blocks(
-            cache.row_of[slots[first:last]], starts[first:last], sizes[first:last], pool.capacity, dtype, device
+            cache.row_of[slots[first:end]], starts[first:end], sizes[first:end], pool.capacity, dtype, device
         )
         parts.append(PoolPlan(pool, start, stop, flat[start * heads : stop * heads], decode, prefills))
     complete = starts + sizes == cache.length[slots]
@@ -137,7 +137,7 @@ class Scheduler:
         self.running: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.waiting: deque[Generation] = deque()
         self.watched: set[int] = set()
-        self.held: set[int] = set()
+        self.guided: set[int] = set()
         self.scored: set[int] = set()
         self.seeing: dict[int, Generation] = {}
         self.table = BatchState(slots, width)
@@ -169,26 +169,26 @@ class Scheduler:
 
     def admit(self) -> int:
         """Admit waiting requests while there is room; return the number of reused tokens."""
-        held: list[Generation] = []
+        deferred: list[Generation] = []
         admitted: list[int] = []
         reused = 0
         moved = False
         while self.waiting and len(self.running) + len(admitted) < self._max_seqs:
             generation = self.waiting.popleft()
             if self._leader_reads(generation):
-                held.append(generation)
+                deferred.append(generation)
                 continue
-            found = PrefixMatch()
+            match = PrefixMatch()
             if self._prefix_cache and not generation.scored:
-                found = self._prefixes.find(generation.token_ids, generation.session_id, generation.adapter)
-            if found.wait_for is not None:
-                generation.leader = (found.wait_for, self.occupant(found.wait_for).id, found.tokens)
-                held.append(generation)
+                match = self._prefixes.find(generation.token_ids, generation.session_id, generation.adapter)
+            if match.wait_for is not None:
+                generation.leader = (match.wait_for, self.occupant(match.wait_for).id, match.tokens)
+                deferred.append(generation)
                 continue
             alone = not len(self.running) and not admitted
-            # Memory is gathered by moving rows, also where there is too little of it.
+            # Memory is gathered by moving rows, also if that is too little.
             moved = True
-            placed = self._prefixes.place(generation.token_ids, found, generation.adapter, alone=alone)
+            placed = self._prefixes.place(generation.token_ids, match, generation.adapter, alone=alone)
             if placed is None:
                 self.waiting.appendleft(generation)
                 break
@@ -196,7 +196,7 @@ class Scheduler:
             reused += shared
             self._occupy(slot, generation)
             admitted.append(slot)
-        self.waiting.extendleft(reversed(held))
+        self.waiting.extendleft(reversed(deferred))
         if moved:
             joined = np.concatenate([self.running, np.asarray(admitted, dtype=np.int64)])
             self.running = arrange(self._cache, joined)
@@ -204,16 +204,16 @@ class Scheduler:
 
     def end(self, ids: Iterable[str] | None, reason: FinishReason) -> list[Output]:
         """Finish requests (None: all), running or waiting, with what they have. Unknown ids are ignored."""
-        wanted = None if ids is None else set(ids)
-        ended = [slot for slot in self.running.tolist() if wanted is None or self.occupant(slot).id in wanted]
-        outputs = [self.finish(slot, reason, None) for slot in ended]
-        kept: deque[Generation] = deque()
+        selected = None if ids is None else set(ids)
+        slots = [slot for slot in self.running.tolist() if selected is None or self.occupant(slot).id in selected]
+        outputs = [self.finish(slot, reason, None) for slot in slots]
+        remaining: deque[Generation] = deque()
         for generation in self.waiting:
-            if wanted is None or generation.id in wanted:
+            if selected is None or generation.id in selected:
                 outputs.append(generation.output(reason, None))
             else:
-                kept.append(generation)
-        self.waiting = kept
+                remaining.append(generation)
+        self.waiting = remaining
         return outputs
 
     def finish(self, slot: int, reason: FinishReason, stop_reason: int | str | None) -> Output:
@@ -227,28 +227,28 @@ class Scheduler:
         generation = self.save(slot)
         self._vacate(slot, retain=False, poisoned=False)
         generation.leader = None
-        place = 0
-        while place < len(self.waiting) and self.waiting[place].order < generation.order:
-            place += 1
-        self.waiting.insert(place, generation)
+        index = 0
+        while index < len(self.waiting) and self.waiting[index].order < generation.order:
+            index += 1
+        self.waiting.insert(index, generation)
 
     def allowed(self, slots: npt.NDArray[np.int64], vocabulary: int) -> npt.NDArray[np.bool_] | None:
         """Return which ids grammars allow next, bool of shape [slots, vocabulary]; None without structured output."""
-        if not self.held or self.held.isdisjoint(slots.tolist()):
+        if not self.guided or self.guided.isdisjoint(slots.tolist()):
             return None
         rows = np.ones((len(slots), vocabulary), dtype=np.bool_)
         for row, slot in enumerate(slots.tolist()):
-            held = self.occupant(slot).held
-            if held is not None:
-                rows[row] = held.allowed()
+            grammar = self.occupant(slot).grammar
+            if grammar is not None:
+                rows[row] = grammar.allowed()
         return rows
 
     def advance(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
         """Advance the grammars by the sampled ids, except of sequences that end."""
         for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-            held = self.occupant(slot).held
-            if held is not None:
-                held.take(token_id)
+            grammar = self.occupant(slot).grammar
+            if grammar is not None:
+                grammar.take(token_id)
 
     def due(self, slot: int) -> bool:
         """Whether a streamed request has ids to deliver."""
@@ -285,8 +285,8 @@ class Scheduler:
         self._prefixes.remember(slot, generation.session_id)
         if generation.stream or generation.stops is not None:
             self.watched.add(slot)
-        if generation.held is not None:
-            self.held.add(slot)
+        if generation.grammar is not None:
+            self.guided.add(slot)
         if generation.scored:
             self.scored.add(slot)
         if generation.images:
@@ -295,7 +295,7 @@ class Scheduler:
     def _vacate(self, slot: int, *, retain: bool, poisoned: bool) -> None:
         self._generations[slot] = None
         self.watched.discard(slot)
-        self.held.discard(slot)
+        self.guided.discard(slot)
         self.scored.discard(slot)
         self.seeing.pop(slot, None)
         self.running = self.running[self.running != slot]

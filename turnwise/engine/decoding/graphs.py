@@ -1,4 +1,4 @@
-"""Decoding steps as recorded graphs: one launch in the place of the several hundred kernels of a forward pass.
+"""Decoding steps as recorded graphs: one launch instead of the several hundred kernels of a forward pass.
 
 A decoding step of a small batch takes a GPU less time than the CPU needs to launch its kernels. A graph repeats the
 launches of one forward pass without the CPU, with inputs and outputs at fixed addresses. Rows of the KV cache are among
@@ -77,26 +77,26 @@ def rounded(count: int) -> int:
 class DecodeGraphs:
     """The recorded graphs of a model over a KV cache."""
 
-    def __init__(self, model: CausalLM, cache: KVCache, kernels: DecodeKernels, most: int) -> None:
-        """Create an empty set, for steps of up to ``most`` sequences."""
+    def __init__(self, model: CausalLM, cache: KVCache, kernels: DecodeKernels, max_seqs: int) -> None:
+        """Create an empty set, for steps of up to ``max_seqs`` sequences."""
         self._model = model
         self._cache = cache
         self._kernels = kernels
         self._graphs: dict[int, Callable[[], None]] = {}
         self._memory = GraphMemory(model.device)
-        size = rounded(most)
+        size = rounded(max_seqs)
         # Ids, and the four lines of RowPlan.
         self._inputs = torch.zeros(5 * size, dtype=torch.int64, device=model.device)
         self._outputs = torch.zeros((size, model.vocabulary), dtype=model.dtype, device=model.device)
 
     @classmethod
-    def of(cls, model: CausalLM, cache: KVCache, most: int, kernels: DecodeKernels | None = None) -> Self | None:
+    def of(cls, model: CausalLM, cache: KVCache, max_seqs: int, kernels: DecodeKernels | None = None) -> Self | None:
         """Return the graphs of a model; None where it takes images, or the device has no kernels and none are given."""
         geometry = model.geometry
         aligned = max(geometry.key_dim, geometry.value_dim) * model.dtype.itemsize % _ALIGNED == 0
         if kernels is None and has_kernels(model.device) and aligned:
             kernels = cast("DecodeKernels", importlib.import_module("turnwise.engine.decoding.kernels"))
-        return None if kernels is None or model.vision is not None else cls(model, cache, kernels, most)
+        return None if kernels is None or model.vision is not None else cls(model, cache, kernels, max_seqs)
 
     @property
     def count(self) -> int:
@@ -119,15 +119,15 @@ class DecodeGraphs:
         return self._outputs.index_select(0, torch.from_numpy(step.keep).to(self._outputs.device))
 
     def _lines(self, step: ModelInput, size: int) -> npt.NDArray[np.int64]:
-        """Return ids, positions, addresses, layer sizes and capacities, [5, size]; position -1 where there is none."""
+        """Return ids, positions, addresses, layer sizes and capacities, [5, size]; position -1 for none."""
         lines = np.zeros((5, size), dtype=np.int64)
         lines[1] = -1
         lines[0, : len(step.slots)] = step.token_ids
         lines[1, : len(step.slots)] = step.positions
         for part in step.plan.parts:
-            own = slice(part.start, part.stop)
-            lines[2, own], lines[3, own] = part.pool.addresses(self._cache.row_of[step.slots[own]])
-            lines[4, own] = part.pool.capacity
+            tokens = slice(part.start, part.stop)
+            lines[2, tokens], lines[3, tokens] = part.pool.addresses(self._cache.row_of[step.slots[tokens]])
+            lines[4, tokens] = part.pool.capacity
         return lines
 
     def _run(self, size: int) -> None:

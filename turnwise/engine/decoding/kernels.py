@@ -35,7 +35,7 @@ def store(key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, geometry: 
         geometry: Layout of the cache.
         layer: Number of the layer.
     """
-    sizes = [triton.next_power_of_2(each) for each in (geometry.key_dim, geometry.value_dim)]
+    sizes = [triton.next_power_of_2(dim) for dim in (geometry.key_dim, geometry.value_dim)]
     _store[key.shape[0], geometry.heads](
         key, value, rows, key.shape[0], layer, geometry.layers,
         key.stride(0), key.stride(1), key.stride(2), value.stride(0), value.stride(1), value.stride(2),
@@ -78,7 +78,7 @@ def attend(
 
 _NUMBERS = ["tokens", "layer", "layers", "key_0", "key_1", "key_2", "value_0", "value_1", "value_2", "parts", "heads"]
 _NUMBERS += ["query_0", "query_1", "query_2"]
-"""Arguments for whose values no kernels of their own are compiled."""
+"""Arguments whose values do not specialise a kernel."""
 
 
 @triton.jit(do_not_specialize=_NUMBERS[:9])
@@ -91,13 +91,13 @@ def _store(
     if position >= 0:
         address = tl.load(rows + tokens + token).to(tl.pointer_type(key.dtype.element_ty))
         step = tl.load(rows + 2 * tokens + token)
-        place = (head * tl.load(rows + 3 * tokens + token) + position) * WIDTH
+        offset = (head * tl.load(rows + 3 * tokens + token) + position) * WIDTH
         dims = tl.arange(0, KEYS)
-        found = tl.load(key + token * key_0 + head * key_1 + dims * key_2, mask=dims < KEY)
-        tl.store(address + layer * step + place + dims, found, mask=dims < KEY)
+        loaded = tl.load(key + token * key_0 + head * key_1 + dims * key_2, mask=dims < KEY)
+        tl.store(address + layer * step + offset + dims, loaded, mask=dims < KEY)
         dims = tl.arange(0, VALUES)
-        found = tl.load(value + token * value_0 + head * value_1 + dims * value_2, mask=dims < VALUE)
-        tl.store(address + (layers + layer) * step + place + dims, found, mask=dims < VALUE)
+        loaded = tl.load(value + token * value_0 + head * value_1 + dims * value_2, mask=dims < VALUE)
+        tl.store(address + (layers + layer) * step + offset + dims, loaded, mask=dims < VALUE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS[:3] + _NUMBERS[9:])
@@ -116,12 +116,12 @@ def _attend(
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     blocks = (length - first + BLOCK - 1) // BLOCK
-    own = (blocks + parts - 1) // parts * BLOCK
-    start = first + part * own
-    stop = tl.minimum(start + own, length)
+    share = (blocks + parts - 1) // parts * BLOCK
+    start = first + part * share
+    stop = tl.minimum(start + share, length)
     group, dims, outs = tl.arange(0, GROUPS), tl.arange(0, KEYS), tl.arange(0, VALUES)
     lines = head * GROUP + group
-    asked = tl.load(
+    queries = tl.load(
         query + token * query_0 + lines[:, None] * query_1 + dims[None, :] * query_2,
         mask=(group[:, None] < GROUP) & (dims[None, :] < KEY),
         other=0.0,
@@ -130,27 +130,27 @@ def _attend(
     total = tl.zeros([GROUPS], tl.float32)
     mean = tl.zeros([GROUPS, VALUES], tl.float32)
     for block in range(start, stop, BLOCK):
-        places = block + tl.arange(0, BLOCK)
-        inside = places < stop
-        pointers = tl.multiple_of(keys + places[:, None] * WIDTH + dims[None, :], [16, 16])
-        found = tl.load(pointers, mask=inside[:, None] & (dims[None, :] < KEY), other=0.0)
-        scores = tl.dot(asked, tl.trans(found), input_precision=PRECISION) * scale
-        scores = tl.where(inside[None, :], scores, -float("inf"))
+        positions = block + tl.arange(0, BLOCK)
+        within = positions < stop
+        pointers = tl.multiple_of(keys + positions[:, None] * WIDTH + dims[None, :], [16, 16])
+        loaded = tl.load(pointers, mask=within[:, None] & (dims[None, :] < KEY), other=0.0)
+        scores = tl.dot(queries, tl.trans(loaded), input_precision=PRECISION) * scale
+        scores = tl.where(within[None, :], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         powers = tl.exp(scores - higher[:, None])
         factor = tl.exp(top - higher)
-        pointers = tl.multiple_of(values + places[:, None] * WIDTH + outs[None, :], [16, 16])
-        found = tl.load(pointers, mask=inside[:, None] & (outs[None, :] < VALUE), other=0.0)
-        mean = mean * factor[:, None] + tl.dot(powers.to(found.dtype), found, input_precision=PRECISION)
+        pointers = tl.multiple_of(values + positions[:, None] * WIDTH + outs[None, :], [16, 16])
+        loaded = tl.load(pointers, mask=within[:, None] & (outs[None, :] < VALUE), other=0.0)
+        mean = mean * factor[:, None] + tl.dot(powers.to(loaded.dtype), loaded, input_precision=PRECISION)
         total = total * factor + tl.sum(powers, 1)
         top = higher
-    kept = group < GROUP
+    real = group < GROUP
     seen = total > 0
     mean = tl.where(seen[:, None], mean / tl.where(seen, total, 1.0)[:, None], 0.0)
-    place = (token * heads + lines) * parts + part
+    offset = (token * heads + lines) * parts + part
     tl.store(
-        out + place[:, None] * VALUE + outs[None, :],
+        out + offset[:, None] * VALUE + outs[None, :],
         mean.to(out.dtype.element_ty),
-        mask=kept[:, None] & (outs[None, :] < VALUE),
+        mask=real[:, None] & (outs[None, :] < VALUE),
     )
-    tl.store(logarithms + place, tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), -float("inf")), mask=kept)
+    tl.store(logarithms + offset, tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), -float("inf")), mask=real)

@@ -66,18 +66,18 @@ class Native:
         """Send a request and return the JSON object of its answer, ``{}`` for another body. Raises NativeError."""
         raw = await self.raw(method, path, body)
         try:
-            found = json.loads(raw)
+            parsed = json.loads(raw)
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return parsed if isinstance(parsed, dict) else {}
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Send a request and yield the events of its answer. Raises NativeError."""
         try:
             async with self._session.post(self._url + path, json=body) as answer:
                 if answer.status != 200:
-                    said = (await answer.read())[:500].decode(errors="replace")
-                    raise NativeError(f"SGLang's {path} answered {answer.status}: {said}")
+                    reason = (await answer.read())[:500].decode(errors="replace")
+                    raise NativeError(f"SGLang's {path} answered {answer.status}: {reason}")
                 async for line in answer.content:
                     data = line.removeprefix(b"data:").strip()
                     if line.startswith(b"data:") and data != b"[DONE]":
@@ -95,30 +95,30 @@ class Native:
 
 def native_request(body: dict[str, Any], context: int) -> dict[str, Any]:
     """Return the body of ``/generate`` for a request of vLLM's wire format. Raises Refused."""
-    token_ids, given = body.get("token_ids"), body.get("sampling_params")
-    if not isinstance(token_ids, list) or not token_ids or not isinstance(given, dict):
+    token_ids, sampling = body.get("token_ids"), body.get("sampling_params")
+    if not isinstance(token_ids, list) or not token_ids or not isinstance(sampling, dict):
         raise Refused("token_ids must be a list of ids, and sampling_params an object")
     if len(token_ids) >= context:
         raise Refused(
             f"token_ids has {len(token_ids)} ids, but the context length is {context}, which leaves no room to sample: "
             "shorten the prompt"
         )
-    if given.get("structured_outputs") is not None:
+    if sampling.get("structured_outputs") is not None:
         raise Refused(
             "sampling_params.structured_outputs is not supported with SGLang, whose log-probabilities under a grammar "
             "are not the model's: leave it out, or use another engine"
         )
     room = context - len(token_ids)
-    asked = {name: given[name] for name in _SAME_NAME if given.get(name) is not None}
-    asked |= {
-        "max_new_tokens": min(given.get("max_tokens") or room, room),
-        "top_k": given.get("top_k") or -1,
+    native = {name: sampling[name] for name in _SAME_NAME if sampling.get(name) is not None}
+    native |= {
+        "max_new_tokens": min(sampling.get("max_tokens") or room, room),
+        "top_k": sampling.get("top_k") or -1,
         "skip_special_tokens": False,
     }
-    if given.get("seed") is not None:
-        asked["sampling_seed"] = int(given["seed"]) & _SEED_BITS
-    request = {"input_ids": token_ids, "sampling_params": asked, "return_logprob": True}
-    if given.get("prompt_logprobs") is not None:
+    if sampling.get("seed") is not None:
+        native["sampling_seed"] = int(sampling["seed"]) & _SEED_BITS
+    request = {"input_ids": token_ids, "sampling_params": native, "return_logprob": True}
+    if sampling.get("prompt_logprobs") is not None:
         request["logprob_start_len"] = 0
     return request
 
@@ -170,8 +170,8 @@ class Bridge:
 
     def app(self) -> web.Application:
         """Return the application."""
-        made = web.Application(client_max_size=2**30, middlewares=[answer_errors])
-        made.add_routes(
+        application = web.Application(client_max_size=2**30, middlewares=[answer_errors])
+        application.add_routes(
             [
                 web.post(_GENERATE, self._generate),
                 web.get("/health", self._health),
@@ -187,21 +187,21 @@ class Bridge:
                 web.post("/update_weights", self._update_weights),
             ]
         )
-        return made
+        return application
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        asked = native_request(body, self._context)
+        native = native_request(body, self._context)
         await self._open.wait()
         rid = uuid.uuid4().hex
         self._flights.add(rid)
         self._idle.clear()
         try:
             if body.get("stream"):
-                return await self._stream(request, {**asked, "rid": rid, "stream": True})
-            meta = await self._answered({**asked, "rid": rid})
+                return await self._stream(request, {**native, "rid": rid, "stream": True})
+            meta = await self._answered({**native, "rid": rid})
             answer: dict[str, Any] = {"request_id": rid, "choices": [choice_of(meta, 0, self.version)]}
-            if "logprob_start_len" in asked and meta is not ABORTED:
+            if "logprob_start_len" in native and meta is not ABORTED:
                 answer["prompt_logprobs"] = prompt_logprobs(meta)
             return web.json_response(answer)
         finally:
@@ -210,12 +210,12 @@ class Bridge:
             if not self._flights:
                 self._idle.set()
 
-    async def _answered(self, asked: dict[str, Any]) -> dict[str, Any]:
+    async def _answered(self, native: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = await self._read(asked["rid"], self._native.ask("POST", "/generate", asked))
+            answer = await self._read(native["rid"], self._native.ask("POST", "/generate", native))
             meta: dict[str, Any] = answer["meta_info"]
         except NativeError:
-            if asked["rid"] in self._cut:
+            if native["rid"] in self._cut:
                 # It waited in SGLang, and has nothing to return.
                 return ABORTED
             raise
@@ -235,28 +235,28 @@ class Bridge:
         finally:
             self._reading.pop(rid, None)
 
-    async def _stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, native: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        sent, ended = 0, False
+        sent, finished = 0, False
 
         async def send(meta: dict[str, Any]) -> None:
-            nonlocal sent, ended
+            nonlocal sent, finished
             choice = choice_of(meta, sent, self.version)
             sent += len(choice["token_ids"])
-            ended = choice["finish_reason"] is not None
+            finished = choice["finish_reason"] is not None
             await response.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
 
         async def pass_on() -> None:
-            async for event in self._native.events("/generate", asked):
+            async for event in self._native.events("/generate", native):
                 await send(event["meta_info"])
 
         try:
-            await self._read(asked["rid"], pass_on())
-            if not ended:
+            await self._read(native["rid"], pass_on())
+            if not finished:
                 raise NativeError("SGLang ended a stream without a finish reason")
         except NativeError as error:
-            if asked["rid"] in self._cut and not ended:
+            if native["rid"] in self._cut and not finished:
                 # Nothing new: what was sent stays.
                 done = {**choice_of(ABORTED, 0, self.version)}
                 done["weight_versions"] = [{"version": str(self.version), "start": 0, "end": sent}] if sent else []
@@ -287,11 +287,13 @@ class Bridge:
     async def _missing_routes(self, request: web.Request) -> web.Response:
         del request
         try:
-            known = (await self._native.ask("GET", "/openapi.json")).get("paths")
+            routes = (await self._native.ask("GET", "/openapi.json")).get("paths")
         except NativeError:
             # Its description can be switched off.
-            known = None
-        return web.json_response({"missing": [] if known is None else [each for each in _NEEDED if each not in known]})
+            routes = None
+        return web.json_response(
+            {"missing": [] if routes is None else [route for route in _NEEDED if route not in routes]}
+        )
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         del request
@@ -356,9 +358,9 @@ class Bridge:
                 done = await self._native.ask("POST", "/update_weights_from_disk", update)
             if not done.get("success"):
                 raise NativeError(f"SGLang did not load the weights: {done.get('message', done)}")
-            said = (await self._native.ask("GET", "/get_model_info")).get("weight_version")
-            if said != str(info["version"]):
-                raise NativeError(f"SGLang loaded version {info['version']} and says that it serves {said}")
+            reported = (await self._native.ask("GET", "/get_model_info")).get("weight_version")
+            if reported != str(info["version"]):
+                raise NativeError(f"SGLang loaded version {info['version']} and says that it serves {reported}")
             self.version = info["version"]
             if not paused:
                 await self._native.ask("POST", "/continue_generation", {})
@@ -373,8 +375,8 @@ class Bridge:
         if not served:
             return [f"{self._model} has no *.safetensors to compare with: save the model in that format"]
         settings = json.loads((self._model / "config.json").read_text())
-        found: list[str] = find_problems(info, served, tied=bool(settings.get("tie_word_embeddings")))
-        return found
+        problems: list[str] = find_problems(info, served, tied=bool(settings.get("tie_word_embeddings")))
+        return problems
 
     def _stage(self, info: dict[str, Any], folder: Path) -> None:
         """Fill a folder that SGLang reads as a model: the checkpoint's files, and the new weights."""
@@ -466,7 +468,7 @@ async def serve(options: argparse.Namespace) -> int:
         if options.report is not None:
             os.write(options.report, json.dumps(reported).encode() + b"\n")
             os.close(options.report)
-        ends = [asyncio.create_task(each) for each in (stopped.wait(), child.wait())]
+        ends = [asyncio.create_task(awaitable) for awaitable in (stopped.wait(), child.wait())]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return 0 if stopped.is_set() else child.returncode or 1
     finally:

@@ -43,8 +43,8 @@ async def serve(arguments: Any, listener: socket.socket, report: int, paused: bo
         listener.listen(2048)
         os.write(report, json.dumps({"port": port, "pid": os.getpid()}).encode() + b"\n")
         os.close(report)
-        ended = await build_and_serve(engine, f"http://{host}:{port}", listener, arguments)
-    await ended
+        shutdown = await build_and_serve(engine, f"http://{host}:{port}", listener, arguments)
+    await shutdown
 
 
 def main() -> None:

@@ -50,12 +50,12 @@ class TemperatureSampler(Sampler):  # type: ignore[misc]
             raise RuntimeError(f"a grammar was applied to {free.shape} logits, {logits.shape} are sampled from")
         if sampling_metadata.max_num_logprobs is not None or sampling_metadata.logprob_token_ids:
             temperature = sampling_metadata.temperature
-            told = logits if free is None else free.to(logits.dtype)
+            reported = logits if free is None else free.to(logits.dtype)
             if sampling_metadata.all_greedy or temperature is None:
-                scaled = self.compute_logprobs(told)
+                scaled = self.compute_logprobs(reported)
             else:
                 divisor = torch.where(temperature < _GREEDY_BELOW, torch.ones_like(temperature), temperature)
-                scaled = self.compute_logprobs(told / divisor.unsqueeze(1))
+                scaled = self.compute_logprobs(reported / divisor.unsqueeze(1))
         # What follows works in place on the logits.
         ids, _ = super().sample(logits, sampling_metadata, *rest, **more)
         return ids, scaled
@@ -80,19 +80,19 @@ class RewindableGenerator(torch.Generator):
     Without it, a request with a seed whose prompt is prefilled in several steps ends the server.
     """
 
-    _before: torch.Tensor
+    _remembered: torch.Tensor
 
     @classmethod
     def of(cls, other: torch.Generator) -> RewindableGenerator:
         """Return a generator in the state of another one."""
-        made = cls()
-        made.set_state(other.get_state())
-        made.remember()
-        return made
+        generator = cls()
+        generator.set_state(other.get_state())
+        generator.remember()
+        return generator
 
     def remember(self) -> None:
         """Take the present state as that to go back to."""
-        self._before = self.get_state()
+        self._remembered = self.get_state()
 
     def get_offset(self) -> int:
         """Return 0: there are no offsets."""
@@ -101,7 +101,7 @@ class RewindableGenerator(torch.Generator):
     def set_offset(self, offset: int) -> torch.Generator:
         """Go back to the remembered state."""
         del offset
-        return self.set_state(self._before)
+        return self.set_state(self._remembered)
 
 
 def keep_free_logits(sampler: TemperatureSampler) -> None:
@@ -176,8 +176,10 @@ class RolloutWorker:
         served = checkpoint_shapes(config.model)
         if not served:
             return [f"{config.model} has no *.safetensors to compare with: save the model in that format"]
-        found: list[str] = find_problems(json.loads(manifest), served, tied=config.hf_text_config.tie_word_embeddings)
-        return found
+        problems: list[str] = find_problems(
+            json.loads(manifest), served, tied=config.hf_text_config.tie_word_embeddings
+        )
+        return problems
 
     def report_temperature_logprobs(self) -> str:
         """Replace this worker's sampler; return the name of the new one. Raises RuntimeError for an unknown sampler."""

@@ -37,10 +37,10 @@ def checksum(tensor: torch.Tensor) -> str:
     position-dependent factor) and of the remaining bytes. Any single changed word is detected, several almost surely.
     """
     flat = bytes_of(tensor)
-    whole = flat.size - flat.size % (8 * _WORDS)
-    sums = np.einsum("ij,j->i", flat[:whole].view(np.int64).reshape(-1, _WORDS), _FACTORS)
+    words = flat.size - flat.size % (8 * _WORDS)
+    sums = np.einsum("ij,j->i", flat[:words].view(np.int64).reshape(-1, _WORDS), _FACTORS)
     digest = hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=16)
-    digest.update(flat[whole:].data)
+    digest.update(flat[words:].data)
     return digest.hexdigest()
 
 
@@ -71,13 +71,13 @@ def find_problems(manifest: Mapping[str, Any], served: Shapes, *, tied: bool) ->
             names = set(file.keys())
             if names != set(entries):
                 return [f"the file and its manifest differ in {sorted(names ^ set(entries))[:5]}"]
-            found = [text for name in sorted(names) if (text := _entry_problem(file.get_tensor(name), entries[name]))]
+            damaged = [text for name in sorted(names) if (text := _entry_problem(file.get_tensor(name), entries[name]))]
     except (SafetensorError, OSError) as error:
         return [f"{path} cannot be read: {error}"]
     shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
     adapter = manifest.get("adapter")
     fits = _adapter_problems(adapter, shapes, served) if adapter else _full_problems(shapes, served, tied)
-    return found + fits
+    return damaged + fits
 
 
 def _entry_problem(tensor: torch.Tensor, entry: Mapping[str, Any]) -> str:
@@ -103,19 +103,19 @@ def _full_problems(shapes: Shapes, served: Shapes, tied: bool) -> list[str]:
 
 
 def _adapter_problems(adapter: Mapping[str, Any], shapes: Shapes, served: Shapes) -> list[str]:
-    found, known = [], set[str]()
+    problems, expected = [], set[str]()
     for target in adapter["targets"]:
         matrix = served.get(f"{target}.weight", ())
         if len(matrix) != 2:
-            found.append(f"no matrix {target}.weight")
+            problems.append(f"no matrix {target}.weight")
             continue
-        wanted = {"lora_A": (adapter["rank"], matrix[1]), "lora_B": (matrix[0], adapter["rank"])}
-        for part, shape in wanted.items():
+        expected_shapes = {"lora_A": (adapter["rank"], matrix[1]), "lora_B": (matrix[0], adapter["rank"])}
+        for part, shape in expected_shapes.items():
             name = f"{target}.{part}.weight"
-            known.add(name)
+            expected.add(name)
             if shapes.get(name) != shape:
-                found.append(f"{name} has shape {shapes.get(name)}, not {shape}")
-    return found + [f"unknown name {name!r}" for name in shapes if name not in known]
+                problems.append(f"{name} has shape {shapes.get(name)}, not {shape}")
+    return problems + [f"unknown name {name!r}" for name in shapes if name not in expected]
 
 
 def full_weights(manifest: Mapping[str, Any], directory: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
