@@ -240,9 +240,12 @@ def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: 
     assert audit_files(run).sound
 
 
-def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(lookup_model: Path, tmp_path: Path) -> None:
+def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(
+    lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnwise.rollout.producer.MAX_FAILED_GROUPS", 3)
     env = {"name": "support.envs.run_envs:Failing", "config": {"key": str(tmp_path), "of": 1, "fails": [0]}}
-    rollout = {"env": env, "retries": 1, "max_failed_groups": 3}
+    rollout = {"env": env, "retries": 1}
     config = train_config(lookup_model, tmp_path, rollout=rollout)
     with pytest.raises(
         TrainError, match=r"every episode of 3 groups in a row ended in .*the database of episode \d+ is"

@@ -80,7 +80,7 @@ def close(answer: str, written: str) -> bool:
 async def play(tasks: Iterator[Task], script: Script) -> tuple[int, float]:
     """Play one episode of each task, one after the other; return how many there were and the sum of their rewards."""
     episodes, total = 0, 0.0
-    config = RolloutConfig(env=SpecConfig(name="math"), max_turns=64, save_messages=False)
+    config = RolloutConfig(env=SpecConfig(name="math"), max_turns=64)
     for task in tasks:
         renderer = ToyRenderer()
         client = ScriptedClient(renderer, lambda request, task=task: script(task, request))

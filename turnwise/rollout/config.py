@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -108,16 +108,18 @@ class GroupRewardConfig(BaseModel):
         function: ``rank_by``, ``pairwise_judge``, ``pkg.module:function`` or ``path/to/file.py:function``.
         arguments: Of the constructor where it names a class, else keyword arguments of every call.
         weight: Factor of the returned rewards; 0 only logs them.
-        timeout: Seconds for one group.
         in_evaluation: Whether it also applies in evaluation, where it then counts for ``success_reward``.
     """
 
     model_config = ConfigDict(extra="forbid")
 
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "timeout": "a group has 600 seconds: bound a slower request inside of the function"
+    }
+
     function: ConfigReference
     arguments: dict[str, Any] = Field(default_factory=dict)
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    timeout: Annotated[float, Field(gt=0)] = 600.0
     in_evaluation: bool = False
 
 
@@ -157,15 +159,16 @@ class RemoteConfig(BaseModel):
 
     Attributes:
         key_file: File of the runners' key; created, readable by its owner only, where missing.
-        lost_after: Seconds without a heartbeat after which a runner is lost. A closed connection is noticed at once.
-        reissues: Retries of an episode after the loss of its runner, before that counts as a failure.
     """
 
     model_config = ConfigDict(extra="forbid")
 
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "lost_after": "a runner is lost after 30 seconds without a heartbeat, and at once when its connection closes",
+        "reissues": "an episode is rolled out again up to 16 times after the loss of its runner",
+    }
+
     key_file: ConfigPath
-    lost_after: Annotated[float, Field(gt=0)] = 30.0
-    reissues: Annotated[int, Field(ge=0)] = 16
 
 
 def _as_problem(check: Callable[[str], None], value: str) -> None:
@@ -206,18 +209,13 @@ class RolloutConfig(BaseModel):
         concurrency: Episodes that run at the same time.
         episode_timeout: Seconds after which an episode ends with ``timeout``.
         score_timeout: Seconds for scoring after the agent returned.
-        close_timeout: Seconds for closing an environment.
         retries: Retries of an episode after an infrastructure failure.
-        failed_members: Treatment of a group with a member that failed in all attempts: ``train`` the others; ``drop``
-            the group, and take the next task.
-        min_members: With ``train``: the fewest members left, else the group is dropped.
-        max_failed_groups: Groups in a row without any member left that end the run.
-        max_lost_threads: Tool threads lost to time-outs that end the run.
+        min_members: The fewest members of a group without a failure in all attempts; a group with fewer is dropped, and
+            the next task taken. With ``group_size`` only complete groups are trained.
         reasoning: Reasoning of earlier turns: ``keep`` leaves it in the prompt; ``template`` follows the chat template,
             and each turn where that drops some starts a branch (exact, at the cost of more tokens). Also in evaluation.
         echo: An assistant message that returns rewritten, with its call ids: ``same`` takes it as the sampled turn;
             ``strict`` as edited, which starts a branch.
-        save_messages: Whether saved trajectories hold messages (for viewing) besides ids.
         roles: Policy of an agent or role (``solver`` includes ``solver/0``): one of ``policies`` or ``frozen``. Others
             are played by ``main``.
         frozen: Further policies by name; their sessions are recorded and audited, never trained.
@@ -226,6 +224,13 @@ class RolloutConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "close_timeout": "closing an environment has 30 seconds; then it is abandoned and counted as close_errors",
+        "failed_members": "set min_members to group_size to train complete groups only",
+        "max_failed_groups": "16 groups in a row without any member left end a run",
+        "max_lost_threads": "more than 16 tool threads lost to time-outs end a run",
+        "save_messages": "trajectories always hold their messages, which view, replay and group rewards read",
+    }
 
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")
@@ -249,15 +254,10 @@ class RolloutConfig(BaseModel):
     concurrency: PositiveInt = 128
     episode_timeout: Annotated[float, Field(gt=0)] | None = 1800.0
     score_timeout: Annotated[float, Field(gt=0)] = 600.0
-    close_timeout: Annotated[float, Field(gt=0)] = 30.0
     retries: Annotated[int, Field(ge=0)] = 2
-    failed_members: Literal["train", "drop"] = "train"
     min_members: PositiveInt = 1
-    max_failed_groups: PositiveInt = 16
-    max_lost_threads: Annotated[int, Field(ge=0)] = 16
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
-    save_messages: bool = True
     roles: dict[AgentName, PolicyName] = {}
     frozen: dict[FrozenName, FrozenConfig] = {}
     group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None
@@ -271,11 +271,6 @@ class RolloutConfig(BaseModel):
 
     @model_validator(mode="after")
     def _members_fit(self) -> Self:
-        if self.failed_members == "drop" and self.min_members > 1:
-            raise ValueError(
-                f"min_members is {self.min_members}, but failed_members is drop, which trains complete groups only: "
-                "remove it"
-            )
         if self.min_members > self.group_size:
             raise ValueError(
                 f"min_members is {self.min_members}, but a group has {self.group_size} (group_size): no group could "

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f-\x9f%~]")
 
 
+CLOSE_TIMEOUT_S = 30.0
+"""Seconds for closing an environment."""
+REISSUES = 16
+"""Retries of an episode after the loss of its worker or runner, before that counts as a failure."""
+MAX_FAILED_GROUPS = 16
+"""Groups in a row without any member left that end a run."""
+MAX_LOST_THREADS = 16
+"""Threads of tools and environments lost to time-outs that a run bears."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
     """A task to roll out, with everything that determines its seeds.
@@ -113,13 +123,7 @@ class EpisodePlayer(Protocol):
 
 
 class Workers(Protocol):
-    """The rollout workers of a run, on other nodes.
-
-    Attributes:
-        reissues: Retries of an episode after the loss of its worker.
-    """
-
-    reissues: int
+    """The rollout workers of a run, on other nodes."""
 
     async def open(self, config: RolloutConfig, write: Callable[[Trajectory], None] | None) -> EpisodePlayer:
         """Start them; ``write`` is called with every trajectory. Raises TurnwiseError."""

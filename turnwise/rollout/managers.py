@@ -37,7 +37,6 @@ class ValidatingBuffer(ForwardingReplayBuffer):
 
     Args:
         write: Called with every trajectory that is put unwritten.
-        most: Groups in a row without a member that end the run.
         leases: Of the requests whose groups are expected; late groups are ignored. None accepts every group.
         notify: Called with messages for the user.
         unclaimed: Called with trajectories that were written and are in no accepted group.
@@ -48,7 +47,6 @@ class ValidatingBuffer(ForwardingReplayBuffer):
         inner: ReplayBuffer,
         write: Callable[[Trajectory], None] | None,
         *,
-        most: int,
         leases: Leases[RolloutRequest] | None = None,
         notify: Callable[[str], None] | None = None,
         unclaimed: Callable[[Collection[str]], object] | None = None,
@@ -58,7 +56,7 @@ class ValidatingBuffer(ForwardingReplayBuffer):
         self._notify = notify or (lambda _: None)
         self._unclaimed = unclaimed
         self._write = write
-        self._failures = FailureWatch(most)
+        self._failures = FailureWatch()
         # Only of groups that have not been put yet.
         self._written: set[str] = set()
 
@@ -249,7 +247,6 @@ class CustomManager(RolloutManager):
         checked = ValidatingBuffer(
             buffer or LocalReplayBuffer(),
             parts.write,
-            most=config.max_failed_groups,
             leases=leases,
             notify=parts.notify,
             unclaimed=None if parts.journal is None else parts.journal.unclaimed.update,

@@ -41,6 +41,9 @@ from turnwise.model.canonical import clean
 from turnwise.model.core import LLMClient, ModelInfo, Renderer
 from turnwise.rollout.config import GroupRewardConfig, RolloutConfig
 from turnwise.rollout.core import (
+    MAX_FAILED_GROUPS,
+    MAX_LOST_THREADS,
+    REISSUES,
     EpisodeOutcome,
     EpisodePlayer,
     EpisodeSpec,
@@ -60,20 +63,19 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
 Write = Callable[[Trajectory], None]
+GROUP_REWARD_TIMEOUT_S = 600.0
+"""Seconds for the reward of one group."""
 
 
 class GroupRewarder:
     """Applies one group reward function; concurrent calls are safe."""
 
-    def __init__(
-        self, config: GroupRewardConfig, *, write: Write | None, save_messages: bool, executor: Executor | None
-    ) -> None:
+    def __init__(self, config: GroupRewardConfig, *, write: Write | None, executor: Executor | None) -> None:
         """Load the function.
 
         Args:
-            config: Function and timeout.
+            config: The function.
             write: Called with every final trajectory.
-            save_messages: Whether trajectories keep their messages afterwards.
             executor: Runs a plain function.
         """
         where = "rollout.group_reward"
@@ -87,7 +89,6 @@ class GroupRewarder:
         self._config = config
         self._label = f"group reward {describe(self._function)}"
         self._write = write
-        self._save_messages = save_messages
         # An environment of no episode, which lends its threads.
         self._lender = Env()
         self._lender.executor = executor
@@ -146,8 +147,6 @@ class GroupRewarder:
             self._put(trajectory)
 
     def _put(self, trajectory: Trajectory) -> None:
-        if not self._save_messages:
-            trajectory.segments = [replace(segment, messages=()) for segment in trajectory.segments]
         if self._write is not None:
             self._write(trajectory)
 
@@ -165,7 +164,7 @@ class GroupRewarder:
             {},
             env=self._lender,
             what=self._label,
-            timeout=self._config.timeout,
+            timeout=GROUP_REWARD_TIMEOUT_S,
             inline=is_async(self._function),
         )
         if not isinstance(values, (list, tuple)) or len(values) != len(members):
@@ -200,8 +199,7 @@ def _compared(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
 class FailureWatch:
     """Counts consecutive groups without any member left."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._row = 0
         self._last = "unknown"
 
@@ -215,12 +213,9 @@ class FailureWatch:
             return None
         lost = MemberRule().refuses(group) is not None
         self._row = self._row + 1 if lost else 0
-        if self._row < self._most:
+        if self._row < MAX_FAILED_GROUPS:
             return None
-        return TrainError(
-            f"every episode of {self._row} groups in a row ended in an error (rollout.max_failed_groups is "
-            f"{self._most}); the last one: {self._last}"
-        )
+        return TrainError(f"every episode of {self._row} groups in a row ended in an error; the last one: {self._last}")
 
 
 # How long a train step waits for the environments of what it cancelled: long enough for all that close at once.
@@ -298,12 +293,10 @@ class RolloutProducer(RolloutManager):
         self._slots = parts.slots or asyncio.Semaphore(config.concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._given: set[str] = set()
-        self._failures = FailureWatch(config.max_failed_groups)
+        self._failures = FailureWatch()
         self._closing = False
         # Runners and workers that are lost say nothing against the episode.
-        self._reissues = parts.workers.reissues if parts.workers is not None else 0
-        if config.remote is not None:
-            self._reissues = config.remote.reissues
+        self._reissues = REISSUES if parts.workers is not None or config.remote is not None else 0
         _SETTLED.enter()
 
     @classmethod
@@ -314,19 +307,16 @@ class RolloutProducer(RolloutManager):
         info = await _model_info(client, parts)
         # Threads are made on demand: a run whose tools are all async has none.
         # One more than may be lost: losing that many ends the run, and until then no call waits for a lost thread.
-        threads = ToolThreads(config.concurrency, max_lost=config.max_lost_threads + 1)
-        runner_config, write, rewarder = config, parts.write, None
+        threads = ToolThreads(config.concurrency, max_lost=MAX_LOST_THREADS + 1)
+        write, rewarder = parts.write, None
         if config.group_reward is not None:
-            rewarder = GroupRewarder(
-                config.group_reward, write=parts.write, save_messages=config.save_messages, executor=threads
-            )
-            # The group reward reads the messages before trajectories are written.
-            runner_config, write = config.model_copy(update={"save_messages": True}), rewarder.take
+            rewarder = GroupRewarder(config.group_reward, write=parts.write, executor=threads)
+            write = rewarder.take
         if parts.workers is not None:
-            pool = await parts.workers.open(runner_config, write)
+            pool = await parts.workers.open(config, write)
             return cls(config, pool, buffer, parts, threads, rewarder)
         runner = EpisodeRunner(
-            runner_config,
+            config,
             client,
             parts.renderer,
             context_length=info.context_length,
@@ -389,7 +379,7 @@ class RolloutProducer(RolloutManager):
         return [group.result() for group in groups]
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
-        """Cancel unfinished groups. Environments may still be closing on return, within ``rollout.close_timeout``."""
+        """Cancel unfinished groups. Environments may still be closing on return, within their time for it."""
         # In the order in which they were requested, whatever the order of the keys.
         ended = {key: task for key, task in self._running.items() if key in keys}
         for task in ended.values():
@@ -543,10 +533,10 @@ class RolloutProducer(RolloutManager):
 
     def _count_lost(self, error: Exception | None) -> None:
         lost = self._threads.lost + self._runner.lost_threads
-        if lost > self._config.max_lost_threads:
+        if lost > MAX_LOST_THREADS:
             raise EnvError(
                 f"{lost} abandoned threads still run code of tools or environments and cannot be "
-                f"stopped; rollout.max_lost_threads is {self._config.max_lost_threads}. Add time-outs to that code, or "
+                f"stopped; a run bears {MAX_LOST_THREADS}. Add time-outs to that code, or "
                 f"make it async. The last error: {error or 'none'}"
             ) from error
 

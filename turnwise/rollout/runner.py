@@ -51,7 +51,7 @@ from turnwise.rollout.branching.strategies import (
     TreeStrategy,
 )
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
+from turnwise.rollout.core import CLOSE_TIMEOUT_S, EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tools.core import check_media
@@ -187,7 +187,7 @@ class EpisodeRunner:
         spare, self._spare = self._spare, None
         if spare is not None:
             with contextlib.suppress(TurnwiseError, TimeoutError):
-                async with asyncio.timeout(self._config.close_timeout):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await close_env(spare, executor=self._executor)
 
     async def run(self, spec: EpisodeSpec, agent: Agent | None = None) -> EpisodeOutcome:
@@ -439,7 +439,7 @@ class EpisodeRunner:
         interrupted = False
         # Once for close, and once for its cleanup when it is cancelled. After that it is abandoned.
         for _ in range(2):
-            until = time.monotonic() + self._config.close_timeout
+            until = time.monotonic() + CLOSE_TIMEOUT_S
             while not closing.done() and (left := until - time.monotonic()) > 0:
                 try:
                     await asyncio.wait([closing], timeout=left)
@@ -484,7 +484,6 @@ class EpisodeRunner:
             run.sessions.opened,
             episode,
             compare=self._config.compare,
-            save_messages=self._config.save_messages,
             frozen=self._config.frozen,
             branches=run.branches,
         )

@@ -290,7 +290,6 @@ def session_trajectories(
     episode: Episode | None,
     *,
     compare: Compare,
-    save_messages: bool,
     frozen: Collection[str] = (),
     branches: Mapping[str, list[Branch]] | None = None,
 ) -> list[Trajectory]:
@@ -301,7 +300,6 @@ def session_trajectories(
         opened: Session and policy by the session's name.
         episode: Holds rewards and metrics; None where the reset failed.
         compare: See :func:`~turnwise.agents.roles.compared_within`.
-        save_messages: Whether segments hold their messages.
         frozen: The policies that are never trained.
         branches: Of a forked episode, by the session's name.
     """
@@ -315,7 +313,7 @@ def session_trajectories(
     for name, (session, policy) in sorted(opened.items(), key=lambda item: item[0] != "main"):
         # Metrics and notes of the episode are recorded once, in its first trajectory.
         counted = metrics_of(session, blank.metrics) | ({} if result else metrics)
-        segments, ways = session.segments(messages=save_messages), (branches or {}).get(name, [])
+        segments, ways = session.segments(), (branches or {}).get(name, [])
         result.append(
             replace(
                 blank,

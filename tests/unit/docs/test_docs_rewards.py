@@ -75,7 +75,7 @@ def test_the_configurations(code, monkeypatch, tmp_path):
         config = load_config(RolloutConfig, defaults=section)
         make(config.env.name, **config.env.config)
         if config.group_reward is not None:
-            GroupRewarder(config.group_reward, write=None, save_messages=True, executor=None)
+            GroupRewarder(config.group_reward, write=None, executor=None)
 
 
 def test_the_tables_name_all_that_there_is():

@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from support.chat.toy_renderer import ToyRenderer
+from turnwise.config import load_config
 from turnwise.envs.core import Env, StepResult
-from turnwise.errors import InferenceError, TrainError
+from turnwise.errors import ConfigError, InferenceError, TrainError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -100,7 +101,7 @@ async def test_a_group_that_lost_all_its_members_is_replaced() -> None:
     assert metrics["replay/failed"] == 1
 
 
-@pytest.mark.parametrize("rule", [MemberRule(2), MemberRule(whole=True)])
+@pytest.mark.parametrize("rule", [MemberRule(2)])
 async def test_a_ragged_group_is_dropped_where_the_rule_says_so(rule) -> None:
     async with Bench(breaking("t0/1"), members=rule, refill=True) as bench:
         bench.more(1)
@@ -109,9 +110,10 @@ async def test_a_ragged_group_is_dropped_where_the_rule_says_so(rule) -> None:
     assert metrics["replay/dropped/failed"] == 1
 
 
-async def test_too_many_lost_groups_in_a_row_end_the_run_with_the_last_error() -> None:
+async def test_too_many_lost_groups_in_a_row_end_the_run_with_the_last_error(monkeypatch) -> None:
+    monkeypatch.setattr("turnwise.rollout.producer.MAX_FAILED_GROUPS", 4)
     lost = breaking(*(f"t{n}" for n in range(20) if n != 2))
-    async with Bench(lost, refill=True, max_failed_groups=4, concurrency=2) as bench:
+    async with Bench(lost, refill=True, concurrency=2) as bench:
         with pytest.raises(TrainError, match=r"every episode of 4 groups in a row.*InferenceError: no answer for t6/"):
             await bench.sample(2)
     assert bench.asked <= 8
@@ -121,8 +123,8 @@ def test_a_rule_that_no_group_can_meet_is_refused() -> None:
     env = SpecConfig(name="lookup")
     with pytest.raises(ValidationError, match=r"min_members is 9, but a group has 8"):
         RolloutConfig(env=env, min_members=9)
-    with pytest.raises(ValidationError, match="remove it"):
-        RolloutConfig(env=env, min_members=2, failed_members="drop")
+    with pytest.raises(ConfigError, match=r"failed_members.*set min_members to group_size"):
+        load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "failed_members": "drop"})
 
 
 async def test_cancelled_groups_are_closed_written_and_never_arrive() -> None:

@@ -159,7 +159,7 @@ async def test_only_members_that_ended_well_are_compared():
 
 
 async def test_where_a_frozen_policy_plays_main_the_trained_one_is_rewarded():
-    rewarder = GroupRewarder(GroupRewardConfig(function=ref(one_each)), write=None, save_messages=True, executor=None)
+    rewarder = GroupRewarder(GroupRewardConfig(function=ref(one_each)), write=None, executor=None)
     members = [
         Trajectory(
             f"g/{n}.0.{agent}", f"g/{n}.0", f"g/{agent}", "t", agent=agent, policy=policy, frozen=policy == "rival"
@@ -181,9 +181,10 @@ async def test_where_a_frozen_policy_plays_main_the_trained_one_is_rewarded():
         (no_list, "returned 1.0: it must be a list"),
     ],
 )
-async def test_a_failure_makes_errors_of_the_group_and_never_zeros(function, words):
+async def test_a_failure_makes_errors_of_the_group_and_never_zeros(function, words, monkeypatch):
     written: list[Trajectory] = []
-    producer = await make({"function": ref(function), "timeout": 0.1}, written=written)
+    monkeypatch.setattr("turnwise.rollout.producer.GROUP_REWARD_TIMEOUT_S", 0.1)
+    producer = await make(ref(function), written=written)
     [group] = await gather(producer, "a")
     assert (group.trajectories, group.failed) == ([], 3)
     assert len(written) == 3
@@ -304,20 +305,16 @@ async def test_a_later_process_rolls_out_the_missing_members_only(tmp_path, rewa
         assert [written[name].metrics["group/group"] for name in names] == [10.0, 20.0, 30.0]
 
 
-@pytest.mark.parametrize("save", [True, False])
-async def test_functions_read_messages_also_where_they_are_not_saved(save):
+async def test_functions_read_the_messages_of_trajectories():
     written: list[Trajectory] = []
-    producer = await make(ref(by_length), written=written, save_messages=save)
+    producer = await make(ref(by_length), written=written)
     [group] = await gather(producer, "a")
     assert SEEN == [("a", ["x", "xx", "xxx"])]
-    assert producer.config.save_messages is save
-    for each in [*written, *group.trajectories]:
-        assert any(segment.messages for segment in each.segments) is save
-    if save:
-        said = conversation_of(group.trajectories[2])
-        assert [message["role"] for message in said] == ["user", "assistant", "tool", "assistant"]
-        assert said[1]["tool_calls"][0].name == "look"
-        assert text_of(said[3]) == "xxx"
+    assert all(any(segment.messages for segment in each.segments) for each in [*written, *group.trajectories])
+    conversation = conversation_of(group.trajectories[2])
+    assert [message["role"] for message in conversation] == ["user", "assistant", "tool", "assistant"]
+    assert conversation[1]["tool_calls"][0].name == "look"
+    assert text_of(conversation[3]) == "xxx"
 
 
 @pytest.mark.parametrize(("inside", "rewards"), [(True, [11.0, 22.0, 33.0]), (False, [1.0, 2.0, 3.0])])

@@ -74,29 +74,32 @@ async def produce(script, group_size: int, **config):
         await producer.close()
 
 
-async def test_lost_threads_up_to_the_bound_cost_their_episodes_only() -> None:
+async def test_lost_threads_up_to_the_bound_cost_their_episodes_only(monkeypatch) -> None:
     """With one thread: the place of each lost one is filled, else nobody after the first would be answered."""
+    monkeypatch.setattr("turnwise.rollout.producer.MAX_LOST_THREADS", 2)
 
     def script(request):
         if request.text.count("now"):
             return "done"
         return calls("hang" if "/0." in request.session_id or "/1." in request.session_id else "quick")
 
-    group = await produce(script, 4, concurrency=1, max_lost_threads=2)
+    group = await produce(script, 4, concurrency=1)
     assert (len(group.trajectories), group.failed) == (2, 2)
     assert {t.stop_reason for t in group.trajectories} == {StopReason.COMPLETED}
     assert {t.reward for t in group.trajectories} == {1.0}
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-async def test_one_more_ends_the_run_and_says_what_to_do(bound: int) -> None:
-    match = rf"{bound + 1} abandoned threads .*rollout\.max_lost_threads is {bound}\..*make it async.*outran"
+async def test_one_more_ends_the_run_and_says_what_to_do(bound: int, monkeypatch) -> None:
+    monkeypatch.setattr("turnwise.rollout.producer.MAX_LOST_THREADS", bound)
+    match = rf"{bound + 1} abandoned threads .*a run bears {bound}\..*make it async.*outran"
     with pytest.raises(EnvError, match=match):
-        await produce(lambda _: calls("hang"), 8, concurrency=1, max_lost_threads=bound)
+        await produce(lambda _: calls("hang"), 8, concurrency=1)
 
 
-async def test_a_thread_that_comes_back_after_all_is_lost_no_more() -> None:
+async def test_a_thread_that_comes_back_after_all_is_lost_no_more(monkeypatch) -> None:
     """Five tools, more than may be lost, in a row outrun their time-out; each comes back before the next is called."""
+    monkeypatch.setattr("turnwise.rollout.producer.MAX_LOST_THREADS", 3)
     back = threading.Semaphore(0)
 
     class Late(Sleepy):
@@ -115,7 +118,7 @@ async def test_a_thread_that_comes_back_after_all_is_lost_no_more() -> None:
     register("test-producer-late", Late)
     renderer = ToyRenderer()
     producer = await RolloutProducer.create(
-        RolloutConfig(env=SpecConfig(name="test-producer-late"), concurrency=1, max_lost_threads=3),
+        RolloutConfig(env=SpecConfig(name="test-producer-late"), concurrency=1),
         ScriptedClient(renderer, lambda _: calls("hang")),
         None,
         RolloutParts(renderer),

@@ -340,7 +340,7 @@ async def test_a_group_after_another_attempt_s_is_ignored_and_reported() -> None
     leases: Leases[RolloutRequest] = Leases(10, lambda request: None)
     request = RolloutRequest(Task("t2", "?"))
     leases.grant(request.key, request)
-    buffer = ValidatingBuffer(LocalReplayBuffer(), None, most=5, leases=leases, notify=notices.append)
+    buffer = ValidatingBuffer(LocalReplayBuffer(), None, leases=leases, notify=notices.append)
     group = TrajectoryGroup("g", "t2", [], "train")
     await buffer.put(group)
     assert (leases.subjects, notices) == ([], [])

@@ -286,8 +286,9 @@ async def test_an_episode_of_a_runner_that_vanishes_is_played_anew_and_what_come
     assert "no runner is connected: episodes wait for one" in run.said
 
 
-async def test_a_silent_runner_is_given_up(tmp_path: Path) -> None:
-    async with running(tmp_path, remote={"lost_after": 0.5}) as run, aiohttp.ClientSession() as http:
+async def test_a_silent_runner_is_given_up(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("turnwise.rollout.remote.service.LOST_AFTER_S", 0.5)
+    async with running(tmp_path) as run, aiohttp.ClientSession() as http:
         headers = {"Authorization": f"Bearer {read_key(run.key)}"}
         hello = dump({"version": VERSION, "name": "mute", "places": 1})
         async with http.post(f"{run.url}/runners/line", data=hello, headers=headers) as line:

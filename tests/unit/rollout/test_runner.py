@@ -161,8 +161,9 @@ async def test_closing_that_fails_is_counted_and_costs_nothing() -> None:
     assert trajectory.metrics["close_errors"] == 1
 
 
-async def test_closing_that_hangs_is_bounded() -> None:
-    trajectory, _ = await run(["42"], env={"hang": "close"}, close_timeout=0.01)
+async def test_closing_that_hangs_is_bounded(monkeypatch) -> None:
+    monkeypatch.setattr("turnwise.rollout.runner.CLOSE_TIMEOUT_S", 0.01)
+    trajectory, _ = await run(["42"], env={"hang": "close"})
     assert trajectory.metrics["close_errors"] == 1
 
 

@@ -143,12 +143,11 @@ def _within_budget(
 ) -> list[int]:
     """Return those of the chosen turns at which a branch fits what is left of the budget, taken in their order."""
     tokens = sum(_sampled_tokens(branch) for branch in tree)
-    calls = sum(int(branch.episode.metrics.get("tool_calls", 0)) for branch in tree)
     affordable: list[int] = []
     for index in chosen:
         turn = turns[index]
-        if config.fits(turn, tokens, calls):
-            tokens, calls = tokens + turn.tokens, calls + turn.tool_calls
+        if config.fits(turn, tokens):
+            tokens += turn.tokens
             affordable.append(index)
     return affordable
 

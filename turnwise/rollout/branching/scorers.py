@@ -89,7 +89,7 @@ def likelihood(way: Sequence[Trajectory]) -> float:
 
 
 def _loaded(config: ScorerConfig) -> ReadyPart:
-    part = Part(config.function, arguments=config.arguments, timeout=config.timeout)
+    part = Part(config.function, arguments=config.arguments)
     try:
         ready = ready_part("scorer", part, None)
     except ConfigError as error:

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 from turnwise.config import ConfigReference
-from turnwise.rollout.branching.tree import TreeConfig
+from turnwise.rollout.branching.tree import NO_TOOL_CALLS, TreeConfig
 
 ENVIRONMENT: Final = "environment"
 LIKELIHOOD: Final = "likelihood"
 
-_KEYS: Final = {"best_of_n": ("samples",), "tree": ("branches", "where", "rounds", "max_tokens", "max_tool_calls")}
+_KEYS: Final = {"best_of_n": ("samples",), "tree": ("branches", "where", "rounds", "max_tokens")}
 _NEEDED: Final = {"best_of_n": ("samples",), "tree": ("branches",)}
 _NO_BEAM: Final = (
     "beam search is gone: a tree found more for the tokens that it sampled; choose kind tree, or best_of_n where "
@@ -30,14 +30,14 @@ class ScorerConfig(BaseModel):
             ``reward_model``, ``regex``, ...), ``pkg.module:function`` or ``path/to/file.py:function``: called as
             functions of a rubric are, and with ``trajectory`` and ``ended`` where it names them.
         arguments: Of the constructor where it names a class, else keyword arguments of every call.
-        timeout: Seconds for one way; None is the function's own, else 60.
     """
 
     model_config = ConfigDict(extra="forbid")
 
+    removed_keys: ClassVar[Mapping[str, str]] = {"timeout": "a score has the function's own time-out, else 60 seconds"}
+
     function: ConfigReference
     arguments: dict[str, Any] = Field(default_factory=dict)
-    timeout: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _takes_arguments(self) -> Self:
@@ -61,12 +61,11 @@ class SearchConfig(BaseModel):
         where: Of ``tree``: the turns that are sampled again, as in ``rollout.tree``.
         rounds: Of ``tree``: rounds in which the branches are grown.
         max_tokens: Of ``tree``: sampled tokens of the episode with its branches.
-        max_tool_calls: Of ``tree``: tool calls of the episode with its branches.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    removed_keys: ClassVar[Mapping[str, str]] = {"width": _NO_BEAM}
+    removed_keys: ClassVar[Mapping[str, str]] = {"width": _NO_BEAM, "max_tool_calls": NO_TOOL_CALLS}
 
     kind: Literal["best_of_n", "tree"]
     scorer: Annotated[ScorerConfig, BeforeValidator(_function)] = Field(
@@ -77,7 +76,6 @@ class SearchConfig(BaseModel):
     where: ConfigReference = "random"
     rounds: PositiveInt = 1
     max_tokens: PositiveInt | None = None
-    max_tool_calls: PositiveInt | None = None
 
     @field_validator("kind", mode="before")
     @classmethod
@@ -108,11 +106,5 @@ class SearchConfig(BaseModel):
     def tree(self) -> TreeConfig:
         """Return the configuration of the forks of kind ``tree``."""
         return TreeConfig.model_validate(
-            {
-                "branches": self.branches,
-                "where": self.where,
-                "rounds": self.rounds,
-                "max_tokens": self.max_tokens,
-                "max_tool_calls": self.max_tool_calls,
-            }
+            {"branches": self.branches, "where": self.where, "rounds": self.rounds, "max_tokens": self.max_tokens}
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -138,6 +138,9 @@ CHOOSERS: Final[dict[str, Chooser]] = {
 """The choices of turns that have a name."""
 
 
+NO_TOOL_CALLS: Final = "max_tokens bounds an episode with its branches: a tree makes its calls in what it samples"
+
+
 class TreeConfig(BaseModel):
     """Tree rollouts: each episode of a group is forked at some of its turns, and every fork goes on by itself.
 
@@ -149,16 +152,16 @@ class TreeConfig(BaseModel):
         rounds: Rounds in which the branches are grown; a later one may fork what an earlier one has grown.
         max_tokens: Sampled tokens of an episode with its branches; a branch that would exceed it, judged by what its
             original sampled from there on, is not grown.
-        max_tool_calls: Tool calls of an episode with its branches, judged likewise.
     """
 
     model_config = ConfigDict(extra="forbid")
+
+    removed_keys: ClassVar[Mapping[str, str]] = {"max_tool_calls": NO_TOOL_CALLS}
 
     branches: PositiveInt
     where: ConfigReference = "random"
     rounds: PositiveInt = 1
     max_tokens: Annotated[int, Field(gt=0)] | None = None
-    max_tool_calls: Annotated[int, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
     def _names_one(self) -> Self:
@@ -185,11 +188,9 @@ class TreeConfig(BaseModel):
             raise ConfigError(f"{key} {self.where!r} is async: write a plain function")
         return _checked(f"{key} {self.where!r}", function)
 
-    def fits(self, turn: TreeTurn, tokens: int, calls: int) -> bool:
-        """Return whether a branch at a turn fits the budget, after ``tokens`` and ``calls`` of the tree so far."""
-        return (self.max_tokens is None or tokens + turn.tokens <= self.max_tokens) and (
-            self.max_tool_calls is None or calls + turn.tool_calls <= self.max_tool_calls
-        )
+    def fits(self, turn: TreeTurn, tokens: int) -> bool:
+        """Return whether a branch at a turn fits the budget, after ``tokens`` of the tree so far."""
+        return self.max_tokens is None or tokens + turn.tokens <= self.max_tokens
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Chooser:

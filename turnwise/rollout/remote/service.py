@@ -34,6 +34,8 @@ from turnwise.rollout.remote.protocol import (
 from turnwise.types import StopReason
 
 Notify = Callable[[str], None]
+LOST_AFTER_S = 30.0
+"""Seconds without a heartbeat after which a runner is lost. A closed connection is noticed at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -377,7 +379,7 @@ class RemoteRunners:
             notify: Called with messages about the address, runners and waiting episodes.
         """
         key = admin_key(config.key_file)
-        hub = RunnerHub(lost_after=config.lost_after, notify=notify)
+        hub = RunnerHub(lost_after=LOST_AFTER_S, notify=notify)
         await gateway.start()
         gateway.mount(PREFIX, RunnerApp(hub, key, own=gateway.url))
         if notify is not None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, ClassVar, Self, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,14 +34,14 @@ class TransferQueueConfig(BaseModel):
         units: Storage processes, each on one CPU of the Ray cluster; one more is the queue's controller.
         address: Ray cluster as ``host:port``, or ``local`` for one on this machine that ends with the run. By default
             the one that the process is connected to, else that of ``RAY_ADDRESS``, else ``local``.
-        timeout: Seconds after which a call without an answer counts as a lost store; also the wait for free CPUs.
     """
 
     model_config = ConfigDict(extra="forbid")
 
+    removed_keys: ClassVar[Mapping[str, str]] = {"timeout": "a queue without an answer for 60 seconds counts as lost"}
+
     units: Annotated[int, Field(gt=0)] = 2
     address: Annotated[str, Field(min_length=1)] | None = None
-    timeout: Annotated[float, Field(gt=0)] = 60.0
 
 
 _OF_TOKENS = ("segments", "token_ids", "logprobs")

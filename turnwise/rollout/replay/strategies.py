@@ -416,16 +416,14 @@ class MemberRule:
 
     Attributes:
         least: Fewest members without an error, at least 1.
-        whole: Whether every member must have succeeded.
     """
 
     least: int = 1
-    whole: bool = False
 
     def refuses(self, group: TrajectoryGroup) -> str | None:
         """Return why a group is not trained, or None."""
         failed = {each.episode_id for each in group.trajectories if each.error is not None}
         members = {each.episode_id for each in group.trajectories} - failed
-        if len(members) < max(1, self.least) or (self.whole and (failed or group.failed)):
+        if len(members) < max(1, self.least):
             return FAILED
         return None

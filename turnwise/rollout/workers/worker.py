@@ -32,7 +32,7 @@ from turnwise.model.core import ServedPolicy
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
 from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import EpisodeSpec
+from turnwise.rollout.core import MAX_LOST_THREADS, EpisodeSpec
 from turnwise.rollout.remote.protocol import error_record
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.rollout.workers.pool import WorkerAnswer
@@ -96,7 +96,7 @@ class RolloutWorker:
         self._clients: list[HTTPClient] = []
         self._written: defaultdict[str, list[Trajectory]] = defaultdict(list)
         self._running: dict[str, asyncio.Task[Any]] = {}
-        self._threads = ToolThreads(spec.config.concurrency, max_lost=spec.config.max_lost_threads + 1)
+        self._threads = ToolThreads(spec.config.concurrency, max_lost=MAX_LOST_THREADS + 1)
         self._stack = contextlib.AsyncExitStack()
         self._runner: EpisodeRunner | None = None
 

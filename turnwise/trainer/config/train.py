@@ -395,7 +395,7 @@ class TrainConfig(Section):
     @property
     def replay_facts(self) -> RunFacts:
         """The facts outside its section that the replay buffer depends on."""
-        members = MemberRule(self.rollout.min_members, whole=self.rollout.failed_members == "drop")
+        members = MemberRule(self.rollout.min_members)
         tail = None if self.batch.tail is None else StragglerDeadline(self.batch.tail.seconds, self.batch.tail.share)
         return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed, members=members, tail=tail)
 

@@ -73,7 +73,7 @@ METRICS: dict[str, str] = {
     "rollout/cancelled_episodes": "episodes that ended because their group was cancelled",
     "rollout/wasted_tokens": "tokens sampled in groups that were cancelled or dropped",
     "tree/branches": "branches of an episode (rollout.tree), the first one included, mean",
-    "tree/over_budget": "branches that did not fit rollout.tree.max_tokens or max_tool_calls, mean over episodes",
+    "tree/over_budget": "branches that did not fit rollout.tree.max_tokens, mean over episodes",
     "tree/failures": "attempts at branches that ended in an error, mean over episodes",
     "tree/refusals": "turns before which the environment could not be forked, mean over episodes",
     "train/loss": "loss, mean over the step's updates weighted by tokens",

@@ -19,6 +19,7 @@ from turnwise.inference.replica_set import ReplicaSet
 from turnwise.placement.local import placed_by
 from turnwise.placement.ray_cluster import Needs, RayCluster, amounts, lay_out, total
 from turnwise.rollout.config import RolloutConfig
+from turnwise.rollout.core import CLOSE_TIMEOUT_S
 from turnwise.rollout.workers.pool import PoolSize, WorkerPool
 from turnwise.rollout.workers.worker import RolloutWorker, WorkerPolicy, WorkerSpec
 from turnwise.trainer.config.train import TrainConfig
@@ -78,16 +79,8 @@ async def open_cluster(
     return cluster
 
 
-REISSUES = 16
-"""Retries of an episode after the loss of its worker, before that counts as a failure."""
-
-
 class ClusterWorkers:
-    """The rollout workers of a run, as actors of its cluster.
-
-    Attributes:
-        reissues: Retries of an episode after the loss of its worker.
-    """
+    """The rollout workers of a run, as actors of its cluster."""
 
     def __init__(
         self,
@@ -98,7 +91,6 @@ class ClusterWorkers:
         frozen: FrozenPolicies,
     ) -> None:
         """Configure them; :meth:`open` starts them. ``fleets`` are the servers by trained policy."""
-        self.reissues = REISSUES
         self._cluster = cluster
         self._config = config
         self._directory = directory.absolute()
@@ -153,7 +145,7 @@ class ClusterWorkers:
             name = f"worker-{next(self._numbers)}"
             slot = self._cluster.claim("worker")
             actor = self._cluster.actor(RolloutWorker, slot, name, self._spec(config, name))
-            worker = RayObject(self._cluster, slot, actor, name, config.close_timeout)
+            worker = RayObject(self._cluster, slot, actor, name, CLOSE_TIMEOUT_S)
             try:
                 await worker.call("log_to", self._directory / "logs" / f"{name}.log")
                 await worker.call("prepare")

@@ -401,7 +401,7 @@ class _Checker:
         config = self._config.rollout.group_reward
         if config is None:
             return "none"
-        GroupRewarder(config, write=None, save_messages=False, executor=None)
+        GroupRewarder(config, write=None, executor=None)
         return config.function
 
 

@@ -35,6 +35,8 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 # Ray gives a process of its own 15 s to start, which on a busy machine may be too short.
 _STARTS = 3
 # A call that takes longer than this looks whether the processes still listen.
+TIMEOUT_S = 60.0
+"""Seconds after which a call without an answer counts as a lost store; also the wait for free CPUs."""
 _LOOK_SECONDS = 1.0
 
 
@@ -158,7 +160,7 @@ class TransferQueuePayloads(PayloadStore):
 
     def _await_cpus(self) -> None:
         """Wait until the cluster has room: actors without it would wait without a word."""
-        wanted, until = self._config.units + 1, time.monotonic() + self._config.timeout
+        wanted, until = self._config.units + 1, time.monotonic() + TIMEOUT_S
         while (free := ray.available_resources().get("CPU", 0)) < wanted:
             total = ray.cluster_resources().get("CPU", 0)
             if total < wanted or time.monotonic() > until:
@@ -171,7 +173,7 @@ class TransferQueuePayloads(PayloadStore):
     def _restart(self) -> None:
         # It ends what is left of the processes, and forgets the connection.
         transfer_queue.close()
-        until = time.monotonic() + self._config.timeout
+        until = time.monotonic() + TIMEOUT_S
         while time.monotonic() < until:
             try:
                 ray.get_actor(_CONTROLLER, namespace=_NAMESPACE)
@@ -192,7 +194,7 @@ class TransferQueuePayloads(PayloadStore):
             call.close()
             raise TrainError("TransferQueue is not started: enter the replay buffer first (async with buffer)")
         task = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
-        until = time.monotonic() + self._config.timeout
+        until = time.monotonic() + TIMEOUT_S
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=_LOOK_SECONDS)
@@ -209,15 +211,13 @@ class TransferQueuePayloads(PayloadStore):
     async def _look(self, *, late: bool) -> None:
         for host, port in self._listeners:
             try:
-                async with asyncio.timeout(self._config.timeout):
+                async with asyncio.timeout(TIMEOUT_S):
                     _, writer = await asyncio.open_connection(host, port)
             except OSError as error:
                 raise PayloadsLost(f"the TransferQueue process at {host}:{port} is gone") from error
             writer.close()
         if late:
-            raise PayloadsLost(
-                f"TransferQueue gave no answer within {self._config.timeout:g} s (replay.transfer_queue.timeout)"
-            )
+            raise PayloadsLost(f"TransferQueue gave no answer within {TIMEOUT_S:g} s")
 
 
 def _start_ray(address: str, cpus: int) -> None:
