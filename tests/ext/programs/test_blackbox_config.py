@@ -15,7 +15,7 @@ from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.core import ResetResult
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.ext.programs import BlackBoxAgent, Recipe, recipe_of
-from turnwise.ext.programs.workdir import Workdir, check_arguments, fill, told_of
+from turnwise.ext.programs.workdir import Workdir, check_arguments, fill, observation_values
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
 from turnwise.rollout.preflight import check_own
 from turnwise.tasks import Task
@@ -74,7 +74,7 @@ def test_recipes_by_name_by_reference_and_as_data() -> None:
 def test_placeholders() -> None:
     values = {"prompt": 'say "hi"\n', "home": "/h"}
     assert fill("{home}/x {prompt!j} {unknown} {} {{home}}", values) == '/h/x "say \\"hi\\"\\n" {unknown} {} {/h}'
-    told = told_of([{"role": "system", "content": "S"}, {"role": "user", "content": "a\0\ud800"}])
+    told = observation_values([{"role": "system", "content": "S"}, {"role": "user", "content": "a\0\ud800"}])
     assert told == {"system": "S", "user": "a\ufffd?", "task": "S\n\na\ufffd?"}
     with pytest.raises(AgentError, match="prompt_file"):
         check_arguments(["x", "y" * 200_000])

@@ -18,7 +18,7 @@ from support.agents.sandboxed_programs import BoxedLookup, rollout
 from turnwise.agents.registry import make_agent
 from turnwise.errors import AgentError, SandboxUnavailable
 from turnwise.ext.programs import BlackBoxAgent, ProgramError
-from turnwise.ext.programs.config import paths_within, shown_for
+from turnwise.ext.programs.mounts import paths_within, program_paths
 from turnwise.rollout.core import EpisodeOutcome
 from turnwise.sandboxes.core import Mount
 from turnwise.types import StopReason
@@ -124,7 +124,7 @@ async def test_only_the_sandbox_of_the_episode_shows_the_program(tmp_path: Path)
     (spec,) = BoxedLookup.specs
     shown = {each.target: each.source for each in spec.mounts}
     assert shown["/opt/data"] == shown[str(mine)] == mine
-    assert set(shown) >= {str(each) for each in shown_for(sys.executable)}
+    assert set(shown) >= {str(each) for each in program_paths(sys.executable)}
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_what_a_program_consists_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return made
 
     alone = file("alone/program", "#!/bin/sh\n")
-    assert shown_for(str(alone)) == (alone,)
-    assert shown_for("/usr/bin/env") == ()
+    assert program_paths(str(alone)) == (alone,)
+    assert program_paths("/usr/bin/env") == ()
     # A package of npm, behind a link.
     file("npm/node_modules/pkg/cli.js", "#!/usr/bin/env node\n")
     link = tmp_path / "bin" / "cli"
@@ -172,7 +172,7 @@ def test_what_a_program_consists_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     link.symlink_to("../npm/node_modules/pkg/cli.js")
     node = file("node/bin/node")
     monkeypatch.setenv("PATH", f"{node.parent}{os.pathsep}/usr/bin")
-    shown = shown_for(str(link))
+    shown = program_paths(str(link))
     assert set(shown) == {link, tmp_path / "npm" / "node_modules", node}
     mounts = [Mount(each, str(each)) for each in shown]
     assert paths_within(mounts) == [str(node.parent)]
@@ -184,7 +184,7 @@ def test_what_a_program_consists_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "venv" / "bin" / "python").symlink_to(tmp_path / "python-3.11" / "bin" / "python3.11")
     file("venv/pyvenv.cfg", f"home = {tmp_path}/python-3.11/bin\n")
     wanted = {tmp_path / "venv", tmp_path / "python-3.11", real.parents[1]}
-    assert set(shown_for(str(script))) == wanted
+    assert set(program_paths(str(script))) == wanted
 
 
 async def test_a_flood_inside_is_ended_and_what_it_sampled_is_kept() -> None:

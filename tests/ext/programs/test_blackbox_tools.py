@@ -45,7 +45,7 @@ async def offered(
     episode = Episode(env, setup, EpisodeHost(open_session))
     server = ToolServer()
     try:
-        found = await server.offer(episode, reply=reply)
+        found = await server.offer(episode, with_reply=reply)
         async with aiohttp.ClientSession() as http:
             yield found, episode, http
     finally:
@@ -80,7 +80,7 @@ async def test_plain_calls() -> None:
         assert (await http.get(tools.url + "/team_of")).status == 405
         # Three calls in a row that reach no tool end the episode, and the program is told so.
         assert [(await post("nothing", "{"))[0] for _ in range(4)] == [200, 200, 409, 409]
-        assert tools.over.is_set()
+        assert tools.ended.is_set()
 
 
 async def test_an_environment_that_fails_is_an_error_of_the_episode() -> None:
@@ -159,6 +159,6 @@ async def test_a_program_speaks_to_an_environment_that_answers() -> None:
         assert [each.name for each in tools.schemas] == ["reply"]
         said = await tools.call("reply", {"text": "50"})
         assert said.text
-        assert not tools.over.is_set()
+        assert not tools.ended.is_set()
         assert (await tools.call("reply", {"text": 5})).error == "invalid_arguments"
         assert {reward.turn_id for reward in episode.rewards} <= {message["turn_id"]}

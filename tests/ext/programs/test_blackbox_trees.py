@@ -152,7 +152,7 @@ async def test_a_flood_of_output_blocks_nobody_and_is_kept_in_part(tmp_path: Pat
             os.write(2, b"y" * 65536)
         os.write(1, b" last")
     """
-    left = await run(code, tmp_path, most_output=1000)
+    left = await run(code, tmp_path, kept_bytes=1000)
     assert left.status == 0
     assert left.stdout.size == 300 * 65536 + 11
     assert left.stdout.text.startswith("first x")
@@ -180,7 +180,7 @@ FLOODS = {
 async def test_a_flood_without_end_is_ended_with_all_that_writes_it(attack: str, tmp_path: Path) -> None:
     tag = f"--tag={os.urandom(8).hex()}"
     limit = 2**20
-    program = await start(FLOODS[attack], tag, tmp_path, most_output=1000, output_limit=limit)
+    program = await start(FLOODS[attack], tag, tmp_path, kept_bytes=1000, output_limit=limit)
     async with asyncio.timeout(30):
         await program.wait()
         assert not program.running

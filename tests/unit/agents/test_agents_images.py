@@ -17,7 +17,7 @@ from turnwise import RolloutProducer, RolloutRequest, SingleTurnEnv, Task, load_
 from turnwise.errors import AgentError, ConfigError, SessionError, TaskError
 from turnwise.evaluation.view import render
 from turnwise.ext.environments.picture import chart, draw, tasks
-from turnwise.ext.programs.workdir import told_of
+from turnwise.ext.programs.workdir import observation_values
 from turnwise.images import image_label, image_part, image_size, readable_text
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
@@ -112,7 +112,7 @@ def test_readers_of_text_are_told_of_an_image() -> None:
     assert readable_text(message).startswith("See [image 16x8 png, 0.")
     assert readable_text(message).endswith("]!")
     with pytest.raises(AgentError, match="the observation holds an image, and a program is given its task as text"):
-        told_of([message])
+        observation_values([message])
     with pytest.raises(SessionError, match="is not valid base64"):
         image_part(URI[:-1] + "%")
 

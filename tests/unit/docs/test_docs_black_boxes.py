@@ -9,7 +9,8 @@ from typing import Any
 from support.doc_pages import blocks, section
 from turnwise.ext.programs import Recipe
 from turnwise.ext.programs.config import BlackBoxConfig, resolve_recipe
-from turnwise.ext.programs.workdir import PLACEHOLDERS, recipe_of
+from turnwise.ext.programs.recipes import recipe_of
+from turnwise.ext.programs.workdir import PLACEHOLDERS
 
 PAGE = section("external-agents.md", "Programs as agents")
 

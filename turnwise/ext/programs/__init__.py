@@ -2,6 +2,6 @@
 
 from turnwise.ext.programs.agent import BlackBoxAgent
 from turnwise.ext.programs.program import ProgramError
-from turnwise.ext.programs.workdir import Recipe, recipe_of
+from turnwise.ext.programs.recipes import Recipe, recipe_of
 
 __all__ = ["BlackBoxAgent", "ProgramError", "Recipe", "recipe_of"]

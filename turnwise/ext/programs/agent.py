@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 
 from turnwise.agents.core import Agent, Episode
 from turnwise.errors import AgentError, shown, undo_on_error
-from turnwise.ext.programs.config import BlackBoxConfig, mounts_of, paths_within, read_config, resolve_recipe
+from turnwise.ext.programs.config import BlackBoxConfig, mounts_of, read_config, resolve_recipe
+from turnwise.ext.programs.mounts import paths_within
 from turnwise.ext.programs.program import Exit, Output, Program, ProgramError, WorkerReply, Workers
 from turnwise.ext.programs.sandboxed_program import ProgramFolder, SandboxedProgram
 from turnwise.ext.programs.tool_server import OfferedTools, ToolServer
@@ -26,9 +27,9 @@ from turnwise.ext.programs.workdir import (
     check_arguments,
     environment,
     fill,
+    observation_values,
     read_answer,
     shell_tools,
-    told_of,
 )
 from turnwise.gateway.local import SessionEndpoint
 from turnwise.model.canonical import clean
@@ -40,7 +41,7 @@ _NO_OUTPUT = Output("", 0, False)
 
 
 @dataclass(slots=True)
-class _Acting:
+class _RunState:
     """State of one episode that a program acts in."""
 
     episode: Episode
@@ -51,7 +52,7 @@ class _Acting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _Launch:
     """Inputs of a program: command line, files by path, standard input."""
 
     argv: list[str]
@@ -60,8 +61,8 @@ class _Given:
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """How a program's part in an episode ended.
+class _RunEnd:
+    """How the run of a program in an episode ended.
 
     Attributes:
         how: By itself, or why it was killed.
@@ -79,7 +80,7 @@ class _End:
 class BlackBoxAgent(Agent):
     """Runs an external program against the episode's model endpoint."""
 
-    # The program's own requests say which tools there are, or its prompts do.
+    # The program's requests or prompts name the tools.
     offers_tools: ClassVar[bool] = False
     forkable: ClassVar[bool] = False
 
@@ -97,8 +98,8 @@ class BlackBoxAgent(Agent):
         self._config: BlackBoxConfig = read_config(config)
         self._recipe = resolve_recipe(self._config)
         self._mounts = mounts_of(self._config, self._recipe)
-        most = self._config.max_concurrent
-        self._slots = contextlib.nullcontext() if most is None else asyncio.Semaphore(most)
+        limit = self._config.max_concurrent
+        self._slots = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
         self._tools = ToolServer()
         self._workers = Workers(self._config.workers, self._start_worker) if self._config.workers else None
 
@@ -118,18 +119,18 @@ class BlackBoxAgent(Agent):
             offered = None
             if self._config.tools and (episode.tools or self._config.reply):
                 listener = None if sandbox is None else await sandbox.listen()
-                offered = await self._tools.offer(episode, endpoint, reply=self._config.reply, listener=listener)
+                offered = await self._tools.offer(episode, endpoint, with_reply=self._config.reply, listener=listener)
                 stack.push_async_callback(self._tools.withdraw, offered)
             url = endpoint.url if sandbox is None else await endpoint.serve_at(await sandbox.listen())
-            acting = _Acting(episode, endpoint, offered, self._values(episode, url, offered), time.monotonic())
+            state = _RunState(episode, endpoint, offered, self._values(episode, url, offered), time.monotonic())
             if sandbox is not None:
-                end = await self._in_sandbox(acting, sandbox)
+                end = await self._run_in_sandbox(state, sandbox)
             elif self._workers is not None:
-                end = await self._serve(self._workers, acting)
+                end = await self._run_on_worker(self._workers, state)
             else:
-                end = await self._once(acting)
-            self._count(acting, end)
-            await self._conclude(acting, end)
+                end = await self._run_in_workdir(state)
+            self._count_metrics(state, end)
+            await self._conclude(state, end)
 
     async def close(self) -> None:
         """Stop the workers and the tool server."""
@@ -141,86 +142,88 @@ class BlackBoxAgent(Agent):
         """The program's files and the configured ``mounts``, where it runs in a sandbox."""
         return self._mounts
 
-    async def _once(self, acting: _Acting) -> _End:
-        info = acting.episode.info
+    async def _run_in_workdir(self, state: _RunState) -> _RunEnd:
+        info = state.episode.info
         workspace = info.get("workspace")
         config = self._config
-        places = await asyncio.to_thread(Workdir.make, config.scratch, config.workspace, workspace)
+        workdir = await asyncio.to_thread(Workdir.make, config.scratch, config.workspace, workspace)
         failed = True
         try:
-            end = await self._in_places(acting, places, dict(info.get("files") or {}))
+            end = await self._run_program(state, workdir, dict(info.get("files") or {}))
             failed = end.how != "ended" or end.exit.status != 0
             return end
         finally:
             if config.keep == "never" or (config.keep == "failed" and not failed):
-                await asyncio.to_thread(places.remove)
+                await asyncio.to_thread(workdir.remove)
 
-    async def _in_places(self, acting: _Acting, places: Workdir, files: dict[str, str]) -> _End:
-        home, root = str(places.home), places.root
-        launch = self._given(acting, home=home, work=str(places.work), root=str(root))
-        places.write({**files, **launch.files})
+    async def _run_program(self, state: _RunState, workdir: Workdir, files: dict[str, str]) -> _RunEnd:
+        home, root = str(workdir.home), workdir.root
+        launch = self._prepare_launch(state, home=home, work=str(workdir.work), root=str(root))
+        workdir.write({**files, **launch.files})
         path = os.environ.get("PATH", os.defpath)
-        if acting.offered is not None:
-            path = f"{places.install_tool(acting.offered.url)}{os.pathsep}{path}"
-        env = self._environment(acting, str(root / "tmp"), path)
-        kept, most = self._config.output_bytes, self._config.output_limit
+        if state.offered is not None:
+            path = f"{workdir.install_tool(state.offered.url)}{os.pathsep}{path}"
+        env = self._environment(state, str(root / "tmp"), path)
+        kept_bytes, output_limit = self._config.output_bytes, self._config.output_limit
         program = await Program.start(
-            launch.argv, env=env, cwd=places.work, stdin=launch.stdin, most_output=kept, output_limit=most
+            launch.argv, env=env, cwd=workdir.work, stdin=launch.stdin, kept_bytes=kept_bytes, output_limit=output_limit
         )
         try:
-            how = await self._watch(program.wait, acting)
+            how = await self._watch(program.wait, state)
         finally:
-            left = await program.end()
+            exit_state = await program.end()
             if self._config.keep != "never":
-                outputs = {"stdout": left.stdout, "stderr": left.stderr}
-                places.write({str(places.root / name): output.text for name, output in outputs.items()})
+                outputs = {"stdout": exit_state.stdout, "stderr": exit_state.stderr}
+                workdir.write({str(workdir.root / name): output.text for name, output in outputs.items()})
 
         async def read(name: str) -> str | None:
             try:
-                return (places.work / name).read_text(errors="replace")
+                return (workdir.work / name).read_text(errors="replace")
             except OSError:
                 return None
 
-        return _End(how, left, await read_answer(fill(self._recipe.result, acting.values), left.stdout.text, read))
+        return _RunEnd(
+            how, exit_state, await read_answer(fill(self._recipe.result, state.values), exit_state.stdout.text, read)
+        )
 
-    async def _in_sandbox(self, acting: _Acting, sandbox: Sandbox) -> _End:
-        quarters = await ProgramFolder.make(sandbox, self._config.workspace)
+    async def _run_in_sandbox(self, state: _RunState, sandbox: Sandbox) -> _RunEnd:
+        folder = await ProgramFolder.make(sandbox, self._config.workspace)
         if not self._config.mount_program:
-            acting.values["python"] = "python3"
-        launch = self._given(acting, home=quarters.home, work=quarters.work, root=quarters.root)
-        await quarters.write({**(acting.episode.info.get("files") or {}), **launch.files})
-        path = os.pathsep.join([quarters.path, *paths_within(self._mounts)])
-        if acting.offered is not None:
-            path = f"{await quarters.install_tool(acting.offered.url)}:{path}"
-        env = self._environment(acting, f"{quarters.root}/tmp", path)
-        kept, most = self._config.output_bytes, self._config.output_limit
+            state.values["python"] = "python3"
+        launch = self._prepare_launch(state, home=folder.home, work=folder.work, root=folder.root)
+        await folder.write({**(state.episode.info.get("files") or {}), **launch.files})
+        path = os.pathsep.join([folder.path, *paths_within(self._mounts)])
+        if state.offered is not None:
+            path = f"{await folder.install_tool(state.offered.url)}:{path}"
+        env = self._environment(state, f"{folder.root}/tmp", path)
+        kept_bytes, output_limit = self._config.output_bytes, self._config.output_limit
         program = await SandboxedProgram.start(
-            quarters, launch.argv, env=env, stdin=launch.stdin, most_output=kept, output_limit=most
+            folder, launch.argv, env=env, stdin=launch.stdin, kept_bytes=kept_bytes, output_limit=output_limit
         )
         how: How | None = None
         try:
-            how = await self._watch(program.wait, acting)
+            how = await self._watch(program.wait, state)
         finally:
             # The output of an abandoned program is not read.
-            left = await program.end(collect=how == "ended")
-        where = fill(self._recipe.result, acting.values)
-        return _End(how, left, await read_answer(where, left.stdout.text, quarters.read))
+            exit_state = await program.end(collect=how == "ended")
+        location = fill(self._recipe.result, state.values)
+        return _RunEnd(how, exit_state, await read_answer(location, exit_state.stdout.text, folder.read))
 
-    def _given(self, acting: _Acting, *, home: str, work: str, root: str) -> _Given:
-        recipe, values = self._recipe, acting.values
+    def _prepare_launch(self, state: _RunState, *, home: str, work: str, root: str) -> _Launch:
+        recipe, values = self._recipe, state.values
         values |= {"home": home, "work": work, "prompt_file": f"{root}/prompt.txt"}
         values["prompt"] = fill(recipe.prompt, values).strip()
-        offered = acting.offered is not None
-        own = {**recipe.files, **(recipe.tool_files if offered else {})}
-        written = {fill(name, values): fill(text, values) for name, text in own.items()}
-        argv = [fill(each, values) for each in (*recipe.command, *(recipe.tool_arguments if offered else ()))]
+        offered = state.offered is not None
+        recipe_files = {**recipe.files, **(recipe.tool_files if offered else {})}
+        written = {fill(name, values): fill(text, values) for name, text in recipe_files.items()}
+        argv = [fill(argument, values) for argument in (*recipe.command, *(recipe.tool_arguments if offered else ()))]
         check_arguments(argv)
         files = {**written, values["prompt_file"]: values["prompt"]}
-        return _Given(argv, files, fill(recipe.stdin, values).encode())
+        return _Launch(argv, files, fill(recipe.stdin, values).encode())
 
-    def _environment(self, acting: _Acting, temporary: str, path: str) -> dict[str, str]:
+    def _environment(self, state: _RunState, temporary: str, path: str) -> dict[str, str]:
         recipe, passed = self._recipe, self._config.pass_env
-        return environment(recipe.dialect, acting.values, recipe.env, passed, temporary=temporary, path=path)
+        return environment(recipe.dialect, state.values, recipe.env, passed, temporary=temporary, path=path)
 
     def _sandbox_of(self, episode: Episode) -> Sandbox:
         if episode.sandbox is None:
@@ -230,68 +233,74 @@ class BlackBoxAgent(Agent):
             )
         return episode.sandbox
 
-    async def _watch(self, wait: Callable[[], Awaitable[Any]], acting: _Acting) -> How:
+    async def _watch(self, wait: Callable[[], Awaitable[Any]], state: _RunState) -> How:
         """Wait for a program's exit, with a grace period once its budget is used up or the episode is over."""
-        over = asyncio.ensure_future(wait())
-        # A program with nothing left to sample or to do has a moment to end by itself.
-        stops: list[asyncio.Future[Any]] = [asyncio.ensure_future(acting.endpoint.wait_exhausted())]
-        if acting.offered is not None:
-            stops.append(asyncio.ensure_future(acting.offered.over.wait()))
+        exited = asyncio.ensure_future(wait())
+        # A program that can sample no more, or whose episode is over, has a grace period to exit by itself.
+        stops: list[asyncio.Future[Any]] = [asyncio.ensure_future(state.endpoint.wait_exhausted())]
+        if state.offered is not None:
+            stops.append(asyncio.ensure_future(state.offered.ended.wait()))
         try:
             async with asyncio.timeout(self._config.timeout):
-                await asyncio.wait({over, *stops}, return_when=asyncio.FIRST_COMPLETED)
-                if not over.done():
-                    await asyncio.wait({over}, timeout=self._config.grace)
-                return "ended" if over.done() else "lingered"
+                await asyncio.wait({exited, *stops}, return_when=asyncio.FIRST_COMPLETED)
+                if not exited.done():
+                    await asyncio.wait({exited}, timeout=self._config.grace)
+                return "ended" if exited.done() else "lingered"
         except TimeoutError:
             return "timeout"
         finally:
-            for each in (over, *stops):
-                each.cancel()
+            for future in (exited, *stops):
+                future.cancel()
 
-    async def _serve(self, workers: Workers, acting: _Acting) -> _End:
-        job: dict[str, Any] = {name: acting.values[name] for name in _JOB}
-        job |= {"id": secrets.token_hex(8), "prompt": fill(self._recipe.prompt, acting.values).strip()}
+    async def _run_on_worker(self, workers: Workers, state: _RunState) -> _RunEnd:
+        job: dict[str, Any] = {name: state.values[name] for name in _JOB}
+        job |= {"id": secrets.token_hex(8), "prompt": fill(self._recipe.prompt, state.values).strip()}
         async with workers.borrowed() as worker:
             serving: asyncio.Task[WorkerReply | None] = asyncio.ensure_future(worker.serve(job))
             try:
-                how = await self._watch(lambda: asyncio.shield(serving), acting)
+                how = await self._watch(lambda: asyncio.shield(serving), state)
                 result = serving.result() if how == "ended" else None
             finally:
                 serving.cancel()
             if result is not None:
-                goes_on = Exit(0 if result.error is None else 1, _NO_OUTPUT, _NO_OUTPUT, 0)
-                return _End(how, goes_on, result.answer, result.error)
-            return _End(how, await worker.end())
+                resumed = Exit(0 if result.error is None else 1, _NO_OUTPUT, _NO_OUTPUT, 0)
+                return _RunEnd(how, resumed, result.answer, result.error)
+            return _RunEnd(how, await worker.end())
 
     async def _start_worker(self, stdin: int, on_line: Callable[[bytes], None]) -> tuple[Program, Callable[[], None]]:
-        places = await asyncio.to_thread(Workdir.make, self._config.scratch, self._config.workspace, None)
+        workdir = await asyncio.to_thread(Workdir.make, self._config.scratch, self._config.workspace, None)
         values = dict.fromkeys(PLACEHOLDERS, "") | {"model": self._config.model, "api_key": API_KEY}
-        values |= {"home": str(places.home), "work": str(places.work), "python": sys.executable}
-        with undo_on_error(places.remove):
-            places.write({fill(name, values): fill(text, values) for name, text in self._recipe.files.items()})
+        values |= {"home": str(workdir.home), "work": str(workdir.work), "python": sys.executable}
+        with undo_on_error(workdir.remove):
+            workdir.write({fill(name, values): fill(text, values) for name, text in self._recipe.files.items()})
             env = environment(
                 *(self._recipe.dialect, values, self._recipe.env, self._config.pass_env),
-                temporary=str(places.root / "tmp"),
+                temporary=str(workdir.root / "tmp"),
                 path=os.environ.get("PATH", os.defpath),
             )
-            argv = [fill(each, values) for each in self._recipe.command]
-            kept, most = self._config.output_bytes, self._config.output_limit
+            argv = [fill(argument, values) for argument in self._recipe.command]
+            kept_bytes, output_limit = self._config.output_bytes, self._config.output_limit
             program = await Program.start(
-                argv, env=env, cwd=places.work, stdin=stdin, most_output=kept, output_limit=most, on_line=on_line
+                argv,
+                env=env,
+                cwd=workdir.work,
+                stdin=stdin,
+                kept_bytes=kept_bytes,
+                output_limit=output_limit,
+                on_line=on_line,
             )
-        return program, places.remove
+        return program, workdir.remove
 
-    async def _conclude(self, acting: _Acting, end: _End) -> None:
-        episode, endpoint, left = acting.episode, acting.endpoint, end.exit
-        if acting.offered is not None and acting.offered.failure is not None:
-            raise acting.offered.failure
+    async def _conclude(self, state: _RunState, end: _RunEnd) -> None:
+        episode, endpoint, exit_state = state.episode, state.endpoint, end.exit
+        if state.offered is not None and state.offered.failure is not None:
+            raise state.offered.failure
         if episode.ended:
             return
         await endpoint.wait_settled()
-        if left.flooded:
+        if exit_state.flooded:
             raise AgentError(
-                self._story(
+                self._failure_message(
                     f"it wrote more than output_limit={self._config.output_limit} bytes and was killed: raise that key "
                     "of agent.config, or have the program write less; the end of its output",
                     end,
@@ -303,27 +312,29 @@ class BlackBoxAgent(Agent):
         if end.how == "lingered" or endpoint.failure is not None:
             # The program's last error response ends the episode: the runner maps it to a stop reason.
             return
-        if left.status is None or left.status < 0:
-            how = "its supervisor was killed" if left.status is None else f"signal {-left.status} ended it"
-            raise ProgramError(self._story(how, end))
+        if exit_state.status is None or exit_state.status < 0:
+            how = "its supervisor was killed" if exit_state.status is None else f"signal {-exit_state.status} ended it"
+            raise ProgramError(self._failure_message(how, end))
         turns = endpoint.entry.session.turns
         if turns == 0:
-            raise ProgramError(self._story(f"exit status {left.status}, and it never asked the model", end))
-        if left.status != 0 and self._config.nonzero_exit == "error":
-            raise AgentError(self._story(f"exit status {left.status}", end))
+            raise ProgramError(
+                self._failure_message(f"exit status {exit_state.status}, and it never asked the model", end)
+            )
+        if exit_state.status != 0 and self._config.nonzero_exit == "error":
+            raise AgentError(self._failure_message(f"exit status {exit_state.status}", end))
         await self._answer(episode, endpoint, end.answer)
 
     async def _answer(self, episode: Episode, endpoint: SessionEndpoint, answer: str | None) -> None:
-        last = endpoint.entry.session.last
+        message = endpoint.entry.session.last
         if answer is None and self._recipe.result == "message":
-            if last is not None and last.get("finish_reason") == "length" and not last.get("tool_calls"):
-                episode.finish(StopReason.MAX_TOKENS, final=last)
+            if message is not None and message.get("finish_reason") == "length" and not message.get("tool_calls"):
+                episode.finish(StopReason.MAX_TOKENS, final=message)
                 return
             final = episode.answer
         else:
             final = {"role": "assistant", "content": clean(answer or "").strip()}
-            if last is not None and "turn_id" in last:
-                final["turn_id"] = last["turn_id"]
+            if message is not None and "turn_id" in message:
+                final["turn_id"] = message["turn_id"]
         if final is None:
             episode.finish(StopReason.COMPLETED)
             return
@@ -334,7 +345,7 @@ class BlackBoxAgent(Agent):
 
     def _values(self, episode: Episode, url: str, offered: OfferedTools | None) -> dict[str, str]:
         return {
-            **told_of(episode.observation),
+            **observation_values(episode.observation),
             "tools": shell_tools(offered.schemas) if offered is not None else "",
             "model": self._config.model,
             "api_key": API_KEY,
@@ -348,22 +359,22 @@ class BlackBoxAgent(Agent):
             "max_turns": str(episode.limits.max_turns),
         }
 
-    def _count(self, acting: _Acting, end: _End) -> None:
-        left = end.exit
-        failed = end.how == "ended" and left.status != 0
-        acting.episode.count(
+    def _count_metrics(self, state: _RunState, end: _RunEnd) -> None:
+        exit_state = end.exit
+        failed = end.how == "ended" and exit_state.status != 0
+        state.episode.count(
             {
-                "blackbox/seconds": time.monotonic() - acting.started,
+                "blackbox/seconds": time.monotonic() - state.started,
                 "blackbox/nonzero_exits": float(failed),
-                **({} if left.swept is None else {"blackbox/killed_processes": float(left.swept)}),
-                "blackbox/output_bytes": float(left.stdout.size + left.stderr.size),
+                **({} if exit_state.swept is None else {"blackbox/killed_processes": float(exit_state.swept)}),
+                "blackbox/output_bytes": float(exit_state.stdout.size + exit_state.stderr.size),
                 "blackbox/lingered": float(end.how == "lingered"),
             }
         )
 
-    def _story(self, how: str, end: _End) -> str:
+    def _failure_message(self, how: str, end: _RunEnd) -> str:
         """Return how a program ended and the tail of its output, without secrets of this process."""
-        reason = end.error or end.exit.stderr.end() or end.exit.stdout.end() or "it wrote nothing"
+        reason = end.error or end.exit.stderr.tail() or end.exit.stdout.tail() or "it wrote nothing"
         for name in self._config.pass_env:
             secret = os.environ.get(name, "")
             reason = reason.replace(secret, f"<{name}>") if len(secret) > 3 else reason

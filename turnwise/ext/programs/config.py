@@ -1,8 +1,4 @@
-"""Configuration of black-box agents (``agent.config``), and the mounts that a program needs in a sandbox.
-
-A program is mounted at its host path: scripts name their interpreters, and virtual environments themselves, by absolute
-paths. System folders are not mounted: a sandbox has its own system.
-"""
+"""Configuration of black-box agents (``agent.config``), and the recipe that it resolves to."""
 
 from __future__ import annotations
 
@@ -11,110 +7,19 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from turnwise.errors import AgentError, shown
-from turnwise.ext.programs.workdir import PLACEHOLDERS, Dialect, Recipe, fill, named, recipe_of
+from turnwise.ext.programs.mounts import program_paths, read_mount
+from turnwise.ext.programs.recipes import Dialect, Recipe, recipe_of
+from turnwise.ext.programs.workdir import PLACEHOLDERS, fill, placeholders_in
 from turnwise.sandboxes.core import Mount
 from turnwise.tools.core import nearest
-
-_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/sys", "/dev")
-_MOST_LINKS: Final = 40
-
-
-def shown_for(program: str) -> tuple[Path, ...]:
-    """Return the folders and files of a program, its interpreter included."""
-    found = dict.fromkeys(_parts(Path(os.path.abspath(program)), set()))
-    return tuple(path for path in found if not any(path != other and path.is_relative_to(other) for other in found))
-
-
-def read_mount(text: str) -> Mount:
-    """Parse ``HOST`` or ``HOST:INSIDE``."""
-    host, _, inside = text.partition(":")
-    source = Path(os.path.abspath(os.path.expanduser(host)))
-    if not source.exists():
-        raise AgentError(f"blackbox: mounts names {shown(host)}: there is no such file or folder")
-    target = inside or str(source)
-    if not target.startswith("/") or os.path.normpath(target) == "/":
-        raise AgentError(f"blackbox: mounts has {shown(text)}: write HOST or HOST:INSIDE, INSIDE an absolute path")
-    return Mount(source, os.path.normpath(target))
-
-
-def paths_within(mounts: Sequence[Mount]) -> list[str]:
-    """Return the entries of this process's ``PATH`` that are mounted at the same path."""
-    same = [each.source for each in mounts if str(each.source) == each.target]
-    folders = [Path(each) for each in os.environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(each)]
-    return [str(each) for each in folders if any(each.is_relative_to(one) or each == one.parent for one in same)]
-
-
-def _parts(path: Path, seen: set[Path]) -> Iterator[Path]:
-    """Yield the files behind a path: each link on the way, and the interpreter that it names."""
-    for _ in range(_MOST_LINKS):
-        if path in seen or not os.path.lexists(path):
-            return
-        seen.add(path)
-        if _of_system(path):
-            return
-        yield from _whole(path)
-        if not path.is_symlink():
-            break
-        # A link is resolved in the folder where it really is.
-        path = Path(os.path.normpath(path.parent.resolve() / os.readlink(path)))
-    # Folders on the way may be links, too.
-    if not _of_system(path.resolve()):
-        yield from _whole(path.resolve())
-    interpreter = _interpreter(path)
-    if interpreter is not None:
-        yield from _parts(interpreter, seen)
-
-
-def _whole(path: Path) -> Iterator[Path]:
-    """Yield the folders that a file depends on, or the file itself."""
-    for index, name in enumerate(path.parts):
-        if name == "node_modules":
-            yield Path(*path.parts[: index + 1])
-            return
-    for folder in path.parents:
-        if (folder / "pyvenv.cfg").is_file():
-            yield folder
-            yield from _made_from(folder)
-            return
-    prefix = path.parent.parent
-    of_python = path.parent.name == "bin" and prefix != Path("/") and any(prefix.glob("lib/python3*/os.py"))
-    yield prefix if of_python else path
-
-
-def _of_system(path: Path) -> bool:
-    return any(path.is_relative_to(each) for each in _SYSTEM)
-
-
-def _made_from(environment: Path) -> Iterator[Path]:
-    """Yield the prefix of the base interpreter of a virtual environment."""
-    for line in (environment / "pyvenv.cfg").read_text("utf-8", "replace").splitlines():
-        key, _, value = line.partition("=")
-        prefix = Path(value.strip()).parent
-        if key.strip() == "home" and not _of_system(prefix) and prefix != Path("/"):
-            yield prefix
-
-
-def _interpreter(path: Path) -> Path | None:
-    try:
-        with path.open("rb") as file:
-            first = file.readline(512)
-    except OSError:
-        return None
-    if not first.startswith(b"#!"):
-        return None
-    words = first[2:].decode("utf-8", "replace").split()
-    if words and os.path.basename(words[0]) == "env":
-        words = [found for word in words[1:] if not word.startswith("-") and (found := shutil.which(word))]
-    return Path(words[0]) if words and words[0].startswith("/") else None
-
 
 _RESULT = re.compile(r"message|stdout|file:.+|json:.+#.+")
 Seconds = Annotated[float, Field(gt=0)]
@@ -198,12 +103,12 @@ def read_config(values: Mapping[str, Any]) -> BlackBoxConfig:
         return BlackBoxConfig.model_validate(dict(values))
     except ValidationError as error:
         problems = []
-        for each in error.errors():
-            name = ".".join(map(str, each["loc"]))
-            if each["type"] == "extra_forbidden":
+        for problem in error.errors():
+            name = ".".join(map(str, problem["loc"]))
+            if problem["type"] == "extra_forbidden":
                 problems.append(f"{name}: no such key{nearest(name, list(BlackBoxConfig.model_fields))}")
             else:
-                problems.append(f"{name}: {each['msg']}, not {shown(each['input'])}")
+                problems.append(f"{name}: {problem['msg']}, not {shown(problem['input'])}")
         raise AgentError("blackbox: " + "; ".join(problems)) from None
 
 
@@ -216,7 +121,7 @@ def resolve_recipe(config: BlackBoxConfig) -> Recipe:
     if config.program is not None:
         command = (config.program, *command[1:])
     if not config.sandbox or config.mount_program:
-        command = (_found(command[0], {**base.env, **config.env}.get("PATH")), *command[1:])
+        command = (_resolve_program(command[0], {**base.env, **config.env}.get("PATH")), *command[1:])
     command = (*command, *config.arguments)
     recipe = Recipe(
         command=command,
@@ -231,7 +136,7 @@ def resolve_recipe(config: BlackBoxConfig) -> Recipe:
     )
     _check(config, recipe)
     texts = (*recipe.command, *recipe.env.values(), *recipe.files.values(), recipe.stdin)
-    used = named(texts) & {"prompt", "prompt_file", "task", "system", "user"}
+    used = placeholders_in(texts) & {"prompt", "prompt_file", "task", "system", "user"}
     if used or config.stdin is not None or config.workers:
         return recipe
     return replace(recipe, stdin="{prompt}")
@@ -255,9 +160,9 @@ def _check(config: BlackBoxConfig, recipe: Recipe) -> None:
     missing = [name for name in config.pass_env if name not in os.environ]
     if missing:
         raise AgentError(f"blackbox: pass_env names {', '.join(missing)}, which this process does not have")
-    # A name that is nearly a placeholder is one that was misspelt; others may be meant for the program.
+    # A name close to a placeholder is misspelt; others may be syntax of the program.
     for text in (*recipe.command, recipe.prompt, recipe.stdin):
-        for name in sorted(named([text]) - set(PLACEHOLDERS)):
+        for name in sorted(placeholders_in([text]) - set(PLACEHOLDERS)):
             hint = nearest(name, list(PLACEHOLDERS))
             if hint:
                 raise AgentError(f"blackbox: there is no placeholder {{{name}}}{hint}")
@@ -270,17 +175,19 @@ def mounts_of(config: BlackBoxConfig, recipe: Recipe) -> tuple[Mount, ...]:
     programs = []
     if config.mount_program:
         texts = (*recipe.command, recipe.prompt, recipe.stdin, *recipe.env.values(), *recipe.files.values())
-        programs = [recipe.command[0], *([sys.executable] if "python" in named(texts) else [])]
-    seen = dict.fromkeys(path for program in programs for path in shown_for(fill(program, {"python": sys.executable})))
+        programs = [recipe.command[0], *([sys.executable] if "python" in placeholders_in(texts) else [])]
+    seen = dict.fromkeys(
+        path for program in programs for path in program_paths(fill(program, {"python": sys.executable}))
+    )
     return tuple(dict.fromkeys((*(Mount(path, str(path)) for path in seen), *map(read_mount, config.mounts))))
 
 
-def _found(program: str, path: str | None) -> str:
+def _resolve_program(program: str, path: str | None) -> str:
     program = fill(program, {"python": sys.executable})
-    if named([program]):
+    if placeholders_in([program]):
         return program
-    found = shutil.which(os.path.expanduser(program), path=path)
-    if found is None:
+    resolved = shutil.which(os.path.expanduser(program), path=path)
+    if resolved is None:
         where = (
             "it does not exist or is not executable"
             if os.sep in program
@@ -289,4 +196,4 @@ def _found(program: str, path: str | None) -> str:
         raise AgentError(
             f"blackbox: the program {program!r} cannot be started: {where}. Install it, or name its path with 'program'"
         )
-    return os.path.abspath(found)
+    return os.path.abspath(resolved)

@@ -25,10 +25,10 @@ from typing import IO, Any, ClassVar, Final, Self
 from turnwise.errors import AgentError, shown, undo_on_error, undo_on_error_async
 
 MARK: Final = "TURNWISE_PROGRAM"
-"""Environment variable that every process of a program has, unless it takes it away."""
+"""Environment variable of every process of a program, unless the program removes it."""
 _SUPERVISOR: Final = Path(__file__).with_name("supervisor.py")
 _END_S: Final = 20.0
-"""Seconds that a supervisor gets to kill a tree before it is done without it."""
+"""Seconds that a supervisor gets to kill a tree before it is killed from here."""
 _DRAIN_S: Final = 2.0
 
 
@@ -51,10 +51,10 @@ class Output:
     size: int
     cut: bool
 
-    def end(self, most: int = 2000) -> str:
+    def tail(self, limit: int = 2000) -> str:
         """Return the tail, for error messages."""
         text = self.text.strip()
-        return text if len(text) <= most else f"...{text[-most:]}"
+        return text if len(text) <= limit else f"...{text[-limit:]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,15 @@ class Exit:
 class OutputQuota:
     """Bytes that the outputs of a program may have together; ``exceeded`` is set when they have more."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, limit: int | None) -> None:
         self.exceeded = asyncio.Event()
-        self._most = most
+        self._limit = limit
         self._taken = 0
 
     def take(self, size: int) -> bool:
         """Count bytes; return whether they are within the quota."""
         self._taken += size
-        if self._most is not None and self._taken > self._most:
+        if self._limit is not None and self._taken > self._limit:
             self.exceeded.set()
         return not self.exceeded.is_set()
 
@@ -106,7 +106,7 @@ class Program:
         self._stdout, self._stderr = stdout, stderr
         self._status: int | None = None
         self._swept, self._all_swept = 0, False
-        self._over = asyncio.Event()
+        self._exited = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
 
     @classmethod
@@ -117,7 +117,7 @@ class Program:
         env: Mapping[str, str],
         cwd: Path,
         stdin: bytes | int = b"",
-        most_output: int = 65536,
+        kept_bytes: int = 65536,
         output_limit: int | None = None,
         on_line: Callable[[bytes], None] | None = None,
     ) -> Self:
@@ -128,27 +128,27 @@ class Program:
             env: Complete environment.
             cwd: Working directory.
             stdin: Content, or a descriptor, which is closed here.
-            most_output: Bytes of each output that are kept.
+            kept_bytes: Bytes of each output that are kept.
             output_limit: Bytes of both outputs together; the program is over when it writes more.
             on_line: Called with each line of standard output.
         """
         mark = secrets.token_hex(16)
         quota = OutputQuota(output_limit)
-        stdout, stderr = Capture(most_output, quota, on_line), Capture(most_output, quota)
+        stdout, stderr = Capture(kept_bytes, quota, on_line), Capture(kept_bytes, quota)
         stdin_file = _file_of(stdin)
         try:
-            theirs = [await stdout.open(), await stderr.open()]
+            descriptors = [await stdout.open(), await stderr.open()]
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(stdin_file.fileno()), *map(str, theirs)),
+                    *(sys.executable, "-I", "-S", str(_SUPERVISOR), str(stdin_file.fileno()), *map(str, descriptors)),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
-                    pass_fds=(stdin_file.fileno(), *theirs),
+                    pass_fds=(stdin_file.fileno(), *descriptors),
                     start_new_session=True,
                 )
             finally:
-                for descriptor in theirs:
+                for descriptor in descriptors:
                     os.close(descriptor)
         except OSError as error:
             await asyncio.gather(stdout.close(0), stderr.close(0))
@@ -168,16 +168,16 @@ class Program:
     @property
     def running(self) -> bool:
         """Whether the program is still running, within its output limit."""
-        return not self._over.is_set() and not self.quota.exceeded.is_set()
+        return not self._exited.is_set() and not self.quota.exceeded.is_set()
 
     async def wait(self) -> None:
         """Wait for the program's exit or the end of its output limit; its descendants may still run."""
-        either = [asyncio.ensure_future(event.wait()) for event in (self._over, self.quota.exceeded)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._exited, self.quota.exceeded)]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for each in either:
-                each.cancel()
+            for future in waits:
+                future.cancel()
 
     async def end(self) -> Exit:
         """Kill the rest of the tree and return the exit. Idempotent; cancellation does not stop the kill."""
@@ -193,7 +193,7 @@ class Program:
         if self._listening is not None:
             await self._listening
         if not self._all_swept:
-            # Its supervisor was killed, perhaps by the program: what still has its mark is found by that.
+            # Its supervisor was killed, perhaps by the program: the remaining processes are found by their mark.
             self._swept += await asyncio.to_thread(kill_marked, self._mark)
         stdout, stderr = await asyncio.gather(self._stdout.close(_DRAIN_S), self._stderr.close(_DRAIN_S))
         return Exit(self._status, stdout, stderr, self._swept, self.quota.exceeded.is_set())
@@ -204,22 +204,22 @@ class Program:
         with contextlib.suppress(ConnectionError):
             process.stdin.write(json.dumps(spec).encode() + b"\n")
             await process.stdin.drain()
-        first = await self._line()
+        first = await self._read_report()
         if "pid" not in first:
             raise ProgramError(f"{shown(spec['argv'])} cannot be started: {first.get('failed', 'no reason given')}")
         self._listening = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
-        while report := await self._line():
+        while report := await self._read_report():
             if "status" in report:
                 self._status = report["status"]
-                self._over.set()
+                self._exited.set()
             if "swept" in report:
                 self._swept, self._all_swept = report["swept"], report["left"] == 0
         # Without a status it was ended from here, or its supervisor was killed.
-        self._over.set()
+        self._exited.set()
 
-    async def _line(self) -> dict[str, int]:
+    async def _read_report(self) -> dict[str, int]:
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         return json.loads(line) if line else {}
@@ -230,11 +230,11 @@ class Capture(asyncio.Protocol):
 
     Args:
         quota: Counts what is read.
-        on_line: Called with each line, cut to ``most`` bytes.
+        on_line: Called with each line, cut to ``kept_bytes`` bytes.
     """
 
-    def __init__(self, most: int, quota: OutputQuota, on_line: Callable[[bytes], None] | None = None) -> None:
-        self._most = most
+    def __init__(self, kept_bytes: int, quota: OutputQuota, on_line: Callable[[bytes], None] | None = None) -> None:
+        self._kept_bytes = kept_bytes
         self._quota = quota
         self._on_line = on_line
         self._head, self._tail, self._line = bytearray(), bytearray(), bytearray()
@@ -253,13 +253,13 @@ class Capture(asyncio.Protocol):
         """Keep head and tail."""
         self._size += len(data)
         if not self._quota.take(len(data)):
-            # What more it writes waits in the pipe, and the program with it, until it is killed.
+            # Further output stays in the pipe and blocks the program until it is killed.
             assert self._transport is not None
             self._transport.pause_reading()
             self._ended.set()
-        half = self._most // 2
+        half = self._kept_bytes // 2
         if self._on_line is not None:
-            self._lines(data)
+            self._split_lines(data)
         room = half - len(self._head)
         if room > 0:
             self._head += data[:room]
@@ -280,20 +280,20 @@ class Capture(asyncio.Protocol):
                 async with asyncio.timeout(seconds):
                     await self._ended.wait()
             self._transport.close()
-        half = self._most // 2
+        half = self._kept_bytes // 2
         tail = self._tail[len(self._tail) - min(len(self._tail), half) :]
         left_out = self._size - len(self._head) - len(tail)
         between = f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b""
         text = bytes(self._head + between + tail).decode("utf-8", "replace")
         return Output(text, self._size, left_out > 0)
 
-    def _lines(self, data: bytes) -> None:
-        *whole, rest = data.split(b"\n")
+    def _split_lines(self, data: bytes) -> None:
+        *complete, rest = data.split(b"\n")
         assert self._on_line is not None
-        for part in whole:
+        for part in complete:
             self._on_line(bytes(self._line + part))
             self._line.clear()
-        self._line += rest[: max(0, self._most - len(self._line))]
+        self._line += rest[: max(0, self._kept_bytes - len(self._line))]
 
 
 def _file_of(stdin: bytes | int) -> IO[bytes]:
@@ -308,14 +308,14 @@ def _file_of(stdin: bytes | int) -> IO[bytes]:
 
 def kill_marked(mark: str, seconds: float = 10.0) -> int:
     """Kill every process whose environment holds the mark; return how many there were."""
-    wanted = f"{MARK}={mark}".encode()
+    variable = f"{MARK}={mark}".encode()
     killed: set[int] = set()
     until = time.monotonic() + seconds
-    while found := _marked(wanted):
-        for pid in found:
+    while pids := _marked_processes(variable):
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        killed |= found
+        killed |= pids
         if time.monotonic() > until:
             break
         # The kernel takes a moment to end them and notifies their parent alone.
@@ -323,20 +323,19 @@ def kill_marked(mark: str, seconds: float = 10.0) -> int:
     return len(killed)
 
 
-def _marked(wanted: bytes) -> set[int]:
-    found = set()
+def _marked_processes(variable: bytes) -> set[int]:
+    pids = set()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():
-            # Of an ended process whose parent has not asked, and of others' processes, it is empty or refused.
+            # It is empty for a zombie, and refused for processes of other users.
             with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                if wanted in file.read().split(b"\0"):
-                    found.add(int(name))
-    return found
+                if variable in file.read().split(b"\0"):
+                    pids.add(int(name))
+    return pids
 
 
 Start = Callable[[int, Callable[[bytes], None]], Awaitable["tuple[Program, Callable[[], None]]"]]
-"""Starts a program that reads from a descriptor, with a handler for its lines; returns it, and what is to be done when
-it has ended."""
+"""Starts a program that reads from a descriptor, with a handler for its lines; returns it and its end callback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,14 +380,14 @@ class Worker:
         answer: asyncio.Future[WorkerReply] = asyncio.get_running_loop().create_future()
         self._waiting[job["id"]] = answer
         self.program.quota.renew()
-        over: asyncio.Future[Any] = asyncio.ensure_future(self.program.wait())
+        exited: asyncio.Future[Any] = asyncio.ensure_future(self.program.wait())
         try:
             self._lines.write(json.dumps(job).encode() + b"\n")
-            either: set[asyncio.Future[Any]] = {answer, over}
+            either: set[asyncio.Future[Any]] = {answer, exited}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return answer.result() if answer.done() else None
         finally:
-            over.cancel()
+            exited.cancel()
             del self._waiting[job["id"]]
 
     async def end(self) -> Exit:
@@ -400,12 +399,12 @@ class Worker:
             self._ended()
 
     def _hang_up(self) -> None:
-        # Where the other end is closed, this one is by now, and must not be closed again.
+        # If the program closed its end, this end is closing already, and must not be closed again.
         if self._lines is not None and not self._lines.is_closing():
             self._lines.abort()
 
     def receive(self, line: bytes) -> None:
-        """Take a line of standard output; what is no reply to an episode is ignored."""
+        """Handle a line of standard output; lines that are no reply to an episode are ignored."""
         if not line.lstrip().startswith(b"{"):
             return
         try:
@@ -435,7 +434,7 @@ class Workers:
     async def borrowed(self) -> AsyncIterator[Worker]:
         """Lend a worker. One that exited, or whose block raised, is not reused."""
         async with self._slots:
-            worker = await self._one()
+            worker = await self._take_worker()
             async with undo_on_error_async(worker.end):
                 yield worker
             if worker.program.running:
@@ -448,7 +447,7 @@ class Workers:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.end() for worker in idle))
 
-    async def _one(self) -> Worker:
+    async def _take_worker(self) -> Worker:
         while self._idle:
             worker = self._idle.pop()
             if worker.program.running:

@@ -19,8 +19,8 @@ printf '%s\\n' "$root" "$(pwd)" "$PATH"
 """
 _STATUS: Final = b"turnwise-status:"
 _FLOODED: Final = b"turnwise-flooded\n"
-# It waits behind the program, so that ending it ends whatever the program has left.
-# Its outputs are files of the sandbox, whose size is looked at every second.
+# The script outlives the program, so that killing it kills all processes that the program left.
+# The outputs are files of the sandbox, whose size is checked every second.
 _RUN: Final = """d=$1; most=$2; shift 2
 : >"$d/stdout"; : >"$d/stderr"
 while sleep 1; do
@@ -31,7 +31,7 @@ echo "turnwise-status:$?"
 read -r _"""
 _SIZES: Final = 'wc -c <"$1/stdout"; wc -c <"$1/stderr"'
 _SECONDS: Final = 60.0
-_MOST_RESULT: Final = 4 * 2**20
+_MAX_RESULT_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class ProgramFolder:
     @classmethod
     async def make(cls, sandbox: Sandbox, workspace: Path | None) -> Self:
         """Create the folders."""
-        made = await sandbox.exec(["sh", "-c", _PREPARE, "sh", secrets.token_hex(8)], timeout=_SECONDS)
-        lines = made.stdout.decode("utf-8", "replace").split("\n")
-        if not made.ok or len(lines) < 3:
-            raise AgentError(f"cannot create the program's folders in its sandbox: {made.text.strip()[-500:]}")
+        result = await sandbox.exec(["sh", "-c", _PREPARE, "sh", secrets.token_hex(8)], timeout=_SECONDS)
+        lines = result.stdout.decode("utf-8", "replace").split("\n")
+        if not result.ok or len(lines) < 3:
+            raise AgentError(f"cannot create the program's folders in its sandbox: {result.text.strip()[-500:]}")
         root, work, path = lines[:3]
         if workspace is not None:
             await sandbox.upload(workspace, work)
@@ -84,7 +84,7 @@ class ProgramFolder:
     async def read(self, name: str) -> str | None:
         """Return a file's text, None where it cannot be read; relative paths are below ``work``."""
         try:
-            data = await self.sandbox.read_file(posixpath.join(self.work, name), max_bytes=_MOST_RESULT)
+            data = await self.sandbox.read_file(posixpath.join(self.work, name), max_bytes=_MAX_RESULT_BYTES)
         except SandboxFileError:
             return None
         return data.decode("utf-8", "replace")
@@ -93,10 +93,10 @@ class ProgramFolder:
 class SandboxedProgram:
     """A running program in a sandbox. Use :meth:`start`, and always :meth:`end`."""
 
-    def __init__(self, quarters: ProgramFolder, process: SandboxProcess, most_output: int, output_limit: int) -> None:
-        self._quarters = quarters
+    def __init__(self, folder: ProgramFolder, process: SandboxProcess, kept_bytes: int, output_limit: int) -> None:
+        self._folder = folder
         self._process = process
-        self._most = most_output
+        self._kept_bytes = kept_bytes
         self._limit = output_limit
         self._flooded = False
         self._status: int | None = None
@@ -105,28 +105,28 @@ class SandboxedProgram:
     @classmethod
     async def start(
         cls,
-        quarters: ProgramFolder,
+        folder: ProgramFolder,
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
         stdin: bytes,
-        most_output: int,
+        kept_bytes: int,
         output_limit: int,
     ) -> Self:
         """Start a program; it is over when its outputs have more than ``output_limit`` bytes together."""
-        await quarters.sandbox.write_file(f"{quarters.root}/stdin", stdin)
-        command = ["sh", "-c", _RUN, "sh", quarters.root, str(output_limit), *argv]
-        process = await quarters.sandbox.spawn(command, cwd=quarters.work, env=env)
-        return cls(quarters, process, most_output, output_limit)
+        await folder.sandbox.write_file(f"{folder.root}/stdin", stdin)
+        command = ["sh", "-c", _RUN, "sh", folder.root, str(output_limit), *argv]
+        process = await folder.sandbox.spawn(command, cwd=folder.work, env=env)
+        return cls(folder, process, kept_bytes, output_limit)
 
     async def wait(self) -> None:
         """Wait for the program's exit or the end of its output limit; its descendants may still run."""
         output = b""
         try:
             while piece := await self._process.read():
-                output = (output + piece)[-self._most :]
-                _, found, rest = output.rpartition(_STATUS)
-                if found and rest.endswith(b"\n"):
+                output = (output + piece)[-self._kept_bytes :]
+                _, marker, rest = output.rpartition(_STATUS)
+                if marker and rest.endswith(b"\n"):
                     self._status = _status(rest)
                     return
                 if output.endswith(_FLOODED):
@@ -148,17 +148,19 @@ class SandboxedProgram:
         empty = Output("", 0, cut=False)
         if not collect:
             return Exit(self._status, empty, empty, None, self._flooded)
-        root, sandbox = self._quarters.root, self._quarters.sandbox
-        both = await sandbox.exec(
-            ["sh", "-c", 'cat "$1/stdout"; cat "$1/stderr" >&2', "sh", root], timeout=_SECONDS, max_output=self._most
+        root, sandbox = self._folder.root, self._folder.sandbox
+        outputs = await sandbox.exec(
+            ["sh", "-c", 'cat "$1/stdout"; cat "$1/stderr" >&2', "sh", root],
+            timeout=_SECONDS,
+            max_output=self._kept_bytes,
         )
-        sizes = [len(both.stdout), len(both.stderr)]
-        if both.truncated:
+        sizes = [len(outputs.stdout), len(outputs.stderr)]
+        if outputs.truncated:
             counted = await sandbox.exec(["sh", "-c", _SIZES, "sh", root], timeout=_SECONDS)
-            sizes = [int(each) for each in counted.stdout.split()] or sizes
+            sizes = [int(size) for size in counted.stdout.split()] or sizes
         stdout, stderr = (
-            Output(data.decode("utf-8", "replace"), size, cut=size > self._most)
-            for data, size in zip((both.stdout, both.stderr), sizes, strict=True)
+            Output(data.decode("utf-8", "replace"), size, cut=size > self._kept_bytes)
+            for data, size in zip((outputs.stdout, outputs.stderr), sizes, strict=True)
         )
         return Exit(self._status, stdout, stderr, None, self._flooded or sum(sizes) > self._limit)
 

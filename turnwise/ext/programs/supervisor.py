@@ -45,15 +45,15 @@ def main(stdin: int, stdout: int, stderr: int) -> None:
         status = _watch(pid, wake)
         if status is not None:
             _report({"status": status})
-    killed, left = _sweep(wake)
-    _report({"swept": killed, "left": left})
+    killed, survivors = _sweep(wake)
+    _report({"swept": killed, "left": survivors})
 
 
 def _start(spec: dict[str, object], descriptors: tuple[int, ...]) -> int | None:
     wake, waker = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _become(spec, descriptors, waker)
+        _exec_program(spec, descriptors, waker)
     os.close(waker)
     why = b""
     while more := os.read(wake, 4096):
@@ -66,13 +66,13 @@ def _start(spec: dict[str, object], descriptors: tuple[int, ...]) -> int | None:
     return pid
 
 
-def _become(spec: dict[str, object], descriptors: tuple[int, ...], telling: int) -> None:
+def _exec_program(spec: dict[str, object], descriptors: tuple[int, ...], report_fd: int) -> None:
     """Exec the program or report the failure; never returns."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for each in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
+        for handled in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
+            signal.signal(handled, signal.SIG_DFL)
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
         # Away from 0, 1 and 2 first: one of them may occupy another's target.
         moved = [os.dup(descriptor) for descriptor in descriptors]
@@ -84,7 +84,7 @@ def _become(spec: dict[str, object], descriptors: tuple[int, ...], telling: int)
         assert isinstance(env, dict)
         os.execvpe(argv[0], argv, env)
     except BaseException as error:  # noqa: BLE001 - a process's outermost boundary: it is reported to the parent
-        os.write(telling, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
+        os.write(report_fd, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
     finally:
         os._exit(127)
 
@@ -95,25 +95,25 @@ def _watch(pid: int, wake: int) -> int | None:
         ready, _, _ = select.select([0, wake], [], [])
         if wake in ready:
             os.read(wake, 4096)
-        found = _reap(pid)
-        if found is not None:
-            return found
+        status = _reap(pid)
+        if status is not None:
+            return status
         if 0 in ready and not os.read(0, 4096):
             return None
 
 
 def _reap(pid: int = 0) -> int | None:
     """Reap exited children, orphans included; return the status of the given process, if among them."""
-    found = None
+    status_of_pid = None
     while True:
         try:
-            ended, status = os.waitpid(-1, os.WNOHANG)
+            exited, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
-        if ended == 0:
-            return found
-        if ended == pid:
-            found = os.waitstatus_to_exitcode(status)
+            return status_of_pid
+        if exited == 0:
+            return status_of_pid
+        if exited == pid:
+            status_of_pid = os.waitstatus_to_exitcode(status)
 
 
 def _sweep(wake: int) -> tuple[int, int]:
@@ -122,10 +122,10 @@ def _sweep(wake: int) -> tuple[int, int]:
     until = time.monotonic() + _SWEEP_S
     # As long as there is a child: a scan may miss a process whose parent ended meanwhile, and that one is a child now.
     while _has_children():
-        below = _below(os.getpid())
+        descendants = _descendants(os.getpid())
         if time.monotonic() > until:
-            return len(killed), max(1, len(below))
-        for pid in below:
+            return len(killed), max(1, len(descendants))
+        for pid in descendants:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -146,7 +146,7 @@ def _has_children() -> bool:
     return True
 
 
-def _below(root: int) -> list[int]:
+def _descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -158,12 +158,12 @@ def _below(root: int) -> list[int]:
             continue
         # The name of a program, in parentheses, may hold anything; the parent is the second field behind it.
         children.setdefault(int(stat[stat.rindex(b")") + 2 :].split()[1]), []).append(int(name))
-    found, todo = [], [root]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
+    descendants, pending = [], [root]
+    while pending:
+        children_of_pid = children.get(pending.pop(), [])
+        descendants += children_of_pid
+        pending += children_of_pid
+    return descendants
 
 
 def _prctl(option: int, value: int) -> None:
