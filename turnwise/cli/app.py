@@ -10,8 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 import typer
 
-from turnwise.cli import envs, inspect, serve, start, train
-from turnwise.cli import inspect as evaluate
+from turnwise.cli import envs, evaluation, runs, serve, start, train
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.plugins import load_extensions, load_object, references
 from turnwise.version import __version__
@@ -32,51 +31,51 @@ app.command("plan")(train.plan)
 app.command("sft")(train.sft)
 app.command("dpo")(train.dpo)
 app.command("reward-model")(train.reward_model)
-app.command("eval")(evaluate.evaluate)
+app.command("eval")(evaluation.evaluate)
 app.command("export")(train.export)
 app.command("convert-gguf")(train.convert_gguf)
 app.command("serve")(serve.serve)
 app.command("gateway")(serve.gateway)
 app.command("runner")(serve.runner)
-app.command("rescore")(inspect.rescore)
-app.command("replay")(inspect.replay)
-app.command("bisect")(inspect.bisect)
-app.command("compare")(inspect.compare)
-app.command("view")(inspect.view)
-app.command("audit")(inspect.audit)
-app.command("timeline")(inspect.timeline)
+app.command("rescore")(evaluation.rescore)
+app.command("replay")(runs.replay)
+app.command("bisect")(runs.bisect)
+app.command("compare")(evaluation.compare)
+app.command("view")(runs.view)
+app.command("audit")(runs.audit)
+app.command("timeline")(runs.timeline)
 app.add_typer(envs.app, name="envs")
 
 
 def _add_plugged_in_commands() -> None:
-    """Add the commands of plug-ins: functions, or a ``typer.Typer`` with commands of its own.
+    """Add the commands of plug-ins: functions, or a ``typer.Typer`` with several.
 
     Raises:
         ConfigError: A name is taken.
     """
-    taken = {command.name for command in app.registered_commands}
+    names = {command.name for command in app.registered_commands}
     for name, reference in references("commands").items():
-        if name in taken:
+        if name in names:
             raise ConfigError(f"the command {name!r} of {reference} is taken: give its entry point another name")
         try:
             command = load_object(reference, "command")
         except ConfigError as error:
             # One broken plug-in leaves the other commands as they are.
-            command = _refusing(error)
+            command = _raising_command(error)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
             app.command(name)(command)
 
 
-def _refusing(error: ConfigError) -> Callable[[], None]:
+def _raising_command(error: ConfigError) -> Callable[[], None]:
     """Return a command that raises an error."""
 
-    def refuse() -> None:
+    def raise_error() -> None:
         """Raise the error that its plug-in cannot be loaded for."""
         raise error
 
-    return refuse
+    return raise_error
 
 
 _plug_in_errors: list[ConfigError] = []

@@ -40,12 +40,12 @@ def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
         SystemExit: Always, with the exit status of the command.
         ConfigError: The class cannot be found by its file and name.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     file = _file(env)
-    if not given or given[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE.format(file=file.name), file=sys.stderr)  # noqa: T201 - a program's usage
-        sys.exit(0 if given else 2)
-    command, rest = given[0], given[1:]
+        sys.exit(0 if arguments else 2)
+    command, rest = arguments[0], arguments[1:]
     reference = f"{file}:{env.__qualname__}"
     if command == "eval":
         turnwise(["eval", reference, *_tasks(env, rest, "test", 200), *rest])
@@ -77,17 +77,20 @@ def _file(env: type[Env]) -> Path:
 
 
 def _tasks(env: type[Env], rest: Sequence[str], name: str, n: int) -> list[str]:
-    said = any(each.startswith(("--tasks", "-t", "tasks=", "tasks.", "--config", "-c")) for each in rest)
+    names_tasks = any(text.startswith(("--tasks", "-t", "tasks=", "tasks.", "--config", "-c")) for text in rest)
     # A configuration file of `train` is an argument; the tasks that it names are not replaced.
-    said = said or any(each.endswith((".yaml", ".yml")) and "=" not in each for each in rest)
-    asked = any(each in ("-h", "--help") for each in rest)
-    if said or asked:
+    names_file = any(text.endswith((".yaml", ".yml")) and "=" not in text for text in rest)
+    if names_tasks or names_file or _asks_for_help(rest):
         return []
     return ["--tasks", env.default_tasks or source(n, name)]
 
 
 def _names_a_run(rest: Sequence[str]) -> bool:
-    return any(each in ("-h", "--help") for each in rest) or bool(rest and not rest[0].startswith("-"))
+    return _asks_for_help(rest) or bool(rest and not rest[0].startswith("-"))
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    return "-h" in arguments or "--help" in arguments
 
 
 def _newest_run(env: type[Env]) -> Path:

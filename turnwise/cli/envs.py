@@ -44,20 +44,20 @@ def envs(
     from turnwise.envs.catalogue import catalogue
     from turnwise.envs.registration import env_prefixes
 
-    found = catalogue()
+    infos = catalogue()
     if as_json:
-        typer.echo(json.dumps([each.to_json() for each in found], ensure_ascii=False))
+        typer.echo(json.dumps([info.to_json() for info in infos], ensure_ascii=False))
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for title in ("environment", "what it is", "tools", "tasks"):
         table.add_column(title, overflow="fold")
-    for each in found:
-        summary = Text(each.problem, style="red") if each.problem else Text(each.summary)
-        tasks = "-" if each.tasks is None else each.tasks.removeprefix("turnwise.ext.environments.")
-        table.add_row(Text(each.name, style="bold"), summary, Text(_few(each.tools)), Text(tasks))
+    for info in infos:
+        summary = Text(info.problem, style="red") if info.problem else Text(info.summary)
+        tasks = "-" if info.tasks is None else info.tasks.removeprefix("turnwise.ext.environments.")
+        table.add_row(Text(info.name, style="bold"), summary, Text(_shortened(info.tools)), Text(tasks))
     console = Console()
     console.print(table)
-    prefixes = ", ".join(f"{each}:NAME" for each in env_prefixes())
+    prefixes = ", ".join(f"{prefix}:NAME" for prefix in env_prefixes())
     console.print(f"of other frameworks: {prefixes}", style="dim", highlight=False, soft_wrap=True)
     console.print("any other: pkg.module:Class or path/to/file.py:Class", style="dim", highlight=False)
 
@@ -113,11 +113,11 @@ def _print_info(info: EnvInfo, source: str | None, console: Console) -> None:
     console.print(Text(info.summary))
     console.print(Text(f"configuration: {info.config or 'none'}", style="dim"), soft_wrap=True)
     if source is None:
-        console.print(Text("tasks: none of its own; give --tasks, or it needs none", style="dim"))
+        console.print(Text("tasks: no default ones; give --tasks, or it needs none", style="dim"))
         return
     number = count_tasks(source)
-    shown = f"{MOST_TASKS} or more" if number == MOST_TASKS else str(number)
-    console.print(Text(f"tasks: {source} ({shown})", style="dim"), soft_wrap=True)
+    count = f"{MOST_TASKS} or more" if number == MOST_TASKS else str(number)
+    console.print(Text(f"tasks: {source} ({count})", style="dim"), soft_wrap=True)
 
 
 def _print_observation(first: FirstObservation, console: Console) -> None:
@@ -132,10 +132,10 @@ def _print_observation(first: FirstObservation, console: Console) -> None:
         console.print(f"[bold cyan]{escape(str(message.get('role')))}[/]", Text(text), sep="\n", soft_wrap=True)
     for schema in first.tools:
         names = ", ".join(schema.parameters.get("properties", {}))
-        said = schema.description.split("\n")[0]
-        console.print(Text.assemble((f"{schema.name}({names})", "bold yellow"), f"  {said}"), soft_wrap=True)
+        summary = schema.description.split("\n")[0]
+        console.print(Text.assemble((f"{schema.name}({names})", "bold yellow"), f"  {summary}"), soft_wrap=True)
 
 
-def _few(names: tuple[str, ...], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more or "-"
+def _shortened(names: tuple[str, ...], limit: int = 4) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more or "-"

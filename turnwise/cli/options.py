@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +38,13 @@ MCPServers = Annotated[
 ]
 
 
+def as_overrides(options: Mapping[str, object], prefix: str = "") -> list[str]:
+    """Return the options that are given as overrides of configuration keys."""
+    # JSON is YAML, and keeps a text a text whatever it says.
+    given_options = {key: value for key, value in options.items() if value is not None}
+    return [f"{prefix}{key}={json.dumps(value, default=str)}" for key, value in given_options.items()]
+
+
 def env_spec(
     env: str, config: list[str] | None, functions: Path | None, file: Path | None, servers: list[str] | None
 ) -> EnvSpec:
@@ -52,7 +61,7 @@ def env_spec(
         tools["tool_config_path"] = str(file.absolute())
     if servers:
         tools["mcp"] = [
-            {"url": each} if each.startswith(("http://", "https://")) else {"command": shlex.split(each)}
-            for each in servers
+            {"url": server} if server.startswith(("http://", "https://")) else {"command": shlex.split(server)}
+            for server in servers
         ]
     return EnvSpec(env, parse_overrides(config or ()), tools)

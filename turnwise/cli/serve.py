@@ -1,20 +1,16 @@
-"""The commands that serve: ``turnwise serve``, ``gateway``, ``runner`` and ``mcp``."""
+"""The commands that serve: ``turnwise serve``, ``gateway`` and ``runner``."""
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from turnwise.cli.options import Overrides
-
-if TYPE_CHECKING:
-    pass
+from turnwise.cli.options import Overrides, as_overrides
 
 
 def serve(
@@ -29,19 +25,16 @@ def serve(
     from turnwise.config import load_config
     from turnwise.inference.config import RewardServerConfig, ServeConfig
 
-    # JSON is YAML, and keeps a text a text whatever it says.
-    options: dict[str, Any] = {"host": host, "port": port}
-    said = [f"{key}={json.dumps(value)}" for key, value in options.items() if value is not None]
-    given = [*said, *(overrides or ())]
+    keys = [*as_overrides({"host": host, "port": port}), *(overrides or ())]
     if reward:
-        settings = load_config(RewardServerConfig, overrides=given)
+        settings = load_config(RewardServerConfig, overrides=keys)
         _log_to_terminal(settings.log_level)
         from turnwise.engine.reward_model import serve_reward
         from turnwise.inference.builtin import RewardServerSpec
 
         serve_reward(RewardServerSpec(model=model.absolute(), name=name, config=settings))
         return
-    config = load_config(ServeConfig, overrides=given)
+    config = load_config(ServeConfig, overrides=keys)
     _log_to_terminal(config.log_level)
     if config.engine != "builtin":
         import asyncio
@@ -85,10 +78,10 @@ def gateway(
     from turnwise.config import load_config
     from turnwise.gateway.config import GatewayConfig
 
-    given = list(overrides or ())
+    keys = list(overrides or ())
     if model is not None and "=" in model:
         # With --config the file may name the model, so the first argument can already be an override.
-        given, model = [model, *given], None
+        keys, model = [model, *keys], None
     options: dict[str, Any] = {
         "model": model,
         "url": url,
@@ -98,9 +91,7 @@ def gateway(
         "port": port,
         "name": name,
     }
-    # JSON is YAML, and keeps a text a text whatever it says.
-    said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
-    loaded = load_config(GatewayConfig, config, [*said, *given])
+    loaded = load_config(GatewayConfig, config, [*as_overrides(options), *keys])
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=loaded.log_level.upper(), stream=sys.stderr, format=form)
     from turnwise.gateway.server import GatewaySpec, run_gateway
@@ -136,6 +127,6 @@ def runner(
         check_base(connect)
     except ConfigError as error:
         raise ConfigError(f"--connect: {error}") from error
-    made = make_agent(agent, **parse_overrides(config or ()))
+    local_agent = make_agent(agent, **parse_overrides(config or ()))
     options = RunnerOptions(connect.rstrip("/"), read_key(key_file), concurrency, wait, stay)
-    asyncio.run(serve_run(options, made, lambda text: print(text, file=sys.stderr, flush=True)))  # noqa: T201
+    asyncio.run(serve_run(options, local_agent, lambda text: print(text, file=sys.stderr, flush=True)))  # noqa: T201

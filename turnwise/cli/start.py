@@ -51,8 +51,8 @@ def init(
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
-    for template, place in _FILES.items():
-        file = home / place.format(package=package)
+    for template, path in _FILES.items():
+        file = home / path.format(package=package)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(templates.get_template(f"{template}.jinja").render(words), encoding="utf-8")
     typer.echo(f"{home}: {len(_FILES)} files; begin with its README.md and src/{package}/env.py")
@@ -93,8 +93,8 @@ def make_model(
     plan = FirstModel(spec, tasks, demonstrations, steps, seed, width, layers, wrong)
     write_first_model(plan, asyncio.run(demonstrate(plan)), directory)
     file, colon, name = env.rpartition(":")
-    shown = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env
+    reference = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env
     held_out = tasks or (None if env_class(spec.id).default_tasks else source(200, "test"))
     named = "" if held_out is None else f" --tasks '{held_out}'"
-    typer.echo(f"turnwise eval {shown} --model {directory}{named} evaluates it")
+    typer.echo(f"turnwise eval {reference} --model {directory}{named} evaluates it")
     typer.echo(f"turnwise train {directory / TRAINING} trains it, with rates for its size")

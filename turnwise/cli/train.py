@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from itertools import filterfalse
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from turnwise.cli.options import Overrides
+from turnwise.cli.options import Overrides, as_overrides
 from turnwise.plugins import without_collections
 
 if TYPE_CHECKING:
@@ -53,28 +53,27 @@ def train(
     from turnwise.errors import ConfigError
     from turnwise.trainer.config.train import TrainConfig
 
-    given = list(overrides or ())
+    arguments = list(overrides or ())
     if config is not None and "=" in config:
         # The file is optional, so the first argument can already be an override.
-        given, config = [config, *given], None
-    files = [] if config is None else [config, *(each for each in given if _is_file(each))]
-    given = [each for each in given if each not in files]
+        arguments, config = [config, *arguments], None
+    files = [] if config is None else [config, *filter(_is_file, arguments)]
+    keys = [argument for argument in arguments if argument not in files]
     options: dict[str, Any] = {"rollout.env.name": env, "policies.main.model.path": model, "tasks": tasks, "name": name}
-    if config is None and not any(each.startswith(("policies", "rollout")) for each in given):
+    if config is None and not any(key.startswith(("policies", "rollout")) for key in keys):
         _check_options(env, model)
-    aims, given = _split_plan(given)
-    if (cluster is not None or aims) and not dry:
+    cluster_keys, keys = _split_plan(keys)
+    if (cluster is not None or cluster_keys) and not dry:
         raise ConfigError(
             "a cluster is given, but only --dry-run and turnwise plan read it: add --dry-run, or remove it"
         )
-    # JSON is YAML, and keeps a text a text whatever it says.
-    said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
     defaults = None if config is not None or env is None else {"name": run_name(env), "steps": STEPS}
-    checked = load_config(TrainConfig, files, [*said, *given], defaults)
+    checked = load_config(TrainConfig, files, [*as_overrides(options), *keys], defaults)
     if fresh and resume_step is not None:
         raise ConfigError("--fresh removes the checkpoint that --resume-step resumes from: give only one of them")
     if dry:
-        _dry_run(checked, fresh, _cluster_config(cluster, aims) if cluster is not None or aims else None)
+        has_cluster = cluster is not None or bool(cluster_keys)
+        _dry_run(checked, fresh, _cluster_config(cluster, cluster_keys) if has_cluster else None)
         return
     _run(checked, fresh, resume_step)
 
@@ -86,8 +85,9 @@ def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
 
     here = []
     if checked.placement == "local":
-        frozen = [each for each in checked.rollout.frozen.values() if each.hosted is None and not each.urls]
-        here = [*(checked.of_policy(name).inference for name in checked.served), *(each.inference for each in frozen)]
+        frozen = [policy for policy in checked.rollout.frozen.values() if policy.hosted is None and not policy.urls]
+        here = [checked.of_policy(name).inference for name in checked.served]
+        here += [policy.inference for policy in frozen]
     with forked_servers(here):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 
@@ -109,17 +109,17 @@ def _check_options(env: str | None, model: Path | None) -> None:
         )
 
 
-def _split_plan(given: list[str]) -> tuple[list[str], list[str]]:
+def _split_plan(keys: list[str]) -> tuple[list[str], list[str]]:
     """Split overrides into those of the section cluster, and those of a run."""
-    of_cluster = [key for key in given if key.startswith("cluster.")]
-    return of_cluster, [key for key in given if key not in of_cluster]
+    of_cluster = [key for key in keys if key.startswith("cluster.")]
+    return of_cluster, [key for key in keys if key not in of_cluster]
 
 
-def _cluster_config(cluster: Path | None, given: list[str]) -> ClusterConfig:
+def _cluster_config(cluster: Path | None, keys: list[str]) -> ClusterConfig:
     from turnwise.config import load_config
     from turnwise.trainer.scale.cluster import PlanConfig
 
-    return load_config(PlanConfig, [] if cluster is None else [str(cluster)], given).cluster
+    return load_config(PlanConfig, [] if cluster is None else [str(cluster)], keys).cluster
 
 
 def plan(
@@ -133,14 +133,14 @@ def plan(
     from turnwise.trainer.config.train import TrainConfig
     from turnwise.trainer.scale.plan import Plan
 
-    aims, given = _split_plan(list(overrides or ()))
-    if cluster is None and not aims:
+    cluster_keys, arguments = _split_plan(list(overrides or ()))
+    if cluster is None and not cluster_keys:
         raise ConfigError(
             "no cluster is given: add cluster.device=h100 cluster.count=8, or --cluster FILE with the section cluster"
         )
-    files = [str(config), *(each for each in given if _is_file(each))]
-    checked = load_config(TrainConfig, files, [each for each in given if not _is_file(each)])
-    run_plan = Plan(checked, _cluster_config(cluster, aims))
+    files = [str(config), *filter(_is_file, arguments)]
+    checked = load_config(TrainConfig, files, list(filterfalse(_is_file, arguments)))
+    run_plan = Plan(checked, _cluster_config(cluster, cluster_keys))
     for line in run_plan.lines():
         typer.echo(line)
     if problems := run_plan.problems():
@@ -157,18 +157,18 @@ def _dry_run(config: TrainConfig, fresh: bool, cluster: ClusterConfig | None) ->
 
     from turnwise.trainer.run.dry_run import dry_run
 
-    found = asyncio.run(dry_run(config, fresh=fresh, cluster=cluster))
+    report = asyncio.run(dry_run(config, fresh=fresh, cluster=cluster))
     console = Console(soft_wrap=True, highlight=False)
-    for check in found.checks:
+    for check in report.checks:
         mark, style = {"ok": ("✓", ""), "failed": ("✗", "red"), "not run": ("-", "dim")}[check.outcome]
         console.print(Text(f"{mark} {check.name}: {check.finding}", style=style))
     console.print()
-    for line in found.plan:
+    for line in report.plan:
         console.print(Text(line))
-    failed = sum(check.outcome == "failed" for check in found.checks)
-    verdict = "ready to start" if found.ok else f"{failed} of {len(found.checks)} checks failed, the run cannot start"
-    console.print(Text(f"\n{config.name}: {verdict}", style="bold green" if found.ok else "bold red"))
-    if not found.ok:
+    failed = sum(check.outcome == "failed" for check in report.checks)
+    verdict = "ready to start" if report.ok else f"{failed} of {len(report.checks)} checks failed, the run cannot start"
+    console.print(Text(f"\n{config.name}: {verdict}", style="bold green" if report.ok else "bold red"))
+    if not report.ok:
         raise typer.Exit(1)
 
 
@@ -239,17 +239,17 @@ def export(
     from turnwise.errors import ConfigError
 
     models = {"--step": step is not None, "--best": best, "--adapter": adapter}
-    chosen = (partition, policy, min_reward, best_per_task)
+    filters = (partition, policy, min_reward, best_per_task)
     names = ("--partition", "--policy", "--min-reward", "--best-per-task")
-    runs = {name: value is not None for name, value in zip(names, chosen, strict=True) if name != "--policy"}
-    if wrong := [name for name, given in (runs if to == "model" else models).items() if given]:
-        one = "a model has none" if to == "model" else "they choose a model: leave out --to"
-        raise ConfigError(f"--to is {to}, with {', '.join(wrong)}: {one}")
+    runs = {name: value is not None for name, value in zip(names, filters, strict=True) if name != "--policy"}
+    if wrong := [name for name, is_set in (runs if to == "model" else models).items() if is_set]:
+        reason = "a model has none" if to == "model" else "they choose a model: leave out --to"
+        raise ConfigError(f"--to is {to}, with {', '.join(wrong)}: {reason}")
     if to == "model":
         from turnwise.trainer.run.export import export_model
 
-        found = export_model(source, target, step=step, best=best, adapter=adapter, policy=policy)
-        typer.echo(f"{target} (from {found})")
+        checkpoint = export_model(source, target, step=step, best=best, adapter=adapter, policy=policy)
+        typer.echo(f"{target} (from {checkpoint})")
         return
     from turnwise.evaluation.export import Choice, export_run
 
@@ -295,9 +295,9 @@ def submit(
     from turnwise.placement.ray_jobs import JobSpec, RayJob
     from turnwise.trainer.config.train import TrainConfig
 
-    given = ["placement=ray", "ray.address=auto", *(overrides or ())]
-    files = [config, *(Path(each) for each in given if _is_file(each))]
-    keys = [each for each in given if not _is_file(each)]
+    arguments = ["placement=ray", "ray.address=auto", *(overrides or ())]
+    files = [config, *map(Path, filter(_is_file, arguments))]
+    keys = list(filterfalse(_is_file, arguments))
     checked = load_config(TrainConfig, files, keys)
     home = (folder or config.parent).absolute()
     outside = [file for file in files if not file.absolute().is_relative_to(home)]
@@ -305,10 +305,10 @@ def submit(
         raise ConfigError(
             f"{outside[0]} is outside of {home}, which is copied to the nodes: give --working-dir above it"
         )
-    inside = [str(file.absolute().relative_to(home)) for file in files]
+    relative = [str(file.absolute().relative_to(home)) for file in files]
     # Relative paths of keys would be taken from the copy on the node.
-    runs = [] if any(each.startswith("runs=") for each in keys) else [f"runs={checked.runs.absolute()}"]
-    command = [python, "-m", "turnwise", "train", *inside, *keys, *runs]
+    runs = [] if any(key.startswith("runs=") for key in keys) else [f"runs={checked.runs.absolute()}"]
+    command = [python, "-m", "turnwise", "train", *relative, *keys, *runs]
     job = RayJob.submit(JobSpec(address, command, home, checked.ray.runtime_env))
     typer.echo(f"job {job.id}; its run directory is {checked.runs.absolute() / checked.name}")
     typer.echo(f"ray job logs --address {address} --follow {job.id}")

@@ -1,4 +1,4 @@
-"""The commands that make evaluations (``eval``, ``rescore``) and read files of runs (``compare``, ``view``, ...)."""
+"""The commands that make evaluations, ``eval`` and ``rescore``, and ``compare``, which compares two."""
 
 from __future__ import annotations
 
@@ -8,69 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from turnwise.cli.options import Overrides
+from turnwise.cli.options import Overrides, as_overrides
 
 if TYPE_CHECKING:
     from turnwise.evaluation.config import EvalConfig
     from turnwise.evaluation.metrics import EvalResult
-
-
-def view(
-    source: Annotated[Path, typer.Argument(help="Run directory, or file of trajectories.", show_default=False)],
-    task: Annotated[str | None, typer.Option("--task", help="Only this task.")] = None,
-    trajectory: Annotated[str | None, typer.Option("--id", help="Only the trajectory with this id.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", help="Only this partition: train or val.")] = None,
-    number: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of trajectories, newest last.")] = 3,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Also show ids, logprobs and weight versions.")] = False,
-) -> None:
-    """Show trajectories: messages, tool calls, rewards, forks and stop reasons."""
-    from turnwise.evaluation.view import Selection, show
-
-    show(source, Selection(task=task, trajectory=trajectory, partition=partition, number=number), tokens=tokens)
-
-
-def audit(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    recompute: Annotated[
-        bool, typer.Option(help="Recompute logprobs for weight versions with a checkpoint on disk.")
-    ] = True,
-    at_most: Annotated[
-        int, typer.Option("--at-most", min=1, help="Recompute at most this many turns per weight version.")
-    ] = 256,
-) -> None:
-    """Verify from a run's files that tokens were recorded and trained exactly; exit 1 on a contradiction."""
-    from turnwise.trainer.run.audit import audit_run
-
-    if not audit_run(run, recompute=recompute, at_most=at_most).sound:
-        raise typer.Exit(1)
-
-
-def timeline(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    part: Annotated[
-        int, typer.Option("--part", help="Which process of the run, from 0; -1 is the last one.", show_default=True)
-    ] = -1,
-    begin: Annotated[float | None, typer.Option("--from", help="Seconds since that process began.")] = None,
-    end: Annotated[float | None, typer.Option("--to", help="Seconds since that process began.")] = None,
-    width: Annotated[int, typer.Option("--width", min=20, help="Columns of the time axis.")] = 100,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Write a trace for Perfetto or chrome://tracing to this file instead."),
-    ] = None,
-) -> None:
-    """Draw what ran when: rollouts, the trainer, weights on their way, evaluations and checkpoints."""
-    from turnwise.errors import TurnwiseError
-    from turnwise.trainer.observe.timeline import Window, draw_text, read_timeline, trace_json
-
-    parts = read_timeline(run / "timeline.jsonl")
-    if not -len(parts) <= part < len(parts):
-        raise TurnwiseError(f"--part is {part}, but {run} had {len(parts)} processes: 0 is the first, -1 the last")
-    window = Window.of(parts[part], (begin, end))
-    if trace is None:
-        typer.echo("\n".join(draw_text(window, width=width)))
-        return
-    trace.write_bytes(trace_json(window))
-    typer.echo(f"written: {trace}")
 
 
 def compare(
@@ -79,7 +21,7 @@ def compare(
     metric: Annotated[Literal["success", "reward"], typer.Option("--metric", help="What is compared.")] = "success",
     part: Annotated[
         Literal["sampled", "greedy"] | None,
-        typer.Option("--part", help="Sampled or greedy episodes; by default sampled where there are any."),
+        typer.Option("--part", help="Sampled or greedy episodes; by default sampled ones, if any."),
     ] = None,
     number: Annotated[int, typer.Option("--n", "-n", min=0, help="Most tasks listed of each kind of change.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead, with all changed tasks.")] = False,
@@ -122,71 +64,6 @@ def rescore(
     result = run_rescore(RescoreSettings(source, out, scorer, tasks, partition, success_reward))
     Console().print(result_table(result, f"{source} by {scorer}"))
     typer.echo(f"written to {out}")
-
-
-def replay(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of an evaluation or a run.", show_default=False)
-    ],
-    number: Annotated[int | None, typer.Option("--n", "-n", min=1, help="Only the newest N episodes.")] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Only episodes of this task.")] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Compare what the environment says varies (times, paths), too.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
-    """Play recorded completions against their environments again; exit 1 where a tool, reward or state differs."""
-    from turnwise.evaluation.replay.replay import replay_run
-
-    found = replay_run(source, number=number, task=task, strict=strict)
-    if as_json:
-        differing = [each.to_json() for each in found.divergences]
-        counts = {"episodes": found.episodes, "left_out": found.left_out, "varied": found.varied}
-        typer.echo(json.dumps({**counts, "divergences": differing}))
-    else:
-        for each in found.divergences:
-            typer.secho(str(each), fg="red")
-        for reason, count in found.left_out.most_common():
-            typer.echo(f"left out: {count} episodes, {reason}")
-        for name, count in found.varied.most_common():
-            typer.echo(f"varied, as the environment says: {name} in {count} messages")
-        typer.echo(f"{found.episodes} episodes replayed, {len(found.divergences)} diverge")
-    if found.divergences or not found.episodes:
-        raise typer.Exit(1)
-
-
-def bisect(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of an evaluation or a run.", show_default=False)
-    ],
-    episode: Annotated[
-        str,
-        typer.Argument(metavar="EPISODE", help="Id of an episode or trajectory (turnwise view).", show_default=False),
-    ],
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Model that goes on; by default the evaluation's.")
-    ] = None,
-    url: Annotated[str | None, typer.Option("--url", help="URL of a running server of it.")] = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Continuations from each turn.")] = 4,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="Sampling temperature.")] = None,
-    success_reward: Annotated[
-        float | None, typer.Option("--success-reward", help="Minimum reward of a success; by default the evaluation's.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the continuations.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
-    """Continue an episode from each of its turns, and print at which turn it was won or lost."""
-    from rich.console import Console
-
-    from turnwise.evaluation.replay.bisect import BisectSettings, run_bisect
-
-    urls = tuple(each.strip() for each in (url or "").split(",") if each.strip())
-    found = run_bisect(BisectSettings(source, episode, model, urls, samples, temperature, success_reward, seed))
-    if as_json:
-        typer.echo(json.dumps(found.to_json()))
-        return
-    Console().print(found.table())
-    typer.echo(found.verdict())
 
 
 EvaluatedEnv = Annotated[
@@ -232,10 +109,10 @@ def evaluate(
     from turnwise.config import load_config
     from turnwise.evaluation.config import EvalConfig
 
-    given = list(overrides or ())
+    keys = list(overrides or ())
     if env is not None and "=" in env:
         # With --config the file may name the environment, so the first argument can already be an override.
-        given, env = [env, *given], None
+        keys, env = [env, *keys], None
     options: dict[str, Any] = {
         "rollout.env.name": env,
         "rollout.agent.name": agent,
@@ -251,15 +128,13 @@ def evaluate(
         "out": out,
     }
     if env is not None and ("," in env or env.endswith((".yaml", ".yml"))):
-        _evaluate_suite(env, options, given, config, fail_under)
+        _evaluate_suite(env, options, keys, config, fail_under)
         return
-    # JSON is YAML, and keeps a text a text whatever it says.
-    said = [f"{key}={json.dumps(value, default=str)}" for key, value in options.items() if value is not None]
-    _fail_below(_evaluate(load_config(EvalConfig, config, [*said, *given])), fail_under)
+    _fail_below(_evaluate(load_config(EvalConfig, config, [*as_overrides(options), *keys])), fail_under)
 
 
 def _evaluate_suite(
-    env: str, options: dict[str, Any], given: list[str], config: Path | None, fail_under: float | None
+    env: str, options: dict[str, Any], keys: list[str], config: Path | None, fail_under: float | None
 ) -> None:
     """Evaluate a suite's file, or several environments with the settings of the command line."""
     from turnwise.errors import ConfigError
@@ -269,15 +144,14 @@ def _evaluate_suite(
         raise ConfigError(f"--config is {config}, and ENV is {env}: write settings of all into the suite's defaults")
     named = {key: value for key, value in options.items() if value is not None and key != "rollout.env.name"}
     out = named.pop("out", None)
-    said = [f"defaults.{key}={json.dumps(value, default=str)}" for key, value in named.items()]
+    defaults = as_overrides(named, "defaults.")
     if "," not in env:
-        said += [] if out is None else [f"out={json.dumps(str(out))}"]
-        suite = load_suite(Path(env), [*said, *given])
+        suite = load_suite(Path(env), [*defaults, *as_overrides({"out": out}), *keys])
     else:
-        said += [f"defaults.{each}" for each in given]
+        defaults += [f"defaults.{key}" for key in keys]
         names = [name.strip() for name in env.split(",") if name.strip()]
         evaluations = {name: {"rollout": {"env": {"name": name}}} for name in names}
-        suite = load_suite(None, said, {"evaluations": evaluations, "out": str(out or "runs/eval-suite")})
+        suite = load_suite(None, defaults, {"evaluations": evaluations, "out": str(out or "runs/eval-suite")})
     rows = run_suite(suite, _evaluate)
     below = [] if fail_under is None else [row for row in rows if row.below(fail_under)]
     for row in below:
