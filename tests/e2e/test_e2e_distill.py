@@ -35,7 +35,7 @@ def test_a_teacher_of_the_same_weights_has_nothing_to_say_at_first(lookup_model:
         lookup_model,
         tmp_path,
         rollout={"group_size": 1, "frozen": {"first": {"start": True, "inference": {"threads": 1}}}},
-        algorithm={"distill": {"teacher": "first", "coef": 3.0}},
+        algorithm={"distill": {"teacher": "first"}},
         batch={"groups": 4},
         steps=2,
     )

@@ -33,7 +33,7 @@ def two_policies(model: Path, runs: Path, **changes: Any) -> TrainConfig:
     own: dict[str, Any] = {"model": {"path": model, "threads": 1}}
     policies = {
         "solver": {**own, "optim": {"lr": 1e-3}},
-        "critic_agent": {**own, "optim": {"lr": 3e-3}, "algorithm": {"norm_by_std": False}},
+        "critic_agent": {**own, "optim": {"lr": 3e-3}, "algorithm": {"advantage_options": {"norm_by_std": False}}},
     }
     return solver_and_critic(runs, policies, **changes)
 

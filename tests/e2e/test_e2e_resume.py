@@ -50,7 +50,7 @@ FIVE_STEPS: dict[str, Any] = {
     "inference": {"prefix_cache": False},
     # Held to the model that the run began with, by a coefficient that every update changes; judged by a critic, which
     # learns alone in the first step.
-    "algorithm": {"advantage": "gae", "kl": {"coef": 0.05, "target": 1e-4, "horizon": 20}},
+    "algorithm": {"advantage": "gae", "kl": {"coef": 0.05, "target": 1e-4}},
     "policies": {"main": {"critic": {"kind": "own", "warmup_steps": 1, "lr": 1e-3}}},
 }
 PER_STEP = GROUPS * MEMBERS

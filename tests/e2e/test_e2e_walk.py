@@ -199,7 +199,7 @@ def test_old_logprobs_of_the_rollout_and_recomputed_ones_agree(lookup_model: Pat
     """Two epochs of two updates: from the second update on the weights are others than those that sampled."""
     found = {}
     for old in ("rollout", "recompute"):
-        algorithm = {"epochs": 2, "minibatches": 2, "old_logprobs": old, "clip_high": 10.0}
+        algorithm = {"epochs": 2, "minibatches": 2, "old_logprobs": old, "loss_options": {"clip_high": 10.0}}
         run = trained(lookup_model, tmp_path, name=old, algorithm=algorithm)
         for record in steps_of(run):
             assert all(math.isfinite(value) for value in record.values() if not isinstance(value, str))

@@ -39,8 +39,7 @@ AlgorithmKeys: TypeAlias = "str | AlgorithmConfig | Mapping[str, Any]"
 """A name, or keys of the ``algorithm`` section; a function may stand where a key names one."""
 
 FORMULA_KEYS: Final = (
-    "advantage", "advantage_options", "norm_by_std", "std_eps", "drop_zero_variance", "loss", "loss_options",
-    "clip_low", "clip_high", "dual_clip", "loss_aggregation", "loss_scale",
+    "advantage", "advantage_options", "drop_zero_variance", "loss", "loss_options", "loss_aggregation", "loss_scale",
 )  # fmt: skip
 """Keys of ``algorithm`` that a name sets anew: those of another formula would be wrong."""
 

@@ -51,7 +51,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_fit_trains_an_agent_on_rows_with_an_algorithm(settings: dict[str, Any], tmp_path: Path) -> None:
-    algorithm = turnwise.AlgorithmConfig(loss="gspo", clip_low=3e-4, clip_high=4e-4, minibatches=2)
+    algorithm = turnwise.AlgorithmConfig(loss="gspo", loss_options={"clip_low": 3e-4, "clip_high": 4e-4}, minibatches=2)
     trainer = turnwise.Trainer({**settings, "runs": tmp_path}, algorithm=algorithm, n_runners=4, console=silent())
     summary = trainer.fit(short_answers, ROWS, val_dataset=ROWS[:2])
     assert (summary.steps, summary.ended_by, summary.directory) == (1, "steps", tmp_path / "short-answers")
@@ -66,7 +66,7 @@ def test_fit_trains_an_agent_on_rows_with_an_algorithm(settings: dict[str, Any],
     config = load_config(TrainConfig, summary.directory / "config.yaml")
     assert config.rollout.agent.name == f"{__name__}:short_answers"
     assert (config.rollout.env.name, config.rollout.concurrency) == ("task", 4)
-    assert (config.algorithm.loss, config.algorithm.clip_high) == ("gspo", 4e-4)
+    assert (config.algorithm.loss, config.algorithm.loss_options["clip_high"]) == ("gspo", 4e-4)
     assert str(config.tasks).startswith(str(tmp_path / "datasets" / "train-"))
     same = trainer.plan(short_answers, iter(ROWS), ROWS[:2]).config
     assert config_digest(same) == config_digest(config)

@@ -33,8 +33,11 @@ def trajectory(
     return Trajectory(name, name, group, "task", segments=segments, rewards=events)
 
 
-def build(members: list[Trajectory], credit: object = "same", **config: object) -> Experience:
-    algorithm = load_config(AlgorithmConfig, defaults={"norm_by_std": False, "credit": credit, **config})
+def build(
+    members: list[Trajectory], credit: object = "same", *, norm_by_std: bool = False, **config: object
+) -> Experience:
+    options = {} if norm_by_std else {"advantage_options": {"norm_by_std": False}}
+    algorithm = load_config(AlgorithmConfig, defaults={"credit": credit, **options, **config})
     return build_experience(collect([TrajectoryGroup("g", "task", members)]), algorithm, temperature=1.0)
 
 

@@ -155,7 +155,9 @@ async def test_who_is_compared_with_whom(compare, names, expected) -> None:
         name = trajectory.group_id.removeprefix(found[0].id).removeprefix("/")
         sizes[name] = sizes.get(name, 0) + 1
     assert sizes == expected
-    experience = build_experience(collect(found), AlgorithmConfig(norm_by_std=False), temperature=1.0)
+    experience = build_experience(
+        collect(found), AlgorithmConfig(advantage_options={"norm_by_std": False}), temperature=1.0
+    )
     assert experience.metrics["batch/groups"] == len(expected)
     advantages = {row.sample.trajectory_id.partition(".0")[2].strip("/"): row.advantage for row in experience.rows}
     # Compared with each other, who got 1 is above who got 0; apart, all are equal and nothing is learned.

@@ -143,18 +143,18 @@ async def test_requests_of_a_step_have_the_same_seeds_after_a_resume(monkeypatch
 
 
 def test_a_named_algorithm_replaces_the_formula_and_keeps_the_rest() -> None:
-    section = {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "epochs": 2, "minibatches": 4, "credit": "last"}
+    section = {"loss": "gspo", "epochs": 2, "minibatches": 4, "credit": "last"}
+    section["loss_options"] = {"clip_low": 3e-4, "clip_high": 4e-4}
     trainer = Trainer({**BASE, "algorithm": section}, env="lookup", name="r")
     config = trainer.plan("grpo").config.algorithm
-    assert (config.advantage, config.loss, config.clip_low, config.clip_high) == ("grpo", "ppo_clip", None, None)
+    assert (config.advantage, config.loss, config.loss_options) == ("grpo", "ppo_clip", {})
     assert (config.epochs, config.minibatches, config.credit.name) == (2, 4, "last")
     # Keys are laid over what is there.
-    for keys in ({"clip_high": 5e-4}, AlgorithmConfig.model_construct({"clip_high"}, clip_high=5e-4)):
+    options = {"clip_low": 3e-4, "clip_high": 5e-4}
+    for keys in ({"loss_options": options}, AlgorithmConfig.model_construct({"loss_options"}, loss_options=options)):
         config = trainer.plan(keys).config.algorithm
-        assert (config.loss, config.clip_low, config.clip_high) == ("gspo", 3e-4, 5e-4)
-    assert trainer.plan({"loss": own_loss, "clip_low": None, "clip_high": None}).config.algorithm.loss == (
-        f"{__name__}:own_loss"
-    )
+        assert (config.loss, config.loss_options) == ("gspo", options)
+    assert trainer.plan({"loss": own_loss, "loss_options": {}}).config.algorithm.loss == (f"{__name__}:own_loss")
 
 
 # The formula of each name: estimator, loss, aggregation, and whether groups of equal rewards are left out.

@@ -18,8 +18,7 @@ from turnwise.trainer.algorithms.correction import (
     correct,
     gap_metrics,
     importance_weights,
-    reduced,
-    rejected,
+    rejected_tokens,
     span_indices,
 )
 from turnwise.trainer.batch.packing import pack
@@ -55,29 +54,19 @@ def test_weights_by_hand() -> None:
 
 
 def test_rejection_by_hand() -> None:
-    def gone(statistic: str, spans: torch.Tensor, high: float, reduction: str = "mean", low: float | None = None):
-        return rejected(
-            TRAINER,
-            ROLLOUT,
-            spans,
-            statistic=statistic,
-            reduction=reduction,
-            high=high,
-            low=low,  # type: ignore[arg-type]
-        ).tolist()
+    def rejected(statistic: str, spans: torch.Tensor, high: float) -> list[bool]:
+        return rejected_tokens(TRAINER, ROLLOUT, spans, statistic=statistic, high=high).tolist()
 
-    # k1: ratios 2, 1/2, 4; of spans the geometric means 1 and 4; the lower bound is 1 / high unless said.
-    assert gone("k1", TOKENS, 3.0) == [False, False, True]
-    assert gone("k1", TOKENS, 1.9) == [True, True, True]
-    assert gone("k1", TOKENS, 2.1, low=0.6) == [False, True, True]
-    assert gone("k1", SPANS, 3.0) == [False, False, True]
-    # k2: ln2^2 / 2 = 0.2402, 0.2402, 0.9609; mean of the first span 0.2402, sum 0.4805.
-    assert gone("k2", SPANS, 0.25) == [False, False, True]
-    assert gone("k2", SPANS, 0.25, "sum") == [True, True, True]
-    # k3: 2 - 1 - ln2 = 0.3069, 0.5 - 1 + ln2 = 0.1931, 4 - 1 - ln4 = 1.6137; mean 0.25, maximum 0.3069.
-    assert gone("k3", SPANS, 0.2501) == [False, False, True]
-    assert gone("k3", SPANS, 0.2501, "max") == [True, True, True]
-    assert gone("k3", TOKENS, 0.3) == [True, False, True]
+    # k1: ratios 2, 1/2, 4; of spans the geometric means 1 and 4; the lower bound is 1 / high.
+    assert rejected("k1", TOKENS, 3.0) == [False, False, True]
+    assert rejected("k1", TOKENS, 1.9) == [True, True, True]
+    assert rejected("k1", SPANS, 3.0) == [False, False, True]
+    # k2: ln2^2 / 2 = 0.2402, 0.2402, 0.9609; mean of the first span 0.2402.
+    assert rejected("k2", SPANS, 0.25) == [False, False, True]
+    # k3: 2 - 1 - ln2 = 0.3069, 0.5 - 1 + ln2 = 0.1931, 4 - 1 - ln4 = 1.6137; mean 0.25.
+    assert rejected("k3", SPANS, 0.2501) == [False, False, True]
+    assert rejected("k3", TOKENS, 0.3) == [True, False, True]
+    assert rejected_tokens(TRAINER[:0], ROLLOUT[:0], SPANS[:0], statistic="k1", high=2.0).shape == (0,)
 
 
 def test_metrics_by_hand() -> None:
@@ -90,7 +79,6 @@ def test_metrics_by_hand() -> None:
     assert gap_metrics(TRAINER, ROLLOUT, SPANS)["ppl_gap"] == pytest.approx(-LN2)
     assert gap_metrics(TRAINER, ROLLOUT, SPANS)["kl"] == pytest.approx(-2 * LN2 / 3)
     assert gap_metrics(TRAINER[:0], ROLLOUT[:0], SPANS[:0]) == {}
-    assert reduced(TRAINER[:0], SPANS[:0], "mean").shape == (0,)
 
 
 @pytest.fixture
@@ -142,35 +130,11 @@ def test_rows_are_weighed_and_cut(rows: list[TrainRow]) -> None:
     assert found.metrics["correction/rejected"] == pytest.approx(1 / 7)
     assert found.metrics["correction/weight_max"] == pytest.approx(3.0)
     assert [name for name in found.metrics if meaning(name) is None] == []
-    # A trajectory is one: 2 * 4 = 8 over both of its rows, above 5; b with 1/8 goes, too.
-    whole = correct(rows, told, CorrectionConfig.model_validate(
-        {"weights": "none", "reject": [{"statistic": "k1", "high": 5.0, "reduction": "sum", "level": "trajectory"}]}
+    # A trajectory is one: of a's five ratios the geometric mean is 8^(1/5) = 1.52; of b's 1/8 and 1 it is 0.35.
+    units = correct(rows, told, CorrectionConfig.model_validate(
+        {"weights": "none", "reject": [{"statistic": "k1", "high": 1.6, "level": "trajectory"}]}
     ))  # fmt: skip
-    assert [each.sample.trained_tokens for each in whole.rows] == [0, 0, 0, 0]
-
-
-def test_normalized_weights_have_mean_one(rows: list[TrainRow]) -> None:
-    told = scores(rows, [[LN2, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0]])
-    found = correct(rows, told, CorrectionConfig(normalize=True))
-    # 2 and six times 1: the mean is 8/7.
-    assert np.asarray(found.rows[0].importance)[found.rows[0].sample.loss_mask].tolist() == pytest.approx(
-        [14 / 8, 7 / 8]
-    )
-
-
-def test_weights_are_normalized_over_the_tokens_that_are_left(rows: list[TrainRow]) -> None:
-    # Weights 2, 1 | 1, 1, 1 | 1/8, 1, of which 1/8 is rejected: the mean of the others is 7/6.
-    told = scores(rows, [[LN2, 0.0], [0.0, 0.0, 0.0], [-3 * LN2, 0.0]])
-    config = CorrectionConfig.model_validate(
-        {"normalize": True, "reject": [{"statistic": "k1", "high": 5.0, "level": "token"}]}
-    )
-    found = correct(rows, told, config)
-    weights = [
-        weight
-        for each in found.rows[:3]
-        for weight in np.asarray(each.importance)[each.sample.loss_mask].tolist()  # of the rejected one nothing is left
-    ]
-    assert weights == pytest.approx([12 / 7, *[6 / 7] * 5])
+    assert [row.sample.trained_tokens for row in units.rows] == [2, 3, 0, 0]
 
 
 class Watched:
@@ -248,10 +212,6 @@ def test_bypass_rejects_what_is_too_far_from_the_rollout(model_dir: Models, rows
         ),
         ({"loss": "gpg", "correction": {"low": 0.5}}, "only weights: mask has a lower bound"),
         ({"loss": "gpg", "correction": {"weights": "mask", "low": 3.0}}, "weights from 3 to 2 keep nothing"),
-        (
-            {"loss": "gpg", "correction": {"reject": [{"statistic": "k3", "high": 1.0, "low": 0.1}]}},
-            "only k1 has a lower bound",
-        ),
         (
             {"loss": "gpg", "correction": {"reject": [{"statistic": "k1", "high": 0.5}]}},
             "ratios from 2 to 0.5 keep nothing",

@@ -53,7 +53,7 @@ def trajectory(
 
 
 def build(members: list[Trajectory], failed: int = 0, **config: object):
-    algorithm = AlgorithmConfig.model_validate({"norm_by_std": False, **config})
+    algorithm = AlgorithmConfig.model_validate({"advantage_options": {"norm_by_std": False}, **config})
     return build_experience(collect([TrajectoryGroup("g", "task", members, failed=failed)]), algorithm, temperature=0.7)
 
 

@@ -32,7 +32,7 @@ def formulas() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name, estimator in KL_ESTIMATORS.items():
         yield f"kl {name}", estimator
     others = (gae, gigpo, returns_to_go, entropy_bonus, kl_estimate, adapted_coef, kl.reward_penalties)
-    corrections = (correction.importance_weights, correction.rejected, correction.gap_metrics)
+    corrections = (correction.importance_weights, correction.rejected_tokens, correction.gap_metrics)
     for function in (*others, *corrections, credit.turn_shares, credit.turn_returns, advantages.compare_returns):
         yield function.__name__, function
 

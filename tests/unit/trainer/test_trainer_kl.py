@@ -110,10 +110,11 @@ class Fixed:
 def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
     """Equal rewards, but one trajectory's first token is likelier than in the reference by 0.5: it pays 0.25."""
     before = collected(trajectory("a", 1.0), trajectory("b", 1.0))
-    assert build_experience(before, AlgorithmConfig(norm_by_std=False), temperature=1.0).rows == []
+    algorithm = AlgorithmConfig(advantage_options={"norm_by_std": False})
+    assert build_experience(before, algorithm, temperature=1.0).rows == []
     held = guard({"where": "reward", "estimator": "k1"}, Fixed())
     after = held.reward_penalties(before, None)  # type: ignore[arg-type]
-    found = build_experience(after, AlgorithmConfig(norm_by_std=False), temperature=1.0)
+    found = build_experience(after, algorithm, temperature=1.0)
     # Rewards 0.75 and 1: -+ 0.125.
     assert [row.advantage for row in found.rows] == [pytest.approx(-0.125), pytest.approx(0.125)]
     assert found.metrics["kl/value"] == pytest.approx(0.5 / 8)
@@ -121,7 +122,7 @@ def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
     # What the environment paid is logged as it was.
     assert (found.metrics["reward/mean"], found.metrics["reward/std"]) == (1.0, 0.0)
     # By turns, only the first one's worth falls: b's turns and a's second are worth 1, a's first 0.75.
-    by_turn = AlgorithmConfig.model_validate({"norm_by_std": False, "credit": "turns"})
+    by_turn = AlgorithmConfig.model_validate({"advantage_options": {"norm_by_std": False}, "credit": "turns"})
     [first, second] = build_experience(after, by_turn, temperature=1.0).rows
     mask = first.sample.loss_mask
     assert np.asarray(first.advantage)[mask].tolist() == pytest.approx([-0.1875, -0.1875, 0.0625, 0.0625])
@@ -130,7 +131,7 @@ def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
 
 
 def test_where_nothing_was_sampled_the_coefficient_stays() -> None:
-    held = guard({"where": "reward", "estimator": "k1", "target": 0.1, "horizon": 1}, Fixed())
+    held = guard({"where": "reward", "estimator": "k1", "target": 0.1}, Fixed())
     found = held.reward_penalties(collected(), None)  # type: ignore[arg-type]
     assert held.step(found.metrics) == {"kl/coef": 0.5}
     assert held.control.coef == 0.5
@@ -152,9 +153,9 @@ def test_with_a_critic_each_token_pays_for_itself(branches: int) -> None:
 
 
 def test_the_coefficient_goes_on_where_a_checkpoint_left_it(tmp_path: Path) -> None:
-    held = guard({"target": 0.1, "horizon": 100}, Fixed())
-    # 0.3 is three times the target: the error is cut off at 0.2; 0.5 * (1 + 0.2 * 10 / 100).
-    assert held.step({"kl/value": 0.3, "batch/trajectories": 10.0}) == {"kl/coef": 0.5}
+    held = guard({"target": 0.1}, Fixed())
+    # 0.3 is three times the target: the error is cut off at 0.2; 0.5 * (1 + 0.2 * 1,000 / 10,000).
+    assert held.step({"kl/value": 0.3, "batch/trajectories": 1000.0}) == {"kl/coef": 0.5}
     assert held.control.coef == pytest.approx(0.51)
     # Nothing was measured (every group taught nothing): nothing is adapted.
     assert held.step({"batch/trajectories": 10.0}) == {"kl/coef": held.control.coef}
@@ -329,7 +330,6 @@ def test_another_reference_must_be_a_model_of_the_same_words(tmp_path: Path) -> 
     [
         ({"kl": {"coef": 0.1, "estimator": "k4"}}, "estimator is 'k4'; known: k1, abs, k2, k3, k1+"),
         ({"kl": {"coef": 0.1, "estimator": "k3+", "where": "reward"}}, "a reward has no gradient that + could change"),
-        ({"kl": {"coef": 0.1, "horizon": 100}}, "horizon is 100, but there is no target"),
         ({"kl": {"coef": 0.0}}, "greater than 0"),
         ({"kl": {"coef": 0.1, "where": "reward"}, "advantage": "gdpo"}, "set it to loss"),
     ],

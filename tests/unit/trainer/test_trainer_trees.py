@@ -122,7 +122,7 @@ def forked(group: str = "g") -> Trajectory:
 
 
 def test_the_credit_of_trajectories_is_that_of_their_trees() -> None:
-    config = AlgorithmConfig.model_validate({"credit": "tree_value", "norm_by_std": False})
+    config = AlgorithmConfig.model_validate({"credit": "tree_value", "advantage_options": {"norm_by_std": False}})
     trajectories = [forked(), Trajectory("g/1", "g/1", "g", "task", segments=[segment(0, -1), segment(1, 0, "t0")])]
     assert trajectories[0].returns() == [1.25, 0.75]
     rewards = step_rewards(trajectories, {})

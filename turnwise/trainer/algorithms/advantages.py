@@ -517,7 +517,6 @@ def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Configu
             torch.tensor(groups, dtype=torch.int64),
             [torch.from_numpy(each) for each in credit.returns],
             credit.states,
-            omega=credit.omega,
             norm_by_std=norm_by_std,
             eps=eps,
         )

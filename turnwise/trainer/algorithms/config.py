@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -44,18 +45,20 @@ def _credit(value: Any) -> Any:
 
 
 class DistillConfig(BaseModel):
-    """On-policy distillation: the teacher, and the weights of its advantage and of the rewards'.
+    """On-policy distillation: the teacher, and the weight of the rewards beside it.
 
     Attributes:
         teacher: Name of a policy in ``rollout.frozen``: a model served for the run, or a running server.
-        coef: Weight of the advantage from the teacher's log-probabilities.
-        reward_coef: Weight of the advantage from rewards; 0 learns from the teacher alone.
+        reward_coef: Weight of the advantage from rewards, beside that of the teacher's log-probabilities, which is 1; 0
+            learns from the teacher alone.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "coef": "the advantage from the teacher weighs 1: reward_coef is the weight of the rewards beside it"
+    }
 
     teacher: str
-    coef: PositiveFloat = 1.0
     reward_coef: Annotated[float, Field(ge=0)] = 0.0
 
 
@@ -66,14 +69,9 @@ class AlgorithmConfig(BaseModel):
         advantage: Name of the estimator (``algorithms/advantages.py``), or a custom function as ``pkg.mod:function``.
         advantage_options: Options of that estimator by name.
         credit: How rewards are credited to turns (``algorithms/credit.py``); by default all turns get the same.
-        norm_by_std: Divide by the group's standard deviation (``grpo``, and credit that compares turns).
-        std_eps: Added to that standard deviation.
         drop_zero_variance: Drop groups whose rewards are all equal: they have no gradient and dilute the others.
         loss: Name of the policy loss (``algorithms/losses``), or a custom function as ``pkg.mod:function``.
         loss_options: Options of that loss by name; omitted ones keep the defaults of its function.
-        clip_low: How far the probability ratio may fall below 1; None is the default of the loss.
-        clip_high: How far it may rise above 1; None is the default of the loss.
-        dual_clip: Bound of the ratio for tokens with negative advantage; None is no bound.
         entropy_coef: Weight of the entropy bonus.
         loss_aggregation: What the loss is averaged over (``algorithms/losses/core.py``); None is the aggregation that
             the loss was published with.
@@ -88,17 +86,19 @@ class AlgorithmConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "norm_by_std": "it is an option of the estimator: write algorithm.advantage_options.norm_by_std",
+        "std_eps": "it is an option of the estimator: write algorithm.advantage_options.eps",
+        "clip_low": "it is an option of the loss: write algorithm.loss_options.clip_low",
+        "clip_high": "it is an option of the loss: write algorithm.loss_options.clip_high",
+        "dual_clip": "it is an option of the loss: write algorithm.loss_options.dual_clip",
+    }
 
     advantage: ConfigReference = "grpo"
     advantage_options: dict[str, Any] = Field(default_factory=dict)
     credit: Annotated[CreditConfig, BeforeValidator(_credit)] = CreditConfig()
-    norm_by_std: bool = True
-    std_eps: PositiveFloat = 1e-4
     drop_zero_variance: bool = True
     loss: ConfigReference = "ppo_clip"
-    clip_low: Annotated[float, Field(ge=0)] | None = None
-    clip_high: Annotated[float, Field(ge=0)] | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
     loss_options: dict[str, Any] = Field(default_factory=dict)
     entropy_coef: Annotated[float, Field(ge=0)] = 0.0
     loss_aggregation: Annotated[LossAggregation, BeforeValidator(_underscored)] | None = None
@@ -218,24 +218,10 @@ class AlgorithmConfig(BaseModel):
         Raises:
             RegistryError: No such estimator, or a wrong option.
         """
-        function = advantage_fn(self.advantage)
-        taken = inspect.signature(function).parameters
-        common: dict[str, Any] = {}
-        for key, name, value in (("norm_by_std", "norm_by_std", self.norm_by_std), ("std_eps", "eps", self.std_eps)):
-            given = value != AlgorithmConfig.model_fields[key].default
-            if given and name in self.advantage_options:
-                other = self.advantage_options[name]
-                raise RegistryError(f"{key} is {value} here and {other!r} in algorithm.advantage_options: give it once")
-            if given and name not in taken:
-                raise RegistryError(
-                    f"{key} is {value}, but the estimator {self.advantage!r} does not read it: remove it"
-                )
-            if name in taken:
-                common[name] = value
         return bind(
             self.advantage,
-            function,
-            common | self.advantage_options,
+            advantage_fn(self.advantage),
+            self.advantage_options,
             key="algorithm.advantage_options",
             arguments=CRITIC_ARGUMENTS if self.asks_critic else ADVANTAGE_ARGUMENTS,
             data=ADVANTAGE_DATA,
@@ -301,15 +287,6 @@ class AlgorithmConfig(BaseModel):
 
     def _options(self, *, in_selection: bool) -> dict[str, Any]:
         """Return the options of the token selection, or the other loss options."""
-        loss = find_loss(self.loss)
-        taken = set(inspect.signature(loss.function).parameters)
-        common = {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": self.dual_clip}
-        given = {name: value for name, value in common.items() if value is not None}
-        for name, value in given.items():
-            if name in self.loss_options:
-                other = self.loss_options[name]
-                raise RegistryError(f"{name} is {value:g} here and {other!r} in algorithm.loss_options: give it once")
-            if name not in taken:
-                raise RegistryError(f"{name} is {value:g}, but the loss {self.loss!r} has no such option: remove it")
-        mine = set() if loss.select is None else set(inspect.signature(loss.select).parameters)
-        return {name: value for name, value in (given | self.loss_options).items() if (name in mine) is in_selection}
+        select = find_loss(self.loss).select
+        of_selection = set() if select is None else set(inspect.signature(select).parameters)
+        return {name: option for name, option in self.loss_options.items() if (name in of_selection) is in_selection}

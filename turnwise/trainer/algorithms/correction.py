@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO
+from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO, span_mean
 from turnwise.trainer.core import RowKey, TrainRow
 
 Level: TypeAlias = Literal["token", "turn", "sequence", "trajectory"]
-Reduction: TypeAlias = Literal["sum", "mean", "max"]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
@@ -25,29 +24,25 @@ class RejectionConfig(BaseModel):
     Attributes:
         statistic: Per token, with d = log p_trainer - log p_rollout: ``k1``, d; ``k2``, d^2 / 2; ``k3``,
             exp(d) - 1 - d.
-        level: Unit of rejection: ``token``, ``turn``, ``sequence`` (a row) or ``trajectory``.
-        reduction: How token statistics are reduced over a unit.
-        high: Upper bound; for ``k1`` of the ratio exp(d).
-        low: Lower bound of the ratio, for ``k1``; None is 1 / high.
+        level: Unit of rejection, over which the statistic is averaged: ``token``, ``turn``, ``sequence`` (a row) or
+            ``trajectory``.
+        high: Upper bound; for ``k1`` of the ratio exp(d), whose lower bound is 1 / high.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "reduction": "a statistic is averaged over its unit, so that a bound serves units of any length",
+        "low": "the lower bound of k1 is 1 / high: a ratio and its inverse are equally far from 1",
+    }
 
     statistic: Literal["k1", "k2", "k3"]
     level: Level = "sequence"
-    reduction: Reduction = "mean"
     high: Positive
-    low: Positive | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.low is not None and self.statistic != "k1":
-            raise ValueError(f"low is {self.low:g}, but {self.statistic} is never negative: only k1 has a lower bound")
-        if self.statistic == "k1" and not (self.low or 1 / self.high) < self.high:
-            low = self.low or 1 / self.high
-            raise ValueError(f"ratios from {low:g} to {self.high:g} keep nothing; high must be above low")
-        if self.level == "token" and self.reduction != "mean":
-            raise ValueError(f"reduction is {self.reduction!r}, but a token is not reduced: leave it out")
+        if self.statistic == "k1" and not self.high > 1:
+            raise ValueError(f"ratios from {1 / self.high:g} to {self.high:g} keep nothing; high must be above 1")
         return self
 
 
@@ -60,17 +55,18 @@ class CorrectionConfig(BaseModel):
             ``trajectory``.
         high: Largest weight.
         low: Smallest weight, for ``mask``; None is 1 / high.
-        normalize: Divide weights by their mean over the step's trained tokens.
         reject: Rejection rules, each applied independently.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "normalize": "weights are not divided by their mean: truncation at high bounds them already"
+    }
 
     weights: Literal["truncate", "mask", "none"] = "truncate"
     level: Level = "token"
     high: Positive = 2.0
     low: Positive | None = None
-    normalize: bool = False
     reject: list[RejectionConfig] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -79,7 +75,7 @@ class CorrectionConfig(BaseModel):
             raise ValueError(f"low is {self.low:g}, but only weights: mask has a lower bound")
         if self.weights == "mask" and not self.lower < self.high:
             raise ValueError(f"weights from {self.lower:g} to {self.high:g} keep nothing; high must be above low")
-        for name, value in {"level": self.level, "high": self.high, "normalize": self.normalize}.items():
+        for name, value in {"level": self.level, "high": self.high}.items():
             if self.weights == "none" and value != CorrectionConfig.model_fields[name].default:
                 raise ValueError(f"{name} is {value}, but weights is none, so nothing is weighted: remove it")
         if self.weights == "none" and not self.reject:
@@ -90,17 +86,6 @@ class CorrectionConfig(BaseModel):
     def lower(self) -> float:
         """The smallest weight that ``mask`` keeps."""
         return 1.0 / self.high if self.low is None else self.low
-
-
-def reduced(values: Tensor, spans: Tensor, reduction: Reduction) -> Tensor:
-    """Return for each element the sum, mean or maximum over its span, shape [N]; ``spans`` as in :func:`rejected`."""
-    if not values.numel():
-        return values
-    count = int(spans.max()) + 1
-    if reduction == "max":
-        return torch.full((count,), -torch.inf, dtype=values.dtype).scatter_reduce(0, spans, values, "amax")[spans]
-    totals = values.new_zeros(count).index_add(0, spans, values)
-    return (totals / torch.bincount(spans, minlength=count).clamp(min=1) if reduction == "mean" else totals)[spans]
 
 
 def importance_weights(
@@ -114,35 +99,33 @@ def importance_weights(
     outside: IcePop, Ling Team 2025 (arXiv:2510.18855). All tensors have shape [N]; ``spans`` numbers each token's span
     (itself, its turn, sequence or trajectory) from 0.
     """
-    weight = reduced(trainer - rollout, spans, "sum").clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight = _span_sum(trainer - rollout, spans).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if low is None:
         return weight.clamp(max=high)
     return weight.masked_fill((weight < low) | (weight > high), 0.0)
 
 
-def rejected(
-    trainer: Tensor,
-    rollout: Tensor,
-    spans: Tensor,
-    *,
-    statistic: str,
-    reduction: Reduction,
-    high: float,
-    low: float | None = None,
-) -> Tensor:
+def _span_sum(values: Tensor, spans: Tensor) -> Tensor:
+    """Return for each element the sum over its span, shape [N]."""
+    if not values.numel():
+        return values
+    return values.new_zeros(int(spans.max()) + 1).index_add(0, spans, values)[spans]
+
+
+def rejected_tokens(trainer: Tensor, rollout: Tensor, spans: Tensor, *, statistic: str, high: float) -> Tensor:
     """Return the tokens of rejected spans, bool of shape [N].
 
-    With ``d = log p_trainer - log p_rollout``: k1 keeps ``low <= exp(reduce d) <= high`` (low is 1 / high where None;
-    the mean is the geometric mean of ratios), k2 keeps ``reduce d^2 / 2 <= high``, k3 keeps
-    ``reduce (exp(d) - 1 - d) <= high``. Spans are int64 of shape [N], each token's span, numbered from 0.
+    With ``d = log p_trainer - log p_rollout``: k1 keeps ``1 / high <= exp(mean d) <= high``, the geometric mean of
+    ratios, k2 keeps ``mean d^2 / 2 <= high``, k3 keeps ``mean (exp(d) - 1 - d) <= high``. Spans are int64 of shape [N],
+    each token's span, numbered from 0.
     The estimators are those of Schulman, "Approximating KL divergence", 2020; masking whole sequences by them is Trust
     Region Masking, Li et al. 2025 (arXiv:2512.23075).
     """
     d = (trainer - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if statistic == "k1":
-        ratio = reduced(d, spans, reduction).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        return (ratio > high) | (ratio < (1.0 / high if low is None else low))
-    return reduced(0.5 * d.square() if statistic == "k2" else torch.expm1(d) - d, spans, reduction) > high
+        ratio = span_mean(d, spans).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return (ratio > high) | (ratio < 1.0 / high)
+    return span_mean(0.5 * d.square() if statistic == "k2" else torch.expm1(d) - d, spans) > high
 
 
 def gap_metrics(trainer: Tensor, rollout: Tensor, sequences: Tensor) -> dict[str, float]:
@@ -167,7 +150,7 @@ def gap_metrics(trainer: Tensor, rollout: Tensor, sequences: Tensor) -> dict[str
 
 
 @dataclass(frozen=True, slots=True)
-class Corrected:
+class CorrectedRows:
     """The rows of a step after correction.
 
     Attributes:
@@ -181,50 +164,38 @@ class Corrected:
     metrics: dict[str, float]
 
 
-def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: CorrectionConfig) -> Corrected:
+def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: CorrectionConfig) -> CorrectedRows:
     """Weight and reject the trained tokens of a step.
 
     ``trainer`` has, by row, the trainer's log-probabilities of the trained tokens before the first update.
     """
-    trained_rows = [row for row in rows if row.sample.trained_tokens]
-    if not trained_rows:
-        return Corrected(list(rows), {row.sample.key: torch.zeros(0, dtype=torch.bool) for row in rows}, {})
-    mine = torch.cat([trainer[row.sample.key] for row in trained_rows])
-    theirs = torch.cat([torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in trained_rows])
-    spans: dict[str, Tensor] = {
-        level: span_indices(trained_rows, level) for level in ("token", "turn", "sequence", "trajectory")
-    }
-    weights = torch.ones_like(mine)
+    trained = [row for row in rows if row.sample.trained_tokens]
+    untrained = torch.zeros(0, dtype=torch.bool)
+    if not trained:
+        return CorrectedRows(list(rows), {row.sample.key: untrained for row in rows}, {})
+    logprobs = torch.cat([trainer[row.sample.key] for row in trained])
+    rollout = torch.cat([torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in trained])
+    spans: dict[str, Tensor] = {level: span_indices(trained, level) for level in get_args(Level)}
+    weights = torch.ones_like(logprobs)
     if config.weights != "none":
         low = config.lower if config.weights == "mask" else None
-        weights = importance_weights(mine, theirs, spans[config.level], high=config.high, low=low)
-    out = torch.zeros(len(mine), dtype=torch.bool)
-    for each in config.reject:
-        out |= rejected(
-            mine,
-            theirs,
-            spans[each.level],
-            statistic=each.statistic,
-            reduction=each.reduction,
-            high=each.high,
-            low=each.low,
-        )
-    if config.normalize and bool((weights[~out] > 0).any()):
-        weights = weights / weights[~out].mean()
-    gap = gap_metrics(mine, theirs, spans["sequence"])
-    metrics = {f"correction/{name}": value for name, value in gap.items()} | {
+        weights = importance_weights(logprobs, rollout, spans[config.level], high=config.high, low=low)
+    rejected = torch.zeros(len(logprobs), dtype=torch.bool)
+    for rule in config.reject:
+        rejected |= rejected_tokens(logprobs, rollout, spans[rule.level], statistic=rule.statistic, high=rule.high)
+    gap = gap_metrics(logprobs, rollout, spans["sequence"])
+    metrics = {f"correction/{name}": figure for name, figure in gap.items()} | {
         "correction/weight": float(weights.mean()),
         "correction/weight_max": float(weights.max()),
         "correction/zero_weights": float((weights == 0).float().mean()),
-        "correction/rejected": float(out.float().mean()),
+        "correction/rejected": float(rejected.float().mean()),
     }
-    sizes = [row.sample.trained_tokens for row in trained_rows]
-    parts = zip(trained_rows, torch.split(weights, sizes), torch.split(~out, sizes), strict=True)
-    by_row = {row.sample.key: (weight, keep) for row, weight, keep in parts}
-    untrained = torch.zeros(0, dtype=torch.bool)
-    return Corrected(
-        [_applied(row, *by_row[row.sample.key]) if row.sample.key in by_row else row for row in rows],
-        {row.sample.key: by_row[row.sample.key][1] if row.sample.key in by_row else untrained for row in rows},
+    lengths = [row.sample.trained_tokens for row in trained]
+    kept_of = {row.sample.key: kept for row, kept in zip(trained, torch.split(~rejected, lengths), strict=True)}
+    weight_of = {row.sample.key: part for row, part in zip(trained, torch.split(weights, lengths), strict=True)}
+    return CorrectedRows(
+        [_corrected_row(row, weight_of, kept_of) for row in rows],
+        {row.sample.key: kept_of.get(row.sample.key, untrained) for row in rows},
         metrics,
     )
 
@@ -233,19 +204,21 @@ def span_indices(rows: Sequence[TrainRow], level: str) -> Tensor:
     """Return the span of each trained token at a level, numbered from 0; int64 of shape [N]."""
     if level == "token":
         return torch.arange(sum(row.sample.trained_tokens for row in rows))
-    seen: dict[object, int] = {}
-    found: list[int] = []
+    numbers: dict[object, int] = {}
+    spans: list[int] = []
     for number, row in enumerate(rows):
-        whole = row.sample.trajectory_id if level == "trajectory" else number
+        unit = row.sample.trajectory_id if level == "trajectory" else number
         turns = row.sample.turn_ids[row.sample.loss_mask].tolist()
-        found += [seen.setdefault((whole, turn) if level == "turn" else whole, len(seen)) for turn in turns]
-    return torch.tensor(found, dtype=torch.int64)
+        spans += [numbers.setdefault((unit, turn) if level == "turn" else unit, len(numbers)) for turn in turns]
+    return torch.tensor(spans, dtype=torch.int64)
 
 
-def _applied(row: TrainRow, weights: Tensor, keep: Tensor) -> TrainRow:
-    places = np.flatnonzero(row.sample.loss_mask)
-    importance = np.ones(len(row.sample.loss_mask), np.float32)
-    importance[places] = weights.numpy()
-    mask = row.sample.loss_mask.copy()
-    mask[places] = keep.numpy()
+def _corrected_row(row: TrainRow, weights: Mapping[RowKey, Tensor], kept: Mapping[RowKey, Tensor]) -> TrainRow:
+    key, mask = row.sample.key, row.sample.loss_mask.copy()
+    if key not in weights:
+        return row
+    tokens = np.flatnonzero(mask)
+    importance = np.ones(len(mask), np.float32)
+    importance[tokens] = weights[key].numpy()
+    mask[tokens] = kept[key].numpy()
     return replace(row, sample=replace(row.sample, loss_mask=mask), importance=importance)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,17 +46,18 @@ class CreditConfig(BaseModel):
             ``pkg.module:function``, which maps a trajectory to the returns of its turns, or a whole ``group`` to the
             advantages of its turns.
         gamma: In (0, 1]. Required by ``discounted``; the discount of ``turns``, ``tokens`` and ``gigpo``, default 1.
-        omega: ``gigpo``: weight of the turn-level advantage; None is 1.
         state: ``gigpo``: what identifies the state before a turn: the ``named`` state (``info["state"]`` of the
             environment), all tokens that the model has ``seen``, or the latest observation that it was ``shown``; None
             is ``named`` where the environment names it, else ``seen``.
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "omega": "gigpo weighs the advantages of turns as those of episodes, as its paper does"
+    }
 
     name: ConfigReference = "same"
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None
-    omega: Annotated[float, Field(ge=0)] | None = None
     state: AnchorState | None = None
 
     @model_validator(mode="after")
@@ -67,9 +68,8 @@ class CreditConfig(BaseModel):
             raise ValueError("gamma, in (0, 1]: by how much a turn counts less than the one after it")
         if self.gamma is not None and self.name not in DISCOUNTING:
             raise ValueError(f"no gamma: {self.name!r} does not discount")
-        for name, value in (("omega", self.omega), ("state", self.state)):
-            if value is not None and self.name != "gigpo":
-                raise ValueError(f"no {name}: {self.name!r} compares no turns from the same state, gigpo does")
+        if self.state is not None and self.name != "gigpo":
+            raise ValueError(f"no state: {self.name!r} compares no turns from the same state, gigpo does")
         return self
 
     @property
@@ -124,12 +124,10 @@ class StateCredit:
     Attributes:
         returns: Per trajectory float64 of shape [turns].
         states: Per trajectory the state before each turn.
-        omega: Weight of the turn-level advantage.
     """
 
     returns: list[Values]
     states: list[list[Hashable]]
-    omega: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +184,7 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
         if config.name == "turns":
             return ReturnCredit(returns)
         states = [anchor_states(each, config.state) for each in trajectories]
-        return StateCredit(returns, states, 1.0 if config.omega is None else config.omega)
+        return StateCredit(returns, states)
     if config.name == "same":
         return TrajectoryCredit(None)
     pairs = list(zip(rewards.branches, rewards.turn_lengths, strict=True))

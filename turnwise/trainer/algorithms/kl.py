@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -91,8 +91,8 @@ def adapted_coef(coef: float, kl: float, *, target: float, horizon: float, count
     return coef * (1.0 + error * min(count / horizon, 1.0))
 
 
-HORIZON = 10_000
-"""Trajectories over which an adaptive coefficient changes by about a fifth, where the configuration says nothing."""
+HORIZON: Final = 10_000
+"""Trajectories over which an adaptive coefficient changes by at most a fifth, as in Ziegler et al. 2019."""
 
 
 class KLConfig(BaseModel):
@@ -105,8 +105,7 @@ class KLConfig(BaseModel):
             in expectation.
         where: ``loss``, a differentiated term beside the policy loss; or ``reward``, subtracted from the rewards before
             advantages are estimated.
-        target: KL per token that the coefficient is adapted to (``losses.kl.adapted_coef``); None keeps it constant.
-        horizon: Trajectories over which the adaptive coefficient may change by about a fifth.
+        target: KL per token that the coefficient is adapted to (:func:`adapted_coef`); None keeps it constant.
         reference: ``initial``, the model that the run began with (``policies.main.model.path``, also after a resume),
             or the directory of another model with the same tokenizer.
         offload: Keep the reference in main memory between steps: two copies a step, in return for the memory of its
@@ -114,12 +113,14 @@ class KLConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "horizon": f"an adaptive coef changes by at most a fifth in {HORIZON:,} trajectories"
+    }
 
     coef: Annotated[float, Field(gt=0)]
     estimator: str = "k3"
     where: Literal["loss", "reward"] = "loss"
     target: Annotated[float, Field(gt=0)] | None = None
-    horizon: Annotated[float, Field(gt=0)] | None = None
     reference: Literal["initial"] | ConfigPath = "initial"
     offload: bool = False
 
@@ -133,8 +134,6 @@ class KLConfig(BaseModel):
                 f"estimator is {self.estimator!r}, but a reward has no gradient that + could change: write "
                 f"{self.estimator.removesuffix('+')!r}, or where: loss"
             )
-        if self.horizon is not None and self.target is None:
-            raise ValueError(f"horizon is {self.horizon:g}, but there is no target to adapt coef to: give one")
         return self
 
 
@@ -153,8 +152,7 @@ class KLControl:
     def adapt(self, kl: float, trajectories: int) -> None:
         """Move the coefficient towards the target after a step with ``kl`` per token."""
         if self.config.target is not None:
-            horizon = HORIZON if self.config.horizon is None else self.config.horizon
-            self.coef = adapted_coef(self.coef, kl, target=self.config.target, horizon=horizon, count=trajectories)
+            self.coef = adapted_coef(self.coef, kl, target=self.config.target, horizon=HORIZON, count=trajectories)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def distilled(experience: Experience, scores: Sequence[Scores], config: DistillC
         word = reverse_kl(row.sample.rollout_logprobs, np.nan_to_num(teacher))
         gaps.append(-word[scored])
         rewards = config.reward_coef * np.asarray(row.advantage, np.float32)
-        advantage = np.where(scored, config.coef * word, np.float32(0)) + rewards
+        advantage = np.where(scored, word, np.float32(0)) + rewards
         rows.append(replace(row, advantage=np.where(row.sample.loss_mask, advantage, 0).astype(np.float32)))
     every = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
     trained = sum(row.sample.trained_tokens for row in rows)

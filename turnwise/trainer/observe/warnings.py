@@ -125,7 +125,7 @@ def entropy(metrics: Metrics, setting: WarningContext) -> str | None:
         return None
     return (
         f"the policy's entropy is {nats:.2g} nats: it hardly explores. If the reward is not what it should "
-        "be, raise algorithm.entropy_coef, rollout.temperature or algorithm.clip_high, or lower optim.lr"
+        "be, raise algorithm.entropy_coef, rollout.temperature or algorithm.loss_options.clip_high, or lower optim.lr"
     )
 
 
@@ -136,7 +136,7 @@ def clipped(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: A
         return None
     return (
         f"{_share(clip_fraction)} of tokens are clipped: the updates of a step are too large. Lower optim.lr, "
-        "algorithm.epochs or algorithm.minibatches, or widen algorithm.clip_low and clip_high"
+        "algorithm.epochs or algorithm.minibatches, or widen clip_low and clip_high of algorithm.loss_options"
     )
 
 
