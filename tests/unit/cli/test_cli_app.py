@@ -37,9 +37,9 @@ COMMANDS = (
 
 
 def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main(arguments)
-    return 0 if ended.value.code is None else int(ended.value.code)
+    return 0 if exited.value.code is None else int(exited.value.code)
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_a_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -
     assert run("view") == 2
 
 
-def test_an_error_is_one_clear_line_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_is_printed_in_one_line_with_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("view", str(tmp_path)) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("FormatError: no such file")
@@ -97,10 +97,10 @@ def test_an_error_is_one_clear_line_and_exit_1(tmp_path: Path, capsys: pytest.Ca
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("position", [0, 2])
+def test_debug_shows_the_traceback_at_any_position(tmp_path: Path, position: int) -> None:
     arguments = ["view", str(tmp_path)]
-    arguments.insert(place, "--debug")
+    arguments.insert(position, "--debug")
     done = subprocess.run(
         [sys.executable, "-m", "turnwise", *arguments], capture_output=True, text=True, check=False, timeout=60
     )
@@ -145,7 +145,7 @@ def test_check_env_of_a_sound_environment(capsys: pytest.CaptureFixture[str]) ->
     assert "0 errors, 0 warnings" in capsys.readouterr().out
 
 
-def test_check_env_of_a_broken_one_tells_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_env_of_a_broken_environment_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "broken.py"
     file.write_text(
         "from turnwise import Env\n"
@@ -170,7 +170,7 @@ def test_check_env_takes_the_arguments_of_the_environment(tmp_path: Path, capsys
     assert "words" in capsys.readouterr().err
 
 
-def test_check_env_of_an_unknown_one_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_env_of_an_unknown_environment_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check-env", "lokup") == 1
     assert "lookup" in capsys.readouterr().err
 
@@ -186,11 +186,11 @@ def test_a_wrong_configuration_is_told_before_anything_starts(
     assert "cannot read the config file" in capsys.readouterr().err
 
 
-def test_a_later_file_of_train_says_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_file_of_train_overrides_single_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, other = tmp_path / "base.yaml", tmp_path / "other.yml"
     base.write_text("name: a\nsteps: 3\nrollout: {env: {name: lookup}}\npolicies: {main: {model: {path: m}}}\n")
     other.write_text("steps: none\nalgorithm: {credit: lasts}\n")
     assert run("train", str(base), str(other), "batch.groups=0") == 1
     error = capsys.readouterr().err
-    for said in ("steps (other.yml:1)", "other.yml:2", "batch.groups (override"):
-        assert said in error
+    for part in ("steps (other.yml:1)", "other.yml:2", "batch.groups (override"):
+        assert part in error

@@ -47,7 +47,7 @@ def tasks():
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def env_file(tmp_path: Path) -> str:
     (tmp_path / "own.py").write_text(OWN)
     return str(tmp_path / "own.py")
 
@@ -59,32 +59,32 @@ def run(*arguments: str) -> str:
     return done.output
 
 
-def test_every_registered_environment_is_listed_with_what_it_is() -> None:
-    found = {each["name"]: each for each in json.loads(run("envs", "--json"))}
-    assert sorted(found) == env_names()
+def test_every_registered_environment_is_listed_with_its_summary() -> None:
+    rows = {row["name"]: row for row in json.loads(run("envs", "--json"))}
+    assert sorted(rows) == env_names()
     # Tests register environments, too.
-    shipped = {name: each for name, each in found.items() if each["reference"].startswith("turnwise.")}
+    shipped = {name: row for name, row in rows.items() if row["reference"].startswith("turnwise.")}
     assert len(shipped) >= 17
-    assert [name for name, each in shipped.items() if each["problem"] or not each["summary"]] == []
-    assert found["lookup"]["tools"] == ["team_of", "manager_of"]
-    assert found["lookup"]["tasks"] == "turnwise.envs.basic.lookup:tasks"
+    assert [name for name, row in shipped.items() if row["problem"] or not row["summary"]] == []
+    assert rows["lookup"]["tools"] == ["team_of", "manager_of"]
+    assert rows["lookup"]["tasks"] == "turnwise.envs.basic.lookup:tasks"
     text = run("envs")
     assert all(name in text for name in env_names())
     assert "cancel_order, change_order_address" in text
     assert "and 11 more" in text
 
 
-def test_one_is_shown_with_its_first_observation(own: str) -> None:
-    text = run("envs", "show", f"{own}:Own", "start=7", "--tasks", f"{own}:tasks", "--no-check")
-    for told in (
+def test_environment_is_shown_with_its_first_observation(env_file: str) -> None:
+    text = run("envs", "show", f"{env_file}:Own", "start=7", "--tasks", f"{env_file}:tasks", "--no-check")
+    for line in (
         "An environment of one's own: it counts.", "configuration: start, step=2", ":tasks (2)", "task first",
         "Count from 7 [bold]to[/bold] nine.", "add(number)  Add a number.",
     ):  # fmt: skip
-        assert told in text, told
+        assert line in text, line
     assert "More is said here" not in text
 
 
-def test_what_the_checker_finds_is_shown_with_it(own: str, tmp_path: Path) -> None:
+def test_findings_of_the_checker_are_shown(env_file: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["envs", "show", "guess_number"], env={"COLUMNS": "200"})
     assert done.exit_code == 0
     assert "I hide a whole number" in done.output
@@ -92,18 +92,18 @@ def test_what_the_checker_finds_is_shown_with_it(own: str, tmp_path: Path) -> No
     (tmp_path / "own.py").write_text(
         OWN.replace("    def close", "    def score(self, final):\n        return float('nan')\n\n    def close")
     )
-    done = CliRunner().invoke(app, ["envs", "show", f"{own}:Own", "start=7", "-t", f"{own}:tasks"])
+    done = CliRunner().invoke(app, ["envs", "show", f"{env_file}:Own", "start=7", "-t", f"{env_file}:tasks"])
     assert done.exit_code == 1
     assert "Count from 7" in done.output
     assert "nan" in done.output
 
 
-async def test_an_episode_that_was_begun_is_closed(own: str) -> None:
-    first = await first_observation(EnvSpec(f"{own}:Own", {"start": 3}), f"{own}:tasks")
+async def test_episode_of_first_observation_is_closed(env_file: str) -> None:
+    first = await first_observation(EnvSpec(f"{env_file}:Own", {"start": 3}), f"{env_file}:tasks")
     assert first.task is not None
-    assert (first.task.id, [each.name for each in first.tools]) == ("first", ["add"])
-    assert describe(f"{own}:Own").reference.endswith(":Own")
-    module = next(each for each in sys.modules.values() if getattr(each, "__file__", None) == own)
+    assert (first.task.id, [tool.name for tool in first.tools]) == ("first", ["add"])
+    assert describe(f"{env_file}:Own").reference.endswith(":Own")
+    module = next(loaded for loaded in sys.modules.values() if getattr(loaded, "__file__", None) == env_file)
     assert module.closed == [3]
 
 
@@ -112,7 +112,7 @@ def test_an_endless_source_is_counted_up_to_a_limit() -> None:
     assert count_tasks("turnwise.envs.basic.lookup:tasks?n=5000") == 1000
 
 
-def test_what_is_not_there_is_named() -> None:
+def test_unknown_environment_raises_with_the_nearest_name() -> None:
     with pytest.raises(RegistryError, match="there is no environment 'lokup'; did you mean 'lookup'"):
         run("envs", "show", "lokup")
     assert "nowhere" in describe("nowhere:Env").problem

@@ -52,7 +52,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(registration, "_ENVS", dict(registration._ENVS))
     monkeypatch.syspath_prepend(str(home / "src"))
     yield home
-    for name in [each for each in sys.modules if each.partition(".")[0] == "price_check"]:
+    for name in [module_name for module_name in sys.modules if module_name.partition(".")[0] == "price_check"]:
         del sys.modules[name]
 
 
@@ -72,7 +72,7 @@ async def test_a_new_environment_passes_the_checker(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("Price", "NAME is 'Price': write lower-case words"),
         ("price.check", "write lower-case words"),
@@ -81,25 +81,25 @@ async def test_a_new_environment_passes_the_checker(project: Path) -> None:
         ("guess-number", "is taken by an environment"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused(name: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_name_that_cannot_be_used_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         run("init", name, "--dir", str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_directory_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("here")
     with pytest.raises(ConfigError, match="is not an empty directory: choose another one with --dir"):
         run("init", "price-check", "--dir", str(tmp_path))
     with pytest.raises(ConfigError, match="is not empty: choose another directory"):
         write_first_model(FirstModel(EnvSpec("lookup")), [], tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 async def test_demonstrations_are_solutions_of_the_tasks_in_order(tmp_path: Path) -> None:
     rows = await demonstrate(FirstModel(EnvSpec("lookup"), "turnwise.envs.basic.lookup:tasks?n=3", demonstrations=5))
-    asked = [row["messages"][0]["content"] for row in rows]
-    assert asked[3:] == asked[:2]
+    prompts = [row["messages"][0]["content"] for row in rows]
+    assert prompts[3:] == prompts[:2]
     assert [len(row["messages"]) for row in rows] == [6] * 5
     # Another reset seed, so other hidden data.
     assert rows[0]["messages"][1:] != rows[3]["messages"][1:]
@@ -109,11 +109,11 @@ async def test_demonstrations_are_solutions_of_the_tasks_in_order(tmp_path: Path
         await demonstrate(FirstModel(EnvSpec(f"{file}:Silent")))
 
 
-def test_a_model_comes_with_the_configuration_that_trains_it(tmp_path: Path) -> None:
+def test_make_model_writes_a_configuration_that_trains_the_model(tmp_path: Path) -> None:
     file = tmp_path / "env.py"
     file.write_text(HELLO.read_text())
-    said = run("make-model", str(tmp_path / "made"), "--env", f"{file}:Dice", "--demonstrations", "8", "--steps", "0")
-    assert f"turnwise train {tmp_path / 'made' / 'train.yaml'}" in said
+    output = run("make-model", str(tmp_path / "made"), "--env", f"{file}:Dice", "--demonstrations", "8", "--steps", "0")
+    assert f"turnwise train {tmp_path / 'made' / 'train.yaml'}" in output
     config = load_config(TrainConfig, tmp_path / "made" / "train.yaml")
     assert config.name == "dice"
     assert config.rollout.env.name == f"{file}:Dice"
@@ -133,14 +133,14 @@ def test_a_model_comes_with_the_configuration_that_trains_it(tmp_path: Path) -> 
     assert max_new_tokens(tmp_path / "trained") == moved.rollout.max_tokens_per_turn
 
 
-def test_it_has_the_tasks_and_the_settings_that_the_model_was_made_with(tmp_path: Path) -> None:
+def test_configuration_has_the_tasks_and_settings_of_make_model(tmp_path: Path) -> None:
     tasks = "turnwise.tasks.seeded:tasks?n=3"
     plan = FirstModel(EnvSpec("guess_number", {"high": 20}), tasks, demonstrations=3, steps=0)
     rows = asyncio.run(demonstrate(plan))
     write_first_model(plan, rows, tmp_path / "made")
-    made = yaml.safe_load((tmp_path / "made" / "train.yaml").read_text())
-    assert (made["tasks"], made["eval"]["tasks"]) == (tasks, tasks)
-    assert made["rollout"]["env"] == {"name": "guess_number", "config": {"high": 20}}
+    config = yaml.safe_load((tmp_path / "made" / "train.yaml").read_text())
+    assert (config["tasks"], config["eval"]["tasks"]) == (tasks, tasks)
+    assert config["rollout"]["env"] == {"name": "guess_number", "config": {"high": 20}}
 
 
 async def test_a_share_of_the_demonstrations_is_wrong() -> None:
@@ -157,7 +157,7 @@ async def test_a_share_of_the_demonstrations_is_wrong() -> None:
 
 
 @pytest.mark.long
-def test_it_is_tested_evaluated_and_trained_by_the_commands_of_its_readme(tmp_path: Path) -> None:
+def test_project_passes_the_commands_of_its_readme(tmp_path: Path) -> None:
     run("init", "price-check", "--dir", str(tmp_path / "project"))
     home = tmp_path / "project"
     environment = {**os.environ, "PYTHONPATH": str(home / "src"), "TURNWISE_EXTERNAL_MODULES": "price_check"}
