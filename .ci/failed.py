@@ -1,4 +1,4 @@
-"""Prints the names of the tests that failed in the last run; exits with 1 where there are none, or too many.
+"""Prints the names of the tests that failed in the last run, one a line; exits with 1 for none, or too many.
 
 pytest-xdist notes tests of a group as NAME@GROUP, which pytest alone does not know: the file is written anew without.
 
@@ -25,7 +25,7 @@ def main() -> int:
     if not 0 < len(failed) <= most or not all("::" in name for name in failed):
         return 1
     file.write_text(json.dumps(dict.fromkeys(failed, True)))
-    print(" ".join(failed))  # noqa: T201
+    print("\n".join(failed))  # noqa: T201
     return 0
 
 

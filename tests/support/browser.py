@@ -11,7 +11,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 MODULES = ROOT / ".cache/browser/node_modules"
-"""Where the Makefile installs playwright-core."""
+"""Where `make test-real` installs playwright-core."""
 CHROMIUM = "/usr/bin/chromium"
 
 

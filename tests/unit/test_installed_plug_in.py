@@ -78,14 +78,14 @@ def echo_env(words: str) -> None:
 """
 USE = """
 import json
-from turnwise import load_tasks, make, make_agent
+from turnwise import SourceConfig, load_tasks, make, make_agent
 from turnwise.sandboxes.config import SandboxConfig, open_backend
 
 print(json.dumps([
     type(make("echo")).__module__,
     type(make_agent("echo_agent")).__module__,
     type(open_backend(SandboxConfig(name="echo_box"))).__module__,
-    [[task.prompt, task.env] for task in load_tasks({"source": "rows.jsonl", "format": "echo_rows"})],
+    [[task.prompt, task.env] for task in load_tasks(SourceConfig(source="rows.jsonl", format="echo_rows"))],
 ]))
 """
 

@@ -34,7 +34,7 @@ def test_every_target_is_there(target: str) -> None:
 
 def test_torch_is_installed_first_and_can_be_chosen() -> None:
     plan = dry_run("setup", "TORCH=torch==2.9 --index-url https://example.org/cpu")
-    torch, rest = (plan.index(part) for part in ("torch==2.9 --index-url https://example.org/cpu", '-e ".[dev]"'))
+    torch, rest = (plan.index(part) for part in ("torch==2.9 --index-url https://example.org/cpu", "--require-hashes"))
     assert torch < rest
 
 
@@ -183,11 +183,38 @@ def test_what_failed_in_a_group_is_run_again_alone(tmp_path: Path) -> None:
     noted = tmp_path / ".pytest_cache" / "v" / "cache" / "lastfailed"
     failed = [sys.executable, str(ROOT / ".ci" / "failed.py"), str(noted)]
     named = subprocess.run([*failed, "2"], capture_output=True, text=True, check=False)
-    assert (named.returncode, named.stdout) == (0, "test_it.py::test_grouped[a@b] test_it.py::test_other\n")
+    assert (named.returncode, named.stdout) == (0, "test_it.py::test_grouped[a@b]\ntest_it.py::test_other\n")
     again = ["--last-failed", "--last-failed-no-failures", "none", "-n", "0"]
     second = subprocess.run([*pytest_in, *again], cwd=tmp_path, env=known, capture_output=True, text=True, check=False)
     assert "\n2 failed in " in second.stdout, second.stdout + second.stderr
     assert subprocess.run([*failed, "1"], capture_output=True, check=False).returncode == 1, "too many"
+
+
+def test_third_failure_of_a_flaky_test_fails(tmp_path: Path) -> None:
+    file = tmp_path / "flaky.md"
+    command = [sys.executable, str(ROOT / ".ci" / "flaky.py"), str(file), "2026-11-27"]
+    first, second = "a.py::test_a[x y]", "a.py::test_b"
+    codes = [
+        subprocess.run(command, input=names, capture_output=True, text=True, check=False).returncode
+        for names in (
+            "a.py::test_a[x y]\n",
+            "a.py::test_a[x y]\na.py::test_b\n",
+            "a.py::test_b\n",
+            "a.py::test_a[x y]\n",
+        )
+    ]
+    assert codes == [0, 0, 0, 1]
+    assert file.read_text().count("| `a.py::test_b` | 2026-11-27 |") == 2
+    assert file.read_text().startswith((ROOT / "tests" / "flaky.md").read_text().partition("| test |")[0])
+
+
+def test_constraints_pin_versions_by_hash_and_leave_torch_open() -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    pinned = re.findall(r"^([\w.-]+)==\S+[^\n]*\\\n    --hash=sha256:", text, re.MULTILINE)
+    assert len(pinned) == len(re.findall(r"^[^ #\n]", text, re.MULTILINE)) > 100
+    assert [name for name in pinned if re.match(r"torch$|triton$|nvidia-|cuda-", name)] == []
+    assert "://" not in text
+    assert " @ " not in text
 
 
 def test_markers_are_those_that_the_makefile_names() -> None:
