@@ -195,13 +195,8 @@ def test_third_failure_of_a_flaky_test_fails(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / ".ci" / "flaky.py"), str(file), "2026-11-27"]
     first, second = "a.py::test_a[x y]", "a.py::test_b"
     codes = [
-        subprocess.run(command, input=names, capture_output=True, text=True, check=False).returncode
-        for names in (
-            "a.py::test_a[x y]\n",
-            "a.py::test_a[x y]\na.py::test_b\n",
-            "a.py::test_b\n",
-            "a.py::test_a[x y]\n",
-        )
+        subprocess.run(command, input="\n".join(names), capture_output=True, text=True, check=False).returncode
+        for names in ([first], [first, second], [second], [first])
     ]
     assert codes == [0, 0, 0, 1]
     assert file.read_text().count("| `a.py::test_b` | 2026-11-27 |") == 2
