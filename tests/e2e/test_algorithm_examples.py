@@ -52,10 +52,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_it_learns_to_use_the_tools(name: str, runs: Path, warm_lookup: Path) -> None:
     out = play(runs, name, "--warm", str(warm_lookup), *SHORT)
     summary = json.loads((runs / f"{name}-seed0" / "summary.json").read_text())
-    before, after = (summary[part]["sampled"]["success"]["mean"] for part in ("before", "after"))
+    warm_success, trained_success = (summary[part]["sampled"]["success"]["mean"] for part in ("before", "after"))
     clipped = [record.get("train/clip_fraction", 0.0) for record in lines(runs / f"{name}-seed0" / "metrics.jsonl")]
-    print(f"{name}: {before:.3f} to {after:.3f}, clipped {max(clipped):.3f} at most, {summary['cpu_s']:.0f} CPU-s")
+    figures = f"{warm_success:.3f} to {trained_success:.3f}, clipped {max(clipped):.3f} at most"
+    print(f"{name}: {figures}, {summary['cpu_s']:.0f} CPU-s")
     assert "clipped:" in out
-    assert before <= 0.35
-    assert after > 0.85
+    assert warm_success <= 0.35
+    assert trained_success > 0.85
     assert max(clipped) > 0

@@ -23,15 +23,15 @@ def test_a_program_learns_as_the_react_loop_does(warm_lookup: Path, tmp_path: Pa
         done = run_command(command, stdout=log, stderr=log, env={**os.environ, "COLUMNS": "160"}, check=False)
     assert done.returncode == 0, (tmp_path / "log").read_text()[-3000:]
     summary = json.loads((tmp_path / "job" / "summary.json").read_text())
-    found = {
+    rewards = {
         f"{part} {kind}": summary[part][kind]["success"]["mean"]
         for part in ("before", "after")
         for kind in ("sampled", "greedy")
     }
-    print(f"{found}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
-    assert max(found["before sampled"], found["before greedy"]) <= 0.35
-    assert found["after sampled"] >= 0.88
-    assert found["after greedy"] >= 0.97
+    print(f"{rewards}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
+    assert max(rewards["before sampled"], rewards["before greedy"]) <= 0.35
+    assert rewards["after sampled"] >= 0.88
+    assert rewards["after greedy"] >= 0.97
     audit = [sys.executable, "-m", "turnwise", "audit", str(tmp_path / "job")]
     result = run_command(audit, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

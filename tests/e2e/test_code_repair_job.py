@@ -37,12 +37,12 @@ def test_it_learns_to_go_on_until_the_tests_pass(tmp_path: Path) -> None:
     print(f"{figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
     assert figures["before sampled"] <= 0.4
     assert figures["after sampled"] >= figures["before sampled"] + 0.25
-    trained = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
+    trained = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
     assert len(trained) == STEPS
-    assert all(each["batch/failed"] == 0 for each in trained)
+    assert all(record["batch/failed"] == 0 for record in trained)
     # What the reward says is what the hidden tests said of the file that the model left.
-    rows = [each for each in lines(run / "trajectories.twz") if each["error"] is None]
-    assert {reward[1] for each in rows for reward in each["rewards"]} <= {"solved", "errors"}
+    rows = [row for row in lines(run / "trajectories.twz") if row["error"] is None]
+    assert {reward[1] for row in rows for reward in row["rewards"]} <= {"solved", "errors"}
     assert audit_files(run).contradictions == []
     bisects(run, rows)
 
@@ -50,14 +50,14 @@ def test_it_learns_to_go_on_until_the_tests_pass(tmp_path: Path) -> None:
 def bisects(run: Path, rows: list[dict[str, Any]]) -> None:
     """An episode that failed is won from one of its turns by the trained model; where it was lost is named."""
     failed = next(
-        each for each in rows if "step-0-sampled" in each["id"] and not any(value for _, _, value in each["rewards"])
+        row for row in rows if "step-0-sampled" in row["id"] and not any(value for _, _, value in row["rewards"])
     )
     [checkpoint] = (run / "checkpoints").glob("step_*")
     command = [sys.executable, "-m", "turnwise", "bisect", str(run), failed["id"], "--model", str(checkpoint), "--json"]
     done = run_command(command, check=False, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert (found["episode_id"], found["failed"]) == (failed["episode_id"], 0)
-    assert all(len(turn["rewards"]) == 4 for turn in found["turns"])
-    assert max(reward for turn in found["turns"] for reward in turn["rewards"]) >= 0.7
-    assert f"The episode was lost at turn {found['decisive']}" in found["verdict"]
+    report = json.loads(done.stdout)
+    assert (report["episode_id"], report["failed"]) == (failed["episode_id"], 0)
+    assert all(len(turn["rewards"]) == 4 for turn in report["turns"])
+    assert max(reward for turn in report["turns"] for reward in turn["rewards"]) >= 0.7
+    assert f"The episode was lost at turn {report['decisive']}" in report["verdict"]

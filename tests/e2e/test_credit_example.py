@@ -37,8 +37,8 @@ def test_credit_per_turn_beats_one_outcome(tmp_path: Path) -> None:
     filed = {}
     for name, credit in (("turns", []), ("outcome", ["algorithm.credit=same"])):
         play(tmp_path, "--name", name, "--warm", str(tmp_path / "warm"), "eval=null", *credit)
-        steps = [each for each in lines(tmp_path / name / "metrics.jsonl") if each["kind"] == "train"]
-        filed[name] = sum(each["reward/mean"] for each in steps[10:]) / 10
+        steps = [record for record in lines(tmp_path / name / "metrics.jsonl") if record["kind"] == "train"]
+        filed[name] = sum(record["reward/mean"] for record in steps[10:]) / 10
     print(filed)
     assert filed["turns"] >= 0.85
     assert filed["outcome"] <= filed["turns"] - 0.1

@@ -73,11 +73,11 @@ def test_over_sampling_trains_the_first_groups_and_cancels_the_others(lookup_mod
         assert step["batch/trajectories"] == 2 * MEMBERS
         assert step["replay/staleness_max"] == 0
     trajectories = list(read_trajectories(run / "trajectories.twz"))
-    cancelled = [each for each in trajectories if each.stop_reason is StopReason.CANCELLED]
-    assert len({each.group_id for each in trajectories}) == 6
+    cancelled = [trajectory for trajectory in trajectories if trajectory.stop_reason is StopReason.CANCELLED]
+    assert len({trajectory.group_id for trajectory in trajectories}) == 6
     rows = {row.trajectory for row in read_batches(run / "batches.jsonl").rows}
-    lost = {each.group_id for each in cancelled}
-    assert rows.isdisjoint(each.id for each in trajectories if each.group_id in lost)
+    lost = {trajectory.group_id for trajectory in cancelled}
+    assert rows.isdisjoint(trajectory.id for trajectory in trajectories if trajectory.group_id in lost)
     assert audit_files(run).sound
 
 
@@ -90,10 +90,10 @@ def test_the_tail_of_a_batch_is_carried_into_the_next_step(lookup_model: Path, t
     assert first["batch/trajectories"] == second["batch/trajectories"] == MEMBERS
     assert (first["replay/staleness_max"], second["replay/staleness_max"]) == (0, 1)
     assert "rollout/cancelled_episodes" not in second
-    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(run / "trajectories.twz")}
     rows = {row.trajectory for row in read_batches(run / "batches.jsonl").rows}
     versions = {
-        name: {version for each in trajectories[name].segments for version, _, _ in each.weight_versions}
+        name: {version for segment in trajectories[name].segments for version, _, _ in segment.weight_versions}
         for name in rows
     }
     assert {1} in versions.values(), "the one that was waited for sampled with the weights of the first step"
@@ -131,10 +131,10 @@ def test_an_algorithm_of_ones_own_gets_its_tasks_or_the_first_to_finish(lookup_m
 
     async def own(run: TrainRun) -> None:
         training = Training(run)
-        mine = training.train_tasks[:3]
-        groups = await training.rollouts(mine)
+        tasks = training.train_tasks[:3]
+        groups = await training.rollouts(tasks)
         # The first episode waits for ever: the tail does not wait for its group, and nothing takes its place.
-        assert {group.task_id for group in groups} == {task.id for task in mine[1:]}
+        assert {group.task_id for group in groups} == {task.id for task in tasks[1:]}
         await training.learn(groups)
         while not training.finished:
             groups = await training.rollouts(group_size=3)

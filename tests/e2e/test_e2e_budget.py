@@ -14,6 +14,11 @@ from turnwise.trainer.run.run import open_run
 from turnwise.trainer.train import run_train
 
 
+def sampled_tokens(records: list[dict[str, Any]]) -> int:
+    segments = [segment for record in records for segment in record["segments"]]
+    return sum(len(segment["token_ids"]) for segment in segments if segment["kind"] == "sampled")
+
+
 def rates(run: Path) -> list[float]:
     return [record["lr/adamw"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
@@ -26,9 +31,7 @@ def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(looku
     run = tmp_path / "run"
     state = json.loads((run / "checkpoints" / "step_000001" / "trainer_state.json").read_text())
     first = lines(run / "trajectories.twz")
-    sampled = sum(
-        len(each["token_ids"]) for record in first for each in record["segments"] if each["kind"] == "sampled"
-    )
+    sampled = sampled_tokens(first)
     assert state["spent"]["sampled_tokens"] == summary.spent["sampled_tokens"] == sampled
     assert state["spent"]["wall_time"] > 0
     assert json.loads((run / "summary.json").read_text())["ended_by"] == "sampled_tokens"
@@ -39,12 +42,12 @@ def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(looku
     assert summary.ended_by == "sampled_tokens"
     assert summary.steps >= 2
     assert summary.spent["sampled_tokens"] >= 2 * sampled
-    begun, after, *_ = rates(run)
-    assert begun == 1e-3
+    first_rate, resumed_rate, *_ = rates(run)
+    assert first_rate == 1e-3
     later = lines(run / "trajectories.twz")[len(first) : 2 * len(first)]
-    second = sum(len(each["token_ids"]) for record in later for each in record["segments"] if each["kind"] == "sampled")
+    second = sampled_tokens(later)
     steps = 2 / ((sampled + second) / (2 * sampled))
-    assert after == pytest.approx(begun * (1 - 1 / math.ceil(steps)))
+    assert resumed_rate == pytest.approx(first_rate * (1 - 1 / math.ceil(steps)))
 
 
 async def test_wall_time_counts_what_earlier_processes_took(lookup_model: Path, tmp_path: Path) -> None:

@@ -34,49 +34,51 @@ def evaluated(model: Path, runs: Path) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def left(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def evaluated_run(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that was evaluated after every step, and keeps the newest checkpoint and the best."""
-    made = shared(
+    folder = shared(
         tmp_path_factory, "evaluated", lambda runs: run_train(evaluated(lookup_model, runs), console=silent())
     )
-    return made / "run"
+    return folder / "run"
 
 
 def cli(*arguments: str | Path) -> int:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
+    return int(exit_.value.code or 0)
 
 
 def rewards(run: Path) -> dict[int, float]:
     """Return what evaluations found, by the step of the weights; of two of one step the later one counts."""
     records = read_metrics(run / "metrics.jsonl")
-    return {each["step"]: each["sampled"]["reward"]["mean"] for each in records if each["kind"] == "eval"}
+    return {record["step"]: record["sampled"]["reward"]["mean"] for record in records if record["kind"] == "eval"}
 
 
 def the_best(run: Path) -> int:
-    found = {step: value for step, value in rewards(run).items() if step}
-    return max(found, key=lambda step: (found[step], step))
+    reward_by_step = {step: value for step, value in rewards(run).items() if step}
+    return max(reward_by_step, key=lambda step: (reward_by_step[step], step))
 
 
-def test_the_newest_checkpoint_and_the_best_remain(left: Path) -> None:
-    assert set(rewards(left)) == set(range(STEPS + 1))
-    best = the_best(left)
-    store = left / CHECKPOINTS
+def test_the_newest_checkpoint_and_the_best_remain(evaluated_run: Path) -> None:
+    assert set(rewards(evaluated_run)) == set(range(STEPS + 1))
+    best = the_best(evaluated_run)
+    store = evaluated_run / CHECKPOINTS
     assert CheckpointStore(store).steps() == sorted({best, STEPS})
     assert os.readlink(store / "best") == f"step_{best:06d}"
-    known = json.loads((store / "best.json").read_text())
-    assert known["metric"] == "eval/sampled/reward"
-    assert known["steps"][str(best)] == rewards(left)[best]
+    ratings = json.loads((store / "best.json").read_text())
+    assert ratings["metric"] == "eval/sampled/reward"
+    assert ratings["steps"][str(best)] == rewards(evaluated_run)[best]
 
 
-def test_the_best_checkpoint_is_exported(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli("export", left, tmp_path / "model", "--best") == 0
-    checkpoint = left / CHECKPOINTS / f"step_{the_best(left):06d}"
+def test_the_best_checkpoint_is_exported(
+    evaluated_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("export", evaluated_run, tmp_path / "model", "--best") == 0
+    checkpoint = evaluated_run / CHECKPOINTS / f"step_{the_best(evaluated_run):06d}"
     assert checkpoint.name in capsys.readouterr().out
-    mine, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", checkpoint))
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    exported, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", checkpoint))
+    assert exported.keys() == theirs.keys()
+    assert all(torch.equal(exported[name], theirs[name]) for name in exported)
     assert (tmp_path / "model" / "tokenizer.json").is_file()
 
 
@@ -99,7 +101,8 @@ def test_a_run_goes_on_from_the_step_that_is_named(
     batches = read_batches(run / "batches.jsonl")
     assert (batches.steps, batches.rolled_back, batches.starts) == (2, 2, ((0, 0), (1, 1)))
     # The file keeps what was undone; a reader gets what counts.
-    logged = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
-    assert [each["step"] for each in logged] == [1, 2, 3, 2]
-    assert [each for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "train"] == [logged[0], logged[3]]
+    logged = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["step"] for record in logged] == [1, 2, 3, 2]
+    effective = [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"]
+    assert effective == [logged[0], logged[3]]
     assert audit_run(run, at_most=8, console=silent()).contradictions == []

@@ -35,25 +35,25 @@ def heard(number: int, name: str, text: str) -> dict[str, Any]:
 
 def demonstrations() -> list[dict[str, Any]]:
     """An agent that has another one look the team up, that other one, and summaries: each a conversation."""
-    own = [tool.schema.to_json() for tool in LookupEnv.tool_methods.values()]
-    offered = [*own, schema_of(SubAgentConfig.model_validate(SUB_AGENT)).to_json()]
+    lookup_tools = [tool.schema.to_json() for tool in LookupEnv.tool_methods.values()]
+    offered = [*lookup_tools, schema_of(SubAgentConfig.model_validate(SUB_AGENT)).to_json()]
     rows = []
     for seed, task in enumerate(tasks(150)):
-        drawn = table(seed, person=task.data["person"])
-        person, team = drawn.person, drawn.teams[drawn.person]
+        people = table(seed, person=task.data["person"])
+        person, team = people.person, people.teams[people.person]
         main = [
             {"role": "user", "content": f"Who manages {person}?"},
             called(0, "delegate", task=person), heard(0, "delegate", team),
-            called(1, "manager_of", team=team), heard(1, "manager_of", drawn.answer),
+            called(1, "manager_of", team=team), heard(1, "manager_of", people.answer),
         ]  # fmt: skip
-        rows.append({"messages": [*main, {"role": "assistant", "content": drawn.answer}], "tools": offered})
-        ask, summary = {"role": "user", "content": ASK}, {"role": "assistant", "content": drawn.answer}
+        rows.append({"messages": [*main, {"role": "assistant", "content": people.answer}], "tools": offered})
+        ask, summary = {"role": "user", "content": ASK}, {"role": "assistant", "content": people.answer}
         rows.append({"messages": [*main, ask, summary], "tools": offered})
         worker = [
             {"role": "system", "content": "Help."}, {"role": "user", "content": person},
             called(0, "team_of", person=person), heard(0, "team_of", team), {"role": "assistant", "content": team},
         ]  # fmt: skip
-        rows.append({"messages": worker, "tools": own})
+        rows.append({"messages": worker, "tools": lookup_tools})
     return rows
 
 

@@ -58,24 +58,24 @@ def final(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step_{STEPS:06d}" / "model.safetensors")
 
 
-@pytest.mark.parametrize("place", range(PLACES))
+@pytest.mark.parametrize("moment", range(PLACES))
 def test_a_kill_anywhere_costs_at_most_the_steps_since_the_last_checkpoint(
-    straight: Path, lookup_model: Path, tmp_path: Path, place: int
+    straight: Path, lookup_model: Path, tmp_path: Path, moment: int
 ) -> None:
     events = (straight / "done").read_text().splitlines()
     assert len(events) > 3 * PLACES
-    at = 1 + place * (len(events) - 1) // (PLACES - 1)
+    at = 1 + moment * (len(events) - 1) // (PLACES - 1)
     settings = config(lookup_model, tmp_path, at)
     with training(settings) as process:
         assert process.wait() == -signal.SIGKILL, process.output()
     [event] = (tmp_path / "done").read_text().splitlines()
     run = tmp_path / "run"
-    left = [trajectory.id for trajectory in read_trajectories(run / "trajectories.twz")]
+    trajectory_ids = [trajectory.id for trajectory in read_trajectories(run / "trajectories.twz")]
     assert audit_run(run, recompute=False, console=silent()).contradictions == [], event
 
     assert run_train(settings, console=silent()).steps == STEPS
-    wanted, found = final(straight / "run"), final(run)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted), event
+    uninterrupted, resumed = final(straight / "run"), final(run)
+    assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted), event
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"], event
     logged = [record["step"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
     assert sorted(set(logged)) == [1, 2, 3], event
@@ -83,7 +83,7 @@ def test_a_kill_anywhere_costs_at_most_the_steps_since_the_last_checkpoint(
     assert batches.steps == STEPS
     assert len({row.trajectory for row in batches.rows}) <= STEPS * GROUPS * MEMBERS
     ids = [trajectory.id for trajectory in read_trajectories(run / "trajectories.twz")]
-    assert ids[: len(left)] == left
+    assert ids[: len(trajectory_ids)] == trajectory_ids
     assert len(set(ids)) == len(ids)
     assert audit_run(run, at_most=4, console=silent()).contradictions == [], event
 
@@ -105,9 +105,9 @@ def sampled_again(lines: list[bytes]) -> None:
     one, other = (
         orjson.loads(line) for line in (lines[first(lines, "member")], lines[-1 - first(lines[::-1], "member")])
     )
-    again = {**one, "trajectories": other["trajectories"]}
-    del again["crc"]
-    lines.insert(len(lines) - 1, seal(again))
+    merged = {**one, "trajectories": other["trajectories"]}
+    del merged["crc"]
+    lines.insert(len(lines) - 1, seal(merged))
 
 
 def first_lost(lines: list[bytes]) -> None:
@@ -117,9 +117,9 @@ def first_lost(lines: list[bytes]) -> None:
 def trained_twice(lines: list[bytes]) -> None:
     """The last step trains what an earlier one did, too."""
     one = next(record for record in map(orjson.loads, lines[:-1]) if record.get("rows"))
-    last = orjson.loads(lines[-1])
-    last["rows"] += one["rows"]
-    lines[-1] = orjson.dumps(last)
+    last_record = orjson.loads(lines[-1])
+    last_record["rows"] += one["rows"]
+    lines[-1] = orjson.dumps(last_record)
 
 
 def untrained(lines: list[bytes]) -> None:
@@ -161,8 +161,8 @@ def test_what_the_crash_tests_check_fails_where_something_is_wrong(
 ) -> None:
     run = shutil.copytree(straight / "run", tmp_path / "run")
     assert prove(run, [], at_most=1).steps == STEPS
-    spoilt = [orjson.dumps(record) for record in read_records(run / file)]
-    spoil(spoilt)
-    write_records(run / file, map(orjson.loads, spoilt))
+    broken_records = [orjson.dumps(record) for record in read_records(run / file)]
+    spoil(broken_records)
+    write_records(run / file, map(orjson.loads, broken_records))
     with pytest.raises((AssertionError, FormatError)):
         prove(run, [], at_most=1)

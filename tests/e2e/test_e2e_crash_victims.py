@@ -22,10 +22,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 def walk(config: TrainConfig, name: str) -> None:
     """Train through all moments, and prove what is left."""
     lives = train_through(config)
-    found = struck(config.runs)
+    kills = struck(config.runs)
     victim = config.custom["crash"]["victim"]
-    assert [(each["moment"], each["victim"]) for each in found] == [(moment, victim) for moment in MOMENTS]
-    assert len({each["pid"] for each in found}) == len(MOMENTS)
+    assert [(kill["moment"], kill["victim"]) for kill in kills] == [(moment, victim) for moment in MOMENTS]
+    assert len({kill["pid"] for kill in kills}) == len(MOMENTS)
     run = config.runs / config.name
     proof = prove(run, lives, short=config.overlap.stream > 1)
     assert proof.trained > 0

@@ -40,10 +40,10 @@ def test_rows_choose_their_agents_and_all_of_them_train(lookup_model: Path, tmp_
     for trajectory in read_trajectories(summary.directory / "trajectories.twz"):
         assert trajectory.error is None
         by_agent.setdefault(("loop", "proxied", "silent")[int(trajectory.task_id[-1]) % 3], []).append(trajectory)
-    assert {name: len(found) for name, found in by_agent.items()} == dict.fromkeys(by_agent, 2 * 4 + 2)
-    assert all(each.segments for name in ("loop", "proxied") for each in by_agent[name])
+    assert {name: len(played) for name, played in by_agent.items()} == dict.fromkeys(by_agent, 2 * 4 + 2)
+    assert all(trajectory.segments for name in ("loop", "proxied") for trajectory in by_agent[name])
     # One that never asks the model keeps its reward, and is counted.
-    assert {(each.reward, len(each.segments)) for each in by_agent["silent"]} == {(0.5, 0)}
+    assert {(trajectory.reward, len(trajectory.segments)) for trajectory in by_agent["silent"]} == {(0.5, 0)}
     steps = [record for record in lines(summary.directory / "metrics.jsonl") if record["kind"] == "train"]
     assert [record["batch/trajectories"] for record in steps] == [12.0, 12.0]
 

@@ -27,7 +27,7 @@ DEMONSTRATIONS, TEACHER_STEPS, STUDENT_STEPS = 4000, 80, 100
 
 
 def steps(run: Path) -> list[dict]:
-    return [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
+    return [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
 def test_a_teacher_of_the_same_weights_has_nothing_to_say_at_first(lookup_model: Path, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def shown(runs: Path, name: str, rows: list[dict[str, Any]], steps: int) -> Path
     """Train the model ``runs / "base"`` on demonstrations."""
     data = runs / f"{name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {
+    settings = {
         "name": name,
         "runs": runs,
         "data": data,
@@ -74,7 +74,7 @@ def shown(runs: Path, name: str, rows: list[dict[str, Any]], steps: int) -> Path
         "optim": {"name": "muon", "lr": 4e-3, "muon": {"lr": 0.02}},
         "schedule": {"kind": "wsd", "warmup_steps": 8, "decay_fraction": 0.4},
     }
-    return run_sft(SFTConfig.model_validate(given), console=silent()).model
+    return run_sft(SFTConfig.model_validate(settings), console=silent()).model
 
 
 def success(figures: dict[str, Any] | None) -> float:
@@ -89,13 +89,13 @@ def test_a_student_of_wrong_demonstrations_becomes_nearly_as_good_as_its_teacher
     rows = asyncio.run(example("teacher").demonstrations(DEMONSTRATIONS, seed=0))
     make_model(tmp_path / "base", rows, seed=0)
     # The teacher has seen the right ones alone; the student all of them, of which four in five are wrong.
-    good = [row for row in rows if right(row["messages"])]
-    expert = shown(tmp_path, "expert", good, TEACHER_STEPS)
+    correct = [row for row in rows if right(row["messages"])]
+    expert = shown(tmp_path, "expert", correct, TEACHER_STEPS)
     novice = shown(tmp_path, "novice", rows, STUDENT_STEPS)
-    given = [f"policies.main.model.path={novice}", f"rollout.frozen.expert.model={expert}", f"runs={tmp_path}"]
-    config = load_config(TrainConfig, DISTILL, given)
+    overrides = [f"policies.main.model.path={novice}", f"rollout.frozen.expert.model={expert}", f"runs={tmp_path}"]
+    config = load_config(TrainConfig, DISTILL, overrides)
     assert config.eval is not None
-    asked = {
+    changes = {
         "model": expert,
         "out": tmp_path / "played",
         "tasks": config.eval.tasks,
@@ -104,16 +104,18 @@ def test_a_student_of_wrong_demonstrations_becomes_nearly_as_good_as_its_teacher
         "rollout": {"env": {"name": "lookup"}, "max_turns": 4, "max_tokens_per_turn": 24},
         "inference": {"threads": 1},
     }
-    taught = success(run_eval(EvalConfig.model_validate(asked), console=silent()).to_json())
+    taught = success(run_eval(EvalConfig.model_validate(changes), console=silent()).to_json())
     summary = run_train(config, console=silent())
-    before, after = success(summary.before), success(summary.after)
-    apart = [each["distill/reverse_kl"] for each in steps(summary.directory)]
-    print(f"student {before:.3f} to {after:.3f}, teacher {taught:.3f}; {summary.cpu_s:.0f} CPU-s in all")
-    print(f"reverse KL {[round(each, 3) for each in apart]}")
+    novice_success, trained_success = success(summary.before), success(summary.after)
+    apart = [record["distill/reverse_kl"] for record in steps(summary.directory)]
+    print(
+        f"student {novice_success:.3f} to {trained_success:.3f}, teacher {taught:.3f}; {summary.cpu_s:.0f} CPU-s in all"
+    )
+    print(f"reverse KL {[round(divergence, 3) for divergence in apart]}")
     # The bar of every algorithm on this job. No reward was read: config.algorithm.distill alone says what is learned.
     assert config.algorithm.distill is not None
     assert config.algorithm.distill.reward_coef == 0
-    assert before <= 0.35
+    assert novice_success <= 0.35
     assert taught >= 0.95
-    assert after > 0.85
+    assert trained_success > 0.85
     assert np.mean(apart[-5:]) < 0.2 * apart[0]

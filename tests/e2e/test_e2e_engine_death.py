@@ -95,8 +95,8 @@ async def test_a_server_killed_in_the_middle_of_a_rollout_is_recovered(
     failed = [t for t in trajectories if t.error is not None]
     assert failed
     assert all("InferenceError" in t.error and t.rewards == [] for t in failed)
-    again = {(t.group_id, t.id.rsplit("/")[-1].partition(".")[0]) for t in trajectories if t.attempt > 0}
-    assert {(t.group_id, t.id.rsplit("/")[-1].partition(".")[0]) for t in failed} <= again
+    retried = {(t.group_id, t.id.rsplit("/")[-1].partition(".")[0]) for t in trajectories if t.attempt > 0}
+    assert {(t.group_id, t.id.rsplit("/")[-1].partition(".")[0]) for t in failed} <= retried
     # No group lost a member, nobody was sampled by weights that were not those of his step.
     records = lines(tmp_path / "run" / "metrics.jsonl")
     steps = [record for record in records if record["kind"] == "train"]
@@ -153,7 +153,7 @@ async def test_with_another_server_no_episode_notices(lookup_model: Path, tmp_pa
         await kill(dying)
         await training
         assert run.policy.fleet.restarts == 1
-        assert [each.requests for each in run.policy.fleet.client.router.servers] == [0, 0]
+        assert [server.requests for server in run.policy.fleet.client.router.servers] == [0, 0]
     trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
     assert len(trajectories) == 2 * PER_STEP
     assert {(t.attempt, t.error) for t in trajectories} == {(0, None)}
@@ -235,18 +235,18 @@ async def test_weights_that_no_step_changed_are_not_sent(lookup_model: Path, tmp
             assert (await client.model_info()).weight_version == run.state.step
         assert sent[0] == sum(tensor.nbytes for _, tensor in run.policy.learner.export_weights())
         assert sent[1:] == [0.0, 0.0]
-        before = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        first = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
         await kill(replica)
         await run.policy.fleet.recover(InferenceError("killed"))
-        after = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
-        assert after.weight_versions == before.weight_versions == ((3, 0, 8),)
-        assert after.token_ids.tolist() == before.token_ids.tolist()
+        second = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        assert second.weight_versions == first.weight_versions == ((3, 0, 8),)
+        assert second.token_ids.tolist() == first.token_ids.tolist()
         # A server that died has to load them, although the trainer wrote nothing new.
         await kill(replica)
         run.state.step = 4
         assert (await run.sync_weights())["sync/bytes"] == 0.0
-        again = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
-        assert (again.weight_versions, again.token_ids.tolist()) == (((4, 0, 8),), before.token_ids.tolist())
+        third = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        assert (third.weight_versions, third.token_ids.tolist()) == (((4, 0, 8),), first.token_ids.tolist())
 
 
 @pytest.mark.long
@@ -260,20 +260,20 @@ async def test_a_restarted_server_samples_nothing_before_its_last_weights_are_ba
     try:
         weights = {name: 1.5 * tensor for name, tensor in load_file(lookup_model / "model.safetensors").items()}
         await replica.update_weights(write_weights(weights.items(), tmp_path, 1))
-        before = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
-        assert before.weight_versions == ((1, 0, 8),)
+        first = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+        assert first.weight_versions == ((1, 0, 8),)
 
         await kill(replica)
         restart = asyncio.create_task(replica.restart())
-        after = None
-        while after is None:
+        second = None
+        while second is None:
             # As soon as it takes connections, which is before it has the weights.
             with contextlib.suppress(InferenceError):
-                after = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
+                second = await client.generate(TokenPrompt(PROMPT), SAMPLED, session_id="")
         await restart
-        assert after.weight_versions == before.weight_versions
-        assert after.token_ids.tolist() == before.token_ids.tolist()
-        assert after.logprobs.tolist() == pytest.approx(before.logprobs.tolist(), abs=1e-5)
+        assert second.weight_versions == first.weight_versions
+        assert second.token_ids.tolist() == first.token_ids.tolist()
+        assert second.logprobs.tolist() == pytest.approx(first.logprobs.tolist(), abs=1e-5)
 
         await kill(replica)
         restart = asyncio.create_task(replica.restart())
@@ -294,7 +294,7 @@ async def test_everybody_who_asks_waits_for_the_same_restart(lookup_model: Path,
     await fleet.launch()
     try:
         dead, alive = fleet.replicas
-        kept = alive.pid
+        pid = alive.pid
         await kill(dead)
         early = asyncio.create_task(fleet.recover(InferenceError("first")))
         # The process of the restart runs, and does not answer yet.
@@ -302,7 +302,7 @@ async def test_everybody_who_asks_waits_for_the_same_restart(lookup_model: Path,
             await asyncio.sleep(0)
         late = asyncio.create_task(fleet.recover(InferenceError("second")))
         await asyncio.gather(early, late)
-        assert (fleet.restarts, alive.pid) == (1, kept)
+        assert (fleet.restarts, alive.pid) == (1, pid)
         assert await dead.health()
         assert (await fleet.stats())["restarts"] == 1
         for restarts in (2, 3):

@@ -34,7 +34,7 @@ def evaluate(checkpoint: Path, out: Path, *more: str) -> str:
     with Turnwise(out.with_suffix(".log"), *command, *limits, *more) as process:
         process.wait()
     summary = json.loads((out / "summary.json").read_text())
-    missed = "--fail-under" in more and min(summary[way]["success"]["mean"] for way in ("sampled", "greedy")) < 1
+    missed = "--fail-under" in more and min(summary[part]["success"]["mean"] for part in ("sampled", "greedy")) < 1
     assert process.returncode == int(missed), process.output()
     assert ("below --fail-under 1" in process.output()) == missed
     return process.output()
@@ -42,12 +42,12 @@ def evaluate(checkpoint: Path, out: Path, *more: str) -> str:
 
 def greedy(out: Path) -> dict[str, Any]:
     """Return what the greedy episodes said, by task."""
-    found = {}
+    scores = {}
     for trajectory in read_trajectories(out / "trajectories.twz"):
         if "greedy" in trajectory.group_id:
             ids = [segment.token_ids.tolist() for segment in trajectory.segments]
-            found[trajectory.task_id] = (ids, trajectory.rewards, trajectory.stop_reason)
-    return found
+            scores[trajectory.task_id] = (ids, trajectory.rewards, trajectory.stop_reason)
+    return scores
 
 
 def test_a_checkpoint_evaluates_alike_whoever_serves_it(checkpoint: Path, tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_a_checkpoint_evaluates_alike_whoever_serves_it(checkpoint: Path, tmp_pa
         out = tmp_path / name
         assert re.search(r"success +\d\.\d{3} ± \d\.\d{3} +\d\.\d{3} ± \d\.\d{3}", text), text
         summary = json.loads((out / "summary.json").read_text())
-        shown = re.search(r"success +(\S+) ± (\S+)", text)
-        assert float(shown[1]) == pytest.approx(summary["sampled"]["success"]["mean"], abs=5e-4)
-        assert float(shown[2]) == pytest.approx(summary["sampled"]["success"]["stderr"], abs=5e-4)
+        figures = re.search(r"success +(\S+) ± (\S+)", text)
+        assert float(figures[1]) == pytest.approx(summary["sampled"]["success"]["mean"], abs=5e-4)
+        assert float(figures[2]) == pytest.approx(summary["sampled"]["success"]["stderr"], abs=5e-4)
         assert (summary["sampled"]["success"]["episodes"], summary["greedy"]["success"]["episodes"]) == (16, 8)
         assert len(lines(out / "episodes.jsonl")) == 24
         report = audit_run(out, console=silent())
@@ -78,8 +78,8 @@ def test_a_checkpoint_evaluates_alike_whoever_serves_it(checkpoint: Path, tmp_pa
         assert bool(report.counts["logprobs recomputed"]) == (name == "own")
     assert greedy(tmp_path / "own") == greedy(tmp_path / "served")
     assert len(greedy(tmp_path / "own")) == 8
-    both = [read_scores(tmp_path / name, part="greedy") for name in ("own", "served")]
-    result = compare(*both)
+    scores = [read_scores(tmp_path / name, part="greedy") for name in ("own", "served")]
+    result = compare(*scores)
     assert (result.tasks, result.difference, result.p_value) == (8, 0.0, 1.0)
     turns = read_run(tmp_path / "own").turns("val")
     assert turns["sampled_tokens"].sum() == read_run(tmp_path / "own").tokens()["sampled"].sum()

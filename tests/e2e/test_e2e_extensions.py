@@ -59,14 +59,14 @@ def steps(run: Path) -> list[dict[str, float]]:
 def test_model_engine_and_weight_transport(run: Path, lookup_model: Path) -> None:
     """The lower layer and the embeddings are what they were, bit for bit; the servers had the new upper one."""
     [checkpoint] = (run / "checkpoints").glob("step_000002")
-    [file] = [each for each in checkpoint.rglob("*.safetensors") if each.name.startswith("model")]
-    before, after = load_file(lookup_model / "model.safetensors"), load_file(file)
-    assert before.keys() == after.keys()
-    same = {name for name in before if before[name].equal(after[name])}
-    frozen = {name for name in before if ".layers.0." in name or "embed_tokens" in name}
+    [file] = [file for file in checkpoint.rglob("*.safetensors") if file.name.startswith("model")]
+    initial, final = load_file(lookup_model / "model.safetensors"), load_file(file)
+    assert initial.keys() == final.keys()
+    same = {name for name in initial if initial[name].equal(final[name])}
+    frozen = {name for name in initial if ".layers.0." in name or "embed_tokens" in name}
     assert len(frozen) > 5
     assert same >= frozen
-    trained = {name for name in before if ".layers.1." in name}
+    trained = {name for name in initial if ".layers.1." in name}
     assert trained
     assert not same & trained
     assert all(step["gap/max"] < 1e-3 for step in steps(run)), steps(run)
@@ -82,28 +82,30 @@ def test_inference_engine(run: Path) -> None:
 
 def test_environment_tool_sandbox_agent_and_chat_format(run: Path, lookup_model: Path) -> None:
     """What a tool found in the sandbox before the first turn stands in the prompt, as the template writes it."""
-    found = trajectories(run)
+    played = trajectories(run)
     commands = [json.loads(line) for line in (run.parent / "commands.jsonl").read_text().splitlines()]
-    searched = [each for each in commands if each["command"][0] == "grep"]
-    assert len(searched) == len(found) == 16
+    searched = [command for command in commands if command["command"][0] == "grep"]
+    assert len(searched) == len(played) == 16
     tokenizer = Tokenizer.from_file(str(lookup_model / "tokenizer.json"))
-    for each in found:
-        prompt = tokenizer.decode(each.segments[0].token_ids, skip_special_tokens=False)
+    for trajectory in played:
+        prompt = tokenizer.decode(trajectory.segments[0].token_ids, skip_special_tokens=False)
         assert "Call one by [[name key=JSON]]." in prompt
         assert "search found:" in prompt
         assert "shop" in prompt.partition("search found:")[2]
-        assert each.metrics["tool_calls/search"] >= 1
+        assert trajectory.metrics["tool_calls/search"] >= 1
 
 
 def test_reward_advantage_and_loss(run: Path) -> None:
     """Rewards are named as in the rubric; the first loss is ``-A log p`` with A from the median, over all tokens."""
-    found = [each for each in trajectories(run) if each.segments[1].weight_versions[0][0] == 0]
-    assert {name for each in found for _, name, _ in each.rewards} == {"close", "brief"}
+    first_version = [
+        trajectory for trajectory in trajectories(run) if trajectory.segments[1].weight_versions[0][0] == 0
+    ]
+    assert {name for trajectory in first_version for _, name, _ in trajectory.rewards} == {"close", "brief"}
     loss = tokens = 0.0
-    for each in found:
-        median = statistics.median(other.reward for other in found if other.group_id == each.group_id)
-        logprobs = each.segments[1].logprobs
-        loss -= (each.reward - median) * float(logprobs.sum())
+    for trajectory in first_version:
+        median = statistics.median(other.reward for other in first_version if other.group_id == trajectory.group_id)
+        logprobs = trajectory.segments[1].logprobs
+        loss -= (trajectory.reward - median) * float(logprobs.sum())
         tokens += len(logprobs)
     assert steps(run)[0]["train/loss"] == pytest.approx(loss / tokens, abs=1e-5)
     # Sampled and trained by the same weights: nothing is tapered yet, but for rounding.

@@ -48,11 +48,11 @@ def saved(run: Path) -> list[int]:
 
 
 def groups_by_step(run: Path) -> dict[int, set[str]]:
-    group_of = {each.id: each.group_id for each in read_trajectories(run / "trajectories.twz")}
-    found: defaultdict[int, set[str]] = defaultdict(set)
+    group_of = {trajectory.id: trajectory.group_id for trajectory in read_trajectories(run / "trajectories.twz")}
+    groups: defaultdict[int, set[str]] = defaultdict(set)
     for row in read_batches(run / "batches.jsonl").rows:
-        found[row.step].add(group_of[row.trajectory])
-    return dict(found)
+        groups[row.step].add(group_of[row.trajectory])
+    return dict(groups)
 
 
 async def fail_in(update: int, config: TrainConfig) -> Path:
@@ -61,8 +61,8 @@ async def fail_in(update: int, config: TrainConfig) -> Path:
         await train(config, console=silent())
     failing_updates.FAILS.clear()
     run = config.runs / config.name
-    [last] = saved(run)
-    weights = load_file(run / CHECKPOINTS / f"step_{last:06d}" / "model.safetensors")
+    [last_checkpoint] = saved(run)
+    weights = load_file(run / CHECKPOINTS / f"step_{last_checkpoint:06d}" / "model.safetensors")
     assert all(torch.equal(weights[name], weight) for name, weight in failing_updates.BEFORE.items())
     assert audit_run(run, recompute=False, console=silent()).contradictions == []
     return run
@@ -76,21 +76,25 @@ async def test_the_step_before_a_failed_update_is_saved_and_gone_on_from(
     config = failing(lookup_model, tmp_path, mode=mode)
     run = await fail_in(3, config)
     assert saved(run) == [2]
-    sampled = {each.id for each in read_trajectories(run / "trajectories.twz")}
-    given = [event["keys"] for _, event in read_journal(run / "journal.jsonl").events if event["event"] == "take"]
+    sampled = {trajectory.id for trajectory in read_trajectories(run / "trajectories.twz")}
+    taken_keys = [event["keys"] for _, event in read_journal(run / "journal.jsonl").events if event["event"] == "take"]
     summary = await train(config, console=silent())
     assert summary.steps == STEPS
     assert audit_run(run, at_most=8, console=silent()).contradictions == []
     # What the failed update was to learn from is learned from, as it was sampled, and is counted once.
     trained = groups_by_step(run)
-    assert {name.partition("-")[2] for name in trained[3]} == set(given[2])
-    everything = [each for each in read_trajectories(run / "trajectories.twz") if each.partition == "train"]
-    of_step_3 = [each for each in everything if each.group_id in trained[3]]
-    assert {each.id for each in of_step_3} <= sampled
+    assert {name.partition("-")[2] for name in trained[3]} == set(taken_keys[2])
+    everything = [
+        trajectory for trajectory in read_trajectories(run / "trajectories.twz") if trajectory.partition == "train"
+    ]
+    of_step_3 = [trajectory for trajectory in everything if trajectory.group_id in trained[3]]
+    assert {trajectory.id for trajectory in of_step_3} <= sampled
     assert [len(trained[step]) for step in (1, 2, 3)] == [GROUPS] * 3
-    counted = sum(each.sampled_tokens for each in everything if each.group_id in set.union(*trained.values()))
+    counted = sum(
+        trajectory.sampled_tokens for trajectory in everything if trajectory.group_id in set.union(*trained.values())
+    )
     assert summary.spent["sampled_tokens"] == counted
-    assert [each["step"] for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "train"] == [1, 2, 3]
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2, 3]
 
 
 @pytest.mark.long
@@ -102,7 +106,7 @@ async def test_a_streamed_step_ends_with_the_parts_before_the_one_that_failed(
     # The second half of step 2.
     run = await fail_in(4, config)
     assert saved(run) == [2]
-    assert [len(each) for each in groups_by_step(run).values()] == [GROUPS, 1]
+    assert [len(groups) for groups in groups_by_step(run).values()] == [GROUPS, 1]
     events = [event for _, event in read_journal(run / "journal.jsonl").events]
     [[key]] = [event["keys"] for event in events if event["event"] == "back"]
     state = json.loads((run / CHECKPOINTS / "step_000002" / "trainer_state.json").read_text())
@@ -115,11 +119,15 @@ async def test_a_streamed_step_ends_with_the_parts_before_the_one_that_failed(
     trained = groups_by_step(run)
     assert [len(trained[step]) for step in (1, 2, 3)] == [GROUPS, 1, GROUPS]
     assert sum(map(len, trained.values())) == len(set.union(*trained.values()))
-    [name] = [each for each in trained[3] if each.endswith(f"-{key}")]
+    [name] = [group for group in trained[3] if group.endswith(f"-{key}")]
     assert name.startswith("0-"), "trained from disk, not sampled again"
-    members = [each for each in read_trajectories(run / "trajectories.twz") if each.group_id == name]
+    members = [trajectory for trajectory in read_trajectories(run / "trajectories.twz") if trajectory.group_id == name]
     assert len(members) == MEMBERS
-    everything = [each for each in read_trajectories(run / "trajectories.twz") if each.partition == "train"]
-    counted = sum(each.sampled_tokens for each in everything if each.group_id in set.union(*trained.values()))
+    everything = [
+        trajectory for trajectory in read_trajectories(run / "trajectories.twz") if trajectory.partition == "train"
+    ]
+    counted = sum(
+        trajectory.sampled_tokens for trajectory in everything if trajectory.group_id in set.union(*trained.values())
+    )
     assert summary.spent["sampled_tokens"] == counted
-    assert [each["step"] for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "train"] == [1, 2, 3]
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2, 3]

@@ -22,14 +22,14 @@ ROOM = 100 * 1024
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 32 MB, where one may be mounted."""
-    place = tmp_path / "disk"
-    place.mkdir()
+    disk = tmp_path / "disk"
+    disk.mkdir()
     mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", f"size={32 * MB}", "turnwise-test", str(place)]
+    command = [mount or "mount", "-t", "tmpfs", "-o", f"size={32 * MB}", "turnwise-test", str(disk)]
     if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.long
@@ -42,10 +42,10 @@ def test_a_full_disk_is_one_error_and_the_run_goes_on(lookup_model: Path, tmp_pa
 
     with Turnwise(tmp_path / "full.log", "train", file) as process:
         assert process.wait(DEADLINE_S) == 1, process.output()
-    said = process.output()
-    assert "Traceback" not in said, said
-    assert said.count("cannot be written: No space left on device. Make room on its file system") == 1, said
-    assert said.count("Error: ") == 1, said
+    output = process.output()
+    assert "Traceback" not in output, output
+    assert output.count("cannot be written: No space left on device. Make room on its file system") == 1, output
+    assert output.count("Error: ") == 1, output
 
     filler.unlink()
     with Turnwise(tmp_path / "again.log", "train", file) as process:

@@ -91,18 +91,18 @@ async def at(moment: str, client: Client, replica: BuiltinReplica) -> None:
 
 
 async def test_a_gateway_that_is_killed_keeps_every_session(lookup_model: Path, tmp_path: Path) -> None:
-    out, file, ended = tmp_path / "out", tmp_path / "out" / "trajectories.twz", list[str]()
+    out, file, ended_ids = tmp_path / "out", tmp_path / "out" / "trajectories.twz", list[str]()
     replica = BuiltinReplica(lookup_model, InferenceConfig(), log_file=tmp_path / "server.log")
     await replica.launch()
     try:
         for moment in (RESET, MID_TOOL, MID_GENERATION, MID_JOURNAL):
             async with gateway_at(lookup_model, out, replica.url) as client:
-                ended.append(f"ended before {moment}")
-                path = await client.open(ended[-1])
+                ended_ids.append(f"ended before {moment}")
+                path = await client.open(ended_ids[-1])
                 await client.post(path, ASK)
-                await client.end(ended[-1])
+                await client.end(ended_ids[-1])
                 await at(moment, client, replica)
-            assert [each.id for each in read_trajectories(file)] == ended
+            assert [trajectory.id for trajectory in read_trajectories(file)] == ended_ids
             assert audit_run(out, console=silent()).contradictions == []
         # What a kill leaves of a record that is being written.
         file.write_bytes(file.read_bytes() + record_bytes(file)[-1][:-1])
@@ -112,10 +112,13 @@ async def test_a_gateway_that_is_killed_keeps_every_session(lookup_model: Path, 
             await client.end("the last")
     finally:
         await replica.close()
-    found = list(read_trajectories(file))
-    assert [each.id for each in found[: len(ended) + 1]] == [*ended, "the last"]
+    trajectories = list(read_trajectories(file))
+    assert [trajectory.id for trajectory in trajectories[: len(ended_ids) + 1]] == [*ended_ids, "the last"]
     # What was open at a kill went on, until the gateway ended in order.
-    went_on = {each.id.removeprefix("lost at "): (each.stop_reason, each.metrics["turns"]) for each in found[5:]}
+    went_on = {
+        trajectory.id.removeprefix("lost at "): (trajectory.stop_reason, trajectory.metrics["turns"])
+        for trajectory in trajectories[5:]
+    }
     turns = {RESET: 0, MID_TOOL: 1, MID_GENERATION: 0, MID_JOURNAL: 0}
     assert went_on == {moment: ("cancelled", count) for moment, count in turns.items()}
     assert audit_run(out, console=silent()).contradictions == []
@@ -166,14 +169,14 @@ class Retrying:
         status, opened = await self.admin_sends("POST", "/sessions", {"id": name, "seed": draw.randrange(99)})
         assert status == 200, opened
         history: list[dict[str, Any]] = []
-        said = self.said[name] = []
+        texts = self.said[name] = []
         for turn in range(TURNS):
             history.append({"role": "user", "content": f"Who manages person {draw.randrange(9)}? ({turn})"})
             body = {"model": "m", "messages": history, "max_tokens": 12, "stream": draw.random() < 0.5}
             status, raw = await self.send("POST", f"{opened['path']}/v1/chat/completions", body, {})
             assert status == 200, raw
             history.append(streamed(raw) if body["stream"] else orjson.loads(raw)["choices"][0]["message"])
-            said.append(history[-1]["content"] or "")
+            texts.append(history[-1]["content"] or "")
             calls = history[-1].get("tool_calls") or ()
             history += [{"role": "tool", "tool_call_id": call["id"], "content": "none"} for call in calls]
         while not (await self.admin_sends("GET", f"/sessions/{name}", {}))[1]["rewards"]:
@@ -181,9 +184,9 @@ class Retrying:
             body = {"value": 1, "turn_id": "t1", "id": "once"}
             status, raw = await self.send("POST", f"/sessions/{name}/rewards", body, key)
             assert status == 200, raw
-        status, ended = await self.admin_sends("POST", f"/sessions/{name}/finalize", {})
+        status, finalized = await self.admin_sends("POST", f"/sessions/{name}/finalize", {})
         # It ended, and the gateway was killed before it could say so.
-        assert status == 200 or (status == 404 and "it ended" in ended["error"]["message"]), ended
+        assert status == 200 or (status == 404 and "it ended" in finalized["error"]["message"]), finalized
 
 
 def streamed(raw: bytes) -> dict[str, Any]:
@@ -220,33 +223,35 @@ async def test_a_gateway_killed_at_random_moments_loses_nothing(lookup_model: Pa
                 await gateway.close()
                 gateway = GatewayProcess(config)
                 await gateway.launch()
-                for each in playing:
-                    assert not each.done(), each.exception()
+                for agent in playing:
+                    assert not agent.done(), agent.exception()
             agents.over.set()
             await asyncio.gather(*playing)
     finally:
         await gateway.close()
         await replica.close()
-    found = {each.id: each for each in read_trajectories(out / "trajectories.twz")}
-    assert found.keys() == agents.said.keys()
-    for name, said in agents.said.items():
-        trajectory = found[name]
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(out / "trajectories.twz")}
+    assert trajectories.keys() == agents.said.keys()
+    for name, texts in agents.said.items():
+        trajectory = trajectories[name]
         assert (trajectory.stop_reason, trajectory.rewards) == ("completed", [("t1", "reward", 1.0)])
         # Only what was sampled and not answered is sampled once more; what was answered is one branch.
         assert set(trajectory.forks()) <= {"resample", "concurrent"}, trajectory.forks()
         branches = [
-            [each.messages[0]["content"] for each in trajectory.path(leaf) if each.sampled]
+            [segment.messages[0]["content"] for segment in trajectory.path(leaf) if segment.sampled]
             for leaf in trajectory.leaves()
         ]
-        assert said in branches, (said, branches)
+        assert texts in branches, (texts, branches)
     ledger = read_ledger(out / "ledger.jsonl")
-    assert max(each.part for each in ledger.entries) >= KILLS - 1
-    assert sum(len(each.lost) for each in ledger.resumptions) > KILLS
-    assert not any(each.abandoned for each in ledger.resumptions)
+    assert max(entry.part for entry in ledger.entries) >= KILLS - 1
+    assert sum(len(resumption.lost) for resumption in ledger.resumptions) > KILLS
+    assert not any(resumption.abandoned for resumption in ledger.resumptions)
     assert audit_run(out, console=silent()).contradictions == []
     # A turn that is taken out of what is on disk is found.
-    longest = max(found.values(), key=lambda each: len(each.segments))
+    longest = max(trajectories.values(), key=lambda trajectory: len(trajectory.segments))
     longest.segments = longest.segments[:-2]
-    write_records(out / "trajectories.twz", [orjson.loads(each.to_bytes()) for each in found.values()])
-    told = audit_run(out, console=silent(), recompute=False).contradictions
-    assert any(longest.id in each for each in told), told
+    write_records(
+        out / "trajectories.twz", [orjson.loads(trajectory.to_bytes()) for trajectory in trajectories.values()]
+    )
+    contradictions = audit_run(out, console=silent(), recompute=False).contradictions
+    assert any(longest.id in text for text in contradictions), contradictions

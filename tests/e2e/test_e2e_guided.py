@@ -58,8 +58,8 @@ async def test_a_random_model_answers_what_it_is_held_to(
     async with serving(client=client, family="qwen2_5", abilities=abilities, session_limits=limits) as served:
         opened = await served.open()
         for kind in ("json", "required", "named", "single"):
-            asked = body(dialect, kind, stream=stream, seed=1)
-            check(kind, *await ask(served.http, opened["base"], dialect, asked))
+            request = body(dialect, kind, stream=stream, seed=1)
+            check(kind, *await ask(served.http, opened["base"], dialect, request))
         assert served.session(opened).turns == 4
 
 
@@ -73,17 +73,17 @@ async def test_logprobs_are_those_without_the_grammar(temperature: float, checkp
     client = HTTPClient([url])
     # Its neighbours are held to nothing, and get what they would without it.
     alone = await client.generate(TokenPrompt(ids), replace(params, guide=None, max_tokens=30), session_id="")
-    done, beside = await asyncio.gather(
+    done, unguided = await asyncio.gather(
         client.generate(TokenPrompt(ids), params, session_id="a"),
         client.generate(TokenPrompt(ids), replace(params, guide=None, max_tokens=30), session_id="b"),
     )
     await client.close()
-    assert beside.token_ids.tolist() == alone.token_ids.tolist()
+    assert unguided.token_ids.tolist() == alone.token_ids.tolist()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    whole = torch.from_numpy(np.concatenate([ids, done.token_ids]).astype(np.int64))
+    sequence = torch.from_numpy(np.concatenate([ids, done.token_ids]).astype(np.int64))
     with torch.inference_mode():
-        logits = model(input_ids=whole[None]).logits[0, len(ids) - 1 : -1].float()
-    expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, whole[len(ids) :, None]).squeeze(1)
+        logits = model(input_ids=sequence[None]).logits[0, len(ids) - 1 : -1].float()
+    expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, sequence[len(ids) :, None]).squeeze(1)
     assert np.abs(expected.numpy() - done.logprobs).max() < 1e-4
 
 
@@ -95,11 +95,11 @@ async def test_what_the_server_cannot_hold_to_names_the_field(checkpoint: Path, 
     async with serving(client=client, family="qwen2_5", abilities=abilities, session_limits=limits) as served:
         opened = await served.open()
         for stream in (False, True):
-            asked = body("chat", "json", stream=stream, schema=wrong)
-            async with served.http.post(opened["base"] + "/v1/chat/completions", json=asked) as answer:
-                told = await answer.json()
+            request = body("chat", "json", stream=stream, schema=wrong)
+            async with served.http.post(opened["base"] + "/v1/chat/completions", json=request) as answer:
+                answer_body = await answer.json()
             assert answer.status == 400
-            assert told["error"]["param"] == "response_format"
+            assert answer_body["error"]["param"] == "response_format"
         assert served.session(opened).failure is None
         assert served.session(opened).turns == 0
 
@@ -107,8 +107,8 @@ async def test_what_the_server_cannot_hold_to_names_the_field(checkpoint: Path, 
 async def test_the_wire_takes_what_it_can_hold_to_and_refuses_the_rest(url: str) -> None:
     async def told(structured: Any, **more: Any) -> tuple[int, Any]:
         sampling = {"max_tokens": 200, "seed": 1, "structured_outputs": structured, **more}
-        asked = {"token_ids": [5, 6, 7], "sampling_params": sampling}
-        async with http.post("/inference/v1/generate", json=asked) as answer:
+        request = {"token_ids": [5, 6, 7], "sampling_params": sampling}
+        async with http.post("/inference/v1/generate", json=request) as answer:
             return answer.status, await answer.json()
 
     async with aiohttp.ClientSession(url) as http:
@@ -140,13 +140,15 @@ async def test_a_server_short_of_memory_keeps_to_the_grammar(checkpoint: Path, t
             SamplingParams(max_tokens=400, seed=seed, stop_token_ids=tuple(renderer.stop_ids), guide=guide)
             for seed in range(8)
         ]
-        answers = await asyncio.gather(*(client.generate(TokenPrompt(ids), each, session_id="") for each in params))
+        answers = await asyncio.gather(
+            *(client.generate(TokenPrompt(ids), sampling, session_id="") for sampling in params)
+        )
         assert (await server.stats())["preemptions"] > 0
     finally:
         await client.close()
         await server.close()
-    ended = [answer for answer in answers if answer.finish_reason == "stop"]
-    assert ended
-    for answer in ended:
-        said = renderer.parse(answer.token_ids, ids, ())
-        assert len(json.loads(str(said["content"]))) == 12
+    stopped = [answer for answer in answers if answer.finish_reason == "stop"]
+    assert stopped
+    for answer in stopped:
+        parsed = renderer.parse(answer.token_ids, ids, ())
+        assert len(json.loads(str(parsed["content"]))) == 12

@@ -58,22 +58,24 @@ def killed_once_saved(config: TrainConfig, step: int) -> int:
 
 def fates(run: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
     """Return the steps that were given each group, and why others were dropped, in the run as it stands."""
-    taken: dict[str, list[int]] = {}
+    steps_by_key: dict[str, list[int]] = {}
     dropped: dict[str, tuple[int, str]] = {}
     for _, event in read_journal(run / "journal.jsonl").events:
         if event["event"] == "start":
-            after = event["after_step"]
-            taken = {key: [step for step in steps if step <= after] for key, steps in taken.items()}
-            dropped = {key: each for key, each in dropped.items() if each[0] <= after}
+            resumed_step = event["after_step"]
+            steps_by_key = {
+                key: [step for step in steps if step <= resumed_step] for key, steps in steps_by_key.items()
+            }
+            dropped = {key: fate for key, fate in dropped.items() if fate[0] <= resumed_step}
         elif event["event"] == "take":
             for key in event["keys"]:
-                taken.setdefault(key, []).append(event["step"])
+                steps_by_key.setdefault(key, []).append(event["step"])
         elif event["event"] == "back":
             for key in event["keys"]:
-                taken[key].remove(event["step"])
+                steps_by_key[key].remove(event["step"])
         elif event["event"] == "drop":
             dropped[event["key"]] = event["step"], event["why"]
-    return {key: steps for key, steps in taken.items() if steps}, {key: why for key, (_, why) in dropped.items()}
+    return {key: steps for key, steps in steps_by_key.items() if steps}, {key: why for key, (_, why) in dropped.items()}
 
 
 @pytest.mark.long
@@ -92,28 +94,33 @@ async def test_a_carried_group_is_finished_by_the_process_that_goes_on(
         "tasks": "turnwise.envs.basic.lookup:tasks?n=5&split=train",
     }
     config = held_config(lookup_model, tmp_path, 1, **changes)
-    after = killed_once_saved(config, 2)
+    killed_step = killed_once_saved(config, 2)
     run_dir, state = tmp_path / "run", saved_state(tmp_path / "run")
     # What was asked for first stands first.
     waiting = f"train-{state['feed'][0]['task']['id']}-e0"
     assert waiting not in fates(run_dir)[0]
-    cut = [each for each in lines(run_dir / "metrics.jsonl") if each["kind"] == "train"]
+    cut = [record for record in lines(run_dir / "metrics.jsonl") if record["kind"] == "train"]
     assert cut[0]["straggler/cut_groups"] == cut[0]["straggler/carried"] == 1
-    async with open_run(config.model_copy(update={"steps": after + 3}), run_dir, silent()) as run:
+    async with open_run(config.model_copy(update={"steps": killed_step + 3}), run_dir, silent()) as run:
         assert run.tasks.state() == state["tasks"], "success rates, and what was taken"
         assert run.scheduler.state() == state["feed"]
         await train_as_configured(run)
-    check_run(run_dir, after + 3)
-    taken, dropped = fates(run_dir)
-    assert taken[waiting][0] > after
-    assert max(map(len, taken.values())) == 1
+    check_run(run_dir, killed_step + 3)
+    steps_by_key, dropped = fates(run_dir)
+    assert steps_by_key[waiting][0] > killed_step
+    assert max(map(len, steps_by_key.values())) == 1
     # Its id is the one that it was given first, of four members three had finished.
-    group = [each for each in read_trajectories(run_dir / "trajectories.twz") if waiting in each.group_id]
-    assert {each.group_id for each in group} == {f"0-{waiting}"}
-    assert Counter(each.id[0] for each in group if each.stop_reason != "cancelled") == {"0": MEMBERS - 1, "1": 1}
+    group = [
+        trajectory for trajectory in read_trajectories(run_dir / "trajectories.twz") if waiting in trajectory.group_id
+    ]
+    assert {trajectory.group_id for trajectory in group} == {f"0-{waiting}"}
+    assert Counter(trajectory.id[0] for trajectory in group if trajectory.stop_reason != "cancelled") == {
+        "0": MEMBERS - 1,
+        "1": 1,
+    }
     # Nothing that was asked for is forgotten, and nothing was asked for beside the order of tasks.
-    left = {f"train-{each['task']['id']}-e{each['epoch']}" for each in saved_state(run_dir)["feed"]}
-    assert len(taken.keys() | dropped.keys() | left) == saved_state(run_dir)["tasks"]["position"]
+    in_flight = {f"train-{group['task']['id']}-e{group['epoch']}" for group in saved_state(run_dir)["feed"]}
+    assert len(steps_by_key.keys() | dropped.keys() | in_flight) == saved_state(run_dir)["tasks"]["position"]
 
 
 @pytest.mark.long
@@ -123,10 +130,10 @@ def test_a_buffer_of_ones_own_trains_in_every_mode(mode: str, lookup_model: Path
     buffer = {"name": "support.trainer.hooks_and_buffers:Newest", "config": {"bound": 2}}
     replay = {"buffer": buffer, "max_staleness": 2, "ahead": 2}
     run_train(train_config(lookup_model, tmp_path, steps=4, replay=replay, **ASYNC[mode]), console=silent())
-    steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
-    assert [each["batch/trajectories"] for each in steps] == [GROUPS * MEMBERS] * 4
-    assert max(each["replay/staleness_max"] for each in steps) <= 2
-    assert all("replay/newest" in each for each in steps), "a metric of its own"
+    steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["batch/trajectories"] for record in steps] == [GROUPS * MEMBERS] * 4
+    assert max(record["replay/staleness_max"] for record in steps) <= 2
+    assert all("replay/newest" in record for record in steps), "a metric of its own"
     assert threading.current_thread().name not in THREADS
     # A run that goes on has the same buffer.
     config = train_config(lookup_model, tmp_path, steps=5, replay=replay, **ASYNC[mode])
@@ -158,20 +165,20 @@ def test_filtering_and_over_sampling_outlive_a_kill(lookup_model: Path, tmp_path
         **ASYNC["separate"],
     }
     config = train_config(lookup_model, tmp_path, **changes)
-    after = killed_once_saved(config, 3)
-    run_train(config.model_copy(update={"steps": after + 2}), console=silent())
+    killed_step = killed_once_saved(config, 3)
+    run_train(config.model_copy(update={"steps": killed_step + 2}), console=silent())
     run = tmp_path / "run"
-    check_run(run, after + 2)
-    taken, dropped = fates(run)
+    check_run(run, killed_step + 2)
+    steps_by_key, dropped = fates(run)
     groups = [event for _, event in read_journal(run / "journal.jsonl").events if event["event"] == "group"]
     spread = {event["key"]: event["facts"]["spread"]["reward"] for event in groups}
-    assert min(spread[key] for key in taken) > 0
-    assert not taken.keys() & dropped.keys()
+    assert min(spread[key] for key in steps_by_key) > 0
+    assert not steps_by_key.keys() & dropped.keys()
     assert {key for key, why in dropped.items() if why == "equal"} <= {key for key, far in spread.items() if far == 0}
-    left = {f"train-{each['task']['id']}-e{each['epoch']}" for each in saved_state(run)["feed"]}
+    in_flight = {f"train-{group['task']['id']}-e{group['epoch']}" for group in saved_state(run)["feed"]}
     # Of the steps that count more was asked for than they took: what is left over is known.
-    assert left
-    assert not left & (taken.keys() | dropped.keys())
+    assert in_flight
+    assert not in_flight & (steps_by_key.keys() | dropped.keys())
 
 
 class Opens(turnwise.Hooks):
@@ -203,8 +210,8 @@ async def test_a_tail_leaves_a_streamed_step_the_groups_that_its_later_parts_may
     async with open_run(config, tmp_path / "run", silent()) as run:
         await train_as_configured(run)
     del GATES[str(gate)]
-    steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
-    assert [each["batch/trajectories"] for each in steps] == [8, 8]
-    assert [each["replay/staleness_max"] for each in steps] == [0, 1]
-    assert not any("straggler/cancelled" in each or "rollout/cancelled_episodes" in each for each in steps)
+    steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["batch/trajectories"] for record in steps] == [8, 8]
+    assert [record["replay/staleness_max"] for record in steps] == [0, 1]
+    assert not any("straggler/cancelled" in record or "rollout/cancelled_episodes" in record for record in steps)
     check_run(tmp_path / "run", 2)

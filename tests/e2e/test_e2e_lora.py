@@ -31,7 +31,7 @@ def test_servers_are_sent_the_adapter_that_a_run_begins_with(lookup_model: Path,
     adapted.save_trained(tmp_path / "adapter")
     policies: dict[str, Any] = {"main": {"model": {"lora": {"path": str(tmp_path / "adapter")}}}}
     run_train(train_config(lookup_model, tmp_path, steps=1, policies=policies), console=silent())
-    [step] = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
+    [step] = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
     # The model without it would be far off: what is exact is the adapter.
     assert 0 < step["gap/max"] < 1e-4
     report = audit_run(tmp_path / "run", console=silent())

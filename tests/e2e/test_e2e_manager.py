@@ -26,26 +26,30 @@ ALGORITHM = {"advantage": "remax", "kl": {"coef": 0.05, "estimator": "k2", "wher
 
 
 def test_it_trains_as_the_package_s_own_does(lookup_model: Path, tmp_path: Path) -> None:
-    given = {"eval": EVAL, "algorithm": ALGORITHM}
-    own = run_train(train_config(lookup_model, tmp_path, name="own", **given), console=silent())
+    sections = {"eval": EVAL, "algorithm": ALGORITHM}
+    builtin = run_train(train_config(lookup_model, tmp_path, name="own", **sections), console=silent())
     changes = {"rollout": {"agent_loop_manager_class": EXAMPLE}, "custom": {"groups": {"at_once": 4}}}
-    outside = run_train(train_config(lookup_model, tmp_path, name="outside", **given, **changes), console=silent())
+    outside = run_train(train_config(lookup_model, tmp_path, name="outside", **sections, **changes), console=silent())
     for part in ("before", "after"):
         ours, theirs = ({kind: figures[kind]["success"] for kind in ("sampled", "greedy")} for figures in
-                        (vars_of(own)[part], vars_of(outside)[part]))  # fmt: skip
+                        (vars_of(builtin)[part], vars_of(outside)[part]))  # fmt: skip
         assert theirs == ours
-    assert rewards(outside.directory) == rewards(own.directory)
+    assert rewards(outside.directory) == rewards(builtin.directory)
     assert audit_run(outside.directory, console=silent()).contradictions == []
     # One greedy episode for each group of each step: on disk as what it is, in no row.
     trained = {row.trajectory for row in read_batches(outside.directory / "batches.jsonl").rows}
-    written = [each for each in read_trajectories(outside.directory / "trajectories.twz") if each.partition == "train"]
-    greedy = [each for each in written if each.baseline]
+    written = [
+        trajectory
+        for trajectory in read_trajectories(outside.directory / "trajectories.twz")
+        if trajectory.partition == "train"
+    ]
+    greedy = [trajectory for trajectory in written if trajectory.baseline]
     assert (len(greedy), len(written)) == (2 * GROUPS, 2 * GROUPS * (MEMBERS + 1))
-    assert {each.metrics["temperature"] for each in greedy} == {0.0}
+    assert {trajectory.metrics["temperature"] for trajectory in greedy} == {0.0}
     assert trained
-    assert trained.isdisjoint(each.id for each in greedy)
-    [first, second] = [each for each in lines(outside.directory / "metrics.jsonl") if each["kind"] == "train"]
-    assert first["reward/greedy"] == sum(each.reward for each in greedy[:GROUPS]) / GROUPS
+    assert trained.isdisjoint(trajectory.id for trajectory in greedy)
+    [first, second] = [record for record in lines(outside.directory / "metrics.jsonl") if record["kind"] == "train"]
+    assert first["reward/greedy"] == sum(trajectory.reward for trajectory in greedy[:GROUPS]) / GROUPS
     # The first step samples with the weights of the reference: server and trainer differ by rounding alone.
     assert 0 <= first["kl/value"] < 1e-6 < second["kl/value"]
     assert second["kl/penalty"] > 0

@@ -52,17 +52,17 @@ def test_a_mixed_run_is_sound_and_asks_for_what_it_takes(mixed: Path) -> None:
     steps = defaultdict(set)
     for row in read_batches(run / "batches.jsonl").rows:
         steps[row.trajectory].add(row.step)
-    assert {len(each) for each in steps.values()} == {1, 2}
+    assert {len(groups) for groups in steps.values()} == {1, 2}
     # The first step finds no stored group; each later one takes one of them, and one fresh group.
     events = lines(run / "journal.jsonl")
-    assert sum(each["event"] == "group" for each in events) == 2 + (STEPS - 1)
+    assert sum(event["event"] == "group" for event in events) == 2 + (STEPS - 1)
     assert audit_run(run, at_most=8, console=silent()).contradictions == []
 
 
 def test_a_run_that_goes_on_takes_the_groups_and_the_tasks_that_it_took_before(mixed: Path) -> None:
-    before, again = given(mixed / "run")[:STEPS], given(mixed / "run")[STEPS:]
-    assert again == before[2:]
-    stored = [step for step, keys in again if any(keys & earlier for at, earlier in before if at < step)]
+    first_pass, second_pass = given(mixed / "run")[:STEPS], given(mixed / "run")[STEPS:]
+    assert second_pass == first_pass[2:]
+    stored = [step for step, keys in second_pass if any(keys & earlier for at, earlier in first_pass if at < step)]
     assert stored == list(range(3, STEPS + 1)), "each took one that was trained before"
     # What follows in the order of tasks was drawn by the same rates.
     assert order_of(mixed / "run", STEPS) == json.loads((mixed / "first.json").read_text())
@@ -74,15 +74,21 @@ def test_a_journal_that_lacks_a_line_or_has_a_spoilt_one_contradicts_the_run(mix
     for file in (*(mixed / "run").glob("*.jsonl"), mixed / "run" / "trajectories.twz"):
         (run / file.name).symlink_to(file)
     journal = run / "journal.jsonl"
-    whole = (mixed / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    [last] = [number for number, line in enumerate(whole) if b'"take"' in line][-1:]
-    group = max(number for number, line in enumerate(whole) if b'"event":"group"' in line)
-    named = json.loads(whole[group])["trajectories"][0][0]
-    for changed, said in [
-        ([*whole[:last], *whole[last + 1 :]], f"trained in step {STEPS}, but the journal gave its group to"),
-        ([line for line in whole if named.encode() not in line], f"trajectory {named}: finished, but the journal has"),
-        ([whole[0], whole[1][:-9] + b"\n", *whole[2:]], "journal.jsonl:2: the line is corrupt"),
+    journal = (mixed / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    [last_take] = [number for number, line in enumerate(journal) if b'"take"' in line][-1:]
+    group = max(number for number, line in enumerate(journal) if b'"event":"group"' in line)
+    named = json.loads(journal[group])["trajectories"][0][0]
+    for changed, message in [
+        (
+            [*journal[:last_take], *journal[last_take + 1 :]],
+            f"trained in step {STEPS}, but the journal gave its group to",
+        ),
+        (
+            [line for line in journal if named.encode() not in line],
+            f"trajectory {named}: finished, but the journal has",
+        ),
+        ([journal[0], journal[1][:-9] + b"\n", *journal[2:]], "journal.jsonl:2: the line is corrupt"),
     ]:
         journal.unlink()
         journal.write_bytes(b"".join(changed))
-        assert any(said in text for text in audit_files(run).contradictions), said
+        assert any(message in text for text in audit_files(run).contradictions), message

@@ -67,10 +67,10 @@ async def reached(hold: ResponseFormat, training: asyncio.Task[Any]) -> None:
 
 def check_run(run_dir: Path, bound: int) -> Batches:
     """Check on disk that nothing older than the bound was trained, nothing twice, and all of it as it was sampled."""
-    trajectories = {each.id: each for each in read_trajectories(run_dir / "trajectories.twz")}
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(run_dir / "trajectories.twz")}
     batches = read_batches(run_dir / "batches.jsonl")
     for row in batches.rows:
-        spans = [each for part in trajectories[row.trajectory].segments for each in part.weight_versions]
+        spans = [span for part in trajectories[row.trajectory].segments for span in part.weight_versions]
         assert all(0 <= row.step - 1 - version <= bound for version, _, _ in spans), (row, spans)
     trained = Counter((row.trajectory, row.leaf, row.epoch) for row in batches.rows)
     assert set(trained.values()) == {1}
@@ -80,7 +80,7 @@ def check_run(run_dir: Path, bound: int) -> Batches:
 
 def update_and_groups(run_dir: Path) -> tuple[list[Span], list[Span]]:
     spans = [span for part in read_timeline(run_dir / "timeline.jsonl") for span in part.spans]
-    return [each for each in spans if each.what == "update"], [each for each in spans if each.what == "group"]
+    return [span for span in spans if span.what == "update"], [span for span in spans if span.what == "group"]
 
 
 @pytest.mark.parametrize("mode", [pytest.param("colocate, pausing", marks=pytest.mark.long), "separate, streaming"])
@@ -93,15 +93,15 @@ async def test_rollouts_go_on_during_training_and_nothing_trained_is_too_old(
         assert run.state.weight_version == STEPS
         assert (await run.policy.fleet.client.model_info()).weight_version == STEPS
     assert check_run(tmp_path / "run", bound=1).steps == STEPS
-    records = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
-    assert max(each["lag/max"] for each in records) == 1
-    assert {each["batch/trajectories"] for each in records} == {GROUPS * MEMBERS}
+    records = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert max(record["lag/max"] for record in records) == 1
+    assert {record["batch/trajectories"] for record in records} == {GROUPS * MEMBERS}
     streams = config.overlap.stream
-    assert {each["train/updates"] for each in records} <= set(map(float, range(1, streams + 1)))
+    assert {record["train/updates"] for record in records} <= set(map(float, range(1, streams + 1)))
     updates, groups = update_and_groups(tmp_path / "run")
     assert len(updates) == STEPS * streams
     assert any(group.begin < update.begin < (group.end or 0.0) for update in updates for group in groups)
-    assert sum(each["time/overlap_s"] for each in records) > 0
+    assert sum(record["time/overlap_s"] for record in records) > 0
 
 
 @pytest.mark.parametrize("mode", ["colocate", pytest.param("separate, streaming", marks=pytest.mark.long)])
@@ -121,13 +121,13 @@ async def test_an_interrupt_waits_for_the_update_and_the_run_goes_on(
             await training
         assert len(hold.threads) == 1
         assert threading.get_ident() not in hold.threads
-    after = 2 if config.overlap.stream == 2 else 3
-    assert CheckpointStore(tmp_path / "run" / CHECKPOINTS).steps() == [after]
+    killed_step = 2 if config.overlap.stream == 2 else 3
+    assert CheckpointStore(tmp_path / "run" / CHECKPOINTS).steps() == [killed_step]
     with held(0):
         assert (await train(config, console=silent())).steps == STEPS
     assert check_run(tmp_path / "run", bound=1).steps == STEPS
-    records = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
-    assert [each["step"] for each in records] == list(range(1, STEPS + 1)), "also of the step that was interrupted"
+    records = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1)), "also of the step that was interrupted"
 
 
 @pytest.mark.long
@@ -182,7 +182,7 @@ async def test_what_a_streamed_step_was_given_and_did_not_train_is_given_again(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (["overlap.stream=2"], "overlap is given, but mode is sync"),
         (["mode=separate_async", "overlap.sampling=pause"], "whose servers are never paused"),
@@ -191,7 +191,7 @@ async def test_what_a_streamed_step_was_given_and_did_not_train_is_given_again(
         (["mode=separate_async", "overlap.stream=2", "algorithm.epochs=2"], "set algorithm.epochs and"),
     ],
 )
-def test_a_mode_refuses_what_it_does_not_read(changes: list[str], said: str, tmp_path: Path) -> None:
+def test_a_mode_refuses_what_it_does_not_read(changes: list[str], message: str, tmp_path: Path) -> None:
     config = train_config(tmp_path, tmp_path).model_dump(mode="json", exclude={"overlap", "mode"})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_config(TrainConfig, None, changes, config)

@@ -31,7 +31,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "objectives"
 def sampled(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the model of a few demonstrations says, and what that is worth to an environment that grades."""
     out = tmp_path_factory.mktemp("objectives") / "sampled"
-    given = {
+    settings = {
         "model": lookup_model,
         "out": out,
         "tasks": "turnwise.envs.basic.lookup:tasks?n=6&split=train",
@@ -40,7 +40,7 @@ def sampled(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         "rollout": {"env": {"name": "support.envs.run_envs:Graded"}, "max_turns": 3, "max_tokens_per_turn": 24},
         "inference": {"threads": 1},
     }
-    run_eval(EvalConfig.model_validate(given), console=silent())
+    run_eval(EvalConfig.model_validate(settings), console=silent())
     return out
 
 
@@ -50,11 +50,11 @@ def example(kind: Any, name: str, model: Path, runs: Path, *overrides: str) -> A
 
 
 def test_what_was_sampled_becomes_better_models(lookup_model: Path, sampled: Path, tmp_path: Path) -> None:
-    rewards = sorted({each.reward for each in read_trajectories(sampled / "trajectories.twz")})
+    rewards = sorted({trajectory.reward for trajectory in read_trajectories(sampled / "trajectories.twz")})
     assert len(rewards) > 1, "the test wants episodes that differ"
     where = f"trajectories.path={sampled}"
-    good = f"trajectories.min_reward={rewards[-1]}"
-    tuned = run_sft(example(SFTConfig, "rft.yaml", lookup_model, tmp_path, where, good), console=silent())
+    min_reward = f"trajectories.min_reward={rewards[-1]}"
+    tuned = run_sft(example(SFTConfig, "rft.yaml", lookup_model, tmp_path, where, min_reward), console=silent())
     assert (tuned.model / "tokenizer.json").exists()
     gap = "trajectories.min_gap=0"
     preferred = run_dpo(example(DPOConfig, "dpo.yaml", tuned.model, tmp_path, where, gap, "pairs=2"), console=silent())
@@ -80,16 +80,16 @@ def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, samp
     )
     encoder = Encoder(judge)
     alone = Classifier(judge, dtype="float32", device="cpu", max_context=None)
-    found = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
-    assert len(found) == 4
-    for each in found:
-        ((score,),) = alone.forward([encoder.chat(branch_messages(each), arguments={})])
-        assert each.reward == pytest.approx(score, abs=1e-4)
+    trajectories = list(read_trajectories(tmp_path / "run" / "trajectories.twz"))
+    assert len(trajectories) == 4
+    for trajectory in trajectories:
+        ((score,),) = alone.forward([encoder.chat(branch_messages(trajectory), arguments={})])
+        assert trajectory.reward == pytest.approx(score, abs=1e-4)
     assert any(step.get("reward/by_name/liked") for step in lines(tmp_path / "run" / "metrics.jsonl"))
 
 
 def test_the_example_of_distillation_can_start(lookup_model: Path, tmp_path: Path) -> None:
-    given = [f"policies.main.model.path={lookup_model}", f"rollout.frozen.expert.model={lookup_model}"]
-    config = load_config(TrainConfig, EXAMPLES / "distill.yaml", [*given, f"runs={tmp_path}"])
-    found = asyncio.run(dry_run(config))
-    assert [check for check in found.checks if check.outcome != "ok"] == []
+    overrides = [f"policies.main.model.path={lookup_model}", f"rollout.frozen.expert.model={lookup_model}"]
+    config = load_config(TrainConfig, EXAMPLES / "distill.yaml", [*overrides, f"runs={tmp_path}"])
+    report = asyncio.run(dry_run(config))
+    assert [check for check in report.checks if check.outcome != "ok"] == []

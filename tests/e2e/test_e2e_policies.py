@@ -30,10 +30,10 @@ KILLS = int(os.environ.get("TURNWISE_TEST_KILLS", "3"))
 
 
 def two_policies(model: Path, runs: Path, **changes: Any) -> TrainConfig:
-    own: dict[str, Any] = {"model": {"path": model, "threads": 1}}
+    policy: dict[str, Any] = {"model": {"path": model, "threads": 1}}
     policies = {
-        "solver": {**own, "optim": {"lr": 1e-3}},
-        "critic_agent": {**own, "optim": {"lr": 3e-3}, "algorithm": {"advantage_options": {"norm_by_std": False}}},
+        "solver": {**policy, "optim": {"lr": 1e-3}},
+        "critic_agent": {**policy, "optim": {"lr": 3e-3}, "algorithm": {"advantage_options": {"norm_by_std": False}}},
     }
     return solver_and_critic(runs, policies, **changes)
 
@@ -59,16 +59,18 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def check_attribution(run: Path) -> dict[str, Trajectory]:
     """Check that each trajectory was sampled by its role's policy, and trained by that alone."""
-    found = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
-    assert {(each.agent, each.policy) for each in found.values() if each.error is None} == set(ROLES.items())
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(run / "trajectories.twz")}
+    assert {
+        (trajectory.agent, trajectory.policy) for trajectory in trajectories.values() if trajectory.error is None
+    } == set(ROLES.items())
     rows = read_batches(run / "batches.jsonl").rows
     assert {row.policy for row in rows} == set(ROLES.values())
-    assert all(found[row.trajectory].policy == row.policy for row in rows)
-    return found
+    assert all(trajectories[row.trajectory].policy == row.policy for row in rows)
+    return trajectories
 
 
 @pytest.mark.parametrize(
-    "mode", ["sync", *(pytest.param(each, marks=pytest.mark.long) for each in ("colocate", "separate"))]
+    "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("colocate", "separate"))]
 )
 def test_two_policies_train_in_one_run_each_on_its_own_tokens(mode: str, lookup_model: Path, tmp_path: Path) -> None:
     run_train(two_policies(lookup_model, tmp_path, **MODES[mode]), console=silent())
@@ -83,18 +85,18 @@ def test_two_policies_train_in_one_run_each_on_its_own_tokens(mode: str, lookup_
     for name in ROLES.values():
         assert not equal(start, weights(run, 1, name))
     assert not equal(weights(run, 1, "solver"), weights(run, 1, "critic_agent"))
-    [_, last] = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
+    [_, last_record] = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
     for name in ROLES.values():
-        assert last[f"policy/{name}/batch/trajectories"] == 8
+        assert last_record[f"policy/{name}/batch/trajectories"] == 8
         # In the other modes it learns from what earlier weights sampled.
-        assert mode != "sync" or last[f"policy/{name}/gap/max"] < 1e-3
-    assert last["batch/trajectories"] == 16
-    both = [last[f"policy/{name}/batch/trained_tokens"] for name in ROLES.values()]
-    assert last["batch/trained_tokens"] == sum(both)
-    assert (last["policy/solver/lr/adamw"], last["policy/critic_agent/lr/adamw"]) == (1e-3, 3e-3)
-    assert "lr/adamw" not in last
-    assert [name for name in last if name not in ("kind", "step") and meaning(name) is None] == []
-    assert {each["policy"] for each in lines(run / "diagnostics.jsonl")} == set(ROLES.values())
+        assert mode != "sync" or last_record[f"policy/{name}/gap/max"] < 1e-3
+    assert last_record["batch/trajectories"] == 16
+    tokens = [last_record[f"policy/{name}/batch/trained_tokens"] for name in ROLES.values()]
+    assert last_record["batch/trained_tokens"] == sum(tokens)
+    assert (last_record["policy/solver/lr/adamw"], last_record["policy/critic_agent/lr/adamw"]) == (1e-3, 3e-3)
+    assert "lr/adamw" not in last_record
+    assert [name for name in last_record if name not in ("kind", "step") and meaning(name) is None] == []
+    assert {record["policy"] for record in lines(run / "diagnostics.jsonl")} == set(ROLES.values())
     with pytest.raises(ConfigError, match="holds the policies critic_agent, solver: choose one with --policy"):
         export_model(run, tmp_path / "out")
     export_model(run, tmp_path / "out", policy="solver")
@@ -111,9 +113,11 @@ async def test_each_policy_resumes_with_its_own_weights_optimizer_and_servers(
             saved = run_dir / "checkpoints" / "step_000001" / "policies" / name
             assert equal(dict(policy.learner.export_weights()), weights(run_dir, 1, name))
             policy.learner.save(tmp_path / name)
-            kept, again = (torch.load(each / "optimizer.pt", weights_only=True) for each in (saved, tmp_path / name))
-            assert kept["steps"] == again["steps"] == 1
-            assert str(kept["optimizer"]) == str(again["optimizer"])
+            saved_state, exported = (
+                torch.load(folder / "optimizer.pt", weights_only=True) for folder in (saved, tmp_path / name)
+            )
+            assert saved_state["steps"] == exported["steps"] == 1
+            assert str(saved_state["optimizer"]) == str(exported["optimizer"])
             assert (await policy.fleet.client.model_info()).weight_version == 1
         await train_as_configured(run)
     check_attribution(run_dir)
@@ -126,26 +130,26 @@ def test_a_league_keeps_past_versions_and_episodes_name_the_one_that_played(look
     run_train(config, console=silent())
     run_train(config.model_copy(update={"steps": 4}), console=silent())
     run = tmp_path / "run"
-    played = [each for each in read_trajectories(run / "trajectories.twz") if each.policy == "rivals"]
-    assert all(each.frozen and each.agent == "critic" for each in played)
+    played = [trajectory for trajectory in read_trajectories(run / "trajectories.twz") if trajectory.policy == "rivals"]
+    assert all(trajectory.frozen and trajectory.agent == "critic" for trajectory in played)
     assert {row.policy for row in read_batches(run / "batches.jsonl").rows} == {"main"}
     # All episodes of a group meet one version, of the two that the league has at that step.
     by_group: dict[str, set[int]] = {}
-    for each in played:
-        spans = [version for segment in each.segments for version, _, _ in segment.weight_versions]
-        by_group.setdefault(each.group_id, set()).update(spans)
+    for trajectory in played:
+        spans = [version for segment in trajectory.segments for version, _, _ in segment.weight_versions]
+        by_group.setdefault(trajectory.group_id, set()).update(spans)
     assert all(len(versions) == 1 for versions in by_group.values())
     met = {version for versions in by_group.values() for version in versions}
     assert met <= {0, 1, 2, 3}
     assert len(met) > 1
     assert load_state(CheckpointStore(run / "checkpoints").path(4)).leagues == {"rivals": [3, 4]}
     # Those that a checkpoint needs are kept, so that the run can resume from any of them.
-    assert {each.name for each in (run / "league" / "rivals").iterdir()} == {
+    assert {folder.name for folder in (run / "league" / "rivals").iterdir()} == {
         f"step_{step:06d}" for step in (1, 2, 3, 4)
     }
-    records = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
-    assert [each["league/newest/rivals"] for each in records] == [1, 2, 3, 4]
-    assert [each["league/oldest/rivals"] for each in records] == [0, 1, 2, 3]
+    records = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["league/newest/rivals"] for record in records] == [1, 2, 3, 4]
+    assert [record["league/oldest/rivals"] for record in records] == [0, 1, 2, 3]
     report = audit_run(run, at_most=8, console=silent())
     assert report.contradictions == []
     # What past versions sampled is recomputed too.
@@ -158,11 +162,11 @@ def test_a_run_of_two_policies_survives_random_kills(lookup_model: Path, tmp_pat
     run = tmp_path / "run"
     kill_at_random_moments(config, KILLS, seed=7)
     run_train(config, console=silent())
-    found = check_attribution(run)
+    attribution = check_attribution(run)
     assert audit_run(run, at_most=8, console=silent()).contradictions == []
     batches = read_batches(run / "batches.jsonl")
     assert {row.step for row in batches.rows} == set(range(1, 7))
-    trained = [(row.policy, found[row.trajectory].group_id, row.step) for row in batches.rows]
+    trained = [(row.policy, attribution[row.trajectory].group_id, row.step) for row in batches.rows]
     for name in ROLES.values():
         # Each step trained two groups of each policy: none was lost, none came twice.
         assert len({(group, step) for policy, group, step in trained if policy == name}) <= 2 * 6

@@ -65,27 +65,27 @@ class Fixtures:
         """Kill until the trainer has ended; return the processes below it that were seen last."""
         below: list[psutil.Process] = []
         while self.killed.total() < kills:
-            victim = self._draw.choices(self._victims, [SHARES[each] for each in self._victims])[0]
-            found: list[psutil.Process] = []
-            while not found and process.poll() is None:
+            victim = self._draw.choices(self._victims, [SHARES[kind] for kind in self._victims])[0]
+            victims: list[psutil.Process] = []
+            while not victims and process.poll() is None:
                 self._keep_runner(process)
-                found = self._up(victim, process)
+                victims = self._up(victim, process)
                 time.sleep(0.01)
             # No synchronisation: which moment it is, is what is drawn.
             time.sleep(self._draw.uniform(0, LONGEST_S))
             with contextlib.suppress(psutil.NoSuchProcess):
                 below = psutil.Process(process.pid).children(recursive=True)
             if process.poll() is not None:
-                said = process.output()
-                assert "died again after a restart" in said or "did not start: signal 9" in said, said
+                output = process.output()
+                assert "died again after a restart" in output or "did not start: signal 9" in output, output
                 return below
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[0].kill()
+                victims[0].kill()
                 self.killed[victim] += 1
             if victim == "trainer":
                 assert process.wait() == -signal.SIGKILL, process.output()
                 return below
-            wait_until(lambda left=found: gone(left), f"the end of the killed {victim}")
+            wait_until(lambda remaining=victims: gone(remaining), f"the end of the killed {victim}")
         process.kill()
         process.wait()
         return below
@@ -99,8 +99,10 @@ class Fixtures:
                 return [psutil.Process(player.pid)] if up else []
             below = psutil.Process(process.pid).children(recursive=True)
             if victim == "sandboxes":
-                return [each for each in below if any("boot.launcher" in part for part in _command(each))]
-            servers = [each for each in below if "turnwise.engine.server" in _command(each) and listening(each)]
+                return [process for process in below if any("boot.launcher" in part for part in _command(process))]
+            servers = [
+                process for process in below if "turnwise.engine.server" in _command(process) and listening(process)
+            ]
             return servers if victim == "server" else [psutil.Process(process.pid)] * bool(servers)
         return []
 
@@ -144,8 +146,8 @@ def _see_the_end_of(below: list[psutil.Process]) -> None:
     try:
         wait_until(lambda: gone(below), "the end of what a dead trainer had started")
     except AssertionError as error:
-        left = [(each, _command(each)) for each in below if not gone([each])]
-        raise AssertionError(f"{error}: {left}") from None
+        remaining = [(process, _command(process)) for process in below if not gone([process])]
+        raise AssertionError(f"{error}: {remaining}") from None
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def check(run: Path, steps: int) -> None:
     assert set(records) == set(range(1, steps + 1))
     assert {record["batch/failed"] for record in records.values()} == {0}
     assert {record["batch/trajectories"] for record in records.values()} == {GROUPS * MEMBERS}
-    ids = Counter(each.id for each in read_trajectories(run / "trajectories.twz"))
+    ids = Counter(trajectory.id for trajectory in read_trajectories(run / "trajectories.twz"))
     assert max(ids.values()) == 1
     assert audit_run(run, recompute=False, console=silent()).contradictions == []
 
@@ -46,9 +46,11 @@ def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model:
             assert stays.wait() == 0, stays.output()
             assert "the run has ended" in stays.output()
     check(config.runs / "run", 2)
-    lost = [each for each in read_trajectories(config.runs / "run" / "trajectories.twz") if each.error]
+    lost = [
+        trajectory for trajectory in read_trajectories(config.runs / "run" / "trajectories.twz") if trajectory.error
+    ]
     assert lost
-    assert {str(each.error).partition(":")[0] for each in lost} == {"RunnerDisconnected"}
+    assert {str(trajectory.error).partition(":")[0] for trajectory in lost} == {"RunnerDisconnected"}
     assert re.search(r"runner \S+ is gone: its connection is gone \(\d left\)", run.output())
 
 

@@ -129,7 +129,7 @@ async def test_a_killed_run_goes_on_bit_for_bit(
 ) -> None:
     run_dir = Path(shutil.copytree(killed / "run", tmp_path / "run"))
     saved = step_dir(run_dir, 2)
-    left = list(read_trajectories(run_dir / "trajectories.twz"))
+    written = list(read_trajectories(run_dir / "trajectories.twz"))
     config = held_config(lookup_model, tmp_path, 3 * PER_STEP + 3, gate=killed / "gate", **FIVE_STEPS)
     state = state_file(saved)
 
@@ -160,26 +160,26 @@ async def test_a_killed_run_goes_on_bit_for_bit(
     async with open_run(never_held, straight, silent()) as other:
         await train_sync(other)
     for step in (2, 4, 5):
-        mine, theirs = step_dir(run_dir, step), step_dir(straight, step)
-        assert equal(load_file(mine / "model.safetensors"), load_file(theirs / "model.safetensors"))
-        assert equal(optimizer_file(mine), optimizer_file(theirs))
-        assert equal(critic_files(mine), critic_files(theirs))
+        resumed, theirs = step_dir(run_dir, step), step_dir(straight, step)
+        assert equal(load_file(resumed / "model.safetensors"), load_file(theirs / "model.safetensors"))
+        assert equal(optimizer_file(resumed), optimizer_file(theirs))
+        assert equal(critic_files(resumed), critic_files(theirs))
         for name in ("epoch", "position", "weight_version", "rng", "kl_coefs"):
-            assert state_file(mine)[name] == state_file(theirs)[name]
+            assert state_file(resumed)[name] == state_file(theirs)[name]
 
     # What the killed process recorded stays, and none of it is sampled again; ids do not collide; the lost step does
     # not count, but what it learned from is learned again.
     all_of_them = list(read_trajectories(run_dir / "trajectories.twz"))
-    assert [t.to_bytes() for t in all_of_them[: len(left)]] == [t.to_bytes() for t in left]
+    assert [t.to_bytes() for t in all_of_them[: len(written)]] == [t.to_bytes() for t in written]
     assert len({t.id for t in all_of_them}) == len(all_of_them) == 5 * PER_STEP
     batches = read_batches(run_dir / "batches.jsonl")
     assert (batches.steps, batches.rolled_back, batches.starts) == (5, 1, ((0, 0), (1, 2)))
     by_step = [{row.trajectory for row in batches.rows if row.step == step} for step in range(1, 6)]
     assert all(by_step)
-    assert by_step[2] <= {t.id for t in left}
+    assert by_step[2] <= {t.id for t in written}
     assert sum(map(len, by_step)) == len(set.union(*by_step))
     # Of a group of step 4 the killed process had finished two members; the others joined them.
-    parts = [{t.id[0] for t in all_of_them if t.group_id == each.group_id} for each in left[-2:]]
+    parts = [{t.id[0] for t in all_of_them if t.group_id == trajectory.group_id} for trajectory in written[-2:]]
     assert parts == [{"0", "1"}] * 2
     report = audit_run(run_dir, at_most=8, console=silent())
     assert report.contradictions == []
@@ -187,9 +187,9 @@ async def test_a_killed_run_goes_on_bit_for_bit(
     # Versions 0, 2, 4 and 5 have weights on disk; 5 sampled nothing.
     assert report.counts["weight versions recomputed"] == 3
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main(["audit", str(run_dir), "--no-recompute"])
-    assert not ended.value.code
+    assert not exit_.value.code
     assert "train steps undone by a kill" in capsys.readouterr().out
 
 
@@ -260,17 +260,17 @@ def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
 def test_another_configuration_is_refused_before_anything_is_written(
     finished: Path, lookup_model: Path, changes: dict[str, Any]
 ) -> None:
-    before = snapshot(finished)
+    snapshot_before = snapshot(finished)
     with pytest.raises(
         CheckpointError,
         match=r"another configuration: .* was .* and is .*; resume it with the one in .*config\.yaml.*--f",
     ):
         run_train(train_config(lookup_model, finished, **{"steps": 2, **changes}), console=silent())
-    assert snapshot(finished) == before
+    assert snapshot(finished) == snapshot_before
 
 
 def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path) -> None:
-    before = snapshot(finished)
+    snapshot_before = snapshot(finished)
     with (
         RunDirectory(finished / "run").lock(),
         pytest.raises(TrainError, match=r"another process is using the run .*run: wait for it"),
@@ -278,7 +278,7 @@ def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path
         run_train(train_config(lookup_model, finished, steps=2), console=silent())
     with RunDirectory(finished / "run").lock(), pytest.raises(TrainError, match="another process"):
         run_train(train_config(lookup_model, finished, steps=2), fresh=True, console=silent())
-    assert snapshot(finished) == before
+    assert snapshot(finished) == snapshot_before
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -290,10 +290,10 @@ def test_what_cannot_start_leaves_and_removes_nothing(
         with pytest.raises(TurnwiseError):
             run_train(train_config(lookup_model, tmp_path, **change), fresh=fresh, console=silent())
         assert list(tmp_path.iterdir()) == []
-    before = snapshot(finished)
+    snapshot_before = snapshot(finished)
     with pytest.raises(TurnwiseError, match="nothing"):
         run_train(train_config(lookup_model, finished, steps=2, eval=nothing), fresh=fresh, console=silent())
-    assert snapshot(finished) == before
+    assert snapshot(finished) == snapshot_before
 
 
 def test_a_broken_checkpoint_is_named_and_nothing_is_written(
@@ -301,10 +301,10 @@ def test_a_broken_checkpoint_is_named_and_nothing_is_written(
 ) -> None:
     shutil.copytree(finished / "run", tmp_path / "run")
     (step_dir(tmp_path / "run", 1) / "optimizer.pt").unlink()
-    before = snapshot(tmp_path)
+    snapshot_before = snapshot(tmp_path)
     with pytest.raises(CheckpointError, match=r"step_000001 lacks optimizer\.pt"):
         run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
-    assert snapshot(tmp_path) == before
+    assert snapshot(tmp_path) == snapshot_before
     (tmp_path / "run" / "run.json").write_text("{")
     with pytest.raises(FormatError, match=r"run\.json is not JSON"):
         run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
@@ -316,9 +316,9 @@ def test_more_steps_and_other_checkpoints_may_follow_and_fresh_starts_over(
     def train(*more: str, **changes: Any) -> int:
         file = tmp_path / "config.yaml"
         file.write_text(dump_config(train_config(lookup_model, tmp_path, **changes)))
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_:
             main(["train", str(file), *more])
-        return int(ended.value.code or 0)
+        return int(exit_.value.code or 0)
 
     run = Path(shutil.copytree(finished / "run", tmp_path / "run"))
     assert train("steps=2", "checkpoint.keep=1", steps=1) == 0

@@ -29,9 +29,9 @@ TASKS = 40
 
 def grounded(messages: list[Message], text: str) -> float:
     """Score a way by what its look-ups gave, and its answer by whether it is what the last one gave."""
-    told = [str(each["content"]) for each in messages if each["role"] == "tool"]
-    known = [each for each in told if " " not in each]
-    return min(len(set(known)), 2) + float(bool(known) and text.strip() == known[-1])
+    answers = [str(message["content"]) for message in messages if message["role"] == "tool"]
+    names = [answer for answer in answers if " " not in answer]
+    return min(len(set(names)), 2) + float(bool(names) and text.strip() == names[-1])
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def evaluate(model: Path, url: str, out: Path, search: dict[str, Any] | None = N
         "tasks": f"turnwise.envs.basic.lookup:tasks?n={TASKS}&split=test",
         "rollout": {"env": {"name": "lookup"}, "max_turns": 5, "max_tokens_per_turn": 24},
     }  # fmt: skip
-    given = settings if search is None else settings | {"search": search}
-    result = run_eval(load_config(EvalConfig, defaults=given), console=Console(file=io.StringIO()))
+    eval_settings = settings if search is None else settings | {"search": search}
+    result = run_eval(load_config(EvalConfig, defaults=eval_settings), console=Console(file=io.StringIO()))
     assert result.sampled is not None
     return result.sampled
 
@@ -63,19 +63,19 @@ def test_searches_find_more_than_plain_episodes(url: str, warm_lookup: Path, tmp
     for kind, keys in SEARCHES.items():
         for scorer in ("environment", "likelihood", f"{__file__}:grounded"):
             out = tmp_path / f"{kind}-{scorer.rpartition(':')[2]}"
-            found = evaluate(warm_lookup, url, out, {"kind": kind, "scorer": scorer, **keys})
-            assert found.search is not None
+            result = evaluate(warm_lookup, url, out, {"kind": kind, "scorer": scorer, **keys})
+            assert result.search is not None
             print(
-                f"{out.name}: success {found.success}, any way {found.search.success_mean.mean:.3f}, best way "
-                f"{found.search.success_best.mean:.3f}, {found.search.ways:.1f} ways, "
-                f"{found.search.sampled_tokens:.0f} tokens of all, {found.search.tool_calls} calls"
+                f"{out.name}: success {result.success}, any way {result.search.success_mean.mean:.3f}, best way "
+                f"{result.search.success_best.mean:.3f}, {result.search.ways:.1f} ways, "
+                f"{result.search.sampled_tokens:.0f} tokens of all, {result.search.tool_calls} calls"
             )
-            assert found.failed == 0
+            assert result.failed == 0
             if scorer == "environment":
-                assert found.success.mean == found.search.success_best.mean
+                assert result.success.mean == result.search.success_best.mean
             if scorer != "likelihood":
-                assert found.success.mean > plain.success.mean
-            assert found.success.mean <= found.search.success_best.mean
+                assert result.success.mean > plain.success.mean
+            assert result.success.mean <= result.search.success_best.mean
     report = audit_run(tmp_path / "tree-grounded", at_most=8, console=silent())
     assert report.contradictions == []
 
@@ -87,14 +87,18 @@ def test_a_training_run_searches_in_its_evaluations(lookup_model: Path, tmp_path
     plan = {"tasks": held_out, "samples": 1, "greedy": False, "every": None, "search": search}
     run_train(train_config(lookup_model, tmp_path, steps=1, eval=plan), console=silent())
     run = tmp_path / "run"
-    found = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "eval"]
-    assert len(found) == 2
-    for each in found:
-        shown = figures(each)
-        assert shown["eval/sampled/search/ways"] == 4
-        assert shown["eval/sampled/search/sampled_tokens"] > shown["eval/sampled/sampled_tokens"]
-    searched = [each for each in read_trajectories(run / "trajectories.twz") if each.partition == "val"]
-    assert all(each.search is not None and len(each.branches) == 4 for each in searched)
-    trained = [each for each in read_trajectories(run / "trajectories.twz") if each.partition == "train"]
-    assert all(each.search is None and not each.branches for each in trained)
+    records = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "eval"]
+    assert len(records) == 2
+    for record in records:
+        values = figures(record)
+        assert values["eval/sampled/search/ways"] == 4
+        assert values["eval/sampled/search/sampled_tokens"] > values["eval/sampled/sampled_tokens"]
+    searched = [
+        trajectory for trajectory in read_trajectories(run / "trajectories.twz") if trajectory.partition == "val"
+    ]
+    assert all(trajectory.search is not None and len(trajectory.branches) == 4 for trajectory in searched)
+    trained = [
+        trajectory for trajectory in read_trajectories(run / "trajectories.twz") if trajectory.partition == "train"
+    ]
+    assert all(trajectory.search is None and not trajectory.branches for trajectory in trained)
     assert audit_run(run, at_most=4, console=silent()).contradictions == []

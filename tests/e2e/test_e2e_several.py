@@ -39,15 +39,15 @@ def test_a_role_trains_against_the_weights_that_the_run_began_with(lookup_model:
     assert temperatures == {"main": 1.0, "past": 0.5}
     # The weights that are synced reach the trained policy's server alone.
     versions = {
-        policy: {span[0] for row in rows if row["policy"] == policy for each in row["segments"]
-                 for span in each.get("weight_versions", ())}
+        policy: {span[0] for row in rows if row["policy"] == policy for segment in row["segments"]
+                 for span in segment.get("weight_versions", ())}
         for policy in ("main", "past")
     }  # fmt: skip
     assert versions == {"main": {0, 1}, "past": {0}}
     trained = {row["trajectory"] for step in lines(run / "batches.jsonl") for row in step.get("rows", ())}
     assert trained
     assert all(name.endswith("/left") for name in trained)
-    step = next(each for each in lines(run / "metrics.jsonl") if each["kind"] == "train")
+    step = next(record for record in lines(run / "metrics.jsonl") if record["kind"] == "train")
     assert {"reward/by_role/left", "reward/by_role/right@past", "rollout/turns_by_role/left"} <= step.keys()
     report = audit_run(run, console=silent())
     assert report.contradictions == []
@@ -60,7 +60,9 @@ def test_a_role_trains_against_the_weights_that_the_run_began_with(lookup_model:
     # Had a frozen policy's tokens been trained, the audit would say so.
     batches = run / "batches.jsonl"
     batches.write_text(batches.read_text().replace("/left", "/right"))
-    assert any("although its policy 'past' is frozen" in each for each in audit_files(run).contradictions)
+    assert any(
+        "although its policy 'past' is frozen" in contradiction for contradiction in audit_files(run).contradictions
+    )
 
 
 def test_it_is_evaluated_against_the_same(lookup_model: Path, tmp_path: Path) -> None:

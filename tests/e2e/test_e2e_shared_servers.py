@@ -40,29 +40,31 @@ def two_adapters(model: Path, runs: Path, **changes: Any) -> TrainConfig:
 
 def check_run(run: Path, steps: int) -> None:
     """Check that each policy was trained by its own tokens alone, and that they are what its weights sample."""
-    found = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
-    assert {(each.agent, each.policy) for each in found.values() if each.error is None} == set(ROLES.items())
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(run / "trajectories.twz")}
+    assert {
+        (trajectory.agent, trajectory.policy) for trajectory in trajectories.values() if trajectory.error is None
+    } == set(ROLES.items())
     rows = read_batches(run / "batches.jsonl").rows
     assert {(row.policy, row.step) for row in rows} == {
         (name, step + 1) for name in ROLES.values() for step in range(steps)
     }
-    assert all(found[row.trajectory].policy == row.policy for row in rows)
+    assert all(trajectories[row.trajectory].policy == row.policy for row in rows)
     report = audit_run(run, at_most=8, console=silent())
     assert report.contradictions == []
     assert report.counts["sampled tokens that cannot be recomputed"] == 0
     assert report.counts["weight versions recomputed"] >= 2
-    last = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"][-1]
+    last_record = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"][-1]
     for name in ROLES.values():
         folder = run / "checkpoints" / f"step_{steps:06d}" / "policies" / name
         factors = load_file(folder / "adapter_model.safetensors")
         # What began at zero was trained.
         assert all(bool(tensor.any()) for key, tensor in factors.items() if "lora_B" in key)
-        assert last[f"policy/{name}/batch/trajectories"] > 0
-    servers = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "inference"][-1]
+        assert last_record[f"policy/{name}/batch/trajectories"] > 0
+    servers = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "inference"][-1]
     assert servers["policy"] == "solver, critic_agent"
     assert servers["requests"] > 0
     # One server, with one log.
-    assert [each.relative_to(run / "logs").as_posix() for each in (run / "logs").rglob("server-*.log")] == [
+    assert [file.relative_to(run / "logs").as_posix() for file in (run / "logs").rglob("server-*.log")] == [
         "solver/server-0.log"
     ]
 
@@ -84,7 +86,7 @@ async def test_two_adapters_train_on_one_server_and_resume(lookup_model: Path, t
     (run_dir / "logs" / "critic_agent" / "server-0.log").unlink()
     await train(config, console=silent())
     check_run(run_dir, 2)
-    for step in [each for each in lines(run_dir / "metrics.jsonl") if each["kind"] == "train"]:
+    for step in [record for record in lines(run_dir / "metrics.jsonl") if record["kind"] == "train"]:
         # What the server says of its adapters is what the trainer computes.
         assert all(step[f"policy/{name}/gap/max"] < 1e-3 for name in ROLES.values())
 
@@ -117,7 +119,7 @@ def changed(config: TrainConfig, name: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "changes", "said"),
+    ("policy", "changes", "message"),
     [
         (
             "critic_agent",
@@ -140,9 +142,11 @@ def changed(config: TrainConfig, name: str, **changes: Any) -> dict[str, Any]:
         ("critic_agent", {"inference": {"dtype": "bfloat16"}}, r"what serves both is policies\.solver\.inference"),
     ],
 )
-def test_policies_that_cannot_share_are_named(policy: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_policies_that_cannot_share_are_named(
+    policy: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     config = two_adapters(tmp_path / "m", tmp_path)
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(ValidationError, match=message):
         TrainConfig.model_validate(changed(config, policy, **changes))
 
 
@@ -150,15 +154,15 @@ async def test_an_engine_of_one_policy_is_named_before_a_server_starts(lookup_mo
     config = TrainConfig.model_validate(
         changed(two_adapters(lookup_model, tmp_path), "solver", inference={"engine": "sglang"})
     )
-    said = (
+    message = (
         r"policies\.critic_agent\.served_by is 'solver', whose servers' inference\.engine is sglang, which serves one"
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         await train(config, console=silent())
     assert not (tmp_path / "run" / "logs").exists()
-    [found] = [each for each in (await dry_run(config)).checks if each.name == "inference"]
-    assert (found.outcome, "serves one policy" in found.finding) == ("failed", True)
-    [found] = [
-        each for each in (await dry_run(two_adapters(lookup_model, tmp_path))).checks if each.name == "inference"
+    [inference_check] = [check for check in (await dry_run(config)).checks if check.name == "inference"]
+    assert (inference_check.outcome, "serves one policy" in inference_check.finding) == ("failed", True)
+    [inference_check] = [
+        check for check in (await dry_run(two_adapters(lookup_model, tmp_path))).checks if check.name == "inference"
     ]
-    assert found.finding.startswith("solver, critic_agent: builtin, 1 server")
+    assert inference_check.finding.startswith("solver, critic_agent: builtin, 1 server")

@@ -29,7 +29,7 @@ def mix(folder: Path) -> list[dict[str, Any]]:
 
 def taken(run: Path) -> list[tuple[str, str]]:
     """The tasks of each group, in the order in which they were taken; a group's id says the epoch."""
-    groups = {each.group_id: each.task_id for each in read_trajectories(run / "trajectories.twz")}
+    groups = {trajectory.group_id: trajectory.task_id for trajectory in read_trajectories(run / "trajectories.twz")}
     return sorted((task, group.rpartition("-e")[2]) for group, task in groups.items())
 
 
@@ -51,7 +51,10 @@ def test_a_mix_trains_by_its_shares_and_goes_on_where_it_stopped(lookup_model: P
     ]
     assert states[0]["tasks"] == states[1]["tasks"]
     assert (states[0]["epoch"], states[0]["position"]) == (0, 3 * GROUPS)
-    assert {name: each["taken"] for name, each in states[0]["tasks"]["sources"].items()} == {"held": 3, "streamed": 3}
+    assert {name: source["taken"] for name, source in states[0]["tasks"]["sources"].items()} == {
+        "held": 3,
+        "streamed": 3,
+    }
 
     logged = [record for record in lines(tmp_path / "two/run/metrics.jsonl") if record["kind"] == "train"]
     assert len(logged) == 3

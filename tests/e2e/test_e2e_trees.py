@@ -40,10 +40,10 @@ def forked_config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
 
 def check_trees(run: Path) -> list[Trajectory]:
     """Check that siblings begin at one turn, and that all that branches sampled was trained once."""
-    trained = [each for each in read_trajectories(run / "trajectories.twz") if each.error is None]
-    for each in trained:
-        branch_paths(each.branches)
-        for branch in each.branches[1:]:
+    trained = [trajectory for trajectory in read_trajectories(run / "trajectories.twz") if trajectory.error is None]
+    for trajectory in trained:
+        branch_paths(trajectory.branches)
+        for branch in trajectory.branches[1:]:
             assert branch.again is not None
     owned = [(row.trajectory, row.leaf) for row in read_batches(run / "batches.jsonl").rows]
     assert len(owned) == len(set(owned))
@@ -54,20 +54,20 @@ def check_trees(run: Path) -> list[Trajectory]:
 def test_a_run_of_trees_is_trained_and_sound(agent: str, lookup_model: Path, tmp_path: Path) -> None:
     run_train(forked_config(lookup_model, tmp_path, rollout={"agent": AGENTS[agent]}), console=silent())
     run = tmp_path / "run"
-    found = check_trees(run)
-    assert len(found) == 8
-    assert [len(each.branches) for each in found] == [4] * 8
+    episodes = check_trees(run)
+    assert len(episodes) == 8
+    assert [len(trajectory.branches) for trajectory in episodes] == [4] * 8
     report = audit_run(run, at_most=16, console=silent())
     assert report.contradictions == []
     assert report.counts["sampled tokens that cannot be recomputed"] == 0
-    steps = [each for each in lines(run / "metrics.jsonl") if each["kind"] == "train"]
+    steps = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
     for step in steps:
         # Where all branches of a step earned the same, nothing is trained.
         assert step.get("gap/max", 0.0) < 1e-4
         assert step["batch/trajectories"] == 4
         assert step["tree/branches"] == 4
         assert [name for name in step if name not in ("kind", "step") and meaning(name) is None] == []
-    sampled = sum(each.sampled_tokens for each in found)
+    sampled = sum(trajectory.sampled_tokens for trajectory in episodes)
     assert sum(step["batch/trained_tokens"] for step in steps) == sampled
 
 
@@ -75,11 +75,11 @@ def test_a_run_of_trees_is_trained_and_sound(agent: str, lookup_model: Path, tmp
 async def forks_itself(episode: Episode) -> None:
     """Play two ways from the second turn on."""
 
-    async def go_on(way: Episode, messages: list[Message]) -> None:
-        with within_budget(way):
+    async def go_on(branch: Episode, messages: list[Message]) -> None:
+        with within_budget(branch):
             while True:
-                message = await way.session.chat(messages, way.tools)
-                result = await way.step(message)
+                message = await branch.session.chat(messages, branch.tools)
+                result = await branch.step(message)
                 if result.terminated or result.truncated:
                     return
                 messages += [message, *result.observation]
@@ -88,20 +88,22 @@ async def forks_itself(episode: Episode) -> None:
     result = await episode.step(first)
     if not (result.terminated or result.truncated):
         messages = [*episode.observation, first, *result.observation]
-        await asyncio.gather(*(go_on(each, list(messages)) for each in (episode, await episode.fork())))
+        await asyncio.gather(*(go_on(branch, list(messages)) for branch in (episode, await episode.fork())))
 
 
 def test_a_run_whose_agent_forks_is_trained_and_sound(lookup_model: Path, tmp_path: Path) -> None:
     rollout = {"agent": {"name": f"{__name__}:forks_itself"}}
     algorithm = {"credit": "tree_value", "drop_zero_variance": False}
     run_train(train_config(lookup_model, tmp_path, rollout=rollout, algorithm=algorithm), console=silent())
-    found = check_trees(tmp_path / "run")
-    assert any(len(each.branches) == 2 for each in found)
+    episodes = check_trees(tmp_path / "run")
+    assert any(len(trajectory.branches) == 2 for trajectory in episodes)
     report = audit_run(tmp_path / "run", at_most=16, console=silent())
     assert report.contradictions == []
     assert report.counts["sampled tokens that cannot be recomputed"] == 0
-    steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
-    assert sum(step["batch/trained_tokens"] for step in steps) == sum(each.sampled_tokens for each in found)
+    steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert sum(step["batch/trained_tokens"] for step in steps) == sum(
+        trajectory.sampled_tokens for trajectory in episodes
+    )
 
 
 @pytest.mark.long
@@ -112,10 +114,10 @@ def test_a_run_of_trees_survives_random_kills(lookup_model: Path, tmp_path: Path
     run_train(config, console=silent())
     check_trees(run)
     assert audit_run(run, at_most=8, console=silent()).contradictions == []
-    found = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(run / "trajectories.twz")}
     rows = read_batches(run / "batches.jsonl").rows
     assert {row.step for row in rows} == set(range(1, 7))
-    groups = {(found[row.trajectory].group_id, row.step) for row in rows}
+    groups = {(trajectories[row.trajectory].group_id, row.step) for row in rows}
     # Each step trained two groups: none was lost, none came twice.
     assert len(groups) == len({group for group, _ in groups}) == 12
 
@@ -127,5 +129,5 @@ def test_the_example_runs_in_seconds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "filed, sampled" in done.stdout
     trees = check_trees(tmp_path / "trees-seed0")
-    trained = [each for each in trees if each.partition == "train"]
-    assert [len(each.branches) for each in trained] == [8, 8]
+    trained = [trajectory for trajectory in trees if trajectory.partition == "train"]
+    assert [len(trajectory.branches) for trajectory in trained] == [8, 8]

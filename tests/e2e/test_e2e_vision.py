@@ -54,7 +54,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 async def by_openai(base: str) -> None:
     client = openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0)
-    parts: list[Any] = [{"type": "image_url", "image_url": {"url": data_uri(each)}} for each in (ONE, TWO)]
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": data_uri(picture)}} for picture in (ONE, TWO)]
     messages: list[Any] = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
     await client.chat.completions.create(model="m", messages=messages)
 
@@ -62,9 +62,10 @@ async def by_openai(base: str) -> None:
 async def by_anthropic(base: str) -> None:
     client = anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0)
     sources: list[Any] = [
-        {"type": "base64", "media_type": "image/png", "data": base64.b64encode(each).decode()} for each in (ONE, TWO)
+        {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture).decode()}
+        for picture in (ONE, TWO)
     ]
-    parts: list[Any] = [{"type": "image", "source": each} for each in sources]
+    parts: list[Any] = [{"type": "image", "source": source} for source in sources]
     messages: list[Any] = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
     await client.messages.create(model="m", max_tokens=8, messages=messages)
 
@@ -84,8 +85,8 @@ async def test_images_of_both_sdks_are_seen_recorded_and_trained_on(served: Serv
         url = f"/sessions/{opened['id']}/finalize"
         async with served.http.post(url, json={}, headers=ADMIN_HEADERS) as answer:
             trajectory = Trajectory.from_bytes(json.dumps((await answer.json())["trajectory"]))
-        shown = [each.digest for segment in trajectory.segments for each in segment.media]
-        assert shown == [Media("image", each, 0, 1).digest for each in (ONE, TWO)]
+        digests = [media.digest for segment in trajectory.segments for media in segment.media]
+        assert digests == [Media("image", picture, 0, 1).digest for picture in (ONE, TWO)]
         (sample,) = to_samples(trajectory).rows
         samples.append(sample)
     config = PolicyConfig(model=ModelConfig(path=vision_model(), device="cpu"), optim=OptimConfig(lr=1e-3))
@@ -98,10 +99,10 @@ async def test_images_of_both_sdks_are_seen_recorded_and_trained_on(served: Serv
         first = sample.media[0]
         swapped = replace(sample, media=(replace(first, data=OTHER), *sample.media[1:]))
         assert np.abs(scores(learner, swapped) - sampled).max() > 1e-3
-    before = {name: tensor.clone() for name, tensor in learner.export_weights()}
-    for batch in pack([TrainRow(each, advantage=1.0) for each in samples], 4096):
+    weights_before = {name: tensor.clone() for name, tensor in learner.export_weights()}
+    for batch in pack([TrainRow(sample, advantage=1.0) for sample in samples], 4096):
         (-learner.policy.forward(batch).logprobs.mean()).backward()
     learner.optim_step()
-    moved = {name for name, tensor in learner.export_weights() if not torch.equal(tensor, before[name])}
+    moved = {name for name, tensor in learner.export_weights() if not torch.equal(tensor, weights_before[name])}
     assert any("visual" in name for name in moved)
     assert any("visual" not in name for name in moved)

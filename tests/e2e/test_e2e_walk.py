@@ -33,9 +33,9 @@ EVAL = {"tasks": "turnwise.envs.basic.lookup:tasks?n=3&split=test", "samples": 2
 
 
 def cli(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
+    return int(exit_.value.code or 0)
 
 
 def trained(model: Path, runs: Path, **changes: Any) -> Path:
@@ -103,9 +103,9 @@ def test_every_step_is_logged_with_documented_metrics(walk: Path) -> None:
     peaks = [record["memory/peak"] for record in steps_of(walk)]
     assert peaks == sorted(peaks)
     assert yaml.safe_load((walk / "summary.json").read_text())["memory_gb"] == peaks[-1]
-    found = lines(walk / "diagnostics.jsonl")
-    assert [(record["kind"], record["step"]) for record in found] == [("gap", 1), ("gap", 2), ("gap", 3)]
-    for record, step in zip(found, steps_of(walk), strict=True):
+    diagnostics = lines(walk / "diagnostics.jsonl")
+    assert [(record["kind"], record["step"]) for record in diagnostics] == [("gap", 1), ("gap", 2), ("gap", 3)]
+    for record, step in zip(diagnostics, steps_of(walk), strict=True):
         assert sum(turn["tokens"] for turn in record["turns"]) == step["train/tokens"]
         assert max(turn["max"] for turn in record["turns"]) == pytest.approx(step["gap/max"])
         assert record["largest"][0]["gap"] == pytest.approx(step["gap/max"])
@@ -144,16 +144,16 @@ def versions(trajectory: Trajectory) -> set[int]:
 
 
 def test_every_weight_version_is_a_model_that_transformers_loads(walk: Path, lookup_model: Path) -> None:
-    before = weights(lookup_model)
+    weights_before = weights(lookup_model)
     for step in (1, 2, 3):
         checkpoint = walk / "checkpoints" / f"step_{step:06d}"
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
         assert model.dtype == torch.float32
-        after = weights(checkpoint)
-        assert after.keys() == before.keys()
-        assert any(not torch.equal(after[name], before[name]) for name in after)
-        assert all(bool(torch.isfinite(value).all()) for value in after.values())
-        before = after
+        weights_after = weights(checkpoint)
+        assert weights_after.keys() == weights_before.keys()
+        assert any(not torch.equal(weights_after[name], weights_before[name]) for name in weights_after)
+        assert all(bool(torch.isfinite(value).all()) for value in weights_after.values())
+        weights_before = weights_after
     tokenizer = AutoTokenizer.from_pretrained(walk / "checkpoints" / "step_000003")
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Who manages mia?"}], add_generation_prompt=True, return_tensors="pt"
@@ -185,8 +185,8 @@ def test_a_step_in_which_all_groups_are_dead_changes_nothing_and_counts(lookup_m
         assert record["batch/rows"] == record["train/updates"] == record["train/tokens"] == 0
         assert record["batch/dead_groups"] == GROUPS
         assert record["reward/mean"] == 0.5
-    before, after = weights(lookup_model), weights(run / "checkpoints" / "step_000002")
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    initial, final = weights(lookup_model), weights(run / "checkpoints" / "step_000002")
+    assert all(torch.equal(initial[name], final[name]) for name in initial)
     # The version is the step's all the same, and the audit knows of steps without rows.
     sampled = {v for t in read_trajectories(run / "trajectories.twz") for v in versions(t)}
     assert sampled == {0, 1}
@@ -197,7 +197,7 @@ def test_a_step_in_which_all_groups_are_dead_changes_nothing_and_counts(lookup_m
 
 def test_old_logprobs_of_the_rollout_and_recomputed_ones_agree(lookup_model: Path, tmp_path: Path) -> None:
     """Two epochs of two updates: from the second update on the weights are others than those that sampled."""
-    found = {}
+    values = {}
     for old in ("rollout", "recompute"):
         algorithm = {"epochs": 2, "minibatches": 2, "old_logprobs": old, "loss_options": {"clip_high": 10.0}}
         run = trained(lookup_model, tmp_path, name=old, algorithm=algorithm)
@@ -210,9 +210,9 @@ def test_old_logprobs_of_the_rollout_and_recomputed_ones_agree(lookup_model: Pat
         assert audit_files(run).sound
         epochs = {(row.step, row.epoch) for row in read_batches(run / "batches.jsonl").rows}
         assert epochs == {(1, 0), (1, 1), (2, 0), (2, 1)}
-        found[old] = steps_of(run)[0]
+        values[old] = steps_of(run)[0]
     for name in ("train/loss", "train/ratio", "train/ratio_max", "train/approx_kl", "train/grad_norm"):
-        assert found["rollout"][name] == pytest.approx(found["recompute"][name], abs=1e-4, rel=1e-4)
+        assert values["rollout"][name] == pytest.approx(values["recompute"][name], abs=1e-4, rel=1e-4)
 
 
 # Failures of environments and agents
@@ -254,15 +254,15 @@ def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(
     run = tmp_path / "run"
     assert not (run / "checkpoints").exists()
     # Each was tried twice. Of groups that were asked for in the place of those that failed, some may be under way.
-    whole = Counter(each.group_id for each in read_trajectories(run / "trajectories.twz"))
-    assert sum(count == 2 * MEMBERS for count in whole.values()) >= 3
+    members = Counter(trajectory.group_id for trajectory in read_trajectories(run / "trajectories.twz"))
+    assert sum(count == 2 * MEMBERS for count in members.values()) >= 3
     assert audit_files(run).sound
     # Its configuration is that of its files, also without a checkpoint.
     other = train_config(lookup_model, tmp_path, seed=99, rollout=rollout)
-    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    times_before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     with pytest.raises(CheckpointError, match="another configuration"):
         run_train(other, console=silent())
-    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == times_before
 
 
 class WithCritic(Agent):
@@ -293,10 +293,10 @@ def test_only_the_trained_policy_is_trained(lookup_model: Path, tmp_path: Path) 
 
 def test_fresh_does_not_remove_the_model_that_it_is_to_begin_with(walk: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(walk, tmp_path / "run"))
-    kept = (run / "trajectories.twz").read_bytes()
+    content = (run / "trajectories.twz").read_bytes()
     checkpoint = run / "checkpoints" / "step_000001"
-    inside = train_config(checkpoint, tmp_path, steps=1)
+    config_inside = train_config(checkpoint, tmp_path, steps=1)
     with pytest.raises(ConfigError, match=r"policies\.main\.model\.path is .*step_000001, inside the run"):
-        run_train(inside, fresh=True, console=silent())
-    assert (run / "trajectories.twz").read_bytes() == kept
+        run_train(config_inside, fresh=True, console=silent())
+    assert (run / "trajectories.twz").read_bytes() == content
     assert checkpoint.is_dir()

@@ -19,10 +19,10 @@ class Listed(FolderTransport):  # type: ignore[misc, valid-type]
     """The folder's transport, which says when it is closed what it held."""
 
     def close(self) -> None:
-        held = sorted(file.name for file in self.directory.iterdir()) if self.directory.exists() else []
+        names = sorted(file.name for file in self.directory.iterdir()) if self.directory.exists() else []
         super().close()
         with (self.directory.parent / "held").open("a") as file:
-            file.write(f"{len(held)} {self.written_bytes}\n")
+            file.write(f"{len(names)} {self.written_bytes}\n")
 
 
 @pytest.mark.long
@@ -36,9 +36,9 @@ def test_a_run_trains_by_a_transport_of_another_package(lookup_model: Path, tmp_
     assert len(steps) == 2
     # Servers had the weights that the trainer had: its forward gives the log-probabilities that they reported.
     assert all(step["gap/max"] < 1e-3 for step in steps), steps[-1]
-    [held] = (folder / "held").read_text().splitlines()
-    versions, written = map(int, held.split())
+    [line] = (folder / "held").read_text().splitlines()
+    versions, written = map(int, line.split())
     assert versions >= 1
     assert written > 0
-    assert [each.name for each in folder.iterdir()] == ["held"]
+    assert [file.name for file in folder.iterdir()] == ["held"]
     assert audit_files(run).sound

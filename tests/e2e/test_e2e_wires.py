@@ -70,7 +70,7 @@ class PatientEnv(LookupEnv):
 
 
 @dataclass
-class Told:
+class EpisodeTurns:
     """What an episode began with, what the model said, and what tools said of each call."""
 
     observation: list[Message]
@@ -82,22 +82,22 @@ class Told:
 class Direct(Agent):
     """Asks its session, and sends calls back as text."""
 
-    told: ClassVar[Told]
+    turns_of_episode: ClassVar[EpisodeTurns]
 
     async def run(self, episode: Episode) -> None:
         messages: list[Any] = list(episode.observation)
-        told = Direct.told = Told(list(messages), list(episode.tools))
+        received = Direct.turns_of_episode = EpisodeTurns(list(messages), list(episode.tools))
         while True:
             message = await episode.session.chat(messages, episode.tools)
-            told.turns.append(message)
+            received.turns.append(message)
             calls = message.get("tool_calls") or ()
             if not calls:
                 return
             sent = [{"id": c.id, "function": {"name": c.name, "arguments": _arguments(c)}} for c in calls]
             messages.append({"role": "assistant", "content": message["content"], "tool_calls": sent})
             for call in calls:
-                told.answers[call.id] = (await episode.call(call)).text
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": told.answers[call.id]})
+                received.answers[call.id] = (await episode.call(call)).text
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": received.answers[call.id]})
 
 
 def _arguments(call: ToolCall) -> str:
@@ -111,10 +111,10 @@ class OverHTTP(Agent):
 
     async def run(self, episode: Episode) -> None:
         async def answer(call: ToolCall) -> str:
-            last = episode.session.last
-            assert last is not None
-            (meant,) = [each for each in last["tool_calls"] if each.id == call.id]
-            return (await episode.call(meant)).text
+            last_message = episode.session.last
+            assert last_message is not None
+            (matching,) = [other for other in last_message["tool_calls"] if other.id == call.id]
+            return (await episode.call(matching)).text
 
         wire = WIRES[self.wire]
         await wire.talk(await episode.address(), list(episode.observation), list(episode.tools), answer, wire.stream)
@@ -132,7 +132,7 @@ class Model:
     url: str
     home: Path
     renderer: TemplateRenderer
-    told: dict[int, Told] = field(default_factory=dict)
+    turns_by_seed: dict[int, EpisodeTurns] = field(default_factory=dict)
     expected: dict[int, Trajectory] = field(default_factory=dict)
 
     async def episode(self, agent: type[Agent], seed: int) -> Trajectory:
@@ -165,12 +165,12 @@ class Model:
         session = Session(
             client, renderer, id=f"direct-{seed}", limits=limits, params=SamplingParams(**used), seed=seed
         )
-        told = self.told[SEEDS[0]]
-        messages: list[Any] = list(told.observation)
+        received = self.turns_by_seed[SEEDS[0]]
+        messages: list[Any] = list(received.observation)
         try:
             with contextlib.suppress(BudgetExceeded):
                 while not messages or messages[-1]["role"] != "assistant":
-                    message = await session.chat(messages, told.tools)
+                    message = await session.chat(messages, received.tools)
                     messages.append(message)
                     messages += [
                         {"role": "tool", "tool_call_id": call.id, "content": await look_up(call)}
@@ -202,7 +202,7 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Model
     try:
         for seed in SEEDS:
             served.expected[seed] = await served.episode(Direct, seed)
-            served.told[seed] = Direct.told
+            served.turns_by_seed[seed] = Direct.turns_of_episode
         yield served
     finally:
         await replica.close()
@@ -212,21 +212,21 @@ def columns(segments: Sequence[Segment]) -> list[Any]:
     """All that is trained: ids, which of them were sampled, log-probabilities to the last bit, versions, forks."""
     return [
         (
-            each.parent,
-            each.kind,
-            each.token_ids.tolist(),
-            None if each.logprobs is None else each.logprobs.tobytes(),
-            each.weight_versions,
-            each.finish_reason,
-            each.turn_id,
-            each.fork,
+            segment.parent,
+            segment.kind,
+            segment.token_ids.tolist(),
+            None if segment.logprobs is None else segment.logprobs.tobytes(),
+            segment.weight_versions,
+            segment.finish_reason,
+            segment.turn_id,
+            segment.fork,
         )
-        for each in segments
+        for segment in segments
     ]
 
 
 async def test_the_model_says_what_is_hard_to_keep(model: Model) -> None:
-    turns = [turn for told in model.told.values() for turn in told.turns]
+    turns = [turn for received in model.turns_by_seed.values() for turn in received.turns]
     calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
     errors = [call.error for call in calls]
     assert None in errors
@@ -237,17 +237,17 @@ async def test_the_model_says_what_is_hard_to_keep(model: Model) -> None:
     assert any(turn["finish_reason"] == "length" for turn in turns)
     assert len(turns) > 9
     # Who stops within a thought leaves nothing to go on from: that is rendered anew.
-    assert {reason.partition(":")[0] for each in model.expected.values() for reason in each.forks()} == {
-        "bridge_unproven"
-    }
+    assert {
+        reason.partition(":")[0] for expected_turns in model.expected.values() for reason in expected_turns.forks()
+    } == {"bridge_unproven"}
 
 
-@pytest.mark.parametrize("way", [ReActAgent, *OVER.values()])
-async def test_every_agent_of_an_episode_leaves_the_same(model: Model, way: type[Agent]) -> None:
+@pytest.mark.parametrize("agent_class", [ReActAgent, *OVER.values()])
+async def test_every_agent_of_an_episode_leaves_the_same(model: Model, agent_class: type[Agent]) -> None:
     for seed in SEEDS:
-        left = await model.episode(way, seed)
-        assert columns(left.segments) == columns(model.expected[seed].segments)
-        assert left.metrics["turns"] == len(model.told[seed].turns)
+        trajectory = await model.episode(agent_class, seed)
+        assert columns(trajectory.segments) == columns(model.expected[seed].segments)
+        assert trajectory.metrics["turns"] == len(model.turns_by_seed[seed].turns)
 
 
 async def test_a_gateway_of_its_own_leaves_the_same(model: Model, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ async def test_a_gateway_of_its_own_leaves_the_same(model: Model, tmp_path: Path
         model=model.directory, url=model.url, out=tmp_path, port=0, fixed_sampling=True, context_length=CONTEXT, **USED
     )
     expected = {seed: await model.asked_directly(seed) for seed in OUTSIDE}
-    told = model.told[SEEDS[0]]
+    received = model.turns_by_seed[SEEDS[0]]
     gateway = GatewayProcess(config)
     await gateway.launch()
     try:
@@ -266,13 +266,13 @@ async def test_a_gateway_of_its_own_leaves_the_same(model: Model, tmp_path: Path
                     base = gateway.url + (await opened.json())["path"]
                 with contextlib.suppress(openai.BadRequestError, anthropic.BadRequestError):
                     # Ends by itself, or by what it is told when its turns are used up.
-                    await wire.talk(base, told.observation, told.tools, look_up, wire.stream)
-                async with http.post(f"/sessions/{name}-{seed}/finalize", json={}) as ended:
-                    left = Trajectory.from_bytes(orjson.dumps((await ended.json())["trajectory"]))
-                assert columns(left.segments) == expected[seed], name
+                    await wire.talk(base, received.observation, received.tools, look_up, wire.stream)
+                async with http.post(f"/sessions/{name}-{seed}/finalize", json={}) as response:
+                    trajectory = Trajectory.from_bytes(orjson.dumps((await response.json())["trajectory"]))
+                assert columns(trajectory.segments) == expected[seed], name
     finally:
         await gateway.close()
-    kept = [columns(each.segments) for each in read_trajectories(tmp_path / "trajectories.twz")]
-    assert kept == [expected[seed] for seed in OUTSIDE for _ in WIRES]
-    assert min(map(len, kept)) > 4
+    written = [columns(trajectory.segments) for trajectory in read_trajectories(tmp_path / "trajectories.twz")]
+    assert written == [expected[seed] for seed in OUTSIDE for _ in WIRES]
+    assert min(map(len, written)) > 4
     assert audit_files(tmp_path).contradictions == []

@@ -27,18 +27,18 @@ def test_the_gpu_tests_rehearse_on_a_cpu() -> None:
     assert done.returncode == 0, done.stdout[-4000:]
     assert int(done.stdout.split(" passed")[0].rsplit(maxsplit=1)[-1]) >= 14
     skips = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert all("nothing to rehearse" in each for each in skips), skips
+    assert all("nothing to rehearse" in reason for reason in skips), skips
 
 
 def test_the_gpu_benchmark_rehearses_on_a_cpu() -> None:
     done = run("benchmarks/gpu.py", "--rehearse")
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["limits"]["tflop_per_s"] > 0
-    assert all(found["engine"][f"tokens_per_s_{count}"] > 0 for count in found["config"]["batches"])
-    assert found["step"]["utilisation"] > 0
-    assert found["lookup"]["time/step_s"] >= found["lookup"]["time/rollout_s"] > 0
-    assert "skipped" in found["smollm2"]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["limits"]["tflop_per_s"] > 0
+    assert all(report["engine"][f"tokens_per_s_{count}"] > 0 for count in report["config"]["batches"])
+    assert report["step"]["utilisation"] > 0
+    assert report["lookup"]["time/step_s"] >= report["lookup"]["time/rollout_s"] > 0
+    assert "skipped" in report["smollm2"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

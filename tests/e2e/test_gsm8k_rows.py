@@ -59,13 +59,13 @@ class Replay:
             expression = marked[request.number][0]
             call = ToolCall(f"call{request.number}", "calculator", {"expression": expression})
             return {"role": "assistant", "content": "", "tool_calls": [call]}
-        wanted = read_number(task.data["answer"])
-        said = answers(request)
-        assert len(said) == len(marked)
+        expected = read_number(task.data["answer"])
+        answer_texts = answers(request)
+        assert len(answer_texts) == len(marked)
         self.calls += len(marked)
-        self.agreeing += sum(close(answer, result) for answer, (_, result) in zip(said, marked, strict=True))
-        for answer, (_, result) in zip(reversed(said), reversed(marked), strict=True):
-            if read_number(result) == wanted:
+        self.agreeing += sum(close(answer, result) for answer, (_, result) in zip(answer_texts, marked, strict=True))
+        for answer, (_, result) in zip(reversed(answer_texts), reversed(marked), strict=True):
+            if read_number(result) == expected:
                 self.from_tool += 1
                 return f"#### {answer}"
         return f"#### {task.data['answer']}"
@@ -73,8 +73,8 @@ class Replay:
 
 def close(answer: str, written: str) -> bool:
     """Whether a result is the written one, which people rounded."""
-    value, wanted = read_number(answer), read_number(written)
-    return value is not None and wanted is not None and abs(value - wanted) <= Fraction(1, 100) * abs(value)
+    value, expected = read_number(answer), read_number(written)
+    return value is not None and expected is not None and abs(value - expected) <= Fraction(1, 100) * abs(value)
 
 
 async def play(tasks: Iterator[Task], script: Script) -> tuple[int, float]:
@@ -114,25 +114,25 @@ async def test_an_empty_answer_is_worth_nothing_and_so_is_the_question() -> None
 
 
 def alive(kind: type) -> int:
-    return sum(type(each) is kind for each in gc.get_objects())
+    return sum(type(instance) is kind for instance in gc.get_objects())
 
 
 async def test_the_run_streams() -> None:
     """Neither rows nor what episodes left are held, however many there are."""
-    before = alive(Task), alive(Trajectory)
-    most = [0, 0]
+    counts_before = alive(Task), alive(Trajectory)
+    largest = [0, 0]
 
     def watching(tasks: Iterator[Task]) -> Iterator[Task]:
         for number, task in enumerate(tasks):
             if number % 200 == 100:
                 gc.collect()
                 for index, kind in enumerate((Task, Trajectory)):
-                    most[index] = max(most[index], alive(kind) - before[index])
+                    largest[index] = max(largest[index], alive(kind) - counts_before[index])
             yield task
 
     assert (await play(watching(rows()), Replay()))[0] == ROWS
-    assert most[0] <= 4
-    assert most[1] <= 4
+    assert largest[0] <= 4
+    assert largest[1] <= 4
 
 
 def test_reading_takes_less_memory_than_the_file() -> None:
@@ -140,9 +140,9 @@ def test_reading_takes_less_memory_than_the_file() -> None:
     gc.collect()
     tracemalloc.start()
     try:
-        before = tracemalloc.get_traced_memory()[0]
+        bytes_before = tracemalloc.get_traced_memory()[0]
         assert sum(1 for _ in rows()) == ROWS
-        peak = tracemalloc.get_traced_memory()[1] - before
+        peak = tracemalloc.get_traced_memory()[1] - bytes_before
     finally:
         tracemalloc.stop()
     assert peak < (Path(FOLDER) / "test.jsonl").stat().st_size / 4

@@ -32,15 +32,20 @@ async def demonstrations(count: int) -> list[dict[str, Any]]:
     for seed in range(count):
         env = make(f"{ENV}:Dice")
         messages, _ = await reset_env(env, None, seed=seed)
-        said: list[Message] = list(messages)
+        conversation: list[Message] = list(messages)
         seen = []
         for die in (1, 2):
             call = tool_call("look", die=die)
-            said.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            said += (await step_env(env, said[-1])).observation
-            seen.append(int(text_of(said[-1])))
-        said.append({"role": "assistant", "content": str(sum(seen) if seed % 2 else seen[0])})
-        rows.append({"messages": [wire(each) for each in said], "tools": [each.to_json() for each in schemas(env)]})
+            conversation.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            conversation += (await step_env(env, conversation[-1])).observation
+            seen.append(int(text_of(conversation[-1])))
+        conversation.append({"role": "assistant", "content": str(sum(seen) if seed % 2 else seen[0])})
+        rows.append(
+            {
+                "messages": [wire(message) for message in conversation],
+                "tools": [schema.to_json() for schema in schemas(env)],
+            }
+        )
     return rows
 
 
@@ -101,9 +106,9 @@ def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_pat
     assert {row["task_id"].partition("-")[0] for row in rows} == {"train"}
     assert any(row["metrics"]["tool_calls"] for row in rows)
 
-    [last] = sorted((tmp_path / "runs" / "dice" / "checkpoints").iterdir())[-1:]
+    [last_checkpoint] = sorted((tmp_path / "runs" / "dice" / "checkpoints").iterdir())[-1:]
     held_out = "turnwise.tasks.seeded:tasks?n=3&name=test"
-    evaluated = run(tmp_path, "eval", "--model", last, "-n", "2", "--no-greedy", "--tasks", held_out)
+    evaluated = run(tmp_path, "eval", "--model", last_checkpoint, "-n", "2", "--no-greedy", "--tasks", held_out)
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "success" in evaluated.stdout
 
@@ -131,8 +136,8 @@ def test_the_commands_of_the_quickstart_lead_from_nothing_to_a_report(tmp_path: 
     commands = [command.split() for command in written]
     assert [command[0] for command in commands] == ["check", "make-model", "eval", "train", "eval", "view", "report"]
     for command in commands:
-        given = [each.replace("step_000040", "step_000001") for each in command if each != "--open"]
-        done = run(tmp_path, *given, *less.get(command[0], ()))
+        arguments = [argument.replace("step_000040", "step_000001") for argument in command if argument != "--open"]
+        done = run(tmp_path, *arguments, *less.get(command[0], ()))
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         if command[0] == "train":
             assert "success at the first evaluation: sampled" in done.stdout + done.stderr
@@ -177,9 +182,9 @@ def test_tasks_of_a_configuration_file_are_not_replaced(model: Path, tmp_path: P
 def test_what_it_says_where_something_is_missing(
     tmp_path: Path, arguments: tuple[str, ...], status: int, words: str
 ) -> None:
-    said = run(tmp_path, *arguments)
-    assert said.returncode == status
-    assert words in said.stderr
+    output = run(tmp_path, *arguments)
+    assert output.returncode == status
+    assert words in output.stderr
 
 
 def test_seeded_tasks_differ_in_their_ids_alone() -> None:

@@ -35,9 +35,9 @@ def test_adapters_learn_to_use_the_tools_and_are_all_that_is_sent(warm_lookup: P
     assert len(trained) > len(steps) / 2
     assert max(step["gap/max"] for step in trained) < 1e-4
     with safe_open(run / "sft" / "model" / "model.safetensors", framework="np") as file:
-        whole = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - it is no dictionary
+        size = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - it is no dictionary
     assert {step["sync/bytes"] for step in trained} == {1245184.0}
-    assert steps[0]["sync/bytes"] < whole / 2
+    assert steps[0]["sync/bytes"] < size / 2
     audit = [sys.executable, "-m", "turnwise", "audit", str(run)]
     checked = run_command(audit, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -101,7 +101,7 @@ def test_what_the_kill_took_was_done_again_and_nothing_else(runs: Path, summary:
     assert steps.count(10) == 1
     # The first evaluation is that of the first part; none was made anew by the second.
     evaluations = [record for record in records if record["kind"] == "eval"]
-    assert [each["step"] for each in evaluations] == [0, summary["steps"]]
+    assert [record["step"] for record in evaluations] == [0, summary["steps"]]
     for kind in KINDS:
         assert summary["before"][kind] == evaluations[0][kind]
 
@@ -109,18 +109,18 @@ def test_what_the_kill_took_was_done_again_and_nothing_else(runs: Path, summary:
 def recorded_steps(run: Path, config: TrainConfig, steps: int) -> list[list[TrainRow]]:
     """Return the rows that the first steps of a run trained, from its files."""
     groups: dict[str, list[Trajectory]] = defaultdict(list)
-    for each in read_trajectories(run / "trajectories.twz"):
-        groups[each.group_id].append(each)
-    group_of = {each.id: name for name, its in groups.items() for each in its}
+    for trajectory in read_trajectories(run / "trajectories.twz"):
+        groups[trajectory.group_id].append(trajectory)
+    group_of = {trajectory.id: name for name, its in groups.items() for trajectory in its}
     trained: dict[int, dict[str, None]] = defaultdict(dict)
     for row in read_batches(run / "batches.jsonl").rows:
         trained[row.step][group_of[row.trajectory]] = None
-    found = []
+    differences = []
     for step in range(1, steps + 1):
         its = [TrajectoryGroup(name, groups[name][0].task_id, groups[name]) for name in trained[step]]
         collected = collect(its, max_tokens_per_row=config.batch.max_tokens_per_row)
-        found.append(build_experience(collected, config.algorithm, temperature=config.rollout.temperature).rows)
-    return found
+        differences.append(build_experience(collected, config.algorithm, temperature=config.rollout.temperature).rows)
+    return differences
 
 
 def assert_ranks_train_alike(run: Path) -> None:
@@ -143,11 +143,11 @@ def assert_ranks_train_alike(run: Path) -> None:
                 assert largest == pytest.approx({name: alone[name] for name in largest}, abs=1e-4)
                 assert metrics == pytest.approx({name: alone[name] for name in metrics}, abs=1e-5)
         first = load_file(config.policy.model.path / "model.safetensors")
-        weights, *others = (dict(learner.export_weights()) for learner in learners)
-        assert max(float((each - first[name]).detach().abs().max()) for name, each in weights.items()) > 1e-3
-        for other in others:
+        weights, *other_weights = (dict(learner.export_weights()) for learner in learners)
+        assert max(float((weight - first[name]).detach().abs().max()) for name, weight in weights.items()) > 1e-3
+        for other in other_weights:
             assert other.keys() == weights.keys()
-            assert max(float((each - weights[name]).detach().abs().max()) for name, each in other.items()) < 1e-5
+            assert max(float((weight - weights[name]).detach().abs().max()) for name, weight in other.items()) < 1e-5
 
 
 def test_its_first_five_steps_on_ranks_are_those_of_one_process(runs: Path, summary: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def test_an_asynchronous_mode_ends_where_the_synchronous_one_does(
 ) -> None:
     take_warm(warm_lookup, runs / mode)
     other = finish(start(runs, mode, "--also", f"{mode}.yaml"), runs, mode)
-    ends = {name: success(each["after"], "sampled") for name, each in (("sync", summary), (mode, other))}
+    ends = {name: success(run_summary["after"], "sampled") for name, run_summary in (("sync", summary), (mode, other))}
     steps = [json.loads(line) for line in (runs / mode / "metrics.jsonl").read_text().splitlines()]
     lags = [step["lag/max"] for step in steps if step["kind"] == "train"]
     print(f"{ends}, lag at most {max(lags):g}, {other['wall_s']:.0f} s wall, {other['cpu_s']:.0f} CPU-s")

@@ -46,8 +46,8 @@ def test_it_learns_to_read_pictures_that_it_has_not_seen(run: Path) -> None:
 
 def test_no_picture_of_the_evaluation_was_trained_on(run: Path) -> None:
     seen: dict[str, set[str]] = {"train": set(), "val": set()}
-    for each in read_trajectories(run / "trajectories.twz"):
-        seen[each.partition] |= {media.digest for segment in each.segments for media in segment.media}
+    for trajectory in read_trajectories(run / "trajectories.twz"):
+        seen[trajectory.partition] |= {media.digest for segment in trajectory.segments for media in segment.media}
     assert len(seen["train"]) > 100
     assert len(seen["val"]) > 50
     assert not seen["train"] & seen["val"]
@@ -58,6 +58,6 @@ def test_the_audit_passes_on_what_it_left(run: Path) -> None:
 
 
 def test_another_family_runs_with_next_to_no_training(tmp_path: Path) -> None:
-    left = play(tmp_path, "--smoke", "--family", "smolvlm")
-    assert {row["error"] for row in lines(left / "trajectories.twz")} == {None}
-    assert audit_files(left).contradictions == []
+    output = play(tmp_path, "--smoke", "--family", "smolvlm")
+    assert {row["error"] for row in lines(output / "trajectories.twz")} == {None}
+    assert audit_files(output).contradictions == []

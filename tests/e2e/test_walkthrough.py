@@ -97,8 +97,10 @@ def sections(page: str) -> list[str]:
 
 
 def test_the_page_says_what_the_code_does(printed: list[blocks.Block], page: str) -> None:
-    found = blocks.differences(page, printed)
-    assert not found, "python examples/walkthrough/main.py --write brings it up to date\n" + "\n\n".join(found)
+    differences = blocks.differences(page, printed)
+    assert not differences, "python examples/walkthrough/main.py --write brings it up to date\n" + "\n\n".join(
+        differences
+    )
 
 
 def test_each_file_has_one_section_in_the_order_in_which_it_is_entered(
@@ -117,8 +119,8 @@ def test_no_file_is_entered_again_by_one_that_it_called(printed: list[blocks.Blo
     reach: dict[str, set[str]] = {}
     for source, target in edges:
         reach.setdefault(source, set()).add(target)
-    again = {(a, b): how for (a, b), how in edges.items() if a in _reachable(reach, b)}
-    assert again == {}
+    cycles = {(a, b): how for (a, b), how in edges.items() if a in _reachable(reach, b)}
+    assert cycles == {}
 
 
 def _subclass_to_base() -> Iterator[tuple[str, str]]:
@@ -150,9 +152,9 @@ def _reachable(edges: dict[str, set[str]], start: str) -> set[str]:
 def test_numbers_between_the_blocks_are_numbers_of_the_blocks(page: str) -> None:
     quoted = set(NUMBER.findall("\n".join(block.text for block in blocks.read(page))))
     prose = re.sub(r"```.*?```|<!--.*?-->|^\d+\. ", "", page, flags=re.DOTALL | re.MULTILINE)
-    found = {number for number in NUMBER.findall(prose) if float(number.replace(",", "")) > 4}
-    assert len(found) > 5
-    assert found <= quoted
+    numbers = {number for number in NUMBER.findall(prose) if float(number.replace(",", "")) > 4}
+    assert len(numbers) > 5
+    assert numbers <= quoted
 
 
 def test_links_of_both_pages_lead_somewhere() -> None:
@@ -186,7 +188,7 @@ def test_a_page_with_all_blocks_as_printed_has_no_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("printed_now", "said"),
+    ("printed_now", "message"),
     [
         ([with_text(EXACT, "0 0 1 1", "0 1 1 1"), ABOUT], "block 'mask' on the page"),
         ([with_text(EXACT, "ids 4 5", "ids 4 5 "), ABOUT], "block 'mask' on the page"),
@@ -200,9 +202,9 @@ def test_a_page_with_all_blocks_as_printed_has_no_difference() -> None:
         ([ABOUT, EXACT], "another order"),
     ],
 )
-def test_a_page_that_differs_is_found_out(printed_now: list[blocks.Block], said: str) -> None:
-    [found] = blocks.differences(PAGE, printed_now)
-    assert said in found
+def test_a_page_that_differs_is_found_out(printed_now: list[blocks.Block], message: str) -> None:
+    [difference] = blocks.differences(PAGE, printed_now)
+    assert message in difference
 
 
 def test_decimals_of_an_approximate_block_may_differ_in_their_last_digits() -> None:

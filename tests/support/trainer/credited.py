@@ -43,12 +43,12 @@ def build(
 
 def told(result: Experience) -> dict[str, list[float]]:
     """The advantage of each trained turn, by trajectory; every trained token of a turn is told the same."""
-    found: dict[str, dict[int, float]] = {}
+    credit: dict[str, dict[int, float]] = {}
     for row in result.rows:
         values = np.broadcast_to(row.advantage, row.sample.input_ids.shape)
         assert not isinstance(row.advantage, np.ndarray) or not values[row.sample.turn_ids < 0].any()
         for turn in set(row.sample.turn_ids[row.sample.loss_mask].tolist()):
             of_turn = set(values[row.sample.turn_ids == turn].tolist())
             assert len(of_turn) == 1
-            found.setdefault(row.sample.trajectory_id, {})[turn] = of_turn.pop()
-    return {name: [of[turn] for turn in sorted(of)] for name, of in found.items()}
+            credit.setdefault(row.sample.trajectory_id, {})[turn] = of_turn.pop()
+    return {name: [of[turn] for turn in sorted(of)] for name, of in credit.items()}

@@ -52,10 +52,10 @@ class HeldLearner(TorchLearner):
 
     def optim_step(self):
         [hold] = HOLDS
-        found = super().optim_step()
+        result = super().optim_step()
         if self.steps == hold.update and hold.fails is not None:
             raise hold.fails
-        return found
+        return result
 
 
 FAILS: list[int] = []

@@ -25,11 +25,11 @@ class Newest(turnwise.LocalReplayBuffer):
         THREADS.add(threading.current_thread().name)
         while True:
             ready = self.ready(partition_id)
-            old = [each for each in ready if each.staleness(global_steps) > self.bound]
-            self.discard([each.key for each in old], "old")
-            young = sorted((each for each in ready if each not in old), key=lambda each: -each.arrived)
+            old = [facts for facts in ready if facts.staleness(global_steps) > self.bound]
+            self.discard([facts.key for facts in old], "old")
+            young = sorted((facts for facts in ready if facts not in old), key=lambda facts: -facts.arrived)
             if len(young) >= batch_size:
-                ref, metrics = self.take([each.id for each in young[:batch_size]], global_steps)
+                ref, metrics = self.take([facts.id for facts in young[:batch_size]], global_steps)
                 return ref, {**metrics, "replay/newest": float(young[0].arrived)}
             self.wait()
 

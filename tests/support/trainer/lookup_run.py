@@ -148,11 +148,11 @@ def train_config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = {**below, **above}
+    merged = {**below, **above}
     for name in below.keys() & above.keys():
         if isinstance(below[name], dict) and isinstance(above[name], dict):
-            both[name] = _merged(below[name], above[name])
-    return both
+            merged[name] = _merged(below[name], above[name])
+    return merged
 
 
 def held_config(model: Path, runs: Path, hold: int, gate: Path | None = None, **changes: Any) -> TrainConfig:

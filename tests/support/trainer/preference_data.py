@@ -60,12 +60,12 @@ async def record(
     renderer: Renderer, path: Path, rows: Sequence[tuple[str, str, float]], *, group: str = "{task}", **fields: Any
 ) -> list[Trajectory]:
     """Record one-turn trajectories (task, answer, reward) as a run would, and write them to a file."""
-    found = []
+    trajectories = []
     for number, (task, answer, reward) in enumerate(rows):
         client = ScriptedClient(renderer, [Message(role="assistant", content=answer)])
         session = Session(client, renderer, id=f"t{number}", limits=SessionLimits(context_length=512))
         await session.chat([Message(role="user", content=f"Which team is {task} in?")], [])
-        found.append(
+        trajectories.append(
             Trajectory(
                 id=f"t{number}",
                 episode_id=f"t{number}",
@@ -77,7 +77,7 @@ async def record(
             )
         )
     writer = TrajectoryWriter(path)
-    for each in found:
-        writer.write(each)
+    for trajectory in trajectories:
+        writer.write(trajectory)
     writer.close()
-    return found
+    return trajectories

@@ -39,7 +39,7 @@ def opened(tmp_path: Path, loggers: list[Any], step: int = 0, out: io.StringIO |
     directory = tmp_path / "run"
     directory.mkdir(exist_ok=True)
     RunDirectory(directory).begin(settings, config_digest(settings), fresh=False)
-    known = RunDirectory(directory).read()
-    logged = LoggedRun("run", known["id"], directory, settings.model_dump(mode="json"), step)
+    notes = RunDirectory(directory).read()
+    logged = LoggedRun("run", notes["id"], directory, settings.model_dump(mode="json"), step)
     console = Console(file=out or io.StringIO(), width=300)
-    return RunLog.open(logged, settings.loggers, console, part=known["parts"] - 1)
+    return RunLog.open(logged, settings.loggers, console, part=notes["parts"] - 1)

@@ -57,14 +57,14 @@ def build_model(family: str, seed: int = 0) -> Any:
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return the directory of a random model of a family, made once."""
-    made: dict[tuple[str, int], Path] = {}
+    directories: dict[tuple[str, int], Path] = {}
 
     def make(family: str = "qwen3", seed: int = 0) -> Path:
-        if (family, seed) not in made:
+        if (family, seed) not in directories:
             directory = tmp_path_factory.mktemp(f"{family}-{seed}")
             build_model(family, seed).save_pretrained(directory)
-            made[family, seed] = directory
-        return made[family, seed]
+            directories[family, seed] = directory
+        return directories[family, seed]
 
     return make
 

@@ -59,14 +59,15 @@ async def make_run(run: Path, *, noted: bool = True) -> None:
 
     def script(request):
         version = {"a": 0, "b": 1, "c": 3, "d": 3}[request.session_id]
-        said = renderer.completion({"role": "assistant", "content": f"say {request.number}"}, ())
-        ids = np.concatenate([request.prompt, said])
+        completion = renderer.completion({"role": "assistant", "content": f"say {request.number}"}, ())
+        ids = np.concatenate([request.prompt, completion])
         temperature = 1.0 if request.session_id == "d" else TEMPERATURE
         logprobs = true_logprobs(where[version], ids, len(request.prompt), temperature)
-        middle = len(said) // 2
+        middle = len(completion) // 2
         # Half of this turn was sampled before an update: its weights are gone, the rest can be checked.
-        spans = ((1, 0, middle), (3, middle, len(said))) if request.session_id == "c" else ((version, 0, len(said)),)
-        return Completion(said, logprobs, "stop", spans)
+        end = len(completion)
+        spans = ((1, 0, middle), (3, middle, end)) if request.session_id == "c" else ((version, 0, end),)
+        return Completion(completion, logprobs, "stop", spans)
 
     client = LedgerClient(ScriptedClient(renderer, script), run / "ledger.jsonl")
     writer = TrajectoryWriter(run / "trajectories.twz")
@@ -159,9 +160,9 @@ async def test_versions_that_a_kill_undid_are_not_held_against_those_of_the_same
                 line[key] = "0-d"
         write_records(tmp_path / name, lines)
     assert audit(tmp_path)[0].counts["weight versions recomputed"] == 2
-    for after, logprobs in ((3, 12 + 12 + 6), (2, 12 + 6)):
+    for last_step, logprobs in ((3, 12 + 12 + 6), (2, 12 + 6)):
         for part in (0, 1):
-            BatchWriter(tmp_path / "batches.jsonl", part=part, after_step=part * after).close()
+            BatchWriter(tmp_path / "batches.jsonl", part=part, after_step=part * last_step).close()
         report, _ = audit(tmp_path)
         assert report.sound
         assert report.counts["logprobs recomputed"] == logprobs
@@ -177,11 +178,11 @@ async def test_a_run_without_its_configuration_says_so(tmp_path: Path) -> None:
 
 async def test_the_command_exits_with_1_at_a_contradiction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     await make_run(tmp_path)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main(["audit", str(tmp_path)])
-    assert ended.value.code == 0
+    assert exit_.value.code == 0
     lie(tmp_path, "a")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main(["audit", str(tmp_path)])
-    assert ended.value.code == 1
+    assert exit_.value.code == 1
     assert "1 contradictions" in capsys.readouterr().out

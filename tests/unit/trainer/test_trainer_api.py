@@ -54,7 +54,7 @@ def needs(n):
     return [{"prompt": "x"}] * n
 
 
-def test_objects_become_names(tmp_path: Path) -> None:
+def test_objects_become_references_in_the_configuration(tmp_path: Path) -> None:
     trainer = Trainer({**BASE, "runs": tmp_path}, "seed=4", env=Graded, agent=asks, model="other", n_runners=7)
     config = trainer.plan(None, twenty_rows).config
     assert config.rollout.env.name == "support.envs.run_envs:Graded"
@@ -68,8 +68,8 @@ def test_objects_become_names(tmp_path: Path) -> None:
     assert (named.rollout.agent.config, named.rollout.env.name, named.name) == ({"size": 3}, "lookup", "r")
     # An agent alone brings its own reward; what a configuration says stays.
     assert Trainer(BASE, agent=Acts).plan().config.rollout.env.name == "task"
-    said = {**BASE, "rollout": {"env": {"name": "lookup"}}}
-    assert Trainer(said).plan(Acts()).config.rollout.env.name == "lookup"
+    settings = {**BASE, "rollout": {"env": {"name": "lookup"}}}
+    assert Trainer(settings).plan(Acts()).config.rollout.env.name == "lookup"
 
 
 def test_a_file_and_a_checked_configuration_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -87,23 +87,23 @@ def test_a_file_and_a_checked_configuration_are_taken_as_they_are(tmp_path: Path
 
 def test_an_algorithm_brings_its_critic_to_a_checked_configuration_too() -> None:
     config = load_config(TrainConfig, None, [], {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}})
-    found = Trainer(config).plan("ppo").config
-    assert found.policy.critic is not None
-    assert found.model_copy(update={"policies": config.policies, "algorithm": config.algorithm}) == config
+    planned = Trainer(config).plan("ppo").config
+    assert planned.policy.critic is not None
+    assert planned.model_copy(update={"policies": config.policies, "algorithm": config.algorithm}) == config
     # One that is there stays.
-    said = {"main": {"model": {"path": "m"}, "critic": {"warmup_steps": 2}}}
+    policies = {"main": {"model": {"path": "m"}, "critic": {"warmup_steps": 2}}}
     config = load_config(
         TrainConfig,
         None,
         ["algorithm.advantage=gae"],
-        {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}, "policies": said},
+        {**BASE, "name": "x", "rollout": {"env": {"name": "lookup"}}, "policies": policies},
     )
     critic = Trainer(config).plan("ppo").config.policy.critic
     assert critic is not None
     assert critic.warmup_steps == 2
 
 
-async def test_a_step_wants_a_group() -> None:
+async def test_learn_without_groups_raises_train_error() -> None:
     run: Any = types.SimpleNamespace(state=types.SimpleNamespace(step=4))
     with pytest.raises(TrainError, match=r"step 5: learn\(\) was given no group"):
         await Training(run).learn([])
@@ -133,8 +133,8 @@ async def test_requests_of_a_step_have_the_same_seeds_after_a_resume(monkeypatch
         return Training(parts)
 
     group: Any = object()
-    whole, resumed = at(0), at(1)
-    for training, steps in ((whole, 2), (resumed, 1)):
+    uninterrupted, resumed = at(0), at(1)
+    for training, steps in ((uninterrupted, 2), (resumed, 1)):
         for _ in range(steps):
             await training.rollouts([Task("t", "?")])
             await training.rollouts([Task("t", "?")])
@@ -190,14 +190,14 @@ def test_every_estimator_and_every_loss_is_the_name_of_an_algorithm() -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_every_name_is_a_configuration(name: str) -> None:
+def test_each_algorithm_name_stands_for_its_formula(name: str) -> None:
     section = {"advantage": "rloo", "loss_aggregation": "trajectory_mean"}
     if name == "dr_grpo":
         section = {"loss_aggregation": "seq_mean_token_sum_norm", "loss_scale": 64.0}
     config = Trainer({**BASE, "algorithm": section}, env="lookup", name="r").plan(name).config
-    found = config.algorithm
-    assert (found.advantage, found.loss, found.aggregation, found.drop_zero_variance) == FORMULAS[name]
-    assert (config.policy.critic is not None) == (found.advantage == "gae")
+    algorithm = config.algorithm
+    assert (algorithm.advantage, algorithm.loss, algorithm.aggregation, algorithm.drop_zero_variance) == FORMULAS[name]
+    assert (config.policy.critic is not None) == (algorithm.advantage == "gae")
 
 
 OLD = {
@@ -209,7 +209,7 @@ OLD = {
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_a_class_name_is_answered_with_the_name_to_write(name: str) -> None:
+def test_class_name_of_an_algorithm_is_refused_with_the_right_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm '{name}' is unknown; did you mean '{OLD[name]}'\?"):
         algorithm_keys(name)
 
@@ -244,7 +244,7 @@ def test_algorithm_is_a_name_keys_or_a_training_loop() -> None:
             trainer.plan(algorithm)
 
 
-def test_what_cannot_be_found_again_is_refused() -> None:
+def test_object_without_an_importable_reference_is_refused() -> None:
     class Local(Agent):
         async def run(self, episode) -> None: ...
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_found_again_is_refused() -> None:
         Trainer(BASE, env="lookpu", agent="raect").plan({"loss": "lookpu"})
 
 
-def test_rows_become_a_file_that_is_called_after_them(tmp_path: Path) -> None:
+def test_rows_are_written_to_a_file_named_by_their_digest(tmp_path: Path) -> None:
     rows = [Task("a", "one", {"n": 1}, env="lookup"), {"prompt": "two", "n": 2}]
     source = task_config(iter(rows), tmp_path, name="train")
     first, second = load_tasks(source)
@@ -278,13 +278,13 @@ def test_rows_become_a_file_that_is_called_after_them(tmp_path: Path) -> None:
     "source",
     ["rows.jsonl", SourceConfig(source="a.jsonl", limit=3), {"source": "a.jsonl"}, ["a.jsonl", {"source": "b.jsonl"}]],
 )
-def test_sources_stay_what_they_are(source, tmp_path: Path) -> None:
+def test_sources_are_passed_on_unchanged(source, tmp_path: Path) -> None:
     assert task_config(source, tmp_path, name="train") == source
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("dataset", "said"),
+    ("dataset", "message"),
     [
         ([], "the train dataset holds no row"),
         ([{"prompt": "x"}, 5], r"train dataset: row 1 is 5: a row is a turnwise\.Task or a dict"),
@@ -294,12 +294,12 @@ def test_sources_stay_what_they_are(source, tmp_path: Path) -> None:
         (needs, r"cannot be called without arguments.*pkg\.module:function\?n=200"),
     ],
 )
-def test_what_is_no_dataset_is_named(dataset, said, tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=said):
+def test_invalid_dataset_raises_task_error(dataset, message, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=message):
         task_config(dataset, tmp_path, name="train")
 
 
-def test_what_is_read_by_index_is_read(tmp_path: Path) -> None:
+def test_dataset_with_getitem_is_read(tmp_path: Path) -> None:
     class Indexed:
         def __len__(self) -> int:
             return 2
@@ -307,10 +307,10 @@ def test_what_is_read_by_index_is_read(tmp_path: Path) -> None:
         def __getitem__(self, index: int) -> dict[str, Any]:
             return [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}][index]
 
-    assert [each.data["n"] for each in load_tasks(task_config(Indexed(), tmp_path, name="train"))] == [1, 2]
+    assert [task.data["n"] for task in load_tasks(task_config(Indexed(), tmp_path, name="train"))] == [1, 2]
 
 
-def test_what_stands_in_the_program_that_runs_is_named_by_its_file(
+def test_class_of_the_running_program_is_referenced_by_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = types.ModuleType("__main__")

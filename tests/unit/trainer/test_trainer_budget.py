@@ -41,16 +41,16 @@ def test_durations_are_shown(seconds, text) -> None:
     assert show_duration(seconds) == text
 
 
-def test_a_configuration_says_them() -> None:
-    given = ["budget.wall_time=2h30m", "budget.trained_tokens=2M", "budget.sampled_tokens=1e6"]
-    config = load_config(TrainConfig, None, given, LEAST)
+def test_limits_are_read_from_the_configuration() -> None:
+    overrides = ["budget.wall_time=2h30m", "budget.trained_tokens=2M", "budget.sampled_tokens=1e6"]
+    config = load_config(TrainConfig, None, overrides, LEAST)
     assert config.steps is None
     assert config.budget.limits == {"trained_tokens": 2e6, "sampled_tokens": 1e6, "wall_time": 9000.0}
     assert config.optimizer_steps == UNKNOWN_STEPS
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("max_prompt_tokens=5", r"neither steps nor a budget is given: give steps, or budget\.trained_tokens"),
         ("budget.wall_time=soon", r"budget\.wall_time.*'soon'.*2h30m"),
@@ -59,10 +59,10 @@ def test_a_configuration_says_them() -> None:
         ("budget.token=5", r"budget\.token.*unknown key"),
     ],
 )
-def test_what_is_no_budget_is_named(override, said) -> None:
+def test_invalid_budget_is_refused(override, message) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(TrainConfig, None, [override], LEAST)
-    assert re.search(said, " ".join(str(raised.value).split()))
+    assert re.search(message, " ".join(str(raised.value).split()))
 
 
 def test_the_first_limit_that_is_spent_ends_a_run() -> None:
@@ -74,8 +74,8 @@ def test_the_first_limit_that_is_spent_ends_a_run() -> None:
     budget.spend(steps=1, trained_tokens=700.0)
     assert budget.ended == "trained_tokens"
     assert budget.why(budget.ended) == "1,000 trained tokens are spent"
-    again = Budget.of(2, BudgetConfig(), budget.spent)
-    assert again.ended == "steps"
+    resumed = Budget.of(2, BudgetConfig(), budget.spent)
+    assert resumed.ended == "steps"
 
 
 def test_the_length_of_a_run_is_extrapolated_from_the_nearest_limit() -> None:
@@ -105,9 +105,9 @@ def test_the_length_of_a_run_is_extrapolated_from_the_nearest_limit() -> None:
     sampling.spend(steps=6, sampled_tokens=60)
     assert sampling.expected_steps(under_way={"sampled_tokens": 1.0}) == 10
     # What the step under way has not spent yet is shared among those that are done: 3 took 30 %, exactly 10.
-    both = BudgetConfig(sampled_tokens=1000, trained_tokens=10)
+    limits = BudgetConfig(sampled_tokens=1000, trained_tokens=10)
     assert (
-        Budget.of(None, both, {"steps": 3.0, "sampled_tokens": 4.0, "trained_tokens": 3.0}).expected_steps(
+        Budget.of(None, limits, {"steps": 3.0, "sampled_tokens": 4.0, "trained_tokens": 3.0}).expected_steps(
             under_way={"sampled_tokens": 1.0}
         )
         == 10

@@ -34,11 +34,11 @@ def test_save_load_and_keep(tmp_path: Path) -> None:
         path = store.save(state, write_weights(str(step)))
         assert path == tmp_path / "checkpoints" / f"step_{step:06d}"
         assert load_state(path) == state
-    assert {each.stat().st_mode & 0o777 for each in path.rglob("*") if each.is_file()} == {0o600}
-    assert {each.stat().st_mode & 0o777 for each in (store.directory, path, path / "sub")} == {0o700}
+    assert {file.stat().st_mode & 0o777 for file in path.rglob("*") if file.is_file()} == {0o600}
+    assert {folder.stat().st_mode & 0o777 for folder in (store.directory, path, path / "sub")} == {0o700}
     assert store.steps() == [5, 10]
     assert store.latest() == tmp_path / "checkpoints" / "step_000010"
-    assert sorted(each.name for each in store.directory.iterdir()) == ["step_000005", "step_000010"]
+    assert sorted(entry.name for entry in store.directory.iterdir()) == ["step_000005", "step_000010"]
     with pytest.raises(CheckpointError, match=r"checkpoint\.keep is 0"):
         CheckpointStore(tmp_path, keep=0)
 
@@ -65,7 +65,7 @@ def test_best_checkpoint_remains_besides_the_newest_and_is_linked(tmp_path: Path
     assert not (tmp_path / "best").is_symlink()
 
 
-def test_a_step_that_is_done_again_is_rated_again(tmp_path: Path) -> None:
+def test_repeated_step_replaces_its_rating(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1, best=best_of())
     store.save(TrainerState(1), write_weights("w"), {"eval/sampled": 0.2})
     store.save(TrainerState(2), write_weights("w"), {"eval/sampled": 0.8})
@@ -76,7 +76,7 @@ def test_a_step_that_is_done_again_is_rated_again(tmp_path: Path) -> None:
         CheckpointStore(tmp_path, keep=1, best=best_of()).tidy()
 
 
-def test_going_back_removes_what_came_after(tmp_path: Path) -> None:
+def test_resuming_from_an_earlier_step_removes_later_checkpoints(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         store.save(TrainerState(step), write_weights("w"))
@@ -86,7 +86,7 @@ def test_going_back_removes_what_came_after(tmp_path: Path) -> None:
     (tmp_path / "step_000002" / "sub" / "part").unlink()
     assert (store.whole_before(3), store.whole_before(1)) == (1, None)
     store.tidy(last_step=1)
-    assert [each.name for each in tmp_path.iterdir()] == ["step_000001"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_000001"]
 
 
 def test_a_million_steps_sort_by_number(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     store.save(TrainerState(3, epoch=1), write_weights("new"))
     assert (tmp_path / "step_000003" / "model.safetensors").read_text() == "new"
     assert load_state(tmp_path / "step_000003").epoch == 1
-    assert [each.name for each in tmp_path.iterdir()] == ["step_000003"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_000003"]
 
 
-def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
+def test_failed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     store.save(TrainerState(1), write_weights("one"))
 
@@ -115,10 +115,10 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="disk full; earlier ones are intact: free disk space"):
         store.save(TrainerState(2), fail)
-    assert [each.name for each in tmp_path.iterdir()] == ["step_000001"], "the draft would fill the disk"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_000001"], "the draft would fill the disk"
     assert store.latest() == tmp_path / "step_000001"
     store.save(TrainerState(3), write_weights("three"))
-    assert [each.name for each in tmp_path.iterdir()] == ["step_000003"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_000003"]
 
 
 _KILLED = """
@@ -178,7 +178,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: 
     assert load_state(latest).epoch == (1 if survivor == "second" else 0)
     assert (latest / "model.safetensors").read_text() == survivor
     after.save(TrainerState(5), write_weights("third"), {"eval/sampled": 0.7})
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["best", "best.json", "step_000005"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["best", "best.json", "step_000005"]
 
 
 _KILLED_WHILE_REMOVING = """
@@ -203,7 +203,7 @@ _KILLED_WHILE_REMOVING = """
 """
 
 
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(tmp_path: Path) -> None:
+def test_kill_during_removal_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
     result = run_command(
         [sys.executable, "-c", textwrap.dedent(_KILLED_WHILE_REMOVING), str(tmp_path)],
         capture_output=True,
@@ -212,10 +212,10 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(tmp_path
         check=False,
     )
     assert result.returncode == -signal.SIGKILL, result.stderr
-    after = CheckpointStore(tmp_path, keep=1)
-    assert after.steps() == [5]
-    after.tidy()
-    assert [each.name for each in tmp_path.iterdir()] == ["step_000005"]
+    store = CheckpointStore(tmp_path, keep=1)
+    assert store.steps() == [5]
+    store.tidy()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_000005"]
 
 
 def test_missing_and_changed_files_are_named(tmp_path: Path) -> None:

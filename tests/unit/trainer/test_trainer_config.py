@@ -49,7 +49,7 @@ def test_defaults_and_shortcuts() -> None:
         ({"steps": 0}, "steps"),
     ],
 )
-def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_configuration_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainConfig.model_validate({**MINIMAL, **change})
 
@@ -82,7 +82,7 @@ def test_errors_carry_the_path_of_the_key() -> None:
         load_config(TrainConfig, None, ["policies.main.optim.name=sgd"], defaults=MINIMAL)
 
 
-def test_sft_has_one_policy_of_its_own() -> None:
+def test_sft_config_has_one_policy() -> None:
     config = SFTConfig.model_validate({"name": "s", "data": "d.jsonl", "model": {"path": "m"}})
     assert config.policy.model is config.model
     assert config.policy.optim.lr == 1e-5

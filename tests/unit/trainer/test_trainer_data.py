@@ -41,7 +41,7 @@ def ids(stream: TaskStream, groups: int) -> list[tuple[str, int]]:
     return [(request.task.id, request.epoch) for request in stream.take(groups, 4)]
 
 
-def test_requests_of_a_step_go_on_over_the_end_of_an_epoch() -> None:
+def test_requests_of_a_step_continue_over_the_end_of_an_epoch() -> None:
     stream = TaskStream(InMemoryOrder([Task(name, "p") for name in "abc"], shuffle=False))
     requests = stream.take(2, 4) + stream.take(2, 4)
     assert [(r.task.id, r.epoch, r.group_size, r.partition) for r in requests] == [
@@ -51,7 +51,7 @@ def test_requests_of_a_step_go_on_over_the_end_of_an_epoch() -> None:
 
 
 @pytest.mark.parametrize("form", ["one", "streamed", "mix"])
-async def test_a_run_goes_on_where_its_state_says(tmp_path: Path, form: str) -> None:
+async def test_tasks_resume_at_their_state(tmp_path: Path, form: str) -> None:
     text = rows(tmp_path / "a.jsonl", 11)
     streamed = {"source": text, "stream": True, "name": "b", "id_prefix": "b/", "weight": 2}
     settings = config({"one": text, "streamed": streamed, "mix": [text, streamed]}[form])
@@ -62,8 +62,8 @@ async def test_a_run_goes_on_where_its_state_says(tmp_path: Path, form: str) -> 
     assert ids(resumed, 30) == ids(straight, 30)
     # Another seed is another order.
     other, _ = await open_tasks(settings.model_copy(update={"seed": 4}), ToyRenderer(), TrainerState(0))
-    again, _ = await open_tasks(settings, ToyRenderer(), TrainerState(0))
-    assert ids(other, 9) != ids(again, 9)
+    reopened, _ = await open_tasks(settings, ToyRenderer(), TrainerState(0))
+    assert ids(other, 9) != ids(reopened, 9)
 
 
 async def test_epoch_and_position_alone_are_a_state_of_tasks_in_memory(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ async def test_long_prompts_are_left_out_counted_and_logged(tmp_path: Path) -> N
         await open_tasks(config(str(text), max_prompt_tokens=2), ToyRenderer(), TrainerState(0))
 
 
-async def test_tasks_that_nobody_names_are_those_of_the_environment() -> None:
+async def test_default_tasks_are_those_of_the_environment() -> None:
     stream, _ = await open_tasks(config(None), ToyRenderer(), TrainerState(0))
     assert {name for name, _ in ids(stream, 3)} == {"f0", "f1", "f2"}
     nothing = config(None, rollout={"env": {"name": "single_turn"}})
@@ -100,14 +100,14 @@ def test_held_out_tasks_are_named(tmp_path: Path) -> None:
         config("a.jsonl", eval={"samples": 1})
 
 
-async def test_a_streamed_row_may_name_what_cannot_be_made(tmp_path: Path) -> None:
+async def test_streamed_row_may_name_an_unknown_environment(tmp_path: Path) -> None:
     text = tmp_path / "a.jsonl"
     text.write_text('{"prompt": "p"}\n{"prompt": "p", "env": "nope"}\n')
     with pytest.raises(TaskError, match="task 'a-1': its environment cannot be made: there is no environment 'nope'"):
         await open_tasks(config({"source": str(text), "stream": True}), ToyRenderer(), TrainerState(0))
 
 
-def test_rewards_are_told_by_source() -> None:
+def test_rewards_are_logged_by_source() -> None:
     def group(name: str, source: str | None, *rewards: float) -> TrajectoryGroup:
         members = [
             Trajectory(

@@ -44,7 +44,7 @@ def two_turns(name: str = "a", **more) -> Trajectory:
 
 
 def rows_of(*trajectories: Trajectory, **more) -> list[TrainRow]:
-    return [TrainRow(sample) for each in trajectories for sample in to_samples(each, **more).rows]
+    return [TrainRow(sample) for trajectory in trajectories for sample in to_samples(trajectory, **more).rows]
 
 
 # The gap
@@ -71,12 +71,12 @@ def test_the_gap_by_turn_and_the_tokens_that_differ_most() -> None:
     assert (second.turn, second.tokens, second.max) == (1, 6, 3.0)
     assert second.mean == pytest.approx(3.25 / 6)
     assert gaps.metrics() == {"gap/worst_turn": second.mean}
-    found = [(each.trajectory, each.turn, each.place, each.token, each.gap) for each in gaps.largest]
+    largest = [(token.trajectory, token.turn, token.place, token.token, token.gap) for token in gaps.largest]
     # Tokens that do not differ are none of them.
-    assert found == [("a", 1, 1, 71, 3.0), ("b", 0, 1, 68, 0.5), ("b", 1, 2, 72, 0.25)]
+    assert largest == [("a", 1, 1, 71, 3.0), ("b", 0, 1, 68, 0.5), ("b", 1, 2, 72, 0.25)]
 
 
-def test_two_rows_of_one_micro_batch_and_nothing_at_all() -> None:
+def test_gap_of_two_rows_of_one_micro_batch_and_of_none() -> None:
     watch = GapWatch()
     watch.packed(rows_of(two_turns("a"), two_turns("b")))
     trainer = torch.full((10,), -1.0)
@@ -109,11 +109,11 @@ def test_every_sampled_token_is_trained_or_has_its_reason() -> None:
     theirs = two_turns("theirs", policy="frozen")
     members = [two_turns("whole"), spared, two_turns("dead")]
     # Rows of 7 ids lack the last of the 8: one token each.
-    samples = [to_samples(each, max_tokens=7).rows for each in members]
-    rows = [TrainRow(each) for own in samples[:2] for each in own]
+    samples = [to_samples(member, max_tokens=7).rows for member in members]
+    rows = [TrainRow(sample) for member_samples in samples[:2] for sample in member_samples]
     group = TrajectoryGroup("g", "task", [*members, failed, theirs])
-    found = dropped_tokens([group], members, samples, rows, policy="main")
-    assert found == {
+    metrics = dropped_tokens([group], members, samples, rows, policy="main")
+    assert metrics == {
         "dropped/failed_tokens": 5.0,
         "dropped/left_out_tokens": 1.0,
         "dropped/cut_tokens": 3.0,
@@ -121,7 +121,7 @@ def test_every_sampled_token_is_trained_or_has_its_reason() -> None:
     }
     trained = sum(row.sample.trained_tokens for row in rows)
     # 4 trajectories of 5 sampled tokens; whole trains 4, spared 3.
-    assert (trained, trained + sum(found.values())) == (7, 20)
+    assert (trained, trained + sum(metrics.values())) == (7, 20)
 
 
 def test_tool_errors_of_all_and_by_tool() -> None:
@@ -130,8 +130,8 @@ def test_tool_errors_of_all_and_by_tool() -> None:
     second = two_turns(metrics={"tool_calls": 1.0, "tool_errors": 1.0, "tool_calls/(unknown)": 1.0})
     second.metrics["tool_failures/(unknown)"] = 1.0
     failed = two_turns(error="E: x", metrics={"tool_calls": 50.0})
-    found = tool_metrics([TrajectoryGroup("g", "task", [first, second, failed])], policy="main")
-    assert found == {
+    metrics = tool_metrics([TrajectoryGroup("g", "task", [first, second, failed])], policy="main")
+    assert metrics == {
         "tools/calls": 2.0,
         "tools/error_rate": 0.5,
         "tools/error_rate_by/(unknown)": 1.0,
@@ -168,11 +168,11 @@ AMISS = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_each_rule_says_what_was_found_and_what_to_do(name: str) -> None:
-    metrics, said = AMISS[name]
+def test_warning_of_each_rule_has_finding_and_remedy(name: str) -> None:
+    metrics, text = AMISS[name]
     [warned] = find_warnings(metrics, WarningContext())
     assert warned.name == name
-    assert said in warned.text
+    assert text in warned.text
     # A healthy step, and one of which nothing is known.
     healthy = {
         "batch/groups": 25.0, "batch/dead_groups": 5.0, "train/tokens": 99.0, "batch/rows": 9.0, "gap/mean": 1e-5,
@@ -183,7 +183,7 @@ def test_each_rule_says_what_was_found_and_what_to_do(name: str) -> None:
     assert find_warnings(healthy, WarningContext(exact=True)) == find_warnings({}, WarningContext(exact=True)) == []
 
 
-def test_rules_know_their_setting() -> None:
+def test_rules_depend_on_their_context() -> None:
     small = {"gap/mean": 0.001, "gap/max": 0.05}
     assert find_warnings(small, WarningContext()) == []
     [warned] = find_warnings(small, WarningContext(exact=True, worst_gap="the largest is at token 5"))
@@ -203,26 +203,27 @@ def test_rules_know_their_setting() -> None:
         ({"dropped/cut_tokens": 0.0}, "rewards are equal within each group"),
     ],
 )
-def test_a_step_in_vain_has_its_reason(metrics: dict[str, float], reason: str) -> None:
+def test_step_without_trained_tokens_is_warned_about_with_its_reason(metrics: dict[str, float], reason: str) -> None:
     nothing, _ = AMISS["nothing_trained"]
-    warned = [each for each in find_warnings(nothing | metrics, WarningContext()) if each.name == "nothing_trained"]
-    assert [reason in each.text for each in warned] == [True]
+    warnings = find_warnings(nothing | metrics, WarningContext())
+    warned = [warning for warning in warnings if warning.name == "nothing_trained"]
+    assert [reason in warning.text for warning in warned] == [True]
 
 
-def test_a_step_of_the_critic_alone_is_no_step_in_vain() -> None:
+def test_step_of_the_critic_alone_is_not_warned_about() -> None:
     nothing, _ = AMISS["nothing_trained"]
     assert find_warnings({**nothing, "critic/loss": 0.3}, WarningContext()) == []
 
 
 def test_a_warning_is_repeated_at_growing_distances() -> None:
     warner, same, other = Warner(quiet=4), TrainingWarning("a", "text"), TrainingWarning("b", "text")
-    said = [step for step in range(1, 30) if warner.due(step, [same])]
+    steps = [step for step in range(1, 30) if warner.due(step, [same])]
     # 1, then 4 steps later, then 8, then 16.
-    assert said == [1, 5, 13, 29]
+    assert steps == [1, 5, 13, 29]
     assert warner.due(29, [same, other]) == [other]
 
 
-def test_a_step_is_written_down_and_warned_about(tmp_path: Path) -> None:
+def test_diagnostics_records_gaps_and_returns_due_warnings(tmp_path: Path) -> None:
     config = TrainConfig.model_validate(
         {
             "name": "r",

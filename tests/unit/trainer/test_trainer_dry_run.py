@@ -63,15 +63,15 @@ def config(model: Path, runs: Path, **changes: Any) -> TrainConfig:
     })  # fmt: skip
 
 
-def by_name(found: DryRun) -> dict[str, str]:
-    return {check.name: f"{check.outcome}: {check.finding}" for check in found.checks}
+def by_name(report: DryRun) -> dict[str, str]:
+    return {check.name: f"{check.outcome}: {check.finding}" for check in report.checks}
 
 
-async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
+async def test_dry_run_of_a_valid_configuration_passes_and_writes_nothing(model: Path, tmp_path: Path) -> None:
     held_out = {"tasks": "turnwise.envs.basic.lookup:tasks?n=5&split=test", "samples": 2, "every": None}
-    found = await dry_run(config(model, tmp_path / "runs", eval=held_out))
-    assert found.ok
-    checks = by_name(found)
+    report = await dry_run(config(model, tmp_path / "runs", eval=held_out))
+    assert report.ok
+    checks = by_name(report)
     assert checks["run directory"] == f"ok: {tmp_path / 'runs' / 'run'}: a new run"
     assert "Qwen3ForCausalLM, context 512" in checks["model"]
     assert checks["inference"] == "ok: builtin, 1 server"
@@ -80,15 +80,15 @@ async def test_a_run_that_can_start(model: Path, tmp_path: Path) -> None:
     assert "5 tasks" in checks["held-out tasks"]
     assert "13 begun; the model may call team_of, manager_of; the longest prompt takes" in checks["episodes"]
     assert checks["agent"] == "ok: react"
-    assert found.plan[0] == "3 steps of 2 tasks x 4 episodes = 8 episodes, 24 in all"
-    assert "2 sampled and 1 greedy per held-out task" in "\n".join(found.plan)
+    assert report.plan[0] == "3 steps of 2 tasks x 4 episodes = 8 episodes, 24 in all"
+    assert "2 sampled and 1 greedy per held-out task" in "\n".join(report.plan)
     assert not (tmp_path / "runs").exists()
 
 
 async def test_the_engines_of_all_policies_are_checked(model: Path, tmp_path: Path) -> None:
     away = {"engine": "vllm", "server": {"python": str(tmp_path / "python")}}
-    found = by_name(await dry_run(config(model, tmp_path / "runs", inference=away)))
-    assert found["inference"] == (
+    checks = by_name(await dry_run(config(model, tmp_path / "runs", inference=away)))
+    assert checks["inference"] == (
         f"failed: inference.server.python is {tmp_path / 'python'}, which cannot be executed: name the interpreter of "
         "an environment with vLLM"
     )
@@ -97,13 +97,13 @@ async def test_the_engines_of_all_policies_are_checked(model: Path, tmp_path: Pa
         frozen = {"judge": {"start": True, "inference": inference}}
         return {"env": {"name": "lookup"}, "group_size": 4, "frozen": frozen}
 
-    found = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout({"replicas": 2}))))
-    assert found["inference"] == "ok: builtin, 1 server; judge: builtin, 2 servers"
-    found = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout(away))))
-    assert found["inference"].startswith("failed: inference.server.python is")
+    checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout({"replicas": 2}))))
+    assert checks["inference"] == "ok: builtin, 1 server; judge: builtin, 2 servers"
+    checks = by_name(await dry_run(config(model, tmp_path / "runs", rollout=rollout(away))))
+    assert checks["inference"].startswith("failed: inference.server.python is")
 
 
-async def test_where_a_critic_starts_is_looked_at(model: Path, tmp_path: Path) -> None:
+async def test_initial_model_of_a_critic_is_checked(model: Path, tmp_path: Path) -> None:
     def judged(**critic: Any) -> TrainConfig:
         policies = {"main": {"model": {"path": model}, "critic": critic}}
         return config(model, tmp_path / "runs", policies=policies, algorithm={"advantage": "gae"})
@@ -119,26 +119,26 @@ async def test_adapters_are_put_on_the_model_without_its_weights(model: Path, tm
     def adapted(**lora: Any) -> TrainConfig:
         return config(model, tmp_path / "runs", policies={"main": {"model": {"path": model, "lora": lora}}})
 
-    found = by_name(await dry_run(adapted(rank=4, targets=["q_proj", "v_proj"])))
-    assert re.fullmatch(r"ok: new, of rank 4 on \d+ matrices \(q_proj, v_proj\)", found["adapters"])
-    found = by_name(await dry_run(adapted(targets=["q_proj", "v_prj"])))
-    assert found["adapters"].startswith("failed: model.lora.targets is ['q_proj', 'v_prj']: no linear layer's name")
+    checks = by_name(await dry_run(adapted(rank=4, targets=["q_proj", "v_proj"])))
+    assert re.fullmatch(r"ok: new, of rank 4 on \d+ matrices \(q_proj, v_proj\)", checks["adapters"])
+    checks = by_name(await dry_run(adapted(targets=["q_proj", "v_prj"])))
+    assert checks["adapters"].startswith("failed: model.lora.targets is ['q_proj', 'v_prj']: no linear layer's name")
 
 
-async def test_of_an_adapter_the_model_under_it_is_looked_at(model: Path, tmp_path: Path) -> None:
+async def test_base_model_of_an_adapter_is_checked(model: Path, tmp_path: Path) -> None:
     # As peft leaves it: without the settings of its model.
     folder = tmp_path / "adapter"
     folder.mkdir()
-    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(model)}
-    (folder / "adapter_config.json").write_text(json.dumps(said))
-    found = by_name(await dry_run(config(folder, tmp_path / "runs")))
-    assert "Qwen3ForCausalLM, context 512" in found["model"]
-    (folder / "adapter_config.json").write_text(json.dumps({**said, "base_model_name_or_path": "nowhere"}))
-    found = by_name(await dry_run(config(folder, tmp_path / "runs")))
-    assert "which does not exist" in found["model"]
+    adapter_settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(model)}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_settings))
+    checks = by_name(await dry_run(config(folder, tmp_path / "runs")))
+    assert "Qwen3ForCausalLM, context 512" in checks["model"]
+    (folder / "adapter_config.json").write_text(json.dumps({**adapter_settings, "base_model_name_or_path": "nowhere"}))
+    checks = by_name(await dry_run(config(folder, tmp_path / "runs")))
+    assert "which does not exist" in checks["model"]
 
 
-async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
+async def test_dry_run_reports_all_errors_at_once(tmp_path: Path) -> None:
     wrong = config(
         tmp_path / "nowhere",
         tmp_path / "runs",
@@ -159,7 +159,7 @@ async def test_everything_that_is_wrong_is_found_at_once(tmp_path: Path) -> None
     assert "did you mean 'react'" in checks["agent"]
 
 
-async def test_wrappers_and_the_group_reward_are_checked_where_there_are_any(model: Path, tmp_path: Path) -> None:
+async def test_wrappers_and_group_reward_are_checked(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "transcript.jsonl"
     recorder = {"name": "record_transcript", "config": {"path": str(file)}}
 
@@ -187,13 +187,15 @@ async def test_wrappers_and_the_group_reward_are_checked_where_there_are_any(mod
         ({"config.json": "{}"}, "no *.safetensors is in it"),
     ],
 )
-async def test_a_folder_that_is_no_model(tmp_path: Path, files: dict[str, str], words: str) -> None:
+async def test_directory_without_a_model_fails_the_check(tmp_path: Path, files: dict[str, str], words: str) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert words in by_name(await dry_run(config(tmp_path, tmp_path / "runs")))["model"]
 
 
-async def test_environments_that_do_not_begin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_or_hanging_reset_fails_the_check(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = tmp_path / "runs"
     monkeypatch.setattr(module, "RESET_TIMEOUT", 0.05)
     for cls, words in ((Broken, "reset raised ValueError: no database"), (Hanging, "did not reset within 0.05 s")):
@@ -205,7 +207,7 @@ async def test_environments_that_do_not_begin(model: Path, tmp_path: Path, monke
     assert "does not take {'size': 3}" in by_name(await dry_run(config(model, runs, rollout=rollout)))["episodes"]
 
 
-async def test_prompts_that_leave_no_room(model: Path, tmp_path: Path) -> None:
+async def test_prompt_that_fills_the_context_fails_the_check(model: Path, tmp_path: Path) -> None:
     rollout = {"env": {"name": "math"}, "group_size": 4}
     row = {**GSM8K, "question": "apples " * 600}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
@@ -218,49 +220,49 @@ async def test_an_earlier_run_is_seen_and_left_alone(model: Path, tmp_path: Path
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"config_digest": "another"}')
-    before = sorted(tmp_path.rglob("*"))
-    wanted = config(model, tmp_path / "runs")
-    assert "holds a run of another configuration" in by_name(await dry_run(wanted))["run directory"]
-    assert "an earlier run there is removed" in by_name(await dry_run(wanted, fresh=True))["run directory"]
-    inside = config(run, tmp_path / "runs")
-    assert "that --fresh would remove" in by_name(await dry_run(inside, fresh=True))["run directory"]
-    assert sorted(tmp_path.rglob("*")) == before
+    files_before = sorted(tmp_path.rglob("*"))
+    settings = config(model, tmp_path / "runs")
+    assert "holds a run of another configuration" in by_name(await dry_run(settings))["run directory"]
+    assert "an earlier run there is removed" in by_name(await dry_run(settings, fresh=True))["run directory"]
+    settings_inside = config(run, tmp_path / "runs")
+    assert "that --fresh would remove" in by_name(await dry_run(settings_inside, fresh=True))["run directory"]
+    assert sorted(tmp_path.rglob("*")) == files_before
 
 
-async def test_a_run_goes_on_with_the_template_that_it_was_trained_with_only(model: Path, tmp_path: Path) -> None:
+async def test_resumed_run_with_another_chat_template_fails_the_check(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "own.jinja"
     shutil.copyfile(model / "chat_template.jinja", template)
-    wanted = config(model, tmp_path / "runs", renderer={"chat_template": template})
+    settings = config(model, tmp_path / "runs", renderer={"chat_template": template})
     home = RunDirectory(tmp_path / "runs" / "run")
-    state = TrainerState(2, config_digest=config_digest(wanted))
-    renderer = wanted.renderer.load(model)
+    state = TrainerState(2, config_digest=config_digest(settings))
+    renderer = settings.renderer.load(model)
     store = CheckpointStore(home.path / "checkpoints")
     checkpoint = store.save(state, lambda folder: save_format(renderer, folder) and None)
-    checks = by_name(await dry_run(wanted))
+    checks = by_name(await dry_run(settings))
     assert "resumes after step 2" in checks["run directory"]
     assert checks["chat format"] == "ok: hermes"
 
     template.write_text(template.read_text().replace("Tools:", "What you may call:"))
     words = "was trained with another chat template .* than the run would resume with .*: make renderer.chat_template"
-    assert re.search(f"failed: .*step_000002 {words}", by_name(await dry_run(wanted))["chat format"])
-    assert by_name(await dry_run(wanted, fresh=True))["chat format"] == "ok: hermes"
+    assert re.search(f"failed: .*step_000002 {words}", by_name(await dry_run(settings))["chat format"])
+    assert by_name(await dry_run(settings, fresh=True))["chat format"] == "ok: hermes"
     with pytest.raises(CheckpointError, match=words):
-        await read_start(wanted, home, Console(quiet=True), fresh=False, resume_step=None)
+        await read_start(settings, home, Console(quiet=True), fresh=False, resume_step=None)
     # The checkpoint holds what is to be put back.
     shutil.copyfile(checkpoint / "chat_template.jinja", template)
-    assert by_name(await dry_run(wanted))["chat format"] == "ok: hermes"
+    assert by_name(await dry_run(settings))["chat format"] == "ok: hermes"
 
 
 async def test_tools_that_no_prompt_shows_are_found_before_the_run(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "silent.jinja"
     template.write_text((model / "chat_template.jinja").read_text().replace("{%- if tools %}", "{%- if false %}"))
-    wanted = config(model, tmp_path / "runs", renderer={"chat_template": template})
-    found = by_name(await dry_run(wanted))["episodes"]
-    assert found.startswith("failed: environment 'lookup' offers the model tools (team_of, manager_of), but the chat")
-    assert "Set renderer.chat_template to one that shows tools: hermes, hermes-short, or a jinja file" in found
+    settings = config(model, tmp_path / "runs", renderer={"chat_template": template})
+    finding = by_name(await dry_run(settings))["episodes"]
+    assert finding.startswith("failed: environment 'lookup' offers the model tools (team_of, manager_of), but the chat")
+    assert "Set renderer.chat_template to one that shows tools: hermes, hermes-short, or a jinja file" in finding
     with pytest.raises(ConfigError, match="environment 'lookup' offers the model tools"):
         await read_start(
-            wanted, RunDirectory(tmp_path / "runs" / "run"), Console(quiet=True), fresh=False, resume_step=None
+            settings, RunDirectory(tmp_path / "runs" / "run"), Console(quiet=True), fresh=False, resume_step=None
         )
     for name in ("hermes", "hermes-short"):
         mended = await dry_run(config(model, tmp_path / "runs", renderer={"chat_template": name}))
@@ -278,38 +280,38 @@ def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pyt
     file = EXAMPLES / "math" / "train.yaml"
     arguments = ["train", str(file), "--dry-run", f"runs={tmp_path / 'runs'}"]
     room = ["rollout.context_length=512", "inference.max_context=512"]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main([*arguments, f"policies.main.model.path={model}", *room, *rows_for(tmp_path)])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "the model may call calculator" in said
-    assert "math: ready to start" in said
-    with pytest.raises(SystemExit) as ended:
+    assert exit_.value.code == 0
+    output = capsys.readouterr().out
+    assert "the model may call calculator" in output
+    assert "math: ready to start" in output
+    with pytest.raises(SystemExit) as exit_:
         main([*arguments, f"policies.main.model.path={tmp_path / 'nowhere'}"])
-    assert ended.value.code == 1
-    said = capsys.readouterr().out
-    assert "✗ model: policies.main.model.path is" in said
-    assert "✗ tasks: " in said
-    assert "✗ held-out tasks: " in said
-    assert "3 of 10 checks failed, the run cannot start" in said
+    assert exit_.value.code == 1
+    output = capsys.readouterr().out
+    assert "✗ model: policies.main.model.path is" in output
+    assert "✗ tasks: " in output
+    assert "✗ held-out tasks: " in output
+    assert "3 of 10 checks failed, the run cannot start" in output
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/train.yaml")), ids=lambda file: file.parent.name)
-def test_every_training_config_of_the_examples_is_one(file: Path) -> None:
+def test_training_configs_of_the_examples_are_valid(file: Path) -> None:
     loaded = load_config(TrainConfig, file)
     assert loaded.name == file.parent.name == yaml.safe_load(file.read_text())["name"]
 
 
-async def test_a_rollout_manager_from_elsewhere_is_looked_up(model: Path, tmp_path: Path) -> None:
+async def test_custom_rollout_manager_is_checked(model: Path, tmp_path: Path) -> None:
     rollout = {"env": {"name": "lookup"}, "group_size": 4}
-    for named, custom, found in (
+    for named, custom, finding in (
         (EXAMPLE, {"groups": {"at_once": 2}}, "ok: react, rolled out by WholeGroups"),
         (EXAMPLE, {"groups": {"at_one": 2}}, "did you mean groups.at_once?"),
         (EXAMPLE.removesuffix("s"), {}, "failed: rollout.agent_loop_manager_class"),
     ):
         changes = {"rollout": {**rollout, "agent_loop_manager_class": named}, "custom": custom}
-        assert found in by_name(await dry_run(config(model, tmp_path, **changes)))["agent"]
+        assert finding in by_name(await dry_run(config(model, tmp_path, **changes)))["agent"]
 
 
 class Boxed(ToolEnv):
@@ -318,8 +320,8 @@ class Boxed(ToolEnv):
         return f"limits.pids is {sandbox.spec.limits.pids}", {}
 
 
-async def test_the_configured_sandboxes_are_tried(model: Path, tmp_path: Path) -> None:
-    for sandbox, found in (
+async def test_configured_sandboxes_are_probed(model: Path, tmp_path: Path) -> None:
+    for sandbox, finding in (
         ({"name": "doker"}, "failed: sandbox.name is 'doker'; did you mean 'docker'?"),
         ({"config": {"isolaton": "auto"}}, "failed: sandbox.config of 'local': "),
         ({"name": "docker", "config": {"url": f"unix://{tmp_path}/none.sock"}}, "failed: no container engine answers"),
@@ -327,5 +329,5 @@ async def test_the_configured_sandboxes_are_tried(model: Path, tmp_path: Path) -
     ):
         rollout = {"env": {"name": f"{__name__}:Boxed"}, "group_size": 4, "sandbox": sandbox}
         checks = by_name(await dry_run(config(model, tmp_path, rollout=rollout)))
-        assert found in checks["sandboxes"]
+        assert finding in checks["sandboxes"]
         assert checks["episodes"].partition(":")[0] == checks["sandboxes"].partition(":")[0]

@@ -70,7 +70,7 @@ def logits_of(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["whole", "lora"])
-def test_transformers_loads_what_was_trained(tmp_path: Path, base: Path, row: Any, lora: Any) -> None:
+def test_transformers_loads_the_exported_model(tmp_path: Path, base: Path, row: Any, lora: Any) -> None:
     if lora is not None:
         pytest.importorskip("peft", reason="needs turnwise-rl[lora]")
     first, second = a_run(tmp_path / "run", base, row, lora)
@@ -102,14 +102,14 @@ def test_transformers_loads_what_was_trained(tmp_path: Path, base: Path, row: An
     assert torch.allclose(with_adapter, second, atol=1e-5)
 
 
-def test_what_cannot_be_exported_is_named(tmp_path: Path, base: Path) -> None:
+def test_invalid_export_raises_config_error(tmp_path: Path, base: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "x").touch()
+    occupied = tmp_path / "taken"
+    occupied.mkdir()
+    (occupied / "x").touch()
     with pytest.raises(ConfigError, match="taken already exists: name another folder, or remove it"):
-        export_model(base, taken)
+        export_model(base, occupied)
     with pytest.raises(CheckpointError, match="has no checkpoint: nothing to export"):
         export_model(run, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"--step is 3, but .* has the checkpoints \(none\)"):
@@ -120,7 +120,7 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, base: Path) -> None:
         export_model(run, tmp_path / "out", best=True, step=1)
     with pytest.raises(ConfigError, match="is not a run"):
         export_model(base, tmp_path / "out", best=True)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "taken"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "taken"]
 
 
 _FULL_DISK = """

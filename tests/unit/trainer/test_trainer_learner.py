@@ -19,7 +19,7 @@ from turnwise.trainer.learn.objectives import CrossEntropyObjective, PolicyObjec
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
 from turnwise.trainer.learn.update import update_metrics
 from turnwise.trainer.model.policy import TokenScores
-from turnwise.trainer.observe.metrics import checked, meaning
+from turnwise.trainer.observe.metrics import finite_metrics, meaning
 
 Row = Callable[..., TrainRow]
 Models = Callable[..., Path]
@@ -271,4 +271,4 @@ def test_updates_combined(model_dir: Models, row: Row) -> None:
     assert [name for name in merge_metrics if meaning(name) is None] == []
     assert meaning("train/nonsense") is None
     assert update_metrics([]) == {"train/tokens": 0.0, "train/updates": 0.0, "train/skipped_updates": 0.0}
-    assert checked({"a": 1, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
+    assert finite_metrics({"a": 1, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}

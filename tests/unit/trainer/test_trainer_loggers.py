@@ -20,16 +20,16 @@ def test_lines_are_on_disk_at_once_and_survive_a_torn_end(tmp_path: Path) -> Non
     logger.close()
     with path.open("ab") as file:
         file.write(b'{"step": 2, "lo')
-    again = JSONLLogger(path)
-    again.log({"step": 3})
-    again.close()
+    reopened = JSONLLogger(path)
+    reopened.log({"step": 3})
+    reopened.close()
     assert [record["step"] for record in read_metrics(path)] == [1, 3]
     path.write_bytes(b'{"a": 1}\n{oops}\n')
     with pytest.raises(FormatError, match=r"metrics\.jsonl:2: not JSON"):
         list(read_metrics(path))
 
 
-def test_what_a_later_process_made_anew_does_not_count_twice(tmp_path: Path) -> None:
+def test_steps_repeated_by_a_later_process_are_read_once(tmp_path: Path) -> None:
     def written(part: int, step: int, *records: dict[str, object]) -> None:
         logger = JSONLLogger(tmp_path / "metrics.jsonl")
         for record in ({"kind": "start", "part": part, "step": step}, *records):
@@ -43,13 +43,13 @@ def test_what_a_later_process_made_anew_does_not_count_twice(tmp_path: Path) -> 
     warning = {"kind": "warning", "step": 3, "name": "x"}
     written(0, 0, {"kind": "eval", "step": 0, "label": "step-0"}, train(1), train(2), train(3), warning, train(4))
     # Killed after step 4, of which no checkpoint is there; the last one is of step 2.
-    assert [each["step"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 3, 4]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 3, 4]
     written(1, 2)
-    assert [each["step"] for each in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     written(1, 2, train(3), train(4), final, {**final, "label": "own"})
     written(2, 4, final)
-    found = [(each["kind"], each["step"], each["part"]) for each in read_metrics(tmp_path / "metrics.jsonl")]
-    assert found == [
+    starts = [(record["kind"], record["step"], record["part"]) for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert starts == [
         ("eval", 0, 0), ("train", 1, 0), ("train", 2, 0), ("train", 3, 1), ("train", 4, 1), ("eval", 4, 1),
         ("eval", 4, 2),
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from turnwise.chat.model_dir import read_model_dir
 from turnwise.engine.capacity import emulation_warning, machine_memory, model_size
 from turnwise.engine.server import ServerSpec, serve
 from turnwise.errors import ConfigError, InferenceError, RenderError
-from turnwise.inference.config import InferenceConfig
+from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.offline.sft import run_sft
@@ -84,7 +84,7 @@ def test_ranks_share_what_a_policy_takes(tmp_path: Path, monkeypatch: pytest.Mon
         check_machine(PolicyConfig.model_validate(config), key=KEY)
 
 
-def test_offline_training_and_a_server_refuse_it_too(tmp_path: Path) -> None:
+def test_offline_training_and_server_refuse_a_model_that_is_too_large(tmp_path: Path) -> None:
     path = model_dir(tmp_path / "huge", (10_000_000, 1_000_000))
     config = {
         "name": "sft",
@@ -94,7 +94,7 @@ def test_offline_training_and_a_server_refuse_it_too(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigError, match=r"model\.path is .*huge, a model of .* needs at least 160,000\.0 GB"):
         run_sft(SFTConfig.model_validate(config))
-    spec = ServerSpec(model=path, config=InferenceConfig(device="cpu"))
+    spec = ServerSpec(model=path, config=ServeConfig(device="cpu"))
     with pytest.raises(InferenceError, match=r"model is .*huge.*the server's weights 20,000\.0 GB.*a smaller model"):
         serve(spec)
 
@@ -119,7 +119,7 @@ def test_a_folder_of_gguf_alone_names_the_conversion(tmp_path: Path, with_weight
         read_model_dir(path)
 
 
-def test_a_gguf_file_in_the_place_of_a_folder_names_it_too(tmp_path: Path) -> None:
+def test_gguf_file_as_model_path_names_the_conversion(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"model\.gguf, which holds its weights as GGUF only"):
@@ -129,13 +129,13 @@ def test_a_gguf_file_in_the_place_of_a_folder_names_it_too(tmp_path: Path) -> No
 def test_an_emulated_data_type_is_a_warning_with_key_value_and_remedy(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags\t\t: fpu avx2\n")
-    half, whole = (model_size(model_dir(tmp_path / dtype, (2, 2), dtype=dtype)) for dtype in ("BF16", "F32"))
-    said = emulation_warning("inference.dtype", "auto", half, cpuinfo)
-    assert said is not None
-    assert said.startswith("inference.dtype is auto, the checkpoint's bfloat16, which this processor emulates")
-    assert "set inference.dtype: float32" in said
-    assert emulation_warning(f"{KEY}.compute_dtype", "bfloat16", whole, cpuinfo) is not None
-    for dtype, size in (("auto", whole), ("float32", half), ("auto", None)):
+    half, full = (model_size(model_dir(tmp_path / dtype, (2, 2), dtype=dtype)) for dtype in ("BF16", "F32"))
+    warning = emulation_warning("inference.dtype", "auto", half, cpuinfo)
+    assert warning is not None
+    assert warning.startswith("inference.dtype is auto, the checkpoint's bfloat16, which this processor emulates")
+    assert "set inference.dtype: float32" in warning
+    assert emulation_warning(f"{KEY}.compute_dtype", "bfloat16", full, cpuinfo) is not None
+    for dtype, size in (("auto", full), ("float32", half), ("auto", None)):
         assert emulation_warning("inference.dtype", dtype, size, cpuinfo) is None
     cpuinfo.write_text("flags\t\t: fpu avx2 avx512_bf16\n")
     assert emulation_warning("inference.dtype", "bfloat16", half, cpuinfo) is None

@@ -46,14 +46,14 @@ def quiet() -> Console:
 
 
 def settings(model: Path, home: Path, **changes: Any) -> dict[str, Any]:
-    given = {
+    options = {
         "name": "run",
         "runs": str(home / "runs"),
         "steps": 8,
         "model": {"path": str(model), **MODEL_OPTIONS},
         "optim": {"lr": 3e-3},
     }
-    return {**given, **changes}
+    return {**options, **changes}
 
 
 class Noting(Logger):
@@ -79,21 +79,21 @@ def pair_of(row: Callable[..., Any], number: int, lengths: tuple[int, int], bran
         for side, length in enumerate(lengths)
         for leaf in range(branches)
     ]
-    flat = [each[0] for each in rows]
+    flat = [row_group[0] for row_group in rows]
     return Pair(flat[:branches], flat[branches:])
 
 
-def test_both_sides_of_a_pair_stand_in_one_micro_batch(row: Callable[..., Any]) -> None:
+def test_both_sides_of_a_pair_are_packed_into_one_micro_batch(row: Callable[..., Any]) -> None:
     pairs = [pair_of(row, number, (8 + number, 12 - number), branches=1 + number % 2) for number in range(4)]
     batches, sides = pack_pairs(pairs, 45)
     assert len(batches) > 1
     assert sides.tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 6, 6, 7, 7]
-    held = [token_sides(batch, sides) for batch in batches]
-    assert sorted(int(each) for found, _ in held for each in found) == [0, 1, 2, 3]
-    for batch, (found, of_token) in zip(batches, held, strict=True):
+    sides_of = [token_sides(batch, sides) for batch in batches]
+    assert sorted(int(pair) for indices, _ in sides_of for pair in indices) == [0, 1, 2, 3]
+    for batch, (indices, of_token) in zip(batches, sides_of, strict=True):
         assert batch.tokens <= 45
         # Each trained token counts for its own side: 2 + number of them for each row.
-        expected = [(2 + int(pair)) * (1 + int(pair) % 2) for pair in found for _ in range(2)]
+        expected = [(2 + int(pair)) * (1 + int(pair) % 2) for pair in indices for _ in range(2)]
         assert torch.bincount(of_token).tolist() == expected
 
 
@@ -115,9 +115,9 @@ def test_the_gradient_does_not_depend_on_the_split_and_is_the_plain_one(
         losses.append(stats.loss)
         gradients.append({n: p.grad for n, p in learner.policy.model.named_parameters() if p.grad is not None})
     largest = max(1.0, *(float(grad.abs().max()) for grad in gradients[0].values()))
-    for found, loss in zip(gradients[1:], losses[1:], strict=True):
+    for gradient, loss in zip(gradients[1:], losses[1:], strict=True):
         assert loss == pytest.approx(losses[0], rel=1e-6)
-        for name, grad in found.items():
+        for name, grad in gradient.items():
             assert torch.allclose(grad, gradients[0][name], atol=5e-6 * largest), name
     # The same from each row alone, with transformers' own forward pass.
     plain = transformers_model(model_dir())
@@ -127,7 +127,7 @@ def test_the_gradient_does_not_depend_on_the_split_and_is_the_plain_one(
         sums = [side_logprob(plain, side) for side in (pair.chosen, pair.rejected)]
         with torch.no_grad():
             refs = [side_logprob(frozen, side) for side in (pair.chosen, pair.rejected)]
-        counts = [sum(each.sample.trained_tokens for each in side) for side in (pair.chosen, pair.rejected)]
+        counts = [sum(row.sample.trained_tokens for row in side) for side in (pair.chosen, pair.rejected)]
         scale = counts if options.get("length_normalised") else [1, 1]
         margin = (sums[0] - refs[0]) / scale[0] - (sums[1] - refs[1]) / scale[1]
         if options.get("loss") == "ipo":
@@ -152,11 +152,11 @@ def transformers_model(directory: Path) -> Any:
 
 def side_logprob(plain: Any, rows: list[Any]) -> torch.Tensor:
     total = torch.zeros(())
-    for each in rows:
-        ids = torch.from_numpy(each.sample.input_ids.astype(np.int64))
+    for row in rows:
+        ids = torch.from_numpy(row.sample.input_ids.astype(np.int64))
         logs = torch.log_softmax(plain(input_ids=ids[None]).logits[0].float(), -1)
-        chosen = logs[:-1].gather(1, ids[1:, None])[:, 0]
-        total = total + chosen[torch.from_numpy(each.sample.loss_mask[1:])].sum()
+        token_logprobs = logs[:-1].gather(1, ids[1:, None])[:, 0]
+        total = total + token_logprobs[torch.from_numpy(row.sample.loss_mask[1:])].sum()
     return total
 
 
@@ -165,14 +165,15 @@ def side_logprob(plain: Any, rows: list[Any]) -> torch.Tensor:
 
 def test_dpo_prefers_what_was_chosen_and_logs_documented_names(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "pairs.jsonl", preferences())
-    own = {"loggers": [f"{__name__}:Noting"], "overwrite": True}
-    config = DPOConfig.model_validate(settings(model, tmp_path, data=str(data), pairs=3, steps=10, **own))
+    loggers = {"loggers": [f"{__name__}:Noting"], "overwrite": True}
+    config = DPOConfig.model_validate(settings(model, tmp_path, data=str(data), pairs=3, steps=10, **loggers))
     run_dpo(config.model_copy(update={"steps": 1}), console=quiet())
     result = run_dpo(config, console=quiet())
     records = read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")
-    assert [each["step"] for each in records] == list(range(1, 11)), "those of the run that was made over do not count"
-    noted = [float(each) for each in (tmp_path / "runs" / "run" / "noted.txt").read_text().split()]
-    assert noted == [each["train/loss"] for each in (records[0], *records)]
+    steps = [record["step"] for record in records]
+    assert steps == list(range(1, 11)), "those of the run that was made over do not count"
+    noted = [float(figure) for figure in (tmp_path / "runs" / "run" / "noted.txt").read_text().split()]
+    assert noted == [record["train/loss"] for record in (records[0], *records)]
     # Before the first update policy and reference are the same: ln 2, and no margin.
     assert records[0]["train/loss"] == pytest.approx(np.log(2.0), abs=1e-5)
     assert records[0]["preference/margin"] == pytest.approx(0.0, abs=1e-5)
@@ -182,8 +183,8 @@ def test_dpo_prefers_what_was_chosen_and_logs_documented_names(model: Path, tmp_
     assert not [name for name in records[0] if name not in ("kind", "step") and meaning(name) is None]
     assert (result.model / "turnwise_format.json").exists()
     # A reference of its own: the trained model against the first one prefers strongly from the beginning.
-    again = settings(result.model, tmp_path, name="again", data=str(data), steps=1, reference=str(model))
-    first = run_dpo(DPOConfig.model_validate(again), console=quiet())
+    second = settings(result.model, tmp_path, name="again", data=str(data), steps=1, reference=str(model))
+    first = run_dpo(DPOConfig.model_validate(second), console=quiet())
     assert first.metrics["train/loss"] < 0.5
 
 
@@ -195,8 +196,8 @@ def test_the_assistants_turns_of_the_prompt_are_context(model: Path) -> None:
         {"role": "user", "content": "team?"},
     ]
     row = {"messages": prompt, "chosen": [{"role": "assistant", "content": "red"}], "rejected": "blue"}
-    (given,) = _loaded([row])
-    ((pair,), left_out) = asyncio.run(preference_pairs([given], renderer))
+    (preference,) = _loaded([row])
+    ((pair,), left_out) = asyncio.run(preference_pairs([preference], renderer))
     assert left_out == 0
     assert pair.margin == 0.0
     for side, text in ((pair.chosen, "red"), (pair.rejected, "blue")):
@@ -205,12 +206,12 @@ def test_the_assistants_turns_of_the_prompt_are_context(model: Path) -> None:
         assert renderer.decode(trained).endswith(f"{text}<|im_end|>")
         assert "hello" not in renderer.decode(trained)
     # Whole conversations without a prompt share their beginning.
-    whole = {
+    config = {
         "chosen": [*prompt, {"role": "assistant", "content": "red"}],
         "rejected": [*prompt, {"role": "assistant", "content": "blue"}],
     }
-    (same,) = _loaded([whole])
-    assert (same.prompt, same.chosen) == (given.prompt, given.chosen)
+    (same,) = _loaded([config])
+    assert (same.prompt, same.chosen) == (preference.prompt, preference.chosen)
 
 
 def _loaded(rows: list[dict[str, Any]]) -> list[Any]:
@@ -233,14 +234,14 @@ def _loaded(rows: list[dict[str, Any]]) -> list[Any]:
         ({"prompt": [3], "chosen": "b", "rejected": "c"}, r"prompt\[0\] is 3; a message is an object with a role"),
     ],
 )
-def test_bad_preferences_are_named(row: dict[str, Any], message: str) -> None:
+def test_invalid_preference_row_raises_task_error(row: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message) as caught:
         _loaded([row])
     assert "data.jsonl:1" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "message"),
+    ("kind", "changes", "message"),
     [
         (SFTConfig, {}, "either data .* or trajectories"),
         (DPOConfig, {}, "either data .* or trajectories"),
@@ -250,9 +251,9 @@ def test_bad_preferences_are_named(row: dict[str, Any], message: str) -> None:
         (DPOConfig, {"data": "d", "beta": 0}, "beta"),
     ],
 )
-def test_configurations_that_make_no_sense_are_refused(kind: Any, given: dict[str, Any], message: str) -> None:
+def test_invalid_offline_configuration_is_refused(kind: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        kind.model_validate({"name": "n", "model": {"path": "m"}, **given})
+        kind.model_validate({"name": "n", "model": {"path": "m"}, **changes})
 
 
 # -- reward models
@@ -261,14 +262,14 @@ def test_configurations_that_make_no_sense_are_refused(kind: Any, given: dict[st
 def test_a_reward_model_is_served_as_it_was_trained(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "pairs.jsonl", preferences(PEOPLE[:4]))
     held_out = write_lines(tmp_path / "held_out.jsonl", preferences(PEOPLE[4:]))
-    given = settings(model, tmp_path, data=str(data), held_out=str(held_out), pairs=2, steps=12)
-    result = run_reward_model(RewardModelConfig.model_validate(given), console=quiet())
+    options = settings(model, tmp_path, data=str(data), held_out=str(held_out), pairs=2, steps=12)
+    result = run_reward_model(RewardModelConfig.model_validate(options), console=quiet())
     assert result.metrics["preference/accuracy"] == 1.0
     assert result.metrics["preference/held_out_accuracy"] == 1.0
     served = Classifier(result.model, dtype="float32", device="cpu", max_context=None)
     assert (served.labels, served.label_names) == (1, ["reward"])
     encoder = Encoder(result.model)
-    said = [
+    token_ids = [
         encoder.chat(
             [
                 {"role": "user", "content": "Which team is eva in?"},
@@ -278,13 +279,13 @@ def test_a_reward_model_is_served_as_it_was_trained(model: Path, tmp_path: Path)
         )
         for text in (GOOD, BAD)
     ]
-    good, bad = (served.forward([ids])[0][0] for ids in said)
-    assert good > bad + 0.5
+    good_reward, bad_reward = (served.forward([ids])[0][0] for ids in token_ids)
+    assert good_reward > bad_reward + 0.5
     # Beside a longer one the shorter one is padded, which changes nothing.
-    assert served.forward(said) == [[pytest.approx(good, abs=1e-5)], [pytest.approx(bad, abs=1e-5)]]
+    assert served.forward(token_ids) == [[pytest.approx(good_reward, abs=1e-5)], [pytest.approx(bad_reward, abs=1e-5)]]
     # Going on from a reward model keeps its head: it is right from the first step.
-    again = settings(result.model, tmp_path, name="again", data=str(data), steps=1, optim={"name": "muon", "lr": 1e-5})
-    assert run_reward_model(RewardModelConfig.model_validate(again), console=quiet()).metrics["train/loss"] < 0.5
+    second = settings(result.model, tmp_path, name="again", data=str(data), steps=1, optim={"name": "muon", "lr": 1e-5})
+    assert run_reward_model(RewardModelConfig.model_validate(second), console=quiet()).metrics["train/loss"] < 0.5
 
 
 def test_the_loss_of_a_reward_model_is_that_of_its_served_scores(model: Path, tmp_path: Path) -> None:
@@ -296,23 +297,23 @@ def test_the_loss_of_a_reward_model_is_that_of_its_served_scores(model: Path, tm
     served = Classifier(result.model, dtype="float32", device="cpu", max_context=None)
     encoder = Encoder(result.model)
     total = 0.0
-    for each in rows:
+    for row in rows:
         ids = [
             encoder.chat(
-                [{"role": "user", "content": each["prompt"]}, {"role": "assistant", "content": text}], arguments={}
+                [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": text}], arguments={}
             )
-            for text in (each["chosen"], each["rejected"])
+            for text in (row["chosen"], row["rejected"])
         ]
-        (good,), (bad,) = served.forward(ids)
-        total += float(np.log1p(np.exp(-(good - bad - each.get("margin", 0.0)))))
+        (good_reward,), (bad_reward,) = served.forward(ids)
+        total += float(np.log1p(np.exp(-(good_reward - bad_reward - row.get("margin", 0.0)))))
     assert result.metrics["train/loss"] == pytest.approx(total / 3, abs=1e-5)
 
 
 def test_a_conversation_that_is_too_long_is_left_out_whole(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "pairs.jsonl", preferences())
-    given = settings(model, tmp_path, data=str(data), max_tokens_per_row=3)
+    options = settings(model, tmp_path, data=str(data), max_tokens_per_row=3)
     with pytest.raises(TrainError, match="max_tokens_per_row leaves no pair"):
-        run_reward_model(RewardModelConfig.model_validate(given), console=quiet())
+        run_reward_model(RewardModelConfig.model_validate(options), console=quiet())
 
 
 # -- recorded trajectories
@@ -333,15 +334,15 @@ ROWS = [
 @pytest.fixture(scope="module")
 def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trajectory]]:
     home = tmp_path_factory.mktemp("evaluated")
-    found = asyncio.run(record(load_renderer(model), home / "trajectories.twz", ROWS))
-    return home, found
+    trajectories = asyncio.run(record(load_renderer(model), home / "trajectories.twz", ROWS))
+    return home, trajectories
 
 
 def test_good_trajectories_are_kept(recorded: tuple[Path, list[Trajectory]]) -> None:
     home, every = recorded
 
     def kept(**options: Any) -> list[str]:
-        return [each.id for each in filter_trajectories(every, FilterConfig(path=home, **options))]
+        return [trajectory.id for trajectory in filter_trajectories(every, FilterConfig(path=home, **options))]
 
     # t1 says the same as t0.
     assert kept() == ["t0", "t2", "t3", "t4", "t5", "t6", "t7"]
@@ -377,9 +378,9 @@ def test_rejection_sampling_trains_the_recorded_ids(
 
     real = sft.pack
     monkeypatch.setattr(sft, "pack", lambda rows, budget, **how: seen.extend(rows) or real(rows, budget, **how))
-    given = settings(model, tmp_path, trajectories={"path": str(home), "min_reward": 0.9}, conversations=2, steps=6)
-    result = run_sft(SFTConfig.model_validate(given), console=quiet())
-    expected = {each.id: to_samples(each).rows[0].input_ids.tolist() for each in (every[0], every[5])}
+    options = settings(model, tmp_path, trajectories={"path": str(home), "min_reward": 0.9}, conversations=2, steps=6)
+    result = run_sft(SFTConfig.model_validate(options), console=quiet())
+    expected = {trajectory.id: to_samples(trajectory).rows[0].input_ids.tolist() for trajectory in (every[0], every[5])}
     assert {row.sample.trajectory_id: row.sample.input_ids.tolist() for row in seen} == expected
     records = list(read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl"))
     assert result.metrics["train/nll"] < records[0]["train/nll"] - 1
@@ -389,11 +390,11 @@ def test_dpo_and_reward_models_learn_from_recorded_pairs(
     model: Path, recorded: tuple[Path, list[Trajectory]], tmp_path: Path
 ) -> None:
     home, _ = recorded
-    given = settings(model, tmp_path, trajectories={"path": str(home)}, pairs=2)
-    assert run_dpo(DPOConfig.model_validate(given), console=quiet()).metrics["preference/accuracy"] == 1.0
-    given["name"] = "reward"
-    found = run_reward_model(RewardModelConfig.model_validate(given), console=quiet())
-    assert found.metrics["preference/accuracy"] == 1.0
+    options = settings(model, tmp_path, trajectories={"path": str(home)}, pairs=2)
+    assert run_dpo(DPOConfig.model_validate(options), console=quiet()).metrics["preference/accuracy"] == 1.0
+    options["name"] = "reward"
+    result = run_reward_model(RewardModelConfig.model_validate(options), console=quiet())
+    assert result.metrics["preference/accuracy"] == 1.0
 
 
 def test_trajectories_of_another_tokenizer_are_refused(recorded: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
@@ -403,7 +404,9 @@ def test_trajectories_of_another_tokenizer_are_refused(recorded: tuple[Path, lis
         read_recorded(FilterConfig(path=home), other)
 
 
-def test_what_cannot_be_read_is_named(model: Path, recorded: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
+def test_unreadable_recorded_trajectories_raise_errors_with_remedies(
+    model: Path, recorded: tuple[Path, list[Trajectory]], tmp_path: Path
+) -> None:
     home, every = recorded
     renderer = load_renderer(model)
     with pytest.raises(TaskError, match=r"no such file: .*nowhere"):

@@ -65,7 +65,7 @@ class Lacking(Keeping):
         raise MissingExtraError("nothere", "nothere", "the logger Lacking")
 
 
-def test_a_logger_gets_the_figures_of_steps_and_evaluations_and_goes_on_as_the_same_run(tmp_path: Path) -> None:
+def test_logger_gets_figures_of_steps_and_evaluations_also_after_a_resume(tmp_path: Path) -> None:
     for step in (0, 2):
         log = opened(tmp_path, [f"{HERE}:Keeping"], step)
         log.log({"kind": "warning", "step": step + 1, "name": "x", "text": "y"})
@@ -99,7 +99,7 @@ def test_the_figures_of_an_evaluation_have_flat_names() -> None:
     assert figures({"kind": "inference", "step": 1, "x": 2}) == {}
 
 
-def test_a_failing_logger_is_told_of_once_and_counted_and_keeps_nothing_from_the_others(tmp_path: Path) -> None:
+def test_failing_logger_is_reported_once_counted_and_does_not_affect_others(tmp_path: Path) -> None:
     out = io.StringIO()
     log = opened(tmp_path, [f"{HERE}:Broken", f"{HERE}:Keeping"], out=out)
     for step in (1, 2, 3):
@@ -118,18 +118,18 @@ def test_a_failing_logger_is_told_of_once_and_counted_and_keeps_nothing_from_the
 
 def test_a_hanging_logger_holds_up_neither_the_run_nor_its_end(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(run_log, "CLOSE_S", 0.05)
-    said: list[str] = []
+    messages: list[str] = []
     hanging = Hanging()
-    log = RunLog(tmp_path / "metrics.jsonl", {"slow": hanging}, said.append)
+    log = RunLog(tmp_path / "metrics.jsonl", {"slow": hanging}, messages.append)
     for step in (1, 2):
         log.log({"kind": "train", "step": step, "reward/mean": 0.5})
     assert len(lines(tmp_path / "metrics.jsonl")) == 2
     log.close()
-    assert said == ["warning: logger slow did not close within 0.05 s: metrics.jsonl is complete"]
+    assert messages == ["warning: logger slow did not close within 0.05 s: metrics.jsonl is complete"]
     hanging.go.set()
 
 
-def test_what_is_wrong_with_a_logger_is_said_before_work_starts(tmp_path: Path) -> None:
+def test_invalid_logger_is_refused_before_work_starts(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"loggers.name is 'wandbb'; did you mean 'wandb'\?"):
         config(tmp_path, ["wandbb"])
     with pytest.raises(ValidationError, match="porject"):

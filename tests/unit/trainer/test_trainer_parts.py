@@ -34,8 +34,8 @@ def test_metrics_of_parts() -> None:
     # What is lost or waited for in any part is lost by the step; of groups that wait the last part tells.
     sums = ("replay/short", "replay/reissued", "replay/reused", "straggler/cut_groups", "rollout/wasted_tokens")
     counts = dict.fromkeys((*sums, "straggler/carried", "replay/in_flight"), 2.0)
-    found = merge_metrics([one | counts, other | counts])
-    assert {name: found[name] for name in counts} == counts | dict.fromkeys(sums, 4.0)
+    merged = merge_metrics([one | counts, other | counts])
+    assert {name: merged[name] for name in counts} == counts | dict.fromkeys(sums, 4.0)
     ages = [part | {"replay/staleness_mean": age} for part, age in ((one, 1.0), (other, 0.0))]
     assert merge_metrics(ages)["replay/staleness_mean"] == 0.25
     # A part in which every episode failed trained nothing.
@@ -44,16 +44,16 @@ def test_metrics_of_parts() -> None:
     assert merge_metrics([one, empty])["batch/failed"] == 4.0
 
 
-async def test_inline_is_here_and_apart_is_one_other_thread() -> None:
+async def test_inline_runs_in_this_thread_and_train_thread_in_one_other() -> None:
     here = threading.get_ident()
     assert await inline(threading.get_ident) == here
     with TrainThread() as train_thread:
-        places = {await train_thread(threading.get_ident) for _ in range(3)}
-    assert len(places) == 1
-    assert here not in places
+        threads = {await train_thread(threading.get_ident) for _ in range(3)}
+    assert len(threads) == 1
+    assert here not in threads
 
 
-async def test_a_cancelled_update_is_made_and_the_cancellation_comes_after_it() -> None:
+async def test_cancelled_update_is_finished_before_the_cancellation() -> None:
     began, goes_on, seen = threading.Event(), threading.Event(), list[str]()
 
     def update() -> str:
@@ -77,7 +77,7 @@ async def test_a_cancelled_update_is_made_and_the_cancellation_comes_after_it() 
     assert task.cancelling() == 1
 
 
-async def test_what_fails_apart_fails_here() -> None:
+async def test_error_in_the_train_thread_is_raised_to_the_caller() -> None:
     def update() -> None:
         raise ValueError("no")
 

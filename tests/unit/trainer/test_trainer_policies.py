@@ -37,7 +37,7 @@ def config(**changes: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"rollout": {"roles": {}}}, r"rollout\.roles maps no role to any of them: map each role"),
         ({"rollout": {"roles": {"solver": "solver"}}}, r"policies\.critic_agent is trained, but no role"),
@@ -66,16 +66,16 @@ def config(**changes: Any) -> TrainConfig:
         ),
     ],
 )  # fmt: skip
-def test_policies_that_do_not_fit_are_named_with_a_remedy(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_inconsistent_policies_are_refused_with_a_remedy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         config(**changes)
 
 
-def test_a_policy_has_the_run_s_keys_but_for_its_own() -> None:
-    own = {"algorithm": {"entropy_coef": 0.5}, "inference": {"replicas": 2}}
-    both = {"solver": {**SOLVER, **own}, "critic_agent": SOLVER}
-    made = config(policies=both, algorithm={"epochs": 3})
-    solver, critic = made.of_policy("solver"), made.of_policy("critic_agent")
+def test_policy_sections_inherit_the_keys_of_the_run() -> None:
+    sections = {"algorithm": {"entropy_coef": 0.5}, "inference": {"replicas": 2}}
+    policies = {"solver": {**SOLVER, **sections}, "critic_agent": SOLVER}
+    merged = config(policies=policies, algorithm={"epochs": 3})
+    solver, critic = merged.of_policy("solver"), merged.of_policy("critic_agent")
     assert (solver.algorithm.epochs, solver.algorithm.entropy_coef) == (3, 0.5)
     assert (critic.algorithm.epochs, critic.algorithm.entropy_coef) == (3, 0.0)
     assert (solver.inference.replicas, critic.inference.replicas) == (2, 1)
@@ -83,13 +83,13 @@ def test_a_policy_has_the_run_s_keys_but_for_its_own() -> None:
 
 
 def test_a_written_configuration_is_read_back_equal(tmp_path: Any) -> None:
-    both = {"solver": {**SOLVER, "algorithm": {"entropy_coef": 0.5}}, "critic_agent": SOLVER}
-    made = config(policies=both, algorithm={"epochs": 3})
+    policies = {"solver": {**SOLVER, "algorithm": {"entropy_coef": 0.5}}, "critic_agent": SOLVER}
+    merged = config(policies=policies, algorithm={"epochs": 3})
     file = tmp_path / "config.yaml"
-    file.write_text(dump_config(made))
-    again = load_config(TrainConfig, file)
-    assert again.algorithms == made.algorithms
-    assert dump_config(again) == dump_config(made)
+    file.write_text(dump_config(merged))
+    reloaded = load_config(TrainConfig, file)
+    assert reloaded.algorithms == merged.algorithms
+    assert dump_config(reloaded) == dump_config(merged)
 
 
 async def test_an_agent_without_a_policy_is_named_before_an_episode() -> None:
@@ -118,28 +118,28 @@ def test_sessions_of_different_policies_are_never_compared(sessions: list[tuple[
         assert all(other == one for (_, other), same in groups.items() if same == group)
 
 
-def test_metrics_of_policies_are_merged_and_kept_apart() -> None:
+def test_metrics_of_policies_are_merged_and_logged_by_policy() -> None:
     one = {"reward/mean": 1.0, "batch/trajectories": 1.0, "batch/trained_tokens": 10.0, "gap/max": 0.1, "lr/adamw": 1.0}
     two = {"reward/mean": 0.0, "batch/trajectories": 3.0, "batch/trained_tokens": 30.0, "gap/max": 0.4, "lr/adamw": 2.0}
     assert policy_metrics({"main": one}) == one
-    found = policy_metrics({"a": one, "b": two})
-    assert (found["reward/mean"], found["batch/trained_tokens"], found["gap/max"]) == (0.25, 40.0, 0.4)
-    assert (found["policy/a/lr/adamw"], found["policy/b/lr/adamw"]) == (1.0, 2.0)
-    assert "lr/adamw" not in found
+    merged = policy_metrics({"a": one, "b": two})
+    assert (merged["reward/mean"], merged["batch/trained_tokens"], merged["gap/max"]) == (0.25, 40.0, 0.4)
+    assert (merged["policy/a/lr/adamw"], merged["policy/b/lr/adamw"]) == (1.0, 2.0)
+    assert "lr/adamw" not in merged
     # A step in two parts: each policy's means are weighted by its own trajectories.
     silent = {"reward/mean": 0.0, "batch/trajectories": 0.0, "batch/trained_tokens": 0.0}
-    both = merge_metrics([found, policy_metrics({"a": silent, "b": two})])
-    assert (both["policy/a/reward/mean"], both["policy/a/batch/trained_tokens"]) == (1.0, 10.0)
-    assert both["policy/b/batch/trained_tokens"] == 60.0
+    summed = merge_metrics([merged, policy_metrics({"a": silent, "b": two})])
+    assert (summed["policy/a/reward/mean"], summed["policy/a/batch/trained_tokens"]) == (1.0, 10.0)
+    assert summed["policy/b/batch/trained_tokens"] == 60.0
 
 
 @given(st.text(min_size=1, max_size=8), st.integers(1, 4), st.sampled_from(["uniform", "latest"]))
 def test_all_sessions_of_a_group_meet_one_version(task: str, size: int, choose: Any) -> None:
     client = LeagueClient("rivals", LeagueConfig(size=size, choose=choose), [])
     client.slots = list(range(size))
-    chosen = client.slot_of(f"0-train-{task}-e0/0.0")
+    slot = client.slot_of(f"0-train-{task}-e0/0.0")
     sessions = [f"0-train-{task}-e0/{member}.{attempt}/solver/1" for member in range(3) for attempt in range(2)]
     # A process that resumes the group asks under its own number, and draws the same.
     client.slots = client.slots[::-1]
-    assert {client.slot_of(each) for each in [*sessions, f"1-train-{task}-e0/4.0"]} == {chosen}
-    assert choose == "uniform" or chosen == size - 1
+    assert {client.slot_of(session) for session in [*sessions, f"1-train-{task}-e0/4.0"]} == {slot}
+    assert choose == "uniform" or slot == size - 1

@@ -51,7 +51,7 @@ def test_a_checkpoint_has_the_groups_in_flight_and_never_weights_of_no_step(
     assert store.steps() == ([] if torn else [1])
     if not torn:
         state = json.loads((store.path(1) / "trainer_state.json").read_text())
-        assert len({each["task"]["id"] for each in state["feed"]}) == 2
+        assert len({group["task"]["id"] for group in state["feed"]}) == 2
 
 
 def test_a_context_that_holds_no_prompt_ends_the_run_before_it_begins(

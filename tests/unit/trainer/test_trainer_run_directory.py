@@ -29,7 +29,7 @@ def config(model: str = "model", **changes: Any) -> TrainConfig:
     return TrainConfig.model_validate({**plain, **changes})
 
 
-def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+def test_run_directory_is_locked_by_one_process_and_unlocked_by_its_death(tmp_path: Path) -> None:
     home = RunDirectory(tmp_path / "r")
     holder = (
         "import sys; from pathlib import Path; from turnwise.trainer.run.directory import RunDirectory\n"
@@ -48,7 +48,7 @@ def test_one_process_at_a_time_and_a_killed_one_lets_go(tmp_path: Path) -> None:
         pass
 
 
-def test_where_nothing_was_begun_nothing_is_left(tmp_path: Path) -> None:
+def test_directory_of_a_run_that_never_started_is_removed(tmp_path: Path) -> None:
     home = RunDirectory(tmp_path / "r")
     with pytest.raises(ZeroDivisionError), home.lock():
         raise ZeroDivisionError
@@ -58,7 +58,7 @@ def test_where_nothing_was_begun_nothing_is_left(tmp_path: Path) -> None:
     assert sorted(os.listdir(home.path)) == ["config.yaml", "run.json"]
 
 
-def test_parts_are_counted_and_what_they_cost_is_added(tmp_path: Path) -> None:
+def test_costs_of_all_processes_of_a_run_are_added_up(tmp_path: Path) -> None:
     home = RunDirectory(tmp_path)
     ids = set()
     for part in range(3):
@@ -71,7 +71,7 @@ def test_parts_are_counted_and_what_they_cost_is_added(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text())["first_eval"] == {"greedy": None}
 
 
-def test_fresh_removes_what_was_there_and_follows_no_link(tmp_path: Path) -> None:
+def test_fresh_removes_an_earlier_run_and_follows_no_link(tmp_path: Path) -> None:
     home, outside = RunDirectory(tmp_path / "r"), tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").touch()
@@ -81,14 +81,14 @@ def test_fresh_removes_what_was_there_and_follows_no_link(tmp_path: Path) -> Non
     home.note(id="before", parts=7, first_eval={})
     assert home.begin(config(), "d", fresh=True) == 0
     assert sorted(os.listdir(home.path)) == ["config.yaml", "run.json"]
-    held = home.read()
-    assert held.pop("id") != "before"
-    assert held == {"parts": 1, "config_digest": "d"}
+    notes = home.read()
+    assert notes.pop("id") != "before"
+    assert notes == {"parts": 1, "config_digest": "d"}
     assert (outside / "precious").exists()
 
 
 @pytest.mark.parametrize("model", [".", "checkpoints/step_000001", "../r/sft"])
-def test_fresh_keeps_a_model_that_the_run_is_to_begin_with(tmp_path: Path, model: str) -> None:
+def test_fresh_keeps_the_initial_model(tmp_path: Path, model: str) -> None:
     home = RunDirectory(tmp_path / "r")
     home.path.mkdir()
     with pytest.raises(ConfigError, match=r"policies\.main\.model\.path is .*inside the run"):
@@ -104,7 +104,7 @@ def test_fresh_keeps_a_model_that_the_run_is_to_begin_with(tmp_path: Path, model
         ("rollout.frozen.old.model", {"rollout": {"env": {"name": "lookup"}, "frozen": {"old": {"model": "r/c"}}}}),
     ],
 )
-def test_fresh_keeps_whatever_else_the_run_reads(
+def test_fresh_keeps_all_files_that_the_run_reads(
     key: str, section: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,37 +117,37 @@ def save(store: CheckpointStore, step: int, digest: str) -> Path:
     return store.save(TrainerState(step, config_digest=digest), lambda directory: (directory / "w").write_bytes(b"1"))
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_with_its_own_configuration_only(tmp_path: Path) -> None:
+def test_run_resumes_from_its_newest_checkpoint_with_its_configuration_only(tmp_path: Path) -> None:
     home, store = RunDirectory(tmp_path), CheckpointStore(tmp_path / "checkpoints")
-    mine, other = config(), config(seed=1, rollout={"env": {"name": "lookup"}, "temperature": 0.5}, steps=9)
-    own = config_digest(mine)
-    assert home.resume_point(store, mine) == (None, TrainerState(0))
+    first, other = config(), config(seed=1, rollout={"env": {"name": "lookup"}, "temperature": 0.5}, steps=9)
+    digest = config_digest(first)
+    assert home.resume_point(store, first) == (None, TrainerState(0))
     # Begun, and killed before the first checkpoint: the files are those of this configuration.
-    home.begin(mine, own, fresh=False)
+    home.begin(first, digest, fresh=False)
     with pytest.raises(CheckpointError, match=r"another configuration.*only runs, name, steps") as raised:
         home.resume_point(store, other)
     # Only the keys that must not change.
     assert "seed was 0 and is 1, rollout.temperature was 1.0 and is 0.5; resume it" in str(raised.value)
-    save(store, 1, own)
-    newest = save(store, 2, own)
-    assert home.resume_point(store, mine) == (newest, TrainerState(2, config_digest=own))
+    save(store, 1, digest)
+    newest = save(store, 2, digest)
+    assert home.resume_point(store, first) == (newest, TrainerState(2, config_digest=digest))
     # A checkpoint from elsewhere.
     save(store, 3, "e")
     with pytest.raises(CheckpointError, match=r"step_000003 was trained with another configuration; resume"):
-        home.resume_point(store, mine)
+        home.resume_point(store, first)
     # The configuration that another version saved cannot be compared.
     (tmp_path / "config.yaml").write_text("no_such_key: 1\n")
     with pytest.raises(CheckpointError, match=r"was trained with another configuration; resume"):
         home.resume_point(store, other)
 
 
-def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:
+def test_run_json_that_is_not_json_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"parts": 1')
     with pytest.raises(FormatError, match=r"run\.json is not JSON"):
         RunDirectory(tmp_path).read()
 
 
-def test_the_digest_is_of_what_is_learned() -> None:
+def test_config_digest_covers_the_keys_that_change_training() -> None:
     free = [
         {"steps": 9}, {"name": "other"}, {"runs": "elsewhere"}, {"checkpoint": {"every": 3}}, {"custom": {"a": 1}},
         {"eval": {"tasks": "t.jsonl"}}, {"inference": {"replicas": 2}},
@@ -157,13 +157,13 @@ def test_the_digest_is_of_what_is_learned() -> None:
         {"algorithm": {"epochs": 2}}, {"rollout": {"env": {"name": "lookup"}, "temperature": 0.5}},
         {"renderer": {"format": "hermes"}}, {"policies": {"main": {"model": {"path": "other"}}}},
     ]  # fmt: skip
-    own = config_digest(config())
-    assert {config_digest(config(**change)) for change in free} == {own}
-    assert own not in {config_digest(config(**change)) for change in bound}
+    digest = config_digest(config())
+    assert {config_digest(config(**change)) for change in free} == {digest}
+    assert digest not in {config_digest(config(**change)) for change in bound}
     assert len({config_digest(config(**change)) for change in bound}) == len(bound)
 
 
-def test_tidying_removes_drafts_and_what_is_too_old(tmp_path: Path) -> None:
+def test_tidying_removes_drafts_and_old_checkpoints(tmp_path: Path) -> None:
     everything = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         save(everything, step, "d")

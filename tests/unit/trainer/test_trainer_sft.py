@@ -68,10 +68,10 @@ def conversation(person: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A small model with the tokenizer and template of a family, made once."""
-    made: dict[str, Path] = {}
+    models: dict[str, Path] = {}
 
     def make(family: str) -> Path:
-        if family not in made:
+        if family not in models:
             directory = build_model_dir(tmp_path_factory.mktemp("start"), family)
             size = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
             torch.manual_seed(0)
@@ -87,8 +87,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 initializer_range=0.05,
             )
             transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
-            made[family] = directory
-        return made[family]
+            models[family] = directory
+        return models[family]
 
     return make
 
@@ -123,7 +123,7 @@ def test_only_assistant_tokens_are_trained_and_the_prompt_is_the_templates(
     demonstrations = load_demonstrations_of([conversation(person) for person in TEAMS])
     rows, cut = asyncio.run(demonstration_rows(demonstrations, renderer))
     assert cut == 0
-    assert [len(each) for each in rows] == [1, 1, 1]
+    assert [len(row_group) for row_group in rows] == [1, 1, 1]
     for (row,), person in zip(rows, TEAMS, strict=True):
         sample = row.sample
         trained = renderer.decode(sample.input_ids[sample.loss_mask])
@@ -144,19 +144,19 @@ def load_demonstrations_of(rows: list[dict[str, Any]]) -> list[Demonstration]:
     return lines
 
 
-def test_what_conversations_share_is_computed_once_and_changes_nothing(
+def test_shared_prefixes_of_conversations_do_not_change_the_result(
     start: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    found = {}
+    results = {}
     for name, shared in (("whole", False), ("shared", True)):
         config = configure(start("qwen3"), tmp_path, name=name, steps=1, share_prefixes=shared)
         run_sft(config, console=quiet())
         records = list(read_metrics(tmp_path / "runs" / name / "metrics.jsonl"))
-        found[name] = [value for record in records for value in (record["train/nll"], record["train/grad_norm"])]
-    assert found["shared"] == pytest.approx(found["whole"], abs=1e-5)
+        results[name] = [value for record in records for value in (record["train/nll"], record["train/grad_norm"])]
+    assert results["shared"] == pytest.approx(results["whole"], abs=1e-5)
 
 
-def test_a_loss_that_needs_a_scale_says_so_before_anything_is_read(tmp_path: Path) -> None:
+def test_loss_without_its_scale_is_refused_before_data_is_read(tmp_path: Path) -> None:
     norm = {"loss_aggregation": "seq_mean_token_sum_norm"}
     with pytest.raises(ValidationError, match="loss_scale is None, and loss_aggregation is seq_mean_token_sum_norm"):
         configure(tmp_path, tmp_path, **norm)
@@ -186,21 +186,21 @@ def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tm
     assert saved.describe()["format"] == load_renderer(start("qwen3")).describe()["format"]
     assert (result.model / "turnwise_format.json").exists()
     assert (result.model / "tokenizer.json").read_bytes() == (start("qwen3") / "tokenizer.json").read_bytes()
-    assert not [each for each in result.model.parent.iterdir() if each.name.startswith(".")]
+    assert not [entry for entry in result.model.parent.iterdir() if entry.name.startswith(".")]
 
 
 def test_a_model_is_evaluated_on_the_prompts_that_it_was_trained_on(
     start: Callable[[str], Path], tmp_path: Path
 ) -> None:
     config = configure(start("qwen3"), tmp_path, steps=1, renderer={"chat_template": "hermes-short"})
-    asked, tools = canonical_messages(conversation("mia")["messages"][:2]), [ToolSchema(**TOOL["function"])]
-    trained = config.renderer.load(config.model.path).render(asked, tools)
+    prompt, tools = canonical_messages(conversation("mia")["messages"][:2]), [ToolSchema(**TOOL["function"])]
+    trained = config.renderer.load(config.model.path).render(prompt, tools)
     model = run_sft(config, console=quiet()).model
     evaluated = EvalConfig.model_validate({"model": str(model), "rollout": {"env": {"name": "lookup"}}})
-    assert evaluated.renderer.load(evaluated.directory).render(asked, tools).tolist() == trained.tolist()
+    assert evaluated.renderer.load(evaluated.directory).render(prompt, tools).tolist() == trained.tolist()
     exported = tmp_path / "exported"
     export_model(model, exported)
-    assert load_renderer(exported).render(asked, tools).tolist() == trained.tolist()
+    assert load_renderer(exported).render(prompt, tools).tolist() == trained.tolist()
     with pytest.raises(
         RenderError, match=r"renderer\.chat_template is hermes .* was trained with another chat template"
     ):
@@ -227,15 +227,15 @@ def test_epochs_cover_every_conversation(
         assert sorted(index for batch in seen[2 * epoch : 2 * epoch + 2] for index in batch) == [0, 1, 2]
 
 
-def test_an_existing_model_is_not_replaced_unasked(start: Callable[[str], Path], tmp_path: Path) -> None:
+def test_existing_model_is_not_replaced_without_overwrite(start: Callable[[str], Path], tmp_path: Path) -> None:
     config = configure(start("qwen3"), tmp_path, steps=1)
     first = run_sft(config, console=quiet()).model
-    before = (first / "model.safetensors").read_bytes()
+    weights_before = (first / "model.safetensors").read_bytes()
     with pytest.raises(TrainError, match="overwrite: true"):
         run_sft(config, console=quiet())
-    assert (first / "model.safetensors").read_bytes() == before
+    assert (first / "model.safetensors").read_bytes() == weights_before
     run_sft(config.model_copy(update={"overwrite": True, "steps": 2}), console=quiet())
-    assert (first / "model.safetensors").read_bytes() != before
+    assert (first / "model.safetensors").read_bytes() != weights_before
 
 
 def test_an_interrupt_leaves_no_model(
@@ -248,14 +248,14 @@ def test_an_interrupt_leaves_no_model(
     monkeypatch.setattr(core_module, "save_format", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_sft(config, console=quiet())
-    assert sorted(each.name for each in (tmp_path / "runs" / "warm").iterdir()) == ["metrics.jsonl"]
+    assert sorted(entry.name for entry in (tmp_path / "runs" / "warm").iterdir()) == ["metrics.jsonl"]
 
 
 def test_long_conversations_are_cut_and_counted(start: Callable[[str], Path], tmp_path: Path) -> None:
     renderer = load_renderer(start("qwen3"))
     demonstrations = load_demonstrations_of([conversation("mia")])
-    (whole,), _ = asyncio.run(demonstration_rows(demonstrations, renderer))
-    length, trained = len(whole[0].sample.input_ids), whole[0].sample.trained_tokens
+    (untruncated,), _ = asyncio.run(demonstration_rows(demonstrations, renderer))
+    length, trained = len(untruncated[0].sample.input_ids), untruncated[0].sample.trained_tokens
     (short,), cut = asyncio.run(demonstration_rows(demonstrations, renderer, length - 3))
     assert cut == 3
     assert short[0].sample.trained_tokens == trained - 3
@@ -273,7 +273,7 @@ def test_long_conversations_are_cut_and_counted(start: Callable[[str], Path], tm
         ('{"messages": [{"role": "user"}], "tools": [{"type": "function"}]}', r"tools\[0\] is"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_row_raises_task_error_with_its_line(tmp_path: Path, line: str, message: str) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(conversation("mia")) + "\n" + line + "\n")
     with pytest.raises(TaskError, match=message):
@@ -281,7 +281,7 @@ def test_bad_rows_are_named(tmp_path: Path, line: str, message: str) -> None:
     assert len(load_demonstrations(data, limit=1)) == 1
 
 
-def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
+def test_missing_and_empty_files_raise_task_error(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"data is .*nothing"):
         load_demonstrations(tmp_path / "nothing")
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -294,11 +294,11 @@ def test_line_separators_inside_messages_do_not_split_rows(tmp_path: Path) -> No
     text = "one\u2028two\u0085three"
     row = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
     data.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    (found,) = load_demonstrations(data)
-    assert found.messages[0]["content"] == text
+    (demonstration,) = load_demonstrations(data)
+    assert demonstration.messages[0]["content"] == text
 
 
-def test_a_conversation_without_an_assistant_is_named(start: Callable[[str], Path]) -> None:
+def test_conversation_without_an_assistant_raises_task_error(start: Callable[[str], Path]) -> None:
     demonstrations = load_demonstrations_of([{"messages": [{"role": "user", "content": "hi"}]}])
     with pytest.raises(TaskError, match=r"row 0.*assistant"):
         asyncio.run(demonstration_rows(demonstrations, load_renderer(start("qwen3"))))

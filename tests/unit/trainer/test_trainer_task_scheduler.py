@@ -36,7 +36,7 @@ class Asked:
         self.requests += requests
 
     async def cancel(self, keys) -> frozenset[str]:
-        unfinished = {each.key for each in self.requests} - self.finished
+        unfinished = {request.key for request in self.requests} - self.finished
         self.cancelled |= unfinished & set(keys)
         return frozenset(unfinished & set(keys))
 
@@ -67,9 +67,9 @@ class Picky(Strategy):
         self.tasks = tasks
 
     def choose(self, ready, in_flight, step, batch_size, taken=0):
-        bad = tuple((each.id, "picky") for each in ready if each.task_id in self.tasks)
-        good = [each.id for each in ready if each.task_id not in self.tasks]
-        return Choice(tuple(good[:batch_size]) if len(good) >= batch_size else None, bad)
+        rejected = tuple((facts.id, "picky") for facts in ready if facts.task_id in self.tasks)
+        accepted = [facts.id for facts in ready if facts.task_id not in self.tasks]
+        return Choice(tuple(accepted[:batch_size]) if len(accepted) >= batch_size else None, rejected)
 
 
 CALL = ToolCall("c", "look", {"at": 3}, '{"at": 3}')
@@ -88,148 +88,149 @@ def make_scheduler(
     config = TrainConfig.model_validate({
         "name": "x", "steps": 1, "policies": {"main": {"model": {"path": Path("m")}}}, "rollout": rollout, **changes,
     })  # fmt: skip
-    asked, buffer = Asked(), LocalReplayBuffer(strategy)
+    manager, buffer = Asked(), LocalReplayBuffer(strategy)
     stream = Told(InMemoryOrder(TASKS, shuffle=False, state=state))
-    return TaskScheduler(config, stream, asked, buffer, lambda: 0), asked, buffer, stream
+    return TaskScheduler(config, stream, manager, buffer, lambda: 0), manager, buffer, stream
 
 
-async def test_what_is_on_its_way_survives_as_json_and_is_asked_for_first() -> None:
-    first, asked, buffer, stream = make_scheduler(algorithm={"advantage": "remax"})
+async def test_groups_in_flight_survive_as_json_and_are_requested_first() -> None:
+    first, manager, buffer, stream = make_scheduler(algorithm={"advantage": "remax"})
     first.top_up(3)
-    await buffer.put(asked.group(1))
+    await buffer.put(manager.group(1))
     ref, _ = await buffer.sample(1, "train", 1)
     first.done(ref, await buffer.fetch(ref))
-    assert [each.request.task.id for each in first.outstanding.values()] == ["t0", "t2"]
+    assert [group.request.task.id for group in first.outstanding.values()] == ["t0", "t2"]
     state, order = json.loads(json.dumps([first.state(), stream.state()]))
 
     second, later, *_ = make_scheduler(state=order, algorithm={"advantage": "remax"})
     second.restore(state)
     assert second.state() == state, "what has not been asked for yet is on its way, too"
     second.top_up(4)
-    assert later.requests[:2] == [asked.requests[0], asked.requests[2]]
+    assert later.requests[:2] == [manager.requests[0], manager.requests[2]]
     assert later.requests[0].task.source == "first"
     assert later.requests[0].greedy_baseline
-    assert [each.task.id for each in later.requests] == ["t0", "t2", "t3", "t4"]
+    assert [request.task.id for request in later.requests] == ["t0", "t2", "t3", "t4"]
     second.top_up(4)
     assert len(later.requests) == 4
 
 
-async def test_at_the_end_nothing_is_rolled_out_any_more_and_a_run_that_goes_on_asks_again() -> None:
-    own, asked, buffer, _ = make_scheduler()
-    own.top_up(3)
-    await buffer.put(asked.group(1))
+async def test_end_cancels_rollouts_and_a_resumed_run_requests_them_again() -> None:
+    scheduler, manager, buffer, _ = make_scheduler()
+    scheduler.top_up(3)
+    await buffer.put(manager.group(1))
     ref, _ = await buffer.sample(1, "train", 1)
-    own.done(ref, await buffer.fetch(ref))
-    state = own.state()
-    await own.end()
-    assert asked.cancelled == {asked.requests[0].key, asked.requests[2].key}
-    assert own.state() == state
+    scheduler.done(ref, await buffer.fetch(ref))
+    state = scheduler.state()
+    await scheduler.end()
+    assert manager.cancelled == {manager.requests[0].key, manager.requests[2].key}
+    assert scheduler.state() == state
 
 
-async def test_what_a_step_was_given_and_did_not_train_is_asked_for_first() -> None:
-    own, asked, buffer, _ = make_scheduler()
-    own.top_up(4)
-    given = []
+async def test_untrained_groups_of_a_step_are_requested_first() -> None:
+    scheduler, manager, buffer, _ = make_scheduler()
+    scheduler.top_up(4)
+    received = []
     for number in (2, 3, 0):
-        await buffer.put(asked.group(number))
+        await buffer.put(manager.group(number))
         ref, _ = await buffer.sample(1, "train", 1)
-        own.done(ref, await buffer.fetch(ref))
-        given += ref.keys
+        scheduler.done(ref, await buffer.fetch(ref))
+        received += ref.keys
         if number == 2:
-            own.trained()
-    assert [each["task"]["id"] for each in own.state()] == ["t1"]
-    own.take_back(set(given[1:]))
-    assert [each["task"]["id"] for each in own.state()] == ["t3", "t0", "t1"]
-    own.take_back({given[0]})
-    assert len(own.outstanding) == 3, "that one is trained"
+            scheduler.trained()
+    assert [record["task"]["id"] for record in scheduler.state()] == ["t1"]
+    scheduler.take_back(set(received[1:]))
+    assert [record["task"]["id"] for record in scheduler.state()] == ["t3", "t0", "t1"]
+    scheduler.take_back({received[0]})
+    assert len(scheduler.outstanding) == 3, "that one is trained"
 
 
-async def take(own: TaskScheduler, buffer: LocalReplayBuffer) -> str:
+async def take(scheduler: TaskScheduler, buffer: LocalReplayBuffer) -> str:
     """Give a step one group; return its key."""
     ref, _ = await buffer.sample(1, "train", 1)
-    own.done(ref, await buffer.fetch(ref))
+    scheduler.done(ref, await buffer.fetch(ref))
     return ref.keys[0]
 
 
-async def test_a_curriculum_learns_from_a_group_once_that_a_failed_step_gave_back() -> None:
-    own, asked, buffer, stream = make_scheduler()
-    own.top_up(3)
-    given = set()
+async def test_curriculum_learns_once_from_a_requeued_group() -> None:
+    scheduler, manager, buffer, stream = make_scheduler()
+    scheduler.top_up(3)
+    received = set()
     for number in (0, 1):
-        await buffer.put(asked.group(number))
-        given.add(await take(own, buffer))
-    own.take_back(given)
+        await buffer.put(manager.group(number))
+        received.add(await take(scheduler, buffer))
+    scheduler.take_back(received)
     assert stream.told == ["t0", "t1"]
-    state, order = json.loads(json.dumps([own.state(), stream.state()]))
-    assert [(each["task"]["id"], each["learned"]) for each in state] == [("t0", True), ("t1", True), ("t2", False)]
+    state, order = json.loads(json.dumps([scheduler.state(), stream.state()]))
+    learned = [(record["task"]["id"], record["learned"]) for record in state]
+    assert learned == [("t0", True), ("t1", True), ("t2", False)]
 
-    later, again, kept, told = make_scheduler(Picky("t1"), state=order)
+    later, manager, buffer, stream = make_scheduler(Picky("t1"), state=order)
     later.restore(state)
     assert later.state() == state, "what has not been asked for yet was learned from all the same"
     later.top_up(3)
     for number in (0, 1, 2):
-        await kept.put(again.group(number))
-    first = await take(later, kept)
-    assert told.told == [], "t0 is known, and t1, which is dropped"
+        await buffer.put(manager.group(number))
+    first = await take(later, buffer)
+    assert stream.told == [], "t0 is known, and t1, which is dropped"
     assert later._learned == set(), "of what was given out or dropped nothing is kept"
     later.take_back({first})
-    assert [(each["task"]["id"], each["learned"]) for each in later.state()] == [("t0", True), ("t2", False)]
-    await take(later, kept)
-    assert told.told == ["t2"]
+    assert [(record["task"]["id"], record["learned"]) for record in later.state()] == [("t0", True), ("t2", False)]
+    await take(later, buffer)
+    assert stream.told == ["t2"]
 
 
 async def test_a_step_starts_no_more_fresh_groups_than_it_takes() -> None:
     mixed = {"strategy": "mixed", "stored_share": 0.5}
-    first, asked, *_ = make_scheduler(replay=mixed, batch={"groups": 4})
+    first, manager, *_ = make_scheduler(replay=mixed, batch={"groups": 4})
     first.ask()
     first.ask()
-    assert len(asked.requests) == 2, "stored groups fill the rest, or the buffer asks for more"
-    more, asked, *_ = make_scheduler(replay=mixed, batch={"groups": 4, "over_sample": 1.5})
+    assert len(manager.requests) == 2, "stored groups fill the rest, or the buffer asks for more"
+    more, manager, *_ = make_scheduler(replay=mixed, batch={"groups": 4, "over_sample": 1.5})
     more.ask()
-    assert len(asked.requests) == 3
+    assert len(manager.requests) == 3
 
 
-async def test_messages_with_calls_survive() -> None:
-    first, asked, *_ = make_scheduler()
+async def test_prompt_messages_with_tool_calls_survive_in_the_state() -> None:
+    first, manager, *_ = make_scheduler()
     first.top_up(2)
     state = json.loads(json.dumps(first.state()))
     second, later, *_ = make_scheduler()
     second.restore(state)
     second.top_up(2)
-    assert later.requests == asked.requests
+    assert later.requests == manager.requests
     assert later.requests[1].task.prompt == PROMPT
 
 
 async def test_the_callers_tasks_are_in_no_checkpoint_and_are_not_replaced() -> None:
-    own, asked, buffer, _ = make_scheduler(Picky("t2"))
+    scheduler, manager, buffer, _ = make_scheduler(Picky("t2"))
     requests = [RolloutRequest(task, 0, 4, tag="step1.1") for task in TASKS[:3]]
-    own.issue(requests, by_caller=True)
-    assert own.state() == []
+    scheduler.issue(requests, by_caller=True)
+    assert scheduler.state() == []
     for number in range(3):
-        await buffer.put(asked.group(number))
+        await buffer.put(manager.group(number))
     ref, metrics = await buffer.sample(1, "train", 3)
     assert len(ref.group_ids) == 2
     assert metrics["replay/dropped/picky"] == 1
-    own.done(ref, await buffer.fetch(ref))
-    assert own.outstanding == {}
-    assert len(asked.requests) == 3
+    scheduler.done(ref, await buffer.fetch(ref))
+    assert scheduler.outstanding == {}
+    assert len(manager.requests) == 3
 
 
 async def test_dropped_groups_are_replaced_and_forgotten() -> None:
-    own, asked, buffer, _ = make_scheduler(Picky("t0"))
-    own.issue(own.next(2, group_size=3))
-    await buffer.put(asked.group(0))
-    await buffer.put(asked.group(1))
+    scheduler, manager, buffer, _ = make_scheduler(Picky("t0"))
+    scheduler.issue(scheduler.next(2, group_size=3))
+    await buffer.put(manager.group(0))
+    await buffer.put(manager.group(1))
     waiting = asyncio.create_task(buffer.sample(1, "train", 2))
     await asyncio.sleep(0)
-    assert [each.task.id for each in asked.requests] == ["t0", "t1", "t2"]
-    assert asked.requests[2].group_size == 3, "as large as the one that it replaces"
-    await buffer.put(asked.group(2))
+    assert [request.task.id for request in manager.requests] == ["t0", "t1", "t2"]
+    assert manager.requests[2].group_size == 3, "as large as the one that it replaces"
+    await buffer.put(manager.group(2))
     ref, _ = await waiting
     assert ref.keys == ("train-t1-e0", "train-t2-e0")
-    assert "train-t0-e0" not in own.outstanding
-    own.done(ref, await buffer.fetch(ref))
-    assert own.outstanding == {}
+    assert "train-t0-e0" not in scheduler.outstanding
+    scheduler.done(ref, await buffer.fetch(ref))
+    assert scheduler.outstanding == {}
 
 
 def episode(request: RolloutRequest, tokens: int, reason: StopReason = StopReason.COMPLETED) -> Trajectory:
@@ -243,7 +244,7 @@ TAIL = {"tail": {"seconds": 1}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "at", "left", "cancelled"),
+    ("changes", "at", "carried", "cancelled"),
     [
         ({"batch": {"groups": 4, "over_sample": 1.25}}, 1, [], ["t2", "t3", "t4"]),
         ({"batch": {"groups": 4, "over_sample": 1.25}, "replay": BOUNDED}, 1, ["t1", "t2", "t3", "t4"], []),
@@ -252,33 +253,33 @@ TAIL = {"tail": {"seconds": 1}}
         ({"batch": {"groups": 5, **TAIL}, "mode": "separate_async"}, 2, ["t1"], ["t2", "t3", "t4"]),
     ],
 )
-async def test_leftover_groups_are_carried_where_replay_allows_it_else_cancelled(changes, at, left, cancelled) -> None:
-    own, asked, buffer, _ = make_scheduler(**changes)
-    own.ask()
-    assert len(asked.requests) == 5
+async def test_leftover_groups_are_carried_if_replay_allows_it(changes, at, carried, cancelled) -> None:
+    scheduler, manager, buffer, _ = make_scheduler(**changes)
+    scheduler.ask()
+    assert len(manager.requests) == 5
     for number in (0, 1):
-        await buffer.put(asked.group(number))
-    own.wrote(episode(asked.requests[2], 7))
+        await buffer.put(manager.group(number))
+    scheduler.wrote(episode(manager.requests[2], 7))
     ref, _ = await buffer.sample(1, "train", 1)
-    own.done(ref, await buffer.fetch(ref))
-    metrics = await own.settle(at)
-    assert [each.request.task.id for each in own.outstanding.values()] == left
-    assert sorted(key.split("-")[1] for key in asked.cancelled) == cancelled
-    assert metrics.get("straggler/carried", 0) == (0 if metrics == {} else len(left))
+    scheduler.done(ref, await buffer.fetch(ref))
+    metrics = await scheduler.settle(at)
+    assert [group.request.task.id for group in scheduler.outstanding.values()] == carried
+    assert sorted(key.split("-")[1] for key in manager.cancelled) == cancelled
+    assert metrics.get("straggler/carried", 0) == (0 if metrics == {} else len(carried))
     assert metrics.get("straggler/cancelled", 0) == len(cancelled)
     assert metrics.get("rollout/wasted_tokens", 0) == (7 if cancelled else 0)
-    own.ask()
-    assert len(own.outstanding) == 5, "what is carried counts for the next step"
+    scheduler.ask()
+    assert len(scheduler.outstanding) == 5, "what is carried counts for the next step"
 
 
 async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() -> None:
-    own, asked, *_ = make_scheduler(batch={"groups": 2})
-    own.ask()
-    await own.settle(1)
-    own.wrote(episode(asked.requests[0], 5, StopReason.CANCELLED))
-    own.wrote(episode(asked.requests[1], 4, StopReason.CANCELLED))
-    assert await own.settle(2) == {"rollout/cancelled_episodes": 2, "rollout/wasted_tokens": 9}
-    assert await own.settle(3) == {}
+    scheduler, manager, *_ = make_scheduler(batch={"groups": 2})
+    scheduler.ask()
+    await scheduler.settle(1)
+    scheduler.wrote(episode(manager.requests[0], 5, StopReason.CANCELLED))
+    scheduler.wrote(episode(manager.requests[1], 4, StopReason.CANCELLED))
+    assert await scheduler.settle(2) == {"rollout/cancelled_episodes": 2, "rollout/wasted_tokens": 9}
+    assert await scheduler.settle(3) == {}
 
 
 @pytest.mark.parametrize(
@@ -289,13 +290,13 @@ async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() ->
         ({"batch": {"tail": {"seconds": 1, "share": 0}}}, "share"),
     ],
 )
-def test_a_batch_that_cannot_be_is_refused(changes, match) -> None:
+def test_invalid_batch_section_is_refused(changes, match) -> None:
     with pytest.raises(ValidationError, match=match):
         make_scheduler(**changes)
 
 
 @pytest.mark.parametrize(("groups", "factor", "started"), [(10, 1.1, 11), (16, 1.25, 20), (3, 1.25, 4), (7, 1.0, 7)])
-def test_so_many_groups_are_started(groups, factor, started) -> None:
+def test_over_sample_rounds_the_number_of_started_groups_up(groups, factor, started) -> None:
     assert BatchConfig(groups=groups, over_sample=factor).started == started
 
 
@@ -306,25 +307,25 @@ def test_a_malformed_state_is_one_error(record) -> None:
 
 
 @pytest.mark.parametrize(("differ", "expected"), [(1, 1), (0, None)])
-async def test_what_is_filtered_is_replaced_so_often_and_no_more(differ: int, expected: int | None) -> None:
+async def test_filtered_groups_are_replaced_up_to_max_refills(differ: int, expected: int | None) -> None:
     def ended(number: int) -> TrajectoryGroup:
         members = [
             Trajectory(f"{number}/{n}", f"{number}/{n}", "g", "t", rewards=[(None, "r", float(n and number < differ))])
             for n in range(2)
         ]
-        return replace(asked.group(number), trajectories=members)
+        return replace(manager.group(number), trajectories=members)
 
     filtering = {"filter_groups": {"metric": "reward", "max_refills": 2}}
-    run, asked, buffer, _ = make_scheduler(Filtered(Fifo(), "reward"), batch={"groups": 2}, replay=filtering)
+    run, manager, buffer, _ = make_scheduler(Filtered(Fifo(), "reward"), batch={"groups": 2}, replay=filtering)
     run.issue(run.next(2))
     waiting = asyncio.create_task(buffer.sample(1, "train", 2))
     for number in range(100):
         await asyncio.sleep(0)
-        if number == len(asked.requests):
+        if number == len(manager.requests):
             break
         await buffer.put(ended(number))
     # Two for the batch; in the place of each dropped one another, but no more than two batches' worth of them.
-    assert len(asked.requests) == 6
+    assert len(manager.requests) == 6
     if expected is None:
         with pytest.raises(TrainError, match=r"all requested groups were dropped \(equal\)"):
             await waiting
@@ -341,13 +342,13 @@ async def test_a_group_that_is_trained_again_counts_once_for_its_task() -> None:
             learned.append(task_id)
 
     config = make_scheduler()[0]._config
-    buffer, asked = LocalReplayBuffer(Mixed(0.5, 2, 4)), Asked()
-    own = TaskScheduler(config, TaskStream(Watched(TASKS, shuffle=False)), asked, buffer, lambda: 0)
-    own.top_up(2)
+    buffer, manager = LocalReplayBuffer(Mixed(0.5, 2, 4)), Asked()
+    scheduler = TaskScheduler(config, TaskStream(Watched(TASKS, shuffle=False)), manager, buffer, lambda: 0)
+    scheduler.top_up(2)
     for number in range(2):
-        await buffer.put(asked.group(number))
-    for step, key in enumerate([asked.requests[0].key, asked.requests[1].key, asked.requests[0].key], 1):
+        await buffer.put(manager.group(number))
+    for step, key in enumerate([manager.requests[0].key, manager.requests[1].key, manager.requests[0].key], 1):
         ref, _ = buffer.take([f"0-{key}"], step)
-        own.done(ref, await buffer.fetch(ref))
+        scheduler.done(ref, await buffer.fetch(ref))
         await buffer.release(ref)
     assert learned == ["t0", "t1"]

@@ -29,10 +29,10 @@ def test_spans_are_read_as_they_were_written(tmp_path: Path) -> None:
     with timeline.span("group", "g"):
         with timeline.span("wait", 1):
             pass
-        before = timeline.overlap
+        overlap_before = timeline.overlap
         with timeline.span("update", 1):
             pass
-        assert timeline.overlap > before == 0.0
+        assert timeline.overlap > overlap_before == 0.0
     # Nobody is on the way any more: an update overlaps nothing.
     overlap = timeline.overlap
     with timeline.span("update", 2):
@@ -44,16 +44,16 @@ def test_spans_are_read_as_they_were_written(tmp_path: Path) -> None:
         torn.write(b'["wait","2",1')
     Timeline(file, part=1, mode="colocate_async").close()
     first, second = read_timeline(file)
-    assert [(each.what, each.name) for each in first.spans] == [
+    assert [(span.what, span.name) for span in first.spans] == [
         ("wait", "1"), ("update", "1"), ("group", "g"), ("update", "2"), ("group", "cut off"),
     ]  # fmt: skip
-    assert [each.end is None for each in first.spans] == [False] * 4 + [True]
-    assert all(each.end is None or each.begin <= each.end <= first.seconds for each in first.spans)
+    assert [span.end is None for span in first.spans] == [False] * 4 + [True]
+    assert all(span.end is None or span.begin <= span.end <= first.seconds for span in first.spans)
     assert (first.number, first.mode, second.number, second.mode) == (0, "sync", 1, "colocate_async")
     assert second.spans == []
 
 
-def test_what_is_no_timeline_is_told(tmp_path: Path) -> None:
+def test_malformed_timeline_raises_format_error(tmp_path: Path) -> None:
     file = tmp_path / "timeline.jsonl"
     with pytest.raises(FormatError, match=r"timeline.jsonl cannot be read"):
         read_timeline(file)
@@ -62,7 +62,7 @@ def test_what_is_no_timeline_is_told(tmp_path: Path) -> None:
         read_timeline(file)
 
 
-def test_the_text_says_what_ran_in_each_column() -> None:
+def test_drawing_marks_the_work_of_each_column() -> None:
     assert draw_text(Window.of(PART), width=10) == [
         "separate_async, 10.00 s, a column is 1.000 s; at most 2 groups in flight",
         "",
@@ -74,7 +74,7 @@ def test_the_text_says_what_ran_in_each_column() -> None:
     ]
 
 
-def test_a_window_shows_a_stretch_of_it() -> None:
+def test_window_of_steps_is_drawn() -> None:
     lines = draw_text(Window.of(PART, (5.0, 7.0)), width=4)
     assert lines[2:5] == ["rollouts    ██▄▄", "trainer     ··██", "weights"]
 
@@ -86,16 +86,17 @@ def test_a_part_without_work_is_drawn_empty() -> None:
 def traced(window: Window) -> tuple[dict[int, str], list[dict[str, Any]], list[tuple[int, int]]]:
     """Return the names of a trace's threads, its spans, and its counts of groups in flight."""
     events = json.loads(trace_json(window))["traceEvents"]
-    assert {each["pid"] for each in events} == {window.part.number}
-    named = [each for each in events if each["name"] == "thread_name"]
-    assert all(each["ph"] == "M" for each in named)
-    flying = [(each["ts"], each["args"]["groups"]) for each in events if each["ph"] == "C"]
-    return {each["tid"]: each["args"]["name"] for each in named}, [each for each in events if each["ph"] == "X"], flying
+    assert {event["pid"] for event in events} == {window.part.number}
+    named = [event for event in events if event["name"] == "thread_name"]
+    assert all(event["ph"] == "M" for event in named)
+    flying = [(event["ts"], event["args"]["groups"]) for event in events if event["ph"] == "C"]
+    spans = [event for event in events if event["ph"] == "X"]
+    return {event["tid"]: event["args"]["name"] for event in named}, spans, flying
 
 
 def test_the_trace_has_each_span_in_its_row() -> None:
     rows, spans, flying = traced(Window.of(PART))
-    assert {(rows[each["tid"]], each["name"], each["cat"], each["ts"], each["dur"]) for each in spans} == {
+    assert {(rows[event["tid"]], event["name"], event["cat"], event["ts"], event["dur"]) for event in spans} == {
         ("rollouts", "group a", "group", 2_000_000, 4_000_000),
         ("rollouts 2", "group b", "group", 2_000_000, 6_000_000),
         ("trainer", "wait 1", "wait", 2_000_000, 4_000_000),
@@ -104,17 +105,17 @@ def test_the_trace_has_each_span_in_its_row() -> None:
         ("checkpoint", "checkpoint 1", "checkpoint", 11_000_000, 1_000_000),
     }
     assert len(spans) == len(PART.spans)
-    assert all(each["args"]["finished"] for each in spans)
+    assert all(event["args"]["finished"] for event in spans)
     assert flying == [(2_000_000, 2), (6_000_000, 1), (8_000_000, 0)]
     (process,) = (
-        each for each in json.loads(trace_json(Window.of(PART)))["traceEvents"] if each["name"] == "process_name"
+        event for event in json.loads(trace_json(Window.of(PART)))["traceEvents"] if event["name"] == "process_name"
     )
     assert process["args"]["name"] == "separate_async, process 0"
 
 
-def test_a_traced_window_has_the_whole_spans_that_reach_into_it() -> None:
+def test_trace_of_a_window_has_overlapping_spans_uncut() -> None:
     _, spans, _ = traced(Window.of(PART, (8.5, 9.5)))
-    assert [(each["name"], each["ts"], each["dur"]) for each in spans] == [
+    assert [(event["name"], event["ts"], event["dur"]) for event in spans] == [
         ("update 1", 6_000_000, 3_000_000), ("sync 1", 9_000_000, 1_000_000),
     ]  # fmt: skip
 
@@ -124,15 +125,15 @@ def test_an_interrupted_span_lasts_until_the_end_of_its_process_in_the_trace() -
         3, "sync", 0.0, [Span("wait", "1", 0.5, 2.5), Span("update", "1", 2.5, None), Span("group", "a", 1.0, 4.0)]
     )
     rows, spans, _ = traced(Window.of(part))
-    (update,) = (each for each in spans if each["cat"] == "update")
+    (update,) = (event for event in spans if event["cat"] == "update")
     assert (rows[update["tid"]], update["ts"], update["dur"]) == ("trainer", 2_500_000, 1_500_000)
-    assert [each["cat"] for each in spans if not each["args"]["finished"]] == ["update"]
+    assert [event["cat"] for event in spans if not event["args"]["finished"]] == ["update"]
 
 
-def test_work_that_was_interrupted_last_is_shown_although_nothing_says_how_long_it_ran() -> None:
+def test_interrupted_span_at_the_end_of_a_timeline_is_drawn() -> None:
     window = Window.of(Part(0, "sync", 0.0, [Span("wait", "1", 0.0, 2.0), Span("update", "1", 2.0, None)]))
     _, spans, _ = traced(window)
-    assert [(each["cat"], each["ts"], each["dur"]) for each in spans] == [
+    assert [(event["cat"], event["ts"], event["dur"]) for event in spans] == [
         ("wait", 0, 2_000_000),
         ("update", 2_000_000, 0),
     ]
@@ -144,9 +145,9 @@ def test_the_command_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixtur
     with timeline.span("update", 1):
         pass
     timeline.close()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_:
         main(("timeline", str(tmp_path), "--trace", str(tmp_path / "trace.json")))
-    assert not ended.value.code
+    assert not exit_.value.code
     assert "trace.json" in capsys.readouterr().out
     events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
-    assert [each["name"] for each in events if each["ph"] == "X"] == ["update 1"]
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["update 1"]
