@@ -82,6 +82,7 @@ gpu-site:
 
 gpu-wheels: $(STAMP)  ## Fetch into WHEELS=DIR what test-gpu needs on a machine without a network (GPU_VERSION=3.12)
 	@test -n "$(WHEELS)" || { echo "name the folder: make gpu-wheels WHEELS=DIR" >&2; exit 1; }
+	@mkdir -p .cache
 	$(BIN)/python -m pip freeze --exclude-editable | grep -i -E '^($(subst $(eval) ,|,$(strip $(GPU_PACKAGES))))==' > .cache/gpu-packages.txt
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_VERSION) --implementation cp $(GPU_PLATFORMS) -d $(WHEELS) -r .cache/gpu-packages.txt
 
