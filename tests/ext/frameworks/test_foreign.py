@@ -458,7 +458,7 @@ def test_levels_of_a_framework_s_curriculum_are_taken_in_turn() -> None:
 
 
 def test_a_framework_of_one_run_a_process_needs_an_interpreter() -> None:
-    with pytest.raises(ConfigError, match=r"inspect needs a process of its own.*inspect-ai==0\.3\.285.*python=PATH"):
+    with pytest.raises(ConfigError, match=r"inspect needs a separate process.*inspect-ai==0\.3\.285.*python=PATH"):
         make("inspect:tasks.py@sums")
 
 

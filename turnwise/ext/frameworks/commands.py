@@ -105,13 +105,13 @@ def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None
 
     rows = iter(()) if source is None else iter_tasks(source)
     if task is not None:
-        found = next((each for each in rows if each.id == task), None)
-        if found is None:
+        match = next((row for row in rows if row.id == task), None)
+        if match is None:
             where = f"{source} has no task with this id"
             if source is None:
                 where = "the environment has no default_tasks: name a source with --tasks"
             raise TaskError(f"--task {task}: {where}")
-        return [found]
+        return [match]
     first = next(rows, None)
     if first is None and source is not None:
         raise TaskError(f"{source}: it contains no tasks")

@@ -32,7 +32,7 @@ Content = str | list[dict[str, Any]]
 
 
 @dataclass(slots=True)
-class Reply:
+class CallAnswer:
     """Result of a call.
 
     Attributes:
@@ -79,10 +79,10 @@ class ServedEpisode:
     async def begin(self) -> None:
         """Reset the environment."""
         self.messages, _ = await reset_env(self._env, self._task, seed=self._seed)
-        taken = [name for name in (self.TASK, self.finish) if name in self._env.toolset()]
-        if taken:
+        reserved = [name for name in (self.TASK, self.finish) if name in self._env.toolset()]
+        if reserved:
             raise ConfigError(
-                f"{type(self._env).__qualname__} has a tool called {taken[0]!r}, which the MCP server itself "
+                f"{type(self._env).__qualname__} has a tool called {reserved[0]!r}, which the MCP server itself "
                 "defines: rename it with @function_tool('other_name')"
             )
 
@@ -92,15 +92,15 @@ class ServedEpisode:
             words = "Give the final answer. It is scored, and the episode ends.", "answer", "The answer."
         else:
             words = "Say something to the environment; it answers.", "text", "What you say."
-        said = {"type": "object", "properties": {words[1]: {"type": "string", "description": words[2]}}}
-        own = [tool.schema for tool in self._env.toolset().values()]
+        properties = {"type": "object", "properties": {words[1]: {"type": "string", "description": words[2]}}}
+        schemas = [tool.schema for tool in self._env.toolset().values()]
         return [
-            *own,
+            *schemas,
             ToolSchema(self.TASK, "Show the task: the beginning of the conversation."),
-            ToolSchema(self.finish, words[0], {**said, "required": [words[1]], "additionalProperties": False}),
+            ToolSchema(self.finish, words[0], {**properties, "required": [words[1]], "additionalProperties": False}),
         ]
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Reply:
+    async def call(self, name: str, arguments: dict[str, Any]) -> CallAnswer:
         """Execute a call; calls of an episode are serialised.
 
         Raises:
@@ -110,9 +110,9 @@ class ServedEpisode:
             self.last_used = time.monotonic()
             self.touched = True
             if name == self.TASK:
-                return Reply(self.text())
+                return CallAnswer(self.text())
             if self.over is not None:
-                return Reply(f"the episode is over ({self.over}): open another session for another episode", True)
+                return CallAnswer(f"the episode is over ({self.over}): open another session for another episode", True)
             self._calls += 1
             try:
                 return await self._step(name, arguments)
@@ -145,11 +145,11 @@ class ServedEpisode:
             "error": self._error,
         }
 
-    async def _step(self, name: str, arguments: dict[str, Any]) -> Reply:
+    async def _step(self, name: str, arguments: dict[str, Any]) -> CallAnswer:
         if name == self.finish:
             value = next(iter(arguments.values()), None)
             if len(arguments) != 1 or not isinstance(value, str):
-                return Reply(f"{name} takes one string", True)
+                return CallAnswer(f"{name} takes one string", True)
             message: Message = {"role": "assistant", "content": value}
             call = None
         else:
@@ -164,30 +164,30 @@ class ServedEpisode:
             parts: ScoreParts = await score_env(self._env, None)
             self._add(parts)
         answers = as_messages(result.observation)
-        reply = _reply(answers, call)
+        answer = _call_answer(answers, call)
         if result.terminated or result.truncated:
             self.over = "terminated" if result.terminated else "truncated"
             record = self.record()
-            reply.result = {key: record[key] for key in ("over", "reward", "rewards")}
-        return reply
+            answer.result = {key: record[key] for key in ("over", "reward", "rewards")}
+        return answer
 
     def _add(self, rewards: dict[str, float]) -> None:
         for name, value in rewards.items():
             self._rewards[name] = self._rewards.get(name, 0.0) + float(value)
 
 
-def _reply(answers: Sequence[Message], call: ToolCall | None) -> Reply:
+def _call_answer(answers: Sequence[Message], call: ToolCall | None) -> CallAnswer:
     """Return the environment's answer to a call, with its further messages."""
-    own = [each for each in answers if call is not None and each.get("tool_call_id") == call.id]
-    rest = [each for each in answers if each not in own]
-    content = own[0].get("content") if own else None
+    results = [message for message in answers if call is not None and message.get("tool_call_id") == call.id]
+    further = [message for message in answers if message not in results]
+    content = results[0].get("content") if results else None
     error = isinstance(content, str) and _is_error(content)
-    if not rest:
-        return Reply(content or "", error)
+    if not further:
+        return CallAnswer(content or "", error)
     parts: list[dict[str, Any]] = []
-    for each in (content, *(message.get("content") for message in rest)):
-        parts += [{"type": "text", "text": each}] if isinstance(each, str) and each else each or []
-    return Reply(parts, error)
+    for piece in (content, *(message.get("content") for message in further)):
+        parts += [{"type": "text", "text": piece}] if piece and isinstance(piece, str) else piece or []
+    return CallAnswer(parts, error)
 
 
 def _is_error(text: str) -> bool:
@@ -296,8 +296,8 @@ class EnvServer:
             timeout_graceful_shutdown=1,
         )
         listener.listen(128)
-        shown = f"[{host}]" if ":" in host else host
-        on_start(f"http://{shown}:{listener.getsockname()[1]}/mcp")
+        address = f"[{host}]" if ":" in host else host
+        on_start(f"http://{address}:{listener.getsockname()[1]}/mcp")
         try:
             await uvicorn.Server(config).serve(sockets=[listener])
         finally:
@@ -354,24 +354,24 @@ class EnvServer:
     async def _list_tools(self, ctx: Any, _: Any) -> types.ListToolsResult:
         episode = await self._episode(ctx)
         tools = [
-            types.Tool(name=each.name, description=each.description or None, input_schema=each.parameters)
-            for each in episode.tools()
+            types.Tool(name=schema.name, description=schema.description or None, input_schema=schema.parameters)
+            for schema in episode.tools()
         ]
         return types.ListToolsResult(tools=tools)
 
     async def _call_tool(self, ctx: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
         episode = await self._episode(ctx)
         try:
-            reply = await episode.call(params.name, params.arguments or {})
+            outcome = await episode.call(params.name, params.arguments or {})
         except TurnwiseError as error:
             raise _failed(error) from error
-        return _result(reply)
+        return _result(outcome)
 
     async def _list_resources(self, ctx: Any, _: Any) -> types.ListResourcesResult:
         await self._episode(ctx)
-        about = "The beginning of the conversation, which states the task."
+        description = "The beginning of the conversation, which states the task."
         return types.ListResourcesResult(
-            resources=[types.Resource(uri=_URI, name="task", description=about, mime_type="text/plain")]
+            resources=[types.Resource(uri=_URI, name="task", description=description, mime_type="text/plain")]
         )
 
     async def _read_resource(self, ctx: Any, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
@@ -441,12 +441,12 @@ async def _refuse(send: Any, version: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _result(reply: Reply) -> types.CallToolResult:
-    blocks = _blocks(reply.content)
-    if reply.result is not None:
+def _result(outcome: CallAnswer) -> types.CallToolResult:
+    blocks = _blocks(outcome.content)
+    if outcome.result is not None:
         # The reward is in the result, and in the text for clients that read text alone.
-        blocks.append(types.TextContent(text=f"The episode is over. {json.dumps(reply.result)}"))
-    return types.CallToolResult(content=blocks, structured_content=reply.result, is_error=reply.error)
+        blocks.append(types.TextContent(text=f"The episode is over. {json.dumps(outcome.result)}"))
+    return types.CallToolResult(content=blocks, structured_content=outcome.result, is_error=outcome.error)
 
 
 def _blocks(content: Content) -> list[types.ContentBlock]:

@@ -50,9 +50,9 @@ class TokenOutput(list[int]):
         self.message = message
         self.stop_reason = "length" if message["finish_reason"] == "length" else "completed"
         # No weights sampled an empty turn.
-        first, last = min(versions, default=-1), max(versions, default=-1)
+        oldest, newest = min(versions, default=-1), max(versions, default=-1)
         self.extra_fields: dict[str, Any] = {
-            "global_steps": last, "min_global_steps": first, "max_global_steps": last
+            "global_steps": newest, "min_global_steps": oldest, "max_global_steps": newest
         }  # fmt: skip
 
     @property
@@ -120,31 +120,31 @@ class LoopServer:
         return TokenOutput(completion.token_ids.tolist(), completion.logprobs.tolist(), recorded.message, versions)
 
 
-def _params(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
+def _params(requested: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
     """Return a loop's sampling parameters, by default the run's."""
     names = {"temperature", "top_p", "top_k", "min_p", "max_tokens", "max_new_tokens", "stop", "stop_token_ids", "seed"}
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    arguments: dict[str, Any] = {}
+    for name, value in requested.items():
         if name in _TAKEN_AS_READ:
             if value not in _TAKEN_AS_READ[name]:
                 raise AgentError(f"sampling_params: {name} is {shown(value)}: it must be {_TAKEN_AS_READ[name][0]}")
         elif name not in names:
-            known = ", ".join(sorted({*names, *_TAKEN_AS_READ}))
-            raise AgentError(f"sampling_params: {name!r} is unknown; known: {known}")
+            accepted = ", ".join(sorted({*names, *_TAKEN_AS_READ}))
+            raise AgentError(f"sampling_params: {name!r} is unknown; known: {accepted}")
         elif value is not None:
-            found["max_tokens" if name == "max_new_tokens" else name] = value
-    if found.get("top_k", 0) == -1:
-        found["top_k"] = 0
-    if "stop" in found:
-        found["stop"] = (found["stop"],) if isinstance(found["stop"], str) else tuple(found["stop"])
-    if "stop_token_ids" in found:
-        found["stop_token_ids"] = tuple(found["stop_token_ids"])
-    return replace(base, **found)
+            arguments["max_tokens" if name == "max_new_tokens" else name] = value
+    if arguments.get("top_k", 0) == -1:
+        arguments["top_k"] = 0
+    if "stop" in arguments:
+        arguments["stop"] = (arguments["stop"],) if isinstance(arguments["stop"], str) else tuple(arguments["stop"])
+    if "stop_token_ids" in arguments:
+        arguments["stop_token_ids"] = tuple(arguments["stop_token_ids"])
+    return replace(base, **arguments)
 
 
-def no_media(given: Mapping[str, Any]) -> None:
+def no_media(media: Mapping[str, Any]) -> None:
     """Refuse media."""
-    for name, value in given.items():
+    for name, value in media.items():
         if value is not None and len(value):
             raise AgentError(f"{name}: this model's renderer places text only, so a loop cannot show it media")
 
@@ -215,13 +215,13 @@ class LoopTokenizer:
         try:
             messages = canonical_messages(conversation)
             if add_generation_prompt:
-                found = renderer.render(messages, schemas)
+                rendered = renderer.render(messages, schemas)
             else:
                 text = renderer.text if isinstance(renderer, TextRenderer) else self._text
-                found = text.closed(messages, schemas)
+                rendered = text.closed(messages, schemas)
         except RenderError as error:
             raise AgentError(f"apply_chat_template: {error}") from error
-        ids = [int(number) for number in found]
+        ids = [int(number) for number in rendered]
         if not tokenize:
             return self.decode(ids)
         return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
@@ -336,8 +336,8 @@ class AgentLoopBase(ABC):
         empty: Message = {"role": "user", "content": ""}
         one = self.tokenizer.apply_chat_template([empty], **self.apply_chat_template_kwargs)
         two = self.tokenizer.apply_chat_template([empty, empty], **self.apply_chat_template_kwargs)
-        found: list[int] = one[: len(one) - (len(two) - len(one))]
-        return found
+        prefix: list[int] = one[: len(one) - (len(two) - len(one))]
+        return prefix
 
     async def apply_chat_template(
         self,
@@ -364,8 +364,8 @@ class AgentLoopBase(ABC):
             AgentError: There are media, or the template fails.
         """
         no_media({"images": images, "videos": videos, "audios": audios})
-        given = self.apply_chat_template_kwargs
-        ids: list[int] = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, **given)
+        kwargs = self.apply_chat_template_kwargs
+        ids: list[int] = self.tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True, **kwargs)
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
     async def process_vision_info(self, messages: Sequence[Message]) -> dict[str, Any]:  # noqa: ARG002 - rendering tells
@@ -420,8 +420,8 @@ class LoopAgent(Agent):
                 "use a model server that you run, or an agent that works with messages"
             )
         server = LoopServer(episode, session, **self._lengths)
-        given = _base_arguments(_config_of(episode, server), server, LoopTokenizer(session.renderer))
-        loop = self._cls(**given, **self._own)
+        arguments = _base_arguments(_config_of(episode, server), server, LoopTokenizer(session.renderer))
+        loop = self._cls(**arguments, **self._own)
         row = {"tools_kwargs": {}, **episode.task.data, "uid": episode.id, "agent_name": episode.task.agent}
         messages = [dict(message) for message in episode.observation]
         with acting(episode):
@@ -431,7 +431,7 @@ class LoopAgent(Agent):
     def _settle(self, episode: Episode, session: TokenSession, result: object) -> None:
         returned = result if isinstance(result, list) else [result]
         name = self._cls.__qualname__
-        outputs = [each for each in returned if isinstance(each, AgentLoopOutput)]
+        outputs = [output for output in returned if isinstance(output, AgentLoopOutput)]
         if not outputs or len(outputs) < len(returned):
             raise AgentError(f"{name}.run returned {shown(result)}: it must return AgentLoopOutput, or a list of them")
         for output in outputs:
@@ -448,13 +448,15 @@ class LoopAgent(Agent):
             session.train_only(branches)
         except SessionError as error:
             raise AgentError(f"{name}.run returned what the model did not sample: {error}") from error
-        last = outputs[-1]
-        if last.reward_score is not None:
-            episode.reward(last.reward_score)
+        last_output = outputs[-1]
+        if last_output.reward_score is not None:
+            episode.reward(last_output.reward_score)
         episode.count(_metrics(outputs))
-        said = session.last
-        if not episode.ended and said is not None and said["finish_reason"] == "length" and not said.get("tool_calls"):
-            episode.finish(StopReason.MAX_TOKENS, final=said)
+        completion = session.last
+        if episode.ended or completion is None or completion["finish_reason"] != "length":
+            return
+        if not completion.get("tool_calls"):
+            episode.finish(StopReason.MAX_TOKENS, final=completion)
 
 
 def register(name: str) -> Callable[[LoopClass], LoopClass]:
@@ -503,14 +505,14 @@ def _config_of(episode: Episode, server: LoopServer) -> SimpleNamespace:
 
 
 def _metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
-    found = {"num_turns": float(sum(output.num_turns for output in outputs))}
+    metrics = {"num_turns": float(sum(output.num_turns for output in outputs))}
     for output in outputs:
         spent = output.metrics if isinstance(output.metrics, Mapping) else asdict(output.metrics)
         for name in ("generate_sequences", "tool_calls", "compute_score"):
             seconds = f"loop/{name}_seconds"
-            found[seconds] = found.get(seconds, 0.0) + float(spent.get(name, 0.0))
-    told = outputs[-1].extra_fields.get("reward_extra_info")
-    for name, value in told.items() if isinstance(told, Mapping) else ():
+            metrics[seconds] = metrics.get(seconds, 0.0) + float(spent.get(name, 0.0))
+    extra = outputs[-1].extra_fields.get("reward_extra_info")
+    for name, value in extra.items() if isinstance(extra, Mapping) else ():
         if isinstance(value, (int, float)):
-            found[f"loop/{name}"] = float(value)
-    return found
+            metrics[f"loop/{name}"] = float(value)
+    return metrics

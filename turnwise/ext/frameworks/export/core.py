@@ -130,15 +130,15 @@ async def export_env(
 
 def load_exported(folder: str | Path) -> ExportedEnv:
     """Return the environment in a folder that holds an ``env.json`` of :func:`export_env`. Raises ConfigError."""
-    place = Path(folder).absolute()
+    directory = Path(folder).absolute()
     try:
-        record = json.loads((place / SPEC_FILE).read_text("utf-8"))
+        record = json.loads((directory / SPEC_FILE).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{place / SPEC_FILE}: cannot be read as an exported environment: {error}") from error
+        raise ConfigError(f"{directory / SPEC_FILE}: cannot be read as an exported environment: {error}") from error
     if not isinstance(record, dict) or record.get("version") != _VERSION:
-        raise ConfigError(f"{place / SPEC_FILE}: version is not {_VERSION}: export the environment again")
-    spec = EnvSpec(_placed(record["env"], place), _placed(record["config"], place))
-    rows = place / TASKS_FILE
+        raise ConfigError(f"{directory / SPEC_FILE}: version is not {_VERSION}: export the environment again")
+    spec = EnvSpec(_placed(record["env"], directory), _placed(record["config"], directory))
+    rows = directory / TASKS_FILE
     return ExportedEnv(record["name"], spec, tuple(load_tasks(rows)) if rows.exists() else ())
 
 
@@ -157,8 +157,8 @@ def _check_rows(rows: list[dict[str, Any]]) -> None:
 
 def _slug(name: str) -> str:
     """Return a name of a Python package: ``guess_number``, or ``dice`` of ``path/env.py:Dice``."""
-    last = name.rpartition(":")[2]
-    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower()
+    class_name = name.rpartition(":")[2]
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
     slug = re.sub(r"\W+", "_", spaced).strip("_").removesuffix("_env") or "env"
     return f"env_{slug}" if slug[0].isdigit() else slug
 
@@ -166,21 +166,21 @@ def _slug(name: str) -> str:
 def _carried(value: Any, files: dict[str, Path], program: str = "") -> Any:
     """Return a value in which files that exist are named by their copies in the folder; a program stays where it is."""
     if isinstance(value, Mapping):
-        return {key: _at(each) if key == program else _carried(each, files) for key, each in value.items()}
+        return {key: _at(member) if key == program else _carried(member, files) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_carried(each, files) for each in value]
+        return [_carried(member, files) for member in value]
     if not isinstance(value, str) or "\n" in value:
         return value
     head, colon, rest = value.rpartition(":")
-    for path, after in ((value, ""), (head, f"{colon}{rest}")):
+    for path, suffix in ((value, ""), (head, f"{colon}{rest}")):
         file = Path(path).expanduser() if path else None
         if file is not None and file.suffix and file.is_file():
-            return f"{_HERE}{_copy_of(file.absolute(), files)}{after}"
+            return f"{_HERE}{_copy_of(file.absolute(), files)}{suffix}"
     return value
 
 
 def _at(program: Any) -> Any:
-    """Return the absolute path of an interpreter: the folder is used from elsewhere."""
+    """Return the absolute path of an interpreter: the folder is used from other working directories."""
     return os.path.abspath(os.path.expanduser(program)) if isinstance(program, str) else program
 
 
@@ -196,9 +196,9 @@ def _copy_of(file: Path, files: dict[str, Path]) -> str:
 
 def _placed(value: Any, folder: Path) -> Any:
     if isinstance(value, Mapping):
-        return {key: _placed(each, folder) for key, each in value.items()}
+        return {key: _placed(member, folder) for key, member in value.items()}
     if isinstance(value, list):
-        return [_placed(each, folder) for each in value]
+        return [_placed(member, folder) for member in value]
     if isinstance(value, str) and value.startswith(_HERE):
         return str(folder / value.removeprefix(_HERE))
     return value

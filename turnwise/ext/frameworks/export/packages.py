@@ -32,7 +32,7 @@ class Subject:
 
     @property
     def words(self) -> str:
-        """The summary, or the name where there is none."""
+        """The summary, or the name without one."""
         return self.summary or f"The environment {self.title}."
 
 

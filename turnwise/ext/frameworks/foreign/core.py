@@ -1,4 +1,4 @@
-"""ForeignEnv: an environment of another framework, in this process or in an interpreter of its own."""
+"""ForeignEnv: an environment of another framework, in this process or in another interpreter."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Framework:
 
 
 _FRAMEWORKS: dict[str, Framework] = {
-    each.prefix: each
-    for each in (
+    framework.prefix: framework
+    for framework in (
         Framework("reasoning-gym", "reasoning_gym", "reasoning-gym==0.1.25", "default", "chain_sum", has_levels=True),
         Framework("gem", "gem", "gem-llm==0.1.0", example="game:GuessTheNumber-v0-easy"),
         Framework("openenv", "openenv", "openenv-core==0.3.0", example="http://127.0.0.1:8000", forks=False),
@@ -171,7 +171,7 @@ class ForeignEnv(Env):
             self._spec = WorkerSpec(_interpreter(name, python), self.framework.driver, memory, processes, only)
         elif self.framework.apart:
             raise ConfigError(
-                f"{name}: {self.framework.prefix} needs a process of its own: name an interpreter that has it "
+                f"{name}: {self.framework.prefix} needs a separate process: name an interpreter that has it "
                 f"(pip install '{self.framework.requirement}'): python=PATH"
             )
         if self._spec is None:
@@ -193,7 +193,7 @@ class ForeignEnv(Env):
         self.tools = [self._tool(schema) for schema in answer.get("tools") or ()]
         info = dict(answer.get("info") or {})
         info.update({key: answer[key] for key in ("agents", "turn") if key in answer})
-        return [_message(each) for each in answer["messages"]], info
+        return [_message(message) for message in answer["messages"]], info
 
     async def step(self, action: Message) -> StepResult:
         """Give the message to the framework."""
@@ -202,7 +202,7 @@ class ForeignEnv(Env):
         for key in ("rewards", "metrics", "notes", "turn", "agent_rewards"):
             if answer.get(key):
                 info[key] = answer[key]
-        messages = [_message(each) for each in answer["messages"]]
+        messages = [_message(message) for message in answer["messages"]]
         # What is no finite number is refused by the check of the result, which names it.
         reward: Any = answer.get("reward")
         return StepResult(messages, reward, answer["terminated"], answer["truncated"], info)
@@ -303,8 +303,8 @@ def foreign_class(prefix: str, name: str) -> type[ForeignEnv]:
 def _rows_of(env: str, config: Mapping[str, Any]) -> str:
     """Return the source of the rows of an environment, which are read where the framework is."""
     python, kwargs = config.get("python"), config.get("kwargs")
-    given = {"env": env, "python": python, "kwargs": orjson.dumps(kwargs).decode() if kwargs else None}
-    query = urlencode({key: value for key, value in given.items() if value is not None})
+    fields = {"env": env, "python": python, "kwargs": orjson.dumps(kwargs).decode() if kwargs else None}
+    query = urlencode({key: value for key, value in fields.items() if value is not None})
     return f"turnwise.ext.frameworks.foreign.core:tasks?{query}"
 
 
@@ -314,7 +314,7 @@ def framework_of(env: str) -> tuple[Framework, str]:
     if prefix not in _FRAMEWORKS or not name:
         raise RegistryError(
             f"{env!r} is no environment of another framework{nearest(prefix, _FRAMEWORKS)}; such names begin with "
-            f"{', '.join(f'{each}:' for each in _FRAMEWORKS)}"
+            f"{', '.join(f'{prefix}:' for prefix in _FRAMEWORKS)}"
         )
     return _FRAMEWORKS[prefix], name
 
@@ -329,7 +329,7 @@ def tasks(
     start: int = 0,
     levels: Sequence[int] | None = None,
 ) -> Iterator[Task]:
-    """Yield the tasks of an environment: the rows of its own dataset, or seeds where it draws its episodes.
+    """Yield the tasks of an environment: the rows of its dataset, or seeds if it draws its episodes.
 
     Args:
         env: Its name, such as ``reasoning-gym:chain_sum``.
@@ -383,7 +383,7 @@ def _check_levels(env: str, framework: Framework, levels: Any) -> None:
     if not framework.has_levels:
         raise TaskError(f"tasks of {env}: {framework.prefix} has no levels: remove levels")
     listed = isinstance(levels, (list, tuple)) and levels
-    if not listed or not all(type(each) is int and each >= 0 for each in levels):
+    if not listed or not all(type(level) is int and level >= 0 for level in levels):
         raise TaskError(
             f"tasks of {env}: levels is {shown(levels)}: it must be a list of numbers from 0, such as [0,1,2]"
         )
@@ -419,18 +419,18 @@ def _asked(framework: Framework, spec: WorkerSpec | None, request: Mapping[str, 
 @functools.lru_cache(maxsize=4096)
 def _opened(framework: Framework, spec: WorkerSpec | None, request: bytes) -> None:
     """Check that an environment can be made: once, as an interpreter takes its time to start."""
-    wanted = orjson.loads(request)
+    arguments = orjson.loads(request)
     try:
-        # Rows may have arguments of their own; what is wrong with later ones their episodes say.
-        # What has rows lists no names either: one start of an interpreter is enough.
-        whole = (wanted["kwargs"] or framework.has_rows) and _opened.cache_info().currsize < _CHECKED
-        listed = None if spec is None or whole else _listed(framework, spec)
+        # Rows may have different arguments; the episodes of later rows report what is wrong with theirs.
+        # A framework with rows lists no names either: one start of an interpreter is enough.
+        skips_names = (arguments["kwargs"] or framework.has_rows) and _opened.cache_info().currsize < _CHECKED
+        listed = None if spec is None or skips_names else _listed(framework, spec)
         if listed is None or not listed["names"]:
-            listed = _asked(framework, spec, {"op": "open", **wanted})
-        elif wanted["name"] not in listed["names"]:
-            raise Failure("unknown", f"there is no {wanted['name']!r}", known=listed["names"])
+            listed = _asked(framework, spec, {"op": "open", **arguments})
+        elif arguments["name"] not in listed["names"]:
+            raise Failure("unknown", f"there is no {arguments['name']!r}", known=listed["names"])
     except Failure as failure:
-        raise _error(framework, wanted["name"], failure, spec) from failure
+        raise _error(framework, arguments["name"], failure, spec) from failure
     _warn_of_version(framework, str(listed["version"]))
 
 
@@ -473,10 +473,10 @@ def _error(framework: Framework, name: str, failure: Failure, spec: WorkerSpec |
         other = ", or name an interpreter that has it: python=PATH" if spec is None else ""
         return ConfigError(f"{label}: {python} has no {failure.details['module']} ({failure}): {remedy}{other}")
     if failure.kind == "unknown":
-        known = failure.details["known"]
-        close = nearest(name, known)
-        more = len(known) - _SHOWN_NAMES
-        few = ", ".join(known[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+        names = failure.details["known"]
+        close = nearest(name, names)
+        more = len(names) - _SHOWN_NAMES
+        few = ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
         hint = failure.details.get("hint", "")
         return RegistryError(f"{framework.prefix} has no {name!r}{close or f'; it has {few}'}{hint}")
     if failure.kind == "config":
@@ -523,23 +523,23 @@ def _check_numbers(label: str, timeout: Any, memory: Any, processes: Any) -> Non
 def _plain_message(message: Message) -> dict[str, Any]:
     """Return a message as JSON values; calls have id, name, arguments, raw and error."""
     calls = [
-        {"id": each.id, "name": each.name, "arguments": each.arguments, "raw": each.raw, "error": each.error}
-        for each in message.get("tool_calls") or ()
+        {"id": call.id, "name": call.name, "arguments": call.arguments, "raw": call.raw, "error": call.error}
+        for call in message.get("tool_calls") or ()
     ]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    made: dict[str, Any] = plain({**rest, **({"tool_calls": calls} if calls else {})})
-    return made
+    data: dict[str, Any] = plain({**rest, **({"tool_calls": calls} if calls else {})})
+    return data
 
 
-def _message(given: Mapping[str, Any]) -> Message:
-    message: Any = dict(given)
+def _message(data: Mapping[str, Any]) -> Message:
+    message: Any = dict(data)
     if message.get("tool_calls"):
         message["tool_calls"] = [
-            ToolCall(each["id"], each["name"], each["arguments"], each.get("raw", ""), each.get("error"))
-            for each in message["tool_calls"]
+            ToolCall(call["id"], call["name"], call["arguments"], call.get("raw", ""), call.get("error"))
+            for call in message["tool_calls"]
         ]
-    made: Message = message
-    return made
+    result: Message = message
+    return result
 
 
 async def _answered_by_step(**arguments: Any) -> None:

@@ -100,13 +100,13 @@ class Worker:
         ours, theirs = socket.socketpair()
         memory = [] if self._spec.memory is None else ["--memory", str(self._spec.memory)]
         # A pipe of our own: with one of asyncio's the end of a process is not seen while a child of it holds the pipe.
-        said, says = os.pipe()
+        output_read, output_write = os.pipe()
         with theirs:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(self._spec.python, str(_SCRIPT), self._spec.driver, "--fd", str(theirs.fileno()), *memory),
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=says,
+                    stdout=output_write,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     # Some environments draw by the order of sets: members of a group may be in several workers.
@@ -115,14 +115,14 @@ class Worker:
                 )
             except OSError as error:
                 ours.close()
-                os.close(said)
+                os.close(output_read)
                 raise EnvError(f"the interpreter {self._spec.python} cannot be started: {error}") from error
             finally:
-                os.close(says)
+                os.close(output_write)
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=2 * MOST_BYTES)
         # Before the tasks that answer it.
         ready = self._expect(0, "start", _START_SECONDS)
-        output, read = asyncio.ensure_future(self._keep_output(said)), asyncio.ensure_future(self._read(reader))
+        output, read = asyncio.ensure_future(self._keep_output(output_read)), asyncio.ensure_future(self._read(reader))
         self._tasks = [output, read, asyncio.ensure_future(self._watch(output, read))]
         try:
             await asyncio.shield(ready)
@@ -150,11 +150,11 @@ class Worker:
         answer = self._expect(number, str(request["op"]), timeout)
         self._writer.write(line)
         # Shielded: a cancelled waiter leaves the timer running.
-        found = await asyncio.shield(answer)
-        if "error" in found:
-            said = dict(found["error"])
-            raise Failure(said.pop("kind"), said.pop("message"), **said)
-        result: dict[str, Any] = found["result"]
+        response = await asyncio.shield(answer)
+        if "error" in response:
+            failure = dict(response["error"])
+            raise Failure(failure.pop("kind"), failure.pop("message"), **failure)
+        result: dict[str, Any] = response["result"]
         return result
 
     async def close(self) -> None:
@@ -187,11 +187,11 @@ class Worker:
 
     def _take(self, answer: dict[str, Any]) -> None:
         number = answer.get("id", 0)
-        taken = self._waiting.pop(number, None)
-        if taken is None:
+        request = self._waiting.pop(number, None)
+        if request is None:
             return
-        if taken.timer is not None:
-            taken.timer.cancel()
+        if request.timer is not None:
+            request.timer.cancel()
         now = asyncio.get_running_loop().time()
         for later, waiting in self._waiting.items():
             if later > number:
@@ -202,8 +202,8 @@ class Worker:
                 if waiting.timer is not None:
                     waiting.timer.cancel()
                 self._arm(waiting)
-        if not taken.answer.done():
-            taken.answer.set_result(answer)
+        if not request.answer.done():
+            request.answer.set_result(answer)
 
     @property
     def _name(self) -> str:
@@ -217,19 +217,19 @@ class Worker:
 
     async def _watch(self, output: asyncio.Task[None], read: asyncio.Task[None]) -> None:
         """End the worker with its process or its socket; a process that it forked may hold either open."""
-        ended = asyncio.ensure_future(self._process.wait())
-        await asyncio.wait([ended, read], return_when=asyncio.FIRST_COMPLETED)
+        exited = asyncio.ensure_future(self._process.wait())
+        await asyncio.wait([exited, read], return_when=asyncio.FIRST_COMPLETED)
         # What it answered before its death is taken, unless something holds the socket open.
         await asyncio.wait([read], timeout=1.0)
         if self.ended is not None:
             return
         self._kill()
-        code = await ended
+        code = await exited
         # The error quotes the last output, which is read before it.
         await asyncio.wait([output], timeout=1.0)
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-        said = self._output[-_SHOWN_OUTPUT:].decode("utf-8", "replace").strip()
-        self._end(f"{self._name} {how}" + (f"; its last output: {said}" if said else ""))
+        last_output = self._output[-_SHOWN_OUTPUT:].decode("utf-8", "replace").strip()
+        self._end(f"{self._name} {how}" + (f"; its last output: {last_output}" if last_output else ""))
 
     async def _keep_output(self, descriptor: int) -> None:
         stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
@@ -247,13 +247,13 @@ class Worker:
         self._kill()
         self._writer.close()
         waiting, self._waiting = self._waiting, {}
-        for each in waiting.values():
-            if each.timer is not None:
-                each.timer.cancel()
-            if not each.answer.done():
-                each.answer.set_exception(EnvError(self.ended))
+        for request in waiting.values():
+            if request.timer is not None:
+                request.timer.cancel()
+            if not request.answer.done():
+                request.answer.set_exception(EnvError(self.ended))
                 # Retrieved here: a waiter that was cancelled does not.
-                each.answer.exception()
+                request.answer.exception()
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -271,16 +271,16 @@ class WorkerPool:
         """Return the worker of a new episode: the one with the fewest. Raises EnvError."""
         async with self._starting.setdefault(spec, asyncio.Lock()):
             workers = self._workers.setdefault(spec, [])
-            for dead in [each for each in workers if each.ended is not None]:
+            for dead in [worker for worker in workers if worker.ended is not None]:
                 workers.remove(dead)
                 await dead.close()
-            least = min(workers, key=lambda each: len(each.episodes), default=None)
-            if least is None or (least.episodes and len(workers) < spec.processes):
-                least = Worker(spec)
-                await least.start()
-                workers.append(least)
-            least.episodes.add(episode)
-            return least
+            idlest = min(workers, key=lambda worker: len(worker.episodes), default=None)
+            if idlest is None or (idlest.episodes and len(workers) < spec.processes):
+                idlest = Worker(spec)
+                await idlest.start()
+                workers.append(idlest)
+            idlest.episodes.add(episode)
+            return idlest
 
     async def close(self) -> None:
         """End all workers."""
@@ -309,12 +309,12 @@ def ask_once(spec: WorkerSpec, request: Mapping[str, Any]) -> dict[str, Any]:
         finally:
             await worker.close()
 
-    asked: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
     interrupted = threading.Event()
 
     async def run() -> dict[str, Any]:
         task = asyncio.ensure_future(ask())
-        asked.append((asyncio.get_running_loop(), task))
+        running.append((asyncio.get_running_loop(), task))
         if interrupted.is_set():
             task.cancel()
         return await task
@@ -329,7 +329,7 @@ def ask_once(spec: WorkerSpec, request: Mapping[str, Any]) -> dict[str, Any]:
             return answer.result()
         except BaseException:  # an interrupt: leaving the block waits for the thread, hence for the request
             interrupted.set()
-            for loop, task in asked:
+            for loop, task in running:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(task.cancel)
             raise

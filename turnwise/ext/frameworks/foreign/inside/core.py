@@ -91,8 +91,8 @@ def refusals(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Answer the tool calls of a message by errors, where an environment has no tools."""
     answers = []
     for call in message.get("tool_calls") or ():
-        said = {"error": {"type": "unknown_tool", "message": f"there is no tool {call['name']!r}", "available": []}}
-        content = json.dumps(said, ensure_ascii=False)
+        refusal = {"error": {"type": "unknown_tool", "message": f"there is no tool {call['name']!r}", "available": []}}
+        content = json.dumps(refusal, ensure_ascii=False)
         answers.append({"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": content})
     return answers
 
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
     if kind is bool or kind is int or value is None:
         return value
     if kind is dict:
-        return {key if type(key) is str else str(key): plain(each) for key, each in value.items()}
+        return {key if type(key) is str else str(key): plain(member) for key, member in value.items()}
     if isinstance(value, int):
         return value
     if isinstance(value, str):
@@ -117,9 +117,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(member) for key, member in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(each) for each in value]
+        return [plain(member) for member in value]
     listed = getattr(value, "tolist", None)
     size = getattr(value, "size", 1)
     # A tensor's size is a method: only of an array it says how long the list is.
@@ -131,16 +131,16 @@ def plain(value: Any) -> Any:
 def raised(error: BaseException) -> Failure:
     """Return the failure that an exception of a framework's code is, also of one that has no text."""
     try:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-_STACK:]
     except Exception as other:  # noqa: BLE001 - its __str__ is the framework's code, too
-        said, stack = f"{type(error).__name__}, whose text cannot be had ({type(other).__name__})", ""
-    return Failure("raised", said, stack=stack)
+        message, stack = f"{type(error).__name__}, whose text cannot be had ({type(other).__name__})", ""
+    return Failure("raised", message, stack=stack)
 
 
 @contextmanager
 def _no_loop() -> Iterator[None]:
-    """Let plain functions run event loops of their own (``asyncio.run``), as they may in a program of their own."""
+    """Let plain functions call ``asyncio.run``, as they may outside of an event loop."""
     loop = asyncio._get_running_loop()
     task = None if loop is None else asyncio.current_task(loop)
     if loop is None or task is None:
@@ -226,9 +226,9 @@ class Station:
         key = json.dumps([request["name"], request["kwargs"], request["system_prompt"]], sort_keys=True)
         if key not in self._sources:
             name = request["name"]
-            known = list(self._driver.names())
-            if known and name not in known:
-                raise Failure("unknown", f"there is no {name!r}", known=known)
+            names = list(self._driver.names())
+            if names and name not in names:
+                raise Failure("unknown", f"there is no {name!r}", known=names)
             try:
                 source = self._driver.load(name, dict(request["kwargs"]), request["system_prompt"])
             except Failure:
@@ -243,15 +243,15 @@ class Station:
     async def _tasks(self, request: Mapping[str, Any]) -> Any:
         source, count = self._source(request), request["count"]
         rows = source.tasks(request["split"], request["start"], count)
-        kept: list[Any] = []
+        chunk: list[Any] = []
         letters = 0
         for row in rows:
             letters += len(json.dumps(plain(row)))
-            if kept and letters > _MOST_LETTERS:
+            if chunk and letters > _MOST_LETTERS:
                 break
-            kept.append(row)
-        more = len(kept) < len(rows) or len(rows) == count
-        return {"rows": kept, "more": more, "endless": getattr(source, "endless", False)}
+            chunk.append(row)
+        more = len(chunk) < len(rows) or len(rows) == count
+        return {"rows": chunk, "more": more, "endless": getattr(source, "endless", False)}
 
     async def _reset(self, request: Mapping[str, Any]) -> Any:
         await self._close(request)
@@ -275,8 +275,8 @@ class Station:
     async def _fork(self, request: Mapping[str, Any]) -> Any:
         playing = self._at(request)
         fork = getattr(playing.episode, "fork", None)
-        made = copy.deepcopy(playing) if fork is None else _Playing(await _result(fork()))
-        self._playing[request["to"]] = made
+        copied = copy.deepcopy(playing) if fork is None else _Playing(await _result(fork()))
+        self._playing[request["to"]] = copied
         return {}
 
     async def _close(self, request: Mapping[str, Any]) -> Any:
@@ -300,10 +300,10 @@ async def _result(value: Any) -> Any:
 def _whole(answer: Any, method: str, fields: tuple[str, ...]) -> Any:
     """Check that a driver's answer has what it must have. Raises Failure."""
     messages = answer.get("messages") if isinstance(answer, dict) else None
-    missing = fields if not isinstance(answer, dict) else [each for each in fields if each not in answer]
+    missing = fields if not isinstance(answer, dict) else [field for field in fields if field not in answer]
     if missing:
         raise Failure("raised", f"the driver's {method}() gave no {', '.join(missing)}: it returns a dict with them")
-    if not isinstance(messages, (list, tuple)) or not all(isinstance(each, Mapping) for each in messages):
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(message, Mapping) for message in messages):
         raise Failure("raised", f"the driver's {method}() gave messages that are no list of dicts")
     return answer
 
@@ -311,5 +311,5 @@ def _whole(answer: Any, method: str, fields: tuple[str, ...]) -> Any:
 async def _run(playing: _Playing, function: Any, *args: Any, seed: int | None = None) -> Any:
     # Coroutines are not held to a random state: others run between their steps.
     with playing.random.used(seed), _no_loop():
-        found = function(*args)
-    return await _result(found)
+        outcome = function(*args)
+    return await _result(outcome)

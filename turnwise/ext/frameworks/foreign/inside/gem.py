@@ -19,9 +19,9 @@ def names() -> list[str]:
 
 def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Environment:
     """Return an environment, made once to check its arguments."""
-    found = Environment(name, kwargs, system_prompt)
-    found.make()
-    return found
+    environment = Environment(name, kwargs, system_prompt)
+    environment.make()
+    return environment
 
 
 class Environment:
@@ -56,9 +56,9 @@ class Game:
     def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Take the text of a message as the action."""
         observation, reward, terminated, truncated, info = self._env.step(text_of(message))
-        said = {"role": "user", "content": _text(observation, info)}
-        ended = {"reward": reward, "terminated": bool(terminated), "truncated": bool(truncated)}
-        return {"messages": [*refusals(message), said], **ended}
+        observed = {"role": "user", "content": _text(observation, info)}
+        outcome = {"reward": reward, "terminated": bool(terminated), "truncated": bool(truncated)}
+        return {"messages": [*refusals(message), observed], **outcome}
 
     def fork(self) -> Game:
         """Return a copy in the same state."""

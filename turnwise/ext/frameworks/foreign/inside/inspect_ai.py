@@ -58,12 +58,12 @@ def _task(name: str, arguments: dict[str, Any]) -> Any:
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     sys.modules[module.__name__] = module
     spec.loader.exec_module(module)  # type: ignore[union-attr]
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         is_task = framework("inspect_ai._util.registry").is_registry_object
-        tasks = [each for each, value in vars(module).items() if is_task(value, type="task")]
+        tasks = [name for name, value in vars(module).items() if is_task(value, type="task")]
         raise Failure("config", f"{file} has no task {attribute!r}; it has {', '.join(tasks)}: write {path}@TASK")
-    return found(**arguments)
+    return function(**arguments)
 
 
 class InspectTask:
@@ -73,7 +73,7 @@ class InspectTask:
         self._task = task
         self._rows = list(task.dataset)
         info = framework("inspect_ai._util.registry").registry_unqualified_name
-        scorers = [info(each) for each in task.scorer or []]
+        scorers = [info(function) for function in task.scorer or []]
         if not scorers:
             raise ValueError("the task has no scorer, so it has no reward")
         if scorer is None and len(scorers) > 1:
@@ -212,34 +212,34 @@ class SampleEpisode:
         sample = self._task.sample(data, seed)
         self._evaluation = self._task.evaluation()
         self._sample = self._evaluation.add(self, sample)
-        kind, found = await self._events.get()
+        kind, event = await self._events.get()
         if kind != "asked":
             raise Failure("raised", "the solver ended the sample without a request to the model")
-        messages, self._tools = found
-        self._said = [_key(each) for each in messages]
-        return {"messages": [_plain(each) for each in messages], "tools": self._tools}
+        messages, self._tools = event
+        self._said = [_key(message) for message in messages]
+        return {"messages": [_plain(message) for message in messages], "tools": self._tools}
 
     async def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Give the message to the solver as its completion; the next request, or the end, is the observation."""
         self._answer(message)
-        kind, found = await self._events.get()
+        kind, event = await self._events.get()
         if kind == "asked":
-            messages, tools = found
+            messages, tools = event
             return {"messages": self._new(messages, tools), "reward": 0.0, "terminated": False, "truncated": False}
-        return {"messages": [], **self._scored(found), "terminated": not found.limit, "truncated": bool(found.limit)}
+        return {"messages": [], **self._scored(event), "terminated": not event.limit, "truncated": bool(event.limit)}
 
     async def score(self, message: Mapping[str, Any] | None) -> dict[str, float]:
         """End the sample as a limit of Inspect's does, and return what its scorer says of what there is."""
         if message is not None and message != self._last and self._completion is not None:
             self._answer(message)
-            kind, found = await self._events.get()
+            kind, event = await self._events.get()
             if kind == "ended":
-                return dict(self._scored(found)["rewards"])
+                return dict(self._scored(event)["rewards"])
         limit = framework("inspect_ai.util").LimitExceededError("custom", value=1, limit=1, message="cut off")
         if self._completion is not None and not self._completion.done():
             self._completion.set_exception(limit)
-        _, found = await self._events.get()
-        return dict(self._scored(found)["rewards"])
+        _, event = await self._events.get()
+        return dict(self._scored(event)["rewards"])
 
     async def close(self) -> None:
         """End the sample without a score."""
@@ -252,7 +252,7 @@ class SampleEpisode:
         if self._completion is not None and not self._completion.done():
             raise RuntimeError("its solver makes two requests at the same time: an episode has one conversation")
         self._completion = asyncio.get_running_loop().create_future()
-        self._events.put_nowait(("asked", (messages, [_tool(each) for each in tools])))
+        self._events.put_nowait(("asked", (messages, [_tool(tool) for tool in tools])))
         return await self._completion
 
     def finish(self, sample: Any) -> None:
@@ -272,9 +272,9 @@ class SampleEpisode:
         self._completion.set_result(answer)
 
     def _new(self, messages: list[Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        keys = [_key(each) for each in messages]
-        known = len(self._said)
-        if keys[:known] != self._said:
+        keys = [_key(message) for message in messages]
+        count = len(self._said)
+        if keys[:count] != self._said:
             at = next(
                 (at for at, pair in enumerate(zip(keys, self._said, strict=False)) if pair[0] != pair[1]), len(keys)
             )
@@ -284,7 +284,7 @@ class SampleEpisode:
         if tools != self._tools:
             raise Failure("raised", "its solver changed the tools in the middle of the conversation")
         self._said = keys
-        return [_plain(each) for each in messages[known:]]
+        return [_plain(message) for message in messages[count:]]
 
     def _scored(self, sample: Any) -> dict[str, Any]:
         if isinstance(sample, str):
@@ -294,9 +294,9 @@ class SampleEpisode:
         if not sample.scores or self._task.scorer not in sample.scores:
             raise Failure("raised", f"the sample has no score of {self._task.scorer}")
         number = framework("inspect_ai.scorer").value_to_float()
-        found = {name: _number(score.value, number) for name, score in sample.scores.items()}
-        reward = found.pop(self._task.scorer)
-        metrics = {name: value for name, value in found.items() if isinstance(value, float)}
+        scores = {name: _number(score.value, number) for name, score in sample.scores.items()}
+        reward = scores.pop(self._task.scorer)
+        metrics = {name: value for name, value in scores.items() if isinstance(value, float)}
         return {"reward": reward, "rewards": {self._task.scorer: reward}, "metrics": metrics}
 
 
@@ -341,7 +341,7 @@ def _register_model() -> None:
 
 
 def _input(sample: Any) -> str:
-    return sample.input if isinstance(sample.input, str) else "\n".join(each.text for each in sample.input)
+    return sample.input if isinstance(sample.input, str) else "\n".join(message.text for message in sample.input)
 
 
 def _tool(info: Any) -> dict[str, Any]:
@@ -356,9 +356,9 @@ def _assistant(message: Mapping[str, Any]) -> Any:
     models, tool = framework("inspect_ai.model"), framework("inspect_ai.tool")
     calls = [
         tool.ToolCall(
-            id=each["id"], function=each["name"], arguments=each["arguments"] or {}, parse_error=each.get("error")
+            id=call["id"], function=call["name"], arguments=call["arguments"] or {}, parse_error=call.get("error")
         )
-        for each in message.get("tool_calls") or ()
+        for call in message.get("tool_calls") or ()
     ]
     return models.ChatMessageAssistant(content=text_of(message), tool_calls=calls or None)
 
@@ -372,7 +372,7 @@ def _plain(message: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": message.role, "content": text}
     if message.role == "assistant" and message.tool_calls:
         plain["tool_calls"] = [
-            {"id": each.id, "name": each.function, "arguments": each.arguments} for each in message.tool_calls
+            {"id": call.id, "name": call.function, "arguments": call.arguments} for call in message.tool_calls
         ]
     return plain
 

@@ -29,19 +29,19 @@ def names() -> list[str]:
     return []
 
 
-def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Place:
+def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> EnvironmentServer:
     """Return the environment at a URL, or of a module (``pkg.server.app``, ``pkg.server.app:app``)."""
-    known = ("action_field", "observation_field", "reset")
-    unknown = [each for each in kwargs if each not in known]
+    options = ("action_field", "observation_field", "reset")
+    unknown = [key for key in kwargs if key not in options]
     if unknown:
-        raise Failure("config", f"kwargs has {', '.join(unknown)}; it may have {', '.join(known)}")
-    place = Place(name, kwargs, system_prompt)
-    if not place.is_url:
-        place.application()
-    return place
+        raise Failure("config", f"kwargs has {', '.join(unknown)}; it may have {', '.join(options)}")
+    environment = EnvironmentServer(name, kwargs, system_prompt)
+    if not environment.is_url:
+        environment.application()
+    return environment
 
 
-class Place:
+class EnvironmentServer:
     """Where an environment is served."""
 
     def __init__(self, name: str, kwargs: dict[str, Any], system_prompt: str | None) -> None:
@@ -84,10 +84,10 @@ class Place:
             address = (await self.address()).rstrip("/")
             if address.startswith("ws"):
                 address = "http" + address[2:]
-            found = (await asyncio.to_thread(_fetched, f"{address}/schema"))["action"]
-            properties = {key: value for key, value in found.get("properties", {}).items() if key != "metadata"}
-            required = [key for key in found.get("required", ()) if key in properties]
-            definitions = {"$defs": found["$defs"]} if "$defs" in found else {}
+            schema = (await asyncio.to_thread(_fetched, f"{address}/schema"))["action"]
+            properties = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
+            required = [key for key in schema.get("required", ()) if key in properties]
+            definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
             self._schema = {"type": "object", "properties": properties, "required": required, **definitions}
         return self._schema
 
@@ -99,8 +99,8 @@ class Place:
 class Session:
     """One session of a server."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, server: EnvironmentServer) -> None:
+        self._server = server
         self._client: Any = None
         self._field: str | None = None
         self._tools: list[dict[str, Any]] = []
@@ -109,32 +109,32 @@ class Session:
 
     async def reset(self, data: Mapping[str, Any] | None, seed: int | None) -> dict[str, Any]:
         """Open a session, and reset it with the seed, ``kwargs.reset`` and the ``reset`` of the task's data."""
-        schema = await self._place.action_schema()
-        address = await self._place.address()
+        schema = await self._server.action_schema()
+        address = await self._server.address()
         client = framework("openenv.core.generic_client").GenericEnvClient
         self._client = client(base_url=address, message_timeout_s=3600.0)
-        given = {**self._place.reset, **((data or {}).get("reset") or {})}
-        result = await self._client.reset(**({} if seed is None else {"seed": seed}), **given)
+        arguments = {**self._server.reset, **((data or {}).get("reset") or {})}
+        result = await self._client.reset(**({} if seed is None else {"seed": seed}), **arguments)
         self._mcp = not schema["properties"] or {"tool_name", "arguments"} <= set(schema["properties"])
         if self._mcp:
             listed = (await self._client.step({"type": "list_tools"})).observation["tools"]
             self._tools = [
-                {"name": each["name"], "description": each["description"], "parameters": each["input_schema"]}
-                for each in listed
+                {"name": tool["name"], "description": tool["description"], "parameters": tool["input_schema"]}
+                for tool in listed
             ]
         else:
-            self._field = self._place.action_field or _text_field(schema)
+            self._field = self._server.action_field or _text_field(schema)
             if self._field is None:
                 self._tools = [{"name": "act", "description": "Act in the environment.", "parameters": schema}]
         text = self._text(result.observation) or "Begin."
-        return {"messages": opening(self._place.system_prompt, text), "tools": self._tools}
+        return {"messages": opening(self._server.system_prompt, text), "tools": self._tools}
 
     async def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Take the text of a message, or its calls in order, as actions."""
         if self._field is not None:
             result = await self._client.step({self._field: text_of(message)})
-            said = {"role": "user", "content": self._text(result.observation)}
-            return self._answer([*refusals(message), said], self._reward(result), result.done)
+            observed = {"role": "user", "content": self._text(result.observation)}
+            return self._answer([*refusals(message), observed], self._reward(result), result.done)
         calls = message.get("tool_calls") or ()
         if not calls:
             # Who has tools and calls none is done; nothing is left to take as an action.
@@ -154,7 +154,7 @@ class Session:
             await self._client.close()
 
     async def _called(self, call: Mapping[str, Any]) -> tuple[str, float, bool]:
-        names = [each["name"] for each in self._tools]
+        names = [tool["name"] for tool in self._tools]
         if call.get("error") or call["name"] not in names:
             why = call.get("error") or f"there is no tool {call['name']!r}; there are {', '.join(names)}"
             return json.dumps({"error": {"type": "invalid_call", "message": why}}), 0.0, False
@@ -188,7 +188,7 @@ class Session:
             if isinstance(value, Mapping) and "data" in value and "content" in value:
                 value = value["data"]
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        field = self._place.observation_field
+        field = self._server.observation_field
         if field is not None:
             if field not in observation:
                 raise Failure("raised", f"the observation has no {field!r}; it has {', '.join(observation)}")

@@ -29,17 +29,17 @@ class RandomState:
     @contextmanager
     def used(self, seed: int | None = None) -> Iterator[None]:
         """Use it in a block, and restore what was there before; with a seed it begins anew."""
-        before = _states()
+        states = _states()
         if seed is not None:
             _seed(seed)
         else:
             # Also what was there before: to read a state changes it.
-            _restore(self._own or before)
+            _restore(self._own or states)
         try:
             yield
         finally:
             self._own = _states()
-            _restore(before)
+            _restore(states)
 
 
 class _Twister(NamedTuple):
@@ -94,8 +94,8 @@ def _put(numpy: Any, state: Any) -> None:
         ctypes.memmove(address, state.words, _BYTES)
         return
     *words, used = memoryview(state.words).cast("I")
-    left = (0, 0.0) if state.normal is None else (1, state.normal)
-    numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), used, *left))
+    cached_normal = (0, 0.0) if state.normal is None else (1, state.normal)
+    numpy.random.set_state(("MT19937", numpy.array(words, numpy.uint32), used, *cached_normal))
 
 
 def _address(numpy: Any) -> int | None:

@@ -54,19 +54,19 @@ class Family:
         if not factory.has_curriculum(self._name):
             raise Failure("raised", f"{self._name} has no levels (no curriculum)")
         curriculum = factory.create_curriculum(self._name)
-        levels = max(len(each.levels) for each in curriculum.attributes.values())
+        levels = max(len(attribute.levels) for attribute in curriculum.attributes.values())
         if not 0 <= level < levels:
             raise Failure("raised", f"{self._name} has no level {level}; it has 0 to {levels - 1}")
         curriculum.set_global_level(level)
         base = framework("reasoning_gym.coaching.base_curriculum")
         context = base.DefaultCurriculumContext(mode=base.RangeAttributeMode.UPPER_BOUND)
-        made = curriculum.generate_configuration({}, context)
+        configuration = curriculum.generate_configuration({}, context)
         ranges = framework("reasoning_gym.coaching.attributes").RangeAttributeDefinition
         names = set()
-        for each in curriculum.attributes.values():
-            ranged = isinstance(each, ranges)
-            names |= {each.lower_field_name, each.upper_field_name} if ranged else {each.field_name}
-        return {name: getattr(made, name) for name in names}
+        for attribute in curriculum.attributes.values():
+            ranged = isinstance(attribute, ranges)
+            names |= {attribute.lower_field_name, attribute.upper_field_name} if ranged else {attribute.field_name}
+        return {name: getattr(configuration, name) for name in names}
 
     def episode(self) -> Question:
         """Return an episode."""
@@ -82,16 +82,16 @@ class Question:
 
     def reset(self, data: Mapping[str, Any] | None, seed: int | None) -> dict[str, Any]:
         """Ask the question of a task (``seed``, ``size``, ``index``, ``level`` of a dataset), or one of the seed."""
-        given = data or {}
-        self._dataset = self._family.dataset(given.get("seed", seed or 0), given.get("size", 1), given.get("level"))
-        self._entry = self._dataset[given.get("index", 0)]
+        row = data or {}
+        self._dataset = self._family.dataset(row.get("seed", seed or 0), row.get("size", 1), row.get("level"))
+        self._entry = self._dataset[row.get("index", 0)]
         return {"messages": opening(self._family.system_prompt, self._entry["question"])}
 
     def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Score the answer."""
-        found = self.score(message)
-        ended = {"reward": found, "rewards": {"score": found}, "terminated": True, "truncated": False}
-        return {"messages": refusals(message), **ended}
+        score = self.score(message)
+        outcome = {"reward": score, "rewards": {"score": score}, "terminated": True, "truncated": False}
+        return {"messages": refusals(message), **outcome}
 
     def score(self, message: Mapping[str, Any] | None) -> Any:
         """Return the dataset's score of what stands between ``<answer>`` and ``</answer>``."""
@@ -99,6 +99,6 @@ class Question:
         return self._dataset.score_answer(answer, self._entry)
 
     def __deepcopy__(self, memo: Any) -> Question:
-        made = Question(self._family)
-        made._dataset, made._entry = self._dataset, self._entry
-        return made
+        copied = Question(self._family)
+        copied._dataset, copied._entry = self._dataset, self._entry
+        return copied

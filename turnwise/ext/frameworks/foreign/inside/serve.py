@@ -33,12 +33,12 @@ def main() -> None:
     parser.add_argument("--memory", type=int)
     options = parser.parse_args()
     if options.memory is not None:
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = options.memory if most == resource.RLIM_INFINITY else min(options.memory, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        limit = options.memory if hard_limit == resource.RLIM_INFINITY else min(options.memory, hard_limit)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     # This folder has modules that are called like frameworks.
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [each for each in sys.path if os.path.abspath(each or os.curdir) != here]
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != here]
     _die_with_parent()
     asyncio.run(_serve(options.driver, options.fd))
 
@@ -95,8 +95,8 @@ def _line(answer: dict[str, Any]) -> bytes:
     line = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
     if len(line) <= MOST_BYTES:
         return line
-    said = {"kind": "raised", "message": f"an answer of {len(line)} bytes; at most {MOST_BYTES} are taken"}
-    return json.dumps({"id": answer.get("id"), "error": said}).encode() + b"\n"
+    error = {"kind": "raised", "message": f"an answer of {len(line)} bytes; at most {MOST_BYTES} are taken"}
+    return json.dumps({"id": answer.get("id"), "error": error}).encode() + b"\n"
 
 
 def _die_with_parent() -> None:

@@ -45,7 +45,7 @@ class Game:
             try:
                 self.make().reset(num_players=number, seed=0)
             except (AssertionError, ValueError, KeyError, IndexError):
-                # Each says in a way of its own that it needs another number.
+                # Each environment raises another error for a wrong number of players.
                 continue
             return number
         raise Failure("config", f"it takes no number of players from 1 to {_MOST_PLAYERS}: set kwargs.num_players")
@@ -71,7 +71,7 @@ class Match:
         player, text = self._observed()
         answer: dict[str, Any] = {"messages": self._said(player, text)}
         if self._players > 1:
-            answer["agents"] = [_agent(each) for each in range(self._players)]
+            answer["agents"] = [_agent(number) for number in range(self._players)]
             answer["turn"] = _agent(player)
         return answer
 
@@ -94,20 +94,21 @@ class Match:
         answer: dict[str, Any] = {"reward": rewards[acting], "notes": {"reason": why} if why else {}}
         answer["metrics"] = {"invalid_move": float(bool(infos.get(acting, {}).get("invalid_move")))}
         if self._players > 1:
-            others = {_agent(each): {"game": value} for each, value in rewards.items() if each != acting}
-            answer["agent_rewards"] = others
+            other_rewards = {_agent(number): {"game": value} for number, value in rewards.items() if number != acting}
+            answer["agent_rewards"] = other_rewards
         answer["rewards"] = {"game": rewards[acting]}
         return answer
 
     def _observed(self) -> Any:
         """Return the current player and what it was not yet shown: wrappers for models give the whole match again."""
-        player, given = self._env.get_observation()
-        if not isinstance(given, str):
+        player, observation = self._env.get_observation()
+        if not isinstance(observation, str):
             roles = self._env.state.role_mapping
-            return player, "\n".join(f"[{roles.get(sender, f'Player {sender}')}] {text}" for sender, text, *_ in given)
-        before = self._seen.get(player, "")
-        self._seen[player] = given
-        return player, given[len(before) :] if before and given.startswith(before) else given
+            lines = (f"[{roles.get(sender, f'Player {sender}')}] {text}" for sender, text, *_ in observation)
+            return player, "\n".join(lines)
+        seen = self._seen.get(player, "")
+        self._seen[player] = observation
+        return player, observation[len(seen) :] if seen and observation.startswith(seen) else observation
 
     def _said(self, player: int, text: str) -> list[dict[str, Any]]:
         first = player not in self._greeted

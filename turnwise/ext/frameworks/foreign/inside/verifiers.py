@@ -42,14 +42,14 @@ def names() -> list[str]:
 def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Environment:
     """Return an environment: ``TASKSET``, ``ENV+TASKSET``, or the path of a module; ``kwargs`` is its ``EnvConfig``."""
     vf = framework("verifiers.v1")
-    kind, _, place = name.rpartition("+")
+    kind, _, taskset_name = name.rpartition("+")
     if os.sep in kind:
-        kind, place = "", name
+        kind, taskset_name = "", name
     taskset = kwargs.get("taskset") or {}
     if not isinstance(taskset, dict) or "id" in taskset or "id" in kwargs:
         raise Failure("config", "kwargs.taskset is a mapping, and no id stands in kwargs: the name has them")
     _register_harness()
-    raw = {**kwargs, "id": kind, "taskset": {**taskset, "id": _importable(place)}}
+    raw = {**kwargs, "id": kind, "taskset": {**taskset, "id": _importable(taskset_name)}}
     try:
         config = vf.resolve_env_config(raw)
         seat, config = _seated(config)
@@ -60,9 +60,9 @@ def load(name: str, kwargs: dict[str, Any], system_prompt: str | None) -> Enviro
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and f"{cause.name}" not in f"{error}":
             raise Failure("config", f"its package imports {cause.name}, which is not installed there") from error
-        known = sorted(each.name for each in pkgutil.iter_modules(framework("verifiers.v1.tasksets").__path__))
+        shipped = sorted(module.name for module in pkgutil.iter_modules(framework("verifiers.v1.tasksets").__path__))
         hint = "; others are packages: install one there, or name a file"
-        raise Failure("unknown", f"there is no {name!r}", known=known, hint=hint) from error
+        raise Failure("unknown", f"there is no {name!r}", known=shipped, hint=hint) from error
     except AttributeError as error:
         old = "; a load_environment without a Taskset is of verifiers before 0.2, which is not taken"
         raise Failure("config", f"{error}".rstrip(".") + old) from error
@@ -76,13 +76,13 @@ def _register_harness() -> None:
     sys.modules.setdefault(_HARNESS, verifiers_chat)
 
 
-def _importable(place: str) -> str:
+def _importable(taskset_name: str) -> str:
     """Return the id of a taskset; the folder of one that is named by a path becomes importable, also to its tools."""
-    path = Path(place).expanduser()
-    if path.suffix != ".py" and os.sep not in place:
-        return place
+    path = Path(taskset_name).expanduser()
+    if path.suffix != ".py" and os.sep not in taskset_name:
+        return taskset_name
     if not path.exists():
-        raise Failure("config", f"there is no file {place}")
+        raise Failure("config", f"there is no file {taskset_name}")
     folder = str(path.absolute().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -141,15 +141,15 @@ class Environment:
         taskset = self._env.taskset
         if "split" in type(taskset.config).model_fields:
             vf = framework("verifiers.v1")
-            chosen = {**taskset.config.model_dump(), "split": split}
+            settings = {**taskset.config.model_dump(), "split": split}
             try:
-                taskset = vf.load_taskset(type(taskset.config).model_validate(chosen))
+                taskset = vf.load_taskset(type(taskset.config).model_validate(settings))
             except ValueError as error:
                 raise Failure("config", f"the split {split!r}: {error}") from error
         elif split != "train":
             raise Failure("config", f"its taskset has no splits, so there is no {split!r}: all tasks are of 'train'")
-        found = itertools.islice(taskset, start, start + count)
-        return [{"prompt": each.data.prompt_text, "data": {"task": _dumped(each.data)}} for each in found]
+        rows = itertools.islice(taskset, start, start + count)
+        return [{"prompt": task.data.prompt_text, "data": {"task": _dumped(task.data)}} for task in rows]
 
     def task(self, data: Mapping[str, Any] | None, seed: int | None) -> Any:
         """Return the task of a row, or one of the first that the seed chooses."""
@@ -160,8 +160,8 @@ class Environment:
                 raise Failure("raised", "its taskset has no tasks")
             task = self._drawn[(seed or 0) % len(self._drawn)]
         elif "task" in data:
-            given = self._data_class.model_validate(data["task"])
-            task = self._task_class(given, self._env.config.taskset.task)
+            row = self._data_class.model_validate(data["task"])
+            task = self._task_class(row, self._env.config.taskset.task)
         else:
             raise Failure("raised", "the task has no row of this environment (task in its data)")
         return task if self._system_prompt is None else task.with_system_prompt(self._system_prompt)
@@ -200,7 +200,7 @@ class Environment:
                 if self._serving is not None:
                     await asyncio.wait({self._serving})
                 self._stop, self._ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-                # A task of its own: what is opened in one has to be closed in it.
+                # An asyncio task for it: what is opened in one has to be closed in it.
                 self._serving = asyncio.ensure_future(self._serve())
                 await asyncio.wait({self._serving, self._ready}, return_when=asyncio.FIRST_COMPLETED)
                 if self._serving.done():
@@ -248,8 +248,8 @@ class Play:
         traces: The framework's records of the player's seat: one, as soon as it plays.
     """
 
-    def __init__(self, place: Environment) -> None:
-        self._place = place
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
         self.traces: list[Any] = []
         self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._waiting: asyncio.Future[Mapping[str, Any] | None] | None = None
@@ -276,13 +276,13 @@ class Play:
 
     async def reset(self, data: Mapping[str, Any] | None, seed: int | None) -> dict[str, Any]:
         """Begin an episode; the observation is the first request to the model."""
-        self._run = asyncio.ensure_future(self._place.run(self._place.task(data, seed), self))
+        self._run = asyncio.ensure_future(self._environment.run(self._environment.task(data, seed), self))
         try:
             body = await self._next()
             if body is None:
                 self._ended()
                 raise Failure("raised", "the episode ended before its model was asked")
-            self._tools = [_schema(each) for each in body.get("tools") or ()]
+            self._tools = [_schema(schema) for schema in body.get("tools") or ()]
             return {"messages": self._fresh(body), "tools": self._tools}
         except BaseException:  # also a cancellation: no run is left
             await self.close()
@@ -293,10 +293,10 @@ class Play:
         self._give(message)
         body = await self._next()
         if body is not None:
-            if [_schema(each) for each in body.get("tools") or ()] != self._tools:
+            if [_schema(schema) for schema in body.get("tools") or ()] != self._tools:
                 raise Failure("raised", "its tools changed in an episode, which has no form here")
-            said = self._fresh(body)
-            return {"messages": said, "reward": 0.0, "terminated": False, "truncated": False}
+            messages = self._fresh(body)
+            return {"messages": messages, "reward": 0.0, "terminated": False, "truncated": False}
         return {"messages": self._unseen(message), **self._ended()}
 
     async def score(self, message: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -335,41 +335,41 @@ class Play:
 
     async def _next(self) -> dict[str, Any] | None:
         """Return the next request, or None where the run ends without one."""
-        asked = asyncio.ensure_future(self._requests.get())
-        await asyncio.wait({asked, self._running()}, return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        asked.cancel()
+        request = asyncio.ensure_future(self._requests.get())
+        await asyncio.wait({request, self._running()}, return_when=asyncio.FIRST_COMPLETED)
+        if request.done():
+            return request.result()
+        request.cancel()
         return None
 
     def _fresh(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return what a request adds to the conversation so far."""
-        messages, known = body["messages"], len(self._seen)
-        if len(messages) <= known or not all(map(_alike, messages, self._seen)):
+        messages, count = body["messages"], len(self._seen)
+        if len(messages) <= count or not all(map(_alike, messages, self._seen)):
             raise Failure("raised", "its harness rewrote the conversation (to shorten it?), which has no form here")
         self._seen = list(messages)
-        return [_message(each) for each in messages[known:]]
+        return [_message(message) for message in messages[count:]]
 
     def _unseen(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the results of the last calls, which no request carried."""
-        said = _conversations().get(self.traces[0].id, [])[len(self._seen) :]
-        answered = {each.get("tool_call_id") for each in said}
+        results = _conversations().get(self.traces[0].id, [])[len(self._seen) :]
+        answered = {message.get("tool_call_id") for message in results}
         for call in message.get("tool_calls") or ():
             if call["id"] not in answered:
-                over = {"role": "tool", "tool_call_id": call["id"], "name": call["name"]}
-                said = [*said, {**over, "content": "the episode is over"}]
-        return [_message(each) for each in said if each["role"] == "tool"]
+                result = {"role": "tool", "tool_call_id": call["id"], "name": call["name"]}
+                results = [*results, {**result, "content": "the episode is over"}]
+        return [_message(message) for message in results if message["role"] == "tool"]
 
     def _ended(self) -> dict[str, Any]:
         """Return the framework's rewards and the end, or raise the error that it recorded."""
         episode = self._running().result()
-        errors = [*episode.errors, *(each for trace in episode.traces for each in trace.errors)]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
-            last = errors[-1] if errors else None
-            why = "the framework calls the episode not ok" if last is None else f"{last.type}: {last.message}"
-            raise Failure("raised", self._refusal or why, stack=((last and last.traceback) or "")[-_STACK:])
+            last_error = errors[-1] if errors else None
+            why = f"{last_error.type}: {last_error.message}" if last_error else "the framework calls the episode not ok"
+            raise Failure("raised", self._refusal or why, stack=((last_error and last_error.traceback) or "")[-_STACK:])
         trace = self.traces[0]
-        rewards = {name: each.value for name, each in trace.rewards.items() if each is not None}
+        rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         if not rewards:
             raise Failure("raised", "the episode ended, and no reward was recorded: its task has no reward function")
         truncated = bool(trace.is_truncated or trace.is_timeout)
@@ -412,17 +412,17 @@ def _message(wire: Mapping[str, Any]) -> dict[str, Any]:
     if wire.get("tool_calls"):
         calls = [(call["id"], call["function"]) for call in wire["tool_calls"]]
         message["tool_calls"] = [
-            {"id": key, "name": each["name"], "arguments": json.loads(each["arguments"]), "raw": each["arguments"]}
-            for key, each in calls
+            {"id": key, "name": call["name"], "arguments": json.loads(call["arguments"]), "raw": call["arguments"]}
+            for key, call in calls
         ]
     return message
 
 
 def _completion(message: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the player's message as a chat completion."""
-    said: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
+    completion: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
     if message.get("reasoning_content"):
-        said["reasoning_content"] = message["reasoning_content"]
+        completion["reasoning_content"] = message["reasoning_content"]
     calls = [
         {
             "id": call["id"],
@@ -436,13 +436,13 @@ def _completion(message: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str
         for call in message.get("tool_calls") or ()
     ]
     if calls:
-        said["tool_calls"] = calls
+        completion["tool_calls"] = calls
     return {
         "id": f"chatcmpl-{time.time_ns()}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": body.get("model", ""),
-        "choices": [{"index": 0, "message": said, "finish_reason": "tool_calls" if calls else "stop"}],
+        "choices": [{"index": 0, "message": completion, "finish_reason": "tool_calls" if calls else "stop"}],
     }
 
 

@@ -21,7 +21,7 @@ conversations: dict[str, list[dict[str, Any]]] = {}
 
 
 class ChatHarness(_NullHarness):  # type: ignore[misc]
-    """What verifiers' ``null`` harness does in a program of its own: ask the model, call its tools, until a text."""
+    """The loop of verifiers' ``null`` harness in this process: ask the model, call its tools, until a text."""
 
     async def setup(self, runtime: Any) -> None:
         """Prepare nothing: there is no program to install."""
@@ -37,14 +37,14 @@ class ChatHarness(_NullHarness):  # type: ignore[misc]
         data: Any,
         tool_interception_url: str | None = None,
     ) -> Any:
-        """Run one segment: from a prompt, or a conversation that goes on, to a message without calls."""
+        """Run one segment: from a prompt, or the conversation so far, to a message without calls."""
         del runtime
         system_prompt, prompt = self.resolve_prompt(data)
         messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
-            messages += [_chat.message_to_wire(each) for each in prompt or ()]
+            messages += [_chat.message_to_wire(message) for message in prompt or ()]
         conversations[trace.id] = messages
         urls = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
@@ -65,17 +65,17 @@ class ChatHarness(_NullHarness):  # type: ignore[misc]
                 messages.append(message)
                 calls = message.get("tool_calls") or ()
                 for call in calls:
-                    said = await _gated(client, tool_interception_url, call)
-                    if said is None:
+                    tool_message = await _gated(client, tool_interception_url, call)
+                    if tool_message is None:
                         content = await _called(servers, dispatch, call["function"])
-                        said = {"role": "tool", "tool_call_id": call["id"], "content": content}
-                        said["name"] = call["function"]["name"]
-                    messages.append(_bounded(said))
+                        tool_message = {"role": "tool", "tool_call_id": call["id"], "content": content}
+                        tool_message["name"] = call["function"]["name"]
+                    messages.append(_bounded(tool_message))
         return framework("verifiers.v1").ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 async def _gated(client: Any, url: str | None, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the message that a policy of the environment puts in the place of a call, or None: the call may run."""
+    """Return the message that a policy of the environment substitutes for a call, or None: the call may run."""
     if url is None:
         return None
     function = call["function"]
@@ -83,8 +83,8 @@ async def _gated(client: Any, url: str | None, call: dict[str, Any]) -> dict[str
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError:
         arguments = function["arguments"]
-    asked = {"tool_call_id": call["id"], "name": function["name"], "arguments": arguments}
-    answer = await client.post(url, json=asked)
+    request = {"tool_call_id": call["id"], "name": function["name"], "arguments": arguments}
+    answer = await client.post(url, json=request)
     answer.raise_for_status()
     decision = answer.json()
     if decision["action"] == "stop":
