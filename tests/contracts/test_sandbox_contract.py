@@ -1,29 +1,28 @@
-"""``check_sandbox`` over the rungs that any Linux has, and over backends with one fault each: it finds every one.
+"""``check_sandbox`` at the isolation levels of every Linux, and over backends with one fault each.
 
-The whole examination of every rung and backend is in ``tests/real/test_sandbox_examination.py``.
+All checks over every level and backend are in ``tests/real/test_sandbox_examination.py``.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from support.sandboxes.faulty_backends import BentBackend, ForkedBackend
+from support.sandboxes.faulty_backends import FaultyBackend, ForkedBackend
 from turnwise.errors import ConfigError, SandboxError, SandboxUnavailable
 from turnwise.ext.checks.sandbox import Outcome, check_sandbox
-from turnwise.ext.checks.sandbox.attacks import ATTACKS
-from turnwise.ext.checks.sandbox.core import CHECKS
+from turnwise.ext.checks.sandbox.table import CHECKS
 from turnwise.sandboxes import SandboxConfig
 from turnwise.sandboxes.local import LocalBackend
 
 PLAIN = SandboxConfig(name="local", config={"isolation": "plain", "unsafe": True})
-# Those that take no second each.
+# Checks that take less than a second each.
 QUICK = (
     *("exec: exit", "exec: bad", "exec: cut", "time-out: tree", "spawn: kill"),
     *("files: modes", "files: no file", "trees: download", "trees: what changes", "trees: workspace", "life: close"),
 )
 
 
-async def test_landlock_keeps_the_contract_and_what_it_promises() -> None:
+async def test_landlock_keeps_the_contract_and_its_claims() -> None:
     backend = LocalBackend(isolation="landlock")
     try:
         await backend.probe()
@@ -37,19 +36,19 @@ async def test_landlock_keeps_the_contract_and_what_it_promises() -> None:
         "attack: links",
         "attack: signal",
     )
-    seen: list[Outcome] = []
+    outcomes: list[Outcome] = []
     try:
-        report = await check_sandbox(backend, only=(*QUICK, *attacks), watch=seen.append)
+        report = await check_sandbox(backend, only=(*QUICK, *attacks), watch=outcomes.append)
     finally:
         await backend.close()
     report.raise_for_failures()
-    assert seen == report.outcomes
+    assert outcomes == report.outcomes
     assert len(report.outcomes) > 15
-    skipped = {each.name: each.message for each in report.outcomes if each.status == "skipped" and each.attack}
+    skipped = {outcome.name: outcome.message for outcome in report.attacks if outcome.status == "skipped"}
     assert not skipped or "python3" in str(skipped)
 
 
-async def test_a_fork_keeps_the_contract_and_what_its_backend_promises() -> None:
+async def test_forks_keep_the_contract_and_their_backends_claims() -> None:
     backend = ForkedBackend(isolation="landlock")
     try:
         await backend.probe()
@@ -69,36 +68,36 @@ async def test_a_fork_keeps_the_contract_and_what_its_backend_promises() -> None
     finally:
         await backend.close()
     report.raise_for_failures()
-    assert {each.status for each in report.outcomes if not each.attack} == {"passed"}
+    assert {outcome.status for outcome in report.outcomes if not outcome.attack} == {"passed"}
 
 
-# What nothing holds back gets through: each of these attacks works, so that one which is held is held by something.
-UNHELD = {
+# Attacks that succeed without containment, so that one which is held is held by something.
+UNCONTAINED = {
     "processes": ("attack: see host processes",),
     "filesystem": ("attack: read a host file (0644)", "attack: write to the host", "attack: read through a link"),
     "network": ("attack: TCP", "attack: UDP", "attack: abstract unix", "attack: unix socket"),
 }
 
 
-async def test_an_attack_that_nothing_holds_back_gets_through_and_is_told_as_open() -> None:
-    report = await check_sandbox(PLAIN, only=[name for names in UNHELD.values() for name in names])
-    if any(each.status == "skipped" for each in report.outcomes):
+async def test_uncontained_attacks_are_reported_as_open() -> None:
+    report = await check_sandbox(PLAIN, only=[name for names in UNCONTAINED.values() for name in names])
+    if any(outcome.status == "skipped" for outcome in report.outcomes):
         pytest.skip(report.outcomes[0].message)
-    assert {each.name: each.status for each in report.outcomes} == {each.name: "open" for each in report.outcomes}
+    assert {outcome.status for outcome in report.outcomes} == {"open"}
     assert report.ok
     assert len(report.outcomes) == 8
     assert report.summary == "local (plain): 8 open"
 
 
-async def test_capabilities_that_promise_more_than_holds_are_failures() -> None:
-    backend = BentBackend(lies=dict.fromkeys(UNHELD, True))
+async def test_false_claims_of_capabilities_are_failures() -> None:
+    backend = FaultyBackend(lies=dict.fromkeys(UNCONTAINED, True))
     try:
-        report = await check_sandbox(backend, only=[names[0] for names in UNHELD.values()])
+        report = await check_sandbox(backend, only=[names[0] for names in UNCONTAINED.values()])
     finally:
         await backend.close()
-    if any(each.status == "skipped" for each in report.outcomes):
+    if any(outcome.status == "skipped" for outcome in report.outcomes):
         pytest.skip(report.outcomes[0].message)
-    assert [each.status for each in report.outcomes] == ["escaped"] * 3
+    assert [outcome.status for outcome in report.outcomes] == ["escaped"] * 3
     assert not report.ok
     with pytest.raises(SandboxError, match=r"escaped attack: TCP to the host's loopback \[network\]: a connection"):
         report.raise_for_failures()
@@ -115,18 +114,16 @@ async def test_capabilities_that_promise_more_than_holds_are_failures() -> None:
         ("forgets modes", "files: modes"),
     ],
 )
-async def test_a_fault_is_found(fault: str, check: str) -> None:
-    sound = BentBackend()
-    bent = BentBackend(fault)
+async def test_each_fault_is_found(fault: str, check: str) -> None:
+    backend = FaultyBackend(fault)
     try:
-        assert (await check_sandbox(bent, only=[check], timeout=20)).outcome(check).status == "failed"
+        assert (await check_sandbox(backend, only=[check], timeout=20)).outcome(check).status == "failed"
     finally:
-        await bent.close()
-        await sound.close()
+        await backend.close()
 
 
-async def test_whatever_a_backend_raises_is_a_finding() -> None:
-    backend = BentBackend("raises KeyError")
+async def test_any_error_of_a_backend_is_a_finding() -> None:
+    backend = FaultyBackend("raises KeyError")
     try:
         report = await check_sandbox(backend, only=["exec: exit codes"])
     finally:
@@ -134,7 +131,7 @@ async def test_whatever_a_backend_raises_is_a_finding() -> None:
     assert report.outcomes[0].message == "KeyError: 'exit'"
 
 
-async def test_what_cannot_be_examined_is_said_before_anything_starts() -> None:
+async def test_invalid_arguments_raise_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="did you mean 'docker'"):
         await check_sandbox("dokker")
     with pytest.raises(ConfigError, match="only='exce' is not the prefix of a check's name"):
@@ -143,7 +140,7 @@ async def test_what_cannot_be_examined_is_said_before_anything_starts() -> None:
         await check_sandbox("local", only=["attack"], attacks=False)
 
 
-def test_every_promise_of_the_capabilities_has_an_attack() -> None:
-    promises = {"filesystem", "processes", "network", "memory", "pids", "disk", "kernel", "always"}
-    assert {attack.containment for attack in ATTACKS.values()} == promises
-    assert len(CHECKS) + len(ATTACKS) == 103
+def test_every_claimable_containment_has_an_attack() -> None:
+    claims = {"filesystem", "processes", "network", "memory", "pids", "disk", "kernel", "always"}
+    assert {check.containment for check in CHECKS if check.containment} == claims
+    assert len(CHECKS) == len({check.name for check in CHECKS}) == 103

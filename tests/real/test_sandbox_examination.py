@@ -1,4 +1,4 @@
-"""The whole examination over every backend and rung; and with each containment switched off its attack gets through."""
+"""All checks over every backend and isolation level; and each attack escapes with its containment switched off."""
 
 from __future__ import annotations
 
@@ -13,58 +13,59 @@ import pytest
 
 import turnwise
 from support.sandboxes.e2b_server import KEY, e2b_cloud
-from support.sandboxes.faulty_backends import BentBackend
+from support.sandboxes.faulty_backends import FaultyBackend
 from turnwise.ext.checks.sandbox import SandboxReport, check_sandbox
-from turnwise.ext.checks.sandbox.attacks import ATTACKS
-from turnwise.ext.checks.sandbox.core import CHECKS
+from turnwise.ext.checks.sandbox.table import CHECKS
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend
+
+ATTACKS = {check.name: check for check in CHECKS if check.containment}
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 
-def whole(report: SandboxReport) -> SandboxReport:
-    """Return the report of a whole examination that went well."""
+def complete(report: SandboxReport) -> SandboxReport:
+    """Return the report of a complete run without failures."""
     report.raise_for_failures()
-    assert len(report.outcomes) == len(CHECKS) + len(ATTACKS)
-    unmade = [each for each in report.attacks if each.status == "skipped"]
-    assert not unmade, unmade
+    assert len(report.outcomes) == len(CHECKS)
+    skipped = [outcome for outcome in report.attacks if outcome.status == "skipped"]
+    assert not skipped, skipped
     return report
 
 
 @pytest.mark.alike("examinations")
-async def test_bubblewrap_holds_everything_back() -> None:
-    report = whole(await check_sandbox(SandboxConfig(config={"isolation": "bubblewrap"})))
-    assert {each.status for each in report.attacks} == {"held"}
-    assert {each.status for each in report.outcomes} == {"held", "passed"}
+async def test_bubblewrap_contains_all_attacks() -> None:
+    report = complete(await check_sandbox(SandboxConfig(config={"isolation": "bubblewrap"})))
+    assert {outcome.status for outcome in report.attacks} == {"held"}
+    assert {outcome.status for outcome in report.outcomes} == {"held", "passed"}
 
 
 @pytest.mark.alike("examinations")
-async def test_a_fork_holds_everything_back() -> None:
+async def test_forks_contain_all_attacks() -> None:
     config = SandboxConfig(name="support.sandboxes.faulty_backends:ForkedBackend", config={"isolation": "bubblewrap"})
     report = await check_sandbox(config, only=["attack", "life: fork", "life: close", "life: reap", "limits"])
     report.raise_for_failures()
-    assert {each.status for each in report.outcomes} == {"held", "passed"}
+    assert {outcome.status for outcome in report.outcomes} == {"held", "passed"}
     assert len(report.attacks) == len(ATTACKS)
 
 
 @pytest.mark.alike("examinations")
-async def test_bubblewrap_holds_everything_back_for_a_plain_user() -> None:
-    """In a mount namespace of its own, where this interpreter and this package are seen by everybody."""
+async def test_bubblewrap_contains_all_attacks_for_an_unprivileged_user() -> None:
+    """In a mount namespace where this interpreter and this package are readable by every user."""
     report = await as_user("isolation=bubblewrap")
     assert report["summary"].startswith("local (bubblewrap)")
-    told = {each["name"]: each["status"] for each in report["outcomes"]}
-    assert {name: told[name] for name in ATTACKS} == dict.fromkeys(ATTACKS, "held")
-    assert [name for name in CHECKS if told[name] != "passed"] == []
+    statuses = {outcome["name"]: outcome["status"] for outcome in report["outcomes"]}
+    assert {name: statuses[name] for name in ATTACKS} == dict.fromkeys(ATTACKS, "held")
+    assert {status for name, status in statuses.items() if name not in ATTACKS} == {"passed"}
 
 
 @pytest.mark.alike("examinations")
-async def test_landlock_holds_back_what_it_says_for_a_plain_user() -> None:
+async def test_landlock_keeps_its_claims_for_an_unprivileged_user() -> None:
     report = await as_user("isolation=landlock")
     assert report["summary"].startswith("local (landlock)")
-    told = {each["name"]: each["status"] for each in report["outcomes"]}
-    # What is not held back is told, and is no more than it is for root.
-    assert {ATTACKS[name].containment for name in ATTACKS if told[name] == "open"} <= {
+    statuses = {outcome["name"]: outcome["status"] for outcome in report["outcomes"]}
+    # Open attacks are no more than for root.
+    assert {ATTACKS[name].containment for name in ATTACKS if statuses[name] == "open"} <= {
         *("network", "processes", "memory", "pids", "disk", "kernel")
     }
 
@@ -79,23 +80,23 @@ async def main():
     names = ("attack: fork bomb", "attack: fill the disk", "attack: kernel", "trees: upload", "life: snapshot")
     report = await check_sandbox(backend, only=names)
     report.raise_for_failures()
-    print(backend.rung.uid, report.capabilities.pids, report.capabilities.disk, report.capabilities.kernel)
+    print(backend.level.uid, report.capabilities.pids, report.capabilities.disk, report.capabilities.kernel)
     await backend.close()
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="it takes root a right away")
-async def test_root_that_may_not_mount_becomes_another_user_before_bubblewrap_runs() -> None:
-    """As in most containers. The kernel counts no process of root's, and shows it more."""
+@pytest.mark.skipif(os.getuid() != 0, reason="a right of root is removed")
+async def test_root_without_mount_rights_runs_bubblewrap_as_another_user() -> None:
+    """As in most containers. For root the kernel counts no processes and shows more."""
     command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", _AS_OTHER_USER]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
-    assert done.stdout == "60999 True True True\n", done.stderr + done.stdout
+    result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert result.stdout == "60999 True True True\n", result.stderr + result.stdout
 
 
-class Exposing(LocalBackend):
-    """Sandboxes from which one address of the host is reached, as a black box's session is."""
+class ExposingBackend(LocalBackend):
+    """Sandboxes that reach one address of the host, like a black box its session."""
 
     port = 0
 
@@ -103,21 +104,21 @@ class Exposing(LocalBackend):
         sandbox = super().make(spec)
         start = sandbox.start
 
-        async def exposed() -> None:
+        async def start_and_expose() -> None:
             await start()
             await sandbox.expose("127.0.0.1", self.port)
 
-        sandbox.start = exposed  # type: ignore[method-assign]
+        sandbox.start = start_and_expose  # type: ignore[method-assign]
         return sandbox
 
 
 @pytest.mark.alike("examinations")
-async def test_bubblewrap_holds_everything_back_while_something_is_exposed() -> None:
+async def test_bubblewrap_contains_all_attacks_with_an_exposed_address() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    backend = Exposing(isolation="bubblewrap")
+    backend = ExposingBackend(isolation="bubblewrap")
     backend.port = server.sockets[0].getsockname()[1]
     try:
         report = await check_sandbox(backend, only=["attack"])
@@ -125,16 +126,16 @@ async def test_bubblewrap_holds_everything_back_while_something_is_exposed() -> 
         await backend.close()
         server.close()
     report.raise_for_failures()
-    # Another process cannot open this object, which is the one reason to skip.
-    assert [each.name for each in report.outcomes if each.status != "held"] == ["attack: outlive the host"]
+    # Another process cannot open this object, so one attack is skipped.
+    assert [outcome.name for outcome in report.outcomes if outcome.status != "held"] == ["attack: outlive the host"]
 
 
 @pytest.mark.alike("examinations")
 @pytest.mark.parametrize("isolation", ["landlock", "plain"])
-async def test_weaker_rungs_hold_back_what_they_say(isolation: str) -> None:
+async def test_weaker_levels_keep_their_claims(isolation: str) -> None:
     config = {"isolation": isolation, "unsafe": isolation == "plain"}
-    report = whole(await check_sandbox(SandboxConfig(config=config)))
-    open_ = {each.containment for each in report.attacks if each.status == "open"}
+    report = complete(await check_sandbox(SandboxConfig(config=config)))
+    open_ = {outcome.containment for outcome in report.attacks if outcome.status == "open"}
     assert open_ >= {"network", "processes"}
     assert ("filesystem" in open_) == (isolation == "plain")
 
@@ -143,14 +144,14 @@ async def test_weaker_rungs_hold_back_what_they_say(isolation: str) -> None:
 async def test_e2b_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("E2B_API_KEY", KEY)
     async with e2b_cloud() as (cloud, config):
-        report = whole(await check_sandbox(SandboxConfig(name="e2b", config=config)))
+        report = complete(await check_sandbox(SandboxConfig(name="e2b", config=config)))
         assert not cloud.boxes
         assert not cloud.snapshots
     assert report.outcome("attack: outlive the host").status == "held"
 
 
-# What is switched off, and the attacks that get through then.
-OFF: list[tuple[set[str], set[str]]] = [
+# Containments that are switched off, and the attacks that escape then.
+WITHOUT: list[tuple[set[str], set[str]]] = [
     ({"seccomp"}, {"keyrings"}),
     ({"seccomp", "userns"}, {"keyrings", "nested namespaces", "mounts"}),
     (
@@ -163,17 +164,19 @@ OFF: list[tuple[set[str], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("off", "through"), OFF, ids=lambda each: "+".join(sorted(each))[:30])
-async def test_an_attack_gets_through_where_its_containment_is_off(off: set[str], through: set[str]) -> None:
-    backend = LocalBackend(isolation="bubblewrap", _without=frozenset(off))
+@pytest.mark.parametrize(("without", "attacks"), WITHOUT, ids=lambda names: "+".join(sorted(names))[:30])
+async def test_attack_escapes_without_its_containment(without: set[str], attacks: set[str]) -> None:
+    backend = LocalBackend(isolation="bubblewrap", _without=frozenset(without))
     try:
-        report = await check_sandbox(backend, only=[f"attack: {name}" for name in through])
+        report = await check_sandbox(backend, only=[f"attack: {name}" for name in attacks])
     finally:
         await backend.close()
-    assert {each.name: each.status for each in report.outcomes} == {f"attack: {name}": "escaped" for name in through}
+    assert {outcome.name: outcome.status for outcome in report.outcomes} == {
+        f"attack: {name}": "escaped" for name in attacks
+    }
 
 
-# Faults of a backend, and the attack that gets through by each.
+# Faults of a backend, and the attack that escapes by each.
 FAULTS = {
     "leaks the environment": "environment",
     "believes commands": "forge the agent's messages",
@@ -185,16 +188,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_an_attack_gets_through_where_a_backend_is_careless(fault: str) -> None:
+async def test_attack_escapes_from_a_faulty_backend(fault: str) -> None:
     config = {"fault": fault, "lies": {"processes": True}}
     name = f"attack: {FAULTS[fault]}"
-    backend = SandboxConfig(name="support.sandboxes.faulty_backends:BentBackend", config=config)
+    backend = SandboxConfig(name="support.sandboxes.faulty_backends:FaultyBackend", config=config)
     report = await check_sandbox(backend, only=[name])
     assert report.outcome(name).status == "escaped", str(report.outcome(name))
 
 
-async def test_a_second_download_through_a_link_gets_through_where_archives_are_trusted() -> None:
-    backend = BentBackend("trusts archives")
+async def test_second_download_through_a_link_escapes_where_archives_are_trusted() -> None:
+    backend = FaultyBackend("trusts archives")
     try:
         report = await check_sandbox(backend, only=["attack: download through an earlier link"])
     finally:
@@ -202,11 +205,11 @@ async def test_a_second_download_through_a_link_gets_through_where_archives_are_
     assert report.outcomes[0].status == "escaped"
 
 
-async def test_a_folder_that_becomes_a_link_while_it_is_downloaded_is_followed_where_links_are() -> None:
+async def test_folder_replaced_by_a_link_escapes_where_links_are_followed() -> None:
     name = "attack: change while downloading"
-    # It is a race: the attacker wins some of them.
+    # A race that the attacker wins sometimes.
     for _ in range(10):
-        backend = BentBackend("follows links", {"filesystem": True})
+        backend = FaultyBackend("follows links", {"filesystem": True})
         try:
             report = await check_sandbox(backend, only=[name])
         finally:
@@ -217,18 +220,18 @@ async def test_a_folder_that_becomes_a_link_while_it_is_downloaded_is_followed_w
         pytest.fail("the attacker never won")
 
 
-async def test_what_no_rung_holds_back_gets_through() -> None:
-    """The others: on a rung that holds nothing back each gets what it is after."""
+async def test_remaining_attacks_escape_without_isolation() -> None:
+    """The other attacks: at the level without isolation each succeeds."""
     backend = LocalBackend(isolation="plain", unsafe=True, _without=frozenset({"seccomp", "pids", "groups", "watch"}))
     names = [name for name, attack in ATTACKS.items() if attack.containment in {"filesystem", "processes", "network"}]
     try:
         report = await check_sandbox(backend, only=[*names, "attack: kernel settings", "attack: devices"])
     finally:
         await backend.close()
-    held = {each.name for each in report.outcomes if each.status == "held"}
-    # Forging has a test of its own above; all but this is open to who is root, and most of it to everybody.
+    contained = {outcome.name for outcome in report.outcomes if outcome.status == "held"}
+    # Forging is tested above; root can do all others, and every user most of them.
     root = {"attack: read a host file (0600)", "attack: kernel settings", "attack: devices"}
-    assert held <= {"attack: forge the agent's messages"} | (set() if os.getuid() == 0 else root), str(report)
+    assert contained <= {"attack: forge the agent's messages"} | (set() if os.getuid() == 0 else root), str(report)
 
 
 async def as_user(*config: str) -> dict[str, Any]:
@@ -243,11 +246,11 @@ async def as_user(*config: str) -> dict[str, Any]:
     python = os.path.basename(os.path.realpath(sys.executable))
     words = (sys.base_prefix, code, site, python, *config)
     command = ["unshare", "-m", "sh", "-c", script, "sh", *words]
-    if os.getuid() != 0:  # who runs this is a plain user
+    if os.getuid() != 0:  # an unprivileged user runs this
         command = [sys.executable, "-m", "turnwise", "check-sandbox", "local", *config, "--json"]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("{"), done.stderr + done.stdout
-    found = json.loads(done.stdout)
-    bad = [each for each in found["outcomes"] if each["status"] in {"failed", "escaped"}]
-    assert not bad, bad
-    return {**found, "summary": f"local ({found['capabilities']['isolation']})"}
+    result = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert result.stdout.startswith("{"), result.stderr + result.stdout
+    report = json.loads(result.stdout)
+    failures = [outcome for outcome in report["outcomes"] if outcome["status"] in {"failed", "escaped"}]
+    assert not failures, failures
+    return {**report, "summary": f"local ({report['capabilities']['isolation']})"}

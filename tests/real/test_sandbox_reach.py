@@ -22,7 +22,7 @@ from support.sandboxes import other_user
 from support.sandboxes.docker_engine import PYTHON, engine
 from support.sandboxes.opened_backends import ExposedDocker, ExposedLocal
 from turnwise.ext.checks.sandbox import check_sandbox
-from turnwise.ext.checks.sandbox.attacks import ATTACKS
+from turnwise.ext.checks.sandbox.table import CHECKS
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.sandboxes.config import SandboxConfig
@@ -94,9 +94,9 @@ async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
         assert {name for _, name, _ in outcome.trajectories[0].rewards} == {"score", "left"}
         assert (endpoint.entry.rewards, other.turns) == ([], 0)
         assert outcome.trajectories[0].metrics["turns"] == 2
-        found: dict[str, Any] = json.loads(BoxedLookup.answers[0])
-        found["ports"] = [ports.index(each) for each in found["ports"]]
-        return found
+        reached: dict[str, Any] = json.loads(BoxedLookup.answers[0])
+        reached["ports"] = [ports.index(port) for port in reached["ports"]]
+        return reached
 
 
 async def test_a_program_reaches_its_session_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,11 +110,11 @@ async def test_a_program_reaches_its_session_and_nothing_else(monkeypatch: pytes
 async def all_attacks(kind: type[ExposedLocal] | type[ExposedDocker], config: dict[str, Any]) -> None:
     """Attack from sandboxes with a way out."""
     kind.opened = 0
-    given = SandboxConfig(name=f"support.sandboxes.opened_backends:{kind.__name__}", config=config)
-    report = await check_sandbox(given, only=["attack:", "life: expose"])
+    backend = SandboxConfig(name=f"support.sandboxes.opened_backends:{kind.__name__}", config=config)
+    report = await check_sandbox(backend, only=["attack:", "life: expose"])
     assert report.ok, str(report)
-    assert {each.status for each in report.attacks} == {"held"}, str(report)
-    assert len(report.attacks) == len(ATTACKS)
+    assert {outcome.status for outcome in report.attacks} == {"held"}, str(report)
+    assert len(report.attacks) == sum(bool(check.containment) for check in CHECKS)
     # One sandbox serves several attacks; each of them had a way out.
     assert kind.opened >= 5
 

@@ -1,4 +1,4 @@
-"""The doctor finds what it is there to find, that and nothing else, and nothing in an environment that is sound."""
+"""The environment checker reports each violation and nothing else, and nothing for a correct environment."""
 
 import asyncio
 import itertools
@@ -338,7 +338,7 @@ class Hangs(Good):
 
 
 class HoldsThreads(Good):
-    """Never returns, in plain code: the loop that runs it is lost."""
+    """Blocks its event loop for ever."""
 
     def reset(self, task=None, *, seed=None):
         while not RELEASE.wait(0.01):
@@ -394,7 +394,7 @@ class OldGym(Env):
 
 class Blocks(Good):
     def reset(self, task=None, *, seed=None):
-        self.slow = seed == 5  # one of those whose cost is measured, and few others
+        self.slow = seed == 5  # one of the episodes whose cost is measured
         return super().reset(task, seed=seed)
 
     def score(self, final):
@@ -417,13 +417,13 @@ class NoRange(Good):
 
 
 class Typed(Env):
-    """Plain: no tools. The message is a number; the floor is what guessing earns."""
+    """An environment without tools, whose answer is a number."""
 
     score_range = (0.0, 1.0)
     floor = 0.0
 
     def reset(self, task=None, *, seed=None):
-        self.wanted = str(1_000 + (seed or 0))
+        self.number = str(1_000 + (seed or 0))
         return "which number?", {}
 
     def step(self, action):
@@ -433,11 +433,11 @@ class Typed(Env):
         ]
         if answers:
             return StepResult(answers, 0.0, False, False, {})
-        return StepResult([], float(text_of(action) == self.wanted), True, False, {})
+        return StepResult([], float(text_of(action) == self.number), True, False, {})
 
     async def solve(self):
         await asyncio.sleep(0)
-        yield self.wanted
+        yield self.number
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ class Typed(Env):
     ["lookup", EnvSpec("lookup"), Good, lambda: Good.__new__(Good), Typed],
     ids=["name", "spec", "class", "function", "without tools"],
 )
-async def test_a_good_one(env):
+async def test_correct_environment_has_no_findings(env):
     report = await check_env(env, context_length=4096)
     assert report.findings == [], str(report)
     assert report.checks == list(CHECKS)
@@ -454,12 +454,12 @@ async def test_a_good_one(env):
     report.raise_for_findings()
 
 
-async def test_an_instance_of_a_good_one():
+async def test_correct_instance_has_no_findings():
     report = await check_env(Good())
     assert report.findings == [], str(report)
 
 
-async def test_one_that_needs_a_task():
+async def test_missing_task_is_a_finding_of_reset():
     def make():
         return SingleTurnEnv(lambda task, final: float(final is not None and text_of(final) == task.data["word"]))
 
@@ -515,7 +515,7 @@ async def test_one_that_needs_a_task():
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-async def test_what_is_wrong_is_found_and_named_and_nothing_else(env, check, words):
+async def test_each_violation_is_reported_alone(env, check, words):
     SHARED.clear()
     try:
         report = await check_env(env, context_length=2_000)
@@ -541,15 +541,17 @@ async def test_what_is_wrong_is_found_and_named_and_nothing_else(env, check, wor
         (NoDescription, "tools", "'bare' has no description"),
     ],
 )
-async def test_what_may_be_meant_so_is_a_warning(env, check, words):
+async def test_suspicions_are_warnings(env, check, words):
     SHARED.clear()
     report = await check_env(env, seeds=(0,))
     SHARED.clear()
     assert report.ok, str(report)
-    assert any(each.check == check and words in each.message and each.remedy for each in report.warnings), str(report)
+    assert any(finding.check == check and words in finding.message and finding.remedy for finding in report.warnings), (
+        str(report)
+    )
 
 
-async def test_a_tool_that_exits_is_an_answer_and_no_exit():
+async def test_tool_that_exits_is_answered():
     report = await check_env(ExitsInTool)
     assert report.ok, str(report)
 
@@ -564,7 +566,7 @@ async def test_a_tool_that_exits_is_an_answer_and_no_exit():
         (HangsInInit, "construct", 0),
     ],
 )
-async def test_one_that_hangs_is_given_up(env, check, ran):
+async def test_stalled_call_ends_the_check(env, check, ran):
     RELEASE.clear()
     try:
         report = await check_env(env, timeout=1.0)
@@ -576,20 +578,20 @@ async def test_one_that_hangs_is_given_up(env, check, ran):
     assert len(report.checks) + len(report.skipped) == (len(CHECKS) if ran else 0)
 
 
-async def test_what_makes_no_environment():
+async def test_factory_without_an_environment_is_a_finding():
     report = await check_env(lambda: 3)
-    assert [each.check for each in report.errors] == ["construct"]
+    assert [finding.check for finding in report.errors] == ["construct"]
     assert "made 3: it must make an environment" in str(report)
 
 
-async def test_arguments_that_examine_nothing():
+async def test_empty_seeds_and_timeouts_raise():
     with pytest.raises(ConfigError, match="no seeds"):
         await check_env(LookupEnv, seeds=())
     with pytest.raises(ConfigError, match=r"timeout is 0: it must be more than 0"):
         await check_env(LookupEnv, timeout=0)
 
 
-async def test_one_that_does_not_exist():
+async def test_unknown_environment_raises():
     with pytest.raises(RegistryError, match="lookup"):
         await check_env("lookupp")
 
@@ -608,31 +610,32 @@ def rows():
         yield Task(f"r{number}", "", {"answer": f"word{number}", "hint": "none"})
 
 
-def spoilt():
+def leaked_answers():
     for row in rows():
         yield Task(row.id, "", {**row.data, "hint": row.data["answer"]})
 
 
-def chosen():
+def with_choices():
     for row in rows():
         yield Task(row.id, "", {**row.data, "choices": ["other", row.data["answer"]], "hint": row.data["answer"]})
 
 
-def listed():
-    # All answers stand in every prompt: a list to choose from gives nothing away.
+def all_answers_listed():
+    # All answers occur in every prompt: a list of choices leaks nothing.
+    hint = " ".join(row.data["answer"] for row in rows())
     for row in rows():
-        yield Task(row.id, "", {**row.data, "hint": " ".join(each.data["answer"] for each in rows())})
+        yield Task(row.id, "", {**row.data, "hint": hint})
 
 
-async def test_its_own_tasks_are_played_and_a_leaked_answer_of_the_task_is_found():
+async def test_default_tasks_are_played_and_leaked_answers_found():
     from turnwise.tasks import load_tasks
 
     assert (await check_env(OwnTasks)).findings == []
-    report = await check_env(OwnTasks, tasks=load_tasks(spoilt, limit=3))
+    report = await check_env(OwnTasks, tasks=load_tasks(leaked_answers, limit=3))
     assert [finding.check for finding in report.errors] == ["answers"]
     assert "'word0'" in str(report)
-    assert (await check_env(OwnTasks, tasks=load_tasks(chosen, limit=3))).ok
-    assert (await check_env(OwnTasks, tasks=load_tasks(listed, limit=3))).ok
+    assert (await check_env(OwnTasks, tasks=load_tasks(with_choices, limit=3))).ok
+    assert (await check_env(OwnTasks, tasks=load_tasks(all_answers_listed, limit=3))).ok
 
 
 class NoTasks(Good):
@@ -643,12 +646,12 @@ def nothing():
     return []
 
 
-async def test_own_tasks_that_are_none():
+async def test_empty_default_tasks_raise():
     with pytest.raises(TaskError, match="it contains no tasks"):
         await check_env(NoTasks)
 
 
-async def test_a_tokenizer_counts_the_lengths():
+async def test_lengths_are_counted_by_the_tokenizer():
     report = await check_env(Good, context_length=4_000, count_tokens=len)
     counted = report.figures["prompt tokens, most"]
     assert counted > 100
@@ -658,7 +661,7 @@ async def test_a_tokenizer_counts_the_lengths():
     assert "estimated" in estimated.notes[0]
 
 
-async def test_the_report_is_json():
+async def test_report_converts_to_json():
     report = await check_env(Generous)
     read = json.loads(json.dumps(report.to_json()))
     assert read["ok"] is False
@@ -678,14 +681,14 @@ class Rows(Good):
         return [] if task.data.get("good") else ["it is solved before anything is done"]
 
 
-async def test_every_task_is_looked_at_where_the_environment_can_say_what_is_wrong():
+async def test_check_task_is_run_on_every_row():
     rows = [Task(str(number), "go", {"good": number != 3, "remark": number == 5}) for number in range(6)]
     rows.append(Task("odd", "go"))
     report = await check_env(Rows, tasks=rows[:1], looked_at=rows, seeds=(0,))
-    assert [(each.check, each.message) for each in report.errors] == [
+    assert [(finding.check, finding.message) for finding in report.errors] == [
         ("tasks", "task '3': it is solved before anything is done"),
         ("tasks", "task 'odd': it cannot be checked: its repository is gone"),
     ]
-    assert [each.message for each in report.warnings if each.check == "tasks"] == ["task '5': it is easy"]
+    assert [finding.message for finding in report.warnings if finding.check == "tasks"] == ["task '5': it is easy"]
     assert (report.figures["tasks looked at"], report.figures["broken tasks"]) == (7, 2)
     assert "tasks looked at" not in (await check_env(Good, tasks=rows[:1], looked_at=rows, seeds=(0,))).figures

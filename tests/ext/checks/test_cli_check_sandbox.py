@@ -1,4 +1,4 @@
-"""``turnwise check-sandbox``: what it prints, its options, and how it ends."""
+"""``turnwise check-sandbox``: its output, options and exit codes."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ def run(*argv: str) -> int:
     return 0
 
 
-def test_it_prints_a_table_of_attacks_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_a_table_of_attacks_and_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*PLAIN, "--only", "exec: exit", "--only", "attack: environment") == 0
-    told = capsys.readouterr().out
-    assert "contained by" in told
-    assert "always" in told
-    assert "local (plain): 1 passed, 1 held" in told
+    output = capsys.readouterr().out
+    assert "contained by" in output
+    assert "always" in output
+    assert "local (plain): 1 passed, 1 held" in output
 
 
-def test_its_json_is_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*PLAIN, "--json", "--no-attacks", "--only", "exec: exit") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
     assert report["capabilities"]["isolation"] == "plain"
-    assert [each["name"] for each in report["outcomes"]] == ["exec: exit codes"]
+    assert [outcome["name"] for outcome in report["outcomes"]] == ["exec: exit codes"]
 
 
-def test_a_failure_is_told_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ("support.sandboxes.faulty_backends:BentBackend", "fault=merges streams")
+def test_failure_is_printed_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ("support.sandboxes.faulty_backends:FaultyBackend", "fault=merges streams")
     assert run("check-sandbox", *config, "--only", "exec: streams") == 1
-    assert "✗ exec: streams: got b'out" in capsys.readouterr().out
+    assert "✗ exec: streams: 'echo out" in capsys.readouterr().out
 
 
-def test_an_unknown_backend_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_backend_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check-sandbox", "locl") == 1
     assert "did you mean 'local'?" in capsys.readouterr().err

@@ -17,48 +17,48 @@ from turnwise.errors import SandboxError
 from turnwise.sandboxes import Capabilities, ExecResult, Sandbox, SandboxBackend, SandboxProcess, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend
 
-# Python has filters from 3.11.4 on; without one it trusts archives by itself.
+# Before 3.11.4 tarfile had no filters and trusted archives.
 _TRUSTING: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
 
 
-async def _believing(inner: Sandbox, command: Any, given: dict[str, Any]) -> ExecResult:
-    """Hand the command the channel on which its own end is told, and believe what comes first on it."""
+async def _believe_command(inner: Sandbox, command: Any, options: dict[str, Any]) -> ExecResult:
+    """Give the command the channel of its own exit code, and believe its first message."""
     argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
-    result = await inner.exec(["sh", "-c", 'rm -f .told; "$@" 3>>.told', "sh", *argv], **given)
+    result = await inner.exec(["sh", "-c", 'rm -f .told; "$@" 3>>.told', "sh", *argv], **options)
     try:
-        told = await inner.read_file(".told")
-        return replace(result, exit_code=json.loads(told[: told.index(b"}") + 1])["exit"])
+        message = await inner.read_file(".told")
+        return replace(result, exit_code=json.loads(message[: message.index(b"}") + 1])["exit"])
     except (SandboxError, ValueError):
         return result
 
 
-async def _leaving(inner: Sandbox, command: Any, given: dict[str, Any]) -> ExecResult:
-    """At a time-out say that the command was ended, and leave it running."""
+async def _leave_running(inner: Sandbox, command: Any, options: dict[str, Any]) -> ExecResult:
+    """Report a time-out, and leave the command running."""
     argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
-    seconds = given.get("timeout") or 30
+    seconds = options.get("timeout") or 30
     if seconds >= 5:
-        return await inner.exec(command, **given)
+        return await inner.exec(command, **options)
     script = f'"$@" </dev/null >/dev/null 2>&1 & sleep {seconds}'
-    await inner.exec(["sh", "-c", script, "sh", *argv], **{**given, "timeout": seconds + 20})
+    await inner.exec(["sh", "-c", script, "sh", *argv], **{**options, "timeout": seconds + 20})
     return ExecResult(124, timed_out=True)
 
 
-async def _outside(inner: Sandbox, command: Any, given: dict[str, Any]) -> ExecResult:
-    """Run what goes on in the background as a process of the machine that nobody ends."""
+async def _run_outside(inner: Sandbox, command: Any, options: dict[str, Any]) -> ExecResult:
+    """Run background loops as host processes that are never ended."""
     if not (isinstance(command, str) and "while :" in command):
-        return await inner.exec(command, **given)
+        return await inner.exec(command, **options)
     home = (await inner.exec("pwd -P")).stdout.decode().strip()
     subprocess.Popen(["sh", "-c", command], cwd=home, start_new_session=True)  # noqa: ASYNC220
     return ExecResult(0)
 
 
-_RUNS = {"believes commands": _believing, "leaves commands": _leaving, "runs outside": _outside}
+_RUNS = {"believes commands": _believe_command, "leaves commands": _leave_running, "runs outside": _run_outside}
 
 
-class BentSandbox(Sandbox):
-    """Hands everything on to a real one; what is bent is told apart by its name."""
+class FaultySandbox(Sandbox):
+    """A real sandbox with one fault, by name."""
 
-    backend = "bent"
+    backend = "faulty"
 
     def __init__(self, inner: Sandbox, fault: str) -> None:
         self.inner, self.fault, self.spec, self.id = inner, fault, inner.spec, inner.id
@@ -70,28 +70,28 @@ class BentSandbox(Sandbox):
     async def close(self) -> None:
         await self.inner.close()
 
-    async def exec(self, command: Any, **given: Any) -> ExecResult:
+    async def exec(self, command: Any, **options: Any) -> ExecResult:
         fault, inner = self.fault, self.inner
         if fault in _RUNS:
-            return await _RUNS[fault](inner, command, given)
+            return await _RUNS[fault](inner, command, options)
         if fault == "raises KeyError":
             raise KeyError("exit")
         if fault == "cuts nothing":
-            given["max_output"] = 2**24
+            options["max_output"] = 2**24
         if fault == "leaks the environment":
-            given["env"] = {**os.environ, **(given.get("env") or {})}
-        result = await inner.exec(command, **given)
+            options["env"] = {**os.environ, **(options.get("env") or {})}
+        result = await inner.exec(command, **options)
         if fault == "a time-out raises" and result.timed_out:
             raise SandboxError("too slow")
         if fault == "merges streams":
             return replace(result, stdout=result.stdout + result.stderr, stderr=b"")
         return result
 
-    async def spawn(self, command: Any, **given: Any) -> SandboxProcess:
-        return await self.inner.spawn(command, **given)
+    async def spawn(self, command: Any, **options: Any) -> SandboxProcess:
+        return await self.inner.spawn(command, **options)
 
-    async def read_file(self, path: str, **given: Any) -> bytes:
-        return await self.inner.read_file(path, **(given if self.fault != "reads all" else {}))
+    async def read_file(self, path: str, **options: Any) -> bytes:
+        return await self.inner.read_file(path, **(options if self.fault != "reads all" else {}))
 
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         await self.inner.write_file(path, data, mode=None if self.fault == "forgets modes" else mode)
@@ -99,12 +99,12 @@ class BentSandbox(Sandbox):
     async def upload(self, source: Path, target: str) -> None:
         await self.inner.upload(source, target)
 
-    async def download(self, source: str, target: Path, **given: Any) -> None:
+    async def download(self, source: str, target: Path, **options: Any) -> None:
         if self.fault not in {"trusts archives", "follows links"}:
-            await self.inner.download(source, target, **given)
+            await self.inner.download(source, target, **options)
             return
-        taken = "-c" if self.fault == "trusts archives" else "-ch"
-        packed = await self.inner.exec(["tar", "-C", source, taken, "."], max_output=2**24)
+        mode = "-c" if self.fault == "trusts archives" else "-ch"
+        packed = await self.inner.exec(["tar", "-C", source, mode, "."], max_output=2**24)
         with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
             archive.extractall(target, **_TRUSTING)
 
@@ -115,15 +115,15 @@ class BentSandbox(Sandbox):
         return await self.inner.fork(count)
 
 
-class BentBackend(SandboxBackend):
-    """Real ones of the rung ``plain``, with a fault.
+class FaultyBackend(SandboxBackend):
+    """Sandboxes of the level ``plain`` with a fault.
 
     Args:
-        fault: Which.
-        lies: Capabilities that are promised though they do not hold.
+        fault: Name of the fault; empty for none.
+        lies: Capabilities that are claimed falsely.
     """
 
-    name = "bent"
+    name = "faulty"
 
     def __init__(self, fault: str = "", lies: dict[str, bool] | None = None) -> None:
         self.inner = LocalBackend(isolation="plain", unsafe=True)
@@ -135,7 +135,7 @@ class BentBackend(SandboxBackend):
     def make(self, spec: SandboxSpec) -> Sandbox:
         if self.fault == "forgets file_size":
             spec = replace(spec, limits=replace(spec.limits, file_size=2**40))
-        return BentSandbox(self.inner.make(spec), self.fault)
+        return FaultySandbox(self.inner.make(spec), self.fault)
 
     async def drop_snapshot(self, snapshot: str) -> None:
         await self.inner.drop_snapshot(snapshot)
@@ -147,8 +147,8 @@ class BentBackend(SandboxBackend):
         await self.inner.close()
 
 
-class ForkedSandbox(BentSandbox):
-    """A fork of a sandbox that is closed by now."""
+class ForkedSandbox(FaultySandbox):
+    """A fork of a sandbox that has been closed."""
 
     async def start(self) -> None:
         origin = self.inner
@@ -161,7 +161,7 @@ class ForkedSandbox(BentSandbox):
 
 
 class ForkedBackend(LocalBackend):
-    """Local sandboxes, each of them a fork of another: what holds for originals has to hold for them."""
+    """Local sandboxes, each a fork of another."""
 
     def make(self, spec: SandboxSpec) -> Sandbox:
         return ForkedSandbox(super().make(spec), "")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from turnwise.envs.registration import EnvSpec
     from turnwise.ext.checks.environment import CheckReport
     from turnwise.ext.checks.environment.context import PromptIds, TokenCounter
-    from turnwise.ext.checks.sandbox.context import Outcome, SandboxReport
+    from turnwise.ext.checks.sandbox.report import Outcome, SandboxReport
     from turnwise.tasks.core import Task
 
 
@@ -212,9 +212,9 @@ def _show_sandbox(report: SandboxReport, console: Console) -> None:
         table = Table(box=None, padding=(0, 2, 0, 0))
         for title in ("attack", "contained by", "outcome", "details"):
             table.add_column(title, overflow="fold")
-        for each in report.attacks:
-            words = Text(each.status, style=styles[each.status])
-            table.add_row(each.name.removeprefix("attack: "), each.containment, words, each.message)
+        for attack in report.attacks:
+            status = Text(attack.status, style=styles[attack.status])
+            table.add_row(attack.name.removeprefix("attack: "), attack.containment, status, attack.message)
         console.print(table)
     if report.capabilities is not None:
         for note in report.capabilities.notes:

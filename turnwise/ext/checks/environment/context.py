@@ -34,7 +34,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="turnwise-doctor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="turnwise-check-env", daemon=True)
         self._thread.start()
 
     async def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
@@ -83,7 +83,7 @@ class Finding:
         check: Name of the check.
         message: What is wrong.
         remedy: How to fix it.
-        where: Task, seed and policy of the episode; empty where none.
+        where: Task, seed and policy of the episode, or empty.
         severity: ``error`` breaks the contract; ``warning`` may be intended.
     """
 
@@ -121,12 +121,12 @@ class CheckReport:
     @property
     def errors(self) -> list[Finding]:
         """Findings of severity ``error``."""
-        return [each for each in self.findings if each.severity == "error"]
+        return [finding for finding in self.findings if finding.severity == "error"]
 
     @property
     def warnings(self) -> list[Finding]:
         """Findings of severity ``warning``."""
-        return [each for each in self.findings if each.severity == "warning"]
+        return [finding for finding in self.findings if finding.severity == "warning"]
 
     @property
     def ok(self) -> bool:
@@ -156,7 +156,7 @@ class CheckReport:
 EnvSource: TypeAlias = "str | EnvSpec | Env | Callable[[], Env]"
 TokenCounter: TypeAlias = Callable[[str], int]
 PromptIds: TypeAlias = Callable[[Sequence[Message], Sequence[ToolSchema]], Sequence[int]]
-_LAST_S: Final = 2.0
+_CLOSE_S: Final = 2.0
 ESTIMATE: Final = (
     "tokens are estimated as UTF-8 bytes / 4: name a model to count them, and to see whether its chat template shows "
     "the tools"
@@ -169,8 +169,8 @@ def estimated_tokens(text: str) -> int:
 
 
 @dataclass(slots=True)
-class Examined:
-    """Subject and settings of an examination.
+class Subject:
+    """The environment that is checked, and the settings.
 
     Attributes:
         tasks: Tasks for resets; None where it needs none.
@@ -204,7 +204,7 @@ class Examined:
 
 
 @dataclass(slots=True)
-class Played:
+class CheckEpisode:
     """A running episode and its observations."""
 
     env: Env
@@ -213,15 +213,15 @@ class Played:
     messages: list[Message]
     info: dict[str, Any]
     total: float = 0.0
-    over: bool = False
+    is_over: bool = False
     seconds: list[float] = field(default_factory=list)
 
 
 class CheckContext:
-    """One examination."""
+    """One run of the checker over an environment."""
 
-    def __init__(self, of: Examined, first: Env, worker: Worker) -> None:
-        self.of = of
+    def __init__(self, subject: Subject, first: Env, worker: Worker) -> None:
+        self.subject = subject
         self.first = first
         self.report = CheckReport(type(first).__qualname__)
         self._worker = worker
@@ -229,14 +229,14 @@ class CheckContext:
     @property
     def single(self) -> bool:
         """Whether no second object can be made."""
-        return isinstance(self.of.source, Env)
+        return isinstance(self.subject.source, Env)
 
     @property
     def episodes(self) -> list[tuple[Task | None, int]]:
         """Every task with every seed, the first task with all seeds first."""
-        return [(task, seed) for task in self.of.tasks for seed in self.of.seeds]
+        return [(task, seed) for task in self.subject.tasks for seed in self.subject.seeds]
 
-    def find(
+    def add_finding(
         self,
         check: str,
         message: str,
@@ -246,13 +246,15 @@ class CheckContext:
         severity: Literal["error", "warning"] = "error",
     ) -> None:
         """Add a finding, once for all episodes."""
-        known = {(each.check, each.message) for each in self.report.findings}
-        if (check, message) not in known:
+        reported = {(finding.check, finding.message) for finding in self.report.findings}
+        if (check, message) not in reported:
             self.report.findings.append(Finding(check, message, remedy, where, severity))
 
     async def make(self) -> Env:
-        """Make a new environment; the given one where no second can be made."""
-        return await self._worker.run(made(self.of.source, self.of.toolbox), self.of.timeout, "making the environment")
+        """Make a new environment; the same object if no second can be made."""
+        return await self._worker.run(
+            make_env(self.subject.source, self.subject.toolbox), self.subject.timeout, "making the environment"
+        )
 
     async def run(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """Run a coroutine on the environment's loop within the time limit.
@@ -261,18 +263,18 @@ class CheckContext:
             EnvError: A method raised or broke its contract.
             StallTimeout: It did not return in time.
         """
-        return await self._worker.run(work, self.of.timeout, what)
+        return await self._worker.run(work, self.subject.timeout, what)
 
     @asynccontextmanager
-    async def episode(self, task: Task | None, seed: int) -> AsyncIterator[Played]:
+    async def new_episode(self, task: Task | None, seed: int) -> AsyncIterator[CheckEpisode]:
         """Make and reset an environment; close it on exit."""
         env = await self.make()
         try:
-            yield await self.begin(env, task, seed)
+            yield await self.reset(env, task, seed)
         except StallTimeout:
-            # What blocks the loop blocks close as well; the earlier hang is what is reported.
+            # A blocked loop blocks close as well; the first stall is the one to report.
             with contextlib.suppress(TurnwiseError):
-                await self._worker.run(close_env(env), min(self.of.timeout, _LAST_S), "close")
+                await self._worker.run(close_env(env), min(self.subject.timeout, _CLOSE_S), "close")
             raise
         except BaseException:  # also a cancellation: the environment is closed
             await self._close(env)
@@ -283,29 +285,29 @@ class CheckContext:
         if not self.single:
             await self.run(close_env(env), "close")
 
-    async def begin(self, env: Env, task: Task | None, seed: int) -> Played:
+    async def reset(self, env: Env, task: Task | None, seed: int) -> CheckEpisode:
         """Reset an environment."""
         messages, info = await self.run(reset_env(env, task, seed=seed), "reset")
-        return Played(env, place(task, seed), task, list(messages), info)
+        return CheckEpisode(env, episode_name(task, seed), task, list(messages), info)
 
-    async def step(self, played: Played, action: Message) -> StepResult:
+    async def step(self, episode: CheckEpisode, action: Message) -> StepResult:
         """Pass a message to the environment and record the result."""
         started = time.perf_counter()
-        result = await self.run(step_env(played.env, action), "step")
-        played.seconds.append(time.perf_counter() - started)
-        played.messages += as_messages(result.observation)
-        played.total += result.reward
-        played.over = result.terminated or result.truncated
+        result = await self.run(step_env(episode.env, action), "step")
+        episode.seconds.append(time.perf_counter() - started)
+        episode.messages += as_messages(result.observation)
+        episode.total += result.reward
+        episode.is_over = result.terminated or result.truncated
         if result.truncated and not result.terminated:
-            played.total += sum((await self.run(score_env(played.env, None), "score")).values())
+            episode.total += sum((await self.run(score_env(episode.env, None), "score")).values())
         return result
 
-    async def finish(self, played: Played, last: Message | None) -> float:
+    async def finish(self, episode: CheckEpisode, final: Message | None) -> float:
         """Return the episode's total, scoring it unless a step did."""
-        if not played.over:
-            played.over = True
-            played.total += sum((await self.run(score_env(played.env, last), "score")).values())
-        return played.total
+        if not episode.is_over:
+            episode.is_over = True
+            episode.total += sum((await self.run(score_env(episode.env, final), "score")).values())
+        return episode.total
 
     def json_safe(self, what: str, value: Any, where: str) -> None:
         """Add a finding where a value is not JSON."""
@@ -313,7 +315,7 @@ class CheckContext:
             orjson.dumps(value)
         except (TypeError, orjson.JSONEncodeError) as error:
             remedy = "use strings, numbers, lists and dicts with string keys; no objects, no lone surrogates"
-            self.find("json", f"{what} is not JSON: {error}", remedy, where=where)
+            self.add_finding("json", f"{what} is not JSON: {error}", remedy, where=where)
 
     def check_messages(self, what: str, messages: Sequence[Message], where: str) -> None:
         """Add a finding for each message that is not JSON."""
@@ -325,7 +327,7 @@ class CheckContext:
         """Add a finding where a score lies outside the declared range."""
         bounds = self.first.score_range
         if bounds is not None and not bounds[0] - 1e-9 <= value <= bounds[1] + 1e-9:
-            self.find(
+            self.add_finding(
                 "score",
                 f"a score of {value:g} lies outside score_range {bounds}",
                 "fix score() or declare the actual range",
@@ -333,7 +335,7 @@ class CheckContext:
             )
 
 
-async def made(source: EnvSource, toolbox: Toolbox | None = None) -> Env:
+async def make_env(source: EnvSource, toolbox: Toolbox | None = None) -> Env:
     """Make an environment from its source."""
     if isinstance(source, Env):
         return source
@@ -342,17 +344,17 @@ async def made(source: EnvSource, toolbox: Toolbox | None = None) -> Env:
             return make(source)
         if isinstance(source, EnvSpec):
             return source.make(() if toolbox is None else await toolbox.tools())
-        found: Any = source()
+        env: Any = source()
     except TurnwiseError:
         raise
-    except (Exception, SystemExit) as error:  # an environment's code: what it raises is named as its own
+    except (Exception, SystemExit) as error:  # the environment's code may raise anything
         raise EnvError(f"the constructor raised {type(error).__name__}: {error}") from error
-    if not isinstance(found, Env):
-        raise EnvError(f"{brief(source)} made {brief(found)}: it must make an environment (a turnwise.Env)")
-    return found
+    if not isinstance(env, Env):
+        raise EnvError(f"{brief(source)} made {brief(env)}: it must make an environment (a turnwise.Env)")
+    return env
 
 
-def place(task: Task | None, seed: int) -> str:
+def episode_name(task: Task | None, seed: int) -> str:
     """Describe an episode by task and seed."""
     return f"seed {seed}" if task is None else f"task {task.id!r}, seed {seed}"
 
@@ -375,8 +377,12 @@ def some_calls(env: Env) -> list[ToolCall]:
 
 def usable_calls(env: Env) -> list[ToolCall]:
     """Return one call of each tool, with random arguments that its schema allows."""
-    made = {schema.name: example_arguments(schema) for schema in schemas(env)}
-    return [ToolCall(f"call_{name}", name, arguments) for name, arguments in made.items() if arguments is not None]
+    arguments_by_name = {schema.name: example_arguments(schema) for schema in schemas(env)}
+    return [
+        ToolCall(f"call_{name}", name, arguments)
+        for name, arguments in arguments_by_name.items()
+        if arguments is not None
+    ]
 
 
 def brief(value: Any) -> str:

