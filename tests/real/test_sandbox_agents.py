@@ -42,7 +42,7 @@ LOOK = "ls; echo \"interfaces=[$(tail -n +3 /proc/net/dev | cut -d: -f1 | tr -d 
 
 
 def says(tool: str, *commands: str) -> Message:
-    calls = [ToolCall("", tool, {"command": each}) for each in commands]
+    calls = [ToolCall("", tool, {"command": command}) for command in commands]
     return {"role": "assistant", "content": "", "reasoning_content": "So.\n", "tool_calls": calls}
 
 
@@ -91,31 +91,31 @@ async def solve(
 async def check(recipe: str, sandbox: SandboxConfig, run_dir: Path, **more: Any) -> None:
     (task,) = tasks(1)
     outcomes = await solve(recipe, task, sandbox, run_dir, more)
-    assert [each.error for each in outcomes] == [None, None]
-    trajectories = [each.trajectories[0] for each in outcomes]
-    assert [each.reward for each in trajectories] == [1.0, 0.0]
-    assert [each.stop_reason.value for each in trajectories] == ["completed"] * 2
-    for each in trajectories:
-        assert (each.metrics["turns"], len(each.leaves())) == (3, 1)
-        assert each.metrics["blackbox/nonzero_exits"] == 0
-        assert each.metrics["empty_patch"] == 0
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    trajectories = [outcome.trajectories[0] for outcome in outcomes]
+    assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0]
+    assert [trajectory.stop_reason.value for trajectory in trajectories] == ["completed"] * 2
+    for trajectory in trajectories:
+        assert (trajectory.metrics["turns"], len(trajectory.leaves())) == (3, 1)
+        assert trajectory.metrics["blackbox/nonzero_exits"] == 0
+        assert trajectory.metrics["empty_patch"] == 0
     train_once(run_dir)
     report = audit_files(run_dir)
     assert report.contradictions == []
     assert report.counts["turns equal to a call"] == 6
-    for each in read_trajectories(run_dir / "trajectories.twz"):
-        rows = to_samples(each).rows
-        assert sum(row.trained_tokens for row in rows) == each.sampled_tokens > 0
+    for trajectory in read_trajectories(run_dir / "trajectories.twz"):
+        rows = to_samples(trajectory).rows
+        assert sum(row.trained_tokens for row in rows) == trajectory.sampled_tokens > 0
     # What the program's own shell printed is part of the prompt: it ran where there is loopback alone.
     assert "interfaces=[lo]" in renderer_for("qwen3").decode(rows[0].input_ids)
 
 
 @pytest.mark.parametrize("recipe", list(PROGRAMS))
-async def test_it_solves_a_row_in_a_sandbox_without_a_network(recipe: str, tmp_path: Path) -> None:
+async def test_agent_solves_a_row_without_a_network(recipe: str, tmp_path: Path) -> None:
     await check(recipe, SandboxConfig(config={"isolation": "bubblewrap"}), tmp_path)
 
 
-async def test_it_solves_a_row_in_a_container(tmp_path: Path) -> None:
+async def test_agent_solves_a_row_in_a_container(tmp_path: Path) -> None:
     # The image has the libraries of its own programs only: those of compiled packages are shown besides.
     names = ("libgcc_s.so.1", "libstdc++.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
     libraries = [Path(f"/usr/lib/{platform.machine()}-linux-gnu") / name for name in names]

@@ -34,13 +34,13 @@ def docker_engine() -> Iterator[TestEngine]:
         yield running
 
 
-def backend_of(running: TestEngine, **given: Any) -> DockerBackend:
-    return DockerBackend(**{"url": running.url, "image": SMALL, "pull": "never", **given})
+def backend_of(running: TestEngine, **changes: Any) -> DockerBackend:
+    return DockerBackend(**{"url": running.url, "image": SMALL, "pull": "never", **changes})
 
 
 @contextlib.asynccontextmanager
-async def opened(running: TestEngine, spec: SandboxSpec = SPEC, **given: Any) -> AsyncIterator[Sandbox]:
-    backend = backend_of(running, **given)
+async def opened(running: TestEngine, spec: SandboxSpec = SPEC, **changes: Any) -> AsyncIterator[Sandbox]:
+    backend = backend_of(running, **changes)
     try:
         async with backend.make(spec) as sandbox:
             yield sandbox
@@ -51,17 +51,17 @@ async def opened(running: TestEngine, spec: SandboxSpec = SPEC, **given: Any) ->
 def left(running: TestEngine) -> list[str]:
     """What is there of ours: containers, and images beside those that the tests made."""
     client = running.client()
-    chosen = {"label": ["turnwise.owner"]}
-    found = [each["Names"][0] for each in client.containers(all=True, filters=chosen)]
-    found += [str(each["RepoTags"]) for each in client.images(filters=chosen)]
+    filters = {"label": ["turnwise.owner"]}
+    names = [container["Names"][0] for container in client.containers(all=True, filters=filters)]
+    names += [str(image["RepoTags"]) for image in client.images(filters=filters)]
     client.close()
-    return found
+    return names
 
 
 async def nothing_left(running: TestEngine, seconds: float = 30.0) -> None:
     bound = time.monotonic() + seconds
-    while found := left(running):
-        assert time.monotonic() < bound, f"left behind: {found}"
+    while leftovers := left(running):
+        assert time.monotonic() < bound, f"left behind: {leftovers}"
         await asyncio.sleep(0.1)
 
 
@@ -74,35 +74,37 @@ def everything_is_removed(docker_engine: TestEngine) -> Iterator[None]:
 # What is found out.
 
 
-async def test_files_are_in_memory_where_the_engine_bounds_no_layer(docker_engine: TestEngine) -> None:
+async def test_files_are_in_memory_if_the_engine_bounds_no_layer(docker_engine: TestEngine) -> None:
     backend = backend_of(docker_engine)
-    found = await backend.probe()
+    capabilities = await backend.probe()
     await backend.close()
-    assert (found.isolation, found.notes) == ("docker", ())
-    assert all((found.memory, found.pids, found.disk, found.kernel, found.network))
+    assert (capabilities.isolation, capabilities.notes) == ("docker", ())
+    assert all((capabilities.memory, capabilities.pids, capabilities.disk, capabilities.kernel, capabilities.network))
     backend = backend_of(docker_engine, files="layer")
-    found = await backend.probe()
+    capabilities = await backend.probe()
     await backend.close()
-    assert not found.disk
-    assert found.notes == ("this engine does not enforce limits.disk",)
+    assert not capabilities.disk
+    assert capabilities.notes == ("this engine does not enforce limits.disk",)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("changes", "message"),
     [
         ({"image": "no/such:1"}, "image 'no/such:1' does not exist here, and sandbox.config.pull is 'never'"),
         ({"runtime": "none-such"}, "runtime is 'none-such', which the engine does not know .*runc"),
         ({"image": "./no-such-folder"}, "is a path, but neither a folder with a Dockerfile"),
     ],
 )
-async def test_what_the_engine_has_not_is_told(docker_engine: TestEngine, given: dict[str, Any], message: str) -> None:
-    backend = backend_of(docker_engine, **given)
+async def test_missing_features_of_the_engine_are_named(
+    docker_engine: TestEngine, changes: dict[str, Any], message: str
+) -> None:
+    backend = backend_of(docker_engine, **changes)
     with pytest.raises(SandboxUnavailable, match=message):
         await backend.probe()
     await backend.close()
 
 
-async def test_an_image_that_cannot_be_fetched_is_told(docker_engine: TestEngine) -> None:
+async def test_unavailable_image_is_named(docker_engine: TestEngine) -> None:
     backend = backend_of(docker_engine, image="127.0.0.1:1/no/such:1", pull="missing")
     with pytest.raises(
         SandboxUnavailable, match=r"image '127\.0\.0\.1:1/no/such:1' is not there and cannot be fetched"
@@ -114,9 +116,7 @@ async def test_an_image_that_cannot_be_fetched_is_told(docker_engine: TestEngine
 # Images.
 
 
-async def test_an_image_is_built_once_from_a_folder_and_imported_once_from_files(
-    docker_engine: TestEngine, tmp_path: Path
-) -> None:
+async def test_images_are_built_and_imported_once(docker_engine: TestEngine, tmp_path: Path) -> None:
     folder = tmp_path / "task"
     folder.mkdir()
     (folder / "Dockerfile").write_text(f"FROM {SMALL}\nCOPY hello /opt/hello\n")
@@ -124,16 +124,18 @@ async def test_an_image_is_built_once_from_a_folder_and_imported_once_from_files
     client = docker_engine.client()
     async with opened(docker_engine, replace(SPEC, image=str(folder))) as sandbox:
         assert await sandbox.read_file("/opt/hello") == b"built"
-    names = {tag for each in client.images() for tag in each["RepoTags"] or [] if tag.startswith("turnwise-built")}
+    names = {tag for image in client.images() for tag in image["RepoTags"] or [] if tag.startswith("turnwise-built")}
     async with opened(docker_engine, replace(SPEC, image=str(folder))):
         pass
-    again = {tag for each in client.images() for tag in each["RepoTags"] or [] if tag.startswith("turnwise-built")}
+    names_after = {
+        tag for image in client.images() for tag in image["RepoTags"] or [] if tag.startswith("turnwise-built")
+    }
     assert len(names) == 1
-    assert again == names
+    assert names_after == names
     exported = tmp_path / "root.tar"
-    made = client.create_container(SMALL, ["true"])["Id"]
-    exported.write_bytes(b"".join(client.export(made)))
-    client.remove_container(made)
+    container = client.create_container(SMALL, ["true"])["Id"]
+    exported.write_bytes(b"".join(client.export(container)))
+    client.remove_container(container)
     async with opened(docker_engine, replace(SPEC, image=str(exported))) as sandbox:
         assert (await sandbox.exec(["echo", "imported"])).stdout == b"imported\n"
     (folder / "Dockerfile").write_text(f"FROM {SMALL}\nRUN echo reason; false\n")
@@ -143,9 +145,7 @@ async def test_an_image_is_built_once_from_a_folder_and_imported_once_from_files
     client.close()
 
 
-async def test_an_image_with_files_at_work_is_refused_in_memory_and_used_in_a_layer(
-    docker_engine: TestEngine, tmp_path: Path
-) -> None:
+async def test_image_with_files_in_the_workdir_needs_the_layer(docker_engine: TestEngine, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(f"FROM {SMALL}\nRUN mkdir /testbed && echo 1 > /testbed/file\n")
     spec = replace(SPEC, image=str(tmp_path), workdir="/testbed", user="root")
     with pytest.raises(SandboxUnavailable, match=r"has files in the workdir '/testbed'.*Set files to 'layer'"):
@@ -155,7 +155,7 @@ async def test_an_image_with_files_at_work_is_refused_in_memory_and_used_in_a_la
         assert (await sandbox.exec("cat file; echo 2 >> file; cat file; id -u")).stdout == b"1\n1\n2\n0\n"
 
 
-async def test_an_image_without_a_shell_is_told(docker_engine: TestEngine, tmp_path: Path) -> None:
+async def test_image_without_a_shell_is_named(docker_engine: TestEngine, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
     with pytest.raises(SandboxStartError, match=r"did not start .an image needs /bin/sh"):
         async with opened(docker_engine, replace(SPEC, image=str(tmp_path))):
@@ -166,27 +166,34 @@ async def test_an_image_without_a_shell_is_told(docker_engine: TestEngine, tmp_p
 
 
 @pytest.mark.parametrize("files", ["tmpfs", "layer"])
-async def test_a_command_over_its_time_is_ended_with_all_that_it_started(docker_engine: TestEngine, files: str) -> None:
+async def test_timeout_kills_all_processes_of_the_command(docker_engine: TestEngine, files: str) -> None:
     async with opened(docker_engine, files=files) as sandbox:
         await sandbox.exec("while :; do sleep 0.111; done &")
-        ways = [
+        scripts = [
             "sleep 1234",
             "trap '' TERM; (setsid sh -c 'trap \"\" TERM; sleep 1234; :' &); sleep 1234",
             "(env -i /bin/setsid /bin/sh -c '/bin/sleep 1234; :' &) ; sleep 1234",
             "sleep 1234 & kill -9 $PPID; sleep 1234",
             "yes",
         ]
-        for way in ways:
-            result = await sandbox.exec(way, timeout=0.7)
-            assert (result.timed_out or way.startswith("sleep 1234 &"), result.exit_code) in ((True, 124), (True, 137))
+        for script in scripts:
+            result = await sandbox.exec(script, timeout=0.7)
+            assert (result.timed_out or script.startswith("sleep 1234 &"), result.exit_code) in (
+                (True, 124),
+                (True, 137),
+            )
             seen = (await sandbox.exec("ps -o args")).stdout.decode().splitlines()
             if not result.timed_out:
                 continue
-            assert not [each for each in seen if each.startswith(("sleep 1234", "yes", "/bin/sleep 1234"))], way
-            assert [each for each in seen if each.startswith("sh -c while")], "what another command left was ended too"
+            assert not [command for command in seen if command.startswith(("sleep 1234", "yes", "/bin/sleep 1234"))], (
+                script
+            )
+            assert [command for command in seen if command.startswith("sh -c while")], (
+                "what another command left was ended too"
+            )
 
 
-async def test_a_fork_bomb_is_ended_with_its_time_and_the_files_are_kept(docker_engine: TestEngine) -> None:
+async def test_fork_bomb_is_killed_and_files_are_kept(docker_engine: TestEngine) -> None:
     async with opened(docker_engine) as sandbox:
         await sandbox.write_file("kept", b"1")
         result = await sandbox.exec("bomb() { bomb | bomb & }; bomb & exec sleep 60", timeout=2)
@@ -198,7 +205,7 @@ async def test_a_fork_bomb_is_ended_with_its_time_and_the_files_are_kept(docker_
         assert await sandbox.read_file("kept") == b"1"
 
 
-async def test_commands_that_run_at_the_same_time_end_on_their_own(docker_engine: TestEngine) -> None:
+async def test_concurrent_commands_have_their_own_results(docker_engine: TestEngine) -> None:
     async with opened(docker_engine) as sandbox:
 
         async def one(number: int) -> ExecResult:
@@ -206,11 +213,11 @@ async def test_commands_that_run_at_the_same_time_end_on_their_own(docker_engine
 
         slow = asyncio.create_task(sandbox.exec("sleep 60", timeout=1))
         results = await asyncio.gather(*(one(number) for number in range(12)))
-        assert [(each.exit_code, each.stdout) for each in results] == [(n, b"%d\n" % n) for n in range(12)]
+        assert [(result.exit_code, result.stdout) for result in results] == [(n, b"%d\n" % n) for n in range(12)]
         assert (await slow).timed_out
 
 
-async def test_a_cancelled_command_is_ended(docker_engine: TestEngine) -> None:
+async def test_cancelled_command_is_killed(docker_engine: TestEngine) -> None:
     async with opened(docker_engine) as sandbox:
         for delay in (0.0, 0.001, 0.01, 0.05, 0.5):
             task = asyncio.create_task(sandbox.exec("sleep 1234"))
@@ -221,7 +228,7 @@ async def test_a_cancelled_command_is_ended(docker_engine: TestEngine) -> None:
             assert b"sleep 1234" not in (await sandbox.exec("ps -o args | grep -v grep")).stdout
 
 
-async def test_what_is_left_in_the_background_goes_on_writing_to_nobody(docker_engine: TestEngine) -> None:
+async def test_output_of_background_processes_is_discarded(docker_engine: TestEngine) -> None:
     async with opened(docker_engine) as sandbox:
         began = time.monotonic()
         loop = "n=0; while echo tick; do n=$((n+1)); echo $n > count; sleep 0.05; done"
@@ -237,7 +244,7 @@ async def test_what_is_left_in_the_background_goes_on_writing_to_nobody(docker_e
 # Ends.
 
 
-async def test_an_engine_that_dies_is_the_death_of_its_sandboxes() -> None:
+async def test_sandboxes_die_with_their_engine() -> None:
     with engine(images=False) as running:
         client = running.client()
         client.import_image_from_data(small_root(), repository=SMALL.partition(":")[0], tag="1")
@@ -256,7 +263,7 @@ async def test_an_engine_that_dies_is_the_death_of_its_sandboxes() -> None:
         await backend.close()
 
 
-async def test_a_container_that_is_removed_is_a_sandbox_that_died(docker_engine: TestEngine) -> None:
+async def test_removed_container_raises_sandbox_died(docker_engine: TestEngine) -> None:
     async with opened(docker_engine) as sandbox:
         task = asyncio.create_task(sandbox.exec("sleep 60"))
         await asyncio.sleep(0.3)
@@ -282,7 +289,7 @@ asyncio.run(main())
 """
 
 
-async def test_nothing_outlives_a_host_that_is_killed(docker_engine: TestEngine) -> None:
+async def test_containers_end_with_their_killed_host(docker_engine: TestEngine) -> None:
     config = {"url": docker_engine.url, "image": SMALL, "pull": "never", "files": "layer"}
     argv = [sys.executable, "-c", HOST, json.dumps(config)]
     host = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
@@ -294,7 +301,7 @@ async def test_nothing_outlives_a_host_that_is_killed(docker_engine: TestEngine)
     await nothing_left(docker_engine)
 
 
-async def test_the_reaper_removes_what_a_dead_host_left_and_nothing_else(docker_engine: TestEngine) -> None:
+async def test_reaper_removes_containers_of_dead_hosts_only(docker_engine: TestEngine) -> None:
     backend = backend_of(docker_engine)
     async with backend.make(SPEC) as sandbox:
         client = docker_engine.client()
@@ -304,7 +311,7 @@ async def test_the_reaper_removes_what_a_dead_host_left_and_nothing_else(docker_
         for name, each in (("dead", dead), ("alive", alive), ("foreign", {})):
             client.create_container(SMALL, ["true"], name=name, labels=each)
         assert await backend.reap() == 1
-        names = {each["Names"][0] for each in client.containers(all=True)}
+        names = {container["Names"][0] for container in client.containers(all=True)}
         assert names == {f"/{sandbox.id}", "/alive", "/foreign"}
         for name in ("alive", "foreign"):
             client.remove_container(name)
@@ -313,16 +320,16 @@ async def test_the_reaper_removes_what_a_dead_host_left_and_nothing_else(docker_
     await backend.close()
 
 
-async def test_many_sandboxes_come_and_go_and_nothing_stays(docker_engine: TestEngine) -> None:
+async def test_many_sandboxes_leave_no_resources(docker_engine: TestEngine) -> None:
     config = SandboxConfig(
         name="docker", config={"url": docker_engine.url, "image": SMALL, "pull": "never"}, max_starts=16, prewarm=2
     )
     manager = SandboxManager(config)
-    places = asyncio.Semaphore(16)
+    slots = asyncio.Semaphore(16)
     client = docker_engine.client()
 
     async def one(number: int) -> None:
-        async with places:
+        async with slots:
             sandbox = await manager.open(SPEC)
             try:
                 result = await sandbox.exec(f"echo {number} > file; cat file")
@@ -334,21 +341,21 @@ async def test_many_sandboxes_come_and_go_and_nothing_stays(docker_engine: TestE
             finally:
                 await manager.release(sandbox)
 
-    before = set(os.listdir("/proc/self/fd"))
+    descriptors_before = set(os.listdir("/proc/self/fd"))
     await asyncio.gather(*(one(number) for number in range(60)))
     assert manager.stats.opened == 60
     assert manager.stats.warm > 0
     await manager.close()
     client.close()
     gc.collect()
-    assert len(set(os.listdir("/proc/self/fd")) - before) <= 2, "connections stay open"
+    assert len(set(os.listdir("/proc/self/fd")) - descriptors_before) <= 2, "connections stay open"
 
 
 # Files.
 
 
 @pytest.mark.parametrize("files", ["tmpfs", "layer"])
-async def test_a_workspace_a_snapshot_and_a_fork(docker_engine: TestEngine, files: str, tmp_path: Path) -> None:
+async def test_workspace_snapshot_and_fork(docker_engine: TestEngine, files: str, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/file").write_text("host")
     (tmp_path / "link").symlink_to("sub/file")
@@ -357,36 +364,38 @@ async def test_a_workspace_a_snapshot_and_a_fork(docker_engine: TestEngine, file
         async with backend.make(replace(SPEC, workspace=tmp_path)) as sandbox:
             assert (await sandbox.exec("stat -c %u . sub sub/file; cat link")).stdout == b"1000\n1000\n1000\nhost"
             await sandbox.exec("echo inside > sub/file; echo t > /tmp/t; echo h > ~/h")
-            kept = await sandbox.snapshot()
+            snapshot = await sandbox.snapshot()
             await sandbox.exec("echo later > sub/file")
             forked, other = await sandbox.fork(2)
             assert await forked.read_file("link") == b"later\n"
             await forked.write_file("sub/file", b"forked")
             await forked.close()
             assert await other.read_file("sub/file") == b"later\n"
-            frozen = [name for name in left(docker_engine) if "snapshot" in name and kept not in name]
+            frozen = [name for name in left(docker_engine) if "snapshot" in name and snapshot not in name]
             assert len(frozen) == (files == "layer"), "two forks share one commit"
             await other.close()
-            assert not [name for name in left(docker_engine) if "snapshot" in name and kept not in name]
+            assert not [name for name in left(docker_engine) if "snapshot" in name and snapshot not in name]
             assert await sandbox.read_file("sub/file") == b"later\n"
-            async with backend.make(replace(SPEC, snapshot=kept)) as again:
-                assert (await again.exec("cat link /tmp/t ~/h; stat -c %u sub/file")).stdout == b"inside\nt\nh\n1000\n"
-        await backend.drop_snapshot(kept)
-        assert kept not in left(docker_engine)
-        with pytest.raises(SandboxUnavailable, match=f"no snapshot '{kept}'"):
-            await backend.make(replace(SPEC, snapshot=kept)).start()
+            async with backend.make(replace(SPEC, snapshot=snapshot)) as restored:
+                assert (
+                    await restored.exec("cat link /tmp/t ~/h; stat -c %u sub/file")
+                ).stdout == b"inside\nt\nh\n1000\n"
+        await backend.drop_snapshot(snapshot)
+        assert snapshot not in left(docker_engine)
+        with pytest.raises(SandboxUnavailable, match=f"no snapshot '{snapshot}'"):
+            await backend.make(replace(SPEC, snapshot=snapshot)).start()
         assert (tmp_path / "sub/file").read_text() == "host"
     finally:
         await backend.close()
 
 
-async def test_mounts_are_seen_and_not_written(docker_engine: TestEngine, tmp_path: Path) -> None:
+async def test_mounts_are_read_only(docker_engine: TestEngine, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("seen")
     tmp_path.chmod(0o777)
     async with opened(docker_engine, replace(SPEC, mounts=(Mount(tmp_path, "/opt/host"),), user="root")) as sandbox:
         result = await sandbox.exec("cat /opt/host/file; echo x > /opt/host/new")
         assert (result.stdout, result.ok) == (b"seen", False)
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # The whole examination.
@@ -394,13 +403,13 @@ async def test_mounts_are_seen_and_not_written(docker_engine: TestEngine, tmp_pa
 
 @pytest.mark.alike("examinations")
 @pytest.mark.parametrize("files", ["tmpfs", "layer"])
-async def test_the_examination_is_passed(docker_engine: TestEngine, files: str) -> None:
+async def test_docker_passes_all_checks(docker_engine: TestEngine, files: str) -> None:
     from turnwise.ext.checks.sandbox import check_sandbox
 
     config = SandboxConfig(
         name="docker", config={"url": docker_engine.url, "image": PYTHON, "pull": "never", "files": files}
     )
     report = await check_sandbox(config)
-    wrong = [each for each in report.outcomes if each.status not in {"passed", "held"}]
+    unexpected = [outcome for outcome in report.outcomes if outcome.status not in {"passed", "held"}]
     allowed = {"attack: fill the disk"} if files == "layer" else set()
-    assert {each.name for each in wrong} <= allowed, "\n".join(map(str, wrong))
+    assert {outcome.name for outcome in unexpected} <= allowed, "\n".join(map(str, unexpected))

@@ -22,15 +22,15 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
 
 @pytest.fixture
 async def backend() -> AsyncIterator[LocalBackend]:
-    made = LocalBackend("bubblewrap")
-    yield made
-    await made.close()
+    local = LocalBackend("bubblewrap")
+    yield local
+    await local.close()
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="local-", dir="/var/tmp") as made:
-        yield Path(made)
+    with tempfile.TemporaryDirectory(prefix="local-", dir="/var/tmp") as path:
+        yield Path(path)
 
 
 @contextlib.asynccontextmanager
@@ -45,23 +45,23 @@ def listing(folder: Path) -> bytes:
     return subprocess.run(["ls", "-lAR", folder], capture_output=True, check=True).stdout
 
 
-async def test_a_workspace_is_the_users_own_inside_and_never_changed(backend: LocalBackend, folder: Path) -> None:
+async def test_workspace_belongs_to_the_user_inside_and_is_never_changed(backend: LocalBackend, folder: Path) -> None:
     (folder / "private").write_text("private")
     (folder / "private").chmod(0o600)
     (folder / "sub" / "deep").mkdir(parents=True)
     (folder / "sub" / "deep" / "file").write_text("deep")
     (folder / "link").symlink_to("private")
-    before = listing(folder)
+    original = listing(folder)
     async with opened(backend, SandboxSpec(workspace=folder)) as sandbox:
         result = await sandbox.exec(
             "stat -c %U private sub; cat link; chmod 755 private; echo more >> private; mv sub other; rm link; ls"
         )
         assert result.stdout == b"sandbox\nsandbox\nprivateother\nprivate\n", result.text
         assert b" /work overlay " in (await sandbox.exec("cat /proc/self/mounts")).stdout
-    assert listing(folder) == before
+    assert listing(folder) == original
 
 
-async def test_snapshots_lie_on_each_other(backend: LocalBackend, folder: Path) -> None:
+async def test_snapshots_are_layered(backend: LocalBackend, folder: Path) -> None:
     for name in ("a", "b", "c"):
         (folder / name).mkdir()
         (folder / name / "file").write_text(name)
@@ -82,27 +82,27 @@ async def test_snapshots_lie_on_each_other(backend: LocalBackend, folder: Path) 
         await backend.make(SandboxSpec(snapshot=two)).start()
 
 
-async def test_a_state_folder_of_any_name_holds_deep_snapshots(folder: Path) -> None:
+async def test_deep_snapshots_work_in_a_state_folder_of_any_name(folder: Path) -> None:
     # It holds what separates a mount's options, and a few such paths fill the page that these have to fit in.
-    place = folder / "a,b:c\\d" / ("n" * 200) / ("m" * 200)
-    place.mkdir(parents=True)
+    state = folder / "a,b:c\\d" / ("n" * 200) / ("m" * 200)
+    state.mkdir(parents=True)
     folder.chmod(0o755)
     (folder / "work").mkdir()
-    backend = LocalBackend("bubblewrap", directory=place)
+    backend = LocalBackend("bubblewrap", directory=state)
     try:
-        last = backend.make(SandboxSpec(workspace=folder / "work"))
-        await last.start()
+        current = backend.make(SandboxSpec(workspace=folder / "work"))
+        await current.start()
         assert backend.rung.overlay
         for number in range(10):
-            await last.exec(f"echo {number} >> file")
-            [last], before = await last.fork(), last
-            await before.close()
-        assert await last.read_file("file") == b"0\n1\n2\n3\n4\n5\n6\n7\n8\n9\n"
+            await current.exec(f"echo {number} >> file")
+            [current], previous = await current.fork(), current
+            await previous.close()
+        assert await current.read_file("file") == b"0\n1\n2\n3\n4\n5\n6\n7\n8\n9\n"
     finally:
         await backend.close()
 
 
-async def test_landlock_shows_what_a_link_names_in_a_closed_folder(folder: Path) -> None:
+async def test_landlock_mounts_link_targets_in_untraversable_folders(folder: Path) -> None:
     (folder / "closed" / "data").mkdir(parents=True)
     (folder / "closed" / "data" / "file").write_text("shown")
     (folder / "closed" / "secret").write_text("secret")
@@ -113,14 +113,14 @@ async def test_landlock_shows_what_a_link_names_in_a_closed_folder(folder: Path)
     links = (folder / "link", folder / "closed" / "inner")
     backend = LocalBackend("landlock")
     try:
-        async with opened(backend, SandboxSpec(mounts=tuple(Mount(each, str(each)) for each in links))) as sandbox:
-            result = await sandbox.exec(["cat", *(f"{each}/file" for each in links), f"{folder}/closed/secret"])
+        async with opened(backend, SandboxSpec(mounts=tuple(Mount(link, str(link)) for link in links))) as sandbox:
+            result = await sandbox.exec(["cat", *(f"{link}/file" for link in links), f"{folder}/closed/secret"])
             assert (result.exit_code, result.stdout) == (1, b"shownshown"), result.text
     finally:
         await backend.close()
 
 
-async def test_an_image_is_a_folder_with_a_root_file_system(folder: Path) -> None:
+async def test_image_folder_is_the_root_file_system(folder: Path) -> None:
     busybox = shutil.which("busybox")
     assert busybox is not None, "install busybox-static"
     (folder / "bin").mkdir()
@@ -145,7 +145,7 @@ async def test_an_image_is_a_folder_with_a_root_file_system(folder: Path) -> Non
         await backend.close()
 
 
-async def test_limits_hold_for_files_of_the_host_too(backend: LocalBackend) -> None:
+async def test_limits_apply_to_uploaded_files(backend: LocalBackend) -> None:
     limits = SandboxLimits(memory=128 * 2**20, disk=8 * 2**20, file_size=4 * 2**20)
     async with opened(backend, SandboxSpec(limits=limits)) as sandbox:
         with pytest.raises(SandboxFileError, match="limit of file_size is 4194304 bytes"):
@@ -158,7 +158,7 @@ async def test_limits_hold_for_files_of_the_host_too(backend: LocalBackend) -> N
         assert (await sandbox.exec("rm -f file*; echo x > small && cat small")).stdout == b"x\n"
 
 
-async def test_processors_are_bounded(backend: LocalBackend) -> None:
+async def test_processor_limit_holds(backend: LocalBackend) -> None:
     await backend.probe()
     if backend.rung.groups.cpu is None:
         assert any("limits.cpus does not hold" in note for note in backend.capabilities.notes)

@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.real, pytest.mark.alike("soaks"), pytest.mark.timeout(
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="soak-", dir="/var/tmp", ignore_cleanup_errors=True) as made:
-        os.chmod(made, 0o755)
-        workspace = Path(made) / "workspace"
+    with tempfile.TemporaryDirectory(prefix="soak-", dir="/var/tmp", ignore_cleanup_errors=True) as path:
+        os.chmod(path, 0o755)
+        workspace = Path(path) / "workspace"
         workspace.mkdir()
         (workspace / "file").write_text("seen")
-        yield Path(made)
+        yield Path(path)
 
 
 def groups(state: Path) -> set[Path]:
@@ -35,7 +35,7 @@ def groups(state: Path) -> set[Path]:
     return {folder / name for folder in find_groups().folders() for name in names if (folder / name).is_dir()}
 
 
-async def test_nothing_is_left_of_a_thousand_sandboxes(folder: Path) -> None:
+async def test_a_thousand_sandboxes_leave_no_resources(folder: Path) -> None:
     mark = str(uuid.uuid4().int)[:12]
     state = folder / "state"
     seen_groups: set[Path] = set()
@@ -48,10 +48,10 @@ async def test_nothing_is_left_of_a_thousand_sandboxes(folder: Path) -> None:
     backend = LocalBackend("bubblewrap", directory=state)
     await backend.probe()
     ends = time.monotonic() + 60
-    while (left := processes(mark, f"{state}/turnwise-")) and time.monotonic() < ends:
+    while (leftovers := processes(mark, f"{state}/turnwise-")) and time.monotonic() < ends:
         await asyncio.sleep(0.1)
-        left = [line for line in left if f"-{os.getpid()}-" not in line and "boot.launcher" not in line]
-        if not left:
+        leftovers = [line for line in leftovers if f"-{os.getpid()}-" not in line and "boot.launcher" not in line]
+        if not leftovers:
             break
     await backend.reap()
     await backend.close()

@@ -1,4 +1,4 @@
-"""A program in a sandbox without a network reaches its session, and nothing else: not through its way out, either."""
+"""A program in a sandbox without a network reaches its session and nothing else."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ REWARD = json.dumps({"value": 1})
 
 def addresses() -> list[str]:
     """Addresses by which this machine is reached from itself."""
-    found = ["127.0.0.1"]
+    hosts = ["127.0.0.1"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             any_socket.connect(("192.0.2.1", 9))
-            found.append(any_socket.getsockname()[0])
+            hosts.append(any_socket.getsockname()[0])
         except OSError:
             pass  # This machine has loopback alone.
-    return found
+    return hosts
 
 
 async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
@@ -76,8 +76,8 @@ async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
     async with asyncio.timeout(200), running(lambda _: "Yes.", agent, env=ENV, sandbox=sandbox) as runner:
         endpoint = await runner.gateway.open(other)
         token, key = endpoint.entry.token, endpoint.entry.reward_key
-        with socket.create_server(("0.0.0.0", 0)) as beside:
-            ports = [beside.getsockname()[1], runner.gateway.port]
+        with socket.create_server(("0.0.0.0", 0)) as unexposed:
+            ports = [unexposed.getsockname()[1], runner.gateway.port]
             paths = [
                 ("POST", f"/s/{token}/v1/chat/completions", CHAT),
                 ("POST", "/v1/chat/completions", CHAT),
@@ -87,8 +87,8 @@ async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
                 ("POST", "/sessions", "{}"),
                 ("GET", "/health", ""),
             ]
-            given = json.dumps({"ports": ports, "hosts": addresses(), "key": key, "paths": paths})
-            outcome = await runner.run(spec(task=Task("t", "go", {"given.json": given})))
+            request = json.dumps({"ports": ports, "hosts": addresses(), "key": key, "paths": paths})
+            outcome = await runner.run(spec(task=Task("t", "go", {"given.json": request})))
         assert outcome.error is None, outcome.error
         # Nobody but the environment said what the episode is worth.
         assert {name for _, name, _ in outcome.trajectories[0].rewards} == {"score", "left"}
@@ -99,12 +99,12 @@ async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
         return reached
 
 
-async def test_a_program_reaches_its_session_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_program_reaches_only_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_HOST", "s3cret")
-    found = await reached(SandboxConfig(config={"isolation": "bubblewrap"}))
+    reach = await reached(SandboxConfig(config={"isolation": "bubblewrap"}))
     # Of 300 connections that say nothing, some are taken, and none of them keeps the session from its answer.
-    assert 0 < found.pop("flooded") <= 300
-    assert found == NOTHING_ELSE
+    assert 0 < reach.pop("flooded") <= 300
+    assert reach == NOTHING_ELSE
 
 
 async def all_attacks(kind: type[ExposedLocal] | type[ExposedDocker], config: dict[str, Any]) -> None:
@@ -120,30 +120,27 @@ async def all_attacks(kind: type[ExposedLocal] | type[ExposedDocker], config: di
 
 
 @pytest.mark.alike("examinations")
-async def test_all_attacks_are_held_back_of_sandboxes_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_attacks_are_contained_in_sandboxes_that_reach_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     # A host that is killed is a process of its own, which finds the class by its name.
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     await all_attacks(ExposedLocal, {"isolation": "bubblewrap"})
 
 
-async def test_it_is_the_missing_network_that_holds_it_back() -> None:
+async def test_program_reaches_the_host_with_the_network() -> None:
     config = {"isolation": "bubblewrap", "_without": frozenset({"network"})}
-    found = await reached(SandboxConfig(config=config))
+    reach = await reached(SandboxConfig(config=config))
     # The program reaches what this machine reaches; its way out still leads to its own session alone.
-    assert found["ports"] == [0, 1]
-    assert len(found["listeners"]) >= 2
-    assert found["paths"] == [404] * 7
+    assert reach["ports"] == [0, 1]
+    assert len(reach["listeners"]) >= 2
+    assert reach["paths"] == [404] * 7
 
 
 @pytest.mark.alike("examinations")
-def test_the_same_holds_where_the_rollout_runs_as_a_plain_user() -> None:
+def test_program_of_an_unprivileged_rollout_reaches_only_its_session() -> None:
     if os.geteuid() != 0:
         return  # It did, above.
     home = tempfile.mkdtemp(dir="/var/tmp")
-    names = [
-        "test_a_program_reaches_its_session_and_nothing_else",
-        "test_all_attacks_are_held_back_of_sandboxes_with_a_way_out",
-    ]
+    names = ["test_program_reaches_only_its_session", "test_attacks_are_contained_in_sandboxes_that_reach_a_session"]
     tests = [f"{__file__}::{name}" for name in names]
     arguments = [
         "-m",
@@ -171,11 +168,11 @@ def test_the_same_holds_where_the_rollout_runs_as_a_plain_user() -> None:
 
 
 @pytest.mark.alike("examinations")
-async def test_it_is_so_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_program_in_a_container_reaches_only_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     with engine() as running:
         config = {"url": running.url, "image": PYTHON, "pull": "never"}
-        found = await reached(SandboxConfig(name="docker", config=config))
+        reach = await reached(SandboxConfig(name="docker", config=config))
         await all_attacks(ExposedDocker, config)
-    assert 0 < found.pop("flooded") <= 300
-    assert found == NOTHING_ELSE
+    assert 0 < reach.pop("flooded") <= 300
+    assert reach == NOTHING_ELSE

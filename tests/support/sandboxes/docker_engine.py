@@ -59,14 +59,14 @@ def engine(*, images: bool = True) -> Iterator[TestEngine]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     try:
-        made = TestEngine(url, process.pid, folder)
-        _wait_for(made, process)
+        running = TestEngine(url, process.pid, folder)
+        _wait_for(running, process)
         if images:
-            client = made.client()
+            client = running.client()
             client.import_image_from_data(small_root(), repository=SMALL.partition(":")[0], tag="1")
             client.import_image_from_data(python_root(), repository=PYTHON.partition(":")[0], tag="1")
             client.close()
-        yield made
+        yield running
     finally:
         process.terminate()
         try:
@@ -82,18 +82,18 @@ def _unmount_below(folder: Path) -> None:
     """Take away what a killed engine left mounted: its folder could not be removed."""
     with open("/proc/self/mounts") as file:
         mounted = [line.split()[1] for line in file]
-    for each in sorted((path for path in mounted if path.startswith(f"{folder}/")), reverse=True):
-        subprocess.run(["umount", "-l", each], check=False)
+    for path in sorted((path for path in mounted if path.startswith(f"{folder}/")), reverse=True):
+        subprocess.run(["umount", "-l", path], check=False)
 
 
-def _wait_for(made: TestEngine, process: subprocess.Popen[bytes]) -> None:
+def _wait_for(running: TestEngine, process: subprocess.Popen[bytes]) -> None:
     bound = time.monotonic() + _STARTS_S
     while True:
-        log = (made.folder / "log").read_text(errors="replace")[-3000:]
+        log = (running.folder / "log").read_text(errors="replace")[-3000:]
         assert process.poll() is None, f"dockerd ended:\n{log}"
         assert time.monotonic() < bound, f"dockerd does not answer:\n{log}"
         try:
-            made.client().close()
+            running.client().close()
         except docker.errors.DockerException:
             time.sleep(0.05)
         else:
@@ -128,10 +128,10 @@ def python_root() -> bytes:
                 if ".." not in file.parts and file.suffix in {".py", ".txt", "", ".typed"}:
                     archive.add(file.locate(), f"{site}/{file}")
         for program in _PROGRAMS:
-            found = shutil.which(program)
-            assert found is not None, f"there is no {program} on PATH"
-            files.append(Path(found))
-            archive.add(os.path.realpath(found), f"bin/{program}")
+            program_path = shutil.which(program)
+            assert program_path is not None, f"there is no {program} on PATH"
+            files.append(Path(program_path))
+            archive.add(os.path.realpath(program_path), f"bin/{program}")
         for path in sorted(_libraries(files)):
             archive.add(os.path.realpath(path), path.lstrip("/"))
     return content.getvalue()
@@ -171,10 +171,10 @@ def _wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
 
 def _libraries(files: list[Path]) -> set[str]:
     """The shared libraries that some programs need, by the paths at which they look for them."""
-    said = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
-    found = set()
-    for line in said.splitlines():
+    output = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
+    libraries = set()
+    for line in output.splitlines():
         for word in line.split():
             if word.startswith("/") and not word.endswith(":"):
-                found.add(word)
-    return found
+                libraries.add(word)
+    return libraries

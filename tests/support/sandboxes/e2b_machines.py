@@ -62,7 +62,7 @@ class Box:
     def __init__(self, name: str, files: Path | None = None) -> None:
         self.name = name
         self.metadata: dict[str, str] = {}
-        base = next(each for each in (Path("/var/tmp"), Path(tempfile.gettempdir())) if os.access(each, os.W_OK))
+        base = next(folder for folder in (Path("/var/tmp"), Path(tempfile.gettempdir())) if os.access(folder, os.W_OK))
         self.root = Path(tempfile.mkdtemp(prefix=f"e2b-{name}-", dir=base))
         self.root.chmod(0o755)
         self._init: asyncio.subprocess.Process | None = None
@@ -76,12 +76,12 @@ class Box:
     async def start(self) -> None:
         python = os.path.realpath(sys.executable)
         seen = ["/usr", "/dev"]
-        for each in ("/bin", "/sbin", "/lib", "/lib64", "/lib32"):
-            if os.path.islink(each):
+        for folder in ("/bin", "/sbin", "/lib", "/lib64", "/lib32"):
+            if os.path.islink(folder):
                 with contextlib.suppress(FileExistsError):
-                    (self.root / each[1:]).symlink_to(os.readlink(each))
-            elif os.path.isdir(each):
-                seen.append(each)
+                    (self.root / folder[1:]).symlink_to(os.readlink(folder))
+            elif os.path.isdir(folder):
+                seen.append(folder)
         if not python.startswith("/usr/"):
             seen.append(str(Path(python).parents[1]))
         self._init = await asyncio.create_subprocess_exec(
@@ -110,8 +110,8 @@ class Box:
 
     def entering(self) -> list[str]:
         """The words before a command that runs it inside, as root."""
-        own = [] if os.getuid() == 0 else ["-U", "--preserve-credentials"]
-        return ["nsenter", "-t", str(self.pid), *own, "-m", "-n", "-p", "-r", "-w", "--"]
+        namespace = [] if os.getuid() == 0 else ["-U", "--preserve-credentials"]
+        return ["nsenter", "-t", str(self.pid), *namespace, "-m", "-n", "-p", "-r", "-w", "--"]
 
     def host_path(self, path: str) -> Path:
         """Where a path inside is out here."""
@@ -142,11 +142,11 @@ class Box:
                 shutil.copytree(source / name, target / name, symlinks=True, dirs_exist_ok=True)
                 # copytree keeps modes, not owners.
                 for root, folders, files in os.walk(source / name):
-                    for each in (".", *folders, *files):
-                        path = Path(root) / each
+                    for entry in (".", *folders, *files):
+                        path = Path(root) / entry
                         with contextlib.suppress(OSError):
                             status = path.lstat()
-                            uid, gid = (owners.get(each, each) for each in (status.st_uid, status.st_gid))
+                            uid, gid = (owners.get(owner, owner) for owner in (status.st_uid, status.st_gid))
                             os.chown(target / path.relative_to(source), uid, gid, follow_symlinks=False)
 
     def _furnish(self) -> None:

@@ -60,22 +60,22 @@ class Cloud:
     async def create(self, request: Request) -> Response:
         if (refusal := self._refusal(request)) is not None:
             return refusal
-        asked = await request.json()
-        self.created.append(asked)
+        body = await request.json()
+        self.created.append(body)
         if self.fail_starts:
             self.fail_starts -= 1
             return JSONResponse({"code": 500, "message": "no machine is free"}, 500, {"Should-Retry": "false"})
         if self.unreadable_starts:
             self.unreadable_starts -= 1
             return Response("<h1>Bad gateway</h1>", 500, media_type="text/html")
-        template = asked["templateID"]
+        template = body["templateID"]
         if template not in self.templates and template not in self.snapshots:
             return JSONResponse({"code": 404, "message": f"template '{template}' not found"}, 404)
         box = Box(uuid.uuid4().hex[:12], self.snapshots.get(template))
-        box.metadata = asked.get("metadata") or {}
+        box.metadata = body.get("metadata") or {}
         await box.start()
         self.boxes[box.name] = box
-        self.ends[box.name] = time.time() + asked.get("timeout", 300)
+        self.ends[box.name] = time.time() + body.get("timeout", 300)
         return JSONResponse(self._described(box, template), 201)
 
     async def one(self, request: Request) -> Response:
@@ -111,30 +111,30 @@ class Cloud:
         box = self.boxes.get(request.path_params["name"])
         if box is None:
             return JSONResponse({"code": 404, "message": "no such sandbox"}, 404)
-        asked = await request.json()
-        self.forked.append(asked)
-        made: list[dict[str, Any]] = []
+        body = await request.json()
+        self.forked.append(body)
+        forks: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory(dir=self.folder) as files:
             await asyncio.to_thread(box.keep, Path(files))
-            for _ in range(asked.get("count", 1)):
+            for _ in range(body.get("count", 1)):
                 if self.fail_forks:
                     self.fail_forks -= 1
-                    made.append({"error": {"code": 500, "message": "no machine is free"}})
+                    forks.append({"error": {"code": 500, "message": "no machine is free"}})
                     continue
                 fork = Box(uuid.uuid4().hex[:12], Path(files))
                 fork.metadata = box.metadata
                 await fork.start()
                 await fork.go_on(box)
                 self.boxes[fork.name] = fork
-                self.ends[fork.name] = time.time() + asked.get("timeout", 15)
-                made.append({"sandbox": self._described(fork, "fork")})
-        return JSONResponse(made, 201)
+                self.ends[fork.name] = time.time() + body.get("timeout", 15)
+                forks.append({"sandbox": self._described(fork, "fork")})
+        return JSONResponse(forks, 201)
 
     async def drop(self, request: Request) -> Response:
-        found = self.snapshots.pop(request.path_params["name"], None)
-        if found is None:
+        snapshot = self.snapshots.pop(request.path_params["name"], None)
+        if snapshot is None:
             return JSONResponse({"code": 404, "message": "no such template"}, 404)
-        shutil.rmtree(found, ignore_errors=True)
+        shutil.rmtree(snapshot, ignore_errors=True)
         return Response(status_code=204)
 
     async def list(self, request: Request) -> Response:
@@ -142,9 +142,9 @@ class Cloud:
             return refusal
         import urllib.parse
 
-        wanted = dict(urllib.parse.parse_qsl(request.query_params.get("metadata", "")))
-        found = [each for each in self.boxes.values() if wanted.items() <= each.metadata.items()]
-        return JSONResponse([self._listed(each) for each in found])
+        metadata = dict(urllib.parse.parse_qsl(request.query_params.get("metadata", "")))
+        boxes = [box for box in self.boxes.values() if metadata.items() <= box.metadata.items()]
+        return JSONResponse([self._listed(box) for box in boxes])
 
     async def files(self, request: Request) -> Response:
         box = self.of(request.headers)
@@ -214,22 +214,22 @@ class Processes(Process):
 
     def _process(self, request: Any, ctx: RequestContext[Any, Any]) -> asyncio.subprocess.Process:
         box = self._box(ctx)
-        found = self.cloud.running.get((box.name, request.process.selector.value))
-        if found is None:
+        process = self.cloud.running.get((box.name, request.process.selector.value))
+        if process is None:
             raise ConnectError(Code.NOT_FOUND, "process not found")
-        return found
+        return process
 
     async def start(
         self, request: pb.StartRequest, ctx: RequestContext[Any, Any], /
     ) -> AsyncIterator[pb.StartResponse]:
         box = self._box(ctx)
-        asked = request.process
-        assert asked is not None
+        command = request.process
+        assert command is not None
         process = await asyncio.create_subprocess_exec(
             *box.entering(),
-            asked.cmd,
-            *asked.args,
-            env={"HOME": "/root", "PATH": os.environ["PATH"], **dict(asked.envs)},
+            command.cmd,
+            *command.args,
+            env={"HOME": "/root", "PATH": os.environ["PATH"], **dict(command.envs)},
             stdin=asyncio.subprocess.PIPE if request.stdin else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -286,8 +286,8 @@ class Processes(Process):
 
     async def list(self, request: pb.ListRequest, ctx: RequestContext[Any, Any], /) -> pb.ListResponse:
         box = self._box(ctx)
-        found = [pb.ProcessInfo(pid=pid) for name, pid in self.cloud.running if name == box.name]
-        return pb.ListResponse(processes=found)
+        running = [pb.ProcessInfo(pid=pid) for name, pid in self.cloud.running if name == box.name]
+        return pb.ListResponse(processes=running)
 
 
 def _event(event: Any) -> pb.StartResponse:
@@ -306,16 +306,16 @@ async def _outputs(process: asyncio.subprocess.Process) -> AsyncIterator[tuple[s
 
     pumps = [asyncio.create_task(pump("stdout", process.stdout)), asyncio.create_task(pump("stderr", process.stderr))]
     try:
-        left = 2
-        while left:
+        open_streams = 2
+        while open_streams:
             kind, data = await queue.get()
             if data:
                 yield kind, data
             else:
-                left -= 1
+                open_streams -= 1
     finally:
-        for each in pumps:
-            each.cancel()
+        for task in pumps:
+            task.cancel()
 
 
 def _app(cloud: Cloud) -> Starlette:

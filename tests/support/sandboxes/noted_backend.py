@@ -35,10 +35,10 @@ class NotedSandbox(Sandbox):
         self.owner.alive.discard(self.id)
 
     async def fork(self, count: int = 1) -> list[Sandbox]:
-        made = [self.owner.make(self.spec) for _ in range(count)]
-        for each in made:
-            await each.start()
-        return made
+        forks = [self.owner.make(self.spec) for _ in range(count)]
+        for fork in forks:
+            await fork.start()
+        return forks
 
     async def exec(self, command: Any, **_: Any) -> ExecResult:
         raise NotImplementedError

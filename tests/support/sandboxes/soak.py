@@ -22,13 +22,13 @@ HOSTS = 5
 
 def processes(*words: str) -> list[str]:
     """The command lines on this machine that hold one of some words, ours aside."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
+    command_lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            line = each.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if int(each.parent.name) != os.getpid() and any(word in line for word in words):
-                found.append(line[:200])
-    return found
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if int(path.parent.name) != os.getpid() and any(word in line for word in words):
+                command_lines.append(line[:200])
+    return command_lines
 
 
 async def soak(
@@ -53,9 +53,9 @@ async def soak(
         look: Called now and then meanwhile.
     """
     chance = random.Random(0)
-    begun = 0
-    kept = folder / "tmp"
-    kept.mkdir()
+    started = 0
+    temporary = folder / "tmp"
+    temporary.mkdir()
 
     def ended() -> int:
         return (folder / "output").read_bytes().count(b"\n")
@@ -63,11 +63,11 @@ async def soak(
     with (folder / "output").open("w") as output:
 
         def host() -> subprocess.Popen[bytes]:
-            nonlocal begun
-            begun += 1
-            numbers = map(str, (begun, count // HOSTS, together // HOSTS))
+            nonlocal started
+            started += 1
+            numbers = map(str, (started, count // HOSTS, together // HOSTS))
             argv = [sys.executable, str(PROGRAM), str(folder), mark, *numbers, engine]
-            environment = {**os.environ, "TMPDIR": str(kept), "PYTHONPATH": str(PROGRAM.parents[2])}
+            environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(PROGRAM.parents[2])}
             return subprocess.Popen(argv, stdout=output, stderr=output, env=environment, start_new_session=True)
 
         running = [host() for _ in range(HOSTS)]
@@ -78,14 +78,14 @@ async def soak(
                 look()
                 if kills and ended() > (5 - len(kills)) * count // 6:
                     chance.choice(running).send_signal(kills.pop(0))
-                running = [each for each in running if each.poll() is None]
+                running = [host_process for host_process in running if host_process.poll() is None]
                 while len(running) < HOSTS and ended() < count:
                     running.append(host())
                 await asyncio.sleep(0.1)
         finally:
-            for each in running:
-                each.kill()
-                each.wait()
+            for host_process in running:
+                host_process.kill()
+                host_process.wait()
     assert ended() >= count
     assert not kills
     return (folder / "output").read_text().splitlines()

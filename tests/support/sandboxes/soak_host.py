@@ -27,7 +27,7 @@ WAYS = ("closed", "forgotten", "killed", "emptied", "forked")
 
 def first_processes(launcher: int) -> list[int]:
     """The processes that a launcher started and that still run."""
-    found = []
+    pids = []
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -35,8 +35,8 @@ def first_processes(launcher: int) -> list[int]:
             except OSError:
                 continue
             if int(fields[1]) == launcher and fields[0] != b"Z":
-                found.append(int(name))
-    return found
+                pids.append(int(name))
+    return pids
 
 
 def launchers() -> list[int]:
@@ -57,24 +57,24 @@ def kill_any(engine: str) -> None:
             client.remove_container(random.choice(victims)["Id"], force=True)
 
 
-async def one(backend: SandboxBackend, way: str, workspace: Path, mark: str, engine: str) -> None:
+async def one(backend: SandboxBackend, ending: str, workspace: Path, mark: str, engine: str) -> None:
     spec = SandboxSpec(workspace=workspace, limits=SandboxLimits(memory=256 * 2**20, disk=64 * 2**20))
     sandbox = backend.make(spec)
     try:
         await sandbox.start()
         result = await sandbox.exec(f"(setsid sleep 1000.{mark} &); echo x > made; echo $$", timeout=120)
         assert result.ok, result
-        if way == "killed":
+        if ending == "killed":
             await asyncio.to_thread(kill_any, engine)
-        elif way == "emptied":
+        elif ending == "emptied":
             await sandbox.exec("kill -9 -1", timeout=120)
-        elif way == "forked":
+        elif ending == "forked":
             await (await sandbox.fork())[0].close()
     except SandboxDied:
-        way = "killed by another"  # the victim of one that kills is any of them
-    if way != "forgotten":
+        ending = "killed by another"  # the victim of one that kills is any of them
+    if ending != "forgotten":
         await sandbox.close()
-    print(way, flush=True)
+    print(ending, flush=True)
 
 
 async def main() -> None:
@@ -89,10 +89,10 @@ async def main() -> None:
     )
     gate = asyncio.Semaphore(together)
 
-    async def gated(way: str) -> None:
+    async def gated(ending: str) -> None:
         async with gate:
             try:
-                await one(backend, way, workspace, mark, engine)
+                await one(backend, ending, workspace, mark, engine)
             except SandboxError as error:
                 print(f"failed: {error}", flush=True)
 

@@ -443,7 +443,7 @@ async def test_the_checker_finds_what_forks_share() -> None:
     report = await check_env(Leaky)
     messages = [each.message for each in report.errors]
     assert "a fork and its original share Leaky.notes, which can change" in messages
-    assert any("after its fork received other messages" in each for each in messages)
+    assert any("answered differently after its fork received other messages" in each for each in messages)
     messages = [each.message for each in (await check_env(Hidden)).warnings]
     assert [each for each in messages if "fork" in each] == [
         f"functions in Hidden.{name} have variables that a fork shares with its original, and can change"
