@@ -106,7 +106,7 @@ async def check(recipe: str, sandbox: SandboxConfig, run_dir: Path, **more: Any)
     for trajectory in read_trajectories(run_dir / "trajectories.twz"):
         rows = to_samples(trajectory).rows
         assert sum(row.trained_tokens for row in rows) == trajectory.sampled_tokens > 0
-    # What the program's own shell printed is part of the prompt: it ran where there is loopback alone.
+    # What the program's own shell printed is part of the prompt: it ran with the loopback alone.
     assert "interfaces=[lo]" in renderer_for("qwen3").decode(rows[0].input_ids)
 
 
@@ -116,7 +116,7 @@ async def test_agent_solves_a_row_without_a_network(recipe: str, tmp_path: Path)
 
 
 async def test_agent_solves_a_row_in_a_container(tmp_path: Path) -> None:
-    # The image has the libraries of its own programs only: those of compiled packages are shown besides.
+    # The image lacks the libraries of compiled packages, which are mounted.
     names = ("libgcc_s.so.1", "libstdc++.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
     libraries = [Path(f"/usr/lib/{platform.machine()}-linux-gnu") / name for name in names]
     mounts = [f"{path}:/opt/libraries/{path.name}" for path in libraries if path.exists()]

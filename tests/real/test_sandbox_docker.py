@@ -237,7 +237,7 @@ async def test_output_of_background_processes_is_discarded(docker_engine: TestEn
         assert time.monotonic() - began < 2, "the end of the command was not its own"
         # The engine closes the streams of what has ended three seconds later.
         while int(await sandbox.read_file("count") or b"0") < 90:
-            assert time.monotonic() - began < 30, "it does not go on"
+            assert time.monotonic() - began < 30, "it does not continue"
             await asyncio.sleep(0.2)
 
 
@@ -308,8 +308,8 @@ async def test_reaper_removes_containers_of_dead_hosts_only(docker_engine: TestE
         labels = client.inspect_container(sandbox.id)["Config"]["Labels"]
         dead = {**labels, "turnwise.owner": "dead", "turnwise.pid_started": "1"}
         alive = {**labels, "turnwise.owner": "alive"}
-        for name, each in (("dead", dead), ("alive", alive), ("foreign", {})):
-            client.create_container(SMALL, ["true"], name=name, labels=each)
+        for name, owner_labels in (("dead", dead), ("alive", alive), ("foreign", {})):
+            client.create_container(SMALL, ["true"], name=name, labels=owner_labels)
         assert await backend.reap() == 1
         names = {container["Names"][0] for container in client.containers(all=True)}
         assert names == {f"/{sandbox.id}", "/alive", "/foreign"}

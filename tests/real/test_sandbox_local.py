@@ -66,7 +66,7 @@ async def test_snapshots_are_layered(backend: LocalBackend, folder: Path) -> Non
         (folder / name).mkdir()
         (folder / name / "file").write_text(name)
     async with opened(backend, SandboxSpec(workspace=folder)) as first:
-        # A removed file, a folder in the place of one that was removed, and one that was renamed.
+        # A removed file, a folder that replaces a removed one, and one that was renamed.
         await first.exec("rm a/file; rm -r b; mkdir b; echo new > b/new; mv c d; mkdir -p ~/x; echo h > ~/x/h")
         one = await first.snapshot()
     async with opened(backend, SandboxSpec(snapshot=one)) as second:

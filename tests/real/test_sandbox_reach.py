@@ -45,7 +45,7 @@ NOTHING_ELSE = {
     "asked_again": 200,
     "secrets": [],
 }
-"""What it reaches, but for its own session."""
+"""What a program reaches beside its session."""
 REWARD = json.dumps({"value": 1})
 
 
@@ -90,7 +90,7 @@ async def reached(sandbox: SandboxConfig) -> dict[str, Any]:
             request = json.dumps({"ports": ports, "hosts": addresses(), "key": key, "paths": paths})
             outcome = await runner.run(spec(task=Task("t", "go", {"given.json": request})))
         assert outcome.error is None, outcome.error
-        # Nobody but the environment said what the episode is worth.
+        # Only the environment set rewards.
         assert {name for _, name, _ in outcome.trajectories[0].rewards} == {"score", "left"}
         assert (endpoint.entry.rewards, other.turns) == ([], 0)
         assert outcome.trajectories[0].metrics["turns"] == 2
@@ -121,7 +121,7 @@ async def all_attacks(kind: type[ExposedLocal] | type[ExposedDocker], config: di
 
 @pytest.mark.alike("examinations")
 async def test_attacks_are_contained_in_sandboxes_that_reach_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A host that is killed is a process of its own, which finds the class by its name.
+    # The killed host is another process, which imports the class by name.
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     await all_attacks(ExposedLocal, {"isolation": "bubblewrap"})
 

@@ -49,10 +49,10 @@ class TestEngine:
 
 @contextlib.contextmanager
 def engine(*, images: bool = True) -> Iterator[TestEngine]:
-    """Start dockerd with everything that it keeps in a folder of its own, and end it."""
+    """Start dockerd with all its state in one temporary folder, and stop it at the end."""
     # The path of a socket has to be short, so the folder does not go below pytest's.
     folder = Path(tempfile.mkdtemp(prefix="twd-"))
-    # dockerd passes this machine's root file system on to nobody: the mode of /tmp is of no matter.
+    # dockerd gives no container this machine's root file system, so the mode of the folder does not matter.
     url = f"unix://{folder}/docker.sock"
     argv = ["dockerd", "-H", url, "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"]
     argv += ["--pidfile", f"{folder}/pid", "--iptables=false", "--ip6tables=false", "--bridge=none"]

@@ -67,7 +67,7 @@ class Box:
         self.root.chmod(0o755)
         self._init: asyncio.subprocess.Process | None = None
         self.pid = 0
-        # The kernel counts the processes of a user over all machines, so each has a user of its own.
+        # The kernel counts a user's processes over all machines, so each machine has another user.
         self._uid = _FIRST_UID + int(name[:8], 16) % 2**24 if os.getuid() == 0 else 0
         if files is not None:
             self._copy(files, self.root, {_KEPT_UID: self._uid})

@@ -356,7 +356,7 @@ async def e2b_cloud() -> AsyncIterator[tuple[Cloud, dict[str, Any]]]:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(
-        # Nobody is cut off because a busy machine made the tests late.
+        # No sandbox is ended because a busy machine made the tests late.
         uvicorn.Config(_app(cloud), log_level="warning", lifespan="off", ws="none", timeout_keep_alive=600)
     )
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

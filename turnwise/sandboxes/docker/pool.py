@@ -105,7 +105,7 @@ class ContainerPool:
                 tag=suffix,
                 changes=[f'LABEL {key}="{value}"' for key, value in labels.items()],
             ),
-            what="the sandbox has ended, or its files cannot be kept",
+            what="the sandbox has ended, or its files cannot be committed",
         )
         return name
 

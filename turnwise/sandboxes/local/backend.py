@@ -201,11 +201,7 @@ class LocalBackend(SandboxBackend):
         """
         assert self._state is not None
         name, folder = self._snapshots.new(self._state)
-        origin = (
-            self.origin(sandbox)
-            if sandbox.spec.snapshot is None
-            else self._snapshots.hold(sandbox.spec.snapshot, sandbox.id)
-        )
+        origin = self.origin(sandbox)
         top = f"{origin.top}.upper" if self.level.overlay and origin.layers else origin.top
         request: dict[str, Any] = {
             "op": "copy_files",
