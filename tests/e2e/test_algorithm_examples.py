@@ -24,7 +24,7 @@ SHORT = ["steps=15", "eval.limit=100", "eval.samples=2", "eval.greedy=false"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_goes_with_the_file_of_the_main_job(name: str) -> None:
+def test_configuration_is_valid_on_top_of_the_main_job(name: str) -> None:
     files = [EXAMPLES / "lookup" / "train.yaml", EXAMPLES / "algorithms" / f"{name}.yaml"]
     algorithm = load_config(TrainConfig, files).algorithm
     assert name in (algorithm.advantage, algorithm.loss)
@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.alike("lookup")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_to_use_the_tools(name: str, runs: Path, warm_lookup: Path) -> None:
+def test_algorithm_learns_to_use_the_tools(name: str, runs: Path, warm_lookup: Path) -> None:
     out = play(runs, name, "--warm", str(warm_lookup), *SHORT)
     summary = json.loads((runs / f"{name}-seed0" / "summary.json").read_text())
     warm_success, trained_success = (summary[part]["sampled"]["success"]["mean"] for part in ("before", "after"))

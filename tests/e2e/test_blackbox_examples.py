@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("name", ["openai_client_agent", "claude_code", "mini_swe_agent"])
-def test_an_example_runs(name: str) -> None:
+def test_example_plays_an_episode(name: str) -> None:
     assert len((EXAMPLES / name / "main.py").read_text().splitlines()) <= 150
     command = [sys.executable, str(EXAMPLES / name / "main.py"), "--smoke"]
     # Not what somebody has installed: that is tests/real, which knows the versions.
@@ -34,7 +34,7 @@ def test_an_example_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["claude_code", "mini_swe_agent"])
-def test_its_evaluation_can_be_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_is_evaluated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(EvalConfig, EXAMPLES / name / "eval.yaml", [f"model={tmp_path}"])
     assert env_class(config.rollout.env.name).__name__ == "RepairEnv"
     assert config.tasks is not None
@@ -46,7 +46,7 @@ def test_its_evaluation_can_be_run(name: str, tmp_path: Path, monkeypatch: pytes
     check_own(config.rollout)
 
 
-def test_its_evaluation_in_sandboxes_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_is_evaluated_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(EvalConfig, EXAMPLES / "mini_swe_agent" / "sandbox.yaml", [f"model={tmp_path}"])
     assert env_class(config.rollout.env.name).__name__ == "SweEnv"
     assert config.tasks is not None

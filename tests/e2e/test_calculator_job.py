@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs / name
 
 
-def test_it_learns_to_calculate_with_the_tool(run: Path) -> None:
+def test_policy_learns_to_calculate_with_the_tool(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     hold_to_bars(summary, sampled=0.90, greedy=0.93)
     # What the warm start leaves is mostly wrong, and not nothing: rewards need something to begin with.
@@ -34,7 +34,7 @@ def test_it_learns_to_calculate_with_the_tool(run: Path) -> None:
     assert success(summary["before"], "sampled") >= 0.03
 
 
-def test_the_audit_passes_on_what_it_left(run: Path) -> None:
+def test_audit_of_the_run_passes(run: Path) -> None:
     command = [sys.executable, "-m", "turnwise", "audit", str(run), "--no-recompute"]
     result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

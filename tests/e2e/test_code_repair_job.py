@@ -21,7 +21,7 @@ STEPS = 9
 @pytest.mark.alike("jobs", "code_repair")
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("code-repair")
-def test_it_learns_to_go_on_until_the_tests_pass(tmp_path: Path) -> None:
+def test_policy_learns_to_continue_until_the_tests_pass(tmp_path: Path) -> None:
     command = [sys.executable, str(MAIN), "--runs", str(tmp_path), "--name", "run", f"steps={STEPS}"]
     # The rate of the whole example's first steps: it falls over the steps of a run.
     command += ["policies.main.schedule.kind=constant", "eval.limit=100", "eval.samples=1", "checkpoint.every=100"]

@@ -23,7 +23,7 @@ def rates(run: Path) -> list[float]:
     return [record["lr/adamw"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
-def test_tokens_end_a_run_after_a_whole_step_and_more_of_them_let_it_go_on(lookup_model: Path, tmp_path: Path) -> None:
+def test_token_budget_ends_a_run_after_a_step_and_a_larger_one_resumes_it(lookup_model: Path, tmp_path: Path) -> None:
     free: dict[str, Any] = {"steps": None, "policies": {"main": {"schedule": {"kind": "linear"}}}}
     config = train_config(lookup_model, tmp_path, **free, budget={"sampled_tokens": 1}, rollout={"concurrency": 1})
     summary = run_train(config, console=silent())

@@ -82,7 +82,7 @@ def test_the_best_checkpoint_is_exported(
     assert (tmp_path / "model" / "tokenizer.json").is_file()
 
 
-def test_a_run_goes_on_from_the_step_that_is_named(
+def test_resume_step_resumes_from_that_checkpoint(
     lookup_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = train_config(lookup_model, tmp_path, steps=3)

@@ -156,7 +156,7 @@ def untrained(lines: list[bytes]) -> None:
         "untrained",
     ],
 )
-def test_what_the_crash_tests_check_fails_where_something_is_wrong(
+def test_checks_of_the_crash_tests_fail_on_broken_records(
     straight: Path, tmp_path: Path, file: str, spoil: Callable[[list[bytes]], None]
 ) -> None:
     run = shutil.copytree(straight / "run", tmp_path / "run")

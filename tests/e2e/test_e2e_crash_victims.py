@@ -57,7 +57,7 @@ def test_the_gateway_dies_at_every_moment_while_programs_talk_through_it(lookup_
 
 
 @pytest.mark.parametrize(("victim", "mode"), [("host", "colocate_async"), ("sandboxes", "sync")])
-def test_who_holds_sandboxes_dies_at_every_moment_and_nothing_is_left_of_them(
+def test_sandboxes_of_a_process_killed_at_any_moment_are_removed(
     victim: str, mode: str, lookup_model: Path, tmp_path: Path
 ) -> None:
     """The process that opened them, and the one that started them."""

@@ -15,7 +15,7 @@ def by_what_was_said(trajectory: Trajectory) -> list[float]:
     return [float(len(str(turn.sampled.messages[0]))) + trajectory.reward for turn in trajectory.turns()]
 
 
-def test_a_function_reads_what_was_said_and_its_turns_train(lookup_model: Path, tmp_path: Path) -> None:
+def test_custom_credit_reads_messages_and_its_turns_are_trained(lookup_model: Path, tmp_path: Path) -> None:
     changes = {"algorithm": {"credit": f"{__name__}:by_what_was_said"}}
     run = run_train(train_config(lookup_model, tmp_path, **changes), console=silent()).directory
     steps = [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]

@@ -58,7 +58,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.alike("lookup")
-def test_a_loop_of_one_s_own_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path: Path) -> None:
+def test_custom_agent_loop_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path: Path) -> None:
     """The bars are those of ``test_main_job.py``, said before it was run."""
     take_warm(warm_lookup, tmp_path / "loop")
     command = [sys.executable, str(EXAMPLE / "main.py"), "--runs", str(tmp_path), "--name", "loop", "eval.samples=2"]

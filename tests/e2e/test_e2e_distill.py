@@ -30,7 +30,7 @@ def steps(run: Path) -> list[dict]:
     return [record for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
-def test_a_teacher_of_the_same_weights_has_nothing_to_say_at_first(lookup_model: Path, tmp_path: Path) -> None:
+def test_distillation_from_equal_weights_starts_without_divergence(lookup_model: Path, tmp_path: Path) -> None:
     config = train_config(
         lookup_model,
         tmp_path,

@@ -288,7 +288,7 @@ async def test_a_restarted_server_samples_nothing_before_its_last_weights_are_ba
 
 
 @pytest.mark.long
-async def test_everybody_who_asks_waits_for_the_same_restart(lookup_model: Path, tmp_path: Path) -> None:
+async def test_concurrent_recoveries_wait_for_one_restart(lookup_model: Path, tmp_path: Path) -> None:
     """Also who asks while it goes on, and with a second server that lives."""
     fleet = ReplicaSet(InferenceConfig(replicas=2, max_restarts=2), lookup_model, logs=tmp_path)
     await fleet.launch()
@@ -318,7 +318,7 @@ async def test_everybody_who_asks_waits_for_the_same_restart(lookup_model: Path,
 
 
 @pytest.mark.long
-async def test_a_server_that_cannot_come_back_says_why(lookup_model: Path, tmp_path: Path) -> None:
+async def test_failed_restart_raises_the_error_of_the_server(lookup_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(lookup_model, tmp_path / "model")
     fleet = ReplicaSet(InferenceConfig(), model, logs=tmp_path / "logs")
     await fleet.launch()

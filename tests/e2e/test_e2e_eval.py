@@ -50,7 +50,7 @@ def greedy(out: Path) -> dict[str, Any]:
     return scores
 
 
-def test_a_checkpoint_evaluates_alike_whoever_serves_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_evaluation_of_a_checkpoint_does_not_depend_on_its_server(checkpoint: Path, tmp_path: Path) -> None:
     printed = evaluate(checkpoint, tmp_path / "own")
     with Turnwise(tmp_path / "serve.log", "serve", checkpoint, "--port", "0") as server:
         wait_until(lambda: PORT.search(server.output()) is not None, "the server's address", server)

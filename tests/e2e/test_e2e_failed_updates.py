@@ -70,9 +70,7 @@ async def fail_in(update: int, config: TrainConfig) -> Path:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-async def test_the_step_before_a_failed_update_is_saved_and_gone_on_from(
-    mode: str, lookup_model: Path, tmp_path: Path
-) -> None:
+async def test_step_before_a_failed_update_is_saved_and_resumed(mode: str, lookup_model: Path, tmp_path: Path) -> None:
     config = failing(lookup_model, tmp_path, mode=mode)
     run = await fail_in(3, config)
     assert saved(run) == [2]

@@ -33,7 +33,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.long
-def test_a_full_disk_is_one_error_and_the_run_goes_on(lookup_model: Path, tmp_path: Path, disk: Path) -> None:
+def test_full_disk_is_one_error_and_the_run_resumes(lookup_model: Path, tmp_path: Path, disk: Path) -> None:
     config = train_config(lookup_model, disk, steps=8, checkpoint={"every": 100})
     file = tmp_path / "run.yaml"
     file.write_text(dump_config(config))

@@ -47,7 +47,7 @@ async def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_random_model_answers_what_it_is_held_to(
+async def test_guided_answers_of_a_random_model_match_their_grammar(
     dialect: str, stream: bool, checkpoint: Path, url: str
 ) -> None:
     client = HTTPClient([url])
@@ -87,7 +87,7 @@ async def test_logprobs_are_those_without_the_grammar(temperature: float, checkp
     assert np.abs(expected.numpy() - done.logprobs).max() < 1e-4
 
 
-async def test_what_the_server_cannot_hold_to_names_the_field(checkpoint: Path, url: str) -> None:
+async def test_unsupported_grammar_is_refused_with_its_field(checkpoint: Path, url: str) -> None:
     client = HTTPClient([url])
     abilities = abilities_of(load_renderer(checkpoint), guides=True)
     limits = SessionLimits(context_length=2048)
@@ -104,7 +104,7 @@ async def test_what_the_server_cannot_hold_to_names_the_field(checkpoint: Path, 
         assert served.session(opened).turns == 0
 
 
-async def test_the_wire_takes_what_it_can_hold_to_and_refuses_the_rest(url: str) -> None:
+async def test_generate_accepts_supported_grammars_and_refuses_others(url: str) -> None:
     async def told(structured: Any, **more: Any) -> tuple[int, Any]:
         sampling = {"max_tokens": 200, "seed": 1, "structured_outputs": structured, **more}
         request = {"token_ids": [5, 6, 7], "sampling_params": sampling}

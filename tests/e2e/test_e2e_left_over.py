@@ -80,9 +80,7 @@ def fates(run: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "separate_async"])
-async def test_a_carried_group_is_finished_by_the_process_that_goes_on(
-    mode: str, lookup_model: Path, tmp_path: Path
-) -> None:
+async def test_carried_group_is_finished_by_the_resumed_process(mode: str, lookup_model: Path, tmp_path: Path) -> None:
     """The first episode waits for ever: its group is carried from step to step, until the trainer is killed."""
     ahead = {} if mode == "sync" else {"ahead": 0}
     changes: dict[str, Any] = {
@@ -125,7 +123,7 @@ async def test_a_carried_group_is_finished_by_the_process_that_goes_on(
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ASYNC)
-def test_a_buffer_of_ones_own_trains_in_every_mode(mode: str, lookup_model: Path, tmp_path: Path) -> None:
+def test_custom_buffer_trains_in_each_mode(mode: str, lookup_model: Path, tmp_path: Path) -> None:
     THREADS.clear()
     buffer = {"name": "support.trainer.hooks_and_buffers:Newest", "config": {"bound": 2}}
     replay = {"buffer": buffer, "max_staleness": 2, "ahead": 2}
@@ -142,7 +140,7 @@ def test_a_buffer_of_ones_own_trains_in_every_mode(mode: str, lookup_model: Path
 
 
 @pytest.mark.long
-def test_what_ones_own_buffer_took_before_it_failed_is_given_again(lookup_model: Path, tmp_path: Path) -> None:
+def test_groups_taken_by_a_failed_custom_buffer_are_requested_again(lookup_model: Path, tmp_path: Path) -> None:
     """In the second part of step 2: the step ends with its first part, and gives back what it did not train."""
     done = tmp_path / "done"
     named = {"name": "support.trainer.hooks_and_buffers:Stumbling", "config": {"at": 4, "done": str(done)}}
@@ -157,7 +155,7 @@ def test_what_ones_own_buffer_took_before_it_failed_is_given_again(lookup_model:
 
 
 @pytest.mark.long
-def test_filtering_and_over_sampling_outlive_a_kill(lookup_model: Path, tmp_path: Path) -> None:
+def test_filtering_and_over_sampling_survive_a_kill(lookup_model: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "steps": MANY,
         "hooks": ["support.trainer.hooks_and_buffers:OverSampling"],

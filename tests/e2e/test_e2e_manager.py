@@ -25,7 +25,7 @@ EVAL = {"tasks": "turnwise.envs.basic.lookup:tasks?n=3&split=test", "samples": 2
 ALGORITHM = {"advantage": "remax", "kl": {"coef": 0.05, "estimator": "k2", "where": "reward"}}
 
 
-def test_it_trains_as_the_package_s_own_does(lookup_model: Path, tmp_path: Path) -> None:
+def test_custom_manager_trains_as_the_built_in_one(lookup_model: Path, tmp_path: Path) -> None:
     sections = {"eval": EVAL, "algorithm": ALGORITHM}
     builtin = run_train(train_config(lookup_model, tmp_path, name="own", **sections), console=silent())
     changes = {"rollout": {"agent_loop_manager_class": EXAMPLE}, "custom": {"groups": {"at_once": 4}}}
@@ -71,7 +71,7 @@ def test_a_manager_that_dies_ends_the_run_with_its_error(lookup_model: Path, tmp
 
 @pytest.mark.long
 @pytest.mark.alike("lookup")
-def test_it_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path: Path) -> None:
+def test_custom_manager_learns_lookup_to_the_bar_of_the_main_job(warm_lookup: Path, tmp_path: Path) -> None:
     """The bars are those of ``test_main_job.py``, said before it was run."""
     take_warm(warm_lookup, tmp_path / "outside")
     command = [

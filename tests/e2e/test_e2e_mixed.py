@@ -47,7 +47,7 @@ def given(run: Path) -> list[tuple[int, set[str]]]:
     return [(event["step"], set(event["keys"])) for event in takes]
 
 
-def test_a_mixed_run_is_sound_and_asks_for_what_it_takes(mixed: Path) -> None:
+def test_mixed_run_passes_the_audit_and_requests_fresh_groups(mixed: Path) -> None:
     run = mixed / "run"
     steps = defaultdict(set)
     for row in read_batches(run / "batches.jsonl").rows:
@@ -59,7 +59,7 @@ def test_a_mixed_run_is_sound_and_asks_for_what_it_takes(mixed: Path) -> None:
     assert audit_run(run, at_most=8, console=silent()).contradictions == []
 
 
-def test_a_run_that_goes_on_takes_the_groups_and_the_tasks_that_it_took_before(mixed: Path) -> None:
+def test_resumed_run_takes_the_same_groups_and_tasks(mixed: Path) -> None:
     first_pass, second_pass = given(mixed / "run")[:STEPS], given(mixed / "run")[STEPS:]
     assert second_pass == first_pass[2:]
     stored = [step for step, keys in second_pass if any(keys & earlier for at, earlier in first_pass if at < step)]
@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_takes_the_groups_and_the_tasks_that_it_took_before(m
     assert order_of(mixed / "run", STEPS) == json.loads((mixed / "first.json").read_text())
 
 
-def test_a_journal_that_lacks_a_line_or_has_a_spoilt_one_contradicts_the_run(mixed: Path, tmp_path: Path) -> None:
+def test_journal_with_a_missing_or_corrupt_line_contradicts_the_run(mixed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for file in (*(mixed / "run").glob("*.jsonl"), mixed / "run" / "trajectories.twz"):

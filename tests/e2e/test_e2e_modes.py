@@ -84,7 +84,7 @@ def update_and_groups(run_dir: Path) -> tuple[list[Span], list[Span]]:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("colocate, pausing", marks=pytest.mark.long), "separate, streaming"])
-async def test_rollouts_go_on_during_training_and_nothing_trained_is_too_old(
+async def test_rollouts_overlap_updates_within_the_staleness_bound(
     mode: str, lookup_model: Path, tmp_path: Path
 ) -> None:
     config = train_config(lookup_model, tmp_path, steps=STEPS, **ASYNC[mode])
@@ -105,7 +105,7 @@ async def test_rollouts_go_on_during_training_and_nothing_trained_is_too_old(
 
 
 @pytest.mark.parametrize("mode", ["colocate", pytest.param("separate, streaming", marks=pytest.mark.long)])
-async def test_an_interrupt_waits_for_the_update_and_the_run_goes_on(
+async def test_interrupt_waits_for_the_update_and_the_run_resumes(
     mode: str, lookup_model: Path, tmp_path: Path
 ) -> None:
     config = held_run(lookup_model, tmp_path, mode, checkpoint={"every": 100})
@@ -160,9 +160,7 @@ async def test_an_update_that_fails_while_it_changes_weights_is_not_saved(lookup
 
 
 @pytest.mark.long
-async def test_what_a_streamed_step_was_given_and_did_not_train_is_given_again(
-    lookup_model: Path, tmp_path: Path
-) -> None:
+async def test_untrained_groups_of_a_streamed_step_are_taken_again(lookup_model: Path, tmp_path: Path) -> None:
     hooks = ["support.trainer.hooks_and_buffers:FailsOnce"]
     replay = {"max_staleness": 3, "ahead": 1}
     config = train_config(lookup_model, tmp_path, steps=3, hooks=hooks, replay=replay, **ASYNC["separate, streaming"])
@@ -191,7 +189,7 @@ async def test_what_a_streamed_step_was_given_and_did_not_train_is_given_again(
         (["mode=separate_async", "overlap.stream=2", "algorithm.epochs=2"], "set algorithm.epochs and"),
     ],
 )
-def test_a_mode_refuses_what_it_does_not_read(changes: list[str], message: str, tmp_path: Path) -> None:
+def test_keys_that_a_mode_does_not_read_are_refused(changes: list[str], message: str, tmp_path: Path) -> None:
     config = train_config(tmp_path, tmp_path).model_dump(mode="json", exclude={"overlap", "mode"})
     with pytest.raises(ConfigError, match=message):
         load_config(TrainConfig, None, changes, config)

@@ -49,7 +49,7 @@ def example(kind: Any, name: str, model: Path, runs: Path, *overrides: str) -> A
     return load_config(kind, EXAMPLES / name, [*paths, "epochs=1", *overrides])
 
 
-def test_what_was_sampled_becomes_better_models(lookup_model: Path, sampled: Path, tmp_path: Path) -> None:
+def test_offline_training_learns_from_sampled_trajectories(lookup_model: Path, sampled: Path, tmp_path: Path) -> None:
     rewards = sorted({trajectory.reward for trajectory in read_trajectories(sampled / "trajectories.twz")})
     assert len(rewards) > 1, "the test wants episodes that differ"
     where = f"trajectories.path={sampled}"

@@ -55,9 +55,7 @@ def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model:
 
 
 @pytest.mark.long
-def test_a_runner_outlives_a_run_that_is_killed_and_goes_on_with_the_one_that_resumes_it(
-    lookup_model: Path, tmp_path: Path
-) -> None:
+def test_runner_survives_a_killed_run_and_serves_the_resumed_one(lookup_model: Path, tmp_path: Path) -> None:
     config = remote_config(lookup_model, tmp_path, steps=3)
     make_key(tmp_path)
     metrics = config.runs / "run" / "metrics.jsonl"

@@ -124,7 +124,7 @@ def test_a_kill_leaves_the_last_checkpoint_and_what_was_written(killed: Path) ->
     assert report.contradictions == []
 
 
-async def test_a_killed_run_goes_on_bit_for_bit(
+async def test_killed_run_resumes_bit_for_bit(
     killed: Path, lookup_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = Path(shutil.copytree(killed / "run", tmp_path / "run"))
@@ -282,7 +282,7 @@ def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_what_cannot_start_leaves_and_removes_nothing(
+def test_failed_start_leaves_and_removes_nothing(
     finished: Path, lookup_model: Path, tmp_path: Path, fresh: bool
 ) -> None:
     nothing = {"tasks": "turnwise.envs.basic.lookup:nothing"}
@@ -310,7 +310,7 @@ def test_a_broken_checkpoint_is_named_and_nothing_is_written(
         run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
 
 
-def test_more_steps_and_other_checkpoints_may_follow_and_fresh_starts_over(
+def test_steps_and_checkpoint_keys_may_change_on_resume_and_fresh_starts_over(
     finished: Path, lookup_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def train(*more: str, **changes: Any) -> int:

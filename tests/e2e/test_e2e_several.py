@@ -65,7 +65,7 @@ def test_a_role_trains_against_the_weights_that_the_run_began_with(lookup_model:
     )
 
 
-def test_it_is_evaluated_against_the_same(lookup_model: Path, tmp_path: Path) -> None:
+def test_evaluation_plays_against_the_same_frozen_policy(lookup_model: Path, tmp_path: Path) -> None:
     settings = {
         "model": str(lookup_model),
         "tasks": "turnwise.envs.basic.lookup:tasks?n=3&split=test",
@@ -99,7 +99,7 @@ def test_it_is_evaluated_against_the_same(lookup_model: Path, tmp_path: Path) ->
          ConfigError, "NO_SUCH_KEY"),
     ],
 )  # fmt: skip
-def test_what_cannot_play_is_said_before_anything_starts(
+def test_invalid_frozen_policy_is_refused_before_the_start(
     lookup_model: Path, tmp_path: Path, frozen: dict, policy: str, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):

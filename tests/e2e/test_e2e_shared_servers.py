@@ -142,7 +142,7 @@ def changed(config: TrainConfig, name: str, **changes: Any) -> dict[str, Any]:
         ("critic_agent", {"inference": {"dtype": "bfloat16"}}, r"what serves both is policies\.solver\.inference"),
     ],
 )
-def test_policies_that_cannot_share_are_named(
+def test_policies_that_cannot_share_servers_are_refused(
     policy: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config = two_adapters(tmp_path / "m", tmp_path)

@@ -33,7 +33,7 @@ def taken(run: Path) -> list[tuple[str, str]]:
     return sorted((task, group.rpartition("-e")[2]) for group, task in groups.items())
 
 
-def test_a_mix_trains_by_its_shares_and_goes_on_where_it_stopped(lookup_model: Path, tmp_path: Path) -> None:
+def test_mix_is_trained_by_its_shares_and_resumes(lookup_model: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"tasks": mix(tmp_path), "max_prompt_tokens": 1000}
     (tmp_path / "two").mkdir()
     for steps in (1, 3):

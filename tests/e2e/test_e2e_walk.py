@@ -59,7 +59,7 @@ def walk(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "walk", lambda runs: trained(lookup_model, runs, steps=3, eval=EVAL)) / "run"
 
 
-def test_every_file_of_a_run_holds_what_it_promises(walk: Path, lookup_model: Path) -> None:
+def test_files_of_a_run_hold_their_records(walk: Path, lookup_model: Path) -> None:
     files = {str(file.relative_to(walk)) for file in walk.iterdir()}
     assert files == {
         "config.yaml", "run.json", "summary.json", "metrics.jsonl", "trajectories.twz", "trajectories.index",
@@ -112,7 +112,7 @@ def test_every_step_is_logged_with_documented_metrics(walk: Path) -> None:
         assert record["largest"][0]["turn_id"].startswith("t")
 
 
-def test_what_crossed_the_wire_is_what_was_recorded_and_trained(walk: Path) -> None:
+def test_ids_on_the_wire_equal_those_recorded_and_trained(walk: Path) -> None:
     server = lines(walk / "metrics.jsonl")[-1]
     entries = read_ledger(walk / "ledger.jsonl").entries
     trajectories = list(read_trajectories(walk / "trajectories.twz"))
@@ -240,7 +240,7 @@ def test_a_member_whose_environment_fails_leaves_its_group_ragged(lookup_model: 
     assert audit_files(run).sound
 
 
-def test_when_every_episode_fails_the_run_ends_with_the_words_of_the_error(
+def test_run_ends_with_the_error_if_every_episode_fails(
     lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnwise.rollout.producer.MAX_FAILED_GROUPS", 3)
@@ -291,7 +291,7 @@ def test_only_the_trained_policy_is_trained(lookup_model: Path, tmp_path: Path) 
     assert audit_files(run).sound
 
 
-def test_fresh_does_not_remove_the_model_that_it_is_to_begin_with(walk: Path, tmp_path: Path) -> None:
+def test_fresh_keeps_the_initial_model(walk: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(walk, tmp_path / "run"))
     content = (run / "trajectories.twz").read_bytes()
     checkpoint = run / "checkpoints" / "step_000001"

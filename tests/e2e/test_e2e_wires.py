@@ -225,7 +225,7 @@ def columns(segments: Sequence[Segment]) -> list[Any]:
     ]
 
 
-async def test_the_model_says_what_is_hard_to_keep(model: Model) -> None:
+async def test_scripted_turns_cover_the_hard_cases(model: Model) -> None:
     turns = [turn for received in model.turns_by_seed.values() for turn in received.turns]
     calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
     errors = [call.error for call in calls]
@@ -243,14 +243,14 @@ async def test_the_model_says_what_is_hard_to_keep(model: Model) -> None:
 
 
 @pytest.mark.parametrize("agent_class", [ReActAgent, *OVER.values()])
-async def test_every_agent_of_an_episode_leaves_the_same(model: Model, agent_class: type[Agent]) -> None:
+async def test_segments_do_not_depend_on_the_agent(model: Model, agent_class: type[Agent]) -> None:
     for seed in SEEDS:
         trajectory = await model.episode(agent_class, seed)
         assert columns(trajectory.segments) == columns(model.expected[seed].segments)
         assert trajectory.metrics["turns"] == len(model.turns_by_seed[seed].turns)
 
 
-async def test_a_gateway_of_its_own_leaves_the_same(model: Model, tmp_path: Path) -> None:
+async def test_segments_of_a_gateway_process_equal_those_of_an_episode(model: Model, tmp_path: Path) -> None:
     """``turnwise gateway`` over the same server, and agents that are in no episode at all."""
     config = GatewayConfig(
         model=model.directory, url=model.url, out=tmp_path, port=0, fixed_sampling=True, context_length=CONTEXT, **USED

@@ -42,7 +42,7 @@ def test_the_gpu_benchmark_rehearses_on_a_cpu() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_the_benchmark_says_what_is_missing() -> None:
+def test_benchmark_without_a_gpu_names_the_missing_device() -> None:
     done = run("benchmarks/gpu.py", "--only", "limits")
     assert done.returncode == 0, done.stderr[-4000:]
     assert "finds no CUDA device" in json.loads(done.stdout.splitlines()[-1])["skipped"]

@@ -88,11 +88,11 @@ def started(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_has_twenty_lines_at_most() -> None:
+def test_environment_file_has_at_most_twenty_lines() -> None:
     assert len([line for line in ENV.read_text().splitlines() if line.strip()]) <= 20
 
 
-def test_it_is_trained_evaluated_and_viewed_by_its_own_file(model: Path, tmp_path: Path) -> None:
+def test_environment_file_trains_evaluates_views_and_reports(model: Path, tmp_path: Path) -> None:
     small = (
         "batch.groups=2",
         "rollout.group_size=4",
@@ -179,9 +179,7 @@ def test_tasks_of_a_configuration_file_are_not_replaced(model: Path, tmp_path: P
         (("view",), 1, "no run of Dice"),
     ],
 )
-def test_what_it_says_where_something_is_missing(
-    tmp_path: Path, arguments: tuple[str, ...], status: int, words: str
-) -> None:
+def test_missing_arguments_are_named(tmp_path: Path, arguments: tuple[str, ...], status: int, words: str) -> None:
     output = run(tmp_path, *arguments)
     assert output.returncode == status
     assert words in output.stderr

@@ -55,7 +55,7 @@ def summaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
 @pytest.mark.alike("jobs", "long_task")
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("long-task")
-def test_dropping_old_results_learns_what_does_not_fit_into_the_context(summaries: dict[str, dict[str, Any]]) -> None:
+def test_policy_with_dropped_results_learns_tasks_beyond_its_context(summaries: dict[str, dict[str, Any]]) -> None:
     for name, summary in summaries.items():
         figures = {f"{p} {k}": success(summary, p, k) for p in ("before", "after") for k in ("sampled", "greedy")}
         print(f"{name}: {figures}, {summary['wall_s']:.0f} s wall, {summary['cpu_s']:.0f} CPU-s")
@@ -70,7 +70,7 @@ def test_dropping_old_results_learns_what_does_not_fit_into_the_context(summarie
 @pytest.mark.alike("jobs", "long_task")
 @pytest.mark.timeout(1200)
 @pytest.mark.xdist_group("long-task")
-def test_what_it_left_passes_the_audit(summaries: dict[str, dict[str, Any]]) -> None:
+def test_audit_of_the_run_passes(summaries: dict[str, dict[str, Any]]) -> None:
     command = [sys.executable, "-m", "turnwise", "audit", str(summaries["with"]["run"]), "--no-recompute"]
     result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

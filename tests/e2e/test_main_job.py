@@ -74,7 +74,7 @@ def summary(runs: Path, warm_lookup: Path) -> dict[str, Any]:
     return finish(start(runs, "seed0"), runs, "seed0")
 
 
-def test_it_learns_to_use_the_tools(summary: dict[str, Any]) -> None:
+def test_policy_learns_to_use_the_tools(summary: dict[str, Any]) -> None:
     mostly_fails(summary)
     hold_to_bars(summary, sampled=0.88, greedy=0.97)
 
@@ -84,14 +84,14 @@ def test_no_process_took_more_than_1_2_gigabytes(summary: dict[str, Any]) -> Non
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 1.2e9 / 1024
 
 
-def test_the_audit_passes_on_what_it_left(runs: Path, summary: dict[str, Any]) -> None:
+def test_audit_of_the_run_passes(runs: Path, summary: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "turnwise", "audit", str(runs / "seed0")]
     result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "no contradictions" in result.stdout
 
 
-def test_what_the_kill_took_was_done_again_and_nothing_else(runs: Path, summary: dict[str, Any]) -> None:
+def test_only_the_steps_lost_by_the_kill_are_repeated(runs: Path, summary: dict[str, Any]) -> None:
     records = [json.loads(line) for line in (runs / "seed0" / "metrics.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in records if record["kind"] == "train"]
     # Resumed after the checkpoint of step 10: some steps were done twice, none was left out.
@@ -150,12 +150,12 @@ def assert_ranks_train_alike(run: Path) -> None:
             assert max(float((weight - weights[name]).detach().abs().max()) for name, weight in other.items()) < 1e-5
 
 
-def test_its_first_five_steps_on_ranks_are_those_of_one_process(runs: Path, summary: dict[str, Any]) -> None:
+def test_first_five_steps_on_ranks_equal_those_of_one_process(runs: Path, summary: dict[str, Any]) -> None:
     assert_ranks_train_alike(runs / "seed0")
 
 
 @pytest.mark.parametrize("mode", ["colocate", "separate"])
-def test_an_asynchronous_mode_ends_where_the_synchronous_one_does(
+def test_asynchronous_mode_reaches_the_success_of_the_synchronous_one(
     runs: Path, warm_lookup: Path, summary: dict[str, Any], mode: str
 ) -> None:
     take_warm(warm_lookup, runs / mode)

@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return play(tmp_path_factory.mktemp("picture-job"), "--seed", "0")
 
 
-def test_it_learns_to_read_pictures_that_it_has_not_seen(run: Path) -> None:
+def test_policy_learns_to_read_unseen_pictures(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     hold_to_bars(summary, sampled=0.9, greedy=0.93, episodes=(400, 100))
     # What the warm start leaves is mostly wrong, and not nothing: rewards need something to begin with.
@@ -53,7 +53,7 @@ def test_no_picture_of_the_evaluation_was_trained_on(run: Path) -> None:
     assert not seen["train"] & seen["val"]
 
 
-def test_the_audit_passes_on_what_it_left(run: Path) -> None:
+def test_audit_of_the_run_passes(run: Path) -> None:
     assert audit_files(run).contradictions == []
 
 

@@ -33,7 +33,7 @@ def run(example: str, folder: Path, *arguments: str, timeout: int = 110) -> subp
         ("proposer_solver", {"proposer", "solver/0", "solver/1", "solver/2"}),
     ],
 )
-def test_it_runs_with_next_to_no_training(example: str, roles: set[str], tmp_path: Path) -> None:
+def test_example_runs_with_next_to_no_training(example: str, roles: set[str], tmp_path: Path) -> None:
     assert len((EXAMPLES / example / "main.py").read_text().splitlines()) <= 150
     done = run(example, tmp_path, "--smoke", "--name", "smoke")
     assert "everything is in" in done.stdout

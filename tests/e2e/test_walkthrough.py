@@ -96,7 +96,7 @@ def sections(page: str) -> list[str]:
     return re.findall(r"^## turnwise/(\S+)$", page, re.MULTILINE)
 
 
-def test_the_page_says_what_the_code_does(printed: list[blocks.Block], page: str) -> None:
+def test_printed_blocks_equal_those_of_the_page(printed: list[blocks.Block], page: str) -> None:
     differences = blocks.differences(page, printed)
     assert not differences, "python examples/walkthrough/main.py --write brings it up to date\n" + "\n\n".join(
         differences
@@ -157,7 +157,7 @@ def test_numbers_between_the_blocks_are_numbers_of_the_blocks(page: str) -> None
     assert numbers <= quoted
 
 
-def test_links_of_both_pages_lead_somewhere() -> None:
+def test_links_of_both_pages_resolve() -> None:
     for name in ("walkthrough.md", "concepts.md"):
         links = re.findall(r"\]\(([^)#]+)[^)]*\)", (DOCS / name).read_text())
         assert links
@@ -202,7 +202,7 @@ def test_a_page_with_all_blocks_as_printed_has_no_difference() -> None:
         ([ABOUT, EXACT], "another order"),
     ],
 )
-def test_a_page_that_differs_is_found_out(printed_now: list[blocks.Block], message: str) -> None:
+def test_difference_of_a_page_is_reported(printed_now: list[blocks.Block], message: str) -> None:
     [difference] = blocks.differences(PAGE, printed_now)
     assert message in difference
 
@@ -211,7 +211,7 @@ def test_decimals_of_an_approximate_block_may_differ_in_their_last_digits() -> N
     assert blocks.differences(PAGE, [EXACT, with_text(ABOUT, "-0.1833", "-0.1834")]) == []
 
 
-def test_a_block_that_stands_twice_or_has_no_fence_is_found_out() -> None:
+def test_duplicate_or_unfenced_block_is_reported() -> None:
     assert "block 'mask' stands twice" in blocks.differences(PAGE + EXACT.markdown(), [EXACT, ABOUT])[0]
     broken = PAGE + "\n<!-- block: lost -->\ntext\n"
     assert "not followed by a fenced" in blocks.differences(broken, [EXACT, ABOUT])[0]

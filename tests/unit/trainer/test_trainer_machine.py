@@ -50,7 +50,7 @@ def test_the_size_of_a_model_is_that_of_all_its_files(tmp_path: Path) -> None:
     assert model_size(tmp_path / "model") is None
 
 
-def test_a_model_that_is_too_large_is_refused_with_what_it_takes(tmp_path: Path) -> None:
+def test_model_that_is_too_large_is_refused_with_its_size(tmp_path: Path) -> None:
     path = model_dir(tmp_path / "huge", (10_000_000, 1_000_000))
     servers = InferenceConfig(replicas=2, dtype="float32", device="cpu")
     with pytest.raises(ConfigError) as raised:
@@ -68,7 +68,7 @@ def test_a_model_that_is_too_large_is_refused_with_what_it_takes(tmp_path: Path)
     assert "lora" not in str(raised.value)
 
 
-def test_ranks_share_what_a_policy_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_memory_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model_dir(tmp_path / "huge", (10_000_000, 1_000_000))
     options = {"ranks": 4}
     config = {"model": {"path": path, "device": "cpu"}, "engine": "fsdp", "engine_options": options}

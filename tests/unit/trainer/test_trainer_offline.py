@@ -100,7 +100,7 @@ def test_both_sides_of_a_pair_are_packed_into_one_micro_batch(row: Callable[...,
 @pytest.mark.parametrize(
     "options", [{}, {"loss": "ipo"}, {"length_normalised": True, "label_smoothing": 0.1}, {"nll_coef": 0.5}], ids=str
 )
-def test_the_gradient_does_not_depend_on_the_split_and_is_the_plain_one(
+def test_dpo_gradient_equals_the_formula_however_pairs_are_split(
     model_dir: Callable[..., Path], row: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     pairs = [pair_of(row, number, (9 + number, 13 - number), branches=1 + number % 2) for number in range(3)]
@@ -163,7 +163,7 @@ def side_logprob(plain: Any, rows: list[Any]) -> torch.Tensor:
 # -- DPO
 
 
-def test_dpo_prefers_what_was_chosen_and_logs_documented_names(model: Path, tmp_path: Path) -> None:
+def test_dpo_prefers_the_chosen_side_and_logs_documented_names(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "pairs.jsonl", preferences())
     loggers = {"loggers": [f"{__name__}:Noting"], "overwrite": True}
     config = DPOConfig.model_validate(settings(model, tmp_path, data=str(data), pairs=3, steps=10, **loggers))

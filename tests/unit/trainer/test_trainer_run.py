@@ -17,7 +17,7 @@ from turnwise.trainer.run.run import open_run
 
 
 @pytest.mark.usefixtures("python_s_own_collections")
-def test_collections_pass_over_what_was_loaded_while_a_run_is_open_and_no_longer(
+def test_garbage_collections_skip_loaded_objects_while_a_run_is_open(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     config = train_config(shared(tmp_path_factory, "lookup-model", build_model) / MODEL, tmp_path)
@@ -54,7 +54,7 @@ def test_a_checkpoint_has_the_groups_in_flight_and_never_weights_of_no_step(
         assert len({group["task"]["id"] for group in state["feed"]}) == 2
 
 
-def test_a_context_that_holds_no_prompt_ends_the_run_before_it_begins(
+def test_context_shorter_than_the_prompts_is_refused_at_the_start(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     config = train_config(shared(tmp_path_factory, "lookup-model", build_model) / MODEL, tmp_path)

@@ -189,9 +189,7 @@ def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tm
     assert not [entry for entry in result.model.parent.iterdir() if entry.name.startswith(".")]
 
 
-def test_a_model_is_evaluated_on_the_prompts_that_it_was_trained_on(
-    start: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_trained_model_renders_the_prompts_of_its_training(start: Callable[[str], Path], tmp_path: Path) -> None:
     config = configure(start("qwen3"), tmp_path, steps=1, renderer={"chat_template": "hermes-short"})
     prompt, tools = canonical_messages(conversation("mia")["messages"][:2]), [ToolSchema(**TOOL["function"])]
     trained = config.renderer.load(config.model.path).render(prompt, tools)
