@@ -152,8 +152,8 @@ def take_step(learner: Learner, batch: Batch) -> dict[str, float]:
     result = learner.optim_step()
     if batch.pairs is None:
         return update_metrics([(stats, result)])
-    told_of = {f"preference/{name}": mean * stats.tokens / batch.pairs for name, mean in stats.means.items()}
-    return update_metrics([(replace(stats, means={}), result)]) | told_of
+    preference_metrics = {f"preference/{name}": mean * stats.tokens / batch.pairs for name, mean in stats.means.items()}
+    return update_metrics([(replace(stats, means={}), result)]) | preference_metrics
 
 
 def shuffled(count: int, size: int, seed: int) -> Iterator[list[int]]:
@@ -221,20 +221,20 @@ def read_recorded(config: RecordedConfig, renderer: Renderer) -> list[Trajectory
             f"evaluation, which holds {TRAJECTORIES}, or such a file"
         )
     try:
-        every = list(read_trajectories(file))
+        recorded = list(read_trajectories(file))
     except FormatError as error:
         raise TaskError(f"trajectories.path: {error}") from error
     usable = [
         trajectory
-        for trajectory in every
+        for trajectory in recorded
         if (trajectory.policy == config.policy and config.partition in (None, trajectory.partition))
         and (trajectory.error is None and trajectory.recorded == "tokens" and trajectory.sampled_tokens)
     ]
     if not usable:
         partition = f" and partition {config.partition}" if config.partition else ""
-        policies = ", ".join(sorted({trajectory.policy for trajectory in every})) or "none"
+        policies = ", ".join(sorted({trajectory.policy for trajectory in recorded})) or "none"
         raise TaskError(
-            f"{file} holds {len(every)} trajectories (policies: {policies}), but none of policy "
+            f"{file} holds {len(recorded)} trajectories (policies: {policies}), but none of policy "
             f"{config.policy}{partition} that ended without an error and was recorded with token ids"
         )
     for trajectory in usable:

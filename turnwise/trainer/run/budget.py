@@ -79,14 +79,14 @@ class Budget:
 
     def describe(self) -> str:
         """Describe the limits: ``40 steps, 2,000,000 trained tokens``."""
-        return ", ".join(_words(name, limit) for name, limit in self.limits.items())
+        return ", ".join(_describe_amount(name, limit) for name, limit in self.limits.items())
 
     def why(self, limit: str | None) -> str:
         """Describe the limit that ended the run, if any."""
         if limit is None:
             return f"the algorithm ended it, within {self.describe()}"
-        return f"{_words(limit, self.limits[limit])} are spent"
+        return f"{_describe_amount(limit, self.limits[limit])} are spent"
 
 
-def _words(name: str, amount: float) -> str:
+def _describe_amount(name: str, amount: float) -> str:
     return f"{show_duration(amount)} of wall time" if name == "wall_time" else f"{amount:,.0f} {name.replace('_', ' ')}"

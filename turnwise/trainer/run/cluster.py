@@ -37,7 +37,7 @@ def cluster_needs(config: TrainConfig) -> Needs:
     trained = [config.of_policy(name).inference for name in config.served]
     served = [*trained, *(frozen.inference for frozen in config.rollout.frozen.values() if not frozen.urls)]
     replicas = sum(inference.replicas for inference in served if not inference.urls)
-    # A learner that has ranks says how many; that of torch computes in this process.
+    # A sharded learner has the option ranks; that of torch computes in this process.
     ranks = sum(int(chosen_engine(policy).options.get("ranks", 0)) for policy in config.policies.values())
     return Needs(replicas, config.ray.workers.min, ranks)
 
@@ -138,10 +138,10 @@ class ClusterWorkers:
         )
 
     async def _start(self, config: RolloutConfig) -> RayObject:
-        """Start one worker, ready for episodes, on a node that takes it."""
+        """Start one worker, ready for episodes, on a node with room."""
         from turnwise.placement.ray_hosts import RayObject
 
-        for attempts in reversed(range(_LOST_STARTS)):
+        for retries in reversed(range(_LOST_STARTS)):
             name = f"worker-{next(self._numbers)}"
             slot = self._cluster.claim("worker")
             actor = self._cluster.actor(RolloutWorker, slot, name, self._spec(config, name))
@@ -151,7 +151,7 @@ class ClusterWorkers:
                 await worker.call("prepare")
             except (InferenceError, PlacementError) as error:
                 await worker.close()
-                if not attempts:
+                if not retries:
                     raise
                 if isinstance(error, InferenceError):
                     await self._recover(error)

@@ -245,8 +245,8 @@ class RunDirectory:
         notes = self.read()
         self.note(wall_s=notes.get("wall_s", 0.0) + wall_s, cpu_s=notes.get("cpu_s", 0.0) + cpu_s)
 
-    def _check(self, what: Path, finding: str, config: TrainConfig) -> None:
-        if finding != config_digest(config):
+    def _check(self, what: Path, digest: str, config: TrainConfig) -> None:
+        if digest != config_digest(config):
             saved = self.path / "config.yaml"
             raise CheckpointError(
                 f"{what} was trained with another configuration{changed_keys(saved, config)}; resume it with the one "
@@ -410,7 +410,7 @@ def open_files(
     return files
 
 
-def at_exit(stack: contextlib.AsyncExitStack, act: Callable[[], object]) -> None:
+def at_exit(stack: contextlib.AsyncExitStack, write: Callable[[], object]) -> None:
     """Register a write for the end of the run.
 
     A disk error is suppressed if another one already ended the run; else it is combined with the run's error.
@@ -419,7 +419,7 @@ def at_exit(stack: contextlib.AsyncExitStack, act: Callable[[], object]) -> None
     def leave(kind: object, error: BaseException | None, trace: object) -> None:
         del kind, trace
         try:
-            act()
+            write()
         except (CheckpointError, DiskError) as refused:
             if isinstance(error, (CheckpointError, DiskError)):
                 return

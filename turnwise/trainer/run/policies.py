@@ -128,7 +128,7 @@ class TrainedPolicy(LoadedPolicy):
     def launched_elsewhere(self) -> bool:
         """Whether the servers were launched with other weights than the learner begins with, or with unknown ones.
 
-        So are servers of several adapters taken: one that they cannot hold is then refused before the first episode.
+        Servers of several adapters count as such: an adapter that they cannot hold is refused before the first episode.
         """
         return self.config.policy.model.continues_adapter or bool(self.config.inference.urls) or self.shares
 
