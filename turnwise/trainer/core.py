@@ -1,4 +1,4 @@
-"""The nouns of a train step: a row to train on, and rows packed into a micro-batch."""
+"""The nouns of a train step: a row to train on, rows packed into a micro-batch, and the scores of their tokens."""
 
 from __future__ import annotations
 
@@ -94,3 +94,18 @@ class MicroBatch:
     def trained_tokens(self) -> int:
         """Trained tokens, N."""
         return self.predictors.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Scores of the trained tokens from a forward pass.
+
+    Attributes:
+        logprobs: float32 of shape [N], of the logits divided by each token's temperature.
+        entropy: float32 of shape [N], of that distribution in nats, or None if not requested.
+        values: float32 of shape [N], state values before each token, or None without a value head.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    values: Tensor | None = None

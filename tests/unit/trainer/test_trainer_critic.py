@@ -20,13 +20,12 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import CriticConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
-from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
 from turnwise.trainer.learn.critic import Critic, TorchCritic
 from turnwise.trainer.learn.objectives import VALUE_SUMS, PolicyObjective, ValueObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.model.attention import LAYOUT_ARGUMENT, PackedLayout
-from turnwise.trainer.model.policy import TokenScores
 from turnwise.trainer.observe.metrics import meaning
 
 Row = Callable[..., TrainRow]

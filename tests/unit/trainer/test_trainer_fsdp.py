@@ -31,8 +31,8 @@ from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.core import MicroBatch, TrainRow
 from turnwise.trainer.learn.critic import Critic, EngineCritic, TorchCritic
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner, deal, loads_at_once
-from turnwise.trainer.learn.learner import Learner, check_engine, open_learner
-from turnwise.trainer.learn.objectives import CrossEntropyObjective, Objective, PolicyObjective
+from turnwise.trainer.learn.learner import Learner, Objective, check_engine, open_learner
+from turnwise.trainer.learn.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.learn.reference import open_reference
 from turnwise.trainer.learn.update import update_policy

@@ -22,7 +22,7 @@ from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
 from turnwise.trainer.algorithms.rewards import with_penalties
 from turnwise.trainer.batch.experience import StepTrajectories, build_experience, collect
-from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.batch.packing import pack, recompute_logprobs
 from turnwise.trainer.batch.value_targets import TrajectoryValues
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
@@ -30,7 +30,7 @@ from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import StepResult
 from turnwise.trainer.learn.reference import FrozenReference, InitialWeights, KLGuard, open_reference, reference_path
 from turnwise.trainer.learn.torch_learner import TorchLearner
-from turnwise.trainer.learn.update import recompute_logprobs, update_policy
+from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_state
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup, to_samples

@@ -14,11 +14,10 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.trainer.algorithms.losses import LossSums
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
-from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
 from turnwise.trainer.learn.objectives import CrossEntropyObjective, PolicyObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
 from turnwise.trainer.learn.update import update_metrics
-from turnwise.trainer.model.policy import TokenScores
 from turnwise.trainer.observe.metrics import finite_metrics, meaning
 
 Row = Callable[..., TrainRow]

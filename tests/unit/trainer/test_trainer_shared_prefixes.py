@@ -21,11 +21,11 @@ from turnwise.trainer.batch import packing as prefix_tree
 from turnwise.trainer.batch.packing import PrefixTree, pack
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
-from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
-from turnwise.trainer.model.policy import Policy, TokenScores, load_model
+from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trajectory import TrainSample
 
 Ids = list[int]

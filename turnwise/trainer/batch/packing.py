@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from turnwise.errors import TrainError
-from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.config.train import BatchConfig
+from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
 from turnwise.trajectory import TrainSample
 from turnwise.types import Media
 
@@ -364,3 +366,20 @@ def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:
         found.append(numbers.astype(np.int64) + count)
         count += len(names)
     return np.concatenate(found)
+
+
+class Scorer(Protocol):
+    """A learner or a reference."""
+
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+
+
+def recompute_logprobs(scorer: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
+    """Return by row the log-probabilities of its trained tokens under the present weights."""
+    batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
+    logprobs: dict[RowKey, Tensor] = {}
+    for micro, scores in zip(batches, scorer.logprobs(batches), strict=True):
+        parts = torch.split(scores.cpu(), [rows[index].sample.trained_tokens for index in micro.rows])
+        logprobs |= {rows[index].sample.key: part for index, part in zip(micro.rows, parts, strict=True)}
+    return logprobs

@@ -20,12 +20,12 @@ from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.batch.value_targets import Floats, TrajectoryValues
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
-from turnwise.trainer.core import MicroBatch, TrainRow
-from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
-from turnwise.trainer.learn.objectives import VALUE_SUMS, Objective, ValueObjective
+from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
+from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats, StepResult
+from turnwise.trainer.learn.objectives import VALUE_SUMS, ValueObjective
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
-from turnwise.trainer.model.policy import Policy, TokenScores, load_model, load_weights
+from turnwise.trainer.model.policy import Policy, load_model, load_weights
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, read_head
 from turnwise.trajectory import TrainSample, Trajectory
 from turnwise.types import StopReason

@@ -25,8 +25,8 @@ from turnwise.placement.devices import AUTO, CPU
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.core import MicroBatch
-from turnwise.trainer.learn.learner import Learner, ModelHost, Stats, StepResult
-from turnwise.trainer.learn.objectives import Objective, PolicyObjective
+from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats, StepResult
+from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import pick_device
 from turnwise.trainer.model.policy import check_ids, sequence_obstacle, takes_images

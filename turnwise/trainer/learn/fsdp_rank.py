@@ -33,9 +33,9 @@ from turnwise.errors import CheckpointError
 from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
-from turnwise.trainer.core import MicroBatch
-from turnwise.trainer.learn.learner import Stats, StepResult
-from turnwise.trainer.learn.objectives import Objective, PolicyObjective
+from turnwise.trainer.core import MicroBatch, TokenScores
+from turnwise.trainer.learn.learner import Objective, Stats, StepResult
+from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import (
     Call,
     ModelFacts,
@@ -53,7 +53,7 @@ from turnwise.trainer.learn.torch_learner import (
     TorchLearner,
     return_freed_memory,
 )
-from turnwise.trainer.model.policy import Policy, TokenScores, load_model
+from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, read_head
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from turnwise.errors import RegistryError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.plugins import load_object, register_entry
+from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
 from turnwise.trainer.config.policy import PolicyConfig
-from turnwise.trainer.core import MicroBatch
-from turnwise.trainer.learn.objectives import Objective
+from turnwise.trainer.core import MicroBatch, TokenScores
 
 
 @dataclass(slots=True)
@@ -74,6 +74,17 @@ class EngineProcesses(Protocol):
 
 def no_check(config: PolicyConfig, options: Mapping[str, Any]) -> None:
     """Check nothing: whatever is configured can be tried."""
+
+
+class Objective(Protocol):
+    """The function to minimise."""
+
+    @property
+    def entropy(self) -> bool:
+        """Whether ``TokenScores.entropy`` is read."""
+
+    def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
+        """Return the summed loss of a micro-batch."""
 
 
 class Learner(ABC):

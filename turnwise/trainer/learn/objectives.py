@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -14,24 +14,13 @@ from turnwise.trainer.algorithms.kl import KLTerm, kl_penalty
 from turnwise.trainer.algorithms.losses.core import LossSums, cross_entropy_loss, entropy_bonus, logprob_gap, value_loss
 from turnwise.trainer.algorithms.losses.policy import ppo_clip_loss
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
-from turnwise.trainer.core import MicroBatch
-from turnwise.trainer.model.policy import TokenScores
+from turnwise.trainer.core import MicroBatch, TokenScores
+from turnwise.trainer.learn.learner import Objective
 
 VALUE_SUMS = ("critic/loss", "critic/clip_fraction")
 """The sums of a critic's loss."""
 
 PPO_CLIP = ConfiguredFunction("ppo_clip", ppo_clip_loss, {})
-
-
-class Objective(Protocol):
-    """The function to minimise."""
-
-    @property
-    def entropy(self) -> bool:
-        """Whether ``TokenScores.entropy`` is read."""
-
-    def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
-        """Return the summed loss of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)

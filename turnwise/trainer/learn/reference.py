@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,22 +16,15 @@ from turnwise.engine.accelerator import main_memory
 from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
 from turnwise.trainer.batch.experience import StepTrajectories
+from turnwise.trainer.batch.packing import Scorer, recompute_logprobs
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
 from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
 from turnwise.trainer.learn.learner import Learner, ModelHost
 from turnwise.trainer.learn.torch_learner import pick_device
-from turnwise.trainer.learn.update import recompute_logprobs
 from turnwise.trainer.model.policy import Policy, load_model
 
 KEY = "algorithm.kl.reference"
-
-
-class Reference(Protocol):
-    """Scores rows with constant weights."""
-
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
 
 
 class FrozenReference:
@@ -86,7 +79,7 @@ def reference_path(config: KLConfig, model: ModelConfig) -> Path:
     return found
 
 
-def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> Reference:
+def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> Scorer:
     """Return the reference of a run, with the device and precision of the trained model; resuming does not change it.
 
     It is where the trained model is: in the processes of the engine, or in this one.
@@ -120,7 +113,7 @@ class KLGuard:
     """
 
     control: KLControl
-    reference: Reference
+    reference: Scorer
     batch: BatchConfig
     temperature: float
     recompute: bool

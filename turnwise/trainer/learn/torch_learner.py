@@ -22,8 +22,7 @@ from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.config.policy import PolicyConfig, ScheduleConfig
 from turnwise.trainer.core import MicroBatch
-from turnwise.trainer.learn.learner import Learner, Stats, StepResult
-from turnwise.trainer.learn.objectives import Objective
+from turnwise.trainer.learn.learner import Learner, Objective, Stats, StepResult
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.model.policy import Policy, load_model, load_weights
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.kl import KLTerm
 from turnwise.trainer.algorithms.losses.core import weigh
 from turnwise.trainer.algorithms.registry import ConfiguredFunction
-from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.batch.packing import pack, recompute_logprobs
 from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
 from turnwise.trainer.learn.critic import Critic
@@ -181,26 +180,6 @@ def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[Tr
     for number, name in enumerate(names):
         parts[number % len(parts)].extend(by_trajectory[name])
     return parts
-
-
-class Scorer(Protocol):
-    """A learner or a reference."""
-
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
-
-
-def recompute_logprobs(learner: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
-    """Return by row the log-probabilities of its trained tokens under the present weights."""
-    batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
-    found: dict[RowKey, Tensor] = {}
-    for micro, scores in zip(batches, learner.logprobs(batches), strict=True):
-        start = 0
-        for index in micro.rows:
-            end = start + rows[index].sample.trained_tokens
-            found[rows[index].sample.key] = scores[start:end].cpu()
-            start = end
-    return found
 
 
 _NAMED = {"kl": "kl/value"}

@@ -7,7 +7,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -26,7 +25,7 @@ from turnwise.errors import CheckpointError, FormatError, MissingExtraError, Tra
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import LoRAConfig
-from turnwise.trainer.core import MicroBatch
+from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.model.attention import ATTENTION, LAYOUT_ARGUMENT, packed_attention
 from turnwise.trainer.model.chunked_logprobs import LogitTransform, score_states
 from turnwise.trainer.model.layout import PackedLayout
@@ -72,21 +71,6 @@ _MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 _LENGTH_ROPES = {"dynamic", "longrope"}
 
 AttentionInterface.register(ATTENTION, packed_attention)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenScores:
-    """Scores of the trained tokens from a forward pass.
-
-    Attributes:
-        logprobs: float32 of shape [N], of the logits divided by each token's temperature.
-        entropy: float32 of shape [N], of that distribution in nats, or None if not requested.
-        values: float32 of shape [N], state values before each token, or None without a value head.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None = None
-    values: Tensor | None = None
 
 
 class Policy:

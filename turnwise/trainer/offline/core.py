@@ -23,8 +23,7 @@ from turnwise.model.core import Renderer
 from turnwise.recorder.branches import branch_trajectories
 from turnwise.trainer.config.offline import FilterConfig, OfflineConfig, PairingConfig, RecordedConfig
 from turnwise.trainer.core import MicroBatch
-from turnwise.trainer.learn.learner import Learner
-from turnwise.trainer.learn.objectives import Objective
+from turnwise.trainer.learn.learner import Learner, Objective
 from turnwise.trainer.learn.update import update_metrics
 from turnwise.trainer.observe.loggers import LoggedRun
 from turnwise.trainer.observe.metrics import finite_metrics

@@ -15,9 +15,8 @@ from turnwise.model.core import Renderer
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.losses.preference import dpo_loss, ipo_loss, pair_sums, rpo_term
 from turnwise.trainer.config.offline import DPOConfig
-from turnwise.trainer.core import MicroBatch
+from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.learn.learner import Learner, open_learner
-from turnwise.trainer.model.policy import TokenScores
 from turnwise.trainer.offline.core import (
     Batch,
     OfflineResult,

@@ -18,10 +18,10 @@ from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.losses.preference import bradley_terry_loss, pair_sums
 from turnwise.trainer.config.offline import RewardModelConfig
 from turnwise.trainer.config.policy import ModelConfig
-from turnwise.trainer.core import MicroBatch, TrainRow
+from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
 from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
-from turnwise.trainer.model.policy import Policy, TokenScores, load_model
+from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.offline.core import (
     Batch,
     OfflineResult,
