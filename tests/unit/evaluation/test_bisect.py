@@ -81,7 +81,7 @@ async def recorded(
     PLAYED.clear()
     renderer = ToyRenderer()
     rollout = RolloutConfig.model_validate({"env": {"name": "test-doors", "config": config or {}}, **changes})
-    script = [*(open_door(each) for each in colours), "done"]
+    script = [*(open_door(colour) for colour in colours), "done"]
     runner = EpisodeRunner(
         rollout, ScriptedClient(renderer, script if not changes else well), renderer, context_length=5000
     )
@@ -98,33 +98,33 @@ def _context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordedRun, "context_length", property(lambda self: 5000))
 
 
-async def bisected(run: RecordedRun, trajectory: Trajectory, **given: Any) -> Bisection:
+async def bisected(run: RecordedRun, trajectory: Trajectory, **options: Any) -> Bisection:
     client = ScriptedClient(ToyRenderer(), well)
-    return await bisect(run, [trajectory], {"t": TASK}, client, **given)
+    return await bisect(run, [trajectory], {"t": TASK}, client, **options)
 
 
 async def test_the_turn_that_lost_the_episode_is_found() -> None:
     run, trajectory = await recorded("green", "red", "green")
-    found = await bisected(run, trajectory, samples=3)
+    bisection = await bisected(run, trajectory, samples=3)
     # From before the red door every continuation succeeds, from after it none.
-    assert found.odds == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert found.decisive == 1
-    assert [turn.text for turn in found.turns] == [
+    assert bisection.odds == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert bisection.decisive == 1
+    assert [turn.text for turn in bisection.turns] == [
         "open({'colour': 'green'})", "open({'colour': 'red'})", "open({'colour': 'green'})", "done",
     ]  # fmt: skip
-    assert [len(turn.rewards) for turn in found.turns] == [3] * 4
-    assert found.verdict() == (
+    assert [len(turn.rewards) for turn in bisection.turns] == [3] * 4
+    assert bisection.verdict() == (
         "The episode was lost at turn 1: before it 100% of the continuations succeed, after it 0%."
     )
-    assert found.table().row_count == 5
-    assert found.to_json()["decisive"] == 1
+    assert bisection.table().row_count == 5
+    assert bisection.to_json()["decisive"] == 1
 
 
 async def test_an_episode_that_was_won_is_not_lost_anywhere() -> None:
     run, trajectory = await recorded("green", "blue", "green")
-    found = await bisected(run, trajectory)
-    assert found.decisive is None
-    assert "continuations always succeed: no turn decided it" in found.verdict()
+    bisection = await bisected(run, trajectory)
+    assert bisection.decisive is None
+    assert "continuations always succeed: no turn decided it" in bisection.verdict()
 
 
 def test_the_last_turn_may_decide() -> None:
@@ -135,17 +135,17 @@ def test_the_last_turn_may_decide() -> None:
     assert (won.decisive, won.odds) == (0, [0.5, 1.0, 1.0])
 
 
-def test_a_difference_that_chance_makes_is_said_to_be_one() -> None:
-    def verdict(before: int, after: int, of: int) -> str:
-        rewards = [tuple(float(number < won) for number in range(of)) for won in (before, after)]
-        turns = [TurnOdds("main", f"t{number}", "a", each) for number, each in enumerate(rewards)]
+def test_difference_within_chance_is_reported_as_such() -> None:
+    def verdict(wins_before: int, wins_after: int, of: int) -> str:
+        rewards = [tuple(float(number < won) for number in range(of)) for won in (wins_before, wins_after)]
+        turns = [TurnOdds("main", f"t{number}", "a", branch_rewards) for number, branch_rewards in enumerate(rewards)]
         return Bisection("e", "t", 0.0, 1.0, [*turns, TurnOdds("main", "t2", "b", (0.0,) * of)]).verdict()
 
     assert verdict(1, 0, 8).endswith("after it 0%. So few may differ by chance: take more (--samples).")
     assert verdict(6, 0, 8).endswith("before it 75% of the continuations succeed, after it 0%.")
 
 
-def test_a_reward_that_misses_success_by_rounding_is_one() -> None:
+def test_reward_below_success_by_rounding_counts_as_success() -> None:
     [turn] = turns = [TurnOdds("main", "t0", "a", (0.1 * 3, 0.7 + 0.1, 0.8))]
     assert turn.success(0.8) == pytest.approx(2 / 3)
     assert Bisection("e", "t", 0.7 + 0.1, 0.8, turns).odds[-1] == 1.0
@@ -158,15 +158,15 @@ async def test_a_way_of_a_forked_episode_is_named_by_its_number(tmp_path: Path) 
     )
     write_trajectories(tmp_path, [trajectory, searched])
     run = replace(run, path=tmp_path / "trajectories.twz")
-    [way] = sessions_of_one_branch(run.episodes(episode="g~1/0.0"))
-    assert (way.episode_id, way.reward) == ("g~1/0.0", trajectory.returns()[1])
-    found = await bisected(run, way, samples=2)
-    assert [len(turn.rewards) for turn in found.turns] == [2] * len(list(way.turns()))
+    [branch] = sessions_of_one_branch(run.episodes(episode="g~1/0.0"))
+    assert (branch.episode_id, branch.reward) == ("g~1/0.0", trajectory.returns()[1])
+    bisection = await bisected(run, branch, samples=2)
+    assert [len(turn.rewards) for turn in bisection.turns] == [2] * len(list(branch.turns()))
     with pytest.raises(FormatError, match=r"forked into 3 branches: name one of g~0/0\.0 \(reward \S+\), g~1/0\.0"):
         sessions_of_one_branch(run.episodes(episode="g/0.0"))
     with pytest.raises(FormatError, match=r"no episode 'g~7/0\.0'; it was forked into g~0/0\.0, g~1/0\.0, g~2/0\.0"):
         run.episodes(episode="g~7/0.0")
-    assert [each.episode_id for each in sessions_of_one_branch(run.episodes(episode="s/0.0"))] == ["s~1/0.0"]
+    assert [session.episode_id for session in sessions_of_one_branch(run.episodes(episode="s/0.0"))] == ["s~1/0.0"]
 
 
 async def test_an_environment_that_does_not_repeat_itself_is_named() -> None:
@@ -175,7 +175,7 @@ async def test_an_environment_that_does_not_repeat_itself_is_named() -> None:
         await bisected(run, trajectory)
 
 
-async def test_what_cannot_be_bisected_is_named(tmp_path: Path) -> None:
+async def test_episode_that_cannot_be_bisected_raises(tmp_path: Path) -> None:
     run, trajectory = await recorded("green")
     with pytest.raises(FormatError, match="its task 't' is not among those of the run"):
         await bisect(run, [trajectory], {}, ScriptedClient(ToyRenderer(), well))
@@ -196,7 +196,7 @@ async def test_forked_episodes_are_replayed_branch_by_branch() -> None:
     run, trajectory = await recorded(tree={"branches": 4, "rounds": 2})
     assert len(trajectory.branches) == 5
     branches = branch_trajectories(trajectory)
-    assert [each.reward for each in branches] == trajectory.returns()
-    assert len({each.id for each in branches}) == 5
+    assert [branch.reward for branch in branches] == trajectory.returns()
+    assert len({branch.id for branch in branches}) == 5
     report = await replay(branches, {"t": TASK}, run.rollout, run.renderer)
     assert (report.episodes, report.divergences) == (5, [])

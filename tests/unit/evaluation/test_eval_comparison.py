@@ -19,8 +19,8 @@ from turnwise.evaluation.comparison import TaskScores, bootstrap_interval, compa
 
 
 def scores(means: dict[str, float], name: str = "run", **changes: str) -> TaskScores:
-    told = {"part": "sampled", "metric": "success", **changes}
-    return TaskScores(name, means=means, episodes=4 * len(means), **told)
+    facts = {"part": "sampled", "metric": "success", **changes}
+    return TaskScores(name, means=means, episodes=4 * len(means), **facts)
 
 
 def folder(path: Path, rows: list[tuple[str, str, float]]) -> Path:
@@ -43,7 +43,7 @@ def test_the_exact_p_value_is_scipys(values: list[float]) -> None:
 
 
 @given(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=1, max_size=14))
-def test_with_one_binary_outcome_per_task_it_is_mcnemars_exact_test(values: list[float]) -> None:
+def test_binary_outcomes_give_mcnemars_exact_test(values: list[float]) -> None:
     gained, lost = values.count(1.0), values.count(-1.0)
     theirs = stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
     assert sign_flip_test(np.array(values)) == pytest.approx(theirs)
@@ -65,7 +65,7 @@ def test_the_interval_is_scipys_percentile_bootstrap() -> None:
     assert high == pytest.approx(theirs.confidence_interval.high, abs=0.02)
 
 
-def test_it_covers_the_true_difference_about_as_often_as_it_says() -> None:
+def test_interval_covers_the_true_difference_at_its_level() -> None:
     rng = np.random.default_rng(0)
     rounds = examples(300)
     covered = 0
@@ -76,15 +76,16 @@ def test_it_covers_the_true_difference_about_as_often_as_it_says() -> None:
 
 
 def test_tasks_have_equal_weight_and_only_common_ones_count() -> None:
-    before = scores({"a": 0.0, "b": 0.5, "c": 1.0, "d": 0.25, "x": 1.0})
-    after = scores({"a": 1.0, "b": 0.25, "c": 1.0, "d": 0.5, "y": 0.0, "z": 0.0})
-    result = compare(before, after)
+    first = scores({"a": 0.0, "b": 0.5, "c": 1.0, "d": 0.25, "x": 1.0})
+    second = scores({"a": 1.0, "b": 0.25, "c": 1.0, "d": 0.5, "y": 0.0, "z": 0.0})
+    result = compare(first, second)
     assert (result.tasks, result.only_before, result.only_after) == (4, 1, 2)
     assert (result.before, result.after) == (pytest.approx(0.4375), pytest.approx(0.6875))
     assert result.difference == pytest.approx(0.25)
     assert (result.better, result.worse) == (2, 1)
-    assert [(each.task_id, each.before, each.after) for each in result.gained] == [("a", 0.0, 1.0), ("d", 0.25, 0.5)]
-    assert [(each.task_id, each.before, each.after) for each in result.lost] == [("b", 0.5, 0.25)]
+    gained = [(change.task_id, change.before, change.after) for change in result.gained]
+    assert gained == [("a", 0.0, 1.0), ("d", 0.25, 0.5)]
+    assert [(change.task_id, change.before, change.after) for change in result.lost] == [("b", 0.5, 0.25)]
 
 
 def test_equal_evaluations_differ_by_nothing() -> None:
@@ -93,15 +94,15 @@ def test_equal_evaluations_differ_by_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "message"),
     [
         (scores({"z": 1.0}, "other"), "run and other have no common tasks .*'a' and 'z'.*--tasks"),
         (scores({"a": 1.0}, "other", part="greedy"), "run has part 'sampled', other 'greedy': choose one with --part"),
         (scores({"a": 1.0}, "other", metric="reward"), "metric 'success', other 'reward'"),
     ],
 )
-def test_what_has_no_pairs_is_refused(other: TaskScores, told: str) -> None:
-    with pytest.raises(FormatError, match=told):
+def test_evaluations_without_common_tasks_are_refused(other: TaskScores, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
         compare(scores({"a": 1.0}), other)
 
 
@@ -109,10 +110,10 @@ def test_the_command_reads_directories_of_evaluations(tmp_path: Path) -> None:
     rows = [("sampled", f"t{number}", float(number % 2)) for number in range(40)]
     one = folder(tmp_path / "one", [*rows, ("greedy", "t0", 0.0)])
     two = folder(tmp_path / "two", [(part, task, 1.0) for part, task, _ in rows])
-    shown = CliRunner().invoke(app, ["compare", str(one), str(two), "-n", "2"], env={"COLUMNS": "140"})
-    assert shown.exit_code == 0, shown.output
-    assert all(told in shown.output for told in ("40 common tasks", "+0.500", "solved now: t0", "18 more")), (
-        shown.output
+    outcome = CliRunner().invoke(app, ["compare", str(one), str(two), "-n", "2"], env={"COLUMNS": "140"})
+    assert outcome.exit_code == 0, outcome.output
+    assert all(part in outcome.output for part in ("40 common tasks", "+0.500", "solved now: t0", "18 more")), (
+        outcome.output
     )
     raw = CliRunner().invoke(app, ["compare", str(one), str(two), "--json", "--metric", "reward"])
     record = json.loads(raw.output)
@@ -120,7 +121,7 @@ def test_the_command_reads_directories_of_evaluations(tmp_path: Path) -> None:
     assert record["gained"] == []
 
 
-def test_what_is_in_no_figure_is_counted(tmp_path: Path) -> None:
+def test_failed_and_unfinished_episodes_are_counted(tmp_path: Path) -> None:
     one = folder(tmp_path / "one", [("sampled", "a", 1.0), ("sampled", "b", 0.0)])
     two = folder(tmp_path / "two", [("sampled", "a", 1.0)])
     (two / "summary.json").write_text('{"sampled": {"failed": 3}, "greedy": {"failed": 8}, "unfinished": 5}')
@@ -130,25 +131,25 @@ def test_what_is_in_no_figure_is_counted(tmp_path: Path) -> None:
         "failed": [0, 3],
         "unfinished": [0, 5],
     }
-    shown = CliRunner().invoke(app, ["compare", str(one), str(two)], env={"COLUMNS": "140"}).output
-    assert "failed, not counted" in shown
-    assert "not finished" in shown
+    output = CliRunner().invoke(app, ["compare", str(one), str(two)], env={"COLUMNS": "140"}).output
+    assert "failed, not counted" in output
+    assert "not finished" in output
     (two / "summary.json").write_text("[]")
     with pytest.raises(FormatError, match=r"summary\.json: no summary of an evaluation"):
         read_scores(two)
 
 
 def test_successes_of_another_minimum_reward_are_not_compared(tmp_path: Path) -> None:
-    both = [folder(tmp_path / name, [("sampled", "a", 0.5), ("sampled", "b", 1.0)]) for name in ("one", "other")]
-    (both[0] / "config.yaml").write_text("success_reward: 0.5\n")
+    folders = [folder(tmp_path / name, [("sampled", "a", 0.5), ("sampled", "b", 1.0)]) for name in ("one", "other")]
+    (folders[0] / "config.yaml").write_text("success_reward: 0.5\n")
     with pytest.raises(FormatError, match=r"at least 0\.5, one of .*other 1 \(success_reward\): .* --metric reward"):
-        compare(*map(read_scores, both))
-    assert compare(*(read_scores(each, metric="reward") for each in both)).difference == 0
-    (both[1] / "config.yaml").write_text("success_reward: 0.5\n")
-    assert compare(*map(read_scores, both)).tasks == 2
+        compare(*map(read_scores, folders))
+    assert compare(*(read_scores(folder_path, metric="reward") for folder_path in folders)).difference == 0
+    (folders[1] / "config.yaml").write_text("success_reward: 0.5\n")
+    assert compare(*map(read_scores, folders)).tasks == 2
 
 
-def test_what_is_no_evaluation_is_refused_by_name(tmp_path: Path) -> None:
+def test_directory_without_evaluation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"no such file: .*episodes\.jsonl: give the directory of an evaluation"):
         read_scores(tmp_path)
     run = folder(tmp_path / "run", [("greedy", "a", 1.0)])

@@ -52,12 +52,12 @@ class Crowded:
 
 def said(trajectories: list[Trajectory]) -> dict[str, Any]:
     return {
-        each.id: ([message for segment in each.segments for message in segment.messages], each.rewards)
-        for each in trajectories
+        trajectory.id: ([text for segment in trajectory.segments for text in segment.messages], trajectory.rewards)
+        for trajectory in trajectories
     }
 
 
-async def test_an_endpoint_that_rejects_what_is_too_much_loses_no_sample(
+async def test_endpoint_that_rejects_excess_requests_loses_no_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TEST_EVAL_KEY", KEY)
@@ -65,16 +65,16 @@ async def test_an_endpoint_that_rejects_what_is_too_much_loses_no_sample(
     async with provider(crowd) as there:
         assert await evaluate(there, tmp_path / "auto", *MANY, "concurrency=auto", "rollout.retries=0") == 0
     printed = capsys.readouterr().out
-    found = re.search(r"concurrency: (\d+) at a time, (\d+) rejected", printed)
-    assert found is not None, printed
+    line = re.search(r"concurrency: (\d+) at a time, (\d+) rejected", printed)
+    assert line is not None, printed
     # On a busy machine fewer are inside than may be.
-    assert ROOM // 2 <= int(found[1]) <= 2 * ROOM
-    assert int(found[2]) == crowd.rejected > 0
+    assert ROOM // 2 <= int(line[1]) <= 2 * ROOM
+    assert int(line[2]) == crowd.rejected > 0
     # Few of the requests were too much: it settles, and does not knock all the time.
     assert crowd.rejected < 360 / 4
     auto = list(read_trajectories(tmp_path / "auto" / "trajectories.twz"))
     assert len(auto) == 120
-    assert all(each.error is None for each in auto)
+    assert all(trajectory.error is None for trajectory in auto)
     async with provider(knows) as there:
         assert await evaluate(there, tmp_path / "fixed", *MANY, "rollout.concurrency=4") == 0
     fixed = list(read_trajectories(tmp_path / "fixed" / "trajectories.twz"))
@@ -82,31 +82,33 @@ async def test_an_endpoint_that_rejects_what_is_too_much_loses_no_sample(
     assert "at a time" not in capsys.readouterr().out
 
 
-async def test_without_it_rejections_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rejections_without_adaptive_concurrency_are_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TEST_EVAL_KEY", KEY)
     async with provider(Crowded(1)) as there:
         await evaluate(there, tmp_path / "out", *MANY, "rollout.concurrency=64", "rollout.retries=0")
-    assert any(each.error for each in read_trajectories(tmp_path / "out" / "trajectories.twz"))
+    assert any(trajectory.error for trajectory in read_trajectories(tmp_path / "out" / "trajectories.twz"))
 
 
-async def test_the_limit_grows_only_where_it_is_used_and_up_to_its_bound() -> None:
+async def test_limit_grows_only_while_used_and_up_to_its_bound() -> None:
     limit = AdaptiveLimit(6)
     for _ in range(9):
         limit.note_answer(0.1)
     assert limit.limit == 4
     for expected in (5, 6, 6):
         async with asyncio.TaskGroup() as group:
-            go, begun = asyncio.Event(), asyncio.Semaphore(0)
+            go, started = asyncio.Event(), asyncio.Semaphore(0)
 
-            async def hold(go: asyncio.Event = go, begun: asyncio.Semaphore = begun) -> None:
+            async def hold(go: asyncio.Event = go, started: asyncio.Semaphore = started) -> None:
                 async with limit.episodes:
-                    begun.release()
+                    started.release()
                     await go.wait()
 
             for _ in range(limit.limit):
                 group.create_task(hold())
             for _ in range(limit.limit):
-                await begun.acquire()
+                await started.acquire()
             limit.note_answer(0.1)
             go.set()
         assert limit.limit == expected
@@ -119,11 +121,11 @@ async def test_a_burst_of_rejections_cuts_once_and_a_wait_holds_all() -> None:
 
     async def one(number: int) -> None:
         async with limit.request() as request:
-            await both.wait()
+            await barrier.wait()
             sent.append(number)
             request.reject(0.05)
 
-    both = asyncio.Barrier(16)
+    barrier = asyncio.Barrier(16)
     async with asyncio.TaskGroup() as group:
         for number in range(16):
             group.create_task(one(number))
@@ -133,18 +135,18 @@ async def test_a_burst_of_rejections_cuts_once_and_a_wait_holds_all() -> None:
         assert loop.time() - began >= 0.045
 
 
-async def test_a_gate_keeps_its_order_and_forgets_what_was_cancelled() -> None:
+async def test_gate_keeps_its_order_and_drops_cancelled_waiters() -> None:
     limit, entered = AdaptiveLimit(1), []
 
     async def enter(name: str, done: asyncio.Event) -> None:
         async with limit.episodes:
             entered.append(name)
-            inside.set()
+            is_inside.set()
             await done.wait()
 
-    first, inside = asyncio.Event(), asyncio.Event()
+    first, is_inside = asyncio.Event(), asyncio.Event()
     tasks = [asyncio.create_task(enter(name, first)) for name in "abc"]
-    await inside.wait()
+    await is_inside.wait()
     tasks[1].cancel()
     first.set()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -190,9 +192,9 @@ def test_how_long_an_endpoint_says_to_wait(headers: dict[str, str], seconds: flo
 
 def test_a_date_to_wait_for() -> None:
     date = email.utils.formatdate(time.time() + 20, usegmt=True)
-    found = retry_after({"retry-after": date})
-    assert found is not None
-    assert 17 < found <= 20
+    seconds = retry_after({"retry-after": date})
+    assert seconds is not None
+    assert 17 < seconds <= 20
 
 
 def serving(answers: dict[str, Callable[[], web.Response]]) -> Respond:
@@ -227,28 +229,28 @@ async def test_the_queue_of_a_server(answers: dict[str, Callable[[], web.Respons
 
 async def following(there: Provider, limit: AdaptiveLimit, stop: asyncio.Event) -> list[str]:
     """Follow a server's queue until it stops, or is stopped; what it says."""
-    told: list[str] = []
-    task = asyncio.create_task(follow_queues(limit, lambda: [there.url], told.append, every=0.001))
+    messages: list[str] = []
+    task = asyncio.create_task(follow_queues(limit, lambda: [there.url], messages.append, every=0.001))
     task.add_done_callback(lambda _: stop.set())
     async with asyncio.timeout(20):
         await stop.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return told
+    return messages
 
 
-async def test_a_server_with_a_queue_gets_as_many_as_it_runs() -> None:
+async def test_server_with_a_queue_gets_as_many_requests_as_it_runs() -> None:
     """A server that runs 10 at a time; episodes hold their place for as long as the test goes on."""
-    limit, held, highest = AdaptiveLimit(200), 0, 0
+    limit, running, highest = AdaptiveLimit(200), 0, 0
     stop = asyncio.Event()
 
     async def episode() -> None:
-        nonlocal held
+        nonlocal running
         async with limit.episodes:
-            held += 1
+            running += 1
             # Episodes end all the time, and others take their places.
             await asyncio.sleep(0.005)
-            held -= 1
+            running -= 1
 
     async def load() -> None:
         async with asyncio.TaskGroup() as group:
@@ -258,8 +260,8 @@ async def test_a_server_with_a_queue_gets_as_many_as_it_runs() -> None:
 
     def stats() -> web.Response:
         nonlocal highest
-        highest = max(highest, held)
-        return web.json_response({"waiting": max(0, held - 10)})
+        highest = max(highest, running)
+        return web.json_response({"waiting": max(0, running - 10)})
 
     async with provider(serving({"/stats": stats})) as there:
         loading = asyncio.create_task(load())
@@ -272,6 +274,6 @@ async def test_a_server_with_a_queue_gets_as_many_as_it_runs() -> None:
 async def test_a_server_without_a_queue_leaves_the_bound() -> None:
     limit = AdaptiveLimit(50)
     async with provider(serving({})) as there:
-        told = await following(there, limit, asyncio.Event())
+        messages = await following(there, limit, asyncio.Event())
     assert limit.limit == 50
-    assert told == ["concurrency: auto is 50 (rollout.concurrency): the server does not report its queue"]
+    assert messages == ["concurrency: auto is 50 (rollout.concurrency): the server does not report its queue"]

@@ -30,7 +30,7 @@ def sampled(index: int, parent: int, message: dict[str, Any], fork: str | None =
     )
 
 
-def recorded(name: str, reward: float, *, task: str = "a", error: str | None = None, **given: Any) -> Trajectory:
+def recorded(name: str, reward: float, *, task: str = "a", error: str | None = None, **fields: Any) -> Trajectory:
     call = {"id": "c0", "type": "function", "function": {"name": "team_of", "arguments": {"person": "mía", "n": HUGE}}}
     segments = [
         Segment(0, -1, "context", as_ids([1, 2]), ({"role": "user", "content": "Who?"},), tools=TOOLS),
@@ -42,7 +42,7 @@ def recorded(name: str, reward: float, *, task: str = "a", error: str | None = N
     reason = StopReason.ERROR if error else StopReason.COMPLETED
     return Trajectory(
         name, name, f"g-{task}", task, segments=segments, rewards=[(None, "score", reward)], stop_reason=reason,
-        error=error, **given,
+        error=error, **fields,
     )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     writer = TrajectoryWriter(folder / "trajectories.twz")
-    for each in (
+    for trajectory in (
         recorded("a0", 0.0),
         recorded("a1", 1.0),
         recorded("a2", 1.0),
@@ -59,7 +59,7 @@ def run(tmp_path: Path) -> Path:
         recorded("c0", 1.0, task="c", error="EnvError: broken"),
         recorded("d0", 1.0, task="d", policy="judge"),
     ):
-        writer.write(each)
+        writer.write(trajectory)
     writer.close()
     with (folder / "trajectories.twz").open("ab") as file:
         file.write(b"TWZ\x01T half a record")
@@ -94,13 +94,13 @@ def test_a_line_is_a_branch_in_openais_form(run: Path, tmp_path: Path) -> None:
         (Choice(policy="main", min_reward=0.0, best_per_task=2), ["a1", "a2", "b0"]),
     ],
 )
-def test_what_is_chosen(choice: Choice, expected: list[str], run: Path, tmp_path: Path) -> None:
+def test_filters_choose_trajectories(choice: Choice, expected: list[str], run: Path, tmp_path: Path) -> None:
     assert export_run(run, tmp_path / "out", "jsonl", choice) == 2 * len(expected)
-    found = [row["trajectory_id"] for row in rows(tmp_path / "out")]
-    assert list(dict.fromkeys(found)) == expected
+    ids = [row["trajectory_id"] for row in rows(tmp_path / "out")]
+    assert list(dict.fromkeys(ids)) == expected
 
 
-def test_demonstrations_are_what_sft_reads(run: Path, tmp_path: Path) -> None:
+def test_demonstrations_are_readable_by_sft(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "demonstrations.jsonl"
     # The trajectory that ended in an error is left out.
     assert export_run(run, file, "sft") == 10
@@ -112,9 +112,9 @@ def test_a_dataset_loads_with_a_split_for_each_partition(run: Path, tmp_path: Pa
     import datasets
 
     assert export_run(run, tmp_path / "data", "hf") == 12
-    found = datasets.load_dataset(str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
-    counts = {name: len(part) for name, part in found.items()}
-    calls, tools = found["train"][0]["messages"][1]["tool_calls"], found["train"][0]["tools"]
+    loaded = datasets.load_dataset(str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
+    counts = {name: len(part) for name, part in loaded.items()}
+    calls, tools = loaded["train"][0]["messages"][1]["tool_calls"], loaded["train"][0]["tools"]
     assert counts == {"train": 10, "val": 2}
     assert json.loads(json.loads(calls)[0]["function"]["arguments"])["n"] == HUGE
     assert json.loads(tools) == list(TOOLS)
@@ -131,12 +131,12 @@ def test_tables_are_those_of_read_run(run: Path, tmp_path: Path) -> None:
     assert export_run(run, tmp_path / "tables", "parquet") == 6
     tables = read_run(run)
     for name in ("episodes", "turns", "tool_calls", "tokens"):
-        found = pandas.read_parquet(tmp_path / "tables" / f"{name}.parquet")
-        assert len(found) == len(getattr(tables, name)()) > 0
+        frame = pandas.read_parquet(tmp_path / "tables" / f"{name}.parquet")
+        assert len(frame) == len(getattr(tables, name)()) > 0
 
 
-def test_nothing_stays_of_what_fails(run: Path, tmp_path: Path) -> None:
-    before = set(tmp_path.iterdir())
+def test_failed_export_leaves_no_file(run: Path, tmp_path: Path) -> None:
+    existing = set(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="holds nothing to export of min_reward 2"):
         export_run(run, tmp_path / "out", "jsonl", Choice(min_reward=2.0))
     with pytest.raises(ConfigError, match="--to csv writes tables, which are filtered by their reader"):
@@ -150,14 +150,15 @@ def test_nothing_stays_of_what_fails(run: Path, tmp_path: Path) -> None:
     spoil(run / "trajectories.twz", 1)
     with pytest.raises(FormatError, match="are damaged, and intact trajectories follow: restore the file"):
         export_run(run, tmp_path / "out", "jsonl")
-    assert set(tmp_path.iterdir()) == before
+    assert set(tmp_path.iterdir()) == existing
 
 
 def test_traces_are_spans_of_sessions_turns_and_calls(tmp_path: Path) -> None:
     times = {"t1": (100.0, 101.5), "t3": (102.0, 103.0), "t4": (103.5, 104.0)}
     writer = TrajectoryWriter(tmp_path / "trajectories.twz")
-    for each in (recorded("a0", 0.5, turn_times=times), recorded("b0", 0.0, error="EnvError: x"), recorded("c0", 1.0)):
-        writer.write(replace(each, turn_times=times) if each.error else each)
+    failed = recorded("b0", 0.0, error="EnvError: x")
+    for trajectory in (recorded("a0", 0.5, turn_times=times), failed, recorded("c0", 1.0)):
+        writer.write(replace(trajectory, turn_times=times) if trajectory.error else trajectory)
     writer.close()
     # What has no times has no trace.
     assert export_run(tmp_path / "trajectories.twz", tmp_path / "out.jsonl", "otel") == 2
@@ -166,29 +167,29 @@ def test_traces_are_spans_of_sessions_turns_and_calls(tmp_path: Path) -> None:
     assert resource["resource"]["attributes"] == [{"key": "service.name", "value": {"stringValue": "turnwise"}}]
     [scope] = resource["scopeSpans"]
     spans = scope["spans"]
-    assert [each["name"] for each in spans] == [
+    assert [span["name"] for span in spans] == [
         "invoke_agent main", "chat main", "execute_tool team_of", "chat main", "chat main",
     ]  # fmt: skip
-    assert [(int(each["startTimeUnixNano"]) / 1e9, int(each["endTimeUnixNano"]) / 1e9) for each in spans] == [
+    assert [(int(span["startTimeUnixNano"]) / 1e9, int(span["endTimeUnixNano"]) / 1e9) for span in spans] == [
         (100.0, 104.0), (100.0, 101.5), (101.5, 102.0), (102.0, 103.0), (103.5, 104.0),
     ]  # fmt: skip
-    assert {each["traceId"] for each in spans} == {spans[0]["traceId"]}
+    assert {span["traceId"] for span in spans} == {spans[0]["traceId"]}
     assert (len(spans[0]["traceId"]), len(spans[0]["spanId"])) == (32, 16)
-    assert [each["parentSpanId"] for each in spans] == ["", *[spans[0]["spanId"]] * 4]
-    assert len({each["spanId"] for each in spans}) == 5
-    said = {each["key"]: each["value"] for each in spans[3]["attributes"]}
-    assert said["gen_ai.usage.input_tokens"] == {"intValue": "4"}
-    assert said["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": [{"stringValue": "stop"}]}}
-    whole = {each["key"]: each["value"] for each in spans[0]["attributes"]}
-    assert whole["turnwise.reward"] == {"doubleValue": 0.5}
+    assert [span["parentSpanId"] for span in spans] == ["", *[spans[0]["spanId"]] * 4]
+    assert len({span["spanId"] for span in spans}) == 5
+    tool_attributes = {attribute["key"]: attribute["value"] for attribute in spans[3]["attributes"]}
+    assert tool_attributes["gen_ai.usage.input_tokens"] == {"intValue": "4"}
+    assert tool_attributes["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": [{"stringValue": "stop"}]}}
+    root_attributes = {attribute["key"]: attribute["value"] for attribute in spans[0]["attributes"]}
+    assert root_attributes["turnwise.reward"] == {"doubleValue": 0.5}
     assert failed["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["status"] == {"code": 2, "message": "EnvError: x"}
 
 
-def test_the_command_says_what_it_wrote(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_command_reports_its_output(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def command(*more: str) -> int:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main(["export", str(run), str(tmp_path / "out.jsonl"), *more])
-        return int(ended.value.code or 0)
+        return int(exited.value.code or 0)
 
     assert command("--to", "sft", "--min-reward", "1", "--best-per-task", "1") == 0
     assert "out.jsonl: 4 conversations of " in capsys.readouterr().out

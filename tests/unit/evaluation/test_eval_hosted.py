@@ -50,19 +50,19 @@ async def knows(request: web.Request) -> web.StreamResponse:
         content: dict[str, Any] = {"type": "text", "text": step}
         if isinstance(step, tuple):
             content = {"type": "tool_use", "id": f"toolu_{number}", "name": step[0], "input": step[1]}
-        told = {"id": "msg_1", "type": "message", "role": "assistant", "model": body["model"], "content": [content]}
-        told |= {"stop_reason": "end_turn", "stop_sequence": None, "usage": {"input_tokens": 9, "output_tokens": 4}}
-        return web.json_response(told)
+        answer = {"id": "msg_1", "type": "message", "role": "assistant", "model": body["model"], "content": [content]}
+        answer |= {"stop_reason": "end_turn", "stop_sequence": None, "usage": {"input_tokens": 9, "output_tokens": 4}}
+        return web.json_response(answer)
     step = next_step(body["messages"][0]["content"], [m["content"] for m in body["messages"] if m["role"] == "tool"])
     message: dict[str, Any] = {"role": "assistant", "content": step}
     if isinstance(step, tuple):
         function = {"name": step[0], "arguments": json.dumps(step[1])}
         message |= {"content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
     reason = "tool_calls" if isinstance(step, tuple) else "stop"
-    whole = {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": body["model"]}
-    whole["choices"] = [{"index": 0, "message": message, "finish_reason": reason}]
-    whole["usage"] = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}
-    return web.json_response(whole)
+    completion = {"id": "chatcmpl-1", "object": "chat.completion", "created": 0, "model": body["model"]}
+    completion["choices"] = [{"index": 0, "message": message, "finish_reason": reason}]
+    completion["usage"] = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}
+    return web.json_response(completion)
 
 
 class OverChat(Agent):
@@ -74,17 +74,18 @@ class OverChat(Agent):
         tools: Any = [tool.to_json() for tool in episode.tools]
         async with openai.AsyncOpenAI(base_url=base + "/v1", api_key="any", max_retries=0) as client:
             while True:
-                said = (await client.chat.completions.create(model="theirs", messages=messages, tools=tools)).choices[0]
-                messages.append(said.message.model_dump(exclude_none=True))
-                calls = said.message.tool_calls or []
+                completion = await client.chat.completions.create(model="theirs", messages=messages, tools=tools)
+                choice = completion.choices[0]
+                messages.append(choice.message.model_dump(exclude_none=True))
+                calls = choice.message.tool_calls or []
                 if not calls:
-                    last: Message = {"role": "assistant", "content": said.message.content or ""}
-                    await episode.step(last)
+                    message: Message = {"role": "assistant", "content": choice.message.content or ""}
+                    await episode.step(message)
                     return
                 for call in calls:
                     assert call.type == "function"
-                    made = ToolCall(call.id, call.function.name, json.loads(call.function.arguments))
-                    answer = (await episode.call(made)).text
+                    tool_call = ToolCall(call.id, call.function.name, json.loads(call.function.arguments))
+                    answer = (await episode.call(tool_call)).text
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
 
 
@@ -99,20 +100,20 @@ class OverMessages(Agent):
         ]
         async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
             while True:
-                said = await client.messages.create(
+                answer = await client.messages.create(
                     model="theirs", messages=messages, tools=tools, max_tokens=99, extra_body={"temperature": 0.5}
                 )
                 messages.append(
-                    {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in said.content]}
+                    {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in answer.content]}
                 )
-                calls = [block for block in said.content if block.type == "tool_use"]
+                calls = [block for block in answer.content if block.type == "tool_use"]
                 if not calls:
                     await episode.step(
-                        {"role": "assistant", "content": "".join(b.text for b in said.content if b.type == "text")}
+                        {"role": "assistant", "content": "".join(b.text for b in answer.content if b.type == "text")}
                     )
                     return
-                made = [ToolCall(call.id, call.name, dict(call.input)) for call in calls]
-                results = [(call.id, (await episode.call(call)).text) for call in made]
+                tool_calls = [ToolCall(call.id, call.name, dict(call.input)) for call in calls]
+                results = [(call.id, (await episode.call(call)).text) for call in tool_calls]
                 content = [{"type": "tool_result", "tool_use_id": i, "content": text} for i, text in results]
                 messages.append({"role": "user", "content": content})
 
@@ -123,9 +124,9 @@ async def evaluate(there: Provider, out: Path, *more: str) -> int:
     words += ["--tasks", TASKS, "-n", "2", "--no-greedy", "--out", str(out), "rollout.max_turns=5", *more]
 
     def run() -> int:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main(words)
-        return 0 if ended.value.code is None else int(ended.value.code)
+        return 0 if exited.value.code is None else int(exited.value.code)
 
     return await asyncio.to_thread(run)
 
@@ -139,21 +140,21 @@ async def test_an_endpoint_is_evaluated(
     async with provider(knows) as there:
         assert await evaluate(there, out, "--agent", agent, "rollout.temperature=0.7") == 0
         printed = capsys.readouterr().out
-        asked = [json.loads(each.body) for each in there.seen]
-        assert {each["model"] for each in asked} == {"big"}
-        assert len(asked) == 12
+        bodies = [json.loads(request.body) for request in there.seen]
+        assert {body["model"] for body in bodies} == {"big"}
+        assert len(bodies) == 12
         if agent == "react":
-            assert {each["temperature"] for each in asked} == {0.7}
-            calls = [call for each in asked for m in each["messages"] for call in m.get("tool_calls", ())]
+            assert {body["temperature"] for body in bodies} == {0.7}
+            calls = [call for body in bodies for m in body["messages"] for call in m.get("tool_calls", ())]
             assert {tuple(call) for call in calls} == {("id", "type", "function")}
     summary = orjson.loads((out / "summary.json").read_bytes())["sampled"]
     assert summary["success"] == {"mean": 1.0, "stderr": 0.0, "episodes": 4, "tasks": 2}
     assert (summary["turns"], summary["sampled_tokens"], summary["forks"], summary["failed"]) == (3, 12, {}, 0)
     assert re.search(r"tokens sampled\s+12\.0", printed)
-    left = list(read_trajectories(out / "trajectories.twz"))
-    assert [each.recorded for each in left] == ["text"] * 4
+    trajectories = list(read_trajectories(out / "trajectories.twz"))
+    assert [trajectory.recorded for trajectory in trajectories] == ["text"] * 4
     temperature = {"react": 0.7, f"{__name__}:OverMessages": 0.5}.get(agent)
-    for trajectory in left:
+    for trajectory in trajectories:
         kinds = [segment.kind for segment in trajectory.segments]
         assert kinds == ["context", "sampled"] * 3
         assert trajectory.metrics.get("temperature") == temperature
@@ -163,12 +164,12 @@ async def test_an_endpoint_is_evaluated(
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
     for words, code in ((["audit", str(out)], 1), (["view", str(out)], 0)):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main(words)
-        assert (ended.value.code or 0) == code
-    told = capsys.readouterr()
-    assert "there is nothing to audit" in told.err
-    assert "recorded as text" in told.out
+        assert (exited.value.code or 0) == code
+    output = capsys.readouterr()
+    assert "there is nothing to audit" in output.err
+    assert "recorded as text" in output.out
 
 
 @pytest.mark.parametrize("agent", ["react", f"{__name__}:OverChat", f"{__name__}:OverMessages"])
@@ -190,9 +191,9 @@ async def test_the_best_of_several_answers_of_an_endpoint(
         assert [len(branch.turns) for branch in trajectory.branches] == [3, 3, 3]
         # What other ways said alike is not taken for what this one said.
         for branch in trajectory.branches:
-            last = next(each for each in trajectory.turns() if each.turn_id == branch.turns[-1])
-            held = [trajectory.segments[index].turn_id for index in last.path]
-            assert [each for each in held if each] == list(branch.turns[:-1])
+            last_turn = next(candidate for candidate in trajectory.turns() if candidate.turn_id == branch.turns[-1])
+            path_turns = [trajectory.segments[index].turn_id for index in last_turn.path]
+            assert [turn_id for turn_id in path_turns if turn_id] == list(branch.turns[:-1])
 
 
 async def test_an_endpoint_that_fails_gives_no_figures(
@@ -202,23 +203,23 @@ async def test_an_endpoint_that_fails_gives_no_figures(
     async with provider(knows) as there:
         out = tmp_path / "out"
         assert await evaluate(there, out, "rollout.temperature=0.25", "rollout.retries=0") == 1
-    told = capsys.readouterr()
-    assert "answered 529" in told.err
-    left: list[Trajectory] = list(read_trajectories(out / "trajectories.twz"))
-    assert {each.stop_reason for each in left} == {"error"}
-    assert all(not each.segments for each in left)
+    output = capsys.readouterr()
+    assert "answered 529" in output.err
+    trajectories: list[Trajectory] = list(read_trajectories(out / "trajectories.twz"))
+    assert {trajectory.stop_reason for trajectory in trajectories} == {"error"}
+    assert all(not trajectory.segments for trajectory in trajectories)
 
 
-def test_what_a_hosted_endpoint_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_settings_that_hosted_endpoints_lack_are_refused(tmp_path: Path) -> None:
     rollout = RolloutConfig(env=SpecConfig(name="lookup"))
     url = "https://a.test/v1"
     with pytest.raises(ValueError, match="no greedy together with hosted"):
         EvalConfig(url=url, hosted=HostedConfig(), rollout=rollout)
-    for search, said in (
+    for search, message in (
         ({"kind": "tree", "branches": 2, "scorer": "environment"}, "search.kind best_of_n instead of tree"),
         ({"kind": "best_of_n", "samples": 2, "scorer": "likelihood"}, "another search.scorer than likelihood"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             EvalConfig(url=url, hosted=HostedConfig(), greedy=False, rollout=rollout, search=search)
     with pytest.raises(ValueError, match=r"no model, rollout\.top_k together"):
         EvalConfig(
@@ -234,13 +235,13 @@ def test_what_a_hosted_endpoint_cannot_do_is_refused(tmp_path: Path) -> None:
         EvalConfig(hosted=HostedConfig(), greedy=False, rollout=rollout)
 
 
-async def test_what_a_session_asks_for_is_sent_or_refused() -> None:
+async def test_session_parameters_are_sent_or_refused() -> None:
     async with provider(knows) as there:
         client = HostedClient(Endpoint(base_url(there.url), HostedConfig(), KEY), model="big")
         session = client.open(id="e", params=SamplingParams(temperature=0.7), max_tokens_per_turn=50)
-        asked: list[Message] = [{"role": "user", "content": "Who manages Ada?"}]
+        messages: list[Message] = [{"role": "user", "content": "Who manages Ada?"}]
         # What a request does not say itself is the run's.
-        await session.chat(asked, params=replace(session.params, seed=4, stop=("\n",), max_tokens=9))
+        await session.chat(messages, params=replace(session.params, seed=4, stop=("\n",), max_tokens=9))
         body = json.loads(there.seen[-1].body)
         assert {key: value for key, value in body.items() if key not in ("model", "messages")} == {
             "temperature": 0.7,
@@ -250,9 +251,9 @@ async def test_what_a_session_asks_for_is_sent_or_refused() -> None:
         }
         assert session.turn_metrics["t0"]["seed"] == 4
         with pytest.raises(StructuredOutputError, match=r"remove params\.guide"):
-            await session.chat(asked, params=replace(session.params, guide=Guide(schema={"type": "object"})))
+            await session.chat(messages, params=replace(session.params, guide=Guide(schema={"type": "object"})))
         for field, value in (("top_k", 5), ("min_p", 0.1), ("stop_token_ids", (3,)), ("ignore_eos", True)):
             with pytest.raises(SessionError, match=rf"params\.{field}"):
-                await session.chat(asked, params=replace(session.params, **{field: value}))
+                await session.chat(messages, params=replace(session.params, **{field: value}))
         assert len(there.seen) == 1
         await client.close()

@@ -28,11 +28,11 @@ def trajectory(task: str, member: int, reward: float, **changes: object) -> Traj
         Segment(0, -1, "context", ids),
         Segment(1, 0, "sampled", ids, turn_id="t0", logprobs=np.zeros(3, np.float32), weight_versions=((0, 0, 3),)),
     ]
-    made = Trajectory(f"{task}/{member}.0", f"{task}/{member}.0", task, task, segments=segments)
-    made.rewards = [("t0", "score", reward)]
+    recorded = Trajectory(f"{task}/{member}.0", f"{task}/{member}.0", task, task, segments=segments)
+    recorded.rewards = [("t0", "score", reward)]
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(recorded, name, value)
+    return recorded
 
 
 def test_the_standard_error_of_a_worked_example() -> None:
@@ -46,7 +46,7 @@ def test_the_standard_error_of_a_worked_example() -> None:
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=30))
-def test_with_one_value_per_task_it_is_the_ordinary_standard_error(values: list[float]) -> None:
+def test_one_value_per_task_gives_the_ordinary_standard_error(values: list[float]) -> None:
     estimate = clustered_mean([[value] for value in values])
     assert estimate.stderr == pytest.approx(np.std(values, ddof=1) / math.sqrt(len(values)), abs=1e-9)
 
@@ -57,7 +57,7 @@ def test_repeating_each_value_does_not_shrink_the_standard_error() -> None:
     assert often.stderr == pytest.approx(once.stderr)
 
 
-def test_one_task_cannot_tell_its_error_and_none_has_no_mean() -> None:
+def test_one_task_has_no_standard_error_and_no_task_no_mean() -> None:
     assert clustered_mean([[1.0, 0.0]]).stderr is None
     assert math.isnan(clustered_mean([]).mean)
 
@@ -90,8 +90,8 @@ def test_best_at_k_is_the_mean_of_the_largest_of_all_subsets(rewards: list[float
     ],
 )
 def test_maj_at_k_is_the_share_of_subsets_whose_majority_is_right(answers: str, k: int, expected: float) -> None:
-    given = [None if each == "-" else each for each in answers]
-    assert maj_at_k(given, [each == "a" for each in answers], k) == pytest.approx(expected)
+    answers_or_none = [None if letter == "-" else letter for letter in answers]
+    assert maj_at_k(answers_or_none, [letter == "a" for letter in answers], k) == pytest.approx(expected)
 
 
 def test_maj_at_k_agrees_with_the_hypergeometric_distribution() -> None:
@@ -99,23 +99,23 @@ def test_maj_at_k_agrees_with_the_hypergeometric_distribution() -> None:
         answers = ["a"] * right + ["b"] * (n - right)
         exact = stats.hypergeom(n, right, k).sf(k // 2)
         # Of 40 over 11 subsets 10,000 are drawn: a standard error of .005.
-        found = maj_at_k(answers, [each == "a" for each in answers], k)
-        assert found == pytest.approx(exact, abs=1e-12 if n == 12 else 0.02)
+        estimate = maj_at_k(answers, [answer == "a" for answer in answers], k)
+        assert estimate == pytest.approx(exact, abs=1e-12 if n == 12 else 0.02)
 
 
 def test_an_answer_is_the_last_match_of_the_last_message() -> None:
     def said(member: int, text: str) -> Trajectory:
-        made = trajectory("t", member, float("4" in text))
-        sampled = replace(made.segments[1], messages=({"role": "assistant", "content": text},))
-        return replace(made, segments=[made.segments[0], sampled])
+        recorded = trajectory("t", member, float("4" in text))
+        sampled = replace(recorded.segments[1], messages=({"role": "assistant", "content": text},))
+        return replace(recorded, segments=[recorded.segments[0], sampled])
 
     members = [said(0, "Is it <3>? No, <4>."), said(1, "< 4>"), said(2, "<5>"), said(3, "I do not know.")]
     group = TrajectoryGroup("t", "t", members)
     rows = episode_rows(members, answer="<(.*?)>")
     assert [row.answer for row in rows] == ["4", "4", "5", None]
-    found = summarize([group], pass_k=(1, 4), answer="<(.*?)>")
-    assert {k: each.mean for k, each in found.maj_at.items()} == {1: pytest.approx(0.5), 4: 1.0}
-    assert set(found.to_json()["maj_at"]) == {"1", "4"}
+    summary = summarize([group], pass_k=(1, 4), answer="<(.*?)>")
+    assert {k: estimate.mean for k, estimate in summary.maj_at.items()} == {1: pytest.approx(0.5), 4: 1.0}
+    assert set(summary.to_json()["maj_at"]) == {"1", "4"}
     assert "maj_at" not in summarize([group], pass_k=(1,)).to_json()
 
 
@@ -136,7 +136,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(n: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)])
-def test_pass_at_k_refuses_what_has_no_meaning(n: int, c: int, k: int) -> None:
+def test_pass_at_k_refuses_meaningless_arguments(n: int, c: int, k: int) -> None:
     with pytest.raises(ValueError):
         pass_at_k(n, c, k)
 
@@ -154,10 +154,11 @@ def test_a_failed_episode_is_counted_and_never_a_zero() -> None:
     assert summary.pass_all[2].tasks == summary.best_at[2].tasks == 1
     console = Console(file=io.StringIO(), width=120)
     console.print(result_table(EvalResult(summary, None, 1.0, spent={"cost": 0.0042})))
-    shown = {line.split("  ")[0].strip(): line for line in console.file.getvalue().splitlines()}  # type: ignore[attr-defined]
-    assert "1.000 (1 of 2 tasks)" in shown["pass@2"]
-    assert "tasks" not in shown["pass@1"]
-    assert "0.0042" in shown["cost of all episodes"]
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    printed = {line.split("  ")[0].strip(): line for line in lines}
+    assert "1.000 (1 of 2 tasks)" in printed["pass@2"]
+    assert "tasks" not in printed["pass@1"]
+    assert "0.0042" in printed["cost of all episodes"]
 
 
 def test_figures_by_a_field_of_the_tasks() -> None:
@@ -177,8 +178,8 @@ def test_figures_by_a_field_of_the_tasks() -> None:
         TrajectoryGroup("b", "b", [trajectory("b", 0, 1.0)], failed=1),
         TrajectoryGroup("c", "c", [trajectory("c", 0, 1.0), trajectory("c", 1, 1.0, error="EnvError: gone")]),
     ]
-    found = summarize(groups, tags=tags, pass_k=[2])
-    figures = {name: (one.success.mean, one.success.episodes, one.failed) for name, one in found.by_tag.items()}
+    summary = summarize(groups, tags=tags, pass_k=[2])
+    figures = {name: (one.success.mean, one.success.episodes, one.failed) for name, one in summary.by_tag.items()}
     assert figures == {
         "level 1": (0.5, 2, 0),
         "level 2": (1.0, 2, 2),
@@ -186,7 +187,7 @@ def test_figures_by_a_field_of_the_tasks() -> None:
         "tags none": (1.0, 1, 1),
         "tags sum": (pytest.approx(2 / 3), 3, 1),
     }
-    assert found.to_json()["by_tag"]["level 1"]["pass_at"]["2"]["mean"] == 1.0
+    assert summary.to_json()["by_tag"]["level 1"]["pass_at"]["2"]["mean"] == 1.0
     assert summarize(groups).by_tag == {}
     with pytest.raises(ConfigError, match="by is 'levl', which is in no task's data; fields there are level, tags"):
         task_tags(tasks, ["levl"])
@@ -238,18 +239,18 @@ def test_roles_have_figures_of_their_own() -> None:
     ]
     groups = [TrajectoryGroup("g", "a", members)]
     summary = summarize(groups)
-    assert {name: (each.success.mean, each.reward.mean, each.turns) for name, each in summary.by_role.items()} == {
+    assert {name: (role.success.mean, role.reward.mean, role.turns) for name, role in summary.by_role.items()} == {
         "judge@old": (1.0, 1.0, 1.0), "proposer": (0.0, 0.5, 1.0), "solver": (pytest.approx(2 / 3), 2 / 3, 1.0),
     }  # fmt: skip
     # What a frozen policy got is none of the evaluated one's: 1 + 0 + 0.5 and 1.
     assert [row.reward for row in summary.rows] == [1.5, 1.0]
     # Of one role it is the mean over its sessions, so that 1 of 2 is half a success.
-    chosen = summarize(groups, role="solver")
-    assert [(row.reward, row.success) for row in chosen.rows] == [(0.5, False), (1.0, True)]
+    solver_summary = summarize(groups, role="solver")
+    assert [(row.reward, row.success) for row in solver_summary.rows] == [(0.5, False), (1.0, True)]
     assert summarize([TrajectoryGroup("g", "a", [trajectory("a", 0, 1.0)])]).by_role == {}
 
 
-def test_what_is_below_a_threshold_is_named() -> None:
+def test_parts_below_a_threshold_are_named() -> None:
     half = summarize([TrajectoryGroup("g", "a", [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0)])])
     none = summarize([TrajectoryGroup("g", "a", [], failed=2)])
     result = EvalResult(half, none, 1.0)

@@ -43,10 +43,10 @@ def episode(request: RolloutRequest, member: int = 0, reward: float = 1.0, attem
     group = f"0-{request.key}"
     name = f"{group}/{member}.{attempt}"
     rewards = [(None, "score", reward)]
-    made = Trajectory(name, name, group, request.task.id, rewards=rewards, partition="val", attempt=attempt)
+    recorded = Trajectory(name, name, group, request.task.id, rewards=rewards, partition="val", attempt=attempt)
     for key, value in changes.items():
-        setattr(made, key, value)
-    return made
+        setattr(recorded, key, value)
+    return recorded
 
 
 def group(request: RolloutRequest, *members: Trajectory, failed: int = 0) -> TrajectoryGroup:
@@ -70,15 +70,15 @@ def test_failed_attempts_and_cancelled_episodes_have_not_ended(progress: EvalPro
     progress.wrote(episode(SAMPLED_A, error="EnvError: no", stop_reason=StopReason.ERROR))
     progress.wrote(episode(SAMPLED_A, 1, stop_reason=StopReason.CANCELLED))
     assert progress.ended == 0
-    again = episode(SAMPLED_A, attempt=1)
-    progress.wrote(again)
+    retried = episode(SAMPLED_A, attempt=1)
+    progress.wrote(retried)
     assert progress.ended == 1
     # A member that failed in all its attempts has ended too: nothing more comes of it.
-    progress.arrived(group(SAMPLED_A, again, failed=1))
+    progress.arrived(group(SAMPLED_A, retried, failed=1))
     assert progress.ended == 2
 
 
-def test_the_figures_of_what_has_ended(progress: EvalProgress) -> None:
+def test_partial_result_has_figures_of_finished_episodes(progress: EvalProgress) -> None:
     progress.wrote(episode(SAMPLED_B, error="EnvError: no", stop_reason=StopReason.ERROR))
     progress.wrote(episode(SAMPLED_B, 0, reward=0.0, attempt=1))
     progress.wrote(episode(SAMPLED_B, 1, stop_reason=StopReason.CANCELLED))
@@ -96,16 +96,16 @@ def test_the_figures_of_what_has_ended(progress: EvalProgress) -> None:
     assert result.to_json()["unfinished"] == 2
 
 
-def test_groups_of_a_manager_that_names_them_itself_belong_to_their_task(progress: EvalProgress) -> None:
+def test_groups_with_custom_names_belong_to_their_task(progress: EvalProgress) -> None:
     for number, (request, reward) in enumerate(((SAMPLED_A, 1.0), (SAMPLED_B, 1.0), (GREEDY_A, 0.0))):
-        made = episode(request, reward=reward, group_id=f"own {number}")
-        progress.wrote(made)
-        progress.arrived(TrajectoryGroup(f"own {number}", request.task.id, [made], "val"))
+        member = episode(request, reward=reward, group_id=f"own {number}")
+        progress.wrote(member)
+        progress.arrived(TrajectoryGroup(f"own {number}", request.task.id, [member], "val"))
     result = progress.partial()
     assert (result.sampled.success.episodes, result.greedy.success.mean, result.unfinished) == (2, 0.0, 3)
 
 
-def test_where_there_is_no_terminal_a_line_is_printed_now_and_then(progress: EvalProgress, clock: Clock) -> None:
+def test_progress_without_terminal_is_printed_periodically(progress: EvalProgress, clock: Clock) -> None:
     console = Console(file=io.StringIO(), width=200)
     with progress.shown(console):
         for member, seconds in enumerate((29, 2, 3)):
@@ -120,10 +120,10 @@ def test_a_terminal_shows_a_line_with_the_time_left(progress: EvalProgress, cloc
     with progress.shown(console):
         clock.now += 4
         progress.wrote(episode(SAMPLED_A))
-    shown = console.file.getvalue()
-    assert "1 of 6 episodes" in shown
-    assert "success 1.00" in shown
-    assert "0:00:20 left" in shown
+    output = console.file.getvalue()
+    assert "1 of 6 episodes" in output
+    assert "success 1.00" in output
+    assert "0:00:20 left" in output
 
 
 def config(*overrides: str) -> EvalConfig:
@@ -144,8 +144,8 @@ def test_a_completion_has_a_ceiling_unless_another_or_none_is_named(tmp_path) ->
     # A hosted endpoint has a limit of its own, and may refuse the parameter.
     hosted = ["url=http://h", "hosted.model=x", "greedy=false", "rollout.env.name=lookup"]
     assert load_config(EvalConfig, overrides=hosted).rollout.max_tokens_per_turn is None
-    for given in ("null", "5"):
-        file = tmp_path / f"{given}.yaml"
-        made = config(f"rollout.max_tokens_per_turn={given}")
-        file.write_text(dump_config(made))
-        assert load_config(EvalConfig, file) == made
+    for ceiling in ("null", "5"):
+        file = tmp_path / f"{ceiling}.yaml"
+        loaded = config(f"rollout.max_tokens_per_turn={ceiling}")
+        file.write_text(dump_config(loaded))
+        assert load_config(EvalConfig, file) == loaded

@@ -96,14 +96,14 @@ async def test_a_shipped_environment_diverges_nowhere(name: str) -> None:
     for task in tasks:
         recorded += await record(config, renderer, task, *await solution(name, task, 5))
     report = await replay(recorded, {task.id: task for task in tasks}, config, renderer)
-    assert [str(each) for each in report.divergences] == []
+    assert [str(divergence) for divergence in report.divergences] == []
     assert (report.episodes, report.left_out.total()) == (2, 0)
     # Another reward at a turn, or at the end, is found in each.
-    for each in recorded:
-        turn, reward, value = each.rewards[-1]
-        each.rewards[-1] = (turn, reward, value + 0.25)
-    found = (await replay(recorded, {task.id: task for task in tasks}, config, renderer)).divergences
-    assert [each.kind for each in found] == ["reward", "reward"]
+    for trajectory in recorded:
+        turn, reward, value = trajectory.rewards[-1]
+        trajectory.rewards[-1] = (turn, reward, value + 0.25)
+    divergences = (await replay(recorded, {task.id: task for task in tasks}, config, renderer)).divergences
+    assert [divergence.kind for divergence in divergences] == ["reward", "reward"]
 
 
 @pytest.mark.parametrize("name", SPOKEN)
@@ -112,14 +112,14 @@ async def test_an_environment_without_a_solution_diverges_nowhere(name: str) -> 
     config, task, renderer = configured(name, **arguments), Task("a", "say something"), renderer_for("qwen3")
     recorded = await record(config, renderer, task, lines)
     report = await replay(recorded, {"a": task}, config, renderer)
-    assert [str(each) for each in report.divergences] == []
+    assert [str(divergence) for divergence in report.divergences] == []
     assert report.episodes == 1
 
 
 class Shop(ToolEnv):
-    """What it answers, is worth and is called can be changed between a run and its replay."""
+    """Its answers, rewards and labels can be changed between a run and its replay."""
 
-    price, worth, label, ends = 3, 1.0, "open", False
+    price, value, label, ends = 3, 1.0, "open", False
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         self._begin(task)
@@ -134,7 +134,7 @@ class Shop(ToolEnv):
         return "time goes by"
 
     def score(self, final: Any) -> float:
-        return self.worth if final is not None else 0.0
+        return self.value if final is not None else 0.0
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ LINES = [call("wait"), call("look_up", item="tea"), "It costs 3."]
     ("change", "turn", "kind", "tool", "words"),
     [
         ({"price": 4}, 2, "tool answer", "look_up", "was 'tea costs 3', is 'tea costs 4'"),
-        ({"worth": 0.5}, 3, "reward", None, "1.0, is .*0.5"),
+        ({"value": 0.5}, 3, "reward", None, "1.0, is .*0.5"),
     ],
 )
 async def test_the_first_difference_is_named(
@@ -161,42 +161,42 @@ async def test_the_first_difference_is_named(
     assert (await replay(recorded, {"t": task}, config, renderer)).divergences == []
     for name, value in change.items():
         monkeypatch.setattr(Shop, name, value)
-    [found] = (await replay(recorded, {"t": task}, config, renderer)).divergences
-    assert (found.turn, found.kind, found.tool, found.task_id) == (turn, kind, tool, "t")
+    [divergence] = (await replay(recorded, {"t": task}, config, renderer)).divergences
+    assert (divergence.turn, divergence.kind, divergence.tool, divergence.task_id) == (turn, kind, tool, "t")
     import re
 
-    assert re.search(words, str(found)), str(found)
+    assert re.search(words, str(divergence)), str(divergence)
 
 
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        (lambda each: each.states.update({"": "closed"}), "state"),
-        (lambda each: setattr(each, "seed", 6), "observation"),
-        (lambda each: setattr(each, "stop_reason", StopReason.MAX_TURNS), "stop reason"),
-        (lambda each: each.segments.pop(), "request"),
+        (lambda recorded: recorded.states.update({"": "closed"}), "state"),
+        (lambda recorded: setattr(recorded, "seed", 6), "observation"),
+        (lambda recorded: setattr(recorded, "stop_reason", StopReason.MAX_TURNS), "stop reason"),
+        (lambda recorded: recorded.segments.pop(), "request"),
     ],
 )
-async def test_what_is_planted_in_a_recording_is_found(change: Callable[[Trajectory], Any], kind: str) -> None:
+async def test_planted_difference_is_found(change: Callable[[Trajectory], Any], kind: str) -> None:
     renderer, config, task = renderer_for("qwen3"), configured(HERE + "Shop"), Task("t", "")
     recorded = await record(config, renderer, task, LINES, schemas(Shop()))
     change(recorded[0])
-    [found] = (await replay(recorded, {"t": task}, config, renderer)).divergences
-    assert found.kind == kind, str(found)
-    assert isinstance(found, Divergence)
+    [divergence] = (await replay(recorded, {"t": task}, config, renderer)).divergences
+    assert divergence.kind == kind, str(divergence)
+    assert isinstance(divergence, Divergence)
 
 
-async def test_what_cannot_be_replayed_is_counted_with_its_reason() -> None:
+async def test_unplayable_episodes_are_counted_by_reason() -> None:
     renderer, config, task = renderer_for("qwen3"), configured(HERE + "Shop"), Task("t", "")
     [one] = await record(config, renderer, task, LINES, schemas(Shop()))
-    bare = [replace(each, messages=()) for each in one.segments]
-    left = [
+    bare = [replace(segment, messages=()) for segment in one.segments]
+    unplayable = [
         replace(one, episode_id="a/0.0", error="EnvError: gone"),
         replace(one, episode_id="b/0.0", recorded="text"),
         replace(one, episode_id="c/0.0", segments=bare),
         replace(one, episode_id="d/0.0", task_id="other"),
     ]
-    report = await replay([one, *left], {"t": task}, config, renderer)
+    report = await replay([one, *unplayable], {"t": task}, config, renderer)
     assert (report.episodes, report.divergences) == (1, [])
     assert report.left_out == {
         "failed, cancelled or timed out": 1, "recorded as text": 1, "recorded without messages": 1,
@@ -211,5 +211,5 @@ async def test_requests_in_another_order_are_answered_by_their_prompts() -> None
     turns = list(one.turns())
     prompts = [list(itertools.chain(*(one.segments[index].token_ids for index in turn.path))) for turn in turns]
     for number in (2, 0, 1):
-        found = await client.generate(TokenPrompt(as_ids(prompts[number])), SamplingParams(), session_id=one.id)
-        assert found.token_ids.tolist() == turns[number].sampled.token_ids.tolist()
+        completion = await client.generate(TokenPrompt(as_ids(prompts[number])), SamplingParams(), session_id=one.id)
+        assert completion.token_ids.tolist() == turns[number].sampled.token_ids.tolist()

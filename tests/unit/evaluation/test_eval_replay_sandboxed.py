@@ -56,7 +56,7 @@ def shell(command: str) -> tuple[str, dict[str, Any]]:
 
 
 def explored(*then: tuple[str, dict[str, Any]], commands: Sequence[str] = COMMANDS) -> list[Any]:
-    calls = (*(shell(each) for each in commands), *then, ("submit", {}))
+    calls = (*(shell(command) for command in commands), *then, ("submit", {}))
     return [
         {"role": "assistant", "content": "", "tool_calls": [replace(tool_call(name, **arguments), id=f"c-{number}")]}
         for number, (name, arguments) in enumerate(calls)
@@ -98,18 +98,18 @@ async def record(config: RolloutConfig, task: Task, lines: list[Any]) -> list[Tr
     return outcome.trajectories
 
 
-def planted(trajectory: Trajectory, before: str, after: str) -> Trajectory:
+def planted(trajectory: Trajectory, original: str, replacement: str) -> Trajectory:
     """The recording with one word of a tool's answers changed."""
     changed, segments = False, []
     for segment in trajectory.segments:
         messages = []
         for message in segment.messages:
             content = message.get("content")
-            if message["role"] == "tool" and isinstance(content, str) and before in content and not changed:
-                message, changed = {**message, "content": content.replace(before, after, 1)}, True
+            if message["role"] == "tool" and isinstance(content, str) and original in content and not changed:
+                message, changed = {**message, "content": content.replace(original, replacement, 1)}, True
             messages.append(message)
         segments.append(replace(segment, messages=tuple(messages)))
-    assert changed, before
+    assert changed, original
     return replace(trajectory, segments=segments)
 
 
@@ -119,7 +119,7 @@ async def test_a_sandboxed_environment_diverges_nowhere_and_a_planted_difference
     config, by_id = configured(name, arguments), {task.id: task}
     recorded = await record(config, task, lines)
     report = await replay(recorded, by_id, config, renderer)
-    assert [str(each) for each in report.divergences] == []
+    assert [str(divergence) for divergence in report.divergences] == []
     assert (report.episodes, report.left_out.total()) == (1, 0)
     one = recorded[0]
     reward = sum(value for _, _, value in one.rewards)
@@ -130,8 +130,8 @@ async def test_a_sandboxed_environment_diverges_nowhere_and_a_planted_difference
         assert {"temporary name", "address"} <= set(report.varied)
         assert ISOLATION != "landlock" or "process" in report.varied
         changed, kind = planted(one, "1 passed", "2 passed"), "tool answer"
-    [found] = (await replay([changed], by_id, config, renderer)).divergences
-    assert found.kind == kind, str(found)
+    [divergence] = (await replay([changed], by_id, config, renderer)).divergences
+    assert divergence.kind == kind, str(divergence)
     # The tests of the terminal's task need a /tmp, which there is none of without namespaces.
     assert reward == 1.0 or name == "terminal"
 
@@ -148,10 +148,10 @@ async def test_another_task_file_is_found_and_strict_compares_everything(tmp_pat
     assert (strict.kind, strict.tool, strict.turn) == ("tool answer", "shell", 1)
     build = folder / "workspace" / "build.sh"
     build.write_text(build.read_text() + "# changed\n")
-    [found] = (await replay(recorded, {"mine": task}, config, renderer)).divergences
+    [divergence] = (await replay(recorded, {"mine": task}, config, renderer)).divergences
     # The size of the file in the first listing.
-    assert (found.kind, found.tool, found.turn) == ("tool answer", "shell", 1)
-    assert "build.sh" in found.recorded
+    assert (divergence.kind, divergence.tool, divergence.turn) == ("tool answer", "shell", 1)
+    assert "build.sh" in divergence.recorded
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ async def test_another_task_file_is_found_and_strict_compares_everything(tmp_pat
         ("1234567", "1234568", None),
     ],
 )
-def test_what_varies_in_a_sandbox(first: str, second: str, names: list[str] | None) -> None:
+def test_varying_texts_of_a_sandbox_are_masked(first: str, second: str, names: list[str] | None) -> None:
     assert Variance(SANDBOX_VARIES, "code").differing(first, second) == names
 
 
@@ -178,33 +178,33 @@ class Unusable(ToolEnv):
     varies: ClassVar[Mapping[str, str]] = {"clock": "("}
 
 
-async def test_what_varies_is_a_regular_expression() -> None:
+async def test_varies_must_be_a_regular_expression() -> None:
     arguments, task, lines = played("code answers")
     recorded = await record(configured("code", arguments), task, lines)
     with pytest.raises(ConfigError, match=r"varies\['clock'\] is '\(': it must be a regular expression"):
         await replay(recorded, {task.id: task}, configured(f"{__name__}:Unusable", {}), renderer_for("qwen3"))
 
 
-async def test_the_command_says_what_varied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task = next(each for each in terminal_tasks() if each.id == "broken-build")
+async def test_replay_command_reports_varied_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = next(candidate for candidate in terminal_tasks() if candidate.id == "broken-build")
     config = configured("terminal", {"twins": False})
     recorded = await record(config, task, explored(shell("cat build.sh"), commands=COMMANDS[:1]))
     evaluation = EvalConfig(model=model_dir("qwen3"), rollout=config, samples=1, greedy=False)
     (tmp_path / "config.yaml").write_text(dump_config(evaluation))
     writer = TrajectoryWriter(tmp_path / TRAJECTORIES)
-    for each in recorded:
-        writer.write(each)
+    for trajectory in recorded:
+        writer.write(trajectory)
     writer.close()
 
     def replayed(*words: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main(["replay", str(tmp_path), *words])
-        return int(ended.value.code or 0), capsys.readouterr().out
+        return int(exited.value.code or 0), capsys.readouterr().out
 
     code, printed = await asyncio.to_thread(replayed)
     assert code == 0, printed
     assert "varied, as the environment says: temporary name in 1 messages" in printed
     assert "1 episodes replayed, 0 diverge" in printed
     code, printed = await asyncio.to_thread(replayed, "--strict", "--json")
-    found = json.loads(printed)
-    assert (code, found["episodes"], len(found["divergences"]), found["varied"]) == (1, 1, 1, {})
+    report = json.loads(printed)
+    assert (code, report["episodes"], len(report["divergences"]), report["varied"]) == (1, 1, 1, {})

@@ -49,18 +49,18 @@ def asked(messages: list[Any], env: Any) -> float:
     return float(messages[0]["content"] == "How many?")
 
 
-def recorded(name: str, said: str, *, group: str, task: str, **given: Any) -> Trajectory:
+def recorded(name: str, text: str, *, group: str, task: str, **fields: Any) -> Trajectory:
     segments = [
         Segment(0, -1, "context", as_ids([1, 2]), ({"role": "user", "content": "How many?"},)),
         Segment(
-            1, 0, "sampled", as_ids([3]), ({"role": "assistant", "content": said},), "t0", np.zeros(1, np.float32),
+            1, 0, "sampled", as_ids([3]), ({"role": "assistant", "content": text},), "t0", np.zeros(1, np.float32),
             ((0, 0, 1),), "stop",
         ),
     ]  # fmt: skip
     values: dict[str, Any] = {
         "rewards": [("t0", "score", 0.0)],
         "metrics": {"seconds": 1.0, "rubric/old": 3.0},
-        **given,
+        **fields,
     }
     return Trajectory(name, name, group, task, segments=segments, partition="val", **values)
 
@@ -71,14 +71,14 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     writer = TrajectoryWriter(folder / "trajectories.twz")
-    for each in (
+    for trajectory in (
         recorded("a-0", "two", group="a~sampled", task="a"),
         recorded("a-1", "four", group="a~sampled", task="a"),
         recorded("b-0", "four", group="b~sampled", task="b"),
         recorded("b-g", "five", group="b~greedy", task="b"),
         recorded("b-1", "", group="b~sampled", task="b", error="EnvError: broken", stop_reason=StopReason.ERROR),
     ):
-        writer.write(each)
+        writer.write(trajectory)
     writer.close()
     rows = [
         {"id": "a", "prompt": "p", "data": {"answer": "four"}},
@@ -89,19 +89,19 @@ def run(tmp_path: Path) -> Path:
 
 
 def scored(out: Path) -> dict[str, float]:
-    return {each.id: each.reward for each in read_trajectories(out / "trajectories.twz") if each.error is None}
+    return {row.id: row.reward for row in read_trajectories(out / "trajectories.twz") if row.error is None}
 
 
 def test_rewards_are_replaced_and_all_else_stays(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run_rescore(RescoreSettings(run, out, f"{__file__}:length", success_reward=4.0), console=QUIET)
     assert scored(out) == {"a-0": 3.0, "a-1": 4.0, "b-0": 4.0, "b-g": 4.0}
-    before = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
-    for each in read_trajectories(out / "trajectories.twz"):
-        assert each.segments[1].messages == before[each.id].segments[1].messages
-        assert each.segments[1].logprobs is not None
-        assert each.error == before[each.id].error
-    new = next(each for each in read_trajectories(out / "trajectories.twz") if each.id == "a-1")
+    originals = {trajectory.id: trajectory for trajectory in read_trajectories(run / "trajectories.twz")}
+    for trajectory in read_trajectories(out / "trajectories.twz"):
+        assert trajectory.segments[1].messages == originals[trajectory.id].segments[1].messages
+        assert trajectory.segments[1].logprobs is not None
+        assert trajectory.error == originals[trajectory.id].error
+    new = next(trajectory for trajectory in read_trajectories(out / "trajectories.twz") if trajectory.id == "a-1")
     assert (new.rewards, new.metrics) == ([("t0", "score", 4.0)], {"seconds": 1.0})
     assert result.sampled is not None
     assert result.greedy is not None
@@ -109,9 +109,9 @@ def test_rewards_are_replaced_and_all_else_stays(run: Path, tmp_path: Path) -> N
     assert [row.success for row in result.sampled.rows] == [row.reward == 4.0 for row in result.sampled.rows]
     # An evaluation's directory: it is compared like one.
     run_rescore(RescoreSettings(run, tmp_path / "other", f"{__file__}:asked"), console=QUIET)
-    found = compare(*(read_scores(folder, metric="reward") for folder in (tmp_path / "other", out)))
+    comparison = compare(*(read_scores(folder, metric="reward") for folder in (tmp_path / "other", out)))
     # Task a: 3.5 against 1; task b: 4 against 1.
-    assert found.to_json()["difference"] == pytest.approx(2.75)
+    assert comparison.to_json()["difference"] == pytest.approx(2.75)
 
 
 def test_a_rubric_of_a_file_with_the_tasks_data(run: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_rubric_of_a_file_with_the_tasks_data(run: Path, tmp_path: Path) -> No
     settings = RescoreSettings(run, tmp_path / "out", str(file), tasks=str(tmp_path / "tasks.jsonl"))
     run_rescore(settings, console=QUIET)
     assert scored(tmp_path / "out") == {"a-0": 0.0, "a-1": 2.0, "b-0": 0.0, "b-g": 2.0}
-    first = next(each for each in read_trajectories(tmp_path / "out" / "trajectories.twz") if each.id == "a-0")
+    first = next(row for row in read_trajectories(tmp_path / "out" / "trajectories.twz") if row.id == "a-0")
     assert first.metrics["rubric/asked"] == 1.0
     assert "rubric/old" not in first.metrics
     # By default the tasks are those of the run's configuration.
@@ -137,8 +137,8 @@ def test_the_figures_are_those_of_the_runs_evaluation(run: Path, tmp_path: Path)
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         run_rescore(RescoreSettings(run, tmp_path / name, f"{__file__}:exact"), console=QUIET)
         # One rescoring after another has them, too.
-        again = RescoreSettings(tmp_path / name, tmp_path / f"{name}-again", f"{__file__}:exact")
-        result = run_rescore(again, console=QUIET)
+        second = RescoreSettings(tmp_path / name, tmp_path / f"{name}-again", f"{__file__}:exact")
+        result = run_rescore(second, console=QUIET)
         assert result.sampled is not None
         assert result.greedy is not None
         # Task a: one of two right; of task b one episode is left, which is wrong.
@@ -154,12 +154,12 @@ def test_the_figures_are_those_of_the_runs_evaluation(run: Path, tmp_path: Path)
     # Without the field in other tasks there are no tags.
     (tmp_path / "other.jsonl").write_text('{"id": "a", "prompt": "p"}\n{"id": "b", "prompt": "p"}\n')
     other = RescoreSettings(run, tmp_path / "other", f"{__file__}:length", tasks=str(tmp_path / "other.jsonl"))
-    found = run_rescore(other, console=QUIET).sampled
-    assert found is not None
-    assert (found.by_tag, found.pass_at.keys()) == ({}, {1, 2})
+    sampled = run_rescore(other, console=QUIET).sampled
+    assert sampled is not None
+    assert (sampled.by_tag, sampled.pass_at.keys()) == ({}, {1, 2})
 
 
-def test_what_was_scored_is_not_scored_again(run: Path, tmp_path: Path) -> None:
+def test_scored_episodes_are_not_scored_again(run: Path, tmp_path: Path) -> None:
     settings = RescoreSettings(run, tmp_path / "out", f"{__file__}:picky")
     result = run_rescore(settings, console=QUIET)
     assert result.sampled is not None
@@ -172,7 +172,7 @@ def test_what_was_scored_is_not_scored_again(run: Path, tmp_path: Path) -> None:
     assert (result.sampled.failed, len(scored(tmp_path / "out"))) == (1, 4)
 
 
-def test_what_cannot_be_scored_is_named(run: Path, tmp_path: Path) -> None:
+def test_unscorable_episodes_are_named(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(EnvError, match=r"no episode could be scored; .*env\.found is not recorded: only functions of"):
         run_rescore(RescoreSettings(run, out, f"{__file__}:stateful"), console=QUIET)
@@ -199,10 +199,10 @@ def test_what_cannot_be_scored_is_named(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_metrics(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main(["rescore", str(run), "-o", str(tmp_path / "out"), "--scorer", f"{__file__}:length"])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert "success" in said
-    assert f"written to {tmp_path / 'out'}" in said.replace("\n", "")
+    assert exited.value.code == 0
+    output = capsys.readouterr().out
+    assert "success" in output
+    assert f"written to {tmp_path / 'out'}" in output.replace("\n", "")
     assert (tmp_path / "out" / "summary.json").exists()

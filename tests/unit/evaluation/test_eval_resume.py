@@ -48,7 +48,7 @@ def guesses(request: ScriptedRequest) -> str:
 
 def ranked(task: Any, trajectories: list[Trajectory]) -> list[float]:
     """A reward that depends on the whole group."""
-    turns = [sum(segment.sampled for segment in each.segments) for each in trajectories]
+    turns = [sum(segment.sampled for segment in trajectory.segments) for trajectory in trajectories]
     return [value + len(turns) / 10 for value in turns]
 
 
@@ -59,18 +59,18 @@ async def run(folder: Path, group_reward: bool = False) -> tuple[EvalResult, Fin
 
 
 def states(folder: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield what both files hold after a kill at every append and in its middle, in the order of the appends."""
+    """Yield the contents of both files after a kill at every append and in the middle of it, in order."""
     payloads = record_bytes(folder / TRAJECTORIES)
     lines = (folder / FINISHED).read_bytes().splitlines(keepends=True)
-    held = b""
-    told = lines.pop(0)
+    appended = b""
+    ledger_lines = lines.pop(0)
     for payload in payloads:
-        yield held + payload[: len(payload) // 2], told
-        held += payload
-        while lines and _end(lines[0]) <= len(held):
-            yield held, told + lines[0][: len(lines[0]) // 2]
-            told += lines.pop(0)
-        yield held, told
+        yield appended + payload[: len(payload) // 2], ledger_lines
+        appended += payload
+        while lines and _end(lines[0]) <= len(appended):
+            yield appended, ledger_lines + lines[0][: len(lines[0]) // 2]
+            ledger_lines += lines.pop(0)
+        yield appended, ledger_lines
     assert not lines
 
 
@@ -85,53 +85,53 @@ def group_reward(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-async def test_killed_anywhere_and_finished_it_is_the_uninterrupted_one(group_reward: bool, tmp_path: Path) -> None:
+async def test_resumed_evaluation_equals_the_uninterrupted_one(group_reward: bool, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    whole, _ = await run(tmp_path / "whole", group_reward)
-    asked = len(SEEN)
-    found = list(states(tmp_path / "whole"))
-    for number, (payloads, lines) in enumerate(random.Random(1).sample(found, min(len(found), 20))):
+    uninterrupted, _ = await run(tmp_path / "whole", group_reward)
+    requests = len(SEEN)
+    partial_states = list(states(tmp_path / "whole"))
+    for number, (payloads, lines) in enumerate(random.Random(1).sample(partial_states, min(len(partial_states), 20))):
         folder = tmp_path / f"killed-{number}"
         folder.mkdir()
         (folder / TRAJECTORIES).write_bytes(payloads)
         (folder / FINISHED).write_bytes(lines)
         SEEN.clear()
-        again, finished = await run(folder, group_reward)
-        assert figures(again) == figures(whole)
+        resumed, finished = await run(folder, group_reward)
+        assert figures(resumed) == figures(uninterrupted)
         assert finished.part == 1
         # Without a group reward no finished episode is played again.
         if not group_reward:
-            assert len(SEEN) <= asked - finished.restored
+            assert len(SEEN) <= requests - finished.restored
         SEEN.clear()
         third, finished = await run(folder, group_reward)
-        assert figures(third) == figures(whole)
+        assert figures(third) == figures(uninterrupted)
         assert (finished.restored, len(SEEN)) == (12, 0)
 
 
-async def test_a_process_that_is_killed_leaves_what_another_finishes(tmp_path: Path) -> None:
+async def test_evaluation_of_a_killed_process_is_finished_by_another(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     SEEN.clear()
-    whole, _ = await run(tmp_path / "whole")
-    asked = len(SEEN)
-    for number, call in enumerate(random.Random(2).choices(range(1, asked + 1), k=KILLS)):
+    uninterrupted, _ = await run(tmp_path / "whole")
+    requests = len(SEEN)
+    for number, call in enumerate(random.Random(2).choices(range(1, requests + 1), k=KILLS)):
         folder = tmp_path / f"killed-{number}"
         folder.mkdir()
-        places = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-        died = run_command([sys.executable, "-c", DOOMED, str(folder), str(call), *places], capture_output=True)
+        paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+        died = run_command([sys.executable, "-c", DOOMED, str(folder), str(call), *paths], capture_output=True)
         assert died.returncode == -signal.SIGKILL, died.stderr
         SEEN.clear()
-        again, finished = await run(folder)
-        assert figures(again) == figures(whole), f"killed in call {call} of {asked}"
+        resumed, finished = await run(folder)
+        assert figures(resumed) == figures(uninterrupted), f"killed in call {call} of {requests}"
         assert finished.part == 1
-        assert len(SEEN) <= asked - finished.restored
+        assert len(SEEN) <= requests - finished.restored
 
 
 async def test_a_damaged_trajectory_is_rolled_out_again(tmp_path: Path) -> None:
-    whole, _ = await run(tmp_path)
+    uninterrupted, _ = await run(tmp_path)
     spoil(tmp_path / TRAJECTORIES, 5)
-    again, finished = await run(tmp_path)
+    resumed, finished = await run(tmp_path)
     assert finished.restored == 11
-    assert figures(again) == figures(whole)
+    assert figures(resumed) == figures(uninterrupted)
 
 
 def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:

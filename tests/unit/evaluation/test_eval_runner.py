@@ -105,7 +105,7 @@ async def test_every_evaluation_begins_from_the_same_states(tmp_path: Path) -> N
     assert len(set(seeds[0].values())) == 4
 
 
-async def test_labels_keep_evaluations_of_one_run_apart(tmp_path: Path) -> None:
+async def test_labels_separate_evaluations_of_a_run(tmp_path: Path) -> None:
     plan = EvalPlan(tasks=TASKS, samples=1)
     for label in ("step-0", "step-10"):
         await run(tmp_path, plan, label=label)
@@ -133,7 +133,7 @@ class Unscored(ToolEnv):
     """An environment without a score."""
 
 
-def test_what_the_figures_leave_out_is_said(tmp_path: Path) -> None:
+def test_notes_report_what_the_figures_leave_out(tmp_path: Path) -> None:
     def notes(env: str, reward: float, **more: int) -> str:
         segments = [Segment(0, -1, "context", as_ids([1])), Segment(1, 0, "sampled", as_ids([2]), turn_id="t0")]
         played = Trajectory("e", "e", "g", "t", segments=segments, rewards=[("t0", "score", reward)])
@@ -143,9 +143,9 @@ def test_what_the_figures_leave_out_is_said(tmp_path: Path) -> None:
         print_notes(config, tmp_path, EvalResult(summary, None, 1.0, **more), ["EnvError: [gone]"], console)
         return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
-    own = f"{__name__}:Unscored"
-    assert notes("lookup", 0.0) == notes(own, 1.0) == ""
-    assert "test_eval_runner:Unscored defines no score, so each episode counts as 0: define" in notes(own, 0.0)
+    unscored = f"{__name__}:Unscored"
+    assert notes("lookup", 0.0) == notes(unscored, 1.0) == ""
+    assert "test_eval_runner:Unscored defines no score, so each episode counts as 0: define" in notes(unscored, 0.0)
     assert "2 episodes failed and are not counted, the last error: EnvError: [gone]. The" in notes(
         "lookup", 0, failed=2
     )

@@ -55,7 +55,7 @@ async def test_rows_and_sources_choose_environment_agent_and_configuration(tmp_p
     )
     more = {"source": write(tmp_path / "more.jsonl", {"id": "source's", "prompt": "p"}), "env": {"config": {"pays": 2}}}
     result, trajectories = await run({"tasks": [rows, more]}, config={"pays": 0.5})
-    assert {each.task_id: each.reward for each in trajectories} == {
+    assert {trajectory.task_id: trajectory.reward for trajectory in trajectories} == {
         "run's": 0.5,
         "row's": 0.75,
         # The configuration of the run is that of its own environment, not of others.
@@ -64,8 +64,8 @@ async def test_rows_and_sources_choose_environment_agent_and_configuration(tmp_p
         "agent": 0.5,
         "source's": 2.0,
     }
-    assert all(each.error is None for each in trajectories)
-    offered = {each.task_id: len(each.segments[0].tools or ()) for each in trajectories}
+    assert all(trajectory.error is None for trajectory in trajectories)
+    offered = {trajectory.task_id: len(trajectory.segments[0].tools or ()) for trajectory in trajectories}
     assert (offered["run's"], offered["agent"]) == (1, 0)
     assert result.greedy is not None
     assert (result.greedy.success.mean, result.greedy.tasks) == (pytest.approx(5 / 6), 6)
@@ -82,14 +82,14 @@ async def test_rows_and_sources_choose_environment_agent_and_configuration(tmp_p
     assert [str(cell) for cell in result_table(result).columns[0].cells][3:5] == ["success, more", "success, rows"]
 
 
-async def test_one_source_has_no_figures_of_its_own(tmp_path: Path) -> None:
+async def test_single_source_has_no_separate_figures(tmp_path: Path) -> None:
     result, _ = await run({"tasks": write(tmp_path / "rows.jsonl", {"prompt": "p"})})
     assert "by_source" not in result.to_json()["greedy"]
 
 
 async def test_tasks_that_nobody_names_are_those_of_the_environment() -> None:
     result, trajectories = await run({})
-    assert {each.task_id for each in trajectories} == {"f0", "f1", "f2"}
+    assert {trajectory.task_id for trajectory in trajectories} == {"f0", "f1", "f2"}
     assert result.greedy is not None
     assert result.greedy.tasks == 3
     with pytest.raises(ConfigError, match="tasks: missing, and the environment 'single_turn' has no default_tasks"):
@@ -100,20 +100,20 @@ async def test_long_prompts_are_left_out_before_the_limit_counts(tmp_path: Path)
     rows = [{"id": str(n), "prompt": "x" * (2000 if n % 2 else 10)} for n in range(8)]
     plan = {"tasks": write(tmp_path / "rows.jsonl", *rows), "max_prompt_tokens": 1500, "limit": 3}
     _, trajectories = await run(plan)
-    assert {each.task_id for each in trajectories} == {"0", "2", "4"}
+    assert {trajectory.task_id for trajectory in trajectories} == {"0", "2", "4"}
     with pytest.raises(
         TaskError, match=r"rows\.jsonl holds no task: all of its rows were left out: 8 \(more than 3 tok"
     ):
         await run({**plan, "max_prompt_tokens": 3})
 
 
-async def test_a_row_that_names_what_is_not_there_ends_the_evaluation_before_it_starts(tmp_path: Path) -> None:
+async def test_unknown_environment_of_a_row_fails_before_the_start(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", {"id": "a", "prompt": "p"}, {"id": "b", "prompt": "p", "env": "lokup"})
     with pytest.raises(TaskError, match="task 'b': its environment cannot be made: there is no environment 'lokup'"):
         await run({"tasks": rows})
 
 
-async def test_an_agent_that_is_not_there_ends_the_evaluation_before_it_starts(tmp_path: Path) -> None:
+async def test_unknown_agent_fails_before_the_start(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", {"id": "a", "prompt": "p"})
     rollout = RolloutConfig.model_validate({"env": {"name": PAID}, "agent": {"name": "raect"}})
     with pytest.raises(RegistryError, match="no agent is called 'raect'"):

@@ -27,9 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main(arguments)
-    return 0 if ended.value.code is None else int(ended.value.code)
+    return 0 if exited.value.code is None else int(exited.value.code)
 
 
 def evaluate(model: Path, out: Path, *more: str) -> int:
@@ -46,10 +46,10 @@ def children() -> set[int]:
 def test_a_checkpoint_is_served_evaluated_and_audited(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = children()
+    children_before = children()
     out = tmp_path / "out"
     assert evaluate(model, out, "concurrency=auto") == 0
-    assert children() <= before, "the server ended with the evaluation"
+    assert children() <= children_before, "the server ended with the evaluation"
     text = capsys.readouterr().out
     for part in ("chat format: hermes", "success", "0.000 ± 0.000", "sampled", "greedy", "concurrency: ", str(out)):
         assert part in re.sub(r"\n", "", text)
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert re.search(r"logprobs recomputed +\d+", text)
     assert run("view", str(out), "-n", "1") == 0
     assert "Who manages" in capsys.readouterr().out
-    assert summary["spent"]["sampled_tokens"] == sum(each.sampled_tokens for each in trajectories)
+    assert summary["spent"]["sampled_tokens"] == sum(trajectory.sampled_tokens for trajectory in trajectories)
 
     assert run("replay", str(out)) == 0
     assert "9 episodes replayed, 0 diverge" in capsys.readouterr().out
@@ -74,16 +74,16 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     # Of each task a greedy and two sampled episodes; another environment has other tools and another prompt.
     config.write_text(config.read_text().replace("name: lookup", "name: retail"))
     assert run("replay", str(out), "--n", "3", "--json") == 1
-    found = orjson.loads(capsys.readouterr().out)
-    assert found["episodes"] == 3
-    assert {each["kind"] for each in found["divergences"]} <= {"request", "stop reason"}
+    report = orjson.loads(capsys.readouterr().out)
+    assert report["episodes"] == 3
+    assert {divergence["kind"] for divergence in report["divergences"]} <= {"request", "stop reason"}
     config.write_text(config.read_text().replace("max_turns: 1", "max_turns: 2"))
 
     assert evaluate(model, out) == 1
     assert "holds trajectories.twz, ledger.jsonl, summary.json already" in capsys.readouterr().err
 
 
-def test_a_budget_ends_it_and_a_larger_one_finishes_it(
+def test_budget_ends_an_evaluation_and_a_larger_budget_finishes_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -91,8 +91,8 @@ def test_a_budget_ends_it_and_a_larger_one_finishes_it(
     assert evaluate(model, out, "--concurrency", "1", "budget.tokens=40", *prices) == 0
     assert "budget.tokens is spent" in re.sub(r"\s+", " ", capsys.readouterr().out)
     summary = orjson.loads((out / "summary.json").read_bytes())
-    ended = sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy") if part in summary)
-    assert (summary["ended_by"], summary["unfinished"]) == ("tokens", 9 - ended)
+    episodes = sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy") if part in summary)
+    assert (summary["ended_by"], summary["unfinished"]) == ("tokens", 9 - episodes)
     assert 40 <= summary["spent"]["sampled_tokens"] < 80
     assert evaluate(model, out, "budget.tokens=100000", *prices) == 0
     summary = orjson.loads((out / "summary.json").read_bytes())
@@ -108,8 +108,8 @@ def serve(model: Path) -> tuple[subprocess.Popen[str], str]:
     server = WarmPopen(command, stderr=subprocess.PIPE, text=True)
     assert server.stderr is not None
     for line in server.stderr:
-        if found := re.search(r"serving .* on 127\.0\.0\.1:(\d+)", line):
-            return server, f"http://127.0.0.1:{found[1]}"
+        if match := re.search(r"serving .* on 127\.0\.0\.1:(\d+)", line):
+            return server, f"http://127.0.0.1:{match[1]}"
     raise AssertionError(f"the server ended with {server.wait()}")
 
 
@@ -148,7 +148,7 @@ def test_no_figures_at_all_are_an_error(model: Path, tmp_path: Path, capsys: pyt
     assert orjson.loads((tmp_path / "out" / "summary.json").read_bytes())["greedy"]["failed"] == 3
 
 
-def test_an_evaluation_in_which_every_episode_fails_ends_before_it_has_played_all(
+def test_evaluation_gives_up_when_every_episode_fails(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "broken.py"
@@ -157,15 +157,15 @@ def test_an_evaluation_in_which_every_episode_fails_ends_before_it_has_played_al
         "class Broken(ToolEnv):\n"
         "    def reset(self, task=None, *, seed=None):\n        raise RuntimeError('no table today')\n"
     )
-    given = (f"rollout.env.name={file}:Broken", "rollout.retries=0", "rollout.concurrency=4", "limit=200")
+    arguments = (f"rollout.env.name={file}:Broken", "rollout.retries=0", "rollout.concurrency=4", "limit=200")
     tasks = "turnwise.envs.basic.lookup:tasks?n=200&split=test"
-    assert evaluate(model, tmp_path / "out", *given, f"tasks={tasks}", "--no-greedy") == 1
+    assert evaluate(model, tmp_path / "out", *arguments, f"tasks={tasks}", "--no-greedy") == 1
     error = capsys.readouterr().err
-    found = re.search(r"the first (\d+) episodes all ended in an error, and (\d+) were not played", error)
-    assert found is not None, error
-    failed, left = map(int, found.groups())
+    match = re.search(r"the first (\d+) episodes all ended in an error, and (\d+) were not played", error)
+    assert match is not None, error
+    failed, unplayed = map(int, match.groups())
     assert 32 <= failed <= 32 + 4
-    assert failed + left == 400  # two samples of each
+    assert failed + unplayed == 400  # two samples of each
     assert "no table today" in error
 
 
@@ -192,14 +192,14 @@ def interrupt(model: Path, folder: Path, at: int, monkeypatch: pytest.MonkeyPatc
     file = folder / "stops.py"
     file.write_text(STOPS)
     monkeypatch.setenv("STOPS_AT", str(at))
-    before = children()
+    children_before = children()
     options = (f"rollout.env.name={file}:Stops", "rollout.concurrency=1")
     assert evaluate(model, folder / "out", *options) == 130
-    assert children() <= before, "the server ended with the evaluation"
+    assert children() <= children_before, "the server ended with the evaluation"
     return folder / "out"
 
 
-def test_ctrl_c_keeps_what_has_ended_and_the_same_command_finishes_it(
+def test_ctrl_c_keeps_finished_episodes_and_the_same_command_resumes(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = interrupt(model, tmp_path, 4, monkeypatch)
@@ -212,8 +212,8 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_finishes_it(
     assert sum(summary[part]["success"]["episodes"] for part in ("sampled", "greedy")) == 3
     assert sum(summary[part]["failed"] for part in ("sampled", "greedy")) == 0
     assert len((out / "episodes.jsonl").read_text().splitlines()) == 3
-    ended = [each for each in read_trajectories(out / "trajectories.twz") if each.stop_reason != "cancelled"]
-    assert len(ended) == 3
+    finished = [row for row in read_trajectories(out / "trajectories.twz") if row.stop_reason != "cancelled"]
+    assert len(finished) == 3
     assert run("audit", str(out), "--no-recompute") == 0
 
     monkeypatch.setenv("STOPS_AT", "99")
@@ -225,9 +225,9 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_finishes_it(
     summary = orjson.loads((out / "summary.json").read_bytes())
     assert "unfinished" not in summary
     assert [summary[part]["success"]["episodes"] for part in ("sampled", "greedy")] == [6, 3]
-    whole = [each for each in read_trajectories(out / "trajectories.twz") if each.stop_reason != "cancelled"]
-    assert [each.id for each in whole[:3]] == [each.id for each in ended]
-    assert len(whole) == 9
+    completed = [row for row in read_trajectories(out / "trajectories.twz") if row.stop_reason != "cancelled"]
+    assert [trajectory.id for trajectory in completed[:3]] == [trajectory.id for trajectory in finished]
+    assert len(completed) == 9
     assert run("audit", str(out)) == 0
 
 
@@ -245,7 +245,7 @@ def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path, capsys
     assert url in capsys.readouterr().err
 
 
-def test_what_cannot_be_evaluated_is_said_before_a_server_starts(
+def test_invalid_evaluation_fails_before_a_server_starts(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(tmp_path / "nowhere", tmp_path / "out") == 1

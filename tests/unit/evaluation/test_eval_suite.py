@@ -54,10 +54,10 @@ def written(config: EvalConfig, rate: float = 0.5, tokens: int = 10, **more: Any
 
 def test_a_part_has_the_settings_of_all_of_its_model_and_its_own(folder: Path) -> None:
     parts = suite_parts(load_suite(folder / "suite.yaml", []))
-    assert [(each.evaluation, each.model) for each in parts] == [
+    assert [(part.evaluation, part.model) for part in parts] == [
         ("table", "small"), ("table", "served"), ("guess", "small"), ("guess", "served"),
     ]  # fmt: skip
-    table, served, guess, _ = (each.config for each in parts)
+    table, served, guess, _ = (part.config for part in parts)
     assert (table.samples, table.rollout.max_turns, table.rollout.env.name) == (2, 4, "lookup")
     assert (guess.samples, guess.rollout.max_turns, guess.greedy) == (3, 9, False)
     # Paths are those of the suite's folder, wherever the command is given.
@@ -81,13 +81,13 @@ def test_a_part_has_the_settings_of_all_of_its_model_and_its_own(folder: Path) -
         ("evaluations.guess.tasks=gone.jsonl", TurnwiseError, r"evaluations\.guess with models\.small: .*gone\.jsonl"),
     ],
 )
-def test_what_is_wrong_is_named_before_anything_begins(
+def test_wrong_suite_fails_before_any_evaluation(
     folder: Path, override: str, error: type[Exception], words: str
 ) -> None:
-    begun: list[EvalConfig] = []
+    started: list[EvalConfig] = []
     with pytest.raises(error, match=words):
-        run_suite(load_suite(folder / "suite.yaml", [override]), begun.append, console=quiet())
-    assert begun == []
+        run_suite(load_suite(folder / "suite.yaml", [override]), started.append, console=quiet())
+    assert started == []
     assert not (folder / "results").exists()
 
 
@@ -97,54 +97,54 @@ def test_two_parts_do_not_share_a_folder(folder: Path) -> None:
         suite_parts(load_suite(folder / "suite.yaml", []))
 
 
-def test_complete_parts_are_not_made_again_and_one_that_fails_keeps_no_other(folder: Path) -> None:
-    suite, made = load_suite(folder / "suite.yaml", []), list[str]()
+def test_complete_parts_are_skipped_and_failed_parts_stop_no_other(folder: Path) -> None:
+    suite, evaluated = load_suite(folder / "suite.yaml", []), list[str]()
 
     def evaluate(config: EvalConfig) -> None:
         assert config.out is not None
-        made.append(config.out.name)
-        if config.out.name == "table--served" and len(made) < 5:
+        evaluated.append(config.out.name)
+        if config.out.name == "table--served" and len(evaluated) < 5:
             raise InferenceError("nothing listens there")
         written(config)
 
     console = quiet()
     rows = run_suite(suite, evaluate, console=console)
-    assert made == ["table--small", "table--served", "guess--small", "guess--served"]
-    assert [each.error for each in rows] == [None, "nothing listens there", None, None]
+    assert evaluated == ["table--small", "table--served", "guess--small", "guess--served"]
+    assert [row.error for row in rows] == [None, "nothing listens there", None, None]
     assert "0.500 ± 0.100" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert [each.below(0.4) for each in rows] == [False, True, False, False]
+    assert [row.below(0.4) for row in rows] == [False, True, False, False]
     rows = run_suite(suite, evaluate, console=quiet())
-    assert made[4:] == ["table--served"]
-    found = orjson.loads((folder / "results" / SUITE_FILE).read_bytes())
-    assert [(each["evaluation"], each["model"], each["error"]) for each in found][1] == ("table", "served", None)
-    assert all(not each.below(0.5) for each in rows)
-    assert all(each.below(0.6) for each in rows)
+    assert evaluated[4:] == ["table--served"]
+    saved = orjson.loads((folder / "results" / SUITE_FILE).read_bytes())
+    assert [(row["evaluation"], row["model"], row["error"]) for row in saved][1] == ("table", "served", None)
+    assert all(not row.below(0.5) for row in rows)
+    assert all(row.below(0.6) for row in rows)
 
 
 def test_results_of_other_settings_are_not_taken_for_those_of_a_changed_suite(folder: Path) -> None:
     run_suite(load_suite(folder / "suite.yaml", []), written, console=quiet())
-    made: list[EvalConfig] = []
+    evaluated: list[EvalConfig] = []
     with pytest.raises(ConfigError, match=r"table with models\.small: .*complete evaluation with another samples"):
-        run_suite(load_suite(folder / "suite.yaml", ["defaults.samples=8"]), made.append, console=quiet())
-    assert made == []
+        run_suite(load_suite(folder / "suite.yaml", ["defaults.samples=8"]), evaluated.append, console=quiet())
+    assert evaluated == []
     # Where it is served, what it costs and what it may spend are no other figures.
     free = ["models.served.url=http://127.0.0.1:2", "models.served.prices.prompt=9", "budget.tokens=9"]
     assert [
-        each.error for each in run_suite(load_suite(folder / "suite.yaml", free), made.append, console=quiet())
+        row.error for row in run_suite(load_suite(folder / "suite.yaml", free), evaluated.append, console=quiet())
     ] == [None] * 4
-    assert made == []
+    assert evaluated == []
 
 
 def test_the_budget_of_a_suite_is_shared(folder: Path) -> None:
-    suite, given = load_suite(folder / "suite.yaml", ["budget.tokens=15"]), list[EvalBudget]()
+    suite, budgets = load_suite(folder / "suite.yaml", ["budget.tokens=15"]), list[EvalBudget]()
 
     def evaluate(config: EvalConfig) -> None:
-        given.append(config.budget)
+        budgets.append(config.budget)
         written(config)
 
     rows = run_suite(suite, evaluate, console=quiet())
-    assert [each.tokens for each in given] == [15, 5]
-    assert [each.error for each in rows][2:] == ["not made: budget.tokens of the suite is spent"] * 2
+    assert [budget.tokens for budget in budgets] == [15, 5]
+    assert [row.error for row in rows][2:] == ["not made: budget.tokens of the suite is spent"] * 2
     assert isinstance(suite, SuiteConfig)
 
 
@@ -158,7 +158,7 @@ def trajectory(number: int, policy: str = "main") -> Trajectory:
     return Trajectory(f"{number}", f"{number}", "g", "t", policy=policy, frozen=policy != "main", segments=segments)
 
 
-def test_what_is_spent_are_the_prompts_of_all_calls_and_what_was_sampled() -> None:
+def test_spending_counts_prompts_of_all_calls_and_sampled_tokens() -> None:
     assert prompt_tokens(trajectory(0)) == 10 + 13
     text = Trajectory("a", "a", "g", "t", recorded="text", metrics={"prompt_tokens": 7, "completion_tokens": 2})
     assert prompt_tokens(text) == 7

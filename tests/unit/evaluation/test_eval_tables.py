@@ -19,7 +19,7 @@ from turnwise.types import StopReason, as_ids
 
 def session(episode: str, agent: str = "main", partition: str = "train", reward: float = 1.0) -> Trajectory:
     call = {"id": "c0", "type": "function", "function": {"name": "team_of", "arguments": {"person": "mia"}}}
-    asked = {**call, "id": "c1", "function": {"name": "late", "arguments": "{}"}}
+    late = {**call, "id": "c1", "function": {"name": "late", "arguments": "{}"}}
     segments = [
         Segment(0, -1, "context", as_ids([1, 2]), ({"role": "user", "content": "Who?"},)),
         Segment(
@@ -28,7 +28,7 @@ def session(episode: str, agent: str = "main", partition: str = "train", reward:
         ),
         Segment(2, 1, "context", as_ids([6]), ({"role": "tool", "tool_call_id": "c0", "content": "red"},)),
         Segment(
-            3, 2, "sampled", as_ids([7, 8]), ({"role": "assistant", "content": "zoe", "tool_calls": [asked]},), "t1",
+            3, 2, "sampled", as_ids([7, 8]), ({"role": "assistant", "content": "zoe", "tool_calls": [late]},), "t1",
             np.array([-0.5, -0.5], np.float32), ((8, 0, 2),), "stop",
         ),
         Segment(
@@ -47,8 +47,8 @@ def session(episode: str, agent: str = "main", partition: str = "train", reward:
 @pytest.fixture
 def run(tmp_path: Path) -> RunTables:
     writer = TrajectoryWriter(tmp_path / "trajectories.twz")
-    for each in (session("g/0"), session("g/0", "critic"), session("v/0", partition="val", reward=0.5)):
-        writer.write(each)
+    for trajectory in (session("g/0"), session("g/0", "critic"), session("v/0", partition="val", reward=0.5)):
+        writer.write(trajectory)
     writer.close()
     with (tmp_path / "trajectories.twz").open("ab") as file:
         file.write(b"TWZ\x01T half a record")
@@ -70,9 +70,9 @@ def test_episodes_are_those_of_all_their_sessions(run: RunTables) -> None:
 def test_a_failed_episode_has_no_reward_and_no_success(tmp_path: Path) -> None:
     writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     for name, reason, error in (("a", "completed", None), ("b", "error", "EnvError: gone"), ("c", "cancelled", None)):
-        made = session(name)
-        made.stop_reason, made.error = StopReason(reason), error
-        writer.write(made)
+        failed = session(name)
+        failed.stop_reason, failed.error = StopReason(reason), error
+        writer.write(failed)
     writer.close()
     table = read_run(tmp_path).episodes()
     assert table["success"].isna().tolist() == table["reward"].isna().tolist() == [False, True, True]
@@ -80,10 +80,10 @@ def test_a_failed_episode_has_no_reward_and_no_success(tmp_path: Path) -> None:
     assert table.groupby("task_id")["success"].mean().tolist() == [1.0]
 
 
-def test_a_success_is_what_the_run_takes_for_one(tmp_path: Path) -> None:
+def test_success_follows_the_rule_of_the_run(tmp_path: Path) -> None:
     writer = TrajectoryWriter(tmp_path / "trajectories.twz")
-    for each in (session("a"), session("a", "critic", reward=0.0)):
-        writer.write(each)
+    for trajectory in (session("a"), session("a", "critic", reward=0.0)):
+        writer.write(trajectory)
     writer.close()
 
     def success() -> tuple[list[float], list[bool]]:
@@ -100,7 +100,7 @@ def test_a_success_is_what_the_run_takes_for_one(tmp_path: Path) -> None:
     assert read_run(tmp_path, success_reward=0.5).episodes()["success"].tolist() == [True]
 
 
-def test_turns_say_what_the_model_saw_and_sampled(run: RunTables) -> None:
+def test_turns_have_prompts_and_samples(run: RunTables) -> None:
     table = run.turns("val")
     assert table["turn_id"].tolist() == ["t0", "t1", "t2"]
     assert table["prompt_tokens"].tolist() == [2, 6, 2]
@@ -108,7 +108,7 @@ def test_turns_say_what_the_model_saw_and_sampled(run: RunTables) -> None:
     assert table["weight_version"].tolist() == [7, 8, 8]
     assert table["logprob"].tolist() == [-2.0, -0.5, -0.25]
     assert table["reward"].tolist() == [0.25, 0.0, 0.0]
-    assert [None if each != each else each for each in table["fork"].tolist()] == [None, None, "resample"]
+    assert [None if fork != fork else fork for fork in table["fork"].tolist()] == [None, None, "resample"]
     assert table["text"].tolist() == ["Hm.", "zoe", "?"]
     assert (table["metric/took"][0], np.isnan(table["metric/took"][1])) == (0.5, True)
 
@@ -150,7 +150,7 @@ def test_a_run_without_trajectories_has_empty_tables(tmp_path: Path) -> None:
         assert list(table.columns)[:4] == ["trajectory_id", "episode_id", "task_id", "partition"]
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FormatError, match=r"no such file: .*trajectories\.twz: give a run directory"):
         read_run(tmp_path)
     (tmp_path / "trajectories.twz").touch()
@@ -168,4 +168,4 @@ def test_the_questions_of_the_documentation_have_answers(
     monkeypatch.chdir(run.file.parent)
     exec(block, {})
     printed = capsys.readouterr().out
-    assert all(told in printed for told in ("completed", "team_of", "answered", "prompt_tokens", "weight_version"))
+    assert all(part in printed for part in ("completed", "team_of", "answered", "prompt_tokens", "weight_version"))

@@ -32,12 +32,12 @@ def sampled(index: int, parent: int, turn: str, message: dict, **changes: object
 
 
 def forked(name: str = "g/0.0", task: str = "lookup-7") -> Trajectory:
-    said = {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm hm"}
+    message = {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm hm"}
     answer = {"role": "tool", "name": "team_of", "content": "red", "tool_call_id": "c0"}
     call = {"id": "c0", "type": "function", "function": {"name": "team_of", "arguments": {"person": "mia"}}}
     segments = [
         Segment(0, -1, "context", as_ids([1, 2]), ({"role": "user", "content": "Who manages [bold]mia[/bold]?"},)),
-        sampled(1, 0, "t0", {**said, "tool_calls": [call]}),
+        sampled(1, 0, "t0", {**message, "tool_calls": [call]}),
         Segment(2, 1, "context", as_ids([3]), (answer,)),
         sampled(3, 2, "t1", {"role": "assistant", "content": "It is zoe"}, finish_reason="length"),
         sampled(4, 0, "t2", {"role": "assistant", "content": "Another way"}, fork="resample"),
@@ -119,7 +119,7 @@ def test_control_codes_of_a_terminal_are_shown_not_obeyed(tmp_path: Path) -> Non
     assert "\x07" not in text
 
 
-def test_nothing_to_show_says_why(run: Path, tmp_path: Path) -> None:
+def test_empty_selection_raises_with_its_criteria(run: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="holds 5 trajectories, none with task 'nope'"):
         shown(run, Selection(task="nope"))
     with pytest.raises(FormatError, match=r"no such file: .*nowhere"):

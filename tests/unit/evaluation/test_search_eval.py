@@ -92,31 +92,31 @@ async def run(folder: Path, kind: str, scorer: str = "environment") -> tuple[Eva
 
 
 @pytest.mark.parametrize("kind", sorted(SEARCHES))
-async def test_a_search_that_was_killed_is_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
+async def test_resumed_search_equals_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     SEEN.clear()
-    whole, _ = await run(tmp_path / "whole", kind)
-    asked = len(SEEN)
-    assert whole.sampled is not None
-    assert whole.sampled.search is not None
+    uninterrupted, _ = await run(tmp_path / "whole", kind)
+    requests = len(SEEN)
+    assert uninterrupted.sampled is not None
+    assert uninterrupted.sampled.search is not None
     payloads = record_bytes(tmp_path / "whole" / TRAJECTORIES)
     lines = (tmp_path / "whole" / FINISHED).read_bytes().splitlines(keepends=True)
-    for number, kept in enumerate((0, 2, 5, len(payloads))):
+    for number, count in enumerate((0, 2, 5, len(payloads))):
         folder = tmp_path / f"killed-{number}"
         folder.mkdir()
-        torn = payloads[kept][:40] if kept < len(payloads) else b""
-        (folder / TRAJECTORIES).write_bytes(b"".join(payloads[:kept]) + torn)
-        (folder / FINISHED).write_bytes(b"".join(lines[: kept + 1]))
+        torn = payloads[count][:40] if count < len(payloads) else b""
+        (folder / TRAJECTORIES).write_bytes(b"".join(payloads[:count]) + torn)
+        (folder / FINISHED).write_bytes(b"".join(lines[: count + 1]))
         SEEN.clear()
-        again, finished = await run(folder, kind)
-        assert figures(again) == figures(whole)
+        resumed, finished = await run(folder, kind)
+        assert figures(resumed) == figures(uninterrupted)
         # A finished search is not played again.
-        assert finished.restored == kept
-        assert len(SEEN) < asked or not kept
+        assert finished.restored == count
+        assert len(SEEN) < requests or not count
     assert not SEEN
 
 
-async def test_what_a_search_cost_and_found_is_shown(tmp_path: Path) -> None:
+async def test_costs_and_rewards_of_searches_are_shown(tmp_path: Path) -> None:
     result, _ = await run(tmp_path, "best_of_n")
     summary = result.sampled
     assert summary is not None
@@ -130,11 +130,11 @@ async def test_what_a_search_cost_and_found_is_shown(tmp_path: Path) -> None:
     assert set(summary.pass_at) == {1, 2}
     assert result.greedy is not None
     assert result.greedy.search is None
-    said = summary.to_json()["search"]
-    assert (said["ways"], said["tool_calls"]) == (3, summary.search.tool_calls)
-    shown = flat({"kind": "eval", **result.to_json()})
-    assert shown["eval/sampled/search/success_best"] == summary.success.mean
-    assert shown["eval/sampled/search/ways"] == 3
+    figures = summary.to_json()["search"]
+    assert (figures["ways"], figures["tool_calls"]) == (3, summary.search.tool_calls)
+    logged = flat({"kind": "eval", **result.to_json()})
+    assert logged["eval/sampled/search/success_best"] == summary.success.mean
+    assert logged["eval/sampled/search/ways"] == 3
     [names] = [[*map(str, column.cells)] for column in result_table(result).columns[:1]]
     assert {"ways of an episode", "tokens sampled, all ways", "success, best way", "score of the chosen"} <= {*names}
     console = Console(width=200, file=io.StringIO())
@@ -150,14 +150,14 @@ async def test_a_budget_counts_all_ways(tmp_path: Path) -> None:
     await run(tmp_path, "best_of_n")
     spending = Spending(EvalBudget(tokens=10_000), None)
     spending.add_file(tmp_path / TRAJECTORIES)
-    found = list(read_trajectories(tmp_path / TRAJECTORIES))
-    sampled = sum(len(turn.sampled.token_ids) for each in found for turn in each.turns())
+    trajectories = list(read_trajectories(tmp_path / TRAJECTORIES))
+    sampled = sum(len(turn.sampled.token_ids) for trajectory in trajectories for turn in trajectory.turns())
     assert spending.sampled_tokens == sampled
 
 
 async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None:
     await run(tmp_path, "best_of_n")
-    searched = [each for each in read_trajectories(tmp_path / TRAJECTORIES) if each.search is not None]
+    searched = [row for row in read_trajectories(tmp_path / TRAJECTORIES) if row.search is not None]
     assert export_run(tmp_path, tmp_path / "chosen.jsonl", "sft") == len(searched) + 3
     assert export_run(tmp_path, tmp_path / "ways.jsonl", "jsonl") == 3 * len(searched) + 3
     written = [json.loads(line) for line in (tmp_path / "chosen.jsonl").read_text().splitlines()]
@@ -166,18 +166,18 @@ async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None
     settings = RescoreSettings(tmp_path, tmp_path / "again", f"{__file__}:spoken", tasks=TASKS)
     rescored = await asyncio.to_thread(run_rescore, settings, console=Console(file=io.StringIO()))
     assert rescored.sampled is not None
-    turns = [len(branch_paths(each.branches)[each.search.chosen]) for each in searched if each.search is not None]
+    turns = [len(branch_paths(row.branches)[row.search.chosen]) for row in searched if row.search is not None]
     assert sorted(row.reward for row in rescored.sampled.rows) == sorted(turns)
     facts = RunFacts("a", "evaluation", tmp_path / TRAJECTORIES)
     parts = part_figures(episodes_of(read_rows(facts), facts))
-    returns = [each.returns() for each in searched]
+    returns = [trajectory.returns() for trajectory in searched]
     assert parts["greedy"]["search"] is None
     assert parts["sampled"]["search"] == pytest.approx(
         {
             "ways": 3,
-            "tokens": sum(each.sampled_tokens for each in searched) / len(searched),
-            "mean": sum(sum(each) for each in returns) / (3 * len(returns)),
-            "best": sum(max(each) for each in returns) / len(returns),
+            "tokens": sum(trajectory.sampled_tokens for trajectory in searched) / len(searched),
+            "mean": sum(sum(rewards) for rewards in returns) / (3 * len(returns)),
+            "best": sum(max(rewards) for rewards in returns) / len(returns),
         }
     )
     assert parts["sampled"]["reward"][0] == pytest.approx(parts["sampled"]["search"]["best"])
@@ -187,7 +187,7 @@ async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         ({"kind": "best_of_n", "scorer": "environment"}, "samples for kind best_of_n"),
         ({"kind": "best_of_n", "samples": 1, "scorer": "environment"}, "samples of at least 2"),
@@ -199,13 +199,13 @@ async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None
         ({"kind": "tree", "branches": 2, "scorer": {"function": "likelihood", "arguments": {"a": 1}}}, "no arguments"),
     ],
 )
-def test_a_search_that_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config(EvalConfig, defaults={"model": "m", "rollout": {"env": {"name": "lookup"}}, "search": given})
+def test_a_search_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(EvalConfig, defaults={"model": "m", "rollout": {"env": {"name": "lookup"}}, "search": settings})
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"rollout": {"temperature": 0}}, "rollout.temperature above 0 together with search"),
         ({"samples": 0}, "samples of at least 1 together with search"),
@@ -214,10 +214,10 @@ def test_a_search_that_makes_no_sense_is_refused(given: dict[str, Any], said: st
         ({"rollout": {"remote": {"key_file": "k"}}}, "either search or rollout.remote"),
     ],
 )
-def test_what_does_not_go_with_a_search_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_settings_incompatible_with_a_search_are_refused(changes: dict[str, Any], message: str) -> None:
     search = {"kind": "best_of_n", "samples": 2, "scorer": "environment"}
     rollout = {"env": {"name": "lookup"}} | changes.pop("rollout", {})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_config(EvalConfig, defaults={"model": "m", "rollout": rollout, "search": search} | changes)
 
 
@@ -225,13 +225,13 @@ def test_a_scorer_that_cannot_be_used_is_refused() -> None:
     from turnwise.rollout.branching.search import SearchConfig
     from turnwise.rollout.branching.strategies import SearchStrategy
 
-    for scorer, said in (
+    for scorer, message in (
         ("nothing", "there is no reward function 'nothing'"),
         ("no_such_module:score", "no_such_module"),
         ("pairwise_judge", "(base_url|compares trajectories)"),
         (f"{Path(__file__)}:wants_env", "takes 'env'"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             SearchStrategy(SearchConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
 
 

@@ -117,8 +117,8 @@ def length_of(trajectory: Trajectory) -> float:
 
 def seen(messages: list[Message]) -> float:
     """Score a way by the last total that the environment named."""
-    told = [str(each["content"]) for each in messages if "total" in str(each.get("content"))]
-    return float(told[-1].rpartition(" ")[2]) if told else 0.0
+    totals = [str(message["content"]) for message in messages if "total" in str(message.get("content"))]
+    return float(totals[-1].rpartition(" ")[2]) if totals else 0.0
 
 
 def nothing(text: str) -> float:
@@ -151,10 +151,12 @@ async def search(
     config = RolloutConfig.model_validate(
         {"env": {"name": env}, "agent": AGENTS.get(agent, {"name": agent}), "retries": 1, **(rollout or {})}
     )
-    asked = client if ledger is None else LedgerClient(client, ledger / "ledger.jsonl")
-    wanted = None if plain else SearchConfig.model_validate({"kind": "best_of_n", "scorer": scorer, **keys})
+    recording_client = client if ledger is None else LedgerClient(client, ledger / "ledger.jsonl")
+    search_config = None if plain else SearchConfig.model_validate({"kind": "best_of_n", "scorer": scorer, **keys})
     with ThreadPoolExecutor(2) as executor:
-        runner = EpisodeRunner(config, asked, renderer, context_length=5000, search=wanted, executor=executor)
+        runner = EpisodeRunner(
+            config, recording_client, renderer, context_length=5000, search=search_config, executor=executor
+        )
         await runner.prepare()
         outcome = await runner.run(
             EpisodeSpec(TASK, "g", partition="val", sampling_seed=seed, temperature=0.0 if greedy else None)
@@ -219,7 +221,8 @@ async def test_a_searched_tree_holds_every_request_of_any_agent(agent: str, tmp_
     first = outcome.trajectories[0].search
     assert first is not None
     assert first.scores[first.chosen] == max(first.scores)
-    assert len(client.requests) == sum(len(branch.turns) for each in outcome.trajectories for branch in each.branches)
+    branches = [branch for trajectory in outcome.trajectories for branch in trajectory.branches]
+    assert len(client.requests) == sum(len(branch.turns) for branch in branches)
     audit(tmp_path, *outcome.trajectories)
     assert row_of(*outcome.trajectories).search.ways == len(outcome.trajectories[0].branches) == 5
 
@@ -256,7 +259,7 @@ async def test_a_search_is_the_same_for_the_same_seed(kind: str) -> None:
     first, second = [(await search(kind=kind, seed=3, **KINDS[kind]))[0].trajectories[0] for _ in range(2)]
     assert first.search == second.search
     assert first.returns() == second.returns()
-    paths = [[branch_paths(each.branches) for each in (first, second)]]
+    paths = [[branch_paths(trajectory.branches) for trajectory in (first, second)]]
     assert all(one == other for one, other in paths)
 
 
@@ -266,9 +269,10 @@ async def test_a_tree_without_forks_is_the_plain_episode() -> None:
     [one], [other] = searched.trajectories, plain.trajectories
     assert one.search is not None
     assert (one.search.chosen, one.search.scores, one.branches) == (0, (one.reward,), [])
-    assert [each.token_ids.tolist() for each in one.segments] == [each.token_ids.tolist() for each in other.segments]
+    plain_ids, searched_ids = ([segment.token_ids.tolist() for segment in row.segments] for row in (one, other))
+    assert plain_ids == searched_ids
     assert (one.rewards, one.stop_reason) == (other.rewards, other.stop_reason)
-    rows = [replace(row_of(each), search=None) for each in (one, other)]
+    rows = [replace(row_of(trajectory), search=None) for trajectory in (one, other)]
     assert rows[0] == rows[1]
 
 
@@ -326,9 +330,9 @@ async def test_a_way_that_fails_is_played_again_or_left_out() -> None:
 
     renderer = ToyRenderer()
     config = RolloutConfig.model_validate({"env": {"name": "test-search-counter"}, "retries": 1})
-    wanted = SearchConfig.model_validate({"kind": "best_of_n", "scorer": "environment", "samples": 4})
+    search_config = SearchConfig.model_validate({"kind": "best_of_n", "scorer": "environment", "samples": 4})
     client = ScriptedClient(renderer, fails)
-    runner = EpisodeRunner(config, client, renderer, context_length=5000, search=wanted, recover=recover)
+    runner = EpisodeRunner(config, client, renderer, context_length=5000, search=search_config, recover=recover)
     await runner.prepare()
     outcome = await runner.run(EpisodeSpec(TASK, "g", partition="val", sampling_seed=15))
     await runner.close()
@@ -360,7 +364,7 @@ def adds(n: int) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "add", {"n": n})]}
 
 
-async def test_where_nothing_can_be_forked_the_episode_is_its_only_way() -> None:
+async def test_unforkable_episode_is_its_only_branch() -> None:
     outcome, _ = await search(kind="tree", env="test-search-stuck", **KINDS["tree"])
     [trajectory] = outcome.trajectories
     assert outcome.error is None
@@ -368,7 +372,7 @@ async def test_where_nothing_can_be_forked_the_episode_is_its_only_way() -> None
     assert (trajectory.branches, trajectory.search.scores) == ([], (trajectory.reward,))
     assert trajectory.metrics["tree/refusals"] > 0
     assert "its connection has no copy" in trajectory.turn_notes[""]["tree/failed"]
-    row = search_row([trajectory], lambda way: way[0].reward, bool)
+    row = search_row([trajectory], lambda branch: branch[0].reward, bool)
     assert row is not None
     assert "its connection has no copy" in (row.unforked or "")
     console = Console(width=200, file=io.StringIO())
@@ -376,14 +380,14 @@ async def test_where_nothing_can_be_forked_the_episode_is_its_only_way() -> None
     assert "not forked: " in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-async def test_what_cannot_be_forked_is_refused_before_the_first_episode() -> None:
-    for wrong, said in (
+async def test_unforkable_environment_is_refused_before_the_first_episode() -> None:
+    for wrong, message in (
         ({"env": "test-search-fixed"}, "cannot be forked (FixedCounter.forks is None)"),
         ({"agent": "test-search-program"}, "is a program of its own"),
     ):
         with pytest.raises(ConfigError, match=r"search\.kind tree") as raised:
             await search(kind="tree", **KINDS["tree"], **wrong)
-        assert said in str(raised.value)
+        assert message in str(raised.value)
         assert "best_of_n" in str(raised.value)
 
 
@@ -391,16 +395,16 @@ async def test_what_cannot_be_forked_is_refused_before_the_first_episode() -> No
 async def test_the_ways_of_a_search_are_replayed(kind: str) -> None:
     outcome, _ = await search(kind=kind, **KINDS[kind])
     [trajectory] = outcome.trajectories
-    ways = branch_trajectories(replace(trajectory, group_id="0-val-t-e0"))
+    branches = branch_trajectories(replace(trajectory, group_id="0-val-t-e0"))
     config = RolloutConfig.model_validate({"env": {"name": "test-search-counter"}})
-    report = await replay(ways, {"t": TASK}, config, ToyRenderer())
-    assert [str(each) for each in report.divergences] == []
-    assert report.episodes == len(ways)
+    report = await replay(branches, {"t": TASK}, config, ToyRenderer())
+    assert [str(divergence) for divergence in report.divergences] == []
+    assert report.episodes == len(branches)
     # What is said of a way's turns has their names there.
-    for way in ways:
-        assert {turn.turn_id for turn in way.turns()} == way.turn_times.keys()
-        assert sum(each.get("tool_calls", 0) for each in way.turn_metrics.values()) == sum(
-            len(turn.sampled.messages[0].get("tool_calls") or ()) for turn in way.turns()
+    for branch in branches:
+        assert {turn.turn_id for turn in branch.turns()} == branch.turn_times.keys()
+        assert sum(metrics.get("tool_calls", 0) for metrics in branch.turn_metrics.values()) == sum(
+            len(turn.sampled.messages[0].get("tool_calls") or ()) for turn in branch.turns()
         )
 
 
@@ -410,9 +414,9 @@ async def test_the_audit_finds_a_choice_that_is_none(tmp_path: Path) -> None:
     assert trajectory.search is not None
     worse = replace(trajectory.search, chosen=(trajectory.search.chosen + 1) % 4)
     write_trajectories(tmp_path, [replace(trajectory, search=worse)])
-    [said] = audit_files(tmp_path).contradictions
-    assert f"its search chose way {worse.chosen}" in said
-    assert f"although another has {max(trajectory.returns())}" in said
+    [contradiction] = audit_files(tmp_path).contradictions
+    assert f"its search chose way {worse.chosen}" in contradiction
+    assert f"although another has {max(trajectory.returns())}" in contradiction
 
 
 async def test_a_searched_episode_is_shown_with_its_choice() -> None:
@@ -420,7 +424,7 @@ async def test_a_searched_episode_is_shown_with_its_choice() -> None:
     [trajectory] = outcome.trajectories
     console = Console(file=io.StringIO(), width=200)
     console.print(render(trajectory))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    output = console.file.getvalue()  # type: ignore[attr-defined]
     assert trajectory.search is not None
-    assert f"best_of_n: way {trajectory.search.chosen} of 3" in shown
-    assert f"way {trajectory.search.chosen}  chosen  environment {trajectory.reward:g}" in shown
+    assert f"best_of_n: way {trajectory.search.chosen} of 3" in output
+    assert f"way {trajectory.search.chosen}  chosen  environment {trajectory.reward:g}" in output
