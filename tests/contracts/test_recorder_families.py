@@ -38,25 +38,27 @@ def calling(number: float, text: str = "x", **more: Any) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "look", {"n": number, "t": text})], **more}
 
 
-def answers(given: Message, text: str) -> list[Message]:
-    return [{"role": "tool", "tool_call_id": call.id, "content": text} for call in given.get("tool_calls", ())]
+def answers(turn: Message, text: str) -> list[Message]:
+    return [{"role": "tool", "tool_call_id": call.id, "content": text} for call in turn.get("tool_calls", ())]
 
 
-def echoed(given: Message, way: int) -> dict[str, Any]:
+def echoed(turn: Message, echo: int) -> dict[str, Any]:
     """A turn as a program sends it back: other spaces, other order, other blocks, without its reasoning."""
-    text = given["content"]
+    text = turn["content"]
     calls = [
         {
             "type": "function",
-            "id": call.id if way % 2 else f"mine-{call.id}",
+            "id": call.id if echo % 2 else f"mine-{call.id}",
             "function": {
                 "name": call.name,
-                "arguments": json.dumps(dict(reversed(call.arguments.items())), indent=way),
+                "arguments": json.dumps(dict(reversed(call.arguments.items())), indent=echo),
             },
         }
-        for call in given.get("tool_calls", ())
+        for call in turn.get("tool_calls", ())
     ]
-    content: Any = [{"type": "text", "text": f"\n{text} ", "cache_control": {"type": "ephemeral"}}] if way > 1 else text
+    content: Any = (
+        [{"type": "text", "text": f"\n{text} ", "cache_control": {"type": "ephemeral"}}] if echo > 1 else text
+    )
     return {"role": "assistant", "content": content, "tool_calls": calls, "annotations": [], "refusal": None}
 
 
@@ -74,7 +76,7 @@ def kept(session: Session) -> Trajectory:
         st.tuples(st.integers(0, 2), st.sampled_from([1.0, 0.5, 3]), st.integers(0, 5)), min_size=2, max_size=5
     )
 )
-async def test_an_agent_that_only_re_serialises_has_one_leaf(family: str, turns: list[tuple[int, float, int]]) -> None:
+async def test_reserialised_history_has_one_leaf(family: str, turns: list[tuple[int, float, int]]) -> None:
     renderer = renderer_for(family)
     thinks = {"reasoning_content": "hm"} if "reasoning" in FAMILIES[family].says else {}
     lines: list[Message] = [
@@ -86,15 +88,15 @@ async def test_an_agent_that_only_re_serialises_has_one_leaf(family: str, turns:
     client = ScriptedClient(renderer, lines, tools=[LOOK])
     session = Session(client, renderer, id="s", limits=LIMITS)
     history: list[Any] = [user("q")]
-    for _, _, way in turns:
+    for _, _, form in turns:
         given_turn = await session.chat(history, [LOOK])
-        history.append(echo := echoed(given_turn, way))
+        history.append(echo := echoed(given_turn, form))
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in echo["tool_calls"]]
         history += results or [user("and")]
     trajectory = kept(session)
     assert not trajectory.forks()
     assert len(trajectory.leaves()) == 1
-    path = [number for each in trajectory.path(trajectory.leaves()[0])[:-1] for number in each.token_ids.tolist()]
+    path = [number for segment in trajectory.path(trajectory.leaves()[0])[:-1] for number in segment.token_ids.tolist()]
     assert path == client.requests[-1].prompt.tolist()
 
 
@@ -102,7 +104,7 @@ async def test_an_agent_that_only_re_serialises_has_one_leaf(family: str, turns:
 
 
 @pytest.mark.parametrize("family", NAMES)
-async def test_what_is_edited_in_place_is_in_the_next_prompt_and_what_it_replaced_is_not(family: str) -> None:
+async def test_edit_in_place_replaces_the_text_in_the_next_prompt(family: str) -> None:
     renderer = renderer_for(family)
     lines: list[Message] = [calling(1), *({"role": "assistant", "content": text} for text in ("told", "x", "y", "z"))]
     client = ScriptedClient(renderer, lines, tools=[LOOK])
@@ -114,13 +116,15 @@ async def test_what_is_edited_in_place_is_in_the_next_prompt_and_what_it_replace
     changes = [(2, "found", "history_edited"), (3, "said", "assistant_edited"), (0, "asked", "restart")]
     for index, text, reason in changes:
         unproven = family == MOVED and index > 0
-        before, was = kept(session).forks(), history[index]["content"]
+        forks_before, was = kept(session).forks(), history[index]["content"]
         history[index]["content"] = f"qz{text}"
         await session.chat(history, [LOOK])
         prompt = client.requests[-1].text
         assert f"qz{text}" in prompt
         assert was not in prompt
-        assert kept(session).forks() - before == {"bridge_unproven: depends_on_history" if unproven else reason: 1}
+        assert kept(session).forks() - forks_before == {
+            "bridge_unproven: depends_on_history" if unproven else reason: 1
+        }
 
 
 # Cost
@@ -161,20 +165,20 @@ def other_words(number: int) -> str:
 
 
 @pytest.mark.parametrize("family", NAMES)
-async def test_a_request_encodes_the_new_ids_and_no_others(family: str) -> None:
+async def test_request_encodes_only_new_ids(family: str) -> None:
     renderer, counter = counting(family)
     lines = [calling(2), calling(2) if family == MOVED else {"role": "assistant", "content": "so it is"}]
-    said = [renderer_for(family).completion(line, [LOOK]) for line in lines]
+    completions = [renderer_for(family).completion(line, [LOOK]) for line in lines]
     session = Session(
-        ScriptedClient(renderer, lambda request: said[request.number % 2]), renderer, id="s", limits=LIMITS
+        ScriptedClient(renderer, lambda request: completions[request.number % 2]), renderer, id="s", limits=LIMITS
     )
     history: list[Any] = [user("a long question " * 50)]
     costs: list[tuple[int, int]] = []
     for turn in range(12):
-        before, segments = counter.made, len(session.segments())
+        count_before, segments = counter.made, len(session.segments())
         given_turn = await session.chat(history, [LOOK])
-        added = [each for each in session.segments()[segments:] if not each.sampled]
-        costs.append((counter.made - before, sum(len(each.token_ids) for each in added)))
+        added = [segment for segment in session.segments()[segments:] if not segment.sampled]
+        costs.append((counter.made - count_before, sum(len(segment.token_ids) for segment in added)))
         history.append(given_turn)
         history += answers(given_turn, other_words(turn)) or [user(other_words(turn))]
     assert not kept(session).forks()
@@ -186,20 +190,20 @@ async def test_a_request_encodes_the_new_ids_and_no_others(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama3_1", "gptoss"])
-async def test_a_branch_beside_another_costs_its_own_tokens(family: str) -> None:
+async def test_sibling_branch_encodes_only_its_tokens(family: str) -> None:
     renderer, counter = counting(family)
-    said = renderer_for(family).completion({"role": "assistant", "content": "so it is"}, [])
-    session = Session(ScriptedClient(renderer, lambda request: said), renderer, id="s", limits=LIMITS)
+    completion = renderer_for(family).completion({"role": "assistant", "content": "so it is"}, [])
+    session = Session(ScriptedClient(renderer, lambda request: completion), renderer, id="s", limits=LIMITS)
     history: list[Any] = [user("a long question " * 50)]
     for _ in range(4):
         history += [await session.chat(history), user("go on")]
-    for text in ("this way", "that way"):
-        before = counter.made
+    for text in ("this form", "that form"):
+        count_before = counter.made
         await session.chat([*history[:-1], user(text)])
         new = session.segments()[-2]
         assert new.kind == "context"
-        assert len(new.token_ids) <= counter.made - before <= len(new.token_ids) + 1
+        assert len(new.token_ids) <= counter.made - count_before <= len(new.token_ids) + 1
     # To ask again costs nothing at all.
-    before = counter.made
-    await session.chat([*history[:-1], user("that way")])
-    assert counter.made == before
+    count_before = counter.made
+    await session.chat([*history[:-1], user("that form")])
+    assert counter.made == count_before

@@ -30,7 +30,7 @@ async def test_every_behaviour_is_recorded_exactly(tmp_path_factory, family, dat
 
 
 @pytest.mark.parametrize("family", MAIN)
-async def test_a_conversation_with_tools_is_one_branch_and_never_encoded_again(family: str) -> None:
+async def test_conversation_with_tools_is_one_branch_encoded_once(family: str) -> None:
     renderer = renderer_for(family)
     turns: list[Message] = [
         {"role": "assistant", "content": "", "tool_calls": [ToolCall("", "weather", {"city": city})]}
@@ -53,20 +53,20 @@ async def test_a_conversation_with_tools_is_one_branch_and_never_encoded_again(f
     for request, turn in zip(client.requests, trajectory.turns(), strict=True):
         assert path_ids(trajectory, turn.sampled.parent) == tuple(request.prompt.tolist())
     # Each sampled segment is, id by id, what the model said.
-    said = [renderer.completion(turn, [WEATHER]).tolist() for turn in turns]
-    assert [s.token_ids.tolist() for s in trajectory.segments if s.sampled][:3] == said
+    completions = [renderer.completion(turn, [WEATHER]).tolist() for turn in turns]
+    assert [s.token_ids.tolist() for s in trajectory.segments if s.sampled][:3] == completions
 
 
 @pytest.mark.parametrize("family", MAIN)
-async def test_a_turn_that_was_cut_is_closed_by_what_follows(family: str) -> None:
+async def test_cut_turn_is_closed_by_the_next_message(family: str) -> None:
     renderer = renderer_for(family)
-    whole = renderer.completion({"role": "assistant", "content": "one two three four five"}, [])
-    client = ScriptedClient(renderer, [whole[: len(whole) // 2], "done"])
+    completion = renderer.completion({"role": "assistant", "content": "one two three four five"}, [])
+    client = ScriptedClient(renderer, [completion[: len(completion) // 2], "done"])
     session = Session(client, renderer, id="s", limits=SessionLimits(context_length=100_000))
     first = await session.chat([{"role": "user", "content": "q"}])
     assert first["finish_reason"] == "length"
     await session.chat([{"role": "user", "content": "q"}, first, {"role": "user", "content": "go on"}])
     trajectory = Trajectory("s", "e", "g", "t", segments=session.segments())
     assert not trajectory.forks()
-    assert trajectory.segments[1].token_ids.tolist() == whole[: len(whole) // 2].tolist()
+    assert trajectory.segments[1].token_ids.tolist() == completion[: len(completion) // 2].tolist()
     assert path_ids(trajectory, 2) == tuple(client.requests[1].prompt.tolist())

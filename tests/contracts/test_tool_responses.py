@@ -24,15 +24,15 @@ async def appended(family: str, cities: list[str], answers: list[str]) -> tuple[
     client = ScriptedClient(renderer, [{"role": "assistant", "content": "", "tool_calls": calls}, "So."], tools=[TOOL])
     session = Session(client, renderer, id="s", limits=SessionLimits(context_length=10_000))
     history: list[Message] = [{"role": "user", "content": "How is the weather?"}]
-    given = await session.chat(history, [TOOL])
-    history.append(given)
+    turn = await session.chat(history, [TOOL])
+    history.append(turn)
     history += [
         {"role": "tool", "tool_call_id": call.id, "content": text}
-        for call, text in zip(given["tool_calls"], answers, strict=True)
+        for call, text in zip(turn["tool_calls"], answers, strict=True)
     ]
     await session.chat(history, [TOOL])
     assert session.metrics()["forks"] == 0
-    return given["tool_calls"], session.segments()[2].token_ids.tolist()
+    return turn["tool_calls"], session.segments()[2].token_ids.tolist()
 
 
 @pytest.mark.parametrize("family", NAMES)

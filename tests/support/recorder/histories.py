@@ -67,8 +67,8 @@ async def behave(
             messages[0] = {"role": "user", "content": f"edited {text}"}
         elif action == "drop" and len(messages) > 2:
             # The newest turn goes, with the answers to its calls.
-            last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
-            messages = messages[:last]
+            last_turn = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
+            messages = messages[:last_turn]
         elif action == "restart":
             messages = []
         elif action == "tools":

@@ -42,8 +42,8 @@ GIVEN: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 # What cannot be bridged to makes one kind of fork of all others, so it is rare.
-_said = st.sampled_from(["", "a", "b", "ab", " a\n", "b b", "c", "d", "cd", "da", "NOBRIDGE"])
-plans = st.lists(st.tuples(st.sampled_from(ACTIONS), _said, st.integers(0, 9)), min_size=4, max_size=14)
+_words = st.sampled_from(["", "a", "b", "ab", " a\n", "b b", "c", "d", "cd", "da", "NOBRIDGE"])
+plans = st.lists(st.tuples(st.sampled_from(ACTIONS), _words, st.integers(0, 9)), min_size=4, max_size=14)
 policies = st.tuples(st.sampled_from(["keep", "template"]), st.sampled_from(["same", "same", "strict"]))
 
 _texts = st.sampled_from(["", "a", "b", " a", "a\n", "two words", "  "])
@@ -54,9 +54,9 @@ _arguments = st.dictionaries(
 
 def lines(odd: st.SearchStrategy[int]) -> st.SearchStrategy[list[Any]]:
     """What a model says: messages (text, reasoning, up to two calls), or any ids at all."""
-    said = {"content": _texts, "reasoning_content": st.sampled_from(["", "", "hm"])}
-    plain = st.fixed_dictionaries(said)
-    calling = st.fixed_dictionaries({**said, "tool_calls": st.lists(_arguments, min_size=1, max_size=2)})
+    message_lines = {"content": _texts, "reasoning_content": st.sampled_from(["", "", "hm"])}
+    plain = st.fixed_dictionaries(message_lines)
+    calling = st.fixed_dictionaries({**message_lines, "tool_calls": st.lists(_arguments, min_size=1, max_size=2)})
     anything = st.lists(odd, min_size=1, max_size=8)
     return st.lists(st.one_of(plain, plain, calling, calling, anything), min_size=3, max_size=6)
 
@@ -65,10 +65,10 @@ def ids_of(renderer: Renderer, line: Any) -> list[int]:
     """The ids of a line; what this chat format cannot say becomes something that it can."""
     if isinstance(line, list):
         return line
-    calls = [ToolCall("", "look", each) for each in line.get("tool_calls", ())]
-    for kept in ({**line, "tool_calls": calls}, {"content": "", "tool_calls": calls[:1]}, {"content": "x"}):
+    calls = [ToolCall("", "look", arguments) for arguments in line.get("tool_calls", ())]
+    for variant in ({**line, "tool_calls": calls}, {"content": "", "tool_calls": calls[:1]}, {"content": "x"}):
         try:
-            return renderer.completion({"role": "assistant", **kept}, [TOOL]).tolist()
+            return renderer.completion({"role": "assistant", **variant}, [TOOL]).tolist()
         except RenderError:
             continue
     raise AssertionError("this format can say nothing")
@@ -120,8 +120,8 @@ class Wild:
     def __init__(
         self, renderer: Renderer, script: Sequence[Any], path: Path, cut: int, reasoning: Any, echo: Any
     ) -> None:
-        said = [ids_of(renderer, line) for line in script]
-        model = ScriptedClient(renderer, lambda request: said[request.number % len(said)])
+        scripted = [ids_of(renderer, line) for line in script]
+        model = ScriptedClient(renderer, lambda request: scripted[request.number % len(scripted)])
         self.book = LedgerWriter(path)
         self.gate = Gate(LedgerClient(model, self.book))
         self.turns: dict[int, bytes] = {}
@@ -146,49 +146,49 @@ class Wild:
 
     def restart(self) -> None:
         """Go on with a session rebuilt from what was written down."""
-        again = self.open()
+        restored = self.open()
         for entry in read_calls(self.path):
             if isinstance(entry, LedgerEntry):
                 completion = Completion(
                     entry.completion_ids, entry.logprobs, entry.finish_reason, entry.weight_versions
                 )
-                again.restore(TurnRecord.from_json(json.loads(self.turns[entry.at])), entry.prompt_ids, completion)
+                restored.restore(TurnRecord.from_json(json.loads(self.turns[entry.at])), entry.prompt_ids, completion)
         if self.turns:
             # Failed requests of after the last turn were counted; the rest of a session is in its turns.
-            again.counters = self.session.counters
-        assert whole(again) == whole(self.session)
-        assert again.metrics() == self.session.metrics() or not self.turns
-        again.journal = self.keep
-        self.session = again
+            restored.counters = self.session.counters
+        assert whole(restored) == whole(self.session)
+        assert restored.metrics() == self.session.metrics() or not self.turns
+        restored.journal = self.keep
+        self.session = restored
 
     async def ask(self, messages: Sequence[Any]) -> Any:
         """Send a request; None where the template refuses it, in which case both recorders must say so."""
         try:
             placed = self.slow.place(messages, self.tools, self.given)
         except RenderError:
-            before = len(self.session.segments())
+            segments_before = len(self.session.segments())
             try:
                 await self.session.chat(messages, self.tools, self.params, template_args=self.given)
             except RenderError:
-                assert len(self.session.segments()) == before
+                assert len(self.session.segments()) == segments_before
                 return None
             raise AssertionError("the session rendered what cannot be rendered") from None
         # From here to the client nothing is suspended, nor from the client's answer to what is recorded.
         self.gate.expected = placed.prompt
-        given = await self.session.chat(messages, self.tools, self.params, template_args=self.given)
+        turn = await self.session.chat(messages, self.tools, self.params, template_args=self.given)
         assert self.gate.last is not None
-        self.slow.commit(placed, self.gate.last.token_ids.tolist(), copy.deepcopy(given))
+        self.slow.commit(placed, self.gate.last.token_ids.tolist(), copy.deepcopy(turn))
         self.calls += 1
-        return given
+        return turn
 
     async def go_on(self, messages: list[Any], text: str) -> list[Any]:
         """Ask, and append what comes back, answers to its calls and a user's message."""
-        given = await self.ask(messages)
-        if given is None:
+        turn = await self.ask(messages)
+        if turn is None:
             return [{"role": "user", "content": f"again {text}"}]
-        messages = [*messages, given]
-        messages += [{"role": "tool", "tool_call_id": c.id, "content": text} for c in given.get("tool_calls", ())]
-        if not given.get("tool_calls") or text.startswith("a"):
+        messages = [*messages, turn]
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": text} for c in turn.get("tool_calls", ())]
+        if not turn.get("tool_calls") or text.startswith("a"):
             messages.append({"role": "user", "content": text})
         return messages
 
@@ -223,7 +223,7 @@ class Wild:
         other = [*self.messages, {"role": "user", "content": f"also {text}"}]
         several = [self.messages, self.messages if action == "twins" else other]
         self.gate.closed, self.gate.held = True, []
-        tasks = [asyncio.ensure_future(self.go_on(each, text)) for each in several]
+        tasks = [asyncio.ensure_future(self.go_on(messages, text)) for messages in several]
         for _ in range(4):
             await asyncio.sleep(0)
         self.gate.closed = False
@@ -236,19 +236,19 @@ class Wild:
             await task
         for event in self.gate.held:
             event.set()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        for each in ended:
-            if isinstance(each, Exception):
-                raise each
-        self.messages = next(each for each in [ended[number % 2], *ended] if isinstance(each, list))
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for messages in results:
+            if isinstance(messages, Exception):
+                raise messages
+        self.messages = next(messages for messages in [results[number % 2], *results] if isinstance(messages, list))
 
     # What is done to a history
 
     def _edit(self, text: str, number: int) -> None:
-        mine = [m for m in self.messages if m["role"] != "assistant"]
+        editable = [m for m in self.messages if m["role"] != "assistant"]
         # Not the first one, whose change shares nothing, nor the last one, which was not asked yet.
-        mine = mine[1:-1] or mine
-        mine[number % len(mine)]["content"] = f"edited {text}{number}"
+        editable = editable[1:-1] or editable
+        editable[number % len(editable)]["content"] = f"edited {text}{number}"
 
     def _edit_answer(self, text: str, number: int) -> None:
         for message in [m for m in self.messages if m["role"] == "assistant"][-1 - number % 2 :]:
@@ -264,17 +264,17 @@ class Wild:
                 message["tool_calls"] = [ToolCall(c.id, c.name, {"z": number, **c.arguments}, c.raw) for c in calls]
 
     def _reissue(self, text: str, number: int) -> None:
-        for place, message in enumerate(self.messages):
+        for index, message in enumerate(self.messages):
             calls = message.get("tool_calls") or ()
-            new = {_id_of(call): f"new{place}-{n}-{number}" for n, call in enumerate(calls)}
+            new = {_id_of(call): f"new{index}-{n}-{number}" for n, call in enumerate(calls)}
             if calls:
                 message["tool_calls"] = [_plain(call, new[_id_of(call)], indent=1) for call in calls]
-            for later in self.messages[place + 1 :]:
+            for later in self.messages[index + 1 :]:
                 if later.get("tool_call_id") in new:
                     later["tool_call_id"] = new[later["tool_call_id"]]
 
     def _decorate(self, text: str, number: int) -> None:
-        for place, message in enumerate(self.messages):
+        for index, message in enumerate(self.messages):
             content = message.get("content")
             if isinstance(content, str) and message["role"] == "assistant":
                 message["content"] = f"\n {content} " if number % 2 else [{"type": "text", "text": content}]
@@ -286,7 +286,7 @@ class Wild:
                     else 0
                 )
                 parts = [content[:half], content[half:]] if half else [content]
-                message["content"] = [{"type": "text", "text": part, "cache_control": {"at": place}} for part in parts]
+                message["content"] = [{"type": "text", "text": part, "cache_control": {"at": index}} for part in parts]
 
     def _drop_reasoning(self, text: str, number: int) -> None:
         for message in self.messages:
@@ -320,8 +320,8 @@ class Wild:
 
     def _fewshot(self, text: str, number: int) -> None:
         call = {"id": "mine", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}
-        said = {"role": "assistant", "content": f"shown {text}"}
-        self.messages += [said, {"role": "user", "content": text}] if number % 2 else [
+        example = {"role": "assistant", "content": f"shown {text}"}
+        self.messages += [example, {"role": "user", "content": text}] if number % 2 else [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "mine", "content": "r"},
         ]  # fmt: skip
@@ -334,8 +334,8 @@ class Wild:
 
     def _arguments(self, text: str, number: int) -> None:
         """Another argument of the template, of those that this one takes; or none any more."""
-        taken = [each for each in GIVEN if all(itertools.starmap(self.renderer.takes, each.items()))]
-        self.given = taken[number % len(taken)]
+        accepted = [arguments for arguments in GIVEN if all(itertools.starmap(self.renderer.takes, arguments.items()))]
+        self.given = accepted[number % len(accepted)]
 
     def _system(self, text: str, number: int) -> None:
         if self.messages[0]["role"] == "system":
@@ -367,7 +367,9 @@ LATER = ("edit", "rewind", "rewrite", "edit_reasoning")
 
 def whole(session: Session) -> list[str]:
     """All of a session's segments, ids and log-probabilities as they are."""
-    return [repr({**segment_record(each), "token_ids": each.token_ids.tobytes()}) for each in session.segments()]
+    return [
+        repr({**segment_record(segment), "token_ids": segment.token_ids.tobytes()}) for segment in session.segments()
+    ]
 
 
 def _defaulting(value: Any) -> ToolSchema:

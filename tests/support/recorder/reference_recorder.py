@@ -31,7 +31,7 @@ def number_form(value: Any) -> Any:
 
 
 @dataclass
-class Said:
+class PlainMessage:
     """One message and what is known of it."""
 
     role: str
@@ -72,18 +72,18 @@ def ordered(value: Any) -> Any:
 def arguments_of(call: Any) -> tuple[str, Any, str]:
     """Name, arguments (parsed where they parse) and id of a call in either form."""
     if isinstance(call, ToolCall):
-        given: Any = call.raw if call.error is not None else call.arguments
+        arguments: Any = call.raw if call.error is not None else call.arguments
         name, call_id = call.name, call.id
     else:
-        name, given = call["function"]["name"], call["function"]["arguments"]
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
         call_id = call.get("id", "")
-    if isinstance(given, str):
-        text = given.strip()
+    if isinstance(arguments, str):
+        text = arguments.strip()
         try:
-            given = json.loads(text, parse_constant=_refuse) if text else {}
+            arguments = json.loads(text, parse_constant=_refuse) if text else {}
         except ValueError:
             return name, NoJson(text), call_id
-    return name, {} if given is None else ordered(given), call_id
+    return name, {} if arguments is None else ordered(arguments), call_id
 
 
 class NoJson(str):
@@ -101,33 +101,33 @@ def text_of(content: Any) -> str:
     return content or ""
 
 
-def same(kept: Said, said: Said, sampled: bool) -> bool:
-    """Whether ``said`` in a request means ``kept``, which is recorded."""
-    if kept.role != said.role:
+def same(recorded: PlainMessage, sent: PlainMessage, sampled: bool) -> bool:
+    """Whether ``sent`` in a request means ``recorded``, which is recorded."""
+    if recorded.role != sent.role:
         return False
-    if kept.role != "assistant":
-        return (kept.text, kept.speaker, kept.answers) == (said.text, said.speaker, said.answers)
-    if sampled and said.turn is not None:
-        return said.turn == kept.turn
-    if kept.calls != said.calls or kept.text.strip() != said.text.strip():
+    if recorded.role != "assistant":
+        return (recorded.text, recorded.speaker, recorded.answers) == (sent.text, sent.speaker, sent.answers)
+    if sampled and sent.turn is not None:
+        return sent.turn == recorded.turn
+    if recorded.calls != sent.calls or recorded.text.strip() != sent.text.strip():
         return False
-    return kept.thought.strip() == said.thought.strip() or (sampled and not said.thought.strip())
+    return recorded.thought.strip() == sent.thought.strip() or (sampled and not sent.thought.strip())
 
 
 @dataclass(eq=False)
-class Kept:
+class PlainNode:
     """A context or a completion, as a segment should be."""
 
     index: int
-    parent: Kept | None
+    parent: PlainNode | None
     sampled: bool
     ids: list[int]
-    said: list[Said]
+    messages: list[PlainMessage]
     tools: Any
     fork: str | None = None
-    children: list[Kept] = field(default_factory=list)
+    children: list[PlainNode] = field(default_factory=list)
 
-    def line(self) -> list[Kept]:
+    def line(self) -> list[PlainNode]:
         return [*(self.parent.line() if self.parent is not None else []), self]
 
 
@@ -135,235 +135,252 @@ class Kept:
 class PendingRequest:
     """A request: where it goes on, and what the model is shown."""
 
-    said: list[Said]
+    messages: list[PlainMessage]
     tools: Any
-    parent: Kept | None
-    context: Kept | None
-    new: list[Said]
+    parent: PlainNode | None
+    context: PlainNode | None
+    new: list[PlainMessage]
     ids: list[int]
     why: str | None
-    before: int
+    commits: int
 
     @property
     def prompt(self) -> list[int]:
         above = self.parent.line() if self.parent is not None else []
-        return [number for kept in above for number in kept.ids] + self.ids
+        return [number for node in above for number in node.ids] + self.ids
 
 
 class SlowRecorder:
     """Says for each request what its prompt must be, and for each completion what the tree must become."""
 
     def __init__(self, renderer: Renderer, *, reasoning: str = "keep", strict: bool = False) -> None:
-        self.kept: list[Kept] = []
-        self.turns: dict[str, Said] = {}
+        self.nodes: list[PlainNode] = []
+        self.turns: dict[str, PlainMessage] = {}
         self._renderer = renderer
         self._template = reasoning == "template"
         self._strict = strict
 
     # Reading a request
 
-    def read(self, messages: Sequence[Any]) -> list[Said]:
-        result: list[Said] = []
+    def read(self, messages: Sequence[Any]) -> list[PlainMessage]:
+        result: list[PlainMessage] = []
         for message in messages:
             role = {"developer": "system"}.get(message["role"], message["role"])
-            said = Said(role, text_of(message.get("content")))
+            message_read = PlainMessage(role, text_of(message.get("content")))
             if role == "assistant":
-                said.thought = message.get("reasoning_content") or message.get("reasoning") or ""
-                said = self._assistant(said, message, sum(len(each.calls) for each in result))
+                message_read.thought = message.get("reasoning_content") or message.get("reasoning") or ""
+                message_read = self._assistant(
+                    message_read, message, sum(len(message_before.calls) for message_before in result)
+                )
             elif role == "tool":
-                self._answer(said, message, result, messages)
+                self._answer(message_read, message, result, messages)
             else:
-                said.speaker = message.get("name") or None
-            result.append(said)
+                message_read.speaker = message.get("name") or None
+            result.append(message_read)
         return result
 
-    def _assistant(self, said: Said, message: Any, before: int) -> Said:
+    def _assistant(self, assistant: PlainMessage, message: Any, calls_before: int) -> PlainMessage:
         calls = [arguments_of(call) for call in message.get("tool_calls") or ()]
-        said.calls = [(name, number_form(arguments)) for name, arguments, _ in calls]
-        said.raw = [arguments for _, arguments, _ in calls]
+        assistant.calls = [(name, number_form(arguments)) for name, arguments, _ in calls]
+        assistant.raw = [arguments for _, arguments, _ in calls]
         ids = sorted(call_id for _, _, call_id in calls)
         for turn in self.turns.values():
-            if ids and ids == sorted(turn.call_ids) and (not self._strict or same(turn, said, True)):
+            if ids and ids == sorted(turn.call_ids) and (not self._strict or same(turn, assistant, True)):
                 return turn
-        said.call_ids = [f"m{before + number:08d}" for number in range(len(calls))]
-        return said
+        assistant.call_ids = [f"m{calls_before + number:08d}" for number in range(len(calls))]
+        return assistant
 
-    def _answer(self, said: Said, message: Any, result: list[Said], messages: Sequence[Any]) -> None:
-        asked = [number for number, each in enumerate(result) if each.role == "assistant" and not each.empty]
-        caller = result[asked[-1]] if asked else Said("assistant", "")
-        done = {each.answers for each in result[asked[-1] :]} if asked else set()
+    def _answer(self, answer: PlainMessage, message: Any, result: list[PlainMessage], messages: Sequence[Any]) -> None:
+        callers = [number for number, earlier in enumerate(result) if earlier.role == "assistant" and not earlier.empty]
+        caller = result[callers[-1]] if callers else PlainMessage("assistant", "")
+        done = {earlier.answers for earlier in result[callers[-1] :]} if callers else set()
         ids = caller.call_ids
-        if asked and caller.turn is None:
-            ids = [arguments_of(call)[2] for call in messages[asked[-1]].get("tool_calls") or ()]
+        if callers and caller.turn is None:
+            ids = [arguments_of(call)[2] for call in messages[callers[-1]].get("tool_calls") or ()]
         named = [n for n, call_id in enumerate(ids) if call_id and call_id == message.get("tool_call_id")]
         free = [n for n in range(len(ids)) if n not in done]
         choice = [*(n for n in named if n in free), *named, *free]
         if choice:
-            said.answers = choice[0]
-            said.answered = (caller.call_ids[choice[0]], caller.calls[choice[0]][0])
+            answer.answers = choice[0]
+            answer.answered = (caller.call_ids[choice[0]], caller.calls[choice[0]][0])
         else:
-            said.answers, said.speaker = -1, message.get("name") or ""
-            said.answered = (f"n{sum(len(each.calls) for each in result):08d}", said.speaker)
+            answer.answers, answer.speaker = -1, message.get("name") or ""
+            answer.answered = (f"n{sum(len(earlier.calls) for earlier in result):08d}", answer.speaker)
 
     # Placing it
 
-    def ends(self, node: Kept, said: list[Said]) -> set[int]:
+    def ends(self, node: PlainNode, messages: list[PlainMessage]) -> set[int]:
         """How many messages of a request the path up to a node may mean."""
-        starts = {0} if node.parent is None else self.ends(node.parent, said)
-        found = set()
+        starts = {0} if node.parent is None else self.ends(node.parent, messages)
+        lengths = set()
         for start in starts:
-            here = said[start : start + len(node.said)]
-            if len(here) == len(node.said) and all(map(same, node.said, here, [node.sampled] * len(here))):
-                found.add(start + len(node.said))
-            if node.sampled and node.said[0].empty:
-                found.add(start)
-        return {end for end in found if not node.sampled or end < len(said)}
+            here = messages[start : start + len(node.messages)]
+            if len(here) == len(node.messages) and all(map(same, node.messages, here, [node.sampled] * len(here))):
+                lengths.add(start + len(node.messages))
+            if node.sampled and node.messages[0].empty:
+                lengths.add(start)
+        return {end for end in lengths if not node.sampled or end < len(messages)}
 
-    def place(self, messages: Sequence[Any], schemas: Sequence[ToolSchema], given: dict[str, Any]) -> PendingRequest:
-        said = self.read(messages)
-        tools = [number_form(given), *((tool.name, tool.description, number_form(tool.parameters)) for tool in schemas)]
-        told = {name: json.dumps(ordered(value), separators=(",", ":")) for name, value in sorted(given.items())}
-        renderer = self._renderer.under(tuple(told.items()))
-        mine = [node for node in self.kept if node.tools == tools]
-        ends = {node: self.ends(node, said) for node in mine}
-        depth = {node: sum(each.sampled for each in node.line()) for node in mine}
-        whole = [node for node in mine if not node.sampled and len(said) in ends[node]]
-        if whole:
-            context = max(whole, key=lambda node: (depth[node], node.index))
-            return PendingRequest(said, tools, context.parent, context, [], context.ids, None, len(self.kept))
-        matching = [node for node in mine if node.sampled and ends[node]]
+    def place(
+        self, messages: Sequence[Any], schemas: Sequence[ToolSchema], template_args: dict[str, Any]
+    ) -> PendingRequest:
+        messages_read = self.read(messages)
+        tools = [
+            number_form(template_args),
+            *((tool.name, tool.description, number_form(tool.parameters)) for tool in schemas),
+        ]
+        arguments = {
+            name: json.dumps(ordered(value), separators=(",", ":")) for name, value in sorted(template_args.items())
+        }
+        renderer = self._renderer.under(tuple(arguments.items()))
+        candidates = [node for node in self.nodes if node.tools == tools]
+        ends = {node: self.ends(node, messages_read) for node in candidates}
+        depth = {node: sum(node.sampled for node in node.line()) for node in candidates}
+        contexts = [node for node in candidates if not node.sampled and len(messages_read) in ends[node]]
+        if contexts:
+            context = max(contexts, key=lambda node: (depth[node], node.index))
+            return PendingRequest(messages_read, tools, context.parent, context, [], context.ids, None, len(self.nodes))
+        matching = [node for node in candidates if node.sampled and ends[node]]
         passed = {above for node in matching for above in node.line()[:-1]}
         matching = [node for node in matching if node not in passed]
         matching.sort(key=lambda node: (depth[node], max(ends[node]), not node.children, node.index), reverse=True)
         why = None
         for node in matching:
             line = node.line()
-            new = self._named(line, said[max(ends[node]) :])
+            new = self._named(line, messages_read[max(ends[node]) :])
             if self._template and _drops(renderer, line, new, schemas):
                 why = why or "reasoning_dropped"
                 break
             assert node.parent is not None
             ids = renderer.extend(
-                _array(node.parent.ids), _array(node.ids), node.said[0].canonical(), _all(new), schemas
+                _array(node.parent.ids), _array(node.ids), node.messages[0].canonical(), _all(new), schemas
             )
             if ids is not None:
-                return PendingRequest(said, tools, node, None, new, ids.tolist(), None, len(self.kept))
+                return PendingRequest(messages_read, tools, node, None, new, ids.tolist(), None, len(self.nodes))
             why = why or f"bridge_unproven: {renderer.why}"
-        ids = renderer.render(_all(said), schemas)
-        return PendingRequest(said, tools, None, None, said, ids.tolist(), why, len(self.kept))
+        ids = renderer.render(_all(messages_read), schemas)
+        return PendingRequest(messages_read, tools, None, None, messages_read, ids.tolist(), why, len(self.nodes))
 
-    def _named(self, line: list[Kept], new: list[Said]) -> list[Said]:
-        told = [each for node in line for each in node.said]
+    def _named(self, line: list[PlainNode], new: list[PlainMessage]) -> list[PlainMessage]:
+        history = [message for node in line for message in node.messages]
         result = []
-        for each in new:
-            if each.role == "tool" and each.answers is not None and each.answers >= 0:
-                caller = [one for one in told if one.role == "assistant" and not one.empty][-1]
-                answered = (caller.call_ids[each.answers], caller.calls[each.answers][0])
-                each = Said(**{**vars(each), "answered": answered})
-            told.append(each)
-            result.append(each)
+        for message in new:
+            if message.role == "tool" and message.answers is not None and message.answers >= 0:
+                caller = [one for one in history if one.role == "assistant" and not one.empty][-1]
+                answered = (caller.call_ids[message.answers], caller.calls[message.answers][0])
+                message = PlainMessage(**{**vars(message), "answered": answered})
+            history.append(message)
+            result.append(message)
         return result
 
     # Recording it
 
-    def commit(self, placed: PendingRequest, ids: list[int], given: Any) -> None:
-        calls = [arguments_of(call) for call in given.get("tool_calls") or ()]
-        said = Said(
+    def commit(self, placed: PendingRequest, ids: list[int], returned: Any) -> None:
+        calls = [arguments_of(call) for call in returned.get("tool_calls") or ()]
+        turn = PlainMessage(
             "assistant",
-            given["content"],
-            given.get("reasoning_content") or "",
+            returned["content"],
+            returned.get("reasoning_content") or "",
             [(name, number_form(arguments)) for name, arguments, _ in calls],
             call_ids=[call_id for _, _, call_id in calls],
-            turn=given["turn_id"] if calls else None,
+            turn=returned["turn_id"] if calls else None,
             raw=[arguments for _, arguments, _ in calls],
         )
         siblings = self._children(placed.parent)
         reason = self._reason(placed) if siblings else None
         context = placed.context
-        for each in siblings:
-            equal = len(each.said) == len(placed.new) and all(map(same, each.said, placed.new, [False] * 999))
-            if context is None and equal and each.ids == placed.ids and each.tools == placed.tools:
-                context = each
+        for sibling in siblings:
+            equal = len(sibling.messages) == len(placed.new) and all(
+                map(same, sibling.messages, placed.new, [False] * 999)
+            )
+            if context is None and equal and sibling.ids == placed.ids and sibling.tools == placed.tools:
+                context = sibling
         if context is None:
             context = self._keep(placed.parent, False, placed.ids, placed.new, placed.tools, reason)
-        self._keep(context, True, ids, [said], placed.tools, reason)
+        self._keep(context, True, ids, [turn], placed.tools, reason)
         if calls:
-            self.turns[given["turn_id"]] = said
+            self.turns[returned["turn_id"]] = turn
 
-    def _children(self, parent: Kept | None) -> list[Kept]:
-        return [each for each in self.kept if each.parent is parent]
+    def _children(self, parent: PlainNode | None) -> list[PlainNode]:
+        return [node for node in self.nodes if node.parent is parent]
 
     def _keep(
-        self, parent: Kept | None, sampled: bool, ids: list[int], said: list[Said], tools: Any, why: str | None
-    ) -> Kept:
+        self,
+        parent: PlainNode | None,
+        sampled: bool,
+        ids: list[int],
+        messages: list[PlainMessage],
+        tools: Any,
+        why: str | None,
+    ) -> PlainNode:
         fork = why if self._children(parent) else None
-        node = Kept(len(self.kept), parent, sampled, ids, said, tools, fork)
-        self.kept.append(node)
+        node = PlainNode(len(self.nodes), parent, sampled, ids, messages, tools, fork)
+        self.nodes.append(node)
         if parent is not None:
             parent.children.append(node)
         return node
 
     def _reason(self, placed: PendingRequest) -> str:
-        beside = self._children(placed.context or placed.parent)
-        if any(each.index >= placed.before for each in beside):
+        siblings = self._children(placed.context or placed.parent)
+        if any(sibling.index >= placed.commits for sibling in siblings):
             return "concurrent"
         if placed.context is not None:
             return "resample"
         if placed.why is not None:
             return placed.why
         best: tuple[int, bool, int] | None = None
-        for leaf in (node for node in self.kept if not node.children):
-            shared, theirs, spoken = self._parting(leaf, placed.said)
+        for leaf in (node for node in self.nodes if not node.children):
+            shared, theirs, spoken = self._parting(leaf, placed.messages)
             rank = (shared, leaf.tools == placed.tools, leaf.index)
             if best is None or rank > best:
-                best, found = rank, (leaf, shared, theirs, spoken)
-        leaf, shared, theirs, spoken = found
-        mine = placed.said[shared] if shared < len(placed.said) else None
-        roles = [each.role for each in (mine, theirs) if each is not None]
+                best, closest = rank, (leaf, shared, theirs, spoken)
+        leaf, shared, theirs, spoken = closest
+        sent = placed.messages[shared] if shared < len(placed.messages) else None
+        roles = [sibling.role for sibling in (sent, theirs) if sibling is not None]
         if theirs is None and leaf.tools != placed.tools:
             return "tools_changed"
         if "system" in roles:
             return "system_changed"
-        if mine is not None and theirs is not None and "assistant" in roles:
-            alike = mine.role == theirs.role and mine.calls == theirs.calls and mine.text.strip() == theirs.text.strip()
+        if sent is not None and theirs is not None and "assistant" in roles:
+            alike = sent.role == theirs.role and sent.calls == theirs.calls and sent.text.strip() == theirs.text.strip()
             return (
-                "reasoning_edited" if alike and mine.thought.strip() != theirs.thought.strip() else "assistant_edited"
+                "reasoning_edited" if alike and sent.thought.strip() != theirs.thought.strip() else "assistant_edited"
             )
         if not spoken:
             return "restart"
-        length = sum(len(node.said) for node in leaf.line())
-        if mine is None or (len(placed.said) < length and placed.said[-1].role == "user"):
+        length = sum(len(node.messages) for node in leaf.line())
+        if sent is None or (len(placed.messages) < length and placed.messages[-1].role == "user"):
             return "rewound"
         return "history_edited"
 
-    def _parting(self, leaf: Kept, said: list[Said]) -> tuple[int, Said | None, bool]:
+    def _parting(self, leaf: PlainNode, messages: list[PlainMessage]) -> tuple[int, PlainMessage | None, bool]:
         """How many messages a branch shares with a request, its first other message, and if a turn is shared."""
         at, spoken = 0, False
         for node in leaf.line():
-            for each in node.said:
-                if at < len(said) and same(each, said[at], node.sampled):
+            for recorded in node.messages:
+                if at < len(messages) and same(recorded, messages[at], node.sampled):
                     at += 1
-                elif not (node.sampled and each.empty):
-                    return at, each, spoken
+                elif not (node.sampled and recorded.empty):
+                    return at, recorded, spoken
             spoken = spoken or node.sampled
         return at, None, spoken
 
     def tree(self) -> Iterator[tuple[Any, ...]]:
         """What the segments must be."""
-        for node in self.kept:
+        for node in self.nodes:
             parent = -1 if node.parent is None else node.parent.index
             yield "sampled" if node.sampled else "context", parent, node.ids, node.fork
 
 
-def _drops(renderer: Renderer, line: list[Kept], new: list[Said], schemas: Sequence[ToolSchema]) -> bool:
-    everything = [each for node in line for each in node.said] + new
+def _drops(renderer: Renderer, line: list[PlainNode], new: list[PlainMessage], schemas: Sequence[ToolSchema]) -> bool:
+    everything = [message for node in line for message in node.messages] + new
     now = set(renderer.drops(_all(everything), schemas))
-    return bool(now - set(renderer.drops(_all(line[0].said), schemas)))
+    return bool(now - set(renderer.drops(_all(line[0].messages), schemas)))
 
 
 def _array(ids: list[int]) -> Any:
     return np.array(ids, np.int32)
 
 
-def _all(said: Sequence[Said]) -> list[Canonical]:
-    return [each.canonical() for each in said]
+def _all(messages: Sequence[PlainMessage]) -> list[Canonical]:
+    return [message.canonical() for message in messages]

@@ -66,7 +66,7 @@ def plain(message: Message, **changes) -> dict:
         st.tuples(st.booleans(), st.sampled_from(["", " ", "a", "\n b"]), st.integers(0, 5)), min_size=1, max_size=6
     )
 )
-async def test_an_agent_that_only_re_serialises_has_one_leaf_and_no_fork(turns) -> None:
+async def test_reserialised_history_does_not_fork(turns) -> None:
     script = [
         {
             "role": "assistant",
@@ -78,25 +78,25 @@ async def test_an_agent_that_only_re_serialises_has_one_leaf_and_no_fork(turns) 
     ]
     session, client = new(script)
     history: list = [user("q")]
-    for _, text, way in turns:
-        given = await session.chat(history, [TOOL])
+    for _, text, form in turns:
+        turn = await session.chat(history, [TOOL])
         calls = [
             {
                 "type": "function",
-                "id": call.id if way % 2 else f"mine{len(history)}",
+                "id": call.id if form % 2 else f"mine{len(history)}",
                 "function": {
                     "name": "look",
-                    "arguments": json.dumps(dict(reversed(call.arguments.items())), indent=way),
+                    "arguments": json.dumps(dict(reversed(call.arguments.items())), indent=form),
                 },
             }
-            for call in given.get("tool_calls", ())
+            for call in turn.get("tool_calls", ())
         ]
         echo = {
             "role": "assistant",
-            "content": [{"type": "text", "text": f" {given['content']}\n"}],
+            "content": [{"type": "text", "text": f" {turn['content']}\n"}],
             "tool_calls": calls,
         }
-        if way != 3 or calls or given["content"].strip():
+        if form != 3 or calls or turn["content"].strip():
             history.append(echo)
         history += [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls]
         history.append(user(text))
@@ -107,11 +107,11 @@ async def test_an_agent_that_only_re_serialises_has_one_leaf_and_no_fork(turns) 
     assert path == client.requests[-1].prompt.tolist()
 
 
-async def test_a_turn_is_known_by_the_ids_of_its_calls_whatever_became_of_it() -> None:
+async def test_call_ids_identify_a_rewritten_turn() -> None:
     session, client = new([CALLING, "done"])
-    given = await session.chat([user("q")], [TOOL])
-    [call] = given["tool_calls"]
-    echo = plain(given, content="", reasoning_content="other")
+    turn = await session.chat([user("q")], [TOOL])
+    [call] = turn["tool_calls"]
+    echo = plain(turn, content="", reasoning_content="other")
     echo["tool_calls"][0]["function"]["arguments"] = '{"a": "x", "b": 1, "added": false}'
     await session.chat([user("q"), echo, {"role": "tool", "tool_call_id": call.id, "content": "r"}], [TOOL])
     assert not kept(session).forks()
@@ -119,7 +119,7 @@ async def test_a_turn_is_known_by_the_ids_of_its_calls_whatever_became_of_it() -
     assert f"{call.id}=look:r" in client.requests[1].text
 
 
-async def test_of_twins_the_one_goes_on_whose_ids_come_back() -> None:
+async def test_call_ids_select_between_equal_turns() -> None:
     session, _ = new([CALLING, CALLING, "done"])
     first = await session.chat([user("q")], [TOOL])
     await session.chat([user("q")], [TOOL])
@@ -128,7 +128,7 @@ async def test_of_twins_the_one_goes_on_whose_ids_come_back() -> None:
     assert parents(session) == [-1, 0, 0, 1, 3]
 
 
-async def test_ids_that_an_agent_uses_itself_prove_nothing_later() -> None:
+async def test_agents_own_call_ids_identify_no_turn() -> None:
     class OwnIds(ToyRenderer):
         def _call(self, raw: str) -> ToolCall:
             call = super()._call(raw)
@@ -137,15 +137,15 @@ async def test_ids_that_an_agent_uses_itself_prove_nothing_later() -> None:
     shot = {"role": "assistant", "content": "shown", "tool_calls": [ToolCall("f:0", "look", {})]}
     history = [user("q"), shot, {"role": "tool", "tool_call_id": "f:0", "content": "r"}]
     session, client = new([CALLING, "done"], OwnIds())
-    given = await session.chat(history, [TOOL])
-    assert given["tool_calls"][0].id != "f:0"
-    await session.chat([*history, given, {"role": "tool", "content": "s"}], [TOOL])
+    turn = await session.chat(history, [TOOL])
+    assert turn["tool_calls"][0].id != "f:0"
+    await session.chat([*history, turn, {"role": "tool", "content": "s"}], [TOOL])
     assert not kept(session).forks()
     # Ids of calls that were not sampled are made from their position.
     assert "m00000000=look:r" in client.requests[0].text
 
 
-async def test_calls_with_equal_ids_are_answered_one_after_the_other() -> None:
+async def test_equal_call_ids_are_answered_in_order() -> None:
     calls = [ToolCall("x", "one", {}), ToolCall("x", "two", {})]
     history = [user("q"), {"role": "assistant", "content": "", "tool_calls": calls}]
     history += [{"role": "tool", "tool_call_id": "x", "content": "r"}] * 2
@@ -155,18 +155,18 @@ async def test_calls_with_equal_ids_are_answered_one_after_the_other() -> None:
     assert "=two:r" in client.requests[0].text
 
 
-async def test_reasoning_may_be_missing_where_it_was_sampled_and_only_there() -> None:
+async def test_only_sampled_reasoning_may_be_missing() -> None:
     thought: Message = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
     session, _ = new([thought, "b", "c", "d"])
     await session.chat([user("q")])
-    said: Message = {"role": "assistant", "content": " a "}
-    given = await session.chat([user("q"), said, user("r")])
+    fewshot: Message = {"role": "assistant", "content": " a "}
+    turn = await session.chat([user("q"), fewshot, user("r")])
     assert not kept(session).forks()
     shot = [user("q2"), {**thought}, user("r2")]
     await session.chat(shot)
-    await session.chat([user("q2"), said, user("r2")])
+    await session.chat([user("q2"), fewshot, user("r2")])
     assert kept(session).forks() == {"restart": 1, "reasoning_edited": 1}
-    assert given["content"] == "b"
+    assert turn["content"] == "b"
 
 
 async def test_an_empty_turn_may_be_missing_or_not() -> None:
@@ -175,11 +175,11 @@ async def test_an_empty_turn_may_be_missing_or_not() -> None:
     history: list = [user("q"), await session.chat([user("q")], [TOOL])]
     answer: Message = {"role": "tool", "tool_call_id": history[1]["tool_calls"][0].id, "content": "r"}
     history.append(answer)
-    given = await session.chat(history, [TOOL])
+    turn = await session.chat(history, [TOOL])
     # Asking again is no extension: there is nothing to go on with.
     await session.chat([*history, user("go on")], [TOOL])
     assert parents(session) == [-1, 0, 1, 2, 3, 4]
-    await session.chat([*history, given, user("go on")], [TOOL])
+    await session.chat([*history, turn, user("go on")], [TOOL])
     assert kept(session).forks() == {"resample": 1}
     assert client.requests[2].prompt.tolist() == client.requests[3].prompt.tolist()
 
@@ -187,7 +187,7 @@ async def test_an_empty_turn_may_be_missing_or_not() -> None:
 # Edit
 
 
-async def test_what_an_agent_changes_is_in_the_next_prompt() -> None:
+async def test_edited_history_is_in_the_next_prompt() -> None:
     session, client = new([CALLING, "told", "x", "y", "z"])
     history: list = [user("question")]
     history.append(copy.deepcopy(await session.chat(history, [TOOL])))
@@ -199,10 +199,10 @@ async def test_what_an_agent_changes_is_in_the_next_prompt() -> None:
         (lambda: history[0].update(content="asked"), "asked", "restart"),
     ):
         change()
-        before = kept(session).forks()
+        forks_before = kept(session).forks()
         await session.chat(history, [TOOL])
         assert seen in client.requests[-1].text
-        assert kept(session).forks() - before == {reason: 1}
+        assert kept(session).forks() - forks_before == {reason: 1}
     assert "question" not in client.requests[-1].text
 
 
@@ -217,29 +217,29 @@ async def test_written_messages_of_an_assistant_are_no_shared_turn() -> None:
     assert kept(session).forks() == {"restart": 1}
 
 
-async def test_of_branches_that_share_as_much_one_of_the_same_root_tells_the_reason() -> None:
+async def test_fork_reason_prefers_the_branch_of_the_same_root() -> None:
     session, _ = new(["a", "b", "c", "d"])
-    said = await session.chat([user("q")], [TOOL])
-    await session.chat([user("q"), said, user("r")], [TOOL])
-    await session.chat([user("q"), said, user("r")], [])
-    before = kept(session).forks()
+    turn = await session.chat([user("q")], [TOOL])
+    await session.chat([user("q"), turn, user("r")], [TOOL])
+    await session.chat([user("q"), turn, user("r")], [])
+    forks_before = kept(session).forks()
     # The branch without tools was used last, but there the turn was not sampled: it would be a restart.
-    await session.chat([user("q"), said, user("s")], [TOOL])
-    assert kept(session).forks() - before == {"rewound": 1}
+    await session.chat([user("q"), turn, user("s")], [TOOL])
+    assert kept(session).forks() - forks_before == {"rewound": 1}
 
 
 async def test_contexts_that_mean_the_same_with_other_ids_stay_apart() -> None:
     renderer = ToyRenderer()
-    both = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
 
     async def script(request):
         if request.number < 2:
-            await both.wait()
+            await barrier.wait()
         return "a"
 
     session = Session(ScriptedClient(renderer, script), renderer, id="s", limits=LIMITS)
     shots = [[user("q"), {"role": "assistant", "content": text}, user("r")] for text in ("x", "x ")]
-    await asyncio.gather(*(session.chat(each) for each in shots))
+    await asyncio.gather(*(session.chat(shot) for shot in shots))
     assert parents(session) == [-1, 0, -1, 2]
     assert kept(session).forks() == {"concurrent": 1}
     # Who asks again goes on from the one committed last: both mean all the messages.
@@ -264,13 +264,13 @@ async def test_under_the_templates_policy_dropped_reasoning_forks_and_is_out_of_
                 assert len(kept(session).leaves()) == 3
 
 
-async def test_under_the_templates_policy_reasoning_stays_while_the_template_keeps_it() -> None:
+async def test_template_policy_keeps_reasoning_that_the_template_keeps() -> None:
     calling: Message = {**CALLING, "reasoning_content": "hm"}
     session, client = new([calling, calling, "done"], ForgetfulRenderer(), reasoning="template")
     history: list[Message] = [user("q")]
     for _ in range(2):
-        given = await session.chat(history, [TOOL])
-        history += [given, {"role": "tool", "tool_call_id": given["tool_calls"][0].id, "content": "r"}]
+        turn = await session.chat(history, [TOOL])
+        history += [turn, {"role": "tool", "tool_call_id": turn["tool_calls"][0].id, "content": "r"}]
     await session.chat(history, [TOOL])
     assert not kept(session).forks()
     assert client.requests[-1].text.count("hm") == 2
@@ -285,9 +285,9 @@ async def test_a_run_chooses_both_policies() -> None:
         gateway=LocalGateway(renderer, context_length=10_000),
     )  # fmt: skip
     session = sessions.open("main", "main")
-    given = await session.chat([user("q")], [TOOL])
-    await session.chat([user("q"), given, {"role": "tool", "content": "r"}, user("more")], [TOOL])
-    await session.chat([user("q"), {**given, "content": "other"}, {"role": "tool", "content": "r"}], [TOOL])
+    turn = await session.chat([user("q")], [TOOL])
+    await session.chat([user("q"), turn, {"role": "tool", "content": "r"}, user("more")], [TOOL])
+    await session.chat([user("q"), {**turn, "content": "other"}, {"role": "tool", "content": "r"}], [TOOL])
     assert kept(session).forks() == {"reasoning_dropped": 1, "assistant_edited": 1}
 
 
@@ -301,15 +301,15 @@ async def test_only_new_ids_are_encoded_whoever_talks_in_turn() -> None:
     costs = []
     for turn in range(6):
         for history in agents:
-            before = renderer.encoded
-            given = await session.chat(history)
-            costs.append(renderer.encoded - before)
-            history += [plain(given), user(f"{turn}")]
+            encoded_before = renderer.encoded
+            answered = await session.chat(history)
+            costs.append(renderer.encoded - encoded_before)
+            history += [plain(answered), user(f"{turn}")]
     assert max(costs[2:]) <= 51
     assert kept(session).forks() == {"restart": 1}
 
 
-async def test_a_trajectory_weighs_the_same_however_many_branches_it_has() -> None:
+async def test_trajectory_weight_is_independent_of_branch_count() -> None:
     session, _ = new(["a", "bb", "ccc", "dddd"])
     first = await session.chat([user("q")])
     for text in ("r", "s", "t"):
@@ -324,7 +324,7 @@ async def test_a_trajectory_weighs_the_same_however_many_branches_it_has() -> No
         assert np.dot(branched[:3], tokens) == pytest.approx(alone[0] * sum(tokens))
 
 
-async def test_a_row_that_is_filtered_leaves_its_turns_to_the_next_one() -> None:
+async def test_filtered_row_leaves_its_turns_to_the_next_row() -> None:
     session, _ = new(["a", "bb", "ccc"])
     first = await session.chat([user("q")])
     for text in ("r", "s"):
@@ -334,12 +334,12 @@ async def test_a_row_that_is_filtered_leaves_its_turns_to_the_next_one() -> None
     assert samples.unowned_tokens == 3
 
 
-async def test_what_goes_beyond_the_budget_together_is_counted() -> None:
-    both = asyncio.Barrier(2)
+async def test_tokens_over_the_budget_are_counted() -> None:
+    barrier = asyncio.Barrier(2)
     renderer = ToyRenderer()
 
     async def script(request):
-        await both.wait()
+        await barrier.wait()
         return "x" * 50
 
     limits = SessionLimits(context_length=1000, max_total_tokens=60)
@@ -351,17 +351,17 @@ async def test_what_goes_beyond_the_budget_together_is_counted() -> None:
 # Streams
 
 
-async def test_a_stream_leaves_what_a_request_leaves() -> None:
+async def test_stream_records_the_same_tree_as_a_request() -> None:
     straight, _ = new([CALLING, "b"])
     streamed, _ = new([CALLING, "b"])
     history: list[Message] = [user("q")]
     for text in ("r", "s"):
-        given = await straight.chat(history, [TOOL])
-        seen = [each async for each in streamed.stream(history, [TOOL])]
+        turn = await straight.chat(history, [TOOL])
+        seen = [item async for item in streamed.stream(history, [TOOL])]
         assert isinstance(seen[0], PromptPlacement)
-        assert all(isinstance(each, TokenDelta) for each in seen[1:-1])
-        assert seen[-1] == given
-        history += [given, user(text)]
+        assert all(isinstance(item, TokenDelta) for item in seen[1:-1])
+        assert seen[-1] == turn
+        history += [turn, user(text)]
     assert seen[0].prompt_tokens - seen[0].known_tokens == len(seen[0].tail)
     assert str(straight.segments()) == str(streamed.segments())
 
@@ -396,10 +396,10 @@ async def test_a_stream_that_is_closed_stops_the_sampling_at_once(tmp_path) -> N
     for _ in range(3):
         await anext(stream)
     # Whoever else holds it does not keep it going.
-    held = stream
+    open_stream = stream
     await stream.aclose()
     assert sampling == ["begun", "ended"]
-    assert held is stream
+    assert open_stream is stream
     await client.close()
     assert read_ledger(tmp_path / "ledger.jsonl").entries == session.segments() == []
 
@@ -413,7 +413,7 @@ async def test_a_stream_that_fails_leaves_nothing() -> None:
     assert str(session.failure) == "gone"
 
 
-async def test_what_cannot_be_rendered_is_not_sent() -> None:
+async def test_unrenderable_request_is_not_sent() -> None:
     class Refusing(ToyRenderer):
         def render(self, messages, tools):
             raise RenderError("no")

@@ -34,16 +34,14 @@ async def run(renderer, script, plan, path, cut, policy):
     script=lines(st.integers(0, 220)), plan=plans, cut=cuts, policy=policies,
     renderer=st.sampled_from([ToyRenderer(), ForgetfulRenderer()]),
 )  # fmt: skip
-async def test_the_tree_is_what_a_slow_recorder_makes_of_it(
-    tmp_path_factory, renderer, script, plan, cut, policy
-) -> None:
+async def test_tree_equals_the_reference_recorders(tmp_path_factory, renderer, script, plan, cut, policy) -> None:
     path = tmp_path_factory.mktemp("wild") / "ledger.jsonl"
     trajectory, _ = await run(renderer, script, plan, path, cut, policy)
     for reason in trajectory.forks():
         event(reason.partition(":")[0])
 
 
-def test_what_agents_do_to_a_history_makes_every_fork_often(tmp_path_factory) -> None:
+def test_random_histories_make_every_fork_reason(tmp_path_factory) -> None:
     """How often each reason occurs in 150 plans: what is held against the slow recorder is not the easy part only."""
     plans_with: Counter[str] = Counter()
 
@@ -64,7 +62,7 @@ def test_what_agents_do_to_a_history_makes_every_fork_often(tmp_path_factory) ->
 @pytest.mark.parametrize("family", FORMATS)
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(script=lines(st.integers(0, 900)), plan=plans, cut=cuts, policy=policies)
-async def test_the_tree_is_what_a_slow_recorder_makes_of_it_in_real_formats(
+async def test_tree_equals_the_reference_recorders_in_real_formats(
     tmp_path_factory, family, script, plan, cut, policy
 ) -> None:
     path = tmp_path_factory.mktemp("wild") / "ledger.jsonl"

@@ -39,70 +39,70 @@ def session_of(path: Path, family: str, script: Any, kind: type[Session] = Sessi
 @pytest.mark.parametrize("family", ["qwen3", "gptoss", "llama3_1"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("finish", ["stop", "length"])
-@pytest.mark.parametrize("kept", [False, True])
-async def test_an_empty_turn_is_recorded_and_the_next_context_closes_it(
-    tmp_path: Path, family: str, stream: bool, finish: FinishReason, kept: bool
+@pytest.mark.parametrize("keeps_turn", [False, True])
+async def test_empty_turn_is_closed_by_the_next_context(
+    tmp_path: Path, family: str, stream: bool, finish: FinishReason, keeps_turn: bool
 ) -> None:
     session, client = session_of(tmp_path, family, ["One.", empty(finish), "Two."])
     history = [GO, await session.chat([GO]), ON]
     if stream:
-        *_, said = [item async for item in session.stream(history)]
+        *_, turn = [item async for item in session.stream(history)]
     else:
-        said = await session.chat(history)
-    assert (said["content"], said["finish_reason"], said["turn_id"]) == ("", finish, "t1")
-    await session.chat([*history, *([said] if kept else []), GO])
-    shape = [(each.kind, len(each.token_ids) > 0) for each in session.segments()]
+        turn = await session.chat(history)
+    assert (turn["content"], turn["finish_reason"], turn["turn_id"]) == ("", finish, "t1")
+    await session.chat([*history, *([turn] if keeps_turn else []), GO])
+    shape = [(segment.kind, len(segment.token_ids) > 0) for segment in session.segments()]
     assert shape == [("context", True), ("sampled", True), ("context", True), ("sampled", False), *shape[:2]]
     assert session.metrics()["forks"] == 0
     # It is closed as a turn is that was cut: what follows the generation prompt is what follows an answer.
-    first, second, third = (renderer_for(family).decode(each.prompt) for each in client.requests)
+    first, second, third = (renderer_for(family).decode(segment.prompt) for segment in client.requests)
     assert third.startswith(second)
     assert third.endswith(first[first.index("Go.") :])
     if family == "qwen3":
         assert third.removeprefix(second) == "<|im_end|>\n<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n"
-    left = Trajectory("s", "s", "g", "t", segments=session.segments())
-    again = Trajectory.from_bytes(left.to_bytes())
-    assert [bool(each.weight_versions) for each in again.segments if each.sampled] == [True, False, True]
-    assert to_samples(again).rows[0].trained_tokens == left.sampled_tokens
-    report = assert_sound(tmp_path, again)
+    trajectory = Trajectory("s", "s", "g", "t", segments=session.segments())
+    restored = Trajectory.from_bytes(trajectory.to_bytes())
+    assert [bool(segment.weight_versions) for segment in restored.segments if segment.sampled] == [True, False, True]
+    assert to_samples(restored).rows[0].trained_tokens == trajectory.sampled_tokens
+    report = assert_sound(tmp_path, restored)
     assert report.counts["turns equal to a call"] == 3
 
 
-async def test_ids_go_on_through_an_empty_turn(tmp_path: Path) -> None:
+async def test_token_session_continues_after_an_empty_turn(tmp_path: Path) -> None:
     session, _ = session_of(tmp_path, "qwen3", ["One.", empty("stop"), "Two."], TokenSession)
     start = [1, 2, 3]
     first = (await session.generate(start)).completion.token_ids.tolist()
     await session.generate([*start, *first, 4])
     third = (await session.generate([*start, *first, 4, 5])).completion.token_ids.tolist()
-    whole = [*first, 4, 5, *third]
+    response = [*first, 4, 5, *third]
     mask = [1] * len(first) + [0, 0] + [1] * len(third)
-    session.train_only([TrainedBranch(start, whole, mask)])
+    session.train_only([TrainedBranch(start, response, mask)])
     assert session.metrics()["forks"] == 0
-    assert all(each.left_out is None for each in session.segments())
+    assert all(segment.left_out is None for segment in session.segments())
     output = TokenOutput([], [], {"role": "assistant", "finish_reason": "length"}, [])
     assert (output.stop_reason, output.extra_fields["global_steps"]) == ("length", -1)
 
 
-def without_ids(made: Trajectory, turn: int) -> Trajectory:
-    at = [each.index for each in made.segments if each.sampled][turn]
+def without_ids(trajectory: Trajectory, turn: int) -> Trajectory:
+    at = [segment.index for segment in trajectory.segments if segment.sampled][turn]
     nothing = {"token_ids": np.zeros(0, np.int32), "logprobs": np.zeros(0, np.float32), "weight_versions": ()}
-    segments = [replace(each, **nothing) if each.index == at else each for each in made.segments]
-    return replace(made, segments=segments)
+    segments = [replace(segment, **nothing) if segment.index == at else segment for segment in trajectory.segments]
+    return replace(trajectory, segments=segments)
 
 
 @pytest.mark.parametrize("credit", ["same", "last", "discounted", "turns", "tokens", "gigpo"])
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_every_credit_takes_a_turn_without_ids(credit: str, place: int) -> None:
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_every_credit_takes_a_turn_without_ids(credit: str, turn: int) -> None:
     gamma = {} if credit in ("same", "last") else {"gamma": 0.5}
     config = {"name": credit, **({"state": "seen"} if credit == "gigpo" else {}), **gamma}
-    members = [without_ids(trajectory(name, 3, [(None, reward)]), place) for name, reward in (("a", 1.0), ("b", 0.0))]
+    members = [without_ids(trajectory(name, 3, [(None, reward)]), turn) for name, reward in (("a", 1.0), ("b", 0.0))]
     result = build(members, config)
     assert len(result.rows) == 2
     assert all(row.sample.trained_tokens == 6 for row in result.rows)
-    found = told(result) if credit != "tokens" else {}
+    advantages = told(result) if credit != "tokens" else {}
     if credit == "last":
         # Of the last turn that holds ids: the reward would teach nothing otherwise.
-        assert found == {"a": [0.0, 0.5], "b": [0.0, -0.5]}
+        assert advantages == {"a": [0.0, 0.5], "b": [0.0, -0.5]}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,5 +134,10 @@ async def test_every_api_answers_with_an_empty_turn(
                 assert ends[finish] in text
                 assert "error" not in text.replace('"error":null', "")
             history = [GO, {"role": "assistant", "content": ""}, ON]
-        assert [len(each.token_ids) > 0 for each in served.session(opened).segments()] == [True, False, True, True]
+        assert [len(segment.token_ids) > 0 for segment in served.session(opened).segments()] == [
+            True,
+            False,
+            True,
+            True,
+        ]
         assert served.session(opened).metrics()["forks"] == 0

@@ -45,9 +45,9 @@ class Watched(ToyRenderer):
         self._note()
         return super().render(messages, tools)
 
-    def extend(self, *given: Any) -> Any:
+    def extend(self, *arguments: Any) -> Any:
         self._note()
-        return super().extend(*given)
+        return super().extend(*arguments)
 
 
 def session(renderer: Any, context: int = 10_000_000) -> Session:
@@ -60,33 +60,33 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-async def test_long_prompts_are_rendered_in_a_thread_and_short_ones_are_not() -> None:
+async def test_only_long_prompts_are_rendered_in_a_thread() -> None:
     renderer = Watched()
     recorder = session(renderer)
     here = threading.get_ident()
-    said = [user("Go.")]
-    said.append(await recorder.chat(said))
-    said.append(user(LONG_TEXT))
-    said.append(await recorder.chat(said))
-    said.append(user("And?"))
-    await recorder.chat(said)
-    assert [each == here for each in renderer.threads] == [True, False, True]
+    history = [user("Go.")]
+    history.append(await recorder.chat(history))
+    history.append(user(LONG_TEXT))
+    history.append(await recorder.chat(history))
+    history.append(user("And?"))
+    await recorder.chat(history)
+    assert [thread == here for thread in renderer.threads] == [True, False, True]
     assert recorder.metrics()["branches"] == 1
 
 
-async def test_other_requests_of_the_session_go_on_while_a_long_one_is_rendered() -> None:
+async def test_rendering_a_long_prompt_blocks_no_other_request() -> None:
     gate = threading.Event()
     recorder = session(Watched(gate))
-    begun = [user("Go.")]
-    begun.append(await recorder.chat(begun))
-    long = asyncio.ensure_future(recorder.chat([*begun, user(LONG_TEXT)]))
+    history = [user("Go.")]
+    history.append(await recorder.chat(history))
+    long = asyncio.ensure_future(recorder.chat([*history, user(LONG_TEXT)]))
     await asyncio.sleep(0)
-    short = await recorder.chat([*begun, user("And?")])
-    await recorder.chat([*begun, user("And?"), short, user("Then?")])
+    short = await recorder.chat([*history, user("And?")])
+    await recorder.chat([*history, user("And?"), short, user("Then?")])
     assert not long.done()
     gate.set()
-    after = await long
-    await recorder.chat([*begun, user(LONG_TEXT), after, user("Again?")])
+    answer = await long
+    await recorder.chat([*history, user(LONG_TEXT), answer, user("Again?")])
     metrics = recorder.metrics()
     assert (metrics["turns"], metrics["branches"]) == (5, 2)
 
@@ -95,32 +95,32 @@ async def test_other_requests_of_the_session_go_on_while_a_long_one_is_rendered(
 async def test_a_copied_renderer_gives_the_same_ids_and_counts(family: str) -> None:
     renderer = renderer_for(family)
     messages = canonical_messages([user(LONG_TEXT)])
-    before = renderer.escaped
+    escaped_before = renderer.escaped
     inline = run_unsuspended(Prompts(threaded=False).render(renderer, messages, []))
-    escaped = renderer.escaped - before
+    escaped = renderer.escaped - escaped_before
     threaded = await Prompts(threaded=True).render(renderer, messages, [])
     assert inline.token_ids is not None
     assert threaded.token_ids is not None
     assert threaded.token_ids.tolist() == inline.token_ids.tolist()
     assert threaded.escaped == inline.escaped == escaped
-    assert renderer.escaped - before == escaped, "the loop's renderer counted what another thread escaped"
+    assert renderer.escaped - escaped_before == escaped, "the loop's renderer counted what another thread escaped"
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = renderer_for("qwen3")
     recorder = session(renderer, context=1000)
-    begun = [user("Go.")]
-    begun.append(await recorder.chat(begun))
-    asked: list[int] = []
+    history = [user("Go.")]
+    history.append(await recorder.chat(history))
+    lengths: list[int] = []
     encode = Tokens.encode
 
     def counted(self: Tokens, text: str, *, prompt: bool = False) -> list[int]:
-        found = encode(self, text, prompt=prompt)
-        asked.append(len(text))
-        return found
+        token_ids = encode(self, text, prompt=prompt)
+        lengths.append(len(text))
+        return token_ids
 
     monkeypatch.setattr(Tokens, "encode", counted)
-    for messages in ([user(LONG_TEXT)], [*begun, user(LONG_TEXT)]):
+    for messages in ([user(LONG_TEXT)], [*history, user(LONG_TEXT)]):
         with pytest.raises(BudgetExceeded) as error:
             await recorder.chat(messages)
         assert error.value.stop_reason == StopReason.CONTEXT_OVERFLOW
@@ -128,25 +128,25 @@ async def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing(monkeypatc
         assert "at least" in str(error.value)
         assert error.value.used is not None
         assert error.value.used > 1000
-    assert max(asked, default=0) < LONG
+    assert max(lengths, default=0) < LONG
     assert recorder.metrics()["turns"] == 1
-    begun.append(user("Still there?"))
-    assert await recorder.chat(begun)
+    history.append(user("Still there?"))
+    assert await recorder.chat(history)
 
 
 def tokenizer(normalizer: Any = None, *, added: AddedToken | None = None) -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
     if normalizer is not None:
-        made.normalizer = normalizer
+        model.normalizer = normalizer
     trainer = trainers.BpeTrainer(
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
     )
-    made.train_from_iterator(["the words of the words of the text " * 20, " " * 64, "é" * 50], trainer)
+    model.train_from_iterator(["the words of the words of the text " * 20, " " * 64, "é" * 50], trainer)
     if added is not None:
-        made.add_special_tokens([added])
-    return made
+        model.add_special_tokens([added])
+    return model
 
 
 TOKENS = {"none": Tokens(tokenizer()), "nfc": Tokens(tokenizer(normalizers.NFC()))}
@@ -157,8 +157,8 @@ ANY_TEXT = st.text(max_size=300) | st.text(alphabet=" the words\n", max_size=300
 @given(which=st.sampled_from(sorted(TOKENS)), text=ANY_TEXT)
 def test_no_text_has_fewer_ids_than_its_lower_bound(which: str, text: str) -> None:
     tokens = TOKENS[which]
-    for each in (text, unicodedata.normalize("NFD", text), text * 20):
-        escaped = tokens.escape(each)
+    for variant in (text, unicodedata.normalize("NFD", text), text * 20):
+        escaped = tokens.escape(variant)
         assert tokens.fewest(escaped) <= len(tokens.encode(escaped))
 
 
@@ -170,7 +170,7 @@ def test_nfc_shrinks_no_character_more_than_the_bound_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "model",
     [
         tokenizer(normalizers.NFKC()),
         tokenizer(normalizers.Sequence([normalizers.Strip()])),
@@ -178,8 +178,8 @@ def test_nfc_shrinks_no_character_more_than_the_bound_allows() -> None:
         Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")),
     ],
 )
-def test_where_bytes_can_vanish_there_is_no_bound(made: Tokenizer) -> None:
-    assert Tokens(made).fewest("x" * 1_000_000) == 0
+def test_tokenizers_that_drop_bytes_have_no_bound(model: Tokenizer) -> None:
+    assert Tokens(model).fewest("x" * 1_000_000) == 0
 
 
 def test_a_bound_that_is_exceeded_stops_the_encoding() -> None:
@@ -214,7 +214,7 @@ def test_a_panic_of_the_tokenizer_is_an_error_of_the_text_and_an_interrupt_is_no
         Tokens(Panicking(KeyboardInterrupt())).encode("x" * 2000)
 
 
-def test_what_is_heavy() -> None:
+def test_is_heavy() -> None:
     assert not is_heavy({"role": "user", "content": "x" * 1000}, user("y"))
     assert not is_heavy()
     assert is_heavy(*[user("m")] * 10_000)
@@ -229,20 +229,20 @@ async def test_large_histories_and_tools_are_reduced_in_the_thread(monkeypatch: 
     for owner, name in ((recorder._history, "reduce"), (recorder._request_tools, "update")):
         real = getattr(type(owner), name)
 
-        def noted(self: Any, *given: Any, real: Any = real, name: str = name) -> Any:
+        def noted(self: Any, *arguments: Any, real: Any = real, name: str = name) -> Any:
             threads[name] = threading.get_ident()
-            return real(self, *given)
+            return real(self, *arguments)
 
         monkeypatch.setattr(type(owner), name, noted)
     here = threading.get_ident()
-    said = [user("Go.")]
-    said.append(await recorder.chat(said))
+    history = [user("Go.")]
+    history.append(await recorder.chat(history))
     assert set(threads.values()) == {here}
     tools = [ToolSchema("f", "d", {"type": "object", "properties": {"x": {"enum": ["v"] * 30_000}}})]
-    asked: list[Message] = [
-        *said,
+    messages: list[Message] = [
+        *history,
         *({"role": "user", "content": [{"type": "text", "text": "a"}] * 10} for _ in range(1500)),
     ]
-    await recorder.chat(asked, tools)
+    await recorder.chat(messages, tools)
     assert here not in threads.values()
     assert recorder.metrics()["turns"] == 2

@@ -32,7 +32,7 @@ async def killed_and_restarted(renderer, script, plan, path, cut, policy, killed
     script=lines(st.integers(0, 220)), plan=plans, cut=cuts, policy=policies, killed=kills,
     renderer=st.sampled_from([ToyRenderer(), ForgetfulRenderer()]),
 )  # fmt: skip
-async def test_a_session_killed_after_any_turn_goes_on_as_if_it_had_not_been(
+async def test_session_killed_after_any_turn_is_restored(
     tmp_path_factory, renderer, script, plan, cut, policy, killed
 ) -> None:
     path = tmp_path_factory.mktemp("killed") / "ledger.jsonl"

@@ -55,7 +55,7 @@ def path_ids(trajectory: Trajectory, index: int) -> list[int]:
     return [i for segment in trajectory.path(index) for i in segment.token_ids.tolist()]
 
 
-async def test_a_conversation_is_one_branch_whose_ids_are_what_the_engine_saw() -> None:
+async def test_conversation_is_one_branch_of_the_engines_ids() -> None:
     renderer = ToyRenderer()
     client = ScriptedClient(
         renderer, [{"role": "assistant", "content": "wait", "tool_calls": [call_of("look", at=1)]}, "done"]
@@ -79,7 +79,7 @@ async def test_a_conversation_is_one_branch_whose_ids_are_what_the_engine_saw() 
     assert not trajectory.forks()
 
 
-async def test_the_sampled_ids_stay_when_they_are_not_what_the_renderer_would_write() -> None:
+async def test_sampled_ids_stay_if_the_renderer_would_encode_others() -> None:
     renderer = ToyRenderer()
     odd = [CALL, *renderer.text('{ "name" :"look","arguments":{"b":1.0,  "a":2}}'), CALL_END, END]
     session = new_session([odd, "done"], renderer=renderer)
@@ -96,9 +96,9 @@ async def test_only_new_ids_are_encoded() -> None:
     messages = [user("x" * 5000)]
     costs = []
     for _ in range(3):
-        before = renderer.encoded
+        encoded_before = renderer.encoded
         messages.append(await session.chat(messages))
-        costs.append(renderer.encoded - before)
+        costs.append(renderer.encoded - encoded_before)
         messages.append(user("next"))
     assert costs[0] > 5000
     assert costs[1] < 20
@@ -117,7 +117,7 @@ async def test_only_new_ids_are_encoded() -> None:
         (lambda m: [*m[:2], user("NOBRIDGE")], "bridge_unproven: no_bridge"),
     ],
 )
-async def test_what_does_not_extend_forks_with_its_reason(change, reason) -> None:
+async def test_history_that_does_not_extend_forks_with_its_reason(change, reason) -> None:
     session = new_session(["a1", "a2", "a3"])
     messages = [user("q1")]
     messages.append(await session.chat(messages))
@@ -134,24 +134,22 @@ async def test_changed_tools_are_another_root_and_key_order_is_not() -> None:
     first = await session.chat(
         [user("q")], [ToolSchema("look", "", {"type": "object", "properties": {"a": {}, "b": {}}})]
     )
-    again = [user("q"), first, user("more")]
-    second = await session.chat(again, [ToolSchema("look", "", {"properties": {"b": {}, "a": {}}, "type": "object"})])
+    longer = [user("q"), first, user("more")]
+    second = await session.chat(longer, [ToolSchema("look", "", {"properties": {"b": {}, "a": {}}, "type": "object"})])
     assert not trajectory_of(session).forks()
-    await session.chat([*again, second, user("!")], [OTHER])
+    await session.chat([*longer, second, user("!")], [OTHER])
     assert trajectory_of(session).forks() == {"tools_changed": 1}
 
 
 @pytest.mark.parametrize(("echo", "named", "forks"), [("same", "", 1), ("same", None, 0), ("strict", None, 1)])
-async def test_an_argument_that_becomes_true_is_not_taken_for_one_but_where_ids_prove_the_turn(
-    echo, named, forks
-) -> None:
+async def test_true_and_one_are_different_arguments_without_call_ids(echo, named, forks) -> None:
     script = [{"role": "assistant", "content": "", "tool_calls": [call_of("look", at=1)]}, "x"]
     session = new_session(script, echo=echo)
     first = await session.chat([user("q")], [TOOL])
     answer = {"role": "tool", "content": "y"}
     edited = copy.deepcopy(first)
-    own = edited["tool_calls"][0].id if named is None else named
-    edited["tool_calls"] = [ToolCall(own, "look", {"at": True})]
+    call_id = edited["tool_calls"][0].id if named is None else named
+    edited["tool_calls"] = [ToolCall(call_id, "look", {"at": True})]
     await session.chat([user("q"), edited, answer], [TOOL])
     assert trajectory_of(session).forks() == ({"assistant_edited": 1} if forks else {})
     assert session.metrics()["rewritten_echoes"] == (forks == 0)
@@ -208,7 +206,7 @@ async def test_seeds_differ_by_turn_and_depend_on_nothing_else() -> None:
     assert seeds[0][0] != seeds[0][1]
 
 
-async def test_a_trained_trajectory_has_one_temperature() -> None:
+async def test_other_temperature_is_refused_for_training() -> None:
     renderer = ToyRenderer()
     client = ScriptedClient(renderer, ["a", "b"])
     limits, params = SessionLimits(context_length=100), SamplingParams(temperature=0.7)
@@ -298,7 +296,7 @@ async def test_a_client_that_breaks_its_contract_leaves_nothing(line, error, wor
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
     ],
 )
-async def test_what_cannot_be_placed_is_refused_by_name_before_it_is_sent(messages, words) -> None:
+async def test_unplaceable_request_is_refused_before_it_is_sent(messages, words) -> None:
     client = ScriptedClient(ToyRenderer(), ["a"])
     with pytest.raises(SessionError, match=words):
         await new_session(client).chat(messages)
@@ -313,7 +311,7 @@ async def test_segments_cannot_be_changed() -> None:
             segment.token_ids[0] = 0
 
 
-async def test_a_written_conversation_replays_as_one_branch() -> None:
+async def test_scripted_conversation_replays_as_one_branch() -> None:
     renderer = ToyRenderer()
     call = {"id": "x1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
     messages = [
@@ -341,10 +339,10 @@ async def test_every_behaviour_is_recorded_exactly(tmp_path_factory, script, pla
 
 async def test_requests_in_flight_together_share_their_context_and_fork_as_concurrent() -> None:
     renderer = ToyRenderer()
-    both = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
 
     async def script(request):
-        await both.wait()
+        await barrier.wait()
         return f"answer {request.number}"
 
     session = new_session(ScriptedClient(renderer, script), renderer=renderer)
@@ -354,19 +352,19 @@ async def test_requests_in_flight_together_share_their_context_and_fork_as_concu
     assert trajectory.forks() == {"concurrent": 1}
 
 
-async def test_a_cancelled_request_leaves_nothing_and_the_next_one_is_no_fork() -> None:
+async def test_cancelled_request_records_nothing() -> None:
     renderer = ToyRenderer()
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     async def script(request):
-        asked.set()
+        requested.set()
         if request.number == 0:
             await asyncio.Event().wait()
         return "answer"
 
     session = new_session(ScriptedClient(renderer, script), renderer=renderer)
     first = asyncio.create_task(session.chat([user("q")]))
-    await asked.wait()
+    await requested.wait()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first

@@ -40,27 +40,27 @@ def called(name: str, **arguments: Any) -> Any:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-async def test_of_two_turns_that_say_the_same_the_ids_tell_which_goes_on() -> None:
-    made, _ = session([CALLING, CALLING, "x", "y"])
-    one, two = [await made.chat([GO], [TOOL]) for _ in range(2)]
+async def test_call_ids_select_the_turn_to_extend() -> None:
+    recorded, _ = session([CALLING, CALLING, "x", "y"])
+    one, two = [await recorded.chat([GO], [TOOL]) for _ in range(2)]
     for turn in (one, two):
-        await made.chat([GO, turn, answer(turn["tool_calls"][0])], [TOOL])
-    first, second = [segment for segment in made.segments() if segment.kind == "context" and segment.parent >= 0]
-    turns = {segment.turn_id: segment.index for segment in made.segments() if segment.turn_id}
+        await recorded.chat([GO, turn, answer(turn["tool_calls"][0])], [TOOL])
+    first, second = [segment for segment in recorded.segments() if segment.kind == "context" and segment.parent >= 0]
+    turns = {segment.turn_id: segment.index for segment in recorded.segments() if segment.turn_id}
     assert (first.parent, second.parent) == (turns[one["turn_id"]], turns[two["turn_id"]])
 
 
-async def test_a_context_of_turns_that_say_the_same_is_the_same_context() -> None:
+async def test_equal_messages_are_the_same_context() -> None:
     """Only what was sampled is told apart by its ids; within a context, what is said counts."""
-    made, client = session([CALLING, CALLING, "x", "y"])
+    recorded, client = session([CALLING, CALLING, "x", "y"])
     more: Message = {"role": "user", "content": "NOBRIDGE"}
-    for turn in [await made.chat([GO], [TOOL]) for _ in range(2)]:
-        await made.chat([GO, turn, answer(turn["tool_calls"][0]), more], [TOOL])
+    for turn in [await recorded.chat([GO], [TOOL]) for _ in range(2)]:
+        await recorded.chat([GO, turn, answer(turn["tool_calls"][0]), more], [TOOL])
     assert client.requests[-1].prompt.tolist() == client.requests[-2].prompt.tolist()
-    assert made.segments()[-1].fork == "resample"
+    assert recorded.segments()[-1].fork == "resample"
 
 
-async def test_a_turn_under_other_tools_is_not_gone_on_from_although_it_was_committed_meanwhile() -> None:
+async def test_turn_under_other_tools_is_not_extended() -> None:
     gates = [asyncio.Event() for _ in range(2)]
 
     async def script(request: ScriptedRequest) -> str:
@@ -68,20 +68,20 @@ async def test_a_turn_under_other_tools_is_not_gone_on_from_although_it_was_comm
             await gates[len(client.requests) - 1].wait()
         return "said"
 
-    made, client = session(script)
-    under_other = asyncio.ensure_future(made.chat([GO], [OTHER]))
+    recorded, client = session(script)
+    under_other = asyncio.ensure_future(recorded.chat([GO], [OTHER]))
     await asyncio.sleep(0)
-    under_own = asyncio.ensure_future(made.chat([GO], [TOOL]))
+    under_own = asyncio.ensure_future(recorded.chat([GO], [TOOL]))
     for gate, asking in ((gates[1], under_own), (gates[0], under_other)):
         gate.set()
         await asking
-    turn = await made.chat([GO, await under_own, ON], [TOOL])
+    turn = await recorded.chat([GO, await under_own, ON], [TOOL])
     assert turn["turn_id"] == "t2"
     seen = client.requests[-1].prompt.tolist()
     assert seen[: len(client.requests[1].prompt)] == client.requests[1].prompt.tolist()
 
 
-def test_a_conversation_that_another_one_interrupts_is_not_reduced_again() -> None:
+def test_interrupted_conversation_stays_cached() -> None:
     """A sub-agent that shares the system prompt does not make its parent's history new."""
     reduced: list[Sequence[str]] = []
 
@@ -103,85 +103,85 @@ def test_a_conversation_that_another_one_interrupts_is_not_reduced_again() -> No
 @pytest.mark.parametrize(("first", "second"), [(False, 0), (0, False), (True, 1), (1.0, True)])
 def test_a_switch_that_becomes_a_number_is_an_edit(first: Any, second: Any) -> None:
     history = History()
-    before = history.reduce([GO, called("look", a=first), ON])
-    after = history.reduce([GO, called("look", a=second), ON, GO])
-    assert before[1] != after[1]
+    original = history.reduce([GO, called("look", a=first), ON])
+    edited = history.reduce([GO, called("look", a=second), ON, GO])
+    assert original[1] != edited[1]
 
 
-def test_contexts_of_which_one_begins_like_the_other_are_two() -> None:
+def test_context_that_is_a_prefix_of_another_is_distinct() -> None:
     one, two = canonical_messages([GO, ON])
     assert same_context([one, two], [one, two])
     assert not same_context([one], [one, two])
     assert not same_context([one, two], [one])
 
 
-async def test_a_shorter_history_that_ends_with_another_result_was_edited_not_rewound() -> None:
-    made, _ = session([CALLING, "a", "b", "c"])
-    turn = await made.chat([GO], [TOOL])
+async def test_shorter_history_with_another_result_is_an_edit() -> None:
+    recorded, _ = session([CALLING, "a", "b", "c"])
+    turn = await recorded.chat([GO], [TOOL])
     history = [GO, turn, answer(turn["tool_calls"][0])]
-    second = await made.chat(history, [TOOL])
-    await made.chat([*history, second, ON], [TOOL])
-    await made.chat([GO, turn, answer(turn["tool_calls"][0], "other")], [TOOL])
-    assert made.segments()[-2].fork == "history_edited"
+    second = await recorded.chat(history, [TOOL])
+    await recorded.chat([*history, second, ON], [TOOL])
+    await recorded.chat([GO, turn, answer(turn["tool_calls"][0], "other")], [TOOL])
+    assert recorded.segments()[-2].fork == "history_edited"
 
 
-@pytest.mark.parametrize(("wanted", "most"), [(None, 7), (3, 3), (9, 7), (7, 7)])
-async def test_a_turn_is_as_long_as_both_the_session_and_the_request_allow(wanted: int | None, most: int) -> None:
-    made, client = session(["x"], max_tokens_per_turn=7)
-    await made.chat([GO], params=SamplingParams(max_tokens=wanted))
-    assert client.requests[0].params.max_tokens == most
+@pytest.mark.parametrize(("requested", "expected"), [(None, 7), (3, 3), (9, 7), (7, 7)])
+async def test_turn_length_is_the_smaller_limit(requested: int | None, expected: int) -> None:
+    recorded, client = session(["x"], max_tokens_per_turn=7)
+    await recorded.chat([GO], params=SamplingParams(max_tokens=requested))
+    assert client.requests[0].params.max_tokens == expected
 
 
 async def test_answers_of_a_turn_whose_calls_came_back_in_another_order() -> None:
-    made, client = session([TWICE, "x"])
-    turn = await made.chat([GO], [TOOL])
+    recorded, client = session([TWICE, "x"])
+    turn = await recorded.chat([GO], [TOOL])
     one, two = turn["tool_calls"]
     echo: Any = {**turn, "tool_calls": [two, one]}
-    await made.chat([GO, echo, answer(two, "second"), answer(one, "first")], [TOOL])
+    await recorded.chat([GO, echo, answer(two, "second"), answer(one, "first")], [TOOL])
     text = client.requests[-1].text
     assert f"{one.id}=look:first" in text
     assert f"{two.id}=look:second" in text
-    assert made.metrics()["branches"] == 1
+    assert recorded.metrics()["branches"] == 1
 
 
-def test_a_turn_that_said_nothing_does_not_come_between_a_call_and_its_answer() -> None:
+def test_empty_turn_does_not_separate_call_and_answer() -> None:
     nothing: Message = {"role": "assistant", "content": " "}
     messages = [GO, called("look"), nothing, answer(ToolCall("own", "look", {}))]
     assert canonical_messages(messages)[-1].answers == 0
     # Nor where what stands before it is known already.
     two = called("look")
     two["tool_calls"] = [{**two["tool_calls"][0], "id": f"own{n}"} for n in (0, 1)]
-    known = [GO, two, answer(ToolCall("own0", "look", {})), nothing, ON]
+    history_before = [GO, two, answer(ToolCall("own0", "look", {})), nothing, ON]
     history = History()
-    history.reduce(known)
-    grown = history.reduce([*known, answer(ToolCall("own1", "look", {}), "late")])
-    assert grown[-1].answers == 1
-    assert grown == History().reduce([*known, answer(ToolCall("own1", "look", {}), "late")])
+    history.reduce(history_before)
+    longer = history.reduce([*history_before, answer(ToolCall("own1", "look", {}), "late")])
+    assert longer[-1].answers == 1
+    assert longer == History().reduce([*history_before, answer(ToolCall("own1", "look", {}), "late")])
 
 
 class Refusing(ToyRenderer):
     """Declines each turn for a reason of its own."""
 
     def extend(
-        self, tail: TokenIds, completion: TokenIds, last: Canonical, new: Sequence[Canonical], tools: Any
+        self, tail: TokenIds, completion: TokenIds, turn: Canonical, new: Sequence[Canonical], tools: Any
     ) -> TokenIds | None:
-        self.why = f"no bridge behind {last.text}"
+        self.why = f"no bridge behind {turn.text}"
         return None
 
 
-async def test_a_fork_names_why_the_deepest_turn_could_not_be_gone_on_from() -> None:
+async def test_fork_reason_names_why_the_deepest_turn_was_not_extended() -> None:
     """Not why the ones could not that were tried after it."""
-    made, _ = session(["a", "b", "c"], Refusing())
+    recorded, _ = session(["a", "b", "c"], Refusing())
     history = [GO]
     for _ in range(3):
-        history += [await made.chat(history), ON]
-    forks = [segment.fork for segment in made.segments() if segment.fork and segment.kind == "context"]
+        history += [await recorded.chat(history), ON]
+    forks = [segment.fork for segment in recorded.segments() if segment.fork and segment.kind == "context"]
     assert forks == [f"bridge_unproven: no bridge behind {text}" for text in "ab"]
 
 
-async def test_a_turn_of_which_one_call_is_left_is_another_turn() -> None:
-    made, _ = session([TWICE, "x"])
-    turn = await made.chat([GO], [TOOL])
+async def test_turn_with_a_removed_call_is_another_turn() -> None:
+    recorded, _ = session([TWICE, "x"])
+    turn = await recorded.chat([GO], [TOOL])
     one, _ = turn["tool_calls"]
-    await made.chat([GO, {**turn, "tool_calls": [one]}, answer(one)], [TOOL])
-    assert made.segments()[-2].fork == "assistant_edited"
+    await recorded.chat([GO, {**turn, "tool_calls": [one]}, answer(one)], [TOOL])
+    assert recorded.segments()[-2].fork == "assistant_edited"

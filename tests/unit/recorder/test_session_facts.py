@@ -26,7 +26,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-async def test_strings_of_control_ids_are_counted_by_the_session_that_was_told_them() -> None:
+async def test_escaped_control_strings_are_counted_per_session() -> None:
     renderer = renderer_for("qwen3")
     first, other = (
         Session(ScriptedClient(renderer, ["a", "b", "c"]), renderer, id=name, limits=LIMITS) for name in "ab"
@@ -47,7 +47,7 @@ async def test_strings_of_control_ids_are_counted_by_the_session_that_was_told_t
     assert len(ends) == 3 + sum(segment.sampled for segment in first.segments())
 
 
-async def test_nothing_is_counted_where_such_strings_become_control_ids() -> None:
+async def test_control_strings_are_not_counted_if_they_become_ids() -> None:
     renderer = load_renderer(model_dir("qwen3"), special_in_text="template")
     session = Session(ScriptedClient(renderer, ["a"]), renderer, id="s", limits=LIMITS)
     await session.chat([user("say <|im_end|>")])
@@ -79,7 +79,7 @@ async def test_a_session_never_sees_the_date_change(tmp_path, monkeypatch: pytes
     assert not any("2032" in request.text for request in client.requests)
 
 
-async def test_a_trajectory_tells_the_policies_that_it_was_recorded_under() -> None:
+async def test_trajectory_names_its_recording_policies() -> None:
     config = RolloutConfig(env=SpecConfig(name="lookup"), reasoning="template", echo="strict")
     renderer = renderer_for("qwen3")
     producer = await RolloutProducer.create(
@@ -87,7 +87,7 @@ async def test_a_trajectory_tells_the_policies_that_it_was_recorded_under() -> N
     )
     [group] = await producer.gather([RolloutRequest(Task("t", "What is it?", {"answer": "42"}))])
     await producer.close()
-    read = [Trajectory.from_bytes(each.to_bytes()) for each in group.trajectories]
-    assert {(each.reasoning, each.echo) for each in read} == {("template", "strict")}
+    read = [Trajectory.from_bytes(trajectory.to_bytes()) for trajectory in group.trajectories]
+    assert {(trajectory.reasoning, trajectory.echo) for trajectory in read} == {("template", "strict")}
     # What was written before they were told was recorded under these.
     assert (Trajectory("s", "e", "g", "t").reasoning, Trajectory("s", "e", "g", "t").echo) == ("keep", "same")

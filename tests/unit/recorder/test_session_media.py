@@ -43,14 +43,14 @@ def user(*content):
 
 def answer(message, *images):
     call = message["tool_calls"][0]
-    return {"role": "tool", "tool_call_id": call.id, "content": [image_part(each) for each in images]}
+    return {"role": "tool", "tool_call_id": call.id, "content": [image_part(image) for image in images]}
 
 
 class Watching(ScriptedClient):
     """Keeps the prompts that it was asked."""
 
-    def __init__(self, *given, **named) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
         self.prompts = []
 
     async def generate(self, prompt, params, *, session_id) -> Completion:
@@ -63,44 +63,44 @@ def trajectory_of(session: Session) -> Trajectory:
 
 
 def seen(prompt) -> list[tuple]:
-    return [tuple(each) for each in media_spans(prompt.media)]
+    return [tuple(span) for span in media_spans(prompt.media)]
 
 
 @given(
     first=st.lists(st.integers(0, 3), max_size=3),
     answers=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), max_size=3),
-    again=st.booleans(),
+    repeat=st.booleans(),
 )
 @settings(max_examples=examples(12), deadline=None)
-def test_segments_and_rows_hold_exactly_the_images_of_the_call(first, answers, again, tmp_path_factory) -> None:
-    asyncio.run(_exactly(first, answers, again, tmp_path_factory.mktemp("run")))
+def test_segments_and_rows_hold_exactly_the_images_of_the_call(first, answers, repeat, tmp_path_factory) -> None:
+    asyncio.run(_exactly(first, answers, repeat, tmp_path_factory.mktemp("run")))
 
 
-def _begins(whole, part) -> bool:
-    return whole[: len(part)].tolist() == part.tolist()
+def _begins(sequence, part) -> bool:
+    return sequence[: len(part)].tolist() == part.tolist()
 
 
-async def _exactly(first, answers, again, folder: Path) -> None:
+async def _exactly(first, answers, repeat, folder: Path) -> None:
     renderer, _ = shared()
     pictures = [png(8 * (1 + seed % 3), 8, seed) for seed in range(6)]
     client = Watching(renderer, lambda request: CALL if request.number < len(answers) else "red", tools=[LOOK])
     book = LedgerWriter(folder / "ledger.jsonl")
     session = Session(LedgerClient(client, book), renderer, id="s", limits=LIMITS)
-    messages = [user("what", *(image_part(pictures[each]) for each in first))]
-    wanted = [list(first)]
-    for shown in answers:
+    messages = [user("what", *(image_part(pictures[number]) for number in first))]
+    expected = [list(first)]
+    for numbers in answers:
         message = await session.chat(messages, [LOOK])
-        messages += [message, answer(message, *(pictures[each] for each in shown))]
-        wanted.append([*wanted[-1], *shown])
+        messages += [message, answer(message, *(pictures[number] for number in numbers))]
+        expected.append([*expected[-1], *numbers])
     messages.append(await session.chat(messages, [LOOK]))
-    if again:
+    if repeat:
         # The same text and sizes with another image is another prompt.
-        other = [user("what", *(image_part(png(8 * (1 + each % 3), 8, each + 12)) for each in first))]
-        wanted.append([each + 12 for each in first])
+        other = [user("what", *(image_part(png(8 * (1 + number % 3), 8, number + 12)) for number in first))]
+        expected.append([number + 12 for number in first])
         await session.chat(other, [LOOK])
-    digests = {each: Media("image", png(8 * (1 + each % 3), 8, each), 0, 1).digest for each in range(18)}
-    assert [[each.digest for each in prompt.media] for prompt in client.prompts] == [
-        [digests[each] for each in one] for one in wanted
+    digests = {number: Media("image", png(8 * (1 + number % 3), 8, number), 0, 1).digest for number in range(18)}
+    assert [[number.digest for number in prompt.media] for prompt in client.prompts] == [
+        [digests[number] for number in one] for one in expected
     ]
     book.close()
     trajectory = trajectory_of(session)
@@ -109,15 +109,15 @@ async def _exactly(first, answers, again, folder: Path) -> None:
         ids = np.concatenate([segment.token_ids for segment in path])
         assert ids.tolist() == prompt.token_ids.tolist()
         starts = np.cumsum([0, *(len(segment.token_ids) for segment in path)])
-        inside = [
-            (each.kind, each.digest, int(start) + each.position, each.length)
+        placed = [
+            (number.kind, number.digest, int(start) + number.position, number.length)
             for segment, start in zip(path, starts, strict=False)
-            for each in segment.media
+            for number in segment.media
         ]
-        assert inside == seen(prompt)
-        pad = {int(each) for m in prompt.media for each in prompt.token_ids[m.position : m.end]}
+        assert placed == seen(prompt)
+        pad = {int(number) for m in prompt.media for number in prompt.token_ids[m.position : m.end]}
         assert len(pad) <= 1, "positions cover placeholders only"
-    assert [[tuple(each) for each in entry.media] for entry in read_ledger(folder / "ledger.jsonl").entries] == [
+    assert [[tuple(number) for number in entry.media] for entry in read_ledger(folder / "ledger.jsonl").entries] == [
         seen(prompt) for prompt in client.prompts
     ]
     for row in to_samples(trajectory).rows:
@@ -138,8 +138,8 @@ async def test_an_image_is_on_disk_once_and_no_record_holds_its_bytes(tmp_path: 
         messages.append(await session.chat(messages))
     book.close()
     assert processor.placed == pictures, "each is processed once"
-    kept = {id(each.data) for prompt in client.prompts for each in prompt.media}
-    assert len(kept) == len(pictures), "and held once"
+    buffers = {id(media.data) for prompt in client.prompts for media in prompt.media}
+    assert len(buffers) == len(pictures), "and held once"
     assert session.metrics()["forks"] == 0
     assert_sound(tmp_path, trajectory_of(session))
     files = {file.name: file.read_bytes() for file in (tmp_path / "media").iterdir()}
@@ -155,13 +155,13 @@ async def test_a_trajectory_that_travels_holds_its_images(tmp_path: Path) -> Non
     renderer, _ = shared()
     session = Session(ScriptedClient(renderer, ["a"]), renderer, id="s", limits=LIMITS)
     await session.chat([user("look", image_part(png(16, 16)))])
-    whole = trajectory_of(session)
-    again = Trajectory.from_bytes(whole.to_bytes())
-    assert again.segments[0].media == whole.segments[0].media
+    sent = trajectory_of(session)
+    received = Trajectory.from_bytes(sent.to_bytes())
+    assert received.segments[0].media == sent.segments[0].media
     with pytest.raises(FormatError, match=r"names the image [0-9a-f]{64}, and there is no folder"):
-        Trajectory.from_bytes(whole.to_bytes(MediaFiles(tmp_path / "media").write))
+        Trajectory.from_bytes(sent.to_bytes(MediaFiles(tmp_path / "media").write))
     with pytest.raises(FormatError, match=r"cannot be read .* Keep the folder media/ beside the records"):
-        Trajectory.from_bytes(whole.to_bytes(lambda media: None), MediaFiles(tmp_path / "other").read)
+        Trajectory.from_bytes(sent.to_bytes(lambda media: None), MediaFiles(tmp_path / "other").read)
     file = next((tmp_path / "media").iterdir())
     file.write_bytes(b"changed")
     with pytest.raises(FormatError, match="the file was changed"):
@@ -176,16 +176,16 @@ async def test_a_cut_row_holds_whole_images_only() -> None:
     await session.chat(messages)
     [row] = to_samples(trajectory_of(session)).rows
     one, two = row.media
-    for most in range(one.end, len(row.input_ids) + 1):
-        for cut in to_samples(trajectory_of(session), max_tokens=most).rows:
-            inside = two.position < most < two.end
-            assert len(cut.input_ids) == (two.position if inside else most)
-            assert cut.media == ((one, two) if most >= two.end else (one,))
+    for limit in range(one.end, len(row.input_ids) + 1):
+        for cut in to_samples(trajectory_of(session), max_tokens=limit).rows:
+            is_cut = two.position < limit < two.end
+            assert len(cut.input_ids) == (two.position if is_cut else limit)
+            assert cut.media == ((one, two) if limit >= two.end else (one,))
     other = replace(row, media=(one, replace(two, data=png(40, 40, 3))))
     assert row_digest(other) != row_digest(row)
 
 
-async def test_what_cannot_be_placed_is_said_before_anything_is_sent() -> None:
+async def test_unplaceable_image_is_refused_before_the_request() -> None:
     renderer, _ = shared()
     client = Watching(renderer, ["a"])
     session = Session(client, renderer, id="s", limits=replace(LIMITS, context_length=60))
@@ -219,17 +219,19 @@ async def test_a_restored_session_goes_on_with_its_images(tmp_path: Path) -> Non
     book.close()
     assert all(b"iVBOR" not in record for record in records)
     files = MediaFiles.beside(book.path)
-    again = Session(lines(), renderer, id="s", limits=LIMITS)
+    restored = Session(lines(), renderer, id="s", limits=LIMITS)
     entries = read_ledger(book.path).entries
     for record, entry in zip(records, entries, strict=True):
         completion = Completion(entry.completion_ids, entry.logprobs, entry.finish_reason, entry.weight_versions)
-        again.restore(TurnRecord.from_json(orjson.loads(record), files.read), entry.prompt_ids, completion, entry.media)
-    assert [each.media for each in again.segments()] == [each.media for each in session.segments()]
+        restored.restore(
+            TurnRecord.from_json(orjson.loads(record), files.read), entry.prompt_ids, completion, entry.media
+        )
+    assert [segment.media for segment in restored.segments()] == [segment.media for segment in session.segments()]
     messages.append(user("and"))
-    await again.chat(messages, [LOOK])
-    assert again.metrics()["forks"] == 0
+    await restored.chat(messages, [LOOK])
+    assert restored.metrics()["forks"] == 0
     other = Session(lines(), renderer, id="s", limits=LIMITS)
-    wrong = [each._replace(digest="0" * 64) for each in entries[0].media]
+    wrong = [segment._replace(digest="0" * 64) for segment in entries[0].media]
     record = TurnRecord.from_json(orjson.loads(records[0]), files.read)
     with pytest.raises(SessionError, match="holds other images than the call"):
         other.restore(record, entries[0].prompt_ids, completion, wrong)
@@ -248,6 +250,6 @@ async def test_the_audit_knows_another_image_behind_equal_ids(tmp_path: Path) ->
     writer = TrajectoryWriter(tmp_path / "trajectories.twz")
     writer.write(trajectory)
     writer.close()
-    [said] = audit_files(tmp_path).contradictions
-    assert "the images are " in said
-    assert "in the trajectory" in said
+    [contradiction] = audit_files(tmp_path).contradictions
+    assert "the images are " in contradiction
+    assert "in the trajectory" in contradiction

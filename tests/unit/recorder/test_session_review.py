@@ -63,8 +63,8 @@ async def test_numbers_of_more_than_64_bits_are_kept_to_the_last_digit() -> None
     message = await session.chat([user("q")], [TOOL])
     assert message["tool_calls"][0].arguments["x"] == big
     trajectory = kept(session)
-    [said] = trajectory.segments[1].messages
-    assert said["tool_calls"][0]["function"]["arguments"] == {"x": big, "y": int(1e300)}
+    [sampled] = trajectory.segments[1].messages
+    assert sampled["tool_calls"][0]["function"]["arguments"] == {"x": big, "y": int(1e300)}
     assert trajectory.segments[0].messages == ({"role": "user", "content": "q"},)
     assert trajectory.segments[0].tools == (TOOL.to_json(),)
     assert trajectory.segments[1].token_ids.tolist() == line
@@ -111,8 +111,8 @@ async def test_an_unusable_call_is_rendered_as_text_that_can_be_kept(text) -> No
     message = await session.chat([user("q")], [TOOL])
     await session.chat([user("q"), message, {"role": "tool", "content": "no"}], [TOOL])
     trajectory = kept(session)
-    [said] = trajectory.segments[1].messages
-    arguments = said["tool_calls"][0]["function"]["arguments"]
+    [sampled] = trajectory.segments[1].messages
+    arguments = sampled["tool_calls"][0]["function"]["arguments"]
     json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     assert not trajectory.forks()
 
@@ -142,7 +142,7 @@ async def test_half_a_surrogate_pair_from_outside_neither_forks_nor_ends_anythin
     assert not kept(session).forks()
 
 
-async def test_ids_that_a_model_writes_cannot_collide_with_issued_ones() -> None:
+async def test_call_ids_of_a_model_do_not_collide_with_issued_ids() -> None:
     renderer = OwnIds()
     line = '{"id": "%s", "name": "look", "arguments": {}}'
     plain = '{"name": "look", "arguments": {}}'
@@ -165,7 +165,7 @@ async def test_ids_that_a_model_writes_cannot_collide_with_issued_ones() -> None
 # What an agent may do
 
 
-async def test_a_message_that_the_agent_edits_stays_what_was_said() -> None:
+async def test_edits_of_a_returned_message_do_not_reach_the_record() -> None:
     renderer = ToyRenderer()
     session, _ = session_of(renderer, [calls(renderer, '{"name": "look", "arguments": {"x": [1]}}')])
     message = await session.chat([user("q")], [TOOL])
@@ -198,7 +198,7 @@ async def test_answers_in_another_order_missing_or_twice_name_their_calls() -> N
     assert kept(session).forks().total() == 1
 
 
-async def test_an_answer_to_no_call_is_rendered_from_what_is_compared() -> None:
+async def test_answer_to_no_call_renders_its_canonical_form() -> None:
     renderer = ToyRenderer()
     session, client = session_of(renderer, ["a"] * 3)
     for call_id, name in (("x", "old"), ("y", "old"), ("y", "new")):
@@ -211,7 +211,7 @@ async def test_an_answer_to_no_call_is_rendered_from_what_is_compared() -> None:
     assert sorted(kept(session).forks()) == ["resample", "restart"]
 
 
-async def test_messages_that_were_not_sampled_are_context_of_what_extends_them() -> None:
+async def test_unsampled_messages_are_context() -> None:
     renderer = ToyRenderer()
     session, client = session_of(renderer, ["sampled", "more"])
     shot: list[Message] = [user("2+2"), {"role": "assistant", "content": "4"}, user("3+3")]
@@ -272,8 +272,8 @@ async def test_the_closed_calls_of_a_cut_turn_stand() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 async def test_a_logprob_that_is_not_finite_is_refused(value) -> None:
-    bad = Completion(np.array([101, END], np.int32), np.array([value, -1], np.float32), "stop", ((0, 0, 2),))
-    session, _ = session_of(ToyRenderer(), [bad])
+    completion = Completion(np.array([101, END], np.int32), np.array([value, -1], np.float32), "stop", ((0, 0, 2),))
+    session, _ = session_of(ToyRenderer(), [completion])
     with pytest.raises(SessionError, match="not finite"):
         await session.chat([user("q")])
     assert session.segments() == []
@@ -291,13 +291,13 @@ async def test_a_failure_is_remembered_until_a_request_succeeds() -> None:
     assert session.failure is None
 
 
-async def test_requests_in_flight_that_extend_one_turn_fork_there() -> None:
+async def test_concurrent_extensions_of_a_turn_fork_there() -> None:
     renderer = ToyRenderer()
-    both = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
 
     async def script(request):
         if request.number:
-            await both.wait()
+            await barrier.wait()
         return f"answer {request.number}"
 
     session, _ = session_of(renderer, ScriptedClient(renderer, script))
@@ -327,7 +327,7 @@ async def test_scripted_streams_carry_the_version_of_each_token(tmp_path) -> Non
 # Files
 
 
-def test_what_cannot_be_appended_whole_leaves_nothing(tmp_path, monkeypatch) -> None:
+def test_failed_append_leaves_the_file_unchanged(tmp_path, monkeypatch) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"first\n")
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -356,9 +356,9 @@ def test_what_cannot_be_appended_whole_leaves_nothing(tmp_path, monkeypatch) -> 
                                       '[{"index":0,"parent":-1,"kind":"context","token_ids":[1],'
                                       '"messages":"{"}]', "null"])  # fmt: skip
 def test_a_malformed_record_is_a_format_error(segments) -> None:
-    whole = Trajectory("s", "e", "g", "t").to_bytes().decode()
+    text = Trajectory("s", "e", "g", "t").to_bytes().decode()
     with pytest.raises(FormatError, match="'s' is malformed"):
-        Trajectory.from_bytes(whole.replace('"segments":[]', f'"segments":{segments}'))
+        Trajectory.from_bytes(text.replace('"segments":[]', f'"segments":{segments}'))
 
 
 def test_a_field_that_json_cannot_express_is_a_format_error() -> None:
@@ -389,9 +389,9 @@ async def test_after_an_unproven_bridge_the_new_branch_goes_on() -> None:
     messages: list[Message] = [user("q")]
     costs = []
     for text in ("r", "NOBRIDGE" + "x" * 1000, "s", "t", "u"):
-        before = renderer.encoded
+        encoded_before = renderer.encoded
         messages += [await session.chat(messages), user(text)]
-        costs.append(renderer.encoded - before)
+        costs.append(renderer.encoded - encoded_before)
     trajectory = kept(session)
     assert trajectory.forks() == {"bridge_unproven: no_bridge": 1}
     # Two branches: one ends where it could not be extended, the other one holds all that came after.
@@ -401,7 +401,7 @@ async def test_after_an_unproven_bridge_the_new_branch_goes_on() -> None:
     assert sum(row.trained_tokens for row in to_samples(trajectory).rows) == trajectory.sampled_tokens
 
 
-async def test_of_equal_turns_one_that_was_not_extended_goes_on_and_of_those_the_last() -> None:
+async def test_latest_unextended_turn_of_equal_turns_is_extended() -> None:
     session, _ = session_of(ToyRenderer(), ["same", "same", "b", "c"])
     first = await session.chat([user("q")])
     await session.chat([user("q")])
@@ -450,21 +450,21 @@ async def test_a_sibling_elsewhere_is_not_concurrent_and_a_resample_beside_anoth
     session, _ = session_of(renderer, ScriptedClient(renderer, script))
     first = await session.chat([user("q")])
     await session.chat([user("q"), first, user("other")])
-    held = asyncio.create_task(session.chat([user("q"), first, user("left")]))
+    pending = asyncio.create_task(session.chat([user("q"), first, user("left")]))
     await waiting.wait()
     await session.chat([user("elsewhere")])
     go.set()
-    await held
+    await pending
     assert kept(session).forks() == {"restart": 1, "rewound": 1}
 
-    both = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
     number = 0
 
     async def together(request):
         nonlocal number
         number += 1
         if number > 1:
-            await both.wait()
+            await barrier.wait()
         return "a"
 
     session, client = session_of(renderer, ScriptedClient(renderer, together))
@@ -511,10 +511,10 @@ async def test_roots_that_differ_in_tools_only_stay_apart_although_their_ids_are
             return super().render(messages, ())
 
     renderer = Toolless()
-    both = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
 
     async def script(request):
-        await both.wait()
+        await barrier.wait()
         return "a"
 
     session, _ = session_of(renderer, ScriptedClient(renderer, script))
@@ -544,7 +544,7 @@ def written(*ids: str) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [ToolCall(i, i, {}) for i in ids]}
 
 
-async def test_an_answer_is_read_again_when_the_message_before_it_changed() -> None:
+async def test_answer_is_reduced_again_after_an_edit_before_it() -> None:
     renderer = ToyRenderer()
     session, client = session_of(renderer, ["a", "b", "c"])
     answer: Message = {"role": "tool", "tool_call_id": "x", "content": "r"}
@@ -589,11 +589,11 @@ async def test_a_conversation_that_the_format_cannot_say_is_refused() -> None:
         await replay([user("q"), {"role": "assistant", "content": "a", "reasoning_content": "hm"}], [], Thoughtless())
 
 
-async def test_an_answer_takes_the_name_of_the_call_as_it_is_now() -> None:
+async def test_answer_takes_the_current_name_of_its_call() -> None:
     renderer = ToyRenderer()
     session, client = session_of(renderer, ["a", "b"])
     answer: Message = {"role": "tool", "tool_call_id": "x", "content": "r"}
     for name in ("old", "new"):
-        said: Message = {"role": "assistant", "content": "", "tool_calls": [ToolCall("x", name, {})]}
-        await session.chat([user("q"), said, answer], [TOOL])
+        caller: Message = {"role": "assistant", "content": "", "tool_calls": [ToolCall("x", name, {})]}
+        await session.chat([user("q"), caller, answer], [TOOL])
     assert "=new:r" in client.requests[1].text

@@ -1,4 +1,4 @@
-"""Requests of ids: found in the tree as messages are, recorded exactly, and accounts of them held against it."""
+"""Requests of ids: found in the tree as messages are, recorded exactly, and accounts of them sampled against it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def kept(session: TokenSession) -> Trajectory:
 
 
 def shape(session: TokenSession) -> list[tuple[int, str, list[int], str | None]]:
-    return [(each.parent, each.kind, each.token_ids.tolist(), each.fork) for each in session.segments()]
+    return [(segment.parent, segment.kind, segment.token_ids.tolist(), segment.fork) for segment in session.segments()]
 
 
-async def test_a_prompt_goes_on_behind_what_was_sampled() -> None:
+async def test_prompt_extends_sampled_ids() -> None:
     session = scripted([A, END], [B, END])
     first = await session.generate([C])
     second = await session.generate([C, *first.completion.token_ids, D, D])
@@ -107,15 +107,15 @@ async def test_concurrent_requests_are_concurrent() -> None:
 
 async def test_messages_and_ids_share_a_session() -> None:
     session = scripted("hi", [A, END], "again", [B, END])
-    said = await session.chat([{"role": "user", "content": "go"}])
+    turn = await session.chat([{"role": "user", "content": "go"}])
     await session.generate([C])
-    await session.chat([{"role": "user", "content": "go"}, said, {"role": "user", "content": "on"}])
+    await session.chat([{"role": "user", "content": "go"}, turn, {"role": "user", "content": "on"}])
     await session.generate([C, A, END, D])
     assert session.metrics()["forks"] == 1
-    assert [each.parent for each in session.segments()] == [-1, 0, -1, 2, 1, 4, 3, 6]
+    assert [segment.parent for segment in session.segments()] == [-1, 0, -1, 2, 1, 4, 3, 6]
     # What was said in messages is trained, whatever is kept of the ids.
     session.train_only([TrainedBranch([C], [A, END], [1, 1])])
-    assert [bool(each.left_out) for each in session.segments()] == [False] * 7 + [True]
+    assert [bool(segment.left_out) for segment in session.segments()] == [False] * 7 + [True]
 
 
 async def test_limits_and_failures_hold() -> None:
@@ -145,7 +145,7 @@ async def talk() -> TokenSession:
 
 
 def left_out(session: TokenSession) -> list[tuple[tuple[int, int], ...] | None]:
-    return [each.left_out for each in session.segments() if each.sampled]
+    return [segment.left_out for segment in session.segments() if segment.sampled]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def left_out(session: TokenSession) -> list[tuple[tuple[int, int], ...] | None]:
         ([([], [])], [((0, 3),), ((0, 2),), ((0, 2),)]),
     ],
 )
-async def test_what_is_not_in_the_account_is_not_trained(talk, branches, expected) -> None:
+async def test_unreported_ids_are_not_trained(talk, branches, expected) -> None:
     talk.train_only([TrainedBranch([C, C], ids, mask) for ids, mask in branches])
     assert left_out(talk) == expected
     trained = sum(row.trained_tokens for row in to_samples(kept(talk)).rows)
@@ -183,7 +183,7 @@ async def test_what_is_not_in_the_account_is_not_trained(talk, branches, expecte
         ([], [A], [1], "prompt_ids must be a list of"),
     ],
 )
-async def test_an_account_that_contradicts_what_was_sampled(talk, prompt, ids, mask, message) -> None:
+async def test_report_that_contradicts_sampled_ids_is_refused(talk, prompt, ids, mask, message) -> None:
     with pytest.raises(SessionError) as raised:
         talk.train_only([TrainedBranch(prompt, ids, mask)])
     assert message in str(raised.value)
@@ -202,7 +202,7 @@ async def test_the_same_answer_twice_is_two_answers() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("later_is_longer", [False, True])
-async def test_an_answer_that_another_one_begins_with_is_its_own(order, later_is_longer) -> None:
+async def test_answer_that_is_a_prefix_of_another_is_distinct(order, later_is_longer) -> None:
     lengths = [1, 3] if later_is_longer else [3, 1]
     session = scripted([A, B, END], [A, B, END])
     for length in lengths:
@@ -214,7 +214,7 @@ async def test_an_answer_that_another_one_begins_with_is_its_own(order, later_is
     assert left_out(session) == [None if length == 1 else ((0, 3),) for length in lengths]
 
 
-async def test_a_cut_answer_leaves_the_longer_ones_to_the_branches_that_go_on() -> None:
+async def test_cut_answer_does_not_claim_longer_answers() -> None:
     session = scripted([A, B, END], [A, D, END])
     for _ in range(2):
         await session.generate([C])
@@ -225,7 +225,7 @@ async def test_a_cut_answer_leaves_the_longer_ones_to_the_branches_that_go_on() 
     assert left_out(session) == [((1, 3),)] * 2
 
 
-async def test_an_answer_that_stands_within_another_one_is_its_own() -> None:
+async def test_answer_contained_in_another_is_distinct() -> None:
     session = scripted([B, B, END], [B, END])
     await session.generate([A])
     await session.generate([A, B], SamplingParams(max_tokens=1))
@@ -241,12 +241,12 @@ async def test_an_answer_that_stands_within_another_one_is_its_own() -> None:
         assert left_out(session) == [None, None]
 
 
-async def test_branches_of_the_same_ids_are_held_with_what_they_went_on_from() -> None:
+async def test_equal_branches_match_their_own_continuation() -> None:
     session = scripted([A, END], [A, END], [B, END], [B, END])
     for prompt in ([C], [C], [C, A, END, D], [C, A, END, D]):
         await session.generate(prompt)
-    whole = TrainedBranch([C], [A, END, D, B, END], [1, 1, 0, 1, 1])
-    session.train_only([whole] * 2)
+    branch = TrainedBranch([C], [A, END, D, B, END], [1, 1, 0, 1, 1])
+    session.train_only([branch] * 2)
     # Both were asked behind the second answer, which is trained once; nobody speaks of the first.
     assert left_out(session) == [((0, 2),), None, None, None]
 
@@ -280,32 +280,34 @@ async def _walk(moves, keep) -> None:
                 prompt = prompt[: max(1, len(prompt) - 3)]
             elif move == "new":
                 prompt = list(extra)
-            most = 1 if move == "cut" else None
-            recorded = await session.generate(prompt, SamplingParams(max_tokens=most))
+            limit = 1 if move == "cut" else None
+            recorded = await session.generate(prompt, SamplingParams(max_tokens=limit))
             sampled = recorded.completion.token_ids.tolist()
             branches.append((list(prompt), sampled))
             if move != "again":
                 prompt = [*prompt, *sampled, *(extra if move == "on" else [])]
         await ledger.close()
-        chosen = [number for number in keep if number < len(branches)]
-        if chosen:
-            reported = [(branches[n][0], branches[n][1]) for n in chosen]
+        reported_numbers = [number for number in keep if number < len(branches)]
+        if reported_numbers:
+            reported = [(branches[n][0], branches[n][1]) for n in reported_numbers]
             session.train_only([TrainedBranch(prompt, ids, [1] * len(ids)) for prompt, ids in reported])
         trajectory = Trajectory("s", "e", "g", "t", segments=session.segments())
         report = assert_sound(Path(folder), trajectory)
         assert report.counts["turns equal to a call"] == len(moves)
-        wanted = sum(len(branches[n][1]) for n in chosen) if chosen else trajectory.sampled_tokens
+        expected = sum(len(branches[n][1]) for n in reported_numbers) if reported_numbers else trajectory.sampled_tokens
         rows = to_samples(trajectory).rows
-        assert sum(row.trained_tokens for row in rows) == wanted
-        assert report.counts["ids trained once"] == wanted
+        assert sum(row.trained_tokens for row in rows) == expected
+        assert report.counts["ids trained once"] == expected
         # Each of them is trained as a whole, behind the prompt that it answered; of the others nothing is.
         trained = [s for s in trajectory.segments if s.trained.any()]
         assert all(s.trained.all() for s in trained)
-        said = Counter((tuple(branches[n][0]), tuple(branches[n][1])) for n in chosen or range(len(branches)))
-        assert Counter((_prompt_of(trajectory, s), tuple(s.token_ids.tolist())) for s in trained) == said
+        reported_branches = Counter(
+            (tuple(branches[n][0]), tuple(branches[n][1])) for n in reported_numbers or range(len(branches))
+        )
+        assert Counter((_prompt_of(trajectory, s), tuple(s.token_ids.tolist())) for s in trained) == reported_branches
         seen = Counter(tuple(ids) for _, ids in branches)
-        held = Counter(tuple(s.token_ids.tolist()) for s in trajectory.segments if s.sampled)
-        assert held == seen
+        sampled = Counter(tuple(s.token_ids.tolist()) for s in trajectory.segments if s.sampled)
+        assert sampled == seen
         for row in rows:
             assert (row.rollout_logprobs[row.loss_mask] < 0).all()
             assert np.isfinite(row.rollout_logprobs).all()
