@@ -146,7 +146,7 @@ async def _train_once(
                 await loop(run)
                 limit = run.ended
                 # What is on its way would be trained by no step, and the evaluation wait for its turn behind it.
-                await run.scheduler.end()
+                await run.scheduler.cancel_all()
                 result = await run.evaluate(f"step-{run.state.step}-final")
     used = RunDirectory(directory).read()
     summary = TrainSummary(

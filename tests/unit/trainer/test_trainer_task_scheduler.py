@@ -98,7 +98,7 @@ async def test_groups_in_flight_survive_as_json_and_are_requested_first() -> Non
     first.top_up(3)
     await buffer.put(manager.group(1))
     ref, _ = await buffer.sample(1, "train", 1)
-    first.done(ref, await buffer.fetch(ref))
+    first.hand_out(ref, await buffer.fetch(ref))
     assert [group.request.task.id for group in first.outstanding.values()] == ["t0", "t2"]
     state, order = json.loads(json.dumps([first.state(), stream.state()]))
 
@@ -119,9 +119,9 @@ async def test_end_cancels_rollouts_and_a_resumed_run_requests_them_again() -> N
     scheduler.top_up(3)
     await buffer.put(manager.group(1))
     ref, _ = await buffer.sample(1, "train", 1)
-    scheduler.done(ref, await buffer.fetch(ref))
+    scheduler.hand_out(ref, await buffer.fetch(ref))
     state = scheduler.state()
-    await scheduler.end()
+    await scheduler.cancel_all()
     assert manager.cancelled == {manager.requests[0].key, manager.requests[2].key}
     assert scheduler.state() == state
 
@@ -133,21 +133,21 @@ async def test_untrained_groups_of_a_step_are_requested_first() -> None:
     for number in (2, 3, 0):
         await buffer.put(manager.group(number))
         ref, _ = await buffer.sample(1, "train", 1)
-        scheduler.done(ref, await buffer.fetch(ref))
+        scheduler.hand_out(ref, await buffer.fetch(ref))
         received += ref.keys
         if number == 2:
-            scheduler.trained()
+            scheduler.mark_trained()
     assert [record["task"]["id"] for record in scheduler.state()] == ["t1"]
-    scheduler.take_back(set(received[1:]))
+    scheduler.requeue(set(received[1:]))
     assert [record["task"]["id"] for record in scheduler.state()] == ["t3", "t0", "t1"]
-    scheduler.take_back({received[0]})
+    scheduler.requeue({received[0]})
     assert len(scheduler.outstanding) == 3, "that one is trained"
 
 
 async def take(scheduler: TaskScheduler, buffer: LocalReplayBuffer) -> str:
     """Give a step one group; return its key."""
     ref, _ = await buffer.sample(1, "train", 1)
-    scheduler.done(ref, await buffer.fetch(ref))
+    scheduler.hand_out(ref, await buffer.fetch(ref))
     return ref.keys[0]
 
 
@@ -158,7 +158,7 @@ async def test_curriculum_learns_once_from_a_requeued_group() -> None:
     for number in (0, 1):
         await buffer.put(manager.group(number))
         received.add(await take(scheduler, buffer))
-    scheduler.take_back(received)
+    scheduler.requeue(received)
     assert stream.told == ["t0", "t1"]
     state, order = json.loads(json.dumps([scheduler.state(), stream.state()]))
     learned = [(record["task"]["id"], record["learned"]) for record in state]
@@ -173,7 +173,7 @@ async def test_curriculum_learns_once_from_a_requeued_group() -> None:
     first = await take(later, buffer)
     assert stream.told == [], "t0 is known, and t1, which is dropped"
     assert later._learned == set(), "of what was given out or dropped nothing is kept"
-    later.take_back({first})
+    later.requeue({first})
     assert [(record["task"]["id"], record["learned"]) for record in later.state()] == [("t0", True), ("t2", False)]
     await take(later, buffer)
     assert stream.told == ["t2"]
@@ -182,11 +182,11 @@ async def test_curriculum_learns_once_from_a_requeued_group() -> None:
 async def test_a_step_starts_no_more_fresh_groups_than_it_takes() -> None:
     mixed = {"strategy": "mixed", "stored_share": 0.5}
     first, manager, *_ = make_scheduler(replay=mixed, batch={"groups": 4})
-    first.ask()
-    first.ask()
+    first.request_step()
+    first.request_step()
     assert len(manager.requests) == 2, "stored groups fill the rest, or the buffer asks for more"
     more, manager, *_ = make_scheduler(replay=mixed, batch={"groups": 4, "over_sample": 1.5})
-    more.ask()
+    more.request_step()
     assert len(manager.requests) == 3
 
 
@@ -211,7 +211,7 @@ async def test_the_callers_tasks_are_in_no_checkpoint_and_are_not_replaced() -> 
     ref, metrics = await buffer.sample(1, "train", 3)
     assert len(ref.group_ids) == 2
     assert metrics["replay/dropped/picky"] == 1
-    scheduler.done(ref, await buffer.fetch(ref))
+    scheduler.hand_out(ref, await buffer.fetch(ref))
     assert scheduler.outstanding == {}
     assert len(manager.requests) == 3
 
@@ -229,7 +229,7 @@ async def test_dropped_groups_are_replaced_and_forgotten() -> None:
     ref, _ = await waiting
     assert ref.keys == ("train-t1-e0", "train-t2-e0")
     assert "train-t0-e0" not in scheduler.outstanding
-    scheduler.done(ref, await buffer.fetch(ref))
+    scheduler.hand_out(ref, await buffer.fetch(ref))
     assert scheduler.outstanding == {}
 
 
@@ -255,31 +255,31 @@ TAIL = {"tail": {"seconds": 1}}
 )
 async def test_leftover_groups_are_carried_if_replay_allows_it(changes, at, carried, cancelled) -> None:
     scheduler, manager, buffer, _ = make_scheduler(**changes)
-    scheduler.ask()
+    scheduler.request_step()
     assert len(manager.requests) == 5
     for number in (0, 1):
         await buffer.put(manager.group(number))
-    scheduler.wrote(episode(manager.requests[2], 7))
+    scheduler.count_episode(episode(manager.requests[2], 7))
     ref, _ = await buffer.sample(1, "train", 1)
-    scheduler.done(ref, await buffer.fetch(ref))
-    metrics = await scheduler.settle(at)
+    scheduler.hand_out(ref, await buffer.fetch(ref))
+    metrics = await scheduler.settle_leftovers(at)
     assert [group.request.task.id for group in scheduler.outstanding.values()] == carried
     assert sorted(key.split("-")[1] for key in manager.cancelled) == cancelled
     assert metrics.get("straggler/carried", 0) == (0 if metrics == {} else len(carried))
     assert metrics.get("straggler/cancelled", 0) == len(cancelled)
     assert metrics.get("rollout/wasted_tokens", 0) == (7 if cancelled else 0)
-    scheduler.ask()
+    scheduler.request_step()
     assert len(scheduler.outstanding) == 5, "what is carried counts for the next step"
 
 
 async def test_cancelled_episodes_are_counted_in_the_step_in_which_they_end() -> None:
     scheduler, manager, *_ = make_scheduler(batch={"groups": 2})
-    scheduler.ask()
-    await scheduler.settle(1)
-    scheduler.wrote(episode(manager.requests[0], 5, StopReason.CANCELLED))
-    scheduler.wrote(episode(manager.requests[1], 4, StopReason.CANCELLED))
-    assert await scheduler.settle(2) == {"rollout/cancelled_episodes": 2, "rollout/wasted_tokens": 9}
-    assert await scheduler.settle(3) == {}
+    scheduler.request_step()
+    await scheduler.settle_leftovers(1)
+    scheduler.count_episode(episode(manager.requests[0], 5, StopReason.CANCELLED))
+    scheduler.count_episode(episode(manager.requests[1], 4, StopReason.CANCELLED))
+    assert await scheduler.settle_leftovers(2) == {"rollout/cancelled_episodes": 2, "rollout/wasted_tokens": 9}
+    assert await scheduler.settle_leftovers(3) == {}
 
 
 @pytest.mark.parametrize(
@@ -349,6 +349,6 @@ async def test_a_group_that_is_trained_again_counts_once_for_its_task() -> None:
         await buffer.put(manager.group(number))
     for step, key in enumerate([manager.requests[0].key, manager.requests[1].key, manager.requests[0].key], 1):
         ref, _ = buffer.take([f"0-{key}"], step)
-        scheduler.done(ref, await buffer.fetch(ref))
+        scheduler.hand_out(ref, await buffer.fetch(ref))
         await buffer.release(ref)
     assert learned == ["t0", "t1"]

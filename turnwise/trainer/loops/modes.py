@@ -110,7 +110,7 @@ def requeue_untrained(run: TrainRun, progress: StepProgress) -> None:
         run.journal.take(progress.step, keys, back=True)
     run.batches.undo(progress.step, run.batches.records - progress.records)
     # A stored group that an earlier part of the step trained is no longer in flight.
-    run.scheduler.take_back(set(keys).difference(trained_keys))
+    run.scheduler.requeue(set(keys).difference(trained_keys))
     run.budget.spend(sampled_tokens=progress.sampled_tokens - run.budget.spent.get("sampled_tokens", 0.0))
 
 

@@ -130,7 +130,7 @@ async def sample_groups(
         # A batch that the buffer returned is trained, even if the run is interrupted from here on.
         fetched = await uninterrupted(run.buffer.fetch(ref, fields))
         await uninterrupted(run.buffer.release(ref))
-        run.scheduler.done(ref, fetched)
+        run.scheduler.hand_out(ref, fetched)
         for name, value in wait_metrics.items():
             metrics[name] = value + (metrics.get(name, 0.0) if name.startswith(_SUMMED) else 0.0)
         run.hooks.timing_raw["rollout_s"] = metrics["replay/wait_s"]
@@ -140,7 +140,7 @@ async def sample_groups(
         if missing:
             run.scheduler.issue(run.scheduler.next(missing))
     if settles:
-        metrics |= await uninterrupted(run.scheduler.settle(step))
+        metrics |= await uninterrupted(run.scheduler.settle_leftovers(step))
     if not groups:
         raise TrainError(
             f"step {step}: the hooks dropped every group of {size}, after {refills - 1} refills: a step needs at "
@@ -299,7 +299,7 @@ async def roll_out(
     """
     await run.hooks.step_begin()
     if requests is None:
-        run.scheduler.ask(group_size=group_size)
+        run.scheduler.request_step(group_size=group_size)
         return await wait_for(run, run.config.batch.groups)
     run.scheduler.issue(requests, by_caller=True)
     return await wait_for(run, len(requests), refill=False)

@@ -235,7 +235,7 @@ class TrainRun:
         self.budget.spend(steps=1)
         self.state.epoch, self.state.position = self.tasks.epoch, self.tasks.position
         self.state.tasks, self.state.feed = self.tasks.state(), self.scheduler.state()
-        self.scheduler.trained()
+        self.scheduler.mark_trained()
         # What a later step has sampled by the time of a checkpoint is sampled, or found, again.
         self.state.spent = {name: value for name, value in self.budget.spent.items() if name != "steps"}
         self.figures = {}
@@ -396,7 +396,7 @@ async def _assemble(
     def write(trajectory: Trajectory) -> None:
         files.journal.write(trajectory)
         run.last_error = trajectory.error or run.last_error
-        run.scheduler.wrote(trajectory)
+        run.scheduler.count_episode(trajectory)
 
     parts = RolloutParts(
         policy.renderer,

@@ -143,7 +143,7 @@ class TaskScheduler:
         # Of the groups that are outstanding: tokens of the episodes that ended.
         self._sampled: Counter[str] = Counter()
         self._wasted: Counter[str] = Counter()
-        # Groups passed to steps since the last call of :meth:`trained`.
+        # Groups passed to steps since the last call of :meth:`mark_trained`.
         self._in_training: dict[str, RequestedGroup] = {}
         # Requeued groups: a curriculum has learned from them.
         self._learned: set[str] = set()
@@ -182,7 +182,7 @@ class TaskScheduler:
         if missing > 0:
             self.issue(self.next(missing, group_size=group_size))
 
-    def ask(self, *, group_size: int | None = None) -> None:
+    def request_step(self, *, group_size: int | None = None) -> None:
         """Request the groups of a ``sync`` step, less those in flight.
 
         Stored groups fill the rest of a batch (``replay.strategy: mixed``); the buffer requests fresh ones if they run
@@ -191,7 +191,7 @@ class TaskScheduler:
         fresh = make_admission(self._config.replay, self._config.replay_facts).groups
         self.top_up(self._config.batch.starts(fresh), group_size=group_size)
 
-    async def end(self) -> None:
+    async def cancel_all(self) -> None:
         """Cancel all rollouts at the end of the run; a resumed run requests them again.
 
         Raises:
@@ -200,7 +200,7 @@ class TaskScheduler:
         if self.outstanding:
             await self._manager.cancel(set(self.outstanding))
 
-    async def settle(self, step: int) -> dict[str, float]:
+    async def settle_leftovers(self, step: int) -> dict[str, float]:
         """Carry or cancel the groups that a step did not wait for; return metrics.
 
         They are carried where ``replay`` allows groups of older weights. Groups of the caller's tasks, and those too
@@ -234,7 +234,7 @@ class TaskScheduler:
         self._wasted.clear()
         return {name: value for name, value in metrics.items() if value}
 
-    def wrote(self, trajectory: Trajectory) -> None:
+    def count_episode(self, trajectory: Trajectory) -> None:
         """Count the sampled tokens of an episode, wasted if its group is never trained."""
         if trajectory.partition != "train":
             return
@@ -244,7 +244,7 @@ class TaskScheduler:
         elif (key := _key_of(trajectory)) in self.outstanding:
             self._sampled[key] += trajectory.sampled_tokens
 
-    def done(self, ref: BatchRef, groups: Sequence[TrajectoryGroup]) -> None:
+    def hand_out(self, ref: BatchRef, groups: Sequence[TrajectoryGroup]) -> None:
         """Remove the requests of a batch; a run resumed from an earlier checkpoint issues them again."""
         for number, group in enumerate(groups):
             # A group that is trained again carries no new information about its task.
@@ -262,11 +262,11 @@ class TaskScheduler:
             if match is not None:
                 self._move_to_training(match)
 
-    def trained(self) -> None:
+    def mark_trained(self) -> None:
         """Mark all groups passed to steps as trained."""
         self._in_training.clear()
 
-    def take_back(self, keys: Collection[str]) -> None:
+    def requeue(self, keys: Collection[str]) -> None:
         """Requeue groups that a step received and did not train.
 
         A resumed run requests them first, and finds them finished. The curriculum does not see them again.
