@@ -84,14 +84,12 @@ FIGURES_NOT_YET: dict[str, int] = {
     "vague names in recorder": 164,
     "vague names in report": 113,
     "vague names in rollout": 475,
-    "vague names in sandboxes": 373,
     "vague names in tasks": 74,
     "vague names in tools": 219,
     "vague names in trainer": 801,
     "vague names in ext/environments": 575,
     "vague names in ext/programs": 92,
     "vague names in ext/frameworks": 167,
-    "vague names in ext/checks": 240,
     "vague names in ext/report": 113,
 }
 

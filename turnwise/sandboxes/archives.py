@@ -28,7 +28,7 @@ def pack(source: Path, stream: IO[bytes], *, name: str = ".", uid: int = 0, gid:
         raise SandboxFileError(f"{str(source)!r} cannot be uploaded: {error.strerror or error}") from error
 
 
-def open_source(source: Path) -> int:
+def open_regular_file(source: Path) -> int:
     """Open a host file without blocking on a pipe. Raises FileNotFoundError or SandboxFileError."""
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -57,7 +57,7 @@ class ArchiveSender:
         return len(data)
 
 
-def receive(fd: int, target: Path, max_bytes: int) -> None:
+def receive_archive(fd: int, target: Path, max_bytes: int) -> None:
     """Extract an archive from a descriptor, and close it. Raises as :func:`unpack`."""
     with os.fdopen(fd, "rb") as stream:
         unpack(stream, target, max_bytes)

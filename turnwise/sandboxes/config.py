@@ -28,7 +28,7 @@ BACKENDS: dict[str, type[SandboxBackend] | str] = {
 _UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-def _size(value: Any) -> Any:
+def _parse_size(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", value.lower())
@@ -37,7 +37,7 @@ def _size(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-Bytes = Annotated[int, BeforeValidator(_size), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
 
 
 class LimitsConfig(BaseModel):

@@ -56,7 +56,7 @@ async def run(engine: Engine) -> tuple[int | None, bytes]:
             code, out, _ = await commands.run(
                 "ls", "/", lambda mark: (Output(mark), Output(mark)), env={}, timeout=None
             )
-    return code, out.kept
+    return code, out.data
 
 
 async def test_output_that_arrives_with_the_inspection_counts() -> None:

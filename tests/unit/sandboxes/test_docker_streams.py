@@ -47,7 +47,7 @@ def test_end_marker_is_recognised_at_any_chunk_size(seed: int) -> None:
         size = draw.choice((1, 2, 5, 40))
         out.feed(wire[:size])
         wire = wire[size:]
-    assert (out.end, out.kept, out.truncated) == ("17", text, False)
+    assert (out.end, out.data, out.truncated) == ("17", text, False)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 1000])
@@ -60,14 +60,14 @@ def test_long_output_keeps_head_and_tail(limit: int) -> None:
     assert out.truncated
     head, tail = limit // 2, limit - limit // 2
     missing = f"\n[{len(text) - limit} bytes are missing here]\n".encode()
-    assert out.kept == text[:head] + missing + (text[-tail:] if tail else b"")
+    assert out.data == text[:head] + missing + (text[-tail:] if tail else b"")
 
 
 def test_output_of_exactly_the_limit_is_not_cut() -> None:
     out = Output(MARK, 11)
     out.feed(b"hello world")
     out.finish()
-    assert (out.kept, out.truncated) == (b"hello world", False)
+    assert (out.data, out.truncated) == (b"hello world", False)
 
 
 async def test_stream_returns_buffered_bytes_and_ends_with_the_connection() -> None:
@@ -112,7 +112,7 @@ def test_run_script_reports_the_exit_code_on_both_streams(
     outputs = Output(MARK), Output(MARK)
     for output, data in zip(outputs, (done.stdout, done.stderr), strict=True):
         output.feed(data)
-    assert [(output.end, output.kept) for output in outputs] == [(code, out), (code, err)]
+    assert [(output.end, output.data) for output in outputs] == [(code, out), (code, err)]
     # A command that kills the shells above it cannot choose its exit code.
     assert done.returncode == 137
 

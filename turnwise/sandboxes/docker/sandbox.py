@@ -135,8 +135,8 @@ class DockerSandbox(Sandbox):
         )
         return ExecResult(
             exit_code=_TIMED_OUT if code is None else code,
-            stdout=out.kept,
-            stderr=err.kept,
+            stdout=out.data,
+            stderr=err.data,
             timed_out=code is None,
             truncated=out.truncated or err.truncated,
             duration=time.monotonic() - began,
@@ -163,8 +163,8 @@ class DockerSandbox(Sandbox):
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
         """Return a file's content."""
-        out = await self._script(path, scripts.READ_FILE, str(max_bytes + 1), keep=max_bytes + 1)
-        data = out.kept
+        out = await self._run_script(path, scripts.READ_FILE, str(max_bytes + 1), keep=max_bytes + 1)
+        data = out.data
         if len(data) > max_bytes:
             raise SandboxFileTooLarge(f"{path!r} in the sandbox holds more than max_bytes={max_bytes}")
         return data
@@ -172,7 +172,7 @@ class DockerSandbox(Sandbox):
     async def write_file(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write a file, creating parent folders."""
         permissions = "" if mode is None else f"{mode & 0o7777:o}"
-        await self._script(path, scripts.WRITE_FILE, permissions, stdin=data)
+        await self._run_script(path, scripts.WRITE_FILE, permissions, stdin=data)
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or folder into the container."""
@@ -185,7 +185,7 @@ class DockerSandbox(Sandbox):
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{str(source)!r} does not exist and cannot be uploaded") from error
             packed.seek(0)
-            await self._script(
+            await self._run_script(
                 destination if folder else posixpath.dirname(destination),
                 scripts.UNPACK,
                 stdin=packed,
@@ -310,7 +310,7 @@ class DockerSandbox(Sandbox):
         archive = self._pool.archive_of(self.spec.snapshot) if self.spec.snapshot is not None else None
         if archive is not None:
             with archive.open("rb") as packed:
-                await self._script("/", scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S)
+                await self._run_script("/", scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S)
         elif self.spec.workspace is not None:
             await self.upload(self.spec.workspace, self.spec.workdir)
 
@@ -322,12 +322,12 @@ class DockerSandbox(Sandbox):
             return _SpoolOutput(mark, packed, max_bytes + archives.HEADERS), Output(mark)
 
         try:
-            await self._script(source, scripts.PACK, *names, outputs=outputs, timeout=_ARCHIVE_S)
+            await self._run_script(source, scripts.PACK, *names, outputs=outputs, timeout=_ARCHIVE_S)
         except _OutputTooLarge as error:
             raise SandboxFileTooLarge(f"{source!r} in the sandbox holds more than max_bytes={max_bytes}") from error
         packed.seek(0)
 
-    async def _script(
+    async def _run_script(
         self,
         path: str,
         text: str,
@@ -350,7 +350,7 @@ class DockerSandbox(Sandbox):
         )
         if code == 0:
             return out
-        errors = re.sub(r"^turnwise: (line \d+: |\d+: )?", "", err.kept.decode("utf-8", "replace").strip())
+        errors = re.sub(r"^turnwise: (line \d+: |\d+: )?", "", err.data.decode("utf-8", "replace").strip())
         if code == scripts.NOT_FOUND:
             raise SandboxFileNotFound(f"there is no {path!r} in the sandbox")
         if code == scripts.NOT_A_FILE:
@@ -365,7 +365,7 @@ class DockerSandbox(Sandbox):
             errors = f"{errors} (its limit is disk={self.spec.limits.disk})"
         if code == _NOT_EXECUTABLE or "can't fork" in errors or "Cannot fork" in errors:
             errors = (
-                f"{errors or out.kept.decode('utf-8', 'replace').strip()} (its limit is pids={self.spec.limits.pids})"
+                f"{errors or out.data.decode('utf-8', 'replace').strip()} (its limit is pids={self.spec.limits.pids})"
             )
         raise SandboxFileError(f"{path!r} in the sandbox: {errors or f'exit code {code}'}")
 
@@ -401,7 +401,7 @@ class _SpoolOutput(Output):
         self._file = file
         self._remaining = limit
 
-    def _keep(self, data: bytes) -> None:
+    def _append(self, data: bytes) -> None:
         self._remaining -= len(data)
         if self._remaining < 0:
             raise _OutputTooLarge

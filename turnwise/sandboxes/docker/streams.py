@@ -52,7 +52,7 @@ class Output:
         self.end: str | None = None
         self._mark = mark + b":"
         self._waiting = bytearray()
-        self._kept = HeadTailBuffer(max_bytes)
+        self._buffer = HeadTailBuffer(max_bytes)
 
     def feed(self, data: bytes) -> None:
         """Append bytes; those after the end marker are dropped."""
@@ -64,32 +64,32 @@ class Output:
             # The end of the data may be the beginning of the marker.
             complete = len(self._waiting) - len(self._mark) + 1
             if complete > 0:
-                self._keep(bytes(self._waiting[:complete]))
+                self._append(bytes(self._waiting[:complete]))
                 del self._waiting[:complete]
             return
         text, line_end, _ = bytes(self._waiting[at + len(self._mark) :]).partition(b"\n")
         if line_end:
-            self._keep(bytes(self._waiting[:at]))
+            self._append(bytes(self._waiting[:at]))
             self._waiting.clear()
             self.end = text.decode("ascii", "replace")
 
     def finish(self) -> None:
         """Flush pending bytes: no more will come."""
-        self._keep(bytes(self._waiting))
+        self._append(bytes(self._waiting))
         self._waiting.clear()
 
     @property
     def truncated(self) -> bool:
         """Whether output is missing."""
-        return self._kept.truncated
+        return self._buffer.truncated
 
     @property
-    def kept(self) -> bytes:
+    def data(self) -> bytes:
         """The kept output, with a line that counts the missing bytes."""
-        return self._kept.data
+        return self._buffer.data
 
-    def _keep(self, data: bytes) -> None:
-        self._kept.add(data)
+    def _append(self, data: bytes) -> None:
+        self._buffer.add(data)
 
 
 class Stream:

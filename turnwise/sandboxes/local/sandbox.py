@@ -120,7 +120,7 @@ class LocalSandbox(Sandbox):
         self._backend = backend
         self._channel: Channel | None = None
         self._end_future: asyncio.Future[int] | None = None
-        self._open: set[Collector | LocalProcess] = set()
+        self._open_streams: set[Collector | LocalProcess] = set()
         self._closed = False
         # A fork starts with its first use.
         self._deferred = False
@@ -158,9 +158,9 @@ class LocalSandbox(Sandbox):
         await self.stop_relays()
         if self._channel is not None:
             self._channel.close()
-        for handle in list(self._open):
+        for handle in list(self._open_streams):
             handle.close()
-        self._open.clear()
+        self._open_streams.clear()
         if self._end_future is not None:
             self._backend.launcher.stop(self.id)
             await asyncio.wait([self._end_future], timeout=KILL_SECONDS)
@@ -251,8 +251,8 @@ class LocalSandbox(Sandbox):
         finally:
             os.close(inner_in)
             os.close(inner_out)
-        process = LocalProcess(channel, request, stdin, output, self._open.discard)
-        self._open.add(process)
+        process = LocalProcess(channel, request, stdin, output, self._open_streams.discard)
+        self._open_streams.add(process)
         return process
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
@@ -302,7 +302,7 @@ class LocalSandbox(Sandbox):
                 with contextlib.suppress(BrokenPipeError):
                     await packing
             return
-        fd = archives.open_source(source)
+        fd = archives.open_regular_file(source)
         try:
             size = os.fstat(fd)
             message = {"op": "write", "path": self._inside(target), "mode": size.st_mode & 0o777}
@@ -320,7 +320,7 @@ class LocalSandbox(Sandbox):
                 request = await channel.request({"op": "pack", "path": self._inside(source)}, [writing])
         finally:
             os.close(writing)
-        unpacking = asyncio.create_task(asyncio.to_thread(archives.receive, reading, target, max_bytes))
+        unpacking = asyncio.create_task(asyncio.to_thread(archives.receive_archive, reading, target, max_bytes))
         unpacking.add_done_callback(mark_retrieved)
         try:
             await self._wait_file_request(request, source, max_bytes)
@@ -457,15 +457,15 @@ class LocalSandbox(Sandbox):
         return path if below.split("/")[0] == ".." else below
 
     def _track(self, stream: Collector) -> Collector:
-        self._open.add(stream)
+        self._open_streams.add(stream)
         # A background process of a command may hold its pipe open for long.
-        stream.done.add_done_callback(lambda _: self._open.discard(stream))
+        stream.done.add_done_callback(lambda _: self._open_streams.discard(stream))
         return stream
 
     def _release(self, streams: Sequence[Collector]) -> None:
         for stream in streams:
             stream.close()
-            self._open.discard(stream)
+            self._open_streams.discard(stream)
 
     async def _kill(self, request: Request) -> None:
         """Kill a command's process tree; SandboxDied if that fails, which ends the sandbox."""

@@ -13,7 +13,13 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from turnwise.errors import SandboxDied, SandboxError
-from turnwise.ext.checks.sandbox.context import CheckContext, beats, gone, host_processes, quiet
+from turnwise.ext.checks.sandbox.context import (
+    CheckContext,
+    host_processes,
+    lines_written,
+    processes_ended,
+    stopped_writing,
+)
 from turnwise.ext.checks.sandbox.report import CheckFailed, CheckSkipped
 from turnwise.sandboxes.core import SandboxLimits
 
@@ -133,9 +139,9 @@ async def outlive_timeout(context: CheckContext) -> list[str]:
         result = await sandbox.exec(script, timeout=1.0, env={"LOOP": loop})
         if not result.timed_out:
             raise CheckFailed(f"the attack's command ended before its time-out: {result}")
-        if await beats(sandbox, file) == 0:
+        if await lines_written(sandbox, file) == 0:
             raise CheckFailed(f"the attack's process never ran: {escape}")
-        if not await quiet(sandbox, file):
+        if not await stopped_writing(sandbox, file):
             findings.append(f"{escape} outlives the time-out")
     return findings
 
@@ -171,11 +177,11 @@ async def outlive_host(context: CheckContext) -> list[str]:
         if not context.capabilities.survives_host:
             if not local:
                 raise CheckFailed("the processes inside cannot be seen from here, so whether they ended is unknown")
-            return [] if await gone(mark) else ["a process outlives the host"]
+            return [] if await processes_ended(mark) else ["a process outlives the host"]
         reaped = await context.backend.reap()
         if reaped < 1:
             return [f"the reaper found {reaped} sandboxes of the dead host"]
-        return [] if await gone(mark) else ["a process outlives the host and the reaper"]
+        return [] if await processes_ended(mark) else ["a process outlives the host and the reaper"]
     finally:
         for pid in host_processes(mark):
             with contextlib.suppress(OSError):

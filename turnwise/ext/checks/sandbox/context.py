@@ -40,7 +40,7 @@ def expect(*kinds: type[BaseException], what: str) -> Any:
     raise CheckFailed(f"{what} did not raise {names}")
 
 
-async def soon(work: Awaitable[Any], seconds: float, what: str) -> Any:
+async def result_within(work: Awaitable[Any], seconds: float, what: str) -> Any:
     """Await a result; CheckFailed after ``seconds``."""
     try:
         return await asyncio.wait_for(work, seconds)
@@ -141,37 +141,37 @@ class CheckContext:
             self._shared = None
 
 
-def beating(file: str, token: str, *, hardened: bool = True) -> str:
+def endless_writer(file: str, token: str, *, hardened: bool = True) -> str:
     """Return a shell command that appends to a file forever, detached from signals and session if ``hardened``."""
     ignore_signals = "trap '' TERM INT HUP; " if hardened else ""
     loop = f"{ignore_signals}: {token}; while :; do echo >> {file}; sleep {_BEAT_S}; done"
     return f'S=$(command -v setsid || true); ($S sh -c "{loop}" </dev/null >/dev/null 2>&1 &)'
 
 
-async def beats(sandbox: Sandbox, file: str) -> int:
-    """Return the number of lines that :func:`beating` has written."""
+async def lines_written(sandbox: Sandbox, file: str) -> int:
+    """Return the number of lines that :func:`endless_writer` has written."""
     try:
         return len(await sandbox.read_file(file))
     except SandboxFileNotFound:
         return 0
 
 
-async def alive(sandbox: Sandbox, file: str, seconds: float = 5.0) -> bool:
+async def keeps_writing(sandbox: Sandbox, file: str, seconds: float = 5.0) -> bool:
     """Return whether a file is still growing."""
-    first = await beats(sandbox, file)
+    first = await lines_written(sandbox, file)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        if await beats(sandbox, file) > first:
+        if await lines_written(sandbox, file) > first:
             return True
         await asyncio.sleep(_BEAT_S)
     return False
 
 
-async def quiet(sandbox: Sandbox, file: str) -> bool:
+async def stopped_writing(sandbox: Sandbox, file: str) -> bool:
     """Return whether a file has stopped growing."""
-    length = await beats(sandbox, file)
+    length = await lines_written(sandbox, file)
     await asyncio.sleep(_QUIET_S)
-    return await beats(sandbox, file) == length
+    return await lines_written(sandbox, file) == length
 
 
 def host_processes(token: str) -> list[int]:
@@ -185,7 +185,7 @@ def host_processes(token: str) -> list[int]:
     return pids
 
 
-async def gone(token: str, seconds: float = 5.0) -> bool:
+async def processes_ended(token: str, seconds: float = 5.0) -> bool:
     """Return whether no host process has the token in its command line, within some seconds."""
     until = time.monotonic() + seconds
     while host_processes(token):

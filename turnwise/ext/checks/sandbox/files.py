@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from turnwise.errors import SandboxError, SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge
-from turnwise.ext.checks.sandbox.context import CheckContext, expect, need, soon
+from turnwise.ext.checks.sandbox.context import CheckContext, expect, need, result_within
 from turnwise.ext.checks.sandbox.report import CheckFailed
 from turnwise.sandboxes.core import Mount
 
@@ -117,7 +117,7 @@ async def not_regular(context: CheckContext) -> None:
     need(result.ok, f"mkfifo: {result.text}")
     for path in (".", "/", name, "/dev/zero", "/dev/null"):
         try:
-            await soon(sandbox.read_file(path, max_bytes=1000), 10, f"read_file({path!r})")
+            await result_within(sandbox.read_file(path, max_bytes=1000), 10, f"read_file({path!r})")
         except SandboxFileNotFound as error:
             raise CheckFailed(f"read_file({path!r}) reports a missing file") from error
         except SandboxFileError:
@@ -126,7 +126,7 @@ async def not_regular(context: CheckContext) -> None:
     with expect(SandboxFileError, what="write_file onto a folder"):
         await sandbox.write_file("/tmp", b"x")
     with expect(SandboxFileError, what="write_file to a pipe without a reader"):
-        await soon(sandbox.write_file(name, b"x"), 10, "write_file onto a pipe")
+        await result_within(sandbox.write_file(name, b"x"), 10, "write_file onto a pipe")
 
 
 async def too_large(context: CheckContext) -> None:
@@ -300,10 +300,13 @@ async def changing_files(context: CheckContext) -> None:
     )
     process = await sandbox.spawn(script)
     try:
-        need(await soon(process.read(), 30, "the first output of a script") == b"on\n", "the script did not start")
+        need(
+            await result_within(process.read(), 30, "the first output of a script") == b"on\n",
+            "the script did not start",
+        )
         for number in range(3):
             copy = target / str(number)
-            await soon(sandbox.download(f"{name}/log", copy), 60, "download of a folder that changes")
+            await result_within(sandbox.download(f"{name}/log", copy), 60, "download of a folder that changes")
             need((copy / "kept").read_bytes() == b"kept\n", "the unchanged file is missing from the download")
             lines = (copy / "grows").read_bytes().split()
             need(
@@ -311,9 +314,11 @@ async def changing_files(context: CheckContext) -> None:
                 "the growing file was downloaded with wrong content",
             )
             with contextlib.suppress(SandboxFileError):
-                await soon(sandbox.download(f"{name}/shrinks", target / "file"), 60, "download of what shrinks")
+                await result_within(
+                    sandbox.download(f"{name}/shrinks", target / "file"), 60, "download of what shrinks"
+                )
             with contextlib.suppress(SandboxFileError):
-                await soon(sandbox.read_file(f"{name}/shrinks"), 60, "read_file of what shrinks")
+                await result_within(sandbox.read_file(f"{name}/shrinks"), 60, "read_file of what shrinks")
     finally:
         await process.kill()
     need((await sandbox.exec(["true"])).ok, "the sandbox does not respond afterwards")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turnwise.ext.checks.sandbox.context import alive, beating
+from turnwise.ext.checks.sandbox.context import endless_writer, keeps_writing
 from turnwise.sandboxes.config import SandboxConfig, open_backend
 from turnwise.sandboxes.core import Mount, SandboxLimits, SandboxSpec
 
@@ -19,9 +19,9 @@ async def main() -> None:
     backend = open_backend(SandboxConfig.model_validate(request["config"]))
     sandbox = backend.make(_spec(request["spec"]))
     await sandbox.start()
-    await sandbox.exec(beating("beat", request["mark"]))
+    await sandbox.exec(endless_writer("beat", request["mark"]))
     await sandbox.spawn(f"trap '' TERM INT HUP; : {request['mark']}; while :; do sleep 1; done")
-    if await alive(sandbox, "beat"):
+    if await keeps_writing(sandbox, "beat"):
         sys.stdout.write("ready\n")
         sys.stdout.flush()
     await asyncio.sleep(600)

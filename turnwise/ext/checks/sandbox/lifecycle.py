@@ -8,7 +8,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from turnwise.errors import SandboxDied, SandboxError
-from turnwise.ext.checks.sandbox.context import CheckContext, alive, beating, beats, expect, gone, need, quiet, soon
+from turnwise.ext.checks.sandbox.context import (
+    CheckContext,
+    endless_writer,
+    expect,
+    keeps_writing,
+    lines_written,
+    need,
+    processes_ended,
+    result_within,
+    stopped_writing,
+)
 from turnwise.ext.checks.sandbox.report import CheckSkipped
 from turnwise.sandboxes.core import Sandbox
 
@@ -45,7 +55,7 @@ async def close_twice(context: CheckContext) -> None:
     }
     for name, use in uses.items():
         with expect(SandboxDied, what=f"{name} after close"):
-            await soon(use(), 10, f"{name} after close")
+            await result_within(use(), 10, f"{name} after close")
 
 
 async def close_during(context: CheckContext) -> None:
@@ -54,22 +64,25 @@ async def close_during(context: CheckContext) -> None:
         file = context.name()
         work = asyncio.create_task(sandbox.exec(f"while :; do echo >> {file}; sleep 0.05; done"))
         process = await sandbox.spawn(["cat"])
-        need(await alive(sandbox, file), "the command did not start")
-        await soon(sandbox.close(), 20, "close during a command")
+        need(await keeps_writing(sandbox, file), "the command did not start")
+        await result_within(sandbox.close(), 20, "close during a command")
         with expect(SandboxDied, what="a command during which the sandbox was closed"):
-            await soon(work, 10, "a command during which the sandbox was closed")
+            await result_within(work, 10, "a command during which the sandbox was closed")
         with contextlib.suppress(SandboxDied):
-            need(await soon(process.read(), 10, "read of a spawned command after close") == b"", "it gave output")
+            need(
+                await result_within(process.read(), 10, "read of a spawned command after close") == b"",
+                "it gave output",
+            )
 
 
 async def close_ends_all(context: CheckContext) -> None:
     """Closing kills every process inside."""
     mark = f"{context.token}-{context.name()}"
     async with context.fresh() as sandbox:
-        await sandbox.exec(beating("beat", mark))
+        await sandbox.exec(endless_writer("beat", mark))
         await sandbox.spawn(f"trap '' TERM INT HUP; : {mark}; while :; do sleep 1; done")
-        need(await alive(sandbox, "beat"), "the background process did not start")
-    need(await gone(mark), "a process of a closed sandbox is still in this machine's /proc")
+        need(await keeps_writing(sandbox, "beat"), "the background process did not start")
+    need(await processes_ended(mark), "a process of a closed sandbox is still in this machine's /proc")
 
 
 async def start_cancelled(context: CheckContext) -> None:
@@ -80,8 +93,8 @@ async def start_cancelled(context: CheckContext) -> None:
         await asyncio.sleep(pause)
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await soon(starting, 30, "a cancelled start")
-        await soon(sandbox.close(), 20, "close after a cancelled start")
+            await result_within(starting, 30, "a cancelled start")
+        await result_within(sandbox.close(), 20, "close after a cancelled start")
     async with context.fresh() as sandbox:
         need((await sandbox.exec(["true"])).ok, "after cancelled starts a sandbox does not respond")
 
@@ -96,7 +109,7 @@ async def start_refused(context: CheckContext) -> None:
         sandbox = context.backend.make(spec)
         try:
             with expect(SandboxError, what=f"a start with {what}"):
-                await soon(sandbox.start(), 60, f"a start with {what}")
+                await result_within(sandbox.start(), 60, f"a start with {what}")
         finally:
             await sandbox.close()
 
@@ -166,20 +179,21 @@ async def fork(context: CheckContext) -> None:
 async def fork_processes(context: CheckContext) -> None:
     """Processes of an origin continue, in its forks only with the capability ``fork_processes``."""
     async with context.fresh() as sandbox:
-        await sandbox.exec(beating("beats", context.token))
-        need(await alive(sandbox, "beats"), "a background process does not run")
+        await sandbox.exec(endless_writer("beats", context.token))
+        need(await keeps_writing(sandbox, "beats"), "a background process does not run")
         [forked] = await sandbox.fork()
         try:
-            need(await alive(sandbox, "beats"), "a fork ended a process of its origin")
+            need(await keeps_writing(sandbox, "beats"), "a fork ended a process of its origin")
             if context.capabilities.fork_processes:
-                need(await alive(forked, "beats"), "a fork lacks the processes of its origin")
+                need(await keeps_writing(forked, "beats"), "a fork lacks the processes of its origin")
             else:
                 need(
-                    await quiet(forked, "beats"), "a process writes to a fork, and the capabilities say that none runs"
+                    await stopped_writing(forked, "beats"),
+                    "a process writes to a fork, and the capabilities say that none runs",
                 )
             [later] = await sandbox.fork()
             try:
-                seen = await beats(later, "beats")
+                seen = await lines_written(later, "beats")
                 need(seen > 0, "a fork lacks what a process of its origin wrote")
             finally:
                 await later.close()

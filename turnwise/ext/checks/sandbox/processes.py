@@ -7,7 +7,16 @@ import contextlib
 import time
 
 from turnwise.errors import SandboxFileNotFound
-from turnwise.ext.checks.sandbox.context import CheckContext, alive, beating, beats, expect, need, quiet, soon
+from turnwise.ext.checks.sandbox.context import (
+    CheckContext,
+    endless_writer,
+    expect,
+    keeps_writing,
+    lines_written,
+    need,
+    result_within,
+    stopped_writing,
+)
 from turnwise.sandboxes.core import Sandbox, SandboxProcess
 
 
@@ -29,15 +38,15 @@ async def timeout_tree(context: CheckContext) -> None:
     """A timeout kills all processes of the command, however detached."""
     sandbox = await context.sandbox()
     file = context.name()
-    script = f"{beating(file, context.token)}; trap '' TERM INT; while :; do sleep 0.1; done"
+    script = f"{endless_writer(file, context.token)}; trap '' TERM INT; while :; do sleep 0.1; done"
     # On a busy machine the background process may start after more than a second.
     for seconds in (1.0, 15.0):
         result = await sandbox.exec(script, timeout=seconds)
         need(result.timed_out, f"the command did not run into its time-out: {result}")
-        if await beats(sandbox, file) > 0:
+        if await lines_written(sandbox, file) > 0:
             break
-    need(await beats(sandbox, file) > 0, "its background process never ran")
-    need(await quiet(sandbox, file), "a process that forked twice and ignores signals outlives the time-out")
+    need(await lines_written(sandbox, file) > 0, "its background process never ran")
+    need(await stopped_writing(sandbox, file), "a process that forked twice and ignores signals outlives the time-out")
 
 
 async def timeout_endless_output(context: CheckContext) -> None:
@@ -51,11 +60,11 @@ async def timeout_spares(context: CheckContext) -> None:
     """A timeout spares other commands and their background processes."""
     sandbox = await context.sandbox()
     file = context.name()
-    await sandbox.exec(beating(file, context.token))
+    await sandbox.exec(endless_writer(file, context.token))
     other = asyncio.create_task(sandbox.exec("sleep 1.2; echo other"))
     result = await sandbox.exec("sleep 60", timeout=0.5)
     need(result.timed_out, f"got {result}")
-    need(await alive(sandbox, file), "a time-out ended another command's background process")
+    need(await keeps_writing(sandbox, file), "a time-out ended another command's background process")
     need((await other).stdout == b"other\n", "a time-out ended another command")
     await _kill_by_file(sandbox, file)
 
@@ -64,13 +73,13 @@ async def cancellation(context: CheckContext) -> None:
     """Cancelling the call kills the command with all its processes."""
     sandbox = await context.sandbox()
     file = context.name()
-    work = asyncio.create_task(sandbox.exec(f"{beating(file, context.token)}; sleep 60"))
-    need(await alive(sandbox, file), "the command did not start")
+    work = asyncio.create_task(sandbox.exec(f"{endless_writer(file, context.token)}; sleep 60"))
+    need(await keeps_writing(sandbox, file), "the command did not start")
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await soon(work, 10, "a cancelled exec")
+        await result_within(work, 10, "a cancelled exec")
     need(work.cancelled(), "a cancelled exec did not raise CancelledError")
-    need(await quiet(sandbox, file), "a process of the command outlives its cancellation")
+    need(await stopped_writing(sandbox, file), "a process of the command outlives its cancellation")
     need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not respond after a cancellation")
 
 
@@ -79,11 +88,13 @@ async def background_survives(context: CheckContext) -> None:
     sandbox = await context.sandbox()
     file = context.name()
     loop = f"while :; do echo >> {file}; sleep 0.05; done"
-    result = await soon(sandbox.exec(f"(: {context.token}; {loop}) & echo started"), 10, "a command with a background")
+    result = await result_within(
+        sandbox.exec(f"(: {context.token}; {loop}) & echo started"), 10, "a command with a background"
+    )
     need(result.stdout == b"started\n" and result.ok, f"got {result}")
-    need(await alive(sandbox, file), "a command's background process did not keep running")
+    need(await keeps_writing(sandbox, file), "a command's background process did not keep running")
     need((await sandbox.exec("echo next")).stdout == b"next\n", "the next command has unexpected output")
-    need(await alive(sandbox, file), "a background process did not survive the next command")
+    need(await keeps_writing(sandbox, file), "a background process did not survive the next command")
     await _kill_by_file(sandbox, file)
 
 
@@ -103,8 +114,10 @@ async def spawn_interactive(context: CheckContext) -> None:
         need(await _read_bytes(process, len(data)) == data, f"cat did not return {data!r}")
     await process.close_stdin()
     await process.close_stdin()
-    need(await soon(process.read(), 10, "read at the end") == b"", "there is output after the end of the stream")
-    need(await soon(process.wait(), 10, "wait") == 0, "cat did not end with 0")
+    need(
+        await result_within(process.read(), 10, "read at the end") == b"", "there is output after the end of the stream"
+    )
+    need(await result_within(process.wait(), 10, "wait") == 0, "cat did not end with 0")
     need(await process.wait() == 0, "the second wait gives another exit code")
 
 
@@ -141,12 +154,15 @@ async def spawn_interrupt(context: CheckContext) -> None:
     process = await sandbox.spawn(trapping)
     need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
     await process.interrupt()
-    need(await soon(process.wait(), 10, "wait after an interrupt") == 3, "the command did not handle the interrupt")
+    need(
+        await result_within(process.wait(), 10, "wait after an interrupt") == 3,
+        "the command did not handle the interrupt",
+    )
     need(await _read_all(process) == b"caught\n", "its last output is lost")
     process = await sandbox.spawn("echo ready; exec sleep 60")
     need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
     await process.interrupt()
-    need(await soon(process.wait(), 10, "wait after an interrupt") == 130, "sleep did not end with 130")
+    need(await result_within(process.wait(), 10, "wait after an interrupt") == 130, "sleep did not end with 130")
 
 
 async def spawn_kill(context: CheckContext) -> None:
@@ -154,13 +170,13 @@ async def spawn_kill(context: CheckContext) -> None:
     sandbox = await context.sandbox()
     file = context.name()
     process = await sandbox.spawn(
-        f"{beating(file, context.token)}; trap '' TERM INT; echo ready; while :; do sleep 1; done"
+        f"{endless_writer(file, context.token)}; trap '' TERM INT; echo ready; while :; do sleep 1; done"
     )
     need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
-    need(await alive(sandbox, file), "its background process did not start")
+    need(await keeps_writing(sandbox, file), "its background process did not start")
     await process.kill()
-    need(await soon(process.wait(), 10, "wait after kill") == 137, "a killed command does not end with 137")
-    need(await quiet(sandbox, file), "a process of the command outlives kill")
+    need(await result_within(process.wait(), 10, "wait after kill") == 137, "a killed command does not end with 137")
+    need(await stopped_writing(sandbox, file), "a process of the command outlives kill")
     await process.kill()
     await process.interrupt()
     await process.close_stdin()
@@ -180,7 +196,7 @@ async def spawn_volume(context: CheckContext) -> None:
 
     writing = asyncio.create_task(write())
     output = bytearray()
-    while piece := await soon(process.read(10_000), 30, "read"):
+    while piece := await result_within(process.read(10_000), 30, "read"):
         need(len(piece) <= 10_000, f"read(10000) gave {len(piece)} bytes")
         output += piece
     await writing
@@ -191,7 +207,7 @@ async def spawn_volume(context: CheckContext) -> None:
 async def _read_bytes(process: SandboxProcess, size: int) -> bytes:
     output = b""
     while len(output) < size:
-        piece = await soon(process.read(), 10, "read")
+        piece = await result_within(process.read(), 10, "read")
         if not piece:
             break
         output += piece
@@ -200,7 +216,7 @@ async def _read_bytes(process: SandboxProcess, size: int) -> bytes:
 
 async def _read_all(process: SandboxProcess) -> bytes:
     output = b""
-    while piece := await soon(process.read(), 10, "read"):
+    while piece := await result_within(process.read(), 10, "read"):
         output += piece
     return output
 

@@ -87,7 +87,7 @@ def cell(request: dict[str, Any], number: int, names: dict[str, Any], loop: Any)
         error = raised
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(error, SystemExit):
-        sys.stderr.write(f"SystemExit: {error.code} (the interpreter goes on)\n")
+        sys.stderr.write(f"SystemExit: {error.code} (the interpreter continues)\n")
     elif error is not None:
         report(error)
     return {"error": None if error is None else type(error).__name__[:200], "plots": saved}
