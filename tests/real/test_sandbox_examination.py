@@ -19,7 +19,7 @@ from turnwise.ext.checks.sandbox.table import CHECKS
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxSpec
 from turnwise.sandboxes.local import LocalBackend
 
-ATTACKS = {check.name: check for check in CHECKS if check.containment}
+ATTACKS = {name: check for name, check in CHECKS.items() if check.containment}
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 

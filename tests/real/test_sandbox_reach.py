@@ -114,7 +114,7 @@ async def all_attacks(kind: type[ExposedLocal] | type[ExposedDocker], config: di
     report = await check_sandbox(backend, only=["attack:", "life: expose"])
     assert report.ok, str(report)
     assert {outcome.status for outcome in report.attacks} == {"held"}, str(report)
-    assert len(report.attacks) == sum(bool(check.containment) for check in CHECKS)
+    assert len(report.attacks) == sum(bool(check.containment) for check in CHECKS.values())
     # One sandbox serves several attacks; each of them had a way out.
     assert kind.opened >= 5
 

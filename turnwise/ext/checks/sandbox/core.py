@@ -82,7 +82,7 @@ async def check_sandbox(
 
 
 def _select(only: Sequence[str], attacks: bool) -> list[Check]:
-    checks = [check for check in CHECKS if attacks or not check.containment]
+    checks = [check for check in CHECKS.values() if attacks or not check.containment]
     for prefix in only:
         if not any(check.name.startswith(prefix) for check in checks):
             groups = ", ".join(sorted({check.name.partition(":")[0] for check in checks}))

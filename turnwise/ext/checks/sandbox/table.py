@@ -31,7 +31,7 @@ class Check:
     refused: Callable[[Sandbox], Awaitable[object]] | None = None
 
 
-CHECKS: Final = (
+_ROWS: Final = (
     Check("exec: exit codes", commands.exit_codes),
     Check("exec: signals", commands.signals),
     Check("exec: missing program", commands.missing_program),
@@ -136,4 +136,6 @@ CHECKS: Final = (
     Check("attack: download through an earlier link", link_attacks.download_twice, "always"),
     Check("attack: change while downloading", link_attacks.download_race, "always"),
 )
-"""All checks and attacks; their names are what ``check-sandbox --only`` selects by prefix."""
+
+CHECKS: Final[dict[str, Check]] = {check.name: check for check in _ROWS}
+"""All checks and attacks by name, in the order in which they run; ``check-sandbox --only`` selects by prefix."""
