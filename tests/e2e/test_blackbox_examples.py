@@ -13,7 +13,7 @@ from turnwise.agents.registry import make_agent
 from turnwise.config import load_config
 from turnwise.envs.registration import env_class
 from turnwise.evaluation.config import EvalConfig
-from turnwise.rollout.preflight import check_own
+from turnwise.rollout.preflight import check_env_and_agent
 from turnwise.sandboxes.core import Mount
 from turnwise.tasks import iter_tasks
 
@@ -43,7 +43,7 @@ def test_example_is_evaluated(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    check_own(config.rollout)
+    check_env_and_agent(config.rollout)
 
 
 def test_example_is_evaluated_in_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_example_is_evaluated_in_sandboxes(tmp_path: Path, monkeypatch: pytest.M
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    check_own(config.rollout)
+    check_env_and_agent(config.rollout)
     agent = make_agent(config.rollout.agent.name, **config.rollout.agent.config)
     # What it needs to see inside is known before a sandbox is there.
     assert agent.sandbox_mounts() == (Mount(program, str(program)),)

@@ -20,7 +20,7 @@ from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig
 from turnwise.evaluation.directory import check_continues, is_complete
 from turnwise.evaluation.metrics import money
-from turnwise.rollout.preflight import check_own, task_source
+from turnwise.rollout.preflight import check_env_and_agent, task_source
 from turnwise.tasks.config import Sources
 from turnwise.tasks.mix import load_mix
 
@@ -104,7 +104,7 @@ def suite_parts(suite: SuiteConfig) -> list[SuitePart]:
                 raise ConfigError(f"{where}: out is set; results are in {suite.out / _folder(evaluation, model)}")
             try:
                 config = load_config(EvalConfig, defaults=merged | {"out": str(suite.out / _folder(evaluation, model))})
-                check_own(config.rollout)
+                check_env_and_agent(config.rollout)
                 if suite.budget.money is not None and config.prices is None:
                     raise ConfigError("prices are missing, and budget.money of the suite needs them (0 where free)")
                 if config.hosted is not None:

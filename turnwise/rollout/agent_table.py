@@ -25,12 +25,12 @@ class AgentTable:
         self._default = config.agent
         self._policies = {MAIN, *config.frozen, *config.roles.values()}
         self._file = config.agent_loop_config_path
-        self._named: dict[str, AgentEntry] = {}
-        self._made: dict[str, Agent] = {}
+        self._further: dict[str, AgentEntry] = {}
+        self._agents: dict[str, Agent] = {}
         for entry in self._entries():
-            if entry.name in self._named:
+            if entry.name in self._further:
                 raise ConfigError(f"{self._file}: the agent name {entry.name!r} occurs twice")
-            self._named[entry.name] = entry
+            self._further[entry.name] = entry
 
     def _entries(self) -> list[AgentEntry]:
         if self._file is None:
@@ -40,7 +40,7 @@ class AgentTable:
         except ConfigError as error:
             raise ConfigError(f"rollout.agent_loop_config_path {self._file}: {error}") from error
 
-    def own(self) -> Agent:
+    def default(self) -> Agent:
         """Return the run's default agent."""
         return self._agent(self._default.name, {})
 
@@ -50,7 +50,7 @@ class AgentTable:
 
     def check(self) -> None:
         """Check that every agent of the file can be loaded; make none."""
-        for name, entry in self._named.items():
+        for name, entry in self._further.items():
             try:
                 find_agent(entry.target)
             except (AgentError, ConfigError, RegistryError) as error:
@@ -58,30 +58,30 @@ class AgentTable:
 
     async def close(self) -> None:
         """Close the agents."""
-        await asyncio.gather(*(agent.close() for agent in self._made.values()))
+        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
 
-    def _agent(self, name: str, own: dict[str, object]) -> Agent:
-        key = f"{name} {json.dumps(own, sort_keys=True, default=repr)}" if own else name
-        if key not in self._made:
-            agent = self._made[key] = self._make(name, own)
+    def _agent(self, name: str, arguments: dict[str, object]) -> Agent:
+        key = f"{name} {json.dumps(arguments, sort_keys=True, default=repr)}" if arguments else name
+        if key not in self._agents:
+            agent = self._agents[key] = self._make(name, arguments)
             unknown = sorted(agent.policies() - self._policies)
             if unknown:
-                del self._made[key]
+                del self._agents[key]
                 raise ConfigError(
                     f"agent {name!r} names the policy {unknown[0]!r}, which does not exist: name one of "
                     f"{', '.join(sorted(self._policies))}, map a role to it in rollout.roles, or add "
                     f"rollout.frozen.{unknown[0]}"
                 )
-        return self._made[key]
+        return self._agents[key]
 
-    def _make(self, name: str, own: dict[str, object]) -> Agent:
-        entry = self._named.get(name)
+    def _make(self, name: str, arguments: dict[str, object]) -> Agent:
+        entry = self._further.get(name)
         run = self._default.config if name == self._default.name else {}
         if entry is None:
-            if self._named and not is_registered(name) and not any(mark in name for mark in ":./"):
-                raise unknown_agent(name, self._named)
-            return make_agent(name, **{**run, **own})
+            if self._further and not is_registered(name) and not any(mark in name for mark in ":./"):
+                raise unknown_agent(name, self._further)
+            return make_agent(name, **{**run, **arguments})
         try:
-            return make_agent(entry.target, **{**entry.config, **run, **own})
+            return make_agent(entry.target, **{**entry.config, **run, **arguments})
         except (AgentError, ConfigError, RegistryError) as error:
             raise ConfigError(f"{self._file}: agent {name!r}: {error}") from error

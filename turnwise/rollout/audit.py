@@ -69,7 +69,7 @@ def audit_files(run: Path) -> AuditReport:
     if (run / TRAJECTORIES).is_file() and not (run / LEDGER).is_file():
         forms = _forms(run)
         if forms.keys() == {_TEXT}:
-            raise _nothing(run, forms.total())
+            raise _nothing_to_audit(run, forms.total())
     for name in (LEDGER, TRAJECTORIES):
         if not (run / name).is_file():
             raise AuditError(f"{run} holds no {name}: this run cannot be audited")
@@ -78,9 +78,9 @@ def audit_files(run: Path) -> AuditReport:
         ledger = read_ledgers(run)
         batches = read_batches(run / BATCHES) if (run / BATCHES).is_file() else Batches([], 0, 0, (), False)
         pending = run / PENDING
-        waiting = {each.id for each in read_trajectories(pending)} if pending.is_file() else set()
+        waiting = {trajectory.id for trajectory in read_trajectories(pending)} if pending.is_file() else set()
         audit = _Audit(ledger, batches, report, waiting)
-        audit.all(read_trajectories(run / TRAJECTORIES))
+        audit.check(read_trajectories(run / TRAJECTORIES))
         journal = summarize_journal(run / JOURNAL)
         report.contradictions += journal.misused([(row.trajectory, row.step) for row in batches.rows])
         if (run / JOURNAL).is_file():
@@ -89,7 +89,7 @@ def audit_files(run: Path) -> AuditReport:
     except FormatError as error:
         report.contradictions.append(str(error))
     if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:
-        raise _nothing(run, report.counts[_OF_TEXT])
+        raise _nothing_to_audit(run, report.counts[_OF_TEXT])
     return report
 
 
@@ -100,7 +100,7 @@ def _forms(run: Path) -> Counter[str]:
         return Counter()
 
 
-def _nothing(run: Path, count: int) -> AuditError:
+def _nothing_to_audit(run: Path, count: int) -> AuditError:
     return AuditError(
         f"{run} holds {count} trajectories, all recorded as text from a hosted endpoint, which returns no token ids: "
         "there is nothing to audit"
@@ -129,7 +129,7 @@ class _Audit:
         if batches.rolled_back:
             report.counts["train steps undone by a kill"] = batches.rolled_back
 
-    def all(self, trajectories: Iterator[Trajectory]) -> None:
+    def check(self, trajectories: Iterator[Trajectory]) -> None:
         seen: set[str] = set()
         for trajectory in trajectories:
             counts = self._report.counts
@@ -137,38 +137,41 @@ class _Audit:
             counts["turns"] += sum(segment.sampled for segment in trajectory.segments)
             counts["sampled tokens"] += trajectory.sampled_tokens
             counts["forks"] += sum(trajectory.forks().values())
-            if any(trajectory.id in each.abandoned for each in self._resumptions):
-                self._say(trajectory, "was abandoned by a gateway that was started again, and is on disk")
+            if any(trajectory.id in resumption.abandoned for resumption in self._resumptions):
+                self._note(trajectory, "was abandoned by a gateway that was started again, and is on disk")
             if trajectory.id in seen:
-                self._say(trajectory, "occurs twice in the file")
+                self._note(trajectory, "occurs twice in the file")
                 continue
             seen.add(trajectory.id)
-            ended = trajectory.error is None and trajectory.stop_reason is not StopReason.CANCELLED
-            if ended and trajectory.partition == "train" and not trajectory.frozen:
+            completed = trajectory.error is None and trajectory.stop_reason is not StopReason.CANCELLED
+            if completed and trajectory.partition == "train" and not trajectory.frozen:
                 self.finished.append(trajectory.id)
             if trajectory.recorded == _TEXT:
                 counts[_OF_TEXT] += 1
-                self._text(trajectory)
+                self._check_text(trajectory)
                 continue
             unsound = list(_structure(trajectory.segments)) + list(_events(trajectory))
             unsound += _branches(trajectory) if trajectory.branches else ()
             unsound += _search(trajectory)
             for text in unsound:
-                self._say(trajectory, text)
+                self._note(trajectory, text)
             if not unsound:
                 self._against_ledger(trajectory)
                 self._against_batches(trajectory)
-        self._missing(seen)
+        self._check_missing(seen)
 
-    def _say(self, trajectory: Trajectory, text: str) -> None:
+    def _note(self, trajectory: Trajectory, text: str) -> None:
         self._report.contradictions.append(f"trajectory {trajectory.id}: {text}")
 
-    def _text(self, trajectory: Trajectory) -> None:
+    def _check_text(self, trajectory: Trajectory) -> None:
         if any(len(segment.token_ids) for segment in trajectory.segments):
-            self._say(trajectory, "was recorded as text, but holds ids")
-        for what, found in (("calls of it in the ledger", self._calls), ("rows of it that were trained", self._rows)):
-            if trajectory.id in found:
-                self._say(trajectory, f"was recorded as text, but there are {what}")
+            self._note(trajectory, "was recorded as text, but holds ids")
+        for what, by_session in (
+            ("calls of it in the ledger", self._calls),
+            ("rows of it that were trained", self._rows),
+        ):
+            if trajectory.id in by_session:
+                self._note(trajectory, f"was recorded as text, but there are {what}")
 
     # Against the ledger
 
@@ -190,23 +193,24 @@ class _Audit:
                     self._report.counts["turns equal to a call"] += 1
                 else:
                     strange.append((segment, prompt))
-        left = [call for call in calls if any(call is other for other in waiting[_call_key(call)])]
+        unmatched = [call for call in calls if any(call is other for other in waiting[_call_key(call)])]
         for segment, prompt in strange:
             where = f"segment {segment.index} (turn {segment.turn_id})"
-            if left:
-                self._say(
-                    trajectory, f"{where}: {_difference(segment, prompt, left.pop(_likest(segment, prompt, left)))}"
+            if unmatched:
+                self._note(
+                    trajectory,
+                    f"{where}: {_difference(segment, prompt, unmatched.pop(_best_match(segment, prompt, unmatched)))}",
                 )
             elif _turn_key(segment, prompt) in self._lost.get(trajectory.id, ()):
-                self._say(trajectory, f"{where}: the ledger names its call as lost before it was committed")
+                self._note(trajectory, f"{where}: the ledger names its call as lost before it was committed")
             else:
-                self._say(trajectory, f"{where}: no call in the ledger sampled it")
-        if trajectory.error is not None and left and left[-1] is calls[-1]:
+                self._note(trajectory, f"{where}: no call in the ledger sampled it")
+        if trajectory.error is not None and unmatched and unmatched[-1] is calls[-1]:
             # The session refused a completion that broke the client's contract, and the episode ended there.
-            left.pop()
+            unmatched.pop()
             self._report.counts["completions that a session refused"] += 1
-        for call in left:
-            self._say(
+        for call in unmatched:
+            self._note(
                 trajectory,
                 f"a call of the ledger is in no segment: prompt of {len(call.prompt_ids)} ids, "
                 f"completion of {len(call.completion_ids)} ids beginning {call.completion_ids[:8].tolist()}",
@@ -215,14 +219,14 @@ class _Audit:
     def _without_lost(self) -> dict[str, set[bytes]]:
         """Take the calls that a kill lost out of the ledger's; return them by session. Unexplained ones stay."""
         lost: defaultdict[str, set[bytes]] = defaultdict(set)
-        for each in self._resumptions:
-            for session, places in each.lost.items():
+        for resumption in self._resumptions:
+            for session, offsets in resumption.lost.items():
                 calls = self._calls.get(session, [])
-                for at in places:
-                    why = _unexplained(each, at, places, calls, self._closed)
+                for at in offsets:
+                    why = _unexplained(resumption, at, offsets, calls, self._closed)
                     if why is not None:
-                        said = f"session {session}: the ledger names its call at byte {at} as lost, {why}"
-                        self._report.contradictions.append(said)
+                        problem = f"session {session}: the ledger names its call at byte {at} as lost, {why}"
+                        self._report.contradictions.append(problem)
                         continue
                     call = next(call for call in calls if call.at == at)
                     lost[session].add(_call_key(call))
@@ -239,23 +243,26 @@ class _Audit:
             return
         self._report.counts["trajectories trained"] += 1
         if trajectory.error is not None:
-            self._say(
+            self._note(
                 trajectory, f"was trained (step {rows[0].step}) although it ended in an error: {trajectory.error}"
             )
         if trajectory.frozen:
-            self._say(
+            self._note(
                 trajectory, f"was trained (step {rows[0].step}) although its policy {trajectory.policy!r} is frozen"
             )
-        others = sorted({row.policy for row in rows if row.policy != trajectory.policy})
-        if others:
-            self._say(
+        policies = sorted({row.policy for row in rows if row.policy != trajectory.policy})
+        if policies:
+            self._note(
                 trajectory,
-                f"was trained (step {rows[0].step}) by the policy {others[0]!r}, but {trajectory.policy!r} sampled it",
+                f"was trained (step {rows[0].step}) by the policy {policies[0]!r}, but {trajectory.policy!r} sampled "
+                "it",
             )
         if trajectory.baseline:
-            self._say(trajectory, f"was trained (step {rows[0].step}) although it is a greedy baseline")
+            self._note(trajectory, f"was trained (step {rows[0].step}) although it is a greedy baseline")
         if trajectory.partition != "train":
-            self._say(trajectory, f"was trained (step {rows[0].step}) although its partition is {trajectory.partition}")
+            self._note(
+                trajectory, f"was trained (step {rows[0].step}) although its partition is {trajectory.partition}"
+            )
         by_pass: defaultdict[tuple[int, int], list[BatchRow]] = defaultdict(list)
         for row in rows:
             by_pass[row.step, row.epoch].append(row)
@@ -264,24 +271,24 @@ class _Audit:
             for row in members:
                 sample = expected.get(row.leaf)
                 if sample is None or row.digest != row_digest(sample):
-                    self._say(
+                    self._note(
                         trajectory, f"step {step}: the row of leaf {row.leaf} that was trained is not what is on disk"
                     )
-            self._coverage(trajectory, f"step {step}" if epoch == 0 else f"step {step}, pass {epoch}", members)
+            self._check_coverage(trajectory, f"step {step}" if epoch == 0 else f"step {step}, pass {epoch}", members)
 
-    def _coverage(self, trajectory: Trajectory, when: str, rows: Sequence[BatchRow]) -> None:
+    def _check_coverage(self, trajectory: Trajectory, when: str, rows: Sequence[BatchRow]) -> None:
         """Count how often each id was trained: sampled ids once, others never."""
         trained = [np.zeros(len(segment.token_ids), np.int32) for segment in trajectory.segments]
         reachable = [np.zeros(len(segment.token_ids), np.bool_) for segment in trajectory.segments]
         for row in rows:
             if not 0 <= row.leaf < len(trajectory.segments):
-                self._say(trajectory, f"{when}: a row names leaf {row.leaf}, which is no segment")
+                self._note(trajectory, f"{when}: a row names leaf {row.leaf}, which is no segment")
                 continue
             path = trajectory.path(row.leaf)
             total = sum(len(segment.token_ids) for segment in path)
             length = total if row.max_tokens is None else min(total, row.max_tokens)
             if row.tokens != length:
-                self._say(trajectory, f"{when}: the row of leaf {row.leaf} has {row.tokens} ids, its branch {length}")
+                self._note(trajectory, f"{when}: the row of leaf {row.leaf} has {row.tokens} ids, its branch {length}")
                 continue
             mask = np.zeros(total, np.int32)
             for start, end in row.spans:
@@ -293,8 +300,8 @@ class _Audit:
                 reachable[segment.index] |= np.arange(start, end) < length
                 start = end
         for segment in trajectory.segments:
-            wanted = reachable[segment.index] if rows[0].max_tokens is not None else np.True_
-            expected = (wanted & segment.trained).astype(np.int32)
+            in_reach = reachable[segment.index] if rows[0].max_tokens is not None else np.True_
+            expected = (in_reach & segment.trained).astype(np.int32)
             wrong = np.flatnonzero(trained[segment.index] != expected)
             self._report.counts["ids trained once"] += int((trained[segment.index] == 1).sum())
             self._report.counts["sampled ids that an agent left out"] += int(segment.sampled) * int(
@@ -303,16 +310,16 @@ class _Audit:
             if len(wrong):
                 position = int(wrong[0])
                 times = int(trained[segment.index][position])
-                self._say(
+                self._note(
                     trajectory,
                     f"{when}: id {position} of segment {segment.index} ({segment.kind}) was trained {times} times"
                     f"{'' if len(wrong) == 1 else f', as were others: {len(wrong)} in this segment'}",
                 )
 
-    def _missing(self, seen: set[str]) -> None:
+    def _check_missing(self, seen: set[str]) -> None:
         report = self._report
-        abandoned = {session for each in self._resumptions for session in each.abandoned}
-        resumed = {session for each in self._resumptions for session in each.lost}
+        abandoned = {session for resumption in self._resumptions for session in resumption.abandoned}
+        resumed = {session for resumption in self._resumptions for session in resumption.lost}
         report.counts["sessions that a gateway could not rebuild after a kill"] += len(abandoned)
         for session in sorted((self._calls.keys() | resumed) - seen - abandoned):
             calls = self._calls.get(session, [])
@@ -320,12 +327,14 @@ class _Audit:
                 report.counts["sessions whose group reward is still to come"] += 1
                 continue
             parts = [call.part for call in calls[-1:]]
-            last = max([*parts, *(each.part for each in self._resumptions if session in each.lost)])
-            if last in self._closed:
+            last_part = max(
+                [*parts, *(resumption.part for resumption in self._resumptions if session in resumption.lost)]
+            )
+            if last_part in self._closed:
                 report.contradictions.append(f"session {session}: {len(calls)} calls in the ledger, but no trajectory")
-            elif any(each.part > last for each in self._resumptions):
-                said = "its process was killed, and the next one neither went on with it nor abandoned it"
-                report.contradictions.append(f"session {session}: {said}")
+            elif any(resumption.part > last_part for resumption in self._resumptions):
+                problem = "its process was killed, and the next one neither went on with it nor abandoned it"
+                report.contradictions.append(f"session {session}: {problem}")
             else:
                 report.counts["sessions that a kill cut off"] += 1
         for name, rows in self._rows.items():
@@ -362,9 +371,9 @@ def _sampled_parts(segment: Segment, where: str) -> Iterator[str]:
     # A turn may be empty: its server stopped at once.
     if not (segment.sampled or len(segment.token_ids)) or bool((segment.token_ids < 0).any()):
         yield f"{where} holds no ids, or a negative one"
-    for each in segment.media:
-        if segment.sampled or each.length < 1 or each.position < 0 or each.end > len(segment.token_ids):
-            yield f"{where} has an image at {each.position} to {each.end}, outside of its {len(segment.token_ids)} ids"
+    for span in segment.media:
+        if segment.sampled or span.length < 1 or span.position < 0 or span.end > len(segment.token_ids):
+            yield f"{where} has an image at {span.position} to {span.end}, outside of its {len(segment.token_ids)} ids"
     if not segment.sampled:
         if segment.logprobs is not None or segment.weight_versions or segment.turn_id is not None or segment.left_out:
             yield f"{where} is context, but carries what only sampled segments have"
@@ -429,23 +438,23 @@ def _search(trajectory: Trajectory) -> Iterator[str]:
     if not 0 <= search.chosen < len(branches) or len(search.scores) != len(branches):
         yield f"its search chose way {search.chosen} of {len(search.scores)}, but it has {len(branches)}"
         return
-    chosen, best = search.scores[search.chosen], max(search.scores)
-    if chosen < best:
-        yield f"its search chose way {search.chosen}, whose score is {chosen}, although another has {best}"
+    score, best = search.scores[search.chosen], max(search.scores)
+    if score < best:
+        yield f"its search chose way {search.chosen}, whose score is {score}, although another has {best}"
 
 
 def _unexplained(
     resumption: Resumption, at: int, lost: Collection[int], calls: Sequence[LedgerEntry], closed: Collection[int]
 ) -> str | None:
     """Return what is wrong with a lost call: only what a killed process sampled last may be lost."""
-    call = next((each for each in calls if each.at == at), None)
+    call = next((entry for entry in calls if entry.at == at), None)
     if call is None:
         return "where it has none"
     if call.part >= resumption.part:
         return "before its process had ended"
     if call.part in closed:
         return "but its process ended in order"
-    later = [each.at for each in calls if each.part == call.part and each.at > at]
+    later = [entry.at for entry in calls if entry.part == call.part and entry.at > at]
     return None if set(later) <= set(lost) else "but a later call of the same process was committed"
 
 
@@ -470,12 +479,12 @@ def _turn_key(segment: Segment, prompt: _Prompt) -> bytes:
 
 
 def _key(prompt: _Prompt, completion: TokenIds, logprobs: object, versions: object, finish: object) -> bytes:
-    images = "".join(" ".join(map(str, each)) + ";" for each in prompt.media)
+    images = "".join(" ".join(map(str, span)) + ";" for span in prompt.media)
     sizes = f"{len(prompt.token_ids)} {len(completion)} {versions} {finish} {images} ".encode()
     return sizes + prompt.token_ids.tobytes() + completion.tobytes() + np.asarray(logprobs, np.float32).tobytes()
 
 
-def _likest(segment: Segment, prompt: _Prompt, calls: Sequence[LedgerEntry]) -> int:
+def _best_match(segment: Segment, prompt: _Prompt, calls: Sequence[LedgerEntry]) -> int:
     """Return the index of the best matching call: equal prompt or completion first, then order."""
     for number, call in enumerate(calls):
         if np.array_equal(call.prompt_ids, prompt.token_ids) or np.array_equal(call.completion_ids, segment.token_ids):
@@ -484,24 +493,24 @@ def _likest(segment: Segment, prompt: _Prompt, calls: Sequence[LedgerEntry]) -> 
 
 
 def _difference(segment: Segment, prompt: _Prompt, call: LedgerEntry) -> str:
-    for name, mine, theirs in (
+    for name, recorded, theirs in (
         ("the prompt", prompt.token_ids, call.prompt_ids),
         ("the completion", segment.token_ids, call.completion_ids),
         ("the logprobs", segment.logprobs, call.logprobs),
     ):
-        if mine is None or len(mine) != len(theirs):
-            size = None if mine is None else len(mine)
+        if recorded is None or len(recorded) != len(theirs):
+            size = None if recorded is None else len(recorded)
             return f"{name} has length {size} in the trajectory and {len(theirs)} in the ledger"
-        wrong = np.flatnonzero(mine != theirs)
+        wrong = np.flatnonzero(recorded != theirs)
         if len(wrong):
             at = int(wrong[0])
-            return f"{name} differs at {at}: {mine[at]} in the trajectory, {theirs[at]} in the ledger"
+            return f"{name} differs at {at}: {recorded[at]} in the trajectory, {theirs[at]} in the ledger"
     if prompt.media != call.media:
-        kept, logged = (
-            ", ".join(f"{each.digest[:12]} at {each.position}" for each in media) or "none"
+        recorded_media, logged = (
+            ", ".join(f"{span.digest[:12]} at {span.position}" for span in media) or "none"
             for media in (prompt.media, call.media)
         )
-        return f"the images are {kept} in the trajectory, {logged} in the ledger"
+        return f"the images are {recorded_media} in the trajectory, {logged} in the ledger"
     if segment.weight_versions != call.weight_versions:
         return f"weight versions are {segment.weight_versions} in the trajectory, {call.weight_versions} in the ledger"
     return f"finish reason is {segment.finish_reason} in the trajectory, {call.finish_reason} in the ledger"

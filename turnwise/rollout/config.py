@@ -74,9 +74,9 @@ class AgentEntry(BaseModel):
         if not isinstance(data, dict):
             return data
         if "_target_" in data:
-            own = {key: value for key, value in data.items() if key not in ("name", "_target_", "config")}
-            known = {key: data[key] for key in ("name",) if key in data}
-            return {**known, "target": data["_target_"], "config": {**(data.get("config") or {}), **own}}
+            arguments = {key: value for key, value in data.items() if key not in ("name", "_target_", "config")}
+            name_entry = {key: data[key] for key in ("name",) if key in data}
+            return {**name_entry, "target": data["_target_"], "config": {**(data.get("config") or {}), **arguments}}
         return {("target" if key == "class" else key): value for key, value in data.items()}
 
 
@@ -298,7 +298,7 @@ class RolloutConfig(BaseModel):
             "agent_loop_manager_class": self.agent_loop_manager_class is not None,
             "group_reward": self.group_reward is not None,
         }
-        if name := next((name for name, given in elsewhere.items() if given), None):
+        if name := next((name for name, is_set in elsewhere.items() if is_set), None):
             why = "compares whole episodes" if name == "group_reward" else "runs agents elsewhere"
             raise ValueError(f"tree, but {name} {why}, whose branches it does not know: remove one of both")
         return self

@@ -63,7 +63,7 @@ class RolloutRequest:
     def key(self) -> str:
         """Key of the request in all processes of a run: partition, task, epoch and tag."""
         task_id, tag = (
-            _ESCAPED.sub(lambda found: quote(found.group(), safe="").replace("~", "%7E"), text)
+            _ESCAPED.sub(lambda match: quote(match.group(), safe="").replace("~", "%7E"), text)
             for text in (self.task.id, self.tag)
         )
         name = f"{self.partition}-{task_id}-e{self.epoch}"
@@ -136,18 +136,18 @@ class RestoredGroup:
     Attributes:
         group_id: The group; its other members join it.
         members: Trajectories of the finished members, by number.
-        whole: Whether the group is complete.
+        complete: Whether all of its members finished.
     """
 
     group_id: str
     members: dict[int, list[Trajectory]]
-    whole: bool
+    complete: bool
 
 
 class MemberJournal(Protocol):
     """Records finished members of groups, and restores those of earlier processes."""
 
-    def found(self, key: str) -> RestoredGroup | None:
+    def restore(self, key: str) -> RestoredGroup | None:
         """Return what earlier processes finished of a requested group."""
 
     def member(
@@ -298,7 +298,7 @@ class ReplayBuffer(ABC):
         """Start what the buffer needs outside of this process. Raises TrainError where it cannot be had."""
         return self
 
-    async def __aexit__(self, *about: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """End it."""
         return
 
@@ -362,9 +362,9 @@ class ForwardingReplayBuffer(ReplayBuffer):
         await self._inner.__aenter__()
         return self
 
-    async def __aexit__(self, *about: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """End it."""
-        await self._inner.__aexit__(*about)
+        await self._inner.__aexit__(*exc_info)
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight."""
@@ -374,9 +374,9 @@ class ForwardingReplayBuffer(ReplayBuffer):
         """Set the callback that requests further groups."""
         self._inner.refill_by(refill)
 
-    def drops_to(self, told: Callable[[GroupFacts, str], None]) -> None:
+    def drops_to(self, callback: Callable[[GroupFacts, str], None]) -> None:
         """Set the callback for dropped groups."""
-        self._inner.drops_to(told)
+        self._inner.drops_to(callback)
 
     def reissued(self) -> None:
         """Count what is rolled out again."""

@@ -70,7 +70,7 @@ class ValidatingBuffer(ForwardingReplayBuffer):
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Validate and store a finished group."""
-        for value, kind in [(group, TrajectoryGroup), *((each, Trajectory) for each in _members(group))]:
+        for value, kind in [(group, TrajectoryGroup), *((trajectory, Trajectory) for trajectory in _members(group))]:
             if not isinstance(value, kind):
                 raise TrainError(
                     f"the replay buffer got {shown(value)} instead of a {kind.__name__}: put TrajectoryGroups "
@@ -78,7 +78,7 @@ class ValidatingBuffer(ForwardingReplayBuffer):
                 )
         if not self._is_expected(group):
             self._notify(f"group {group.id} of task {group.task_id} arrived late: another attempt finished first")
-            self._forget({each.id for each in _members(group)} & self._written)
+            self._forget({trajectory.id for trajectory in _members(group)} & self._written)
             return
         for trajectory in _members(group):
             if trajectory.id not in self._written:
@@ -151,13 +151,13 @@ def current_rollout() -> CurrentRollout:
     Raises:
         TurnwiseError: Called elsewhere.
     """
-    found = _CURRENT.get(None)
-    if found is None:
+    current = _CURRENT.get(None)
+    if current is None:
         raise TurnwiseError(
             f"current_rollout() was called outside a rollout manager: call it in create() or generate_sequences() of "
             f"the class that {KEY} names"
         )
-    return found
+    return current
 
 
 def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any] | None:
@@ -165,9 +165,9 @@ def check_manager(config: RolloutConfig, custom: Mapping[str, Any]) -> type[Any]
     reference = config.agent_loop_manager_class
     if reference is None:
         return None
-    found = _checked(find_class(reference, MANAGERS, KEY), reference)
-    _settings(found, reference, custom)
-    return found
+    manager_class = _check_class(find_class(reference, MANAGERS, KEY), reference)
+    _settings(manager_class, reference, custom)
+    return manager_class
 
 
 MANAGERS: dict[str, type[Any]] = {}
@@ -185,21 +185,21 @@ def register_manager(name: str) -> Callable[[M], M]:
     """
 
     def register(cls: M) -> M:
-        register_entry(name, _checked(cls, name), MANAGERS, "rollout manager")
+        register_entry(name, _check_class(cls, name), MANAGERS, "rollout manager")
         return cls
 
     return register
 
 
-def _checked(found: type[Any], reference: str) -> type[Any]:
-    missing = [name for name in ("create", "generate_sequences") if not callable(_attribute(found, name))]
+def _check_class(manager_class: type[Any], reference: str) -> type[Any]:
+    missing = [name for name in ("create", "generate_sequences") if not callable(_attribute(manager_class, name))]
     if missing:
         raise ConfigError(
             f"{KEY} {reference!r} is not a rollout manager, it lacks {' and '.join(missing)}: write create(config, "
             "client, buffer, parts) as a class method and generate_sequences(requests), or subclass "
             "turnwise.RolloutManager"
         )
-    return found
+    return manager_class
 
 
 async def create_manager(
@@ -239,8 +239,8 @@ class CustomManager(RolloutManager):
     ) -> Self:
         """Make the configured manager."""
         reference = config.agent_loop_manager_class
-        found = check_manager(config, parts.custom)
-        if reference is None or found is None:
+        manager_class = check_manager(config, parts.custom)
+        if reference is None or manager_class is None:
             raise ConfigError(f"{KEY} is missing")
         seconds = config.lease_timeout
         leases = None if seconds is None else Leases[RolloutRequest](seconds, _ignore)
@@ -251,19 +251,21 @@ class CustomManager(RolloutManager):
             notify=parts.notify,
             unclaimed=None if parts.journal is None else parts.journal.unclaimed.update,
         )
-        parts = replace(parts, write=checked.write, settings=_settings(found, reference, parts.custom))
+        parts = replace(parts, write=checked.write, settings=_settings(manager_class, reference, parts.custom))
         current = CurrentRollout(checked, parts, leases)
-        create: Callable[..., Any] = _attribute(found, "create")
+        create: Callable[..., Any] = _attribute(manager_class, "create")
         arguments = _arguments(create, reference, config, client, current)
         token = _CURRENT.set(current)
         try:
             with user_code(ConfigError, f"{KEY} {reference!r}: create failed:"):
-                made = create(**arguments)
-                inner = await made if inspect.isawaitable(made) else made
+                inner_or_awaitable = create(**arguments)
+                inner = await inner_or_awaitable if inspect.isawaitable(inner_or_awaitable) else inner_or_awaitable
         finally:
             _CURRENT.reset(token)
-        if not isinstance(inner, found):
-            raise ConfigError(f"{KEY} {reference!r}: create returned {shown(inner)}, not a {found.__qualname__}")
+        if not isinstance(inner, manager_class):
+            raise ConfigError(
+                f"{KEY} {reference!r}: create returned {shown(inner)}, not a {manager_class.__qualname__}"
+            )
         return cls(inner, config, current)
 
     @property
@@ -281,7 +283,7 @@ class CustomManager(RolloutManager):
         if self._current.leases is not None:
             for request in requests:
                 self._current.leases.grant(request.key, request)
-        before = asyncio.all_tasks()
+        tasks_before = asyncio.all_tasks()
         token = _CURRENT.set(self._current)
         try:
             with user_code(TrainError, f"{self._name}.generate_sequences raised"):
@@ -291,7 +293,7 @@ class CustomManager(RolloutManager):
                 self._started.add(asyncio.ensure_future(started))
         finally:
             _CURRENT.reset(token)
-        for task in asyncio.all_tasks() - before:
+        for task in asyncio.all_tasks() - tasks_before:
             self._started.add(task)
             task.add_done_callback(self._ended)
 
@@ -302,46 +304,47 @@ class CustomManager(RolloutManager):
 
         Requests of one tag and epoch are one batch, in which groups are matched by task.
         """
-        found: list[TrajectoryGroup] = []
+        groups: list[TrajectoryGroup] = []
         for _, batch in groupby(requests, key=lambda request: (request.partition, request.epoch, request.tag)):
-            found += await self._batch(list(batch), on_group)
-        return found
+            groups += await self._batch(list(batch), on_group)
+        return groups
 
     async def _batch(self, requests: list[RolloutRequest], on_group: OnGroup | None) -> list[TrajectoryGroup]:
-        wanted = {request.task.id for request in requests}
-        if len(wanted) < len(requests):
+        task_ids = {request.task.id for request in requests}
+        if len(task_ids) < len(requests):
             raise TurnwiseError(
-                f"{len(requests) - len(wanted)} tasks have the id of another task: their groups could not be told apart"
+                f"{len(requests) - len(task_ids)} tasks have the id of another task: their groups could not be told "
+                "apart"
             )
         buffer, partition = self._current.buffer, requests[0].partition
-        found: dict[str, TrajectoryGroup] = {}
+        by_task: dict[str, TrajectoryGroup] = {}
         self.generate_sequences(requests)
-        while len(found) < len(requests):
+        while len(by_task) < len(requests):
             ref, _ = await buffer.sample(0, partition, 1)
             [group] = await buffer.fetch(ref)
             await buffer.release(ref)
-            if group.task_id not in wanted or group.task_id in found:
-                what = "a second time" if group.task_id in found else "that was not requested"
+            if group.task_id not in task_ids or group.task_id in by_task:
+                what = "a second time" if group.task_id in by_task else "that was not requested"
                 raise TrainError(
                     f"{self._name} put a group of task {group.task_id!r} into partition {partition!r} {what}: each "
                     "request has exactly one group, with the request's task id"
                 )
-            found[group.task_id] = group
+            by_task[group.task_id] = group
             if on_group is not None:
                 on_group(group)
-        return [found[request.task.id] for request in requests]
+        return [by_task[request.task.id] for request in requests]
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
         """Cancel unfinished groups, where the manager can; return their keys."""
         if not callable(_attribute(type(self._inner), "cancel")):
             return frozenset()
         with user_code(TrainError, f"{self._name}.cancel raised"):
-            ended = self._inner.cancel(keys)
-            found = frozenset((await ended if inspect.isawaitable(ended) else ended) or ())
+            cancelled = self._inner.cancel(keys)
+            keys_cancelled = frozenset((await cancelled if inspect.isawaitable(cancelled) else cancelled) or ())
         if self._current.leases is not None:
-            for key in found:
+            for key in keys_cancelled:
                 self._current.leases.end(key)
-        return found
+        return keys_cancelled
 
     async def close(self) -> None:
         """Close the manager, where possible, and cancel its tasks."""
@@ -356,10 +359,10 @@ class CustomManager(RolloutManager):
                 if inspect.isawaitable(closing):
                     await closing
         finally:
-            left = [task for task in self._started if not task.done()]
-            for task in left:
+            unfinished = [task for task in self._started if not task.done()]
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
             self._started.clear()
             self._current.buffer.close()
 
@@ -425,15 +428,17 @@ def _arguments(
         "parts": current.parts,
     }
     parameters = inspect.signature(create).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        named = {each.name for each in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        named = {parameter.name for parameter in parameters}
         second = {"client": "llm_client", "buffer": "replay_buffer"}
         ours = {ours for ours, theirs in second.items() if theirs not in named}
         return {name: value for name, value in offered.items() if name in named | ours | {"config", "parts"}}
     unknown = [
-        each.name
-        for each in parameters
-        if each.name not in offered and each.default is each.empty and each.kind is not each.VAR_POSITIONAL
+        parameter.name
+        for parameter in parameters
+        if parameter.name not in offered
+        and parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_POSITIONAL
     ]
     if unknown:
         hint = ": it must be a class method" if unknown[0] == "self" else ""
@@ -441,4 +446,4 @@ def _arguments(
             f"{KEY} {reference!r}: create has the unknown parameters {', '.join(unknown)}{hint}; allowed are "
             f"{', '.join(offered)}, and any with a default"
         )
-    return {each.name: offered[each.name] for each in parameters if each.name in offered}
+    return {parameter.name: offered[parameter.name] for parameter in parameters if parameter.name in offered}

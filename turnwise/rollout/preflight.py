@@ -48,11 +48,11 @@ def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sour
     return default
 
 
-def check_own(rollout: RolloutConfig) -> None:
+def check_env_and_agent(rollout: RolloutConfig) -> None:
     """Check that the run's environment and agent exist, before a server starts; the environment is not made."""
     env_class(rollout.env.name)
     agents = AgentTable(rollout)
-    agents.own()
+    agents.default()
     agents.check()
 
 
@@ -115,7 +115,7 @@ class _PromptTools:
 
     def _toolset(self, task: Task) -> dict[str, Tool]:
         name = task.env or self._rollout.env.name
-        env = made_env(task, self._rollout)
+        env = make_task_env(task, self._rollout)
         if name == self._rollout.env.name and self._loaded:
             env.add_tools(self._loaded)
         return env.toolset()
@@ -132,7 +132,7 @@ async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
             agents.setdefault(_spec_key(task.agent, task.agent_config), task)
     for task in list(envs.values())[:_SPECS_CHECKED]:
         with contextlib.suppress(EnvError):
-            await close_env(made_env(task, rollout))
+            await close_env(make_task_env(task, rollout))
     table = AgentTable(rollout)
     for task in list(agents.values())[:_SPECS_CHECKED]:
         try:
@@ -148,15 +148,15 @@ async def check_tools_shown(tasks: Iterable[Task], renderer: Renderer, rollout: 
     """
     if all(_shows(renderer, messages, [_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])):
         return
-    each: dict[tuple[str, str], Task] = {}
+    task_by_specs: dict[tuple[str, str], Task] = {}
     for task in tasks:
-        each.setdefault((_spec_key(task.env, task.env_config), _spec_key(task.agent, task.agent_config)), task)
+        task_by_specs.setdefault((_spec_key(task.env, task.env_config), _spec_key(task.agent, task.agent_config)), task)
     agents = AgentTable(rollout)
     async with Toolbox(rollout.env.tools) as toolbox:
         tools = _PromptTools(rollout, await toolbox.tools())
-        for task in list(each.values())[:_SPECS_CHECKED]:
+        for task in list(task_by_specs.values())[:_SPECS_CHECKED]:
             if agents.of(task).offers_tools:
-                hold_to_tools(task.env or rollout.env.name, task.messages() or [_USER], tools.of(task), renderer)
+                check_shows_tools(task.env or rollout.env.name, task.messages() or [_USER], tools.of(task), renderer)
     await agents.close()
 
 
@@ -205,7 +205,7 @@ async def check_room(
     )
 
 
-def hold_to_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSchema], renderer: Renderer) -> None:
+def check_shows_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSchema], renderer: Renderer) -> None:
     """Refuse a prompt that is the same with and without its tools."""
     if tools and not _shows(renderer, messages, tools):
         raise ConfigError(
@@ -225,7 +225,7 @@ def _shows(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool
     return not len(with_tools) or not np.array_equal(with_tools, without)
 
 
-def made_env(task: Task, rollout: RolloutConfig) -> Env:
+def make_task_env(task: Task, rollout: RolloutConfig) -> Env:
     """Make the environment of a task, without the configured tools."""
     name = task.env or rollout.env.name
     config = rollout.env.config if name == rollout.env.name else {}
@@ -265,7 +265,7 @@ async def load_checked(
         RegistryError: There is no such environment or agent.
         TaskError: They cannot be loaded, there are none, or they name an environment or agent that cannot be made.
     """
-    check_own(rollout)
+    check_env_and_agent(rollout)
     source = task_source(tasks, rollout, "tasks")
     loaded = load_mix(source, limit=limit, keep=await PromptLimit.create(max_prompt_tokens, renderer, rollout))
     await check_specs(loaded.tasks, rollout)

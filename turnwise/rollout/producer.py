@@ -92,21 +92,21 @@ class GroupRewarder:
         # An environment of no episode, which lends its threads.
         self._lender = Env()
         self._lender.executor = executor
-        self._held: defaultdict[str, list[Trajectory]] = defaultdict(list)
-        self._kept: defaultdict[str, list[Trajectory]] = defaultdict(list)
+        self._waiting: defaultdict[str, list[Trajectory]] = defaultdict(list)
+        self._journaled: defaultdict[str, list[Trajectory]] = defaultdict(list)
 
     def take(self, trajectory: Trajectory) -> None:
         """Hold a trajectory until its group is complete; write it at once if it failed."""
         if trajectory.error is not None or trajectory.stop_reason in (StopReason.ERROR, StopReason.CANCELLED):
             self._put(trajectory)
         else:
-            self._held[trajectory.episode_id.rpartition("/")[0]].append(trajectory)
+            self._waiting[trajectory.episode_id.rpartition("/")[0]].append(trajectory)
 
-    def keep(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+    def note_journaled(self, name: str, trajectories: Sequence[Trajectory]) -> None:
         """Note that these trajectories are in the journal."""
-        ids = {each.id for each in trajectories}
-        self._held[name] = [each for each in self._held[name] if each.id not in ids]
-        self._kept[name] += trajectories
+        ids = {trajectory.id for trajectory in trajectories}
+        self._waiting[name] = [trajectory for trajectory in self._waiting[name] if trajectory.id not in ids]
+        self._journaled[name] += trajectories
 
     async def reward(self, task: Task, group: TrajectoryGroup, name: str) -> TrajectoryGroup:
         """Add the function's rewards to the members' main trajectories, and write the group.
@@ -117,32 +117,32 @@ class GroupRewarder:
             The group; without trajectories where the function failed.
         """
         skipped = group.partition == "val" and not self._config.in_evaluation
-        for members in _compared(group.trajectories) if not skipped else ():
+        for members in _comparison_groups(group.trajectories) if not skipped else ():
             began = time.monotonic()
             try:
                 values = await self._values(task, members)
             except EnvError as error:
                 self.abandon(name, f"{type(error).__name__}: {error}", StopReason.ERROR)
-                episodes = {each.episode_id for each in group.trajectories}
+                episodes = {trajectory.episode_id for trajectory in group.trajectories}
                 return replace(group, trajectories=[], failed=group.failed + len(episodes))
             for member, named in zip(members, values, strict=True):
                 self._note(member, named)
                 member.metrics["group/seconds"] = time.monotonic() - began
-        for trajectory in (*self._kept.pop(name, ()), *self._held.pop(name, ())):
+        for trajectory in (*self._journaled.pop(name, ()), *self._waiting.pop(name, ())):
             self._put(trajectory)
         return group
 
-    def abandon(self, name: str, error: str, reason: StopReason, *, but_kept: bool = False) -> None:
+    def abandon(self, name: str, error: str, reason: StopReason, *, but_journaled: bool = False) -> None:
         """Write the held trajectories of a group that gets no reward.
 
         Args:
             name: Prefix of the group's episode ids in this process.
             error: Why.
             reason: Stop reason of its trajectories.
-            but_kept: Whether to skip those in the journal, which a later process continues with.
+            but_journaled: Whether to skip those in the journal, which a later process continues with.
         """
-        kept = self._kept.pop(name, [])
-        for trajectory in (*([] if but_kept else kept), *self._held.pop(name, ())):
+        journaled = self._journaled.pop(name, [])
+        for trajectory in (*([] if but_journaled else journaled), *self._waiting.pop(name, ())):
             trajectory.error, trajectory.stop_reason = clean(error), reason
             self._put(trajectory)
 
@@ -174,20 +174,20 @@ class GroupRewarder:
             )
         where = f"{self._label} returned"
         return [
-            {name: finite(each, f"{where} {name!r}:") for name, each in named_numbers(value, where).items()}
+            {name: finite(number, f"{where} {name!r}:") for name, number in named_numbers(value, where).items()}
             if isinstance(value, Mapping)
             else {"group": finite(value, where)}
             for value in values
         ]
 
 
-def _compared(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+def _comparison_groups(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
     """Return the trained policies' main trajectories as one list; without any, theirs by comparison group.
 
     Frozen policies are compared with nothing, even one that plays ``main``.
     """
-    trained = [each for each in trajectories if not each.frozen]
-    main = [each for each in trained if each.agent == "main"]
+    trained = [trajectory for trajectory in trajectories if not trajectory.frozen]
+    main = [trajectory for trajectory in trained if trajectory.agent == "main"]
     if main:
         return [main]
     groups: defaultdict[str, list[Trajectory]] = defaultdict(list)
@@ -200,22 +200,24 @@ class FailureWatch:
     """Counts consecutive groups without any member left."""
 
     def __init__(self) -> None:
-        self._row = 0
-        self._last = "unknown"
+        self._streak = 0
+        self._last_error = "unknown"
 
     def failed(self, error: str) -> None:
         """Note the error of an episode."""
-        self._last = error
+        self._last_error = error
 
     def arrived(self, group: TrajectoryGroup) -> TrainError | None:
         """Note a finished group; return the error that ends the run, if any."""
         if group.partition != "train":
             return None
         lost = MemberRule().refuses(group) is not None
-        self._row = self._row + 1 if lost else 0
-        if self._row < MAX_FAILED_GROUPS:
+        self._streak = self._streak + 1 if lost else 0
+        if self._streak < MAX_FAILED_GROUPS:
             return None
-        return TrainError(f"every episode of {self._row} groups in a row ended in an error; the last one: {self._last}")
+        return TrainError(
+            f"every episode of {self._streak} groups in a row ended in an error; the last one: {self._last_error}"
+        )
 
 
 # How long a train step waits for the environments of what it cancelled: long enough for all that close at once.
@@ -223,13 +225,13 @@ _CLOSING_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _GroupRollout:
     """A group that is rolled out.
 
     Attributes:
         group_id: The group; an earlier process may have begun it.
         name: Prefix of its episode ids in this process.
-        done: Trajectories of members that an earlier process finished.
+        restored: Trajectories of members that an earlier process finished.
         journal: The journal of its members, or None.
         rewarded: Whether an earlier process finished the whole group, its reward included.
     """
@@ -237,7 +239,7 @@ class _Asked:
     request: RolloutRequest
     group_id: str
     name: str
-    done: dict[int, list[Trajectory]]
+    restored: dict[int, list[Trajectory]]
     journal: MemberJournal | None
     rewarded: bool = False
 
@@ -292,7 +294,7 @@ class RolloutProducer(RolloutManager):
         self._threads = threads
         self._slots = parts.slots or asyncio.Semaphore(config.concurrency)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._given: set[str] = set()
+        self._claimed: set[str] = set()
         self._failures = FailureWatch()
         self._closing = False
         # Runners and workers that are lost say nothing against the episode.
@@ -381,12 +383,12 @@ class RolloutProducer(RolloutManager):
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
         """Cancel unfinished groups. Environments may still be closing on return, within their time for it."""
         # In the order in which they were requested, whatever the order of the keys.
-        ended = {key: task for key, task in self._running.items() if key in keys}
-        for task in ended.values():
+        cancelled = {key: task for key, task in self._running.items() if key in keys}
+        for task in cancelled.values():
             task.cancel()
-        if ended:
-            await asyncio.wait(ended.values(), timeout=_CLOSING_S)
-        return frozenset(key for key, task in ended.items() if not task.done() or task.cancelled())
+        if cancelled:
+            await asyncio.wait(cancelled.values(), timeout=_CLOSING_S)
+        return frozenset(key for key, task in cancelled.items() if not task.done() or task.cancelled())
 
     async def close(self) -> None:
         """Cancel running episodes, wait for their environments to close, and release the threads."""
@@ -412,14 +414,14 @@ class RolloutProducer(RolloutManager):
         claimed: dict[str, RolloutRequest] = {}
         for request in requests:
             name = f"{self._parts.run_part}-{request.key}"
-            if name in self._given or name in claimed:
+            if name in self._claimed or name in claimed:
                 raise TurnwiseError(
                     f"task {request.task.id!r} was requested before in this run (partition {request.partition!r}, "
                     f"epoch {request.epoch}, tag {request.tag!r}): its episodes would have the same ids and seeds. "
                     "Give the task another id, or the request another epoch or tag"
                 )
             claimed[name] = request
-        self._given |= claimed.keys()
+        self._claimed |= claimed.keys()
         return list(claimed)
 
     async def _produce(self, request: RolloutRequest, name: str, buffer: ReplayBuffer) -> None:
@@ -434,34 +436,34 @@ class RolloutProducer(RolloutManager):
             buffer.fail(first_of(error))
 
     async def _group(self, request: RolloutRequest, name: str) -> TrajectoryGroup:
-        asked = self._begin(request, name)
+        rollout = self._begin(request, name)
         rewarder = self._rewarder
-        if rewarder is None or asked.rewarded:
-            return await self._members(asked)
+        if rewarder is None or rollout.rewarded:
+            return await self._members(rollout)
         try:
-            for done in asked.done.values():
-                rewarder.keep(name, done)
+            for trajectories in rollout.restored.values():
+                rewarder.note_journaled(name, trajectories)
             # The members' slots are free: other groups continue while this one is compared.
-            return await rewarder.reward(request.task, await self._members(asked), name)
+            return await rewarder.reward(request.task, await self._members(rollout), name)
         finally:
             why = "the group was cancelled before its group reward"
-            rewarder.abandon(name, why, StopReason.CANCELLED, but_kept=self._closing)
+            rewarder.abandon(name, why, StopReason.CANCELLED, but_journaled=self._closing)
 
-    def _begin(self, request: RolloutRequest, name: str) -> _Asked:
+    def _begin(self, request: RolloutRequest, name: str) -> _GroupRollout:
         held_out = request.partition != "train"
         journal = self._parts.finished if held_out else self._parts.journal
-        found = None if journal is None else journal.found(request.key)
-        whole = found is not None and len(found.members) == request.group_size
+        restored = None if journal is None else journal.restore(request.key)
+        complete = restored is not None and len(restored.members) == request.group_size
         # Written members of a held-out group have their rewards, which were compared with all of it.
-        if found is None or (held_out and self._rewarder is not None and not whole):
-            return _Asked(request, name, name, {}, journal)
-        return _Asked(request, found.group_id, name, found.members, journal, held_out and whole)
+        if restored is None or (held_out and self._rewarder is not None and not complete):
+            return _GroupRollout(request, name, name, {}, journal)
+        return _GroupRollout(request, restored.group_id, name, restored.members, journal, held_out and complete)
 
-    async def _members(self, asked: _Asked) -> TrajectoryGroup:
-        request = asked.request
+    async def _members(self, rollout: _GroupRollout) -> TrajectoryGroup:
+        request = rollout.request
         async with asyncio.TaskGroup() as members:
             running = [
-                members.create_task(self._member(asked, member))
+                members.create_task(self._member(rollout, member))
                 for member in range(request.group_size + request.greedy_baseline)
             ]
         finished = [task.result() for task in running]
@@ -469,29 +471,35 @@ class RolloutProducer(RolloutManager):
         trajectories = [trajectory for member in finished if member is not None for trajectory in member]
         failed = sum(member is None for member in finished)
         return TrajectoryGroup(
-            asked.group_id, request.task.id, trajectories, request.partition, failed, request.task.source, greedy or []
+            rollout.group_id,
+            request.task.id,
+            trajectories,
+            request.partition,
+            failed,
+            request.task.source,
+            greedy or [],
         )
 
-    async def _member(self, asked: _Asked, member: int) -> list[Trajectory] | None:
+    async def _member(self, rollout: _GroupRollout, member: int) -> list[Trajectory] | None:
         """Run one member with retries; None after the last failure. The index after the last is the greedy baseline."""
-        if member in asked.done:
-            return asked.done[member]
-        request = asked.request
+        if member in rollout.restored:
+            return rollout.restored[member]
+        request = rollout.request
         baseline = member == request.group_size
         seed = 0 if request.partition == "val" else self._parts.run_seed
         spec = EpisodeSpec(
             task=request.task,
-            group_id=asked.group_id,
+            group_id=rollout.group_id,
             member=member,
             partition=request.partition,
             env_seed=stable_hash("reset", seed, request.task.id, request.epoch),
             sampling_seed=stable_hash("sampling", seed, request.task.id, request.epoch, request.tag, member),
             temperature=0.0 if baseline else request.temperature,
             baseline=baseline,
-            episodes=asked.name,
+            episodes=rollout.name,
         )
         # A lost runner says nothing against the episode: it is counted apart from what fails.
-        left, lost = self._config.retries, self._reissues
+        retries, lost = self._config.retries, self._reissues
         for attempt in itertools.count():
             async with self._slots:
                 outcome = await self._attempt(replace(spec, attempt=attempt) if attempt else spec)
@@ -501,7 +509,7 @@ class RolloutProducer(RolloutManager):
                 raise error
             self._count_lost(error)
             if error is None:
-                self._note(asked, member, outcome.trajectories)
+                self._note(rollout, member, outcome.trajectories)
                 return outcome.trajectories
             if isinstance(error, InferenceError) and self._parts.recover is not None:
                 await self._parts.recover(error)
@@ -510,19 +518,19 @@ class RolloutProducer(RolloutManager):
                 if self._buffer is not None and request.partition == "train":
                     self._buffer.reissued()
                 continue
-            if left == 0 or not (isinstance(error, TurnwiseError) and error.retryable):
+            if retries == 0 or not (isinstance(error, TurnwiseError) and error.retryable):
                 break
-            left -= 1
+            retries -= 1
         self._failures.failed(f"{type(error).__name__}: {error}")
         return None
 
-    def _note(self, asked: _Asked, member: int, trajectories: list[Trajectory]) -> None:
+    def _note(self, rollout: _GroupRollout, member: int, trajectories: list[Trajectory]) -> None:
         """Journal a finished member: from here on a kill does not lose it."""
-        if asked.journal is not None:
+        if rollout.journal is not None:
             pending = self._rewarder is not None
-            asked.journal.member(asked.request.key, asked.group_id, member, trajectories, pending=pending)
-            if self._rewarder is not None and asked.request.partition == "train":
-                self._rewarder.keep(asked.name, trajectories)
+            rollout.journal.member(rollout.request.key, rollout.group_id, member, trajectories, pending=pending)
+            if self._rewarder is not None and rollout.request.partition == "train":
+                self._rewarder.note_journaled(rollout.name, trajectories)
 
     async def _attempt(self, spec: EpisodeSpec) -> EpisodeOutcome:
         if self._remote is None or not isinstance(self._runner, EpisodeRunner):

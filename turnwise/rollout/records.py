@@ -182,10 +182,10 @@ def read_batches(path: Path) -> Batches:
             elif record.get("event") == "start":
                 if record["schema_version"] != SCHEMA_VERSION:
                     raise ValueError(f"schema version {record['schema_version']}; expected {SCHEMA_VERSION}")
-                after, max_tokens = int(record["after_step"]), record["max_tokens"]
-                starts.append((len(starts) if record["part"] is None else int(record["part"]), after))
-                rolled_back |= {step for step, _ in records if step > after}
-                records = [(step, rows) for step, rows in records if step <= after]
+                after_step, max_tokens = int(record["after_step"]), record["max_tokens"]
+                starts.append((len(starts) if record["part"] is None else int(record["part"]), after_step))
+                rolled_back |= {step for step, _ in records if step > after_step}
+                records = [(step, rows) for step, rows in records if step <= after_step]
             else:
                 records.append((int(record["step"]), [_row(record, row, max_tokens) for row in record["rows"]]))
         except (AttributeError, KeyError, TypeError, ValueError) as error:

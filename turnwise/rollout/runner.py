@@ -161,7 +161,7 @@ class EpisodeRunner:
             self._check_roles(self._spare)
             for strategy in (self._tree, self._search):
                 if strategy is not None:
-                    strategy.check(self._spare, name, self._agents.own(), self._config.agent.name)
+                    strategy.check(self._spare, name, self._agents.default(), self._config.agent.name)
         except ConfigError:
             await self.close()
             raise
@@ -170,7 +170,7 @@ class EpisodeRunner:
 
     def _check_roles(self, env: Env) -> None:
         """Check that each agent that the environment names has a policy, unless the agent's code names policies."""
-        if not isinstance(env, MultiAgentEnv) or self._config.remote is not None or self._agents.own().policies():
+        if not isinstance(env, MultiAgentEnv) or self._config.remote is not None or self._agents.default().policies():
             return
         check_played(env.agents, self._config.roles, [self._policy, *self._further])
 
@@ -374,15 +374,15 @@ class EpisodeRunner:
         host = EpisodeHost(open_session, run.sessions.endpoint, executor=self._executor)
         return Episode(run.env, setup, host, record=record)
 
-    async def _make(self, name: str, own: Mapping[str, Any]) -> Env:
-        """Make an environment; ``own`` is the task's configuration of it."""
+    async def _make(self, name: str, task_config: Mapping[str, Any]) -> Env:
+        """Make an environment; ``task_config`` is the task's configuration of it."""
         configured = name == self._config.env.name
         tools = await self._toolbox.tools() if configured else ()
-        if configured and not own and self._spare is not None:
+        if configured and not task_config and self._spare is not None:
             spare, self._spare = self._spare, None
             return spare
         with user_code(EnvError, f"environment {name!r} cannot be made:"):
-            env = make(name, **{**(self._config.env.config if configured else {}), **own})
+            env = make(name, **{**(self._config.env.config if configured else {}), **task_config})
         if tools:
             env.add_tools(tools)
         for wrapper in self._config.env.wrappers if configured else ():
@@ -392,7 +392,7 @@ class EpisodeRunner:
 
     def _register_env(self, name: str, env: Env) -> None:
         if name not in self._registered_envs:
-            for renderer in (self._renderer, *(each.renderer for each in self._further.values())):
+            for renderer in (self._renderer, *(sampler.renderer for sampler in self._further.values())):
                 check_media(name, env.toolset(), renderer.media)
             self._registered_envs.add(name)
 
@@ -420,9 +420,9 @@ class EpisodeRunner:
         run.stop_reason = episode.stop_reason
         try:
             async with asyncio.timeout(self._config.score_timeout) as scope:
-                for each in (episode, *(fork.episode for fork in run.agent_forks if fork.used(run.agent_forks))):
-                    await each.score()
-                    check_owners(each.rewards, each.sessions)
+                for scored in (episode, *(fork.episode for fork in run.agent_forks if fork.used(run.agent_forks))):
+                    await scored.score()
+                    check_owners(scored.rewards, scored.sessions)
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -440,9 +440,9 @@ class EpisodeRunner:
         # Once for close, and once for its cleanup when it is cancelled. After that it is abandoned.
         for _ in range(2):
             until = time.monotonic() + CLOSE_TIMEOUT_S
-            while not closing.done() and (left := until - time.monotonic()) > 0:
+            while not closing.done() and (remaining := until - time.monotonic()) > 0:
                 try:
-                    await asyncio.wait([closing], timeout=left)
+                    await asyncio.wait([closing], timeout=remaining)
                 except asyncio.CancelledError:
                     interrupted = True
                     run.stop_reason = StopReason.CANCELLED
@@ -458,7 +458,7 @@ class EpisodeRunner:
             await close_env(envs[0], executor=self._executor)
             return
         calls = [close_env(env, executor=self._executor) for env in envs]
-        errors = [each for each in await asyncio.gather(*calls, return_exceptions=True) if each is not None]
+        errors = [failure for failure in await asyncio.gather(*calls, return_exceptions=True) if failure is not None]
         if errors:
             raise errors[0]
 

@@ -173,15 +173,19 @@ class EpisodeSessions:
         if name not in self.opened:
             self.open(name, policy)
             self._forked_only.add(name)
-        session, known = self.opened[name]
-        if known != policy or (point is not None and isinstance(session, TextSession)):
-            what = f"has the policy {known!r}, not {policy!r}" if known != policy else "is recorded as text"
+        session, opened_policy = self.opened[name]
+        if opened_policy != policy or (point is not None and isinstance(session, TextSession)):
+            what = (
+                f"has the policy {opened_policy!r}, not {policy!r}"
+                if opened_policy != policy
+                else "is recorded as text"
+            )
             raise AgentError(f"session {name!r} {what}: it cannot be forked")
         seed = stable_hash("branch", self._seed, name, branch)
         if point is None:
             return session.fork((), seed=seed)
-        again = point.turn if point.session == name else None
-        return session.fork(point.turns.get(name, ()), resample=again, seed=seed)
+        resampled = point.turn if point.session == name else None
+        return session.fork(point.turns.get(name, ()), resample=resampled, seed=seed)
 
     def fork_all(self, episode: Episode, number: int) -> dict[str, Session]:
         """Return forks of an episode's sessions from here, the n-th that its agent makes. Raises AgentError."""
@@ -197,9 +201,11 @@ class EpisodeSessions:
         """Open a session of a fork that its agent drives: in the tree of one of that name, where there is one."""
         if name not in self.opened:
             return self.open(name, policy)
-        session, known = self.opened[name]
-        if known != policy:
-            raise AgentError(f"session {name!r} is open with the policy {known!r}, not {policy!r}, in another fork")
+        session, opened_policy = self.opened[name]
+        if opened_policy != policy:
+            raise AgentError(
+                f"session {name!r} is open with the policy {opened_policy!r}, not {policy!r}, in another fork"
+            )
         return session.fork((), seed=stable_hash("own fork", self._seed, name, number))
 
     def _hosted(self, session_id: str, client: HostedClient, params: SamplingParams) -> Session:
@@ -219,13 +225,13 @@ class EpisodeSessions:
             gateway = self._gateways[session.id]
             if gateway is self._gateway and self._base is None:
                 self._base = gateway.form.take()
-            name = next(name for name, (each, _) in self.opened.items() if each is session)
+            name = next(name for name, (opened, _) in self.opened.items() if opened is session)
             # A proxy in front of the run's gateway does not reach the gateway of a frozen policy.
             base = self._base if gateway is self._gateway else None
             rollout_id = self._rollout_id if self._of is None else f"{self._rollout_id}~{self._number}"
-            own = None if self._of is None else f"{session.id}~{self._number}"
-            place = Place(rollout_id, self._attempt_id, name, base)
-            self._endpoints[session.id] = await gateway.open(session, place, own)
+            branch_session_id = None if self._of is None else f"{session.id}~{self._number}"
+            endpoint_path = Place(rollout_id, self._attempt_id, name, base)
+            self._endpoints[session.id] = await gateway.open(session, endpoint_path, branch_session_id)
         return self._endpoints[session.id]
 
     @contextlib.asynccontextmanager
@@ -277,11 +283,11 @@ def metrics_of(session: Session, episode: Mapping[str, float]) -> dict[str, floa
 def turn_metrics(session: Session, name: str, episode: Episode | None) -> dict[str, dict[str, float]]:
     """Return the metrics of a session's turns, by turn id."""
     reported = session.turn_metrics if isinstance(session, TextSession) else {}
-    found = {turn: dict(values) for turn, values in reported.items()}
+    metrics = {turn: dict(values) for turn, values in reported.items()}
     for (agent, turn), values in episode.turn_metrics.items() if episode else ():
         if agent == name:
-            found.setdefault(turn, {}).update(values)
-    return found
+            metrics.setdefault(turn, {}).update(values)
+    return metrics
 
 
 def session_trajectories(
@@ -309,11 +315,11 @@ def session_trajectories(
         return [replace(blank, rewards=_events(rewards, "main"), metrics=blank.metrics | metrics)]
     result: list[Trajectory] = []
     notes = episode.turn_notes if episode is not None else {}
-    whole = {"": notes["main", None]} if ("main", None) in notes else {}
+    episode_note = {"": notes["main", None]} if ("main", None) in notes else {}
     for name, (session, policy) in sorted(opened.items(), key=lambda item: item[0] != "main"):
         # Metrics and notes of the episode are recorded once, in its first trajectory.
         counted = metrics_of(session, blank.metrics) | ({} if result else metrics)
-        segments, ways = session.segments(), (branches or {}).get(name, [])
+        segments, session_branches = session.segments(), (branches or {}).get(name, [])
         result.append(
             replace(
                 blank,
@@ -325,13 +331,13 @@ def session_trajectories(
                 reasoning=session.reasoning,
                 echo=session.echo,
                 recorded=session.recorded_as,
-                segments=leave_out_failed(segments, ways) if ways else segments,
-                branches=ways,
+                segments=leave_out_failed(segments, session_branches) if session_branches else segments,
+                branches=session_branches,
                 rewards=_events(rewards, name),
                 metrics=counted,
                 turn_metrics=turn_metrics(session, name, episode),
                 turn_times=dict(session.turn_times),
-                turn_notes=({} if result else whole) | _of_agent(notes, name),
+                turn_notes=({} if result else episode_note) | _of_agent(notes, name),
                 states=_of_agent(episode.states if episode is not None else {}, name),
             )
         )
@@ -339,11 +345,11 @@ def session_trajectories(
 
 
 def _events(rewards: Sequence[Reward], agent: str) -> list[tuple[str | None, str, float]]:
-    return [(each.turn_id, each.name, each.value) for each in rewards if each.agent == agent]
+    return [(reward.turn_id, reward.name, reward.value) for reward in rewards if reward.agent == agent]
 
 
 _T = TypeVar("_T")
 
 
-def _of_agent(held: Mapping[tuple[str, str | None], _T], agent: str) -> dict[str, _T]:
-    return {turn or "": value for (name, turn), value in held.items() if name == agent}
+def _of_agent(by_turn: Mapping[tuple[str, str | None], _T], agent: str) -> dict[str, _T]:
+    return {turn or "": value for (name, turn), value in by_turn.items() if name == agent}

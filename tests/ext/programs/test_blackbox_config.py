@@ -17,7 +17,7 @@ from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.ext.programs import BlackBoxAgent, Recipe, recipe_of
 from turnwise.ext.programs.workdir import Workdir, check_arguments, fill, observation_values
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig
-from turnwise.rollout.preflight import check_own
+from turnwise.rollout.preflight import check_env_and_agent
 from turnwise.tasks import Task
 
 
@@ -55,7 +55,9 @@ OTHER = 3
 )
 def test_what_is_wrong_is_told_before_work_starts(config: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said.replace("{", r"\{").replace("?", r"\?")):
-        check_own(RolloutConfig(env=SpecConfig(name="lookup"), agent=NamedConfig(name="blackbox", config=config)))
+        check_env_and_agent(
+            RolloutConfig(env=SpecConfig(name="lookup"), agent=NamedConfig(name="blackbox", config=config))
+        )
 
 
 def test_recipes_by_name_by_reference_and_as_data() -> None:

@@ -16,7 +16,14 @@ from turnwise.errors import ConfigError, RegistryError, TaskError
 from turnwise.gateway.proxy.session import TextRenderer
 from turnwise.rollout import preflight as task_checks
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.preflight import PromptLimit, check_own, check_room, check_specs, check_tools_shown, task_source
+from turnwise.rollout.preflight import (
+    PromptLimit,
+    check_env_and_agent,
+    check_room,
+    check_specs,
+    check_tools_shown,
+    task_source,
+)
 from turnwise.tasks import Task
 
 
@@ -95,14 +102,14 @@ class TestSpecs:
 
     async def test_the_run_s_own_environment_is_not_made(self) -> None:
         await check_specs([Task("a", "p")], rollout("support.envs.task_envs:Broken"))
-        check_own(rollout("support.envs.task_envs:Broken"))
+        check_env_and_agent(rollout("support.envs.task_envs:Broken"))
 
     def test_the_run_s_own_environment_and_agent_must_be_there(self) -> None:
         with pytest.raises(RegistryError, match="no environment 'lokup'; did you mean 'lookup'"):
-            check_own(rollout("lokup"))
+            check_env_and_agent(rollout("lokup"))
         unknown = rollout(agent={"name": "raect"})
         with pytest.raises(RegistryError, match="no agent is called 'raect'; did you mean 'react'"):
-            check_own(unknown)
+            check_env_and_agent(unknown)
 
     async def test_no_more_than_some_environments_are_held_to_count_prompts(
         self, monkeypatch: pytest.MonkeyPatch

@@ -52,11 +52,11 @@ async def test_a_drop_before_the_first_sample_is_undone_with_the_step_after_the_
     buffer.expect(REQUEST, after)
     buffer.discard([REQUEST.key], "surplus")
     # Killed before the next step was saved: what it dropped is there again; after that it is gone for ever.
-    assert Journal.open(tmp_path, part=2, after_step=after).found(REQUEST.key) is not None
+    assert Journal.open(tmp_path, part=2, after_step=after).restore(REQUEST.key) is not None
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=3, after_step=after))
     buffer.expect(REQUEST, after)
     buffer.discard([REQUEST.key], "surplus")
-    assert Journal.open(tmp_path, part=4, after_step=after + 1).found(REQUEST.key) is None
+    assert Journal.open(tmp_path, part=4, after_step=after + 1).restore(REQUEST.key) is None
 
 
 async def test_a_group_that_lost_its_members_is_refused_again_where_its_step_is_undone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from turnwise.config import load_config
 from turnwise.errors import AgentError, ConfigError, RegistryError, TaskError
 from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.preflight import check_own, check_specs
+from turnwise.rollout.preflight import check_env_and_agent, check_specs
 from turnwise.tasks import Task
 
 
@@ -56,7 +56,7 @@ def test_a_file_gives_names_in_all_spellings(tmp_path) -> None:
     assert of(agents, "with_class") == ("plain", 3)
     # A run's own name hides a registered one, for this run.
     assert of(agents, None) == ("plain", 1)
-    assert agents.own() is agents.of(Task("t", "go"))
+    assert agents.default() is agents.of(Task("t", "go"))
     assert of(agents, HERE, style="x") == ("x", 1)
 
 
@@ -73,9 +73,9 @@ def test_files_are_found_beside_the_file_that_names_them(tmp_path) -> None:
         "from turnwise.agents import rollout\n@rollout\nasync def act(episode):\n    return 1.0\n"
     )
     agents = table(tmp_path, "- {name: act, target: 'own.py:act'}", "act")
-    assert type(agents.own()).__name__ == "FunctionAgent"
+    assert type(agents.default()).__name__ == "FunctionAgent"
     (tmp_path / "run.yaml").write_text("env: {name: lookup}\nagent_loop_config_path: agents.yaml\nagent: {name: act}\n")
-    check_own(load_config(RolloutConfig, tmp_path / "run.yaml"))
+    check_env_and_agent(load_config(RolloutConfig, tmp_path / "run.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +108,6 @@ async def test_unknown_names_and_configurations(tmp_path) -> None:
         agents.of(Task("t", "go", agent="mine", agent_config={"colour": 1}))
     config = RolloutConfig(env={"name": "lookup"}, agent={"name": HERE, "config": {"colour": 1}})
     with pytest.raises(AgentError, match="colour"):
-        check_own(config)
+        check_env_and_agent(config)
     with pytest.raises(TaskError, match="task 't': its agent cannot be made"):
         await check_specs([Task("t", "go", agent="nobody")], RolloutConfig(env={"name": "lookup"}))

@@ -61,11 +61,11 @@ def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path
     journal.drop(2, "c", "stale")
     # Killed: nothing is closed. The next process goes on from step 1.
     later = Journal.open(tmp_path, part=1, after_step=1)
-    assert later.found("a") is None
+    assert later.restore("a") is None
     assert [key for key in "abcd" if later.facts(key, 0) is not None] == ["b", "c"]
-    found = later.found("d")
+    found = later.restore("d")
     assert found is not None
-    assert (found.group_id, found.whole, list(found.members)) == ("0-d", False, [0])
+    assert (found.group_id, found.complete, list(found.members)) == ("0-d", False, [0])
     assert found.members[0][0].to_bytes() == member("d", 0).to_bytes()
     facts = later.facts("b", 7)
     assert facts == replace(group_facts(whole("b", [member("b", n) for n in range(2)]), "b", 7))
@@ -74,7 +74,7 @@ def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path
     later.close()
     assert read_journal(tmp_path / "journal.jsonl").events[-1][1]["event"] == "end"
     # What a later checkpoint counts as trained stays trained.
-    assert Journal.open(tmp_path, part=2, after_step=2).found("b") is None
+    assert Journal.open(tmp_path, part=2, after_step=2).restore("b") is None
 
 
 def test_what_a_step_gives_back_is_there_for_the_next_process(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_what_a_step_gives_back_is_there_for_the_next_process(tmp_path: Path) ->
     later.take(2, ["b"])
     assert (later.given_to, later.given) == (2, ["b"])
     later.close()
-    assert Journal.open(tmp_path, part=2, after_step=2).found("b") is None
+    assert Journal.open(tmp_path, part=2, after_step=2).restore("b") is None
 
 
 STEPS = 3
@@ -132,7 +132,7 @@ def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
     assert len(said) <= 1
     for number in range(GROUPS):
         key = f"g{number}"
-        found = journal.found(key)
+        found = journal.restore(key)
         if key in taken:
             assert found is None
             continue
@@ -171,9 +171,9 @@ def test_trajectories_that_a_power_cut_took_are_rolled_out_again(tmp_path: Path)
     later = Journal.open(tmp_path, part=1, say=said.append)
     assert any("1 finished trajectories are incomplete on disk" in text for text in said)
     assert later.facts("a", 0) is not None
-    found = later.found("b")
+    found = later.restore("b")
     assert found is not None
-    assert (found.whole, list(found.members)) == (False, [0])
+    assert (found.complete, list(found.members)) == (False, [0])
     assert len(list(read_trajectories(payloads))) == 3
 
 
@@ -185,7 +185,7 @@ def test_a_trajectory_that_was_not_noted_before_a_kill_is_told(tmp_path: Path) -
     failed.error = "EnvError: gone"
     journal.write(failed)
     for part in (1, 2):
-        found = Journal.open(tmp_path, part=part).found("a")
+        found = Journal.open(tmp_path, part=part).restore("a")
         assert found is not None
         assert list(found.members) == [0]
     orphans = [e for _, e in read_journal(tmp_path / "journal.jsonl").events if e["event"] == "orphan"]
@@ -200,7 +200,7 @@ def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp
     # The group was rewarded and written; the process was killed before the journal said so.
     journal.write(members[0])
     later = Journal.open(tmp_path, part=1)
-    found = later.found("a")
+    found = later.restore("a")
     assert found is not None
     assert sorted(found.members) == [0, 1]
     assert list(read_trajectories(tmp_path / "trajectories.twz")) == []

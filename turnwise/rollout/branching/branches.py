@@ -59,18 +59,18 @@ class AgentFork:
     rewards: int
 
     @classmethod
-    def of(cls, episode: Episode, origin: Episode, others: Sequence[AgentFork]) -> AgentFork:
-        """Return a fork that was made now, of the episode itself or of one of its ``others``."""
-        parent = next((fork for fork in others if fork.episode is origin), None)
-        before = {} if parent is None else parent.turns
+    def of(cls, episode: Episode, origin: Episode, forks: Sequence[AgentFork]) -> AgentFork:
+        """Return a fork that was made now, of the episode itself or of one of its ``forks``."""
+        parent = next((fork for fork in forks if fork.episode is origin), None)
+        inherited = {} if parent is None else parent.turns
         sessions = origin.sessions
-        turns = {name: (*before.get(name, ()), *sessions[name].sampled_turns) for name in {**before, **sessions}}
+        turns = {name: (*inherited.get(name, ()), *sessions[name].sampled_turns) for name in {**inherited, **sessions}}
         return cls(episode, turns, len(origin.rewards) + (0 if parent is None else parent.rewards))
 
-    def used(self, others: Sequence[AgentFork]) -> bool:
+    def used(self, forks: Sequence[AgentFork]) -> bool:
         """Whether anything was sampled in it, or in one of its own forks."""
         sampled = any(session.sampled_turns for session in self.episode.sessions.values())
-        return sampled or any(fork.episode.origin is self.episode and fork.used(others) for fork in others)
+        return sampled or any(fork.episode.origin is self.episode and fork.used(forks) for fork in forks)
 
 
 def tree_of_forks(first: TreeBranch, forks: Sequence[AgentFork]) -> list[TreeBranch]:
@@ -79,8 +79,8 @@ def tree_of_forks(first: TreeBranch, forks: Sequence[AgentFork]) -> list[TreeBra
     for fork in forks:
         if fork.used(forks):
             parent = next(index for index, branch in enumerate(tree) if branch.episode is fork.episode.origin)
-            session, again = _first_resampled_turn(tree[parent], fork)
-            point = BranchPoint(fork.episode.env, 0, fork.turns, fork.rewards, session, again)
+            session, resampled = _first_resampled_turn(tree[parent], fork)
+            point = BranchPoint(fork.episode.env, 0, fork.turns, fork.rewards, session, resampled)
             tree.append(TreeBranch(fork.episode, fork.episode.stop_reason, parent, point))
     return tree
 
@@ -121,9 +121,9 @@ async def expand(first: TreeBranch, config: TreeConfig, seed: int, run_fork: Run
         rounds_left = config.rounds - round_number
         count = (config.branches - requested + rounds_left - 1) // rounds_left
         turns, points = turns_of(tree)
-        chosen = [*choose(turns, count, generator)]
-        affordable = _within_budget(config, tree, turns, chosen)
-        requested, over_budget = requested + count, over_budget + len(chosen) - len(affordable)
+        turn_indices = [*choose(turns, count, generator)]
+        affordable = _within_budget(config, tree, turns, turn_indices)
+        requested, over_budget = requested + count, over_budget + len(turn_indices) - len(affordable)
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(
@@ -139,12 +139,12 @@ async def expand(first: TreeBranch, config: TreeConfig, seed: int, run_fork: Run
 
 
 def _within_budget(
-    config: TreeConfig, tree: Sequence[TreeBranch], turns: Sequence[TreeTurn], chosen: Sequence[int]
+    config: TreeConfig, tree: Sequence[TreeBranch], turns: Sequence[TreeTurn], turn_indices: Sequence[int]
 ) -> list[int]:
     """Return those of the chosen turns at which a branch fits what is left of the budget, taken in their order."""
     tokens = sum(_sampled_tokens(branch) for branch in tree)
     affordable: list[int] = []
-    for index in chosen:
+    for index in turn_indices:
         turn = turns[index]
         if config.fits(turn, tokens):
             tokens += turn.tokens
@@ -181,7 +181,7 @@ def turns_of(tree: Sequence[TreeBranch]) -> tuple[list[TreeTurn], list[BranchPoi
                     branch=index,
                     turn_id=turn_id,
                     session=name,
-                    number=sum(len(before) for before in point.turns.values()),
+                    number=sum(len(earlier_turns) for earlier_turns in point.turns.values()),
                     tokens=sum(len(segments[session][turn].token_ids) for session, turn in later_turns),
                     entropy=_entropy(segments[name][turn_id]),
                     tool_calls=int(sum(metrics.get(key, {}).get("tool_calls", 0) for key in later_turns)),
@@ -276,8 +276,8 @@ def _reward_events(tree: Sequence[TreeBranch]) -> list[list[Reward]]:
     """Return the rewards of each branch in order, those before its fork included."""
     events: list[list[Reward]] = []
     for branch in tree:
-        before = [] if branch.point is None else events[branch.parent][: branch.point.rewards]
-        events.append([*before, *branch.episode.rewards])
+        inherited = [] if branch.point is None else events[branch.parent][: branch.point.rewards]
+        events.append([*inherited, *branch.episode.rewards])
     return events
 
 
@@ -309,23 +309,23 @@ def _merge_notes(episode: Episode, branch: Episode) -> None:
     for (name, turn), metrics in branch.turn_metrics.items():
         if turn in turns.get(name, ()):
             episode.turn_metrics[name, turn] = metrics
-    for (name, after), state in branch.states.items():
-        if after in turns.get(name, ()):
-            episode.states[name, after] = state
+    for (name, turn_id), state in branch.states.items():
+        if turn_id in turns.get(name, ()):
+            episode.states[name, turn_id] = state
     for (name, noted), notes in branch.turn_notes.items():
         session = branch.sessions.get(name)
         # A note on a branch as a whole stands at its last turn.
-        last = session.sampled_turns[-1] if session is not None and session.sampled_turns else None
-        episode.turn_notes.setdefault((name, noted or last), {}).update(notes)
+        last_turn = session.sampled_turns[-1] if session is not None and session.sampled_turns else None
+        episode.turn_notes.setdefault((name, noted or last_turn), {}).update(notes)
 
 
 def _unrewarded(branch: TreeBranch, name: str) -> Branch:
     """Return a branch of a session, without its rewards."""
     session, point = branch.episode.sessions.get(name), branch.point
-    before = () if point is None else point.turns.get(name, ())
+    inherited = () if point is None else point.turns.get(name, ())
     return Branch(
         parent=branch.parent,
-        after=before[-1] if before else None,
+        after=inherited[-1] if inherited else None,
         again=None if point is None or point.session != name else point.turn,
         turns=() if session is None else tuple(session.sampled_turns),
         stop_reason=branch.stop_reason,
@@ -346,9 +346,11 @@ def unmerged_trajectories(tree: Sequence[TreeBranch], frozen: Collection[str] = 
         branches = [
             replace(
                 _unrewarded(branch, name),
-                rewards=tuple((event.turn_id, event.name, event.value) for event in own if event.agent == name),
+                rewards=tuple(
+                    (event.turn_id, event.name, event.value) for event in branch_events if event.agent == name
+                ),
             )
-            for branch, own in zip(tree, events, strict=True)
+            for branch, branch_events in zip(tree, events, strict=True)
         ]
         turn_metrics = {
             turn: metrics
@@ -356,12 +358,12 @@ def unmerged_trajectories(tree: Sequence[TreeBranch], frozen: Collection[str] = 
             for (agent, turn), metrics in branch.episode.turn_metrics.items()
             if agent == name
         }
-        whole = Trajectory(
+        merged = Trajectory(
             id=session.id, episode_id=episode.id, group_id="", task_id=episode.task.id, agent=name,
             frozen=name in frozen, segments=session.segments(), branches=branches, turn_metrics=turn_metrics,
             recorded=session.recorded_as, partition=episode.partition, seed=episode.seed,
         )  # fmt: skip
-        for of_branch, trajectory in zip(trajectories, branch_trajectories(whole), strict=True):
+        for of_branch, trajectory in zip(trajectories, branch_trajectories(merged), strict=True):
             of_branch.append(trajectory)
     return trajectories
 

@@ -39,53 +39,58 @@ class Scorer:
         self._lender = Env()
         self._lender.executor = executor
 
-    async def score(self, task: Task, way: Sequence[Trajectory]) -> float:
+    async def score(self, task: Task, branch: Sequence[Trajectory]) -> float:
         """Return the score of a way.
 
         Args:
             task: The task.
-            way: Its trajectories, one for each session, without forks.
+            branch: Its trajectories, one for each session, without forks.
 
         Raises:
             ScorerError: The scorer raised, or returned no finite number.
         """
-        trained = [each for each in way if not each.frozen]
+        trained = [trajectory for trajectory in branch if not trajectory.frozen]
         if self.name == ENVIRONMENT:
-            return math.fsum(each.reward for each in trained)
+            return math.fsum(trajectory.reward for trajectory in trained)
         if self.name == LIKELIHOOD:
             return likelihood(trained)
         assert self._part is not None
-        main = next((each for each in trained if each.agent == "main"), trained[0] if trained else way[0])
+        main = next(
+            (trajectory for trajectory in trained if trajectory.agent == "main"), trained[0] if trained else branch[0]
+        )
         try:
             return await grade(self._part, self._attempt(task, main))
         except EnvError as error:
             raise ScorerError(f"{_WHERE} {self.name!r} gave no score: {error}") from error
 
-    def _attempt(self, task: Task, way: Trajectory) -> Attempt:
-        messages = conversation_of(way)
-        said = [message for message in messages if message["role"] == "assistant"]
-        final = said[-1] if said else None
+    def _attempt(self, task: Task, trajectory: Trajectory) -> Attempt:
+        messages = conversation_of(trajectory)
+        answers = [message for message in messages if message["role"] == "assistant"]
+        final = answers[-1] if answers else None
         # A message that calls tools, or was answered, is no final answer.
         if final is not None and (final.get("tool_calls") or messages[-1] is not final):
             final = None
         text = "" if final is None else text_of(final)
-        return Attempt(task, final, text, messages, task.data, self._lender, {"trajectory": way})
+        return Attempt(task, final, text, messages, task.data, self._lender, {"trajectory": trajectory})
 
 
-def likelihood(way: Sequence[Trajectory]) -> float:
+def likelihood(branch: Sequence[Trajectory]) -> float:
     """Return the mean log-probability of the tokens that were sampled in a way, over all of its sessions.
 
     Raises:
         ScorerError: No token with a log-probability was sampled.
     """
-    sampled = [segment for trajectory in way for segment in trajectory.segments if segment.sampled]
-    known = [segment.logprobs for segment in sampled if segment.logprobs is not None and len(segment.logprobs)]
-    if not known or any(len(segment.token_ids) and segment.logprobs is None for segment in sampled):
+    sampled = [segment for trajectory in branch for segment in trajectory.segments if segment.sampled]
+    logprobs = [segment.logprobs for segment in sampled if segment.logprobs is not None and len(segment.logprobs)]
+    if not logprobs or any(len(segment.token_ids) and segment.logprobs is None for segment in sampled):
         raise ScorerError(
             f"{_WHERE} {LIKELIHOOD!r} gave no score: the way has sampled tokens without log-probabilities, or none at "
             "all: choose another scorer"
         )
-    return float(sum(float(each.sum(dtype=float)) for each in known) / sum(len(each) for each in known))
+    return float(
+        sum(float(turn_logprobs.sum(dtype=float)) for turn_logprobs in logprobs)
+        / sum(len(turn_logprobs) for turn_logprobs in logprobs)
+    )
 
 
 def _loaded(config: ScorerConfig) -> ReadyPart:

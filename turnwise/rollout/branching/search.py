@@ -87,8 +87,8 @@ class SearchConfig(BaseModel):
     @model_validator(mode="after")
     def _keys_are_of_its_kind(self) -> Self:
         takes = ", ".join(_KEYS[self.kind])
-        given = self.model_fields_set - {"kind", "scorer"}
-        if wrong := sorted(given - {*_KEYS[self.kind]}):
+        keys_set = self.model_fields_set - {"kind", "scorer"}
+        if wrong := sorted(keys_set - {*_KEYS[self.kind]}):
             raise ValueError(f"no {', '.join(wrong)} for kind {self.kind}, which takes {takes}")
         if missing := [name for name in _NEEDED[self.kind] if getattr(self, name) is None]:
             raise ValueError(f"{' and '.join(missing)} for kind {self.kind}")

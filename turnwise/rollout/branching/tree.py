@@ -70,22 +70,24 @@ def random_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> 
 
     The choice of Tree-GRPO: Ji et al. 2025 (arXiv:2509.21240), section 3.2.
     """
-    chosen: list[int] = []
-    while turns and len(chosen) < count:
-        chosen += draw.sample(range(len(turns)), min(len(turns), count - len(chosen)))
-    return chosen
+    indices: list[int] = []
+    while turns and len(indices) < count:
+        indices += draw.sample(range(len(turns)), min(len(turns), count - len(indices)))
+    return indices
 
 
 def every_turn(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
     """Return the turns in their order, those with the fewest forks first, until ``count`` is reached."""
     del draw
-    chosen: list[int] = []
+    indices: list[int] = []
     forks = [turn.forks for turn in turns]
-    while turns and len(chosen) < count:
-        index = min(range(len(turns)), key=lambda each: (forks[each], turns[each].branch, turns[each].number))
+    while turns and len(indices) < count:
+        index = min(
+            range(len(turns)), key=lambda position: (forks[position], turns[position].branch, turns[position].number)
+        )
         forks[index] += 1
-        chosen.append(index)
-    return chosen
+        indices.append(index)
+    return indices
 
 
 def uncertain_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
@@ -95,19 +97,19 @@ def uncertain_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) 
     entropy after a tool's answer; here it is the turn's own.
     """
     del draw
-    chosen: list[int] = []
+    indices: list[int] = []
     claims = [turn.entropy / 2**turn.forks for turn in turns]
-    while turns and len(chosen) < count:
+    while turns and len(indices) < count:
         index = max(range(len(turns)), key=claims.__getitem__)
         claims[index] /= 2
-        chosen.append(index)
-    return chosen
+        indices.append(index)
+    return indices
 
 
 def failed_tool_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
     """Return turns with a tool call that failed, drawn as :func:`random_turns` does; none where none failed."""
     failed = [index for index, turn in enumerate(turns) if turn.tool_errors]
-    return [failed[index] for index in random_turns([turns[each] for each in failed], count, draw)]
+    return [failed[index] for index in random_turns([turns[position] for position in failed], count, draw)]
 
 
 def undecided_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
@@ -116,16 +118,16 @@ def undecided_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) 
     While a state has been passed once, nothing is known of how its continuations differ: the first round, and what is
     left of a later one where all rewards are equal, is drawn as :func:`random_turns` does.
     """
-    chosen: list[int] = []
+    indices: list[int] = []
     picked = [0] * len(turns)
-    while len(chosen) < count:
+    while len(indices) < count:
         claims = [turn.uncertainty(picked[index]) for index, turn in enumerate(turns)]
         index = max(range(len(turns)), key=claims.__getitem__, default=-1)
         if index < 0 or claims[index] <= 0:
             break
         picked[index] += 1
-        chosen.append(index)
-    return chosen + random_turns(turns, count - len(chosen), draw)
+        indices.append(index)
+    return indices + random_turns(turns, count - len(indices), draw)
 
 
 CHOOSERS: Final[dict[str, Chooser]] = {
@@ -196,16 +198,16 @@ class TreeConfig(BaseModel):
 def _checked(name: str, function: Callable[..., Any]) -> Chooser:
     def choose(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
         try:
-            found = list(function(turns, count, draw))
+            result = list(function(turns, count, draw))
         except Exception as error:  # a user's function: what it raises is named as its own
             raise AgentError(f"{name} raised {type(error).__name__}: {error}") from error
         # Also what numpy makes of an index; a truth value is none.
         indices = [
-            int(index) for index in found if isinstance(index, (int, np.integer)) and not isinstance(index, bool)
+            int(index) for index in result if isinstance(index, (int, np.integer)) and not isinstance(index, bool)
         ]
-        if len(indices) != len(found) or len(found) > count or any(not 0 <= each < len(turns) for each in indices):
+        if len(indices) != len(result) or len(result) > count or any(not 0 <= index < len(turns) for index in indices):
             raise AgentError(
-                f"{name} returned {shown(found)} for {len(turns)} turns and {count} branches: it "
+                f"{name} returned {shown(result)} for {len(turns)} turns and {count} branches: it "
                 "must return at most as many indices of these turns as there are branches"
             )
         return indices

@@ -58,7 +58,7 @@ class FinishedMembers:
         self._file = AppendFile(directory / FINISHED, cut=True)
         self._groups: dict[str, _Group] = {}
         # Of this process: what is on disk, and the members that wait for a trajectory of theirs.
-        self._places: dict[str, RecordLocation] = {}
+        self._locations: dict[str, RecordLocation] = {}
         self._waiting: defaultdict[str, list[_Unwritten]] = defaultdict(list)
         self.part = 0
         for number, line in enumerate((directory / FINISHED).read_bytes().splitlines(), 1):
@@ -74,7 +74,7 @@ class FinishedMembers:
 
     def write(self, trajectory: Trajectory) -> None:
         """Write a trajectory, failed and cancelled ones included. Raises OSError where the disk refuses."""
-        self._places[trajectory.id] = self._payloads.write(trajectory)
+        self._locations[trajectory.id] = self._payloads.write(trajectory)
         for member in self._waiting.pop(trajectory.id, ()):
             self._note(member)
 
@@ -91,17 +91,18 @@ class FinishedMembers:
             pending: Whether they are written later, with the reward of their group.
         """
         del pending
-        self._note(_Unwritten(key, group_id, member, tuple(each.id for each in trajectories)))
+        self._note(_Unwritten(key, group_id, member, tuple(trajectory.id for trajectory in trajectories)))
 
-    def found(self, key: str) -> RestoredGroup | None:
+    def restore(self, key: str) -> RestoredGroup | None:
         """Return the members of a requested group that earlier processes finished."""
         group = self._groups.get(key)
         if group is None:
             return None
         members = {
-            number: [self._payloads.read(place) for place in places] for number, places in sorted(group.members.items())
+            number: [self._payloads.read(location) for location in locations]
+            for number, locations in sorted(group.members.items())
         }
-        return RestoredGroup(group.id, members, whole=False)
+        return RestoredGroup(group.id, members, complete=False)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -109,16 +110,16 @@ class FinishedMembers:
         self._file.close()
 
     def _note(self, member: _Unwritten) -> None:
-        missing = next((each for each in member.trajectories if each not in self._places), None)
+        missing = next((name for name in member.trajectories if name not in self._locations), None)
         if missing is not None:
             self._waiting[missing].append(member)
             return
-        places = [(each, self._places.pop(each)) for each in member.trajectories]
+        locations = [(name, self._locations.pop(name)) for name in member.trajectories]
         record = {
             "key": member.key,
             "group": member.group_id,
             "member": member.member,
-            "trajectories": [[name, place.offset, place.length, place.crc] for name, place in places],
+            "trajectories": [[name, location.offset, location.length, location.crc] for name, location in locations],
         }
         self._file.append(orjson.dumps(record))
 
@@ -129,7 +130,7 @@ class FinishedMembers:
         stored = record["trajectories"]
         if not isinstance(stored, list):
             raise TypeError("trajectories must be a list")
-        places = [RecordLocation(int(offset), int(length), int(crc)) for _, offset, length, crc in stored]
-        if all(self._payloads.holds(place) for place in places):
+        locations = [RecordLocation(int(offset), int(length), int(crc)) for _, offset, length, crc in stored]
+        if all(self._payloads.holds(location) for location in locations):
             group = self._groups.setdefault(str(record["key"]), _Group(str(record["group"]), {}))
-            group.members[int(str(record["member"]))] = places
+            group.members[int(str(record["member"]))] = locations

@@ -32,34 +32,36 @@ def drop_lost(
 ) -> None:
     """Verify everything still to be trained, or trained again, and forget what a power cut lost."""
     waiting = {key: entry for key, entry in state.entries.items() if not entry.consumed or entry.reusable(max_uses)}
-    needed = {each for entry in waiting.values() for each in _all(entry)}
-    bad = {each for each in needed if (file := file_of(each)) is None or not file.holds(each.place)}
-    last = max((each.place.offset for each in needed - bad if not each.pending), default=-1)
-    for each in bad:
-        if not each.pending and each.place.offset < last:
+    needed = {stored for entry in waiting.values() for stored in _trajectories_of(entry)}
+    damaged = {stored for stored in needed if (file := file_of(stored)) is None or not file.holds(stored.location)}
+    last_intact = max((stored.location.offset for stored in needed - damaged if not stored.pending), default=-1)
+    for stored in damaged:
+        if not stored.pending and stored.location.offset < last_intact:
             raise FormatError(
-                f"{payloads}: trajectory {each.id} at byte {each.place.offset} is corrupt (its checksum differs), and "
-                f"intact ones follow: restore the file from a copy, or remove {journal}: what no checkpoint has "
-                "trained is then rolled out again"
+                f"{payloads}: trajectory {stored.id} at byte {stored.location.offset} is corrupt (its checksum "
+                f"differs), and intact ones follow: restore the file from a copy, or remove {journal}: what no "
+                "checkpoint has trained is then rolled out again"
             )
     for key, entry in waiting.items():
-        if entry.whole is not None and not bad.isdisjoint((*entry.whole.trajectories, *entry.whole.baselines)):
-            entry.whole = None
-        entry.members = {number: each for number, each in entry.members.items() if bad.isdisjoint(each)}
-        if entry.whole is None and not entry.members and not entry.consumed:
+        if entry.complete is not None and not damaged.isdisjoint(
+            (*entry.complete.trajectories, *entry.complete.baselines)
+        ):
+            entry.complete = None
+        entry.members = {number: member for number, member in entry.members.items() if damaged.isdisjoint(member)}
+        if entry.complete is None and not entry.members and not entry.consumed:
             del state.entries[key]
-    if lost := [each for each in bad if not each.pending]:
+    if lost := [stored for stored in damaged if not stored.pending]:
         say(
             f"{payloads}: {len(lost)} finished trajectories are incomplete on disk (power was lost before they were "
             "synced): they are rolled out again"
         )
 
 
-def _all(entry: Entry) -> Iterator[Stored]:
+def _trajectories_of(entry: Entry) -> Iterator[Stored]:
     """Yield an entry's trajectories, including members of a whole group, from which a lost one is rebuilt."""
-    if entry.whole is not None:
-        yield from entry.whole.trajectories
-        yield from entry.whole.baselines
+    if entry.complete is not None:
+        yield from entry.complete.trajectories
+        yield from entry.complete.baselines
     for member in entry.members.values():
         yield from member
 
@@ -81,21 +83,21 @@ def unreferenced(
     """
     if payloads.torn:
         say(f"{payloads.path}: the last {payloads.torn} bytes are an incomplete write: truncated")
-    found: list[tuple[Stored, bool]] = []
-    for place in payloads.locations(since):
-        if place.offset not in offsets:
-            trajectory = payloads.read(place)
-            found.append((Stored(trajectory.id, place), _finished(trajectory)))
-    return found
+    unlisted: list[tuple[Stored, bool]] = []
+    for location in payloads.locations(since):
+        if location.offset not in offsets:
+            trajectory = payloads.read(location)
+            unlisted.append((Stored(trajectory.id, location), _finished(trajectory)))
+    return unlisted
 
 
 def _finished(trajectory: Trajectory) -> bool:
-    ended = trajectory.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
-    return trajectory.partition == "train" and trajectory.error is None and ended
+    completed = trajectory.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
+    return trajectory.partition == "train" and trajectory.error is None and completed
 
 
 PENDING = "pending.twz"
-_FACTS = tuple(each.name for each in fields(GroupFacts) if each.name not in ("key", "arrived", "uses"))
+_FACTS = tuple(fact.name for fact in fields(GroupFacts) if fact.name not in ("key", "arrived", "uses"))
 
 
 class Journal:
@@ -161,10 +163,10 @@ class Journal:
                 offsets.update(references(event))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise FormatError(f"{path}:{number}: malformed journal line: {error!r}") from error
-        if read.spoilt:
+        if read.damaged_bytes:
             say(
-                f"{path}: the last {read.spoilt} bytes are an incomplete write (a process was killed, or power was "
-                "lost): truncated"
+                f"{path}: the last {read.damaged_bytes} bytes are an incomplete write (a process was killed, or power "
+                "was lost): truncated"
             )
         with writing(path):
             file, payloads = AppendFile(path, cut=True), TrajectoryWriter(directory / TRAJECTORIES)
@@ -175,7 +177,7 @@ class Journal:
             # First of all: what is given back has to be on disk, too.
             state.undo_after(after_step)
             drop_lost(state, journal._file_of, payloads.path, path, say, max_uses=max_uses)
-            journal._tell(orphans)
+            journal._note_orphans(orphans)
             start = {"part": part, "after_step": after_step, "max_uses": max_uses, "payload": payloads.size}
             journal._note("start", schema_version=SCHEMA_VERSION, **start)
             journal.reusable = tuple(_facts(key, entry, entry.arrived) for key, entry in state.stored(max_uses))
@@ -185,9 +187,9 @@ class Journal:
     def write(self, trajectory: Trajectory) -> None:
         """Write a trajectory, failed and cancelled ones included; it counts once a member or a group refers to it."""
         with self._writing(self._payloads.path):
-            place = self._payloads.write(trajectory)
+            location = self._payloads.write(trajectory)
         if trajectory.partition == "train":
-            self._written[trajectory.id] = Stored(trajectory.id, place)
+            self._written[trajectory.id] = Stored(trajectory.id, location)
 
     def member(
         self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
@@ -201,12 +203,12 @@ class Journal:
             trajectories: Its trajectories, written before.
             pending: Whether their group reward is still missing: they are then held in ``pending.twz``.
         """
-        stored = [self._store_aside(each) if pending else self._stored(each) for each in trajectories]
+        stored = [self._store_aside(trajectory) if pending else self._stored(trajectory) for trajectory in trajectories]
         more = {"pending": True} if pending else {}
-        records = [each.record() for each in stored]
+        records = [stored_trajectory.record() for stored_trajectory in stored]
         self._note("member", key=key, group=group_id, member=member, trajectories=records, **more)
-        for each in stored if not pending else ():
-            self._written.pop(each.id, None)
+        for stored_trajectory in stored if not pending else ():
+            self._written.pop(stored_trajectory.id, None)
 
     def group(self, group: TrajectoryGroup, facts: GroupFacts) -> None:
         """Record a complete group, writing those of its trajectories that are not written yet.
@@ -217,9 +219,9 @@ class Journal:
         """
         entry = self._state.entries.get(facts.key)
         members = entry.members.values() if entry is not None and entry.group_id == group.id else ()
-        known = {each.id: each for stored in members for each in stored if not each.pending}
-        trajectories = [known.get(each.id) or self._stored(each) for each in group.trajectories]
-        baselines = [known.get(each.id) or self._stored(each) for each in group.baselines]
+        written = {stored.id: stored for member in members for stored in member if not stored.pending}
+        trajectories = [written.get(trajectory.id) or self._stored(trajectory) for trajectory in group.trajectories]
+        baselines = [written.get(trajectory.id) or self._stored(trajectory) for trajectory in group.baselines]
         head = {"task_id": group.task_id, "failed": group.failed, "source": group.source, "partition": group.partition}
         values = asdict(facts)
         self._note(
@@ -228,11 +230,11 @@ class Journal:
             group=group.id,
             head=head,
             facts={name: values[name] for name in _FACTS},
-            trajectories=[each.record() for each in trajectories],
-            baselines=[each.record() for each in baselines],
+            trajectories=[stored.record() for stored in trajectories],
+            baselines=[stored.record() for stored in baselines],
         )
-        for each in (*trajectories, *baselines):
-            self._written.pop(each.id, None)
+        for stored in (*trajectories, *baselines):
+            self._written.pop(stored.id, None)
 
     def take(self, step: int, keys: Sequence[str], *, back: bool = False) -> None:
         """Record groups given to a train step, or given ``back`` untrained. Raises TrainError where the disk
@@ -247,32 +249,32 @@ class Journal:
         """Record that a group will not be trained (again). Raises TrainError where the disk refuses."""
         self._note("drop", step=step, key=key, why=why)
 
-    def found(self, key: str) -> RestoredGroup | None:
+    def restore(self, key: str) -> RestoredGroup | None:
         """Return the finished, untrained parts of a requested group."""
         entry = self._state.entries.get(key)
         if entry is None or entry.consumed:
             return None
         members = {number: self._read(stored) for number, stored in sorted(entry.members.items())}
-        return RestoredGroup(entry.group_id, members, entry.whole is not None)
+        return RestoredGroup(entry.group_id, members, entry.complete is not None)
 
     def facts(self, key: str, arrived: int) -> GroupFacts | None:
         """Return the facts of a complete, untrained group, without reading its trajectories."""
         entry = self._state.entries.get(key)
-        if entry is None or entry.consumed or entry.whole is None:
+        if entry is None or entry.consumed or entry.complete is None:
             return None
         return _facts(key, entry, arrived)
 
     def load(self, key: str) -> TrajectoryGroup:
         """Read a complete group."""
         entry = self._state.entries.get(key)
-        if entry is None or entry.whole is None:
+        if entry is None or entry.complete is None:
             raise TrainError(f"{self._file_path} has no complete group of {key!r}")
-        whole = entry.whole
+        complete = entry.complete
         return TrajectoryGroup(
             entry.group_id,
-            trajectories=self._read(whole.trajectories),
-            baselines=self._read(whole.baselines),
-            **whole.head,
+            trajectories=self._read(complete.trajectories),
+            baselines=self._read(complete.baselines),
+            **complete.head,
         )
 
     def forget(self, key: str) -> None:
@@ -281,7 +283,7 @@ class Journal:
 
     def sync(self) -> None:
         """Flush to disk (fsync): a power cut loses at most what comes after. Raises TrainError on failure."""
-        waits = any(each.pending for entry in self._state.entries.values() for each in entry.stored())
+        waits = any(stored.pending for entry in self._state.entries.values() for stored in entry.stored())
         with self._writing(self._file_path):
             for file in (self._pending, self._payloads, self._file):
                 if file is not None:
@@ -339,26 +341,26 @@ class Journal:
         return self._pending if stored.pending else self._payloads
 
     def _read(self, stored: Sequence[Stored]) -> list[Trajectory]:
-        found = []
-        for each in stored:
-            file = self._file_of(each)
+        trajectories = []
+        for record in stored:
+            file = self._file_of(record)
             if file is None:
-                raise FormatError(f"{self._directory / PENDING} is missing, and it held trajectory {each.id}")
-            found.append(file.read(each.place))
-        return found
+                raise FormatError(f"{self._directory / PENDING} is missing, and it held trajectory {record.id}")
+            trajectories.append(file.read(record.location))
+        return trajectories
 
-    def _tell(self, orphans: Sequence[tuple[Stored, bool]]) -> None:
-        pending = {each.id for entry in self._state.entries.values() for each in entry.stored() if each.pending}
+    def _note_orphans(self, orphans: Sequence[tuple[Stored, bool]]) -> None:
+        pending = {stored.id for entry in self._state.entries.values() for stored in entry.stored() if stored.pending}
         for orphan, finished in orphans:
             if orphan.id in pending:
                 # It is written again, with its group's reward.
-                self._payloads.invalidate(orphan.place)
+                self._payloads.invalidate(orphan.location)
             elif finished:
                 self._note("orphan", trajectory=orphan.id, place=orphan.record()[1:])
 
 
 def _facts(key: str, entry: Entry, arrived: int) -> GroupFacts:
-    assert entry.whole is not None
-    values: dict[str, Any] = {name: entry.whole.facts[name] for name in _FACTS if name in entry.whole.facts}
+    assert entry.complete is not None
+    values: dict[str, Any] = {name: entry.complete.facts[name] for name in _FACTS if name in entry.complete.facts}
     values["rewards"] = tuple(values.get("rewards", ()))
-    return GroupFacts(**values, key=key, arrived=arrived, uses=len(entry.taken))
+    return GroupFacts(**values, key=key, arrived=arrived, uses=len(entry.takes))

@@ -41,16 +41,16 @@ class Stored:
     """
 
     id: str
-    place: RecordLocation
+    location: RecordLocation
     pending: bool = False
 
     def record(self) -> list[Any]:
         """Return its form in the journal."""
-        return [self.id, self.place.offset, self.place.length, self.place.crc]
+        return [self.id, self.location.offset, self.location.length, self.location.crc]
 
 
 @dataclass(frozen=True, slots=True)
-class WholeGroup:
+class CompleteGroup:
     """A complete group on disk.
 
     Attributes:
@@ -69,33 +69,33 @@ class Entry:
     """State of one request key.
 
     Attributes:
-        whole: The group, once complete.
+        complete: The group, once all of its members are there.
         arrived: Index in the order of completion, from 0.
-        taken: (train step, index in the order of all takes) of each step that was given it.
+        takes: (train step, index in the order of all takes) of each step that was given it.
         dropped: (step, why) where it will not be trained (again).
     """
 
     group_id: str
     members: dict[int, tuple[Stored, ...]] = field(default_factory=dict)
-    whole: WholeGroup | None = None
+    complete: CompleteGroup | None = None
     arrived: int = 0
-    taken: list[tuple[int, int]] = field(default_factory=list)
+    takes: list[tuple[int, int]] = field(default_factory=list)
     dropped: tuple[int, str] | None = None
 
     @property
     def consumed(self) -> bool:
         """Whether it was trained or dropped."""
-        return bool(self.taken) or self.dropped is not None
+        return bool(self.takes) or self.dropped is not None
 
     def reusable(self, max_uses: int) -> bool:
         """Return whether it was trained and may be trained again."""
-        return self.whole is not None and self.dropped is None and 0 < len(self.taken) < max_uses
+        return self.complete is not None and self.dropped is None and 0 < len(self.takes) < max_uses
 
     def stored(self) -> Iterator[Stored]:
         """Yield its trajectories."""
-        if self.whole is not None:
-            yield from self.whole.trajectories
-            yield from self.whole.baselines
+        if self.complete is not None:
+            yield from self.complete.trajectories
+            yield from self.complete.baselines
         else:
             for member in self.members.values():
                 yield from member
@@ -132,7 +132,7 @@ class JournalState:
             case "group":
                 entry = self._entry(event["key"], event["group"])
                 trajectories, baselines = _stored(event["trajectories"]), _stored(event["baselines"])
-                entry.whole = WholeGroup(event["head"], event["facts"], trajectories, baselines)
+                entry.complete = CompleteGroup(event["head"], event["facts"], trajectories, baselines)
                 entry.arrived, self._groups = self._groups, self._groups + 1
                 # Requested again after it was dropped.
                 entry.dropped = None
@@ -140,7 +140,7 @@ class JournalState:
                 for key in event["keys"]:
                     self._takes += 1
                     if key in self.entries:
-                        self.entries[key].taken.append((int(event["step"]), self._takes))
+                        self.entries[key].takes.append((int(event["step"]), self._takes))
             case "back":
                 for key in event["keys"]:
                     if key in self.entries:
@@ -155,43 +155,43 @@ class JournalState:
 
     def stored(self, max_uses: int) -> list[tuple[str, Entry]]:
         """Return what was trained and may be trained again, by key, least recently trained first."""
-        found = [(key, entry) for key, entry in self.entries.items() if entry.reusable(max_uses)]
-        return sorted(found, key=lambda each: each[1].taken[-1][1])
+        reusable = [(key, entry) for key, entry in self.entries.items() if entry.reusable(max_uses)]
+        return sorted(reusable, key=lambda key_and_entry: key_and_entry[1].takes[-1][1])
 
     def forget_consumed(self, max_uses: int) -> None:
         """Drop consumed entries from memory, except members in pending.twz that wait for their group reward."""
         self.entries = {
             key: entry
             for key, entry in self.entries.items()
-            if not entry.consumed or entry.reusable(max_uses) or any(each.pending for each in entry.stored())
+            if not entry.consumed or entry.reusable(max_uses) or any(stored.pending for stored in entry.stored())
         }
 
-    def _start(self, part: int, after: int, payload: int) -> None:
-        self.starts.append((part, after))
+    def _start(self, part: int, after_step: int, payload: int) -> None:
+        self.starts.append((part, after_step))
         self.payload = payload
-        self.undo_after(after)
+        self.undo_after(after_step)
 
     def undo_after(self, step: int) -> None:
         """Undo takes and drops of later steps: their weights are lost."""
         for entry in self.entries.values():
-            entry.taken = [take for take in entry.taken if take[0] <= step]
+            entry.takes = [take for take in entry.takes if take[0] <= step]
             if entry.dropped is not None and entry.dropped[0] > step:
                 entry.dropped = None
 
     def _undo_take(self, entry: Entry, step: int) -> None:
         """Undo the last take of a group, and a later drop."""
-        of_step = [take for take in entry.taken if take[0] == step]
+        of_step = [take for take in entry.takes if take[0] == step]
         if of_step:
-            entry.taken.remove(of_step[-1])
+            entry.takes.remove(of_step[-1])
         if entry.dropped is not None and entry.dropped[0] == step:
             entry.dropped = None
 
     def _entry(self, key: str, group_id: str) -> Entry:
-        found = self.entries.get(key)
-        if found is None or found.group_id != group_id:
+        entry = self.entries.get(key)
+        if entry is None or entry.group_id != group_id:
             # Another group for the same key: the one before it was consumed, or is not wanted any more.
-            found = self.entries[key] = Entry(group_id)
-        return found
+            entry = self.entries[key] = Entry(group_id)
+        return entry
 
 
 def _stored(records: list[list[Any]], pending: bool = False) -> tuple[Stored, ...]:
@@ -213,12 +213,12 @@ class JournalFile:
     Attributes:
         events: (line number, event) of each valid line, in order.
         end: Byte offset after the last one.
-        spoilt: Bytes after that: damage by a kill or a power cut.
+        damaged_bytes: Bytes after that: damage by a kill or a power cut.
     """
 
     events: list[tuple[int, dict[str, Any]]]
     end: int
-    spoilt: int
+    damaged_bytes: int
 
 
 def seal(record: Mapping[str, Any]) -> bytes:
@@ -252,7 +252,7 @@ def read_journal(path: Path) -> JournalFile:
         return JournalFile([], 0, 0)
     events: list[tuple[int, dict[str, Any]]] = []
     end = offset = 0
-    spoilt: int | None = None
+    damaged_line: int | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             offset += len(line)
@@ -260,17 +260,18 @@ def read_journal(path: Path) -> JournalFile:
                 continue
             record = unseal(line[:-1]) if line.endswith(b"\n") else None
             if record is None:
-                spoilt = spoilt or number
+                damaged_line = damaged_line or number
                 continue
             if record["event"] == "start":
                 if record.get("schema_version") != SCHEMA_VERSION:
                     version = record.get("schema_version")
                     raise FormatError(f"{path}:{number}: schema version {version}; this version reads {SCHEMA_VERSION}")
-            elif spoilt is not None:
+            elif damaged_line is not None:
                 raise FormatError(
-                    f"{path}:{spoilt}: the line is corrupt (its checksum differs), and intact lines follow: restore "
-                    "the file from a copy, or remove it: what no checkpoint has trained is then rolled out again"
+                    f"{path}:{damaged_line}: the line is corrupt (its checksum differs), and intact lines follow: "
+                    "restore the file from a copy, or remove it: what no checkpoint has trained is then rolled out "
+                    "again"
                 )
-            spoilt, end = None, offset
+            damaged_line, end = None, offset
             events.append((number, record))
     return JournalFile(events, end, offset - end)

@@ -35,24 +35,29 @@ class JournalSummary:
 
     def fates(self, finished: Iterable[str]) -> Counter[str]:
         """Count finished trajectories by outcome."""
-        return Counter(self._fate(each) for each in finished)
+        return Counter(self._fate(name) for name in finished)
 
     def misused(self, trained: Iterable[tuple[str, int]]) -> list[str]:
         """Return contradictions: trained (trajectory, step) rows outside of the steps given, or in too many steps."""
         steps: defaultdict[str, set[int]] = defaultdict(set)
         for name, step in trained:
             steps[name].add(step)
-        found = []
+        contradictions = []
         for name, its in steps.items():
             if len(its) > self.max_uses:
-                said = "more than one step" if self.max_uses == 1 else f"more than {self.max_uses} steps"
-                found.append(f"trajectory {name}: was trained in {said}: {', '.join(map(str, sorted(its)))}")
+                too_many = "more than one step" if self.max_uses == 1 else f"more than {self.max_uses} steps"
+                contradictions.append(
+                    f"trajectory {name}: was trained in {too_many}: {', '.join(map(str, sorted(its)))}"
+                )
             if (key := self.trajectories.get(name)) is None:
                 continue
-            taken = self.taken.get(key, [])
-            given = f"but the journal gave its group to {', '.join(map(str, taken)) or 'none'}"
-            found += [f"trajectory {name}: trained in step {step}, {given}" for step in sorted(its.difference(taken))]
-        return found
+            steps_taken = self.taken.get(key, [])
+            explanation = f"but the journal gave its group to {', '.join(map(str, steps_taken)) or 'none'}"
+            contradictions += [
+                f"trajectory {name}: trained in step {step}, {explanation}"
+                for step in sorted(its.difference(steps_taken))
+            ]
+        return contradictions
 
     def unreferenced(self, finished: Iterable[str], file: Path) -> list[str]:
         """Return contradictions: finished trajectories without a journal entry.
@@ -62,12 +67,12 @@ class JournalSummary:
         lost = [name for name in finished if name not in self.trajectories and name not in self.orphans | self.late]
         if not lost or not self.parts:
             return []
-        begun, (last, closed) = self.parts[0][0], self.parts[-1]
-        places = _places(file)
+        first_byte, (last_byte, closed) = self.parts[0][0], self.parts[-1]
+        offsets = _offsets(file)
         return [
             f"trajectory {name}: finished, but the journal has it in no group, and no kill explains that"
             for name in lost
-            if begun <= places[name] and (closed or places[name] < last)
+            if first_byte <= offsets[name] and (closed or offsets[name] < last_byte)
         ]
 
     def _fate(self, name: str) -> str:
@@ -83,42 +88,44 @@ class JournalSummary:
 
 def summarize_journal(file: Path) -> JournalSummary:
     """Read a journal; a missing file counts as empty."""
-    found = JournalSummary()
+    summary = JournalSummary()
     for _, event in read_journal(file).events:
         kind = event["event"]
         if kind == "start":
-            found.parts.append((int(event.get("payload", 0)), False))
-            after, found.max_uses = int(event["after_step"]), int(event.get("max_uses", 1))
-            found.taken = {key: [step for step in steps if step <= after] for key, steps in found.taken.items()}
-            found.dropped = {key: each for key, each in found.dropped.items() if each[0] <= after}
+            summary.parts.append((int(event.get("payload", 0)), False))
+            after_step, summary.max_uses = int(event["after_step"]), int(event.get("max_uses", 1))
+            summary.taken = {
+                key: [step for step in steps if step <= after_step] for key, steps in summary.taken.items()
+            }
+            summary.dropped = {key: drop for key, drop in summary.dropped.items() if drop[0] <= after_step}
         elif kind in ("member", "group"):
             for record in (*event["trajectories"], *event.get("baselines", ())):
-                found.trajectories[str(record[0])] = str(event["key"])
+                summary.trajectories[str(record[0])] = str(event["key"])
         elif kind == "take":
             for key in event["keys"]:
-                found.taken.setdefault(str(key), []).append(int(event["step"]))
+                summary.taken.setdefault(str(key), []).append(int(event["step"]))
         elif kind == "back":
-            _undo_take(found, map(str, event["keys"]), int(event["step"]))
+            _undo_take(summary, map(str, event["keys"]), int(event["step"]))
         elif kind == "drop":
-            found.dropped[str(event["key"])] = (int(event["step"]), str(event["why"]))
+            summary.dropped[str(event["key"])] = (int(event["step"]), str(event["why"]))
         elif kind == "orphan":
-            found.orphans.add(str(event["trajectory"]))
+            summary.orphans.add(str(event["trajectory"]))
         elif kind == "late":
-            found.late.update(map(str, event["ids"]))
+            summary.late.update(map(str, event["ids"]))
         elif kind == "end":
-            found.parts[-1] = found.parts[-1][0], True
-    return found
+            summary.parts[-1] = summary.parts[-1][0], True
+    return summary
 
 
-def _undo_take(found: JournalSummary, keys: Iterable[str], step: int) -> None:
+def _undo_take(summary: JournalSummary, keys: Iterable[str], step: int) -> None:
     """Undo the taking of groups by a step, and later drops."""
     for key in keys:
-        if step in found.taken.get(key, ()):
-            found.taken[key].remove(step)
-        if key in found.dropped and found.dropped[key][0] == step:
-            del found.dropped[key]
+        if step in summary.taken.get(key, ()):
+            summary.taken[key].remove(step)
+        if key in summary.dropped and summary.dropped[key][0] == step:
+            del summary.dropped[key]
 
 
-def _places(file: Path) -> dict[str, int]:
+def _offsets(file: Path) -> dict[str, int]:
     """Return the byte offset of each trajectory in its file."""
-    return {each.id: place.offset for place, each in located_trajectories(file)}
+    return {trajectory.id: location.offset for location, trajectory in located_trajectories(file)}

@@ -68,9 +68,9 @@ class LeaseClient:
         """Return an error for a result; one that came from the run by its reference."""
         cause: BaseException | None = error
         while cause is not None:
-            for known, number in self._errors:
-                if known is cause:
-                    return {**error_record(known), "known": number}
+            for recorded, number in self._errors:
+                if recorded is cause:
+                    return {**error_record(recorded), "known": number}
             cause = cause.__cause__
         return error_record(error)
 
@@ -81,9 +81,9 @@ class RemoteSession(Session):
     recorded_as: ClassVar[str] = "elsewhere"
 
     def __init__(self, lease: LeaseClient, name: str, policy: str, *, episode_id: str, limits: EpisodeLimits) -> None:
-        own = SessionLimits(limits.context_length, limits.max_tokens_per_turn, max_turns=limits.max_turns)
+        session_limits = SessionLimits(limits.context_length, limits.max_tokens_per_turn, max_turns=limits.max_turns)
         session_id = episode_id if name == "main" else f"{episode_id}/{name}"
-        super().__init__(NoTokens(), TextRenderer(), id=session_id, limits=own)
+        super().__init__(NoTokens(), TextRenderer(), id=session_id, limits=session_limits)
         self._lease = lease
         self._who = {"session": name, "policy": policy}
         self._taken: list[str] = []
@@ -119,7 +119,7 @@ class RemoteSession(Session):
         template_args: Mapping[str, Any] | None = None,
     ) -> Message:
         """Sample a message; see :meth:`Session.chat`."""
-        reply = await self._lease.ask(
+        answer = await self._lease.ask(
             "chat",
             {
                 **self._who,
@@ -130,7 +130,7 @@ class RemoteSession(Session):
                 "template_args": template_args,
             },
         )
-        message = read_message(reply["message"])
+        message = read_message(answer["message"])
         self._note(message)
         if message["turn_id"] not in self._taken:
             self._taken.append(message["turn_id"])
@@ -153,16 +153,16 @@ class RemoteSession(Session):
 
     async def taken(self) -> list[str]:
         """Return the ids of the recorded turns, in order."""
-        reply = await self._lease.ask("taken", self._who)
-        return [str(each) for each in reply["taken"]]
+        answer = await self._lease.ask("taken", self._who)
+        return [str(turn) for turn in answer["taken"]]
 
     async def refresh(self) -> dict[str, Any]:
         """Fetch what was recorded at the session's endpoint, and return the response."""
-        reply = await self._lease.ask("state", self._who)
-        self._taken = [str(each) for each in reply["taken"]]
-        if reply["last"] is not None:
-            self._note(read_message(reply["last"]))
-        return reply
+        answer = await self._lease.ask("state", self._who)
+        self._taken = [str(turn) for turn in answer["taken"]]
+        if answer["last"] is not None:
+            self._note(read_message(answer["last"]))
+        return answer
 
     def _note(self, message: Message) -> None:
         self._last = message
@@ -170,9 +170,9 @@ class RemoteSession(Session):
 
     async def open(self) -> str:
         """Return the base URL of the session's endpoint."""
-        reply = await self._lease.ask("door", self._who)
-        self.params = read_params(reply["params"]) or self.params
-        url = str(reply["url"])
+        answer = await self._lease.ask("door", self._who)
+        self.params = read_params(answer["params"]) or self.params
+        url = str(answer["url"])
         return url if urlsplit(url).scheme else f"{self._lease.base}{url}"
 
     async def exhausted(self) -> None:
@@ -233,20 +233,20 @@ class RemoteEpisode(Episode):
 
     async def step(self, message: Message, *, agent: str = "main", spare: int = 0) -> StepResult:  # noqa: ARG002
         """Pass an assistant message to the environment at the run."""
-        reply = await self._lease.ask("step", {"session": agent, "message": message})
-        observation, reward, terminated, truncated, info = reply["result"]
+        answer = await self._lease.ask("step", {"session": agent, "message": message})
+        observation, reward, terminated, truncated, info = answer["result"]
         if isinstance(observation, list):
-            observation = [read_message(each) for each in observation]
+            observation = [read_message(record) for record in observation]
         if terminated or truncated:
-            self.ended, self.scored = True, bool(reply["scored"])
-            self.stop_reason = StopReason(reply["stop_reason"])
+            self.ended, self.scored = True, bool(answer["scored"])
+            self.stop_reason = StopReason(answer["stop_reason"])
             self.final = message if terminated else None
         return StepResult(observation, reward, terminated, truncated, info)
 
     async def call(self, call: ToolCall, *, agent: str = "main") -> ToolResponse:
         """Execute a tool call in the environment at the run."""
-        reply = await self._lease.ask("call", {"session": agent, "call": asdict(call)})
-        return ToolResponse(**reply["response"])
+        answer = await self._lease.ask("call", {"session": agent, "call": asdict(call)})
+        return ToolResponse(**answer["response"])
 
     def count(self, metrics: Mapping[str, float], turn_id: str | None = None, *, agent: str = "main") -> None:
         """Add to the episode's metrics."""
@@ -261,7 +261,7 @@ class RemoteEpisode(Episode):
     def result(self, error: BaseException | None) -> dict[str, Any]:
         """Return the result for the run."""
         return {
-            "rewards": [[each.agent, each.turn_id, each.name, each.value] for each in self.rewards],
+            "rewards": [[reward.agent, reward.turn_id, reward.name, reward.value] for reward in self.rewards],
             "rewarded": self.rewarded,
             "counted": self._counted,
             "finished": {"stop_reason": self.stop_reason.value, "final": self.final} if self._finished else None,

@@ -70,7 +70,7 @@ def read_message(record: Any) -> Message:
         raise FormatError("a message is an object with a role")
     calls = record.get("tool_calls")
     if isinstance(calls, list):
-        record["tool_calls"] = [read_call(each) if set(each) == _CALL else each for each in calls]
+        record["tool_calls"] = [read_call(call) if set(call) == _CALL else call for call in calls]
     return cast("Message", record)
 
 

@@ -72,12 +72,16 @@ async def serve_run(options: RunnerOptions, agent: Agent, say: Callable[[str], N
         try:
             while True:
                 try:
-                    ended = await _RunConnection(http, options, agent, say).serve()
+                    run_ended = await _RunConnection(http, options, agent, say).serve()
                     seen, tries = time.monotonic(), 0
-                    if ended and not options.stay:
+                    if run_ended and not options.stay:
                         say("the run has ended")
                         return
-                    say("the run has ended: waiting for another" if ended else "the connection is lost: reconnecting")
+                    say(
+                        "the run has ended: waiting for another"
+                        if run_ended
+                        else "the connection is lost: reconnecting"
+                    )
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
                     if tries == 0:
                         say(f"no run answers at {options.url} ({error}): waiting for one")

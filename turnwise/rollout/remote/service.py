@@ -83,12 +83,12 @@ class RunnerHub:
         self._on_notice = notify
         self._waiting: deque[asyncio.Future[Runner]] = deque()
         self._connections = Leases[Runner](lost_after, self._leave_silent)
-        self._said_waiting = False
+        self._reported_waiting = False
         self._closed = False
 
-    def join(self, name: str, places: int) -> Runner:
+    def join(self, name: str, capacity: int) -> Runner:
         """Register a runner."""
-        runner = Runner(secrets.token_urlsafe(16), name, places, asyncio.Queue())
+        runner = Runner(secrets.token_urlsafe(16), name, capacity, asyncio.Queue())
         self.runners[runner.id] = runner
         hello = {"event": "hello", "version": VERSION, "runner": runner.id, "beat": self.lost_after / 3}
         runner.events.put_nowait(hello)
@@ -96,9 +96,9 @@ class RunnerHub:
             runner.events.put_nowait({"event": "bye"})
             runner.events.put_nowait(None)
         self._connections.grant(runner.id, runner)
-        self._notify(f"runner {name} connected, {places} at a time ({len(self.runners)} in all)")
-        self._said_waiting = False
-        self._match()
+        self._notify(f"runner {name} connected, {capacity} at a time ({len(self.runners)} in all)")
+        self._reported_waiting = False
+        self._assign_runners()
         return runner
 
     def heartbeat(self, runner: Runner) -> None:
@@ -115,28 +115,28 @@ class RunnerHub:
             if not lease.done.done():
                 lease.done.set_exception(RunnerDisconnected(f"runner {runner.name} is gone: {why}"))
         runner.events.put_nowait(None)
-        self._say_waiting()
+        self._report_waiting()
 
     @contextlib.asynccontextmanager
     async def acquire_runner(self) -> AsyncIterator[Runner]:
         """Wait for a runner with a free place, and hold it."""
-        found: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
-        self._waiting.append(found)
-        self._match()
-        self._say_waiting()
+        assigned: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
+        self._waiting.append(assigned)
+        self._assign_runners()
+        self._report_waiting()
         try:
-            runner = await found
+            runner = await assigned
         except asyncio.CancelledError:
-            if found.done() and not found.cancelled():
-                self._free(found.result())
+            if assigned.done() and not assigned.cancelled():
+                self._release(assigned.result())
             raise
         finally:
             with contextlib.suppress(ValueError):
-                self._waiting.remove(found)
+                self._waiting.remove(assigned)
         try:
             yield runner
         finally:
-            self._free(runner)
+            self._release(runner)
 
     @contextlib.asynccontextmanager
     async def lease(self, runner: Runner, episode: Episode, work: Mapping[str, Any]) -> AsyncIterator[Lease]:
@@ -173,23 +173,23 @@ class RunnerHub:
         if self._on_notice is not None:
             self._on_notice(text)
 
-    def _free(self, runner: Runner) -> None:
+    def _release(self, runner: Runner) -> None:
         runner.free += 1
-        self._match()
+        self._assign_runners()
 
-    def _match(self) -> None:
+    def _assign_runners(self) -> None:
         while self._waiting:
-            runner = max(self.runners.values(), key=lambda each: each.free, default=None)
+            runner = max(self.runners.values(), key=lambda connected: connected.free, default=None)
             if runner is None or runner.free < 1:
                 return
-            found = self._waiting.popleft()
-            if not found.done():
+            assigned = self._waiting.popleft()
+            if not assigned.done():
                 runner.free -= 1
-                found.set_result(runner)
+                assigned.set_result(runner)
 
-    def _say_waiting(self) -> None:
-        if self._waiting and not self.runners and not self._said_waiting and not self._closed:
-            self._said_waiting = True
+    def _report_waiting(self) -> None:
+        if self._waiting and not self.runners and not self._reported_waiting and not self._closed:
+            self._reported_waiting = True
             self._notify("no runner is connected: episodes wait for one")
 
     def _leave_silent(self, runner: Runner) -> None:
@@ -210,13 +210,13 @@ class RunnerApp:
 
     Args:
         key: The key that runners send as ``Authorization: Bearer KEY``.
-        own: Base URL of the gateway, left out of addresses there.
+        gateway_url: Base URL of the gateway, left out of addresses there.
     """
 
-    def __init__(self, hub: RunnerHub, key: str, *, own: str) -> None:
+    def __init__(self, hub: RunnerHub, key: str, *, gateway_url: str) -> None:
         self._hub = hub
         self._key = key.encode()
-        self._own = own
+        self._gateway_url = gateway_url
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -236,7 +236,7 @@ class RunnerApp:
                     self._runner(runner)
                     answer: dict[str, Any] = {}
                 case [runner, "leases", lease, what]:
-                    answer = await self._about(self._lease(self._runner(runner), lease), what, body)
+                    answer = await self._answer_lease(self._lease(self._runner(runner), lease), what, body)
                 case _:
                     raise _Refused(404, f"/{PREFIX}/{'/'.join(parts)} is not a route of a run")
         except _Refused as error:
@@ -247,8 +247,8 @@ class RunnerApp:
             await answer_json(send, 200, dump(answer))
 
     def _authorise(self, scope: Scope) -> None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(given, b"Bearer " + self._key):
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        if not hmac.compare_digest(authorization, b"Bearer " + self._key):
             raise _Refused(401, "wrong key: give the file that rollout.remote.key_file names")
 
     def _runner(self, runner_id: str) -> Runner:
@@ -267,24 +267,24 @@ class RunnerApp:
     async def _line(self, body: dict[str, Any], receive: Receive, send: Send) -> None:
         if body.get("version") != VERSION:
             raise _Refused(400, f"the runner speaks version {shown(body.get('version'))}, this run {VERSION}")
-        places = body.get("places")
-        if not isinstance(places, int) or not 0 < places <= 100_000:
-            raise _Refused(400, f"places is {shown(places)}: it must be a number of at least 1")
+        capacity = body.get("places")
+        if not isinstance(capacity, int) or not 0 < capacity <= 100_000:
+            raise _Refused(400, f"places is {shown(capacity)}: it must be a number of at least 1")
         await send({"type": "http.response.start", "status": 200, "headers": _LINE})
-        runner = self._hub.join(str(body.get("name") or "runner")[:80], places)
-        gone = asyncio.ensure_future(_gone(receive))
+        runner = self._hub.join(str(body.get("name") or "runner")[:80], capacity)
+        gone = asyncio.ensure_future(_disconnected(receive))
         why = "its connection is gone"
         try:
             while True:
-                wanted = asyncio.ensure_future(runner.events.get())
+                next_event = asyncio.ensure_future(runner.events.get())
                 done, _ = await asyncio.wait(
-                    {wanted, gone}, timeout=self._hub.lost_after / 3, return_when=asyncio.FIRST_COMPLETED
+                    {next_event, gone}, timeout=self._hub.lost_after / 3, return_when=asyncio.FIRST_COMPLETED
                 )
-                if wanted not in done:
-                    wanted.cancel()
+                if next_event not in done:
+                    next_event.cancel()
                 if gone in done:
                     break
-                event = wanted.result() if wanted in done else {"event": "ping"}
+                event = next_event.result() if next_event in done else {"event": "ping"}
                 if event is None:
                     why = "the run has ended"
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -294,7 +294,7 @@ class RunnerApp:
             gone.cancel()
             self._hub.leave(runner, why)
 
-    async def _about(self, lease: Lease, what: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _answer_lease(self, lease: Lease, what: str, body: dict[str, Any]) -> dict[str, Any]:
         """Answer a request about a lease; cancelled with it."""
         if what == "result":
             lease.done.set_result(body)
@@ -322,7 +322,7 @@ class RunnerApp:
         match what:
             case "chat":
                 session = episode.session_for(agent, policy)
-                messages = [read_message(each) for each in body.get("messages") or ()]
+                messages = [read_message(record) for record in body.get("messages") or ()]
                 message = await session.chat(
                     messages,
                     read_tools(body.get("tools")),
@@ -339,7 +339,7 @@ class RunnerApp:
             case "door":
                 endpoint = await episode.endpoint(agent, policy)
                 session = episode.session_for(agent, policy)
-                url = endpoint.url.removeprefix(self._own)
+                url = endpoint.url.removeprefix(self._gateway_url)
                 return {"url": url, "params": asdict(session.params)}
             case "state":
                 session = episode.session_for(agent, policy)
@@ -353,12 +353,12 @@ class RunnerApp:
         raise _Refused(404, f"{what!r} is not a request of a lease")
 
 
-def _state(session: Session, taken: list[str], failure: TurnwiseError | None) -> dict[str, Any]:
+def _state(session: Session, turns: list[str], failure: TurnwiseError | None) -> dict[str, Any]:
     error = None if failure is None else error_record(failure)
-    return {"taken": taken, "last": session.last, "failure": error}
+    return {"taken": turns, "last": session.last, "failure": error}
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -381,7 +381,7 @@ class RemoteRunners:
         key = admin_key(config.key_file)
         hub = RunnerHub(lost_after=LOST_AFTER_S, notify=notify)
         await gateway.start()
-        gateway.mount(PREFIX, RunnerApp(hub, key, own=gateway.url))
+        gateway.mount(PREFIX, RunnerApp(hub, key, gateway_url=gateway.url))
         if notify is not None:
             notify(f"runners: turnwise runner --connect {gateway.url} --key-file {config.key_file} --agent NAME")
         return cls(hub)
@@ -406,24 +406,24 @@ class RemoteAgent(Agent):
 
     async def run(self, episode: Episode) -> None:
         """Run one episode."""
-        async with self._hub.lease(self._runner, episode, _work(episode)) as lease:
-            said = await lease.done
+        async with self._hub.lease(self._runner, episode, _work_item(episode)) as lease:
+            result = await lease.done
             errors = lease.errors
         try:
-            _apply(episode, said)
+            _apply_result(episode, result)
         except (FormatError, KeyError, TypeError, ValueError) as error:
             raise AgentError(f"runner {self._runner.name} sent a result that cannot be read: {error!r}") from error
-        raised = said.get("raised")
+        raised = result.get("raised")
         if raised is None:
             return
-        known = raised.get("known")
-        if isinstance(known, int) and 0 <= known < len(errors):
-            raise errors[known]
+        error_index = raised.get("known")
+        if isinstance(error_index, int) and 0 <= error_index < len(errors):
+            raise errors[error_index]
         raise read_error(raised)
 
 
-def _work(episode: Episode) -> dict[str, Any]:
-    left = None if episode.deadline is None else episode.deadline - asyncio.get_running_loop().time()
+def _work_item(episode: Episode) -> dict[str, Any]:
+    seconds_left = None if episode.deadline is None else episode.deadline - asyncio.get_running_loop().time()
     return {
         "id": episode.id,
         "partition": episode.partition,
@@ -434,18 +434,18 @@ def _work(episode: Episode) -> dict[str, Any]:
         "info": episode.info,
         "tools": [asdict(tool) for tool in episode.tools],
         "limits": asdict(episode.limits),
-        "seconds": left,
+        "seconds": seconds_left,
         "roles": episode.roles,
     }
 
 
-def _apply(episode: Episode, said: dict[str, Any]) -> None:
-    for agent, turn_id, name, value in said.get("rewards", ()):
+def _apply_result(episode: Episode, result: dict[str, Any]) -> None:
+    for agent, turn_id, name, value in result.get("rewards", ()):
         episode.note(str(name), float(value), turn_id, agent=str(agent))
-    episode.rewarded = episode.rewarded or bool(said.get("rewarded"))
-    for metrics, turn_id, agent in said.get("counted", ()):
+    episode.rewarded = episode.rewarded or bool(result.get("rewarded"))
+    for metrics, turn_id, agent in result.get("counted", ()):
         episode.count({str(name): float(value) for name, value in metrics.items()}, turn_id, agent=str(agent))
-    finished = said.get("finished")
+    finished = result.get("finished")
     # An episode that a step has ended keeps its end, whatever the agent says after it.
     if finished is not None and not episode.ended:
         final = finished.get("final")

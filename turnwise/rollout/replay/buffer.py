@@ -33,7 +33,7 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 T = TypeVar("T")
 
 # Up to which change the code that runs has seen the buffer: what came since then ends its wait at once.
-_SEEN: contextvars.ContextVar[int | None] = contextvars.ContextVar("turnwise_seen_change", default=None)
+_SEEN_CHANGE: contextvars.ContextVar[int | None] = contextvars.ContextVar("turnwise_seen_change", default=None)
 
 
 class _Call:
@@ -71,15 +71,15 @@ class ChangeNotifier:
         Raises:
             TurnwiseError: No further group will come: the producer ended with this error.
         """
-        seen = _SEEN.get()
-        before = self._changes if seen is None else seen
+        seen = _SEEN_CHANGE.get()
+        last_seen = self._changes if seen is None else seen
         self._check()
-        if before == self._changes:
+        if last_seen == self._changes:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._changed.wait()
             self._check()
-        came = self._changes != before
+        came = self._changes != last_seen
         # Whoever waits twice without looking waits for two changes.
         self._see()
         return came
@@ -121,16 +121,16 @@ class ChangeNotifier:
     async def in_thread(self, call: Callable[[], T]) -> T:
         """Run blocking code in a thread. On cancellation its wait ends and it changes nothing any more."""
         self._loop = asyncio.get_running_loop()
-        mine = _Call()
-        token = _CALL.set(mine)
+        thread_call = _Call()
+        token = _CALL.set(thread_call)
         try:
             return await asyncio.to_thread(call)
         except asyncio.CancelledError:
             with self._lock:
-                mine.given_up = True
+                thread_call.given_up = True
                 blocked = list(self._blocked)
-            for each in blocked:
-                each.cancel()
+            for future in blocked:
+                future.cancel()
             raise
         finally:
             _CALL.reset(token)
@@ -152,7 +152,7 @@ class ChangeNotifier:
         return done[0]
 
     def _see(self) -> None:
-        _SEEN.set(self._changes)
+        _SEEN_CHANGE.set(self._changes)
 
     def _notify(self) -> None:
         self._changes += 1
@@ -182,10 +182,10 @@ def _running() -> asyncio.AbstractEventLoop | None:
 PARTITIONS = ("train", "val")
 _EVALUATED = Fifo()
 """Groups of an evaluation are neither weighed nor dropped."""
-OUSTED = "keep_groups"
+OVER_KEEP_GROUPS = "keep_groups"
 """Why a group is not trained once more that others took the place of."""
 # So many batches of groups that came back too old in one step mean that none will ever be new enough.
-_HOPELESS = 16
+_MAX_STALE_BATCHES = 16
 
 FIELDS = ("tokens", "rewards", "metrics", "messages")
 
@@ -242,9 +242,9 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         await self._store.__aenter__()
         return self
 
-    async def __aexit__(self, *about: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """End it."""
-        await self._store.__aexit__(*about)
+        await self._store.__aexit__(*exc_info)
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight, or restore what earlier processes finished of its group."""
@@ -254,7 +254,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
                 self._arrived += 1
                 ready[facts.id] = facts
                 # That it was dropped may be undone, with its step.
-                self._judge(facts.id, self._store.get(facts.id))
+                self._drop_if_incomplete(facts.id, self._store.get(facts.id))
                 self._notify()
                 return True
             version = self._store.begun_by(request.key, version)
@@ -276,7 +276,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
 
     def _discard(self, keys: Collection[str], why: str) -> None:
         for ready, in_flight in zip(self._ready.values(), self._in_flight.values(), strict=True):
-            flights = [each for each in in_flight if each.key in keys]
+            flights = [flight for flight in in_flight if flight.key in keys]
             finished = [facts for facts in ready.values() if facts.key in keys]
             for flight in flights:
                 in_flight.remove(flight)
@@ -299,8 +299,10 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         ready, in_flight = self._partition(group.partition), self._in_flight[group.partition]
         # Our group ids end with the request's key, as a task may be in flight in two epochs at once. A custom manager
         # names groups as it likes: there the task id decides.
-        mine = [each for each in in_flight if each.task_id == group.task_id]
-        flight = next((each for each in mine if group.id.endswith(f"-{each.key}")), mine[0] if mine else None)
+        of_task = [flight for flight in in_flight if flight.task_id == group.task_id]
+        flight = next(
+            (flight for flight in of_task if group.id.endswith(f"-{flight.key}")), of_task[0] if of_task else None
+        )
         if flight is not None:
             in_flight.remove(flight)
         # It may give two of them one name, too.
@@ -311,7 +313,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         self._store.put(group, facts, shipped)
         ready[name] = facts
         self._arrived += 1
-        self._judge(name, group)
+        self._drop_if_incomplete(name, group)
         self._notify()
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
@@ -339,20 +341,20 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             changed = self._changed
             ready, in_flight = self.ready(partition_id), self.in_flight(partition_id)
             self._check()
-            taken = self._taken.get((partition_id, global_steps), 0)
-            choice = strategy.choose(ready, in_flight, global_steps, batch_size, taken)
+            handed_out = self._taken.get((partition_id, global_steps), 0)
+            choice = strategy.choose(ready, in_flight, global_steps, batch_size, handed_out)
             for group_id, why in choice.drop:
                 self._drop(partition_id, group_id, why)
                 stale += why == STALE
-            if stale > _HOPELESS * batch_size:
+            if stale > _MAX_STALE_BATCHES * batch_size:
                 raise TrainError(
                     f"step {global_steps}: {stale} requested groups came back too stale for replay.strategy, "
-                    f"{_HOPELESS} batches of them: their weight versions do not follow those of the run. Raise "
-                    "replay.max_staleness, or make sure that the sampling server gets the new weights"
+                    f"{_MAX_STALE_BATCHES} batches of them: their weight versions do not follow those of the run. "
+                    "Raise replay.max_staleness, or make sure that the sampling server gets the new weights"
                 )
             if choice.take is None and tail is not None:
                 # The groups in flight are no longer waited for: choose as if there were none.
-                smaller = partial(_without_in_flight, strategy, ready, global_steps, taken)
+                smaller = partial(_without_in_flight, strategy, ready, global_steps, handed_out)
                 cut = tail.look(smaller, len(ready), batch_size, cut.since, time.monotonic())
             if (take := choice.take or cut.take) is not None:
                 ref, metrics = self.take(take, global_steps)
@@ -362,7 +364,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             missing = strategy.lacks(self.ready(partition_id), in_flight, global_steps, batch_size)
             refill = self._refill if choice.refill and partition_id == "train" else None
             if missing > 0 and refill is not None and not refill(missing):
-                batch_size = self._smaller(global_steps, batch_size - missing)
+                batch_size = self._check_batch_size(global_steps, batch_size - missing)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if cut.due is None else max(0.0, cut.due - time.monotonic())):
@@ -398,33 +400,33 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         return self._on_loop(lambda: self._take(group_ids, step))
 
     def _take(self, group_ids: Sequence[str], step: int) -> tuple[BatchRef, dict[str, float]]:
-        partition = next((name for name, held in self._ready.items() if held.keys() >= set(group_ids)), None)
+        partition = next((name for name, groups in self._ready.items() if groups.keys() >= set(group_ids)), None)
         if partition is None or len(set(group_ids)) < len(group_ids):
             raise TrainError(
                 f"step {step} takes {', '.join(group_ids)}: not finished groups of one partition, each once"
             )
-        held = self._ready[partition]
+        groups = self._ready[partition]
         if partition == "train":
             self._step = step
         self._store.take(step, group_ids)
-        facts = [held.pop(group_id) for group_id in group_ids]
-        ref = BatchRef(self._next_batch, tuple(group_ids), tuple(each.key for each in facts))
+        facts = [groups.pop(group_id) for group_id in group_ids]
+        ref = BatchRef(self._next_batch, tuple(group_ids), tuple(group.key for group in facts))
         self._next_batch += 1
         self._batches[ref.id] = facts
         # Counts of finished steps are not read again.
-        before = self._taken.get((partition, step), 0)
-        self._taken = {place: count for place, count in self._taken.items() if place[0] != partition}
-        self._taken[partition, step] = before + len(facts)
+        already_taken = self._taken.get((partition, step), 0)
+        self._taken = {key: count for key, count in self._taken.items() if key[0] != partition}
+        self._taken[partition, step] = already_taken + len(facts)
         dropped, self._dropped = self._dropped, Counter()
-        ages = [each.staleness(step) for each in facts]
+        ages = [group.staleness(step) for group in facts]
         return ref, {
-            "replay/ready": float(sum(each.uses == 0 for each in self.ready(partition))),
+            "replay/ready": float(sum(group.uses == 0 for group in self.ready(partition))),
             "replay/in_flight": float(len(self._in_flight[partition])),
-            "replay/failed": float(sum(each.failed for each in facts)),
+            "replay/failed": float(sum(group.failed for group in facts)),
             "replay/staleness_mean": sum(ages) / max(1, len(ages)),
             "replay/staleness_max": float(max(ages, default=0)),
             "replay/reissued": float(self._counted_reissues()),
-            "replay/reused": float(sum(each.uses > 0 for each in facts)),
+            "replay/reused": float(sum(group.uses > 0 for group in facts)),
             **{f"replay/dropped/{why}": float(count) for why, count in dropped.items()},
         }
 
@@ -447,12 +449,12 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         groups = await self._store.fetch([facts.id for facts in self._batches[ref.id]], fields)
         if fields is None:
             return groups
-        wanted = frozenset(fields)
+        kept_fields = frozenset(fields)
         return [
             replace(
                 group,
-                trajectories=[_reduce(member, wanted) for member in group.trajectories],
-                baselines=[_reduce(member, wanted) for member in group.baselines],
+                trajectories=[_reduce(member, kept_fields) for member in group.trajectories],
+                baselines=[_reduce(member, kept_fields) for member in group.baselines],
             )
             for group in groups
         ]
@@ -462,19 +464,19 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
 
         Groups that may be trained again stay, up to ``keep_groups``; the least recently trained are evicted.
         """
-        kept = self._ready["train"]
-        again = self._strategy.max_uses if self._strategy.keep_groups else 0
+        ready = self._ready["train"]
+        max_uses = self._strategy.max_uses if self._strategy.keep_groups else 0
         for facts in self._batches.pop(ref.id, ()):
-            if facts.partition == "train" and facts.uses + 1 < again:
-                kept[facts.id] = replace(facts, uses=facts.uses + 1)
+            if facts.partition == "train" and facts.uses + 1 < max_uses:
+                ready[facts.id] = replace(facts, uses=facts.uses + 1)
                 self._store.keep(facts.id)
             else:
                 self._store.forget(facts.id)
-        if not again:
+        if not max_uses:
             return
         stored = [facts.id for facts in self.ready("train") if facts.uses]
         for group_id in stored[: max(0, len(stored) - self._strategy.keep_groups)]:
-            self._drop("train", group_id, OUSTED)
+            self._drop("train", group_id, OVER_KEEP_GROUPS)
         self._notify()
 
     def fail(self, error: BaseException) -> None:
@@ -483,7 +485,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             self._error = error
         self._notify()
 
-    def _judge(self, name: str, group: TrajectoryGroup) -> None:
+    def _drop_if_incomplete(self, name: str, group: TrajectoryGroup) -> None:
         if group.partition == "train" and (why := self._members.refuses(group)) is not None:
             self._drop(group.partition, name, why)
 
@@ -496,7 +498,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             if self._on_drop is not None:
                 self._on_drop(facts, why)
 
-    def _smaller(self, step: int, batch_size: int) -> int:
+    def _check_batch_size(self, step: int, batch_size: int) -> int:
         if batch_size < 1:
             raise TrainError(
                 f"step {step}: all requested groups were dropped ({', '.join(sorted(self._dropped))}), and no more are "
@@ -511,14 +513,14 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
 
 
 def _without_in_flight(
-    strategy: Strategy, ready: Sequence[GroupFacts], step: int, taken: int, batch_size: int
+    strategy: Strategy, ready: Sequence[GroupFacts], step: int, handed_out: int, batch_size: int
 ) -> Choice:
-    return strategy.choose(ready, (), step, batch_size, taken)
+    return strategy.choose(ready, (), step, batch_size, handed_out)
 
 
 def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
     """Return the facts of a group for strategies, over its trained policies only: frozen weights never age."""
-    trained = [each for each in group.trajectories if not each.frozen]
+    trained = [trajectory for trajectory in group.trajectories if not trajectory.frozen]
     return GroupFacts(
         id=group.id,
         key=key,
@@ -526,9 +528,9 @@ def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
         partition=group.partition,
         arrived=arrived,
         oldest_version=min(versions_of(trained), default=None),
-        rewards=tuple(value for each in trained if each.error is None for value in each.returns()),
+        rewards=tuple(value for trajectory in trained if trajectory.error is None for value in trajectory.returns()),
         failed=group.failed,
-        sampled_tokens=sum(each.sampled_tokens for each in trained),
+        sampled_tokens=sum(trajectory.sampled_tokens for trajectory in trained),
         spread=_spread(group),
     )
 
@@ -536,15 +538,15 @@ def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
 def _spread(group: TrajectoryGroup) -> dict[str, float]:
     """Return the spread of the members' values by reward, within comparison groups."""
     compared: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
-    for each in group.trajectories:
-        if each.error is None and not each.frozen:
-            ways = zip(each.branch_rewards(), each.returns(), strict=True)
-            compared[each.group_id] += ({**earned, "reward": reward} for earned, reward in ways)
-    names = {name for members in compared.values() for each in members for name in each}
+    for trajectory in group.trajectories:
+        if trajectory.error is None and not trajectory.frozen:
+            branches = zip(trajectory.branch_rewards(), trajectory.returns(), strict=True)
+            compared[trajectory.group_id] += ({**earned, "reward": reward} for earned, reward in branches)
+    names = {name for members in compared.values() for member in members for name in member}
     spread = dict.fromkeys(sorted(names), 0.0)
     for members in compared.values():
         for name in names:
-            values = [each.get(name, 0.0) for each in members]
+            values = [member.get(name, 0.0) for member in members]
             spread[name] = max(spread[name], max(values) - min(values))
     return spread
 

@@ -128,11 +128,11 @@ class ReplayConfig(BaseModel):
         takes = _TAKES[name]
         keys = {key for keys in _TAKES.values() for key in keys}
         # A saved configuration names every key: one with its default value counts as not given.
-        whole = self.model_dump(include=keys)
-        given = {key for key, value in whole.items() if value != type(self).model_fields[key].default}
-        if unread := sorted(given - set(takes)):
+        values = self.model_dump(include=keys)
+        changed = {key for key, value in values.items() if value != type(self).model_fields[key].default}
+        if unread := sorted(changed - set(takes)):
             reads = f"reads {', '.join(takes)}" if takes else "reads none of these keys"
-            readers = ", ".join(each for each, keys in _TAKES.items() if unread[0] in keys)
+            readers = ", ".join(reader for reader, keys in _TAKES.items() if unread[0] in keys)
             raise ValueError(
                 f"{unread[0]} is given, but the strategy {name} {reads}: remove it, or choose a strategy that reads it "
                 f"({readers})"
@@ -188,19 +188,19 @@ _EXAMPLE = "return self.take(ids, global_steps), which is a batch and its metric
 
 def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
     """Load the class of ``replay.buffer``."""
-    found = load_class_from_fqn(name, BUFFER_KEY)
-    if not issubclass(found, LocalReplayBuffer):
+    buffer_class = load_class_from_fqn(name, BUFFER_KEY)
+    if not issubclass(buffer_class, LocalReplayBuffer):
         raise ConfigError(
             f"{BUFFER_KEY} {name!r} is not a replay buffer: subclass turnwise.LocalReplayBuffer, override sample"
         )
-    wanted = ["global_steps", "partition_id", "batch_size"]
-    has = list(inspect.signature(found.sample).parameters)[1:]
-    if has[:3] != wanted:
+    expected = ["global_steps", "partition_id", "batch_size"]
+    has = list(inspect.signature(buffer_class.sample).parameters)[1:]
+    if has[:3] != expected:
         raise ConfigError(
-            f"{BUFFER_KEY} {name!r}: sample takes ({', '.join(has)}); it is called with ({', '.join(wanted)}) by "
+            f"{BUFFER_KEY} {name!r}: sample takes ({', '.join(has)}); it is called with ({', '.join(expected)}) by "
             "position"
         )
-    return found
+    return buffer_class
 
 
 class CustomReplayBuffer(ForwardingReplayBuffer):
@@ -227,9 +227,9 @@ class CustomReplayBuffer(ForwardingReplayBuffer):
             strategy: Strategy of the inherited ``sample``.
             inherited: Further arguments of every :class:`LocalReplayBuffer`.
         """
-        found = custom_buffer_class(named.name)
+        buffer_class = custom_buffer_class(named.name)
         try:
-            return cls(named.name, found(strategy=strategy, **inherited, **named.config), strategy)
+            return cls(named.name, buffer_class(strategy=strategy, **inherited, **named.config), strategy)
         except TypeError as error:
             raise ConfigError(
                 f"{BUFFER_KEY} {named.name!r} cannot be made: {error}. Its __init__ takes its own arguments and "
@@ -247,29 +247,29 @@ class CustomReplayBuffer(ForwardingReplayBuffer):
         self._inner.refills = False
         try:
             async with self._refilled(global_steps, partition_id, batch_size):
-                found = await self._asked(global_steps, partition_id, batch_size)
+                result = await self._asked(global_steps, partition_id, batch_size)
         except TurnwiseError:
             raise
         except Exception as error:  # a user's class: what it raises is named as its own
             raise TrainError(
                 f"{self._name}.sample raised {type(error).__name__} at step {global_steps}: {error}"
             ) from error
-        ref, metrics = self._checked(found)
+        ref, metrics = self._checked(result)
         return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
 
     async def _asked(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
         sample: Callable[..., Any] = self._inner.sample
         if inspect.iscoroutinefunction(sample):
             return await sample(global_steps, partition_id, batch_size)
-        found = await self._inner.in_thread(lambda: sample(global_steps, partition_id, batch_size))
-        return await found if inspect.isawaitable(found) else found
+        result = await self._inner.in_thread(lambda: sample(global_steps, partition_id, batch_size))
+        return await result if inspect.isawaitable(result) else result
 
-    def _checked(self, found: Any) -> tuple[BatchRef, dict[str, float]]:
-        match found:
+    def _checked(self, result: Any) -> tuple[BatchRef, dict[str, float]]:
+        match result:
             case (BatchRef() as ref, Mapping() as metrics):
                 pass
             case _:
-                raise TrainError(f"{self._name}.sample returned {shown(found)}: {_EXAMPLE}")
+                raise TrainError(f"{self._name}.sample returned {shown(result)}: {_EXAMPLE}")
         for key, value in metrics.items():
             if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TrainError(
@@ -420,20 +420,20 @@ def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
     if name in STRATEGIES:
         return STRATEGIES[name](config, facts)
     if name not in CUSTOM_STRATEGIES and ":" not in name and "." not in name:
-        known = [*STRATEGIES, *CUSTOM_STRATEGIES]
-        close = difflib.get_close_matches(name, known, n=1)
+        names = [*STRATEGIES, *CUSTOM_STRATEGIES]
+        close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"{STRATEGY_KEY} is {name!r}; {hint}known: {', '.join(known)}, or a custom class as path/to/file.py:Class"
+            f"{STRATEGY_KEY} is {name!r}; {hint}known: {', '.join(names)}, or a custom class as path/to/file.py:Class"
         )
-    found: type[Any] = CUSTOM_STRATEGIES.get(name) or load_class_from_fqn(name, STRATEGY_KEY)
-    if not issubclass(found, Strategy):
+    strategy_class: type[Any] = CUSTOM_STRATEGIES.get(name) or load_class_from_fqn(name, STRATEGY_KEY)
+    if not issubclass(strategy_class, Strategy):
         raise ConfigError(
             f"{STRATEGY_KEY} {name!r} is not a strategy: subclass turnwise.rollout.replay.strategies.Strategy"
         )
     arguments = {} if config.strategy is None else config.strategy.config
     try:
-        return found(**arguments)
+        return strategy_class(**arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{STRATEGY_KEY} {name!r} cannot be made with its config {arguments}: {error}") from error
 
@@ -467,15 +467,15 @@ def make_payloads(config: ReplayConfig) -> PayloadStore | None:
 def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> ReplayBuffer:
     """Make the buffer of a run, backed by its journal."""
     strategy = make_strategy(config, facts)
-    kept: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "members": facts.members,
         "tail": facts.tail,
         "memory_mb": config.memory_mb,
         "payloads": make_payloads(config),
     }
     if config.buffer is not None:
-        return CustomReplayBuffer.make(config.buffer, strategy, journal=journal, **kept)
-    return LocalReplayBuffer(strategy, journal, **kept)
+        return CustomReplayBuffer.make(config.buffer, strategy, journal=journal, **arguments)
+    return LocalReplayBuffer(strategy, journal, **arguments)
 
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> StalenessBound:

@@ -111,7 +111,7 @@ class MemoryPayloads(PayloadStore):
     async def put(self, rows: Mapping[str, Columns]) -> None:
         """Store copies of rows."""
         self._check()
-        self.rows |= {key: {name: each.copy() for name, each in row.items()} for key, row in rows.items()}
+        self.rows |= {key: {name: column.copy() for name, column in row.items()} for key, row in rows.items()}
 
     async def get(self, keys: Sequence[str], columns: Sequence[str]) -> list[Columns]:
         """Return copies of columns."""
@@ -204,7 +204,7 @@ class GroupStore:
             await self._payloads.start()
         return self
 
-    async def __aexit__(self, *about: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """End the payload store."""
         if self._payloads is not None:
             await self._payloads.close()
@@ -248,10 +248,10 @@ class GroupStore:
         if (shipped := self._shipped.get(name)) is None:
             return
         self._waiting[name] = shipped.nbytes
-        held = sum(self._waiting.values())
-        while held > self._budget:
+        waiting_bytes = sum(self._waiting.values())
+        while waiting_bytes > self._budget:
             oldest, nbytes = self._waiting.popitem(last=False)
-            held -= nbytes
+            waiting_bytes -= nbytes
             self._cleared += self._shipped.pop(oldest).keys
 
     def restore(self, key: str, arrived: int) -> GroupFacts | None:
@@ -261,12 +261,12 @@ class GroupStore:
             self._keys[facts.id] = key
         return facts
 
-    def reusable(self, most: int) -> list[GroupFacts]:
-        """Return the facts of up to ``most`` groups that may be trained again, least recently trained first."""
-        found = [] if self._journal is None else list(self._journal.reusable)
-        kept = found[max(0, len(found) - most) :]
-        self._keys |= {facts.id: facts.key for facts in kept}
-        return kept
+    def reusable(self, limit: int) -> list[GroupFacts]:
+        """Return the facts of up to ``limit`` groups that may be trained again, least recently trained first."""
+        reusable = [] if self._journal is None else list(self._journal.reusable)
+        latest = reusable[max(0, len(reusable) - limit) :]
+        self._keys |= {facts.id: facts.key for facts in latest}
+        return latest
 
     @property
     def next_step(self) -> int:
@@ -275,9 +275,9 @@ class GroupStore:
 
     def begun_by(self, key: str, version: int) -> int:
         """Return the oldest weights of members from earlier processes, at most ``version``."""
-        found = None if self._journal is None else self._journal.found(key)
-        members = [] if found is None else list(found.members.values())
-        return min([version, *(each for member in members for each in versions_of(member))])
+        restored = None if self._journal is None else self._journal.restore(key)
+        members = [] if restored is None else list(restored.members.values())
+        return min([version, *(member_version for member in members for member_version in versions_of(member))])
 
     def get(self, name: str) -> TrajectoryGroup:
         """Return a group, from memory or disk."""
@@ -296,15 +296,15 @@ class GroupStore:
             TrainError: The store was lost and cannot be replaced.
         """
         shipped = {name: self._shipped[name] for name in names if name in self._shipped}
-        keys = [key for each in shipped.values() for key in each.keys]
-        found: dict[str, Columns] = {}
+        keys = [key for group in shipped.values() for key in group.keys]
+        columns_by_key: dict[str, Columns] = {}
         if self._payloads is not None and keys:
             get = partial(self._payloads.get, keys, columns_of(fields))
-            found = dict(zip(keys, await self._reach(self._payloads, get), strict=True))
+            columns_by_key = dict(zip(keys, await self._reach(self._payloads, get), strict=True))
         groups = []
         for name in names:
             if name in shipped:
-                groups.append(_unpacked(shipped[name], found))
+                groups.append(_unpacked(shipped[name], columns_by_key))
             else:
                 groups.append(self.get(name))
             # Reading is slow: let rollouts run in between.
@@ -382,21 +382,23 @@ _OF_A_MESSAGE = 256
 
 def memory_bytes(group: TrajectoryGroup) -> int:
     """Return about how many bytes of memory a group takes: its arrays and its texts."""
-    segments = [segment for each in (*group.trajectories, *group.baselines) for segment in each.segments]
-    arrays = sum(each.token_ids.nbytes + (0 if each.logprobs is None else each.logprobs.nbytes) for each in segments)
-    messages = [message for each in segments for message in each.messages]
+    segments = [segment for trajectory in (*group.trajectories, *group.baselines) for segment in trajectory.segments]
+    arrays = sum(
+        segment.token_ids.nbytes + (0 if segment.logprobs is None else segment.logprobs.nbytes) for segment in segments
+    )
+    messages = [message for segment in segments for message in segment.messages]
     texts = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
     return arrays + texts + _OF_A_MESSAGE * len(messages)
 
 
 def _rows(group: TrajectoryGroup, keys: Sequence[str]) -> dict[str, Columns]:
     members = [*group.trajectories, *group.baselines]
-    return {key: pack_trajectory(each) for key, each in zip(keys, members, strict=True)}
+    return {key: pack_trajectory(trajectory) for key, trajectory in zip(keys, members, strict=True)}
 
 
-def _unpacked(shipped: Shipped, found: dict[str, Columns]) -> TrajectoryGroup:
+def _unpacked(shipped: Shipped, columns_by_key: dict[str, Columns]) -> TrajectoryGroup:
     members, baselines = (
-        [unpack_trajectory(found[key]) for key in keys] for keys in (shipped.members, shipped.baselines)
+        [unpack_trajectory(columns_by_key[key]) for key in keys] for keys in (shipped.members, shipped.baselines)
     )
     return replace(shipped.head, trajectories=members, baselines=baselines)
 

@@ -78,7 +78,7 @@ class Strategy(ABC):
     def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return how many needed groups are neither finished nor in flight, to be requested."""
         del step
-        fresh = sum(each.uses == 0 for each in ready)
+        fresh = sum(group.uses == 0 for group in ready)
         return max(0, batch_size - fresh - len(in_flight))
 
 
@@ -90,23 +90,23 @@ def split_stale(ready: Sequence[GroupFacts], step: int, bound: int | None) -> tu
     """Return the groups that a step may train, and the choice that drops the others."""
     if bound is None:
         return list(ready), Choice()
-    fit = [each for each in ready if each.staleness(step) <= bound]
-    return fit, Choice(drop=tuple((each.id, STALE) for each in ready if each.staleness(step) > bound))
+    usable = [group for group in ready if group.staleness(step) <= bound]
+    return usable, Choice(drop=tuple((group.id, STALE) for group in ready if group.staleness(step) > bound))
 
 
 def oldest_first(groups: Sequence[GroupFacts]) -> list[GroupFacts]:
     """Sort groups by sampling weights, oldest first, then by arrival; those without a version last."""
     never = math.inf
     return sorted(
-        groups, key=lambda each: (never if each.oldest_version is None else each.oldest_version, each.arrived)
+        groups, key=lambda group: (never if group.oldest_version is None else group.oldest_version, group.arrived)
     )
 
 
 def ordered(groups: Sequence[GroupFacts], order: Order) -> tuple[str, ...]:
     """Return the group ids of a batch in its order."""
     if order == "key":
-        groups = sorted(groups, key=lambda each: (each.key, each.arrived))
-    return tuple(each.id for each in groups)
+        groups = sorted(groups, key=lambda group: (group.key, group.arrived))
+    return tuple(group.id for group in groups)
 
 
 class Fifo(Strategy):
@@ -156,8 +156,8 @@ class Bounded(Strategy):
         self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Take the oldest groups within the bound."""
-        fit, choice = split_stale(ready, step, self._bound)
-        queue = oldest_first(fit)
+        usable, choice = split_stale(ready, step, self._bound)
+        queue = oldest_first(usable)
         if len(queue) < batch_size:
             return choice
         of_step = max(self._step_groups or batch_size, taken + batch_size)
@@ -171,14 +171,16 @@ class Bounded(Strategy):
         """Whether taking the head of the queue leaves more groups than can be trained in time, and one in flight could
         replace a group with more time.
         """
-        of_step, left = room
-        versions = (math.inf if each.oldest_version is None else each.oldest_version for each in queue)
-        last = [version + 1 + self._bound for version in versions]
+        of_step, remaining = room
+        versions = (math.inf if group.oldest_version is None else group.oldest_version for group in queue)
+        deadlines = [version + 1 + self._bound for version in versions]
         # A group in flight that is past the bound is dropped when it arrives: do not wait for it.
-        flights = [due for each in in_flight if (due := each.version + 1 + self._bound) >= step]
+        flights = [due for flight in in_flight if (due := flight.version + 1 + self._bound) >= step]
         for due in set(flights):
-            remain = sum(each <= due for each in (*last[batch_size:], *flights))
-            if remain > left + (due - step) * of_step and any(each > due for each in last[:batch_size]):
+            remain = sum(deadline <= due for deadline in (*deadlines[batch_size:], *flights))
+            if remain > remaining + (due - step) * of_step and any(
+                deadline > due for deadline in deadlines[:batch_size]
+            ):
                 return True
         return False
 
@@ -199,8 +201,8 @@ def priority(rewards: Sequence[float]) -> float:
     if len(rewards) < 2:
         return FLOOR
     mean = math.fsum(rewards) / len(rewards)
-    off = [abs(each - mean) for each in rewards]
-    std = math.sqrt(math.fsum(each * each for each in off) / (len(rewards) - 1))
+    off = [abs(reward - mean) for reward in rewards]
+    std = math.sqrt(math.fsum(deviation * deviation for deviation in off) / (len(rewards) - 1))
     return math.fsum(off) / len(rewards) / (std + _EPS) + FLOOR
 
 
@@ -241,12 +243,12 @@ class Prioritized(Strategy):
     ) -> Choice:
         """Draw a batch of the finished groups."""
         del in_flight
-        fit, choice = split_stale(ready, step, self._bound)
-        if len(fit) < batch_size:
+        usable, choice = split_stale(ready, step, self._bound)
+        if len(usable) < batch_size:
             return choice
-        weights = [priority(each.rewards) ** self._alpha for each in fit]
+        weights = [priority(group.rewards) ** self._alpha for group in usable]
         return Choice(
-            tuple(each.id for each in weighted_shuffle(fit, weights, (self._seed, step, taken))[:batch_size]),
+            tuple(group.id for group in weighted_shuffle(usable, weights, (self._seed, step, taken))[:batch_size]),
             choice.drop,
         )
 
@@ -277,25 +279,25 @@ class Mixed(Strategy):
     ) -> Choice:
         """Take fresh groups, and draw the rest."""
         del in_flight
-        fit, choice = split_stale(ready, step, self._bound)
-        fresh = oldest_first([each for each in fit if each.uses == 0])
-        stored = self._stored(fit, batch_size, (self._seed, step, taken))
-        wanted = batch_size - len(stored)
-        if len(fresh) < wanted:
+        usable, choice = split_stale(ready, step, self._bound)
+        fresh = oldest_first([group for group in usable if group.uses == 0])
+        stored = self._stored(usable, batch_size, (self._seed, step, taken))
+        fresh_count = batch_size - len(stored)
+        if len(fresh) < fresh_count:
             return choice
-        return Choice(tuple(each.id for each in (*fresh[:wanted], *stored)), choice.drop)
+        return Choice(tuple(group.id for group in (*fresh[:fresh_count], *stored)), choice.drop)
 
     def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
         """Return the number of missing fresh groups."""
-        fit, _ = split_stale(ready, step, self._bound)
-        fresh = sum(each.uses == 0 for each in fit)
-        stored = self._stored(fit, batch_size, (self._seed, step, 0))
+        usable, _ = split_stale(ready, step, self._bound)
+        fresh = sum(group.uses == 0 for group in usable)
+        stored = self._stored(usable, batch_size, (self._seed, step, 0))
         return max(0, batch_size - len(stored) - fresh - len(in_flight))
 
-    def _stored(self, fit: Sequence[GroupFacts], batch_size: int, seed: tuple[int, ...]) -> list[GroupFacts]:
-        usable = [each for each in fit if 0 < each.uses < self.max_uses]
+    def _stored(self, fresh_enough: Sequence[GroupFacts], batch_size: int, seed: tuple[int, ...]) -> list[GroupFacts]:
+        usable = [group for group in fresh_enough if 0 < group.uses < self.max_uses]
         shuffled = weighted_shuffle(usable, [1.0] * len(usable), seed)
-        return sorted(shuffled, key=lambda each: each.uses)[: stored_groups(self._share, batch_size)]
+        return sorted(shuffled, key=lambda group: group.uses)[: stored_groups(self._share, batch_size)]
 
 
 def stored_groups(share: float, groups: int) -> int:
@@ -336,9 +338,9 @@ class Filtered(Strategy):
         self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
     ) -> Choice:
         """Drop filtered groups, and choose among the others."""
-        whys = {each.id: why for each in ready if (why := why_filtered(each, self._metric)) is not None}
-        left = [each for each in ready if each.id not in whys]
-        choice = self._strategy.choose(left, in_flight, step, batch_size, taken)
+        whys = {group.id: why for group in ready if (why := why_filtered(group, self._metric)) is not None}
+        unfiltered = [group for group in ready if group.id not in whys]
+        choice = self._strategy.choose(unfiltered, in_flight, step, batch_size, taken)
         return replace(choice, drop=(*whys.items(), *choice.drop))
 
     def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
@@ -395,14 +397,14 @@ class StragglerDeadline:
             since: ``since`` of the last look.
             now: Monotonic time in seconds.
         """
-        least = self.least(batch_size)
-        if ready < least or choose(least).take is None:
+        fewest = self.least(batch_size)
+        if ready < fewest or choose(fewest).take is None:
             return StragglerCutoff()
         since = now if since is None else since
         due = since + self.seconds
         if now < due:
             return StragglerCutoff(since, due=due)
-        sizes = range(min(ready, batch_size), least - 1, -1)
+        sizes = range(min(ready, batch_size), fewest - 1, -1)
         return StragglerCutoff(since, next(take for size in sizes if (take := choose(size).take) is not None))
 
 
@@ -422,8 +424,8 @@ class MemberRule:
 
     def refuses(self, group: TrajectoryGroup) -> str | None:
         """Return why a group is not trained, or None."""
-        failed = {each.episode_id for each in group.trajectories if each.error is not None}
-        members = {each.episode_id for each in group.trajectories} - failed
+        failed = {trajectory.episode_id for trajectory in group.trajectories if trajectory.error is not None}
+        members = {trajectory.episode_id for trajectory in group.trajectories} - failed
         if len(members) < max(1, self.least):
             return FAILED
         return None

@@ -53,22 +53,22 @@ class PoolSize:
     """How many workers a pool has.
 
     Attributes:
-        least: Workers that are always kept.
-        most: Workers at most, which are started while episodes wait.
+        min_workers: Workers that are always kept.
+        max_workers: Workers at most, which are started while episodes wait.
         episodes: Episodes of one worker at the same time.
-        idle: Seconds without an episode after which a worker beyond ``least`` is closed.
+        idle: Seconds without an episode after which a worker beyond ``min_workers`` is closed.
         failures: Starts in a row that may fail before the run ends.
     """
 
-    least: int = 1
-    most: int = 1
+    min_workers: int = 1
+    max_workers: int = 1
     episodes: int = 32
     idle: float = 60.0
     failures: int = 5
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _PooledWorker:
     """A worker in the pool; ``idle_since`` is on the loop's clock."""
 
     handle: WorkerHandle
@@ -97,8 +97,8 @@ class WorkerPool:
         self._size = size
         self._write = write
         self._notify = notify or (lambda _: None)
-        self._places: list[_Place] = []
-        self._waiting: deque[asyncio.Future[_Place]] = deque()
+        self._workers: list[_PooledWorker] = []
+        self._waiting: deque[asyncio.Future[_PooledWorker]] = deque()
         self._starting: set[asyncio.Task[None]] = set()
         # Lost workers that still hold their resources, which the ones in their place need.
         self._ending: set[asyncio.Task[None]] = set()
@@ -128,7 +128,7 @@ class WorkerPool:
             TurnwiseError: One cannot be started, or lacks what the configuration names.
         """
         pool = cls(start, size, write=write, notify=notify)
-        starts = [asyncio.create_task(_started(start)) for _ in range(size.least)]
+        starts = [asyncio.create_task(_start_worker(start)) for _ in range(size.min_workers)]
         try:
             handles = await asyncio.gather(*starts)
         except BaseException:  # raised again: what did start is closed
@@ -139,19 +139,19 @@ class WorkerPool:
                     await done.close()
             raise
         now = asyncio.get_running_loop().time()
-        pool._places = [_Place(handle, idle_since=now) for handle in handles]
+        pool._workers = [_PooledWorker(handle, idle_since=now) for handle in handles]
         pool._tidying = asyncio.create_task(pool._tidy())
         return pool
 
     @property
     def size(self) -> int:
         """Workers that take episodes."""
-        return len(self._places)
+        return len(self._workers)
 
     @property
     def lost_threads(self) -> int:
         """Threads of present workers that tools have blocked for good."""
-        return sum(place.lost_threads for place in self._places)
+        return sum(worker.lost_threads for worker in self._workers)
 
     async def run(self, spec: EpisodeSpec) -> EpisodeOutcome:
         """Run one episode on the worker with the most free places; wait for one if there is none.
@@ -163,23 +163,23 @@ class WorkerPool:
             CancelledError: The caller was cancelled; raised after the worker returned what the episode wrote.
             TurnwiseError: No further worker can be started.
         """
-        place = await self._acquire()
-        call = asyncio.create_task(place.handle.call("run", spec))
+        worker = await self._acquire()
+        call = asyncio.create_task(worker.handle.call("run", spec))
         try:
-            return self._outcome(place, await asyncio.shield(call))
+            return self._outcome(worker, await asyncio.shield(call))
         except asyncio.CancelledError:
-            await self._abandon(place, spec, call)
+            await self._abandon(worker, spec, call)
             raise
         except PlacementError as error:
-            self._lose(place, error)
-            name = place.handle.name
+            self._lose(worker, error)
+            name = worker.handle.name
             return EpisodeOutcome([], RunnerDisconnected(f"rollout worker {name} was lost with its episode: {error}"))
         finally:
-            self._free(place)
+            self._release(worker)
 
-    async def move(self, before: str, after: str) -> None:
+    async def move(self, old_url: str, new_url: str) -> None:
         """Have all workers send requests for one server to another."""
-        moves = [place.handle.call("move", before, after) for place in self._places]
+        moves = [worker.handle.call("move", old_url, new_url) for worker in self._workers]
         await asyncio.gather(*moves, return_exceptions=True)
 
     async def close(self) -> None:
@@ -190,62 +190,62 @@ class WorkerPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        places, self._places = self._places, []
-        await asyncio.gather(*(place.handle.close() for place in places), return_exceptions=True)
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.handle.close() for worker in workers), return_exceptions=True)
 
-    def _outcome(self, place: _Place, answer: WorkerAnswer) -> EpisodeOutcome:
-        place.lost_threads = answer.lost_threads
+    def _outcome(self, worker: _PooledWorker, answer: WorkerAnswer) -> EpisodeOutcome:
+        worker.lost_threads = answer.lost_threads
         if self._write is not None:
             for trajectory in answer.trajectories:
                 self._write(trajectory)
         error = None if answer.error is None else read_error(answer.error)
         if answer.cancelled and error is None:
-            error = RunnerDisconnected(f"rollout worker {place.handle.name} cancelled an episode, for it closes")
+            error = RunnerDisconnected(f"rollout worker {worker.handle.name} cancelled an episode, for it closes")
         return EpisodeOutcome(answer.trajectories, error)
 
-    async def _abandon(self, place: _Place, spec: EpisodeSpec, call: asyncio.Task[WorkerAnswer]) -> None:
+    async def _abandon(self, worker: _PooledWorker, spec: EpisodeSpec, call: asyncio.Task[WorkerAnswer]) -> None:
         """Cancel an episode on its worker, and write what it returns, as cancelled also where it had just ended."""
         with contextlib.suppress(PlacementError):
-            await place.handle.call("cancel", spec.episode_id)
+            await worker.handle.call("cancel", spec.episode_id)
             answer = await call
             # The outcome reaches no journal, where an audit would miss what was written as finished.
             written = [
-                each if each.error is not None else replace(each, stop_reason=StopReason.CANCELLED)
-                for each in answer.trajectories
+                trajectory if trajectory.error is not None else replace(trajectory, stop_reason=StopReason.CANCELLED)
+                for trajectory in answer.trajectories
             ]
-            self._outcome(place, replace(answer, trajectories=written))
+            self._outcome(worker, replace(answer, trajectories=written))
 
-    async def _acquire(self) -> _Place:
+    async def _acquire(self) -> _PooledWorker:
         """Wait for a free place, in the order of the calls."""
         if self._failure is not None:
             raise self._failure
-        found: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
-        self._waiting.append(found)
-        self._match()
+        assigned: asyncio.Future[_PooledWorker] = asyncio.get_running_loop().create_future()
+        self._waiting.append(assigned)
+        self._assign_workers()
         try:
-            return await found
+            return await assigned
         except asyncio.CancelledError:
-            if found.done() and not found.cancelled() and found.exception() is None:
-                self._free(found.result())
+            if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
+                self._release(assigned.result())
             raise
         finally:
             with contextlib.suppress(ValueError):
-                self._waiting.remove(found)
+                self._waiting.remove(assigned)
 
-    def _match(self) -> None:
+    def _assign_workers(self) -> None:
         while self._waiting:
-            free = [place for place in self._places if place.busy < self._size.episodes]
+            free = [worker for worker in self._workers if worker.busy < self._size.episodes]
             if not free:
                 break
-            place = min(free, key=lambda each: each.busy)
-            found = self._waiting.popleft()
-            if not found.done():
-                place.busy += 1
-                found.set_result(place)
-        wanted = self._size.least if not self._waiting else self._size.most
-        while not self._closed and self._failure is None and self._present < wanted:
+            worker = min(free, key=lambda candidate: candidate.busy)
+            assigned = self._waiting.popleft()
+            if not assigned.done():
+                worker.busy += 1
+                assigned.set_result(worker)
+        target = self._size.min_workers if not self._waiting else self._size.max_workers
+        while not self._closed and self._failure is None and self._present < target:
             # One more for each full worker's worth of waiting episodes, and always the least number.
-            extra = self._present - self._size.least
+            extra = self._present - self._size.min_workers
             if extra >= 0 and len(self._waiting) <= len(self._starting) * self._size.episodes:
                 break
             task = asyncio.create_task(self._start_one())
@@ -254,66 +254,70 @@ class WorkerPool:
 
     @property
     def _present(self) -> int:
-        return len(self._places) + len(self._starting) + len(self._ending)
+        return len(self._workers) + len(self._starting) + len(self._ending)
 
     async def _start_one(self) -> None:
         try:
-            handle = await _started(self._start)
+            handle = await _start_worker(self._start)
         except TurnwiseError as error:
             self._failed_starts += 1
             self._notify(f"a rollout worker could not be started: {error}")
-            if self._failed_starts >= self._size.failures and len(self._places) < self._size.least:
+            if self._failed_starts >= self._size.failures and len(self._workers) < self._size.min_workers:
                 self._fail(error)
             # A lower bound is kept: another one is started at the next turn of the clock (_tidy).
             return
         self._failed_starts = 0
         self._add(handle)
-        self._notify(f"rollout worker {handle.name} joined ({len(self._places)} in all)")
+        self._notify(f"rollout worker {handle.name} joined ({len(self._workers)} in all)")
 
     def _fail(self, error: TurnwiseError) -> None:
         self._failure = error
-        for found in self._waiting:
-            if not found.done():
-                found.set_exception(error)
+        for assigned in self._waiting:
+            if not assigned.done():
+                assigned.set_exception(error)
 
     def _add(self, handle: WorkerHandle) -> None:
-        self._places.append(_Place(handle, idle_since=asyncio.get_running_loop().time()))
-        self._match()
+        self._workers.append(_PooledWorker(handle, idle_since=asyncio.get_running_loop().time()))
+        self._assign_workers()
 
-    def _lose(self, place: _Place, error: PlacementError) -> None:
-        if place in self._places:
-            self._places.remove(place)
+    def _lose(self, worker: _PooledWorker, error: PlacementError) -> None:
+        if worker in self._workers:
+            self._workers.remove(worker)
             self.losses += 1
-            self._notify(f"rollout worker {place.handle.name} was lost: {error} ({len(self._places)} left)")
-            ending = asyncio.create_task(place.handle.close())
+            self._notify(f"rollout worker {worker.handle.name} was lost: {error} ({len(self._workers)} left)")
+            ending = asyncio.create_task(worker.handle.close())
             self._ending.add(ending)
             ending.add_done_callback(self._ended)
-        self._match()
+        self._assign_workers()
 
     def _ended(self, ending: asyncio.Task[None]) -> None:
         self._ending.discard(ending)
         if not ending.cancelled():
             # Retrieved, or asyncio would log it: the worker is lost already.
             ending.exception()
-        self._match()
+        self._assign_workers()
 
-    def _free(self, place: _Place) -> None:
-        place.busy -= 1
-        place.idle_since = asyncio.get_running_loop().time()
-        self._match()
+    def _release(self, worker: _PooledWorker) -> None:
+        worker.busy -= 1
+        worker.idle_since = asyncio.get_running_loop().time()
+        self._assign_workers()
 
     async def _tidy(self) -> None:
         """Close idle workers beyond the least number, and keep that number."""
         while True:
             await asyncio.sleep(max(0.05, min(1.0, self._size.idle / 4)))
             now = asyncio.get_running_loop().time()
-            for place in [each for each in self._places if not each.busy and now - each.idle_since > self._size.idle]:
-                if len(self._places) > self._size.least:
-                    self._places.remove(place)
-                    self._notify(f"rollout worker {place.handle.name} was idle and is closed ({self.size} left)")
-                    await place.handle.close()
-            self._match()
+            for worker in [
+                candidate
+                for candidate in self._workers
+                if not candidate.busy and now - candidate.idle_since > self._size.idle
+            ]:
+                if len(self._workers) > self._size.min_workers:
+                    self._workers.remove(worker)
+                    self._notify(f"rollout worker {worker.handle.name} was idle and is closed ({self.size} left)")
+                    await worker.handle.close()
+            self._assign_workers()
 
 
-async def _started(start: StartWorker) -> WorkerHandle:
+async def _start_worker(start: StartWorker) -> WorkerHandle:
     return await start()

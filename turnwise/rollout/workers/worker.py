@@ -118,13 +118,13 @@ class RolloutWorker:
             TurnwiseError: Another part of the configuration cannot be used here.
         """
         spec = self._spec
-        sys.path.extend(each for each in spec.path if each not in sys.path)
+        sys.path.extend(folder for folder in spec.path if folder not in sys.path)
         _check_code(spec)
         # The same worker is never started twice: a name of its own for each process, also of a resumed run.
         images = MediaFiles(spec.run / FOLDER)
         book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl", images)
         self._stack.push(book.leave)
-        first, *others = spec.policies
+        first, *further_policies = spec.policies
         served = {policy.name: await self._served(policy, book) for policy in spec.policies}
         renderers = load_renderers(spec.frozen, first.model, first.renderer)
         logs = spec.run / "logs"
@@ -140,7 +140,7 @@ class RolloutWorker:
             executor=self._threads,
             write=self._write,
             policy=first.name,
-            policies={**{policy.name: served[policy.name] for policy in others}, **frozen.policies},
+            policies={**{policy.name: served[policy.name] for policy in further_policies}, **frozen.policies},
         )
         await runner.prepare()
         self._stack.push_async_callback(runner.close)
@@ -148,9 +148,9 @@ class RolloutWorker:
         _log.info("ready for episodes")
 
     async def _served(self, policy: WorkerPolicy, book: LedgerWriter) -> ServedPolicy:
-        renderer, own = policy.renderer.load(policy.model), policy.client()
-        self._clients.append(own)
-        client = LedgerClient(own, book)
+        renderer, http_client = policy.renderer.load(policy.model), policy.client()
+        self._clients.append(http_client)
+        client = LedgerClient(http_client, book)
         self._stack.push_async_callback(client.close)
         return ServedPolicy(client, renderer, await client.model_info())
 
@@ -178,13 +178,13 @@ class RolloutWorker:
         if episode_id in self._running:
             self._running[episode_id].cancel()
 
-    def move(self, before: str, after: str) -> None:
+    def move(self, old_url: str, new_url: str) -> None:
         """Send requests for one server to another, which has taken its place."""
         for client in self._clients:
             # Not all policies have servers in common.
             with contextlib.suppress(ValueError):
-                client.replace_url(before, after)
-                client.admit(after)
+                client.replace_url(old_url, new_url)
+                client.admit(new_url)
 
     async def close(self) -> None:
         """Cancel what runs, and close environments, ledger and connections."""
@@ -205,7 +205,7 @@ def _check_code(spec: WorkerSpec) -> None:
         env_class(spec.config.env.name)
         agents = AgentTable(spec.config)
         agents.check()
-        agents.own()
+        agents.default()
     except (AgentError, ConfigError, RegistryError) as error:
         raise ConfigError(
             f"the node of rollout {spec.name} ({platform.node()}) cannot load what the run names: {error}; set "

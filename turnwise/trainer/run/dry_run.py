@@ -22,7 +22,7 @@ from turnwise.model.core import Renderer
 from turnwise.placement.ray_cluster import check_ray
 from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.managers import check_manager
-from turnwise.rollout.preflight import PromptLimit, check_specs, hold_to_tools, made_env, task_source
+from turnwise.rollout.preflight import PromptLimit, check_shows_tools, check_specs, make_task_env, task_source
 from turnwise.rollout.producer import GroupRewarder
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.manager import SandboxManager
@@ -324,7 +324,7 @@ class _Checker:
         names: dict[str, None] = {}
         longest = 0
         for task in self._first:
-            env = made_env(task, self._config.rollout)
+            env = make_task_env(task, self._config.rollout)
             env.sandboxes = sandboxes
             try:
                 longest = max(longest, await self._begin(env, task))
@@ -359,7 +359,7 @@ class _Checker:
             return 0
         check_media(name, env.toolset(), self._renderer.media)
         if self._offers_tools(task):
-            hold_to_tools(name, messages, schemas(env), self._renderer)
+            check_shows_tools(name, messages, schemas(env), self._renderer)
         return len(self._renderer.render(canonical_messages(messages), schemas(env)))
 
     def _check_roles(self, task: Task, info: Mapping[str, Any]) -> None:
@@ -382,7 +382,7 @@ class _Checker:
 
     async def agent(self) -> str:
         agents = AgentTable(self._config.rollout)
-        agents.own()
+        agents.default()
         agents.check()
         name = self._config.rollout.agent.name
         for algorithm in self._config.algorithms.values():

@@ -10,7 +10,7 @@ from typing import Any
 from turnwise.errors import CheckpointError, TaskError
 from turnwise.model.core import Renderer
 from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest, Rollouts
-from turnwise.rollout.preflight import PromptLimit, check_own, check_specs, check_tools_shown, task_source
+from turnwise.rollout.preflight import PromptLimit, check_env_and_agent, check_specs, check_tools_shown, task_source
 from turnwise.rollout.replay.config import allowed_staleness, make_admission
 from turnwise.tasks.config import CurriculumConfig
 from turnwise.tasks.core import Task
@@ -82,7 +82,7 @@ async def open_tasks(
         TaskError: They cannot be loaded, there are none, the state does not match them, or they name an environment or
             agent that cannot be created.
     """
-    check_own(config.rollout)
+    check_env_and_agent(config.rollout)
     order, reports = open_order(
         task_source(config.tasks, config.rollout, "tasks"),
         seed=config.seed,
