@@ -66,16 +66,19 @@ long_argument = results(
 long_stdin = results(
     Expected("echo $(wc -c)", stdout=b"5242880\n", options={"stdin": b"12345678" * 655_360, "timeout": 60})
 )
+_BYTES = bytes(range(256)) * 64
+standard_input = results(
+    Expected(["cat"], stdout=_BYTES, options={"stdin": _BYTES}),
+    Expected(["cat"], options={"timeout": 10}),
+    Expected(["cat"], options={"stdin": b"", "timeout": 10}),
+    Expected("exit 3", 3, options={"stdin": bytes(2**20), "timeout": 20}),
+)
+_WORDS = ("a b", "$HOME", "*", "", "'\"\\", "two\nlines", "--", "é")
+arguments = results(
+    Expected(["printf", "[%s]", *_WORDS], stdout="".join(f"[{word}]" for word in _WORDS).encode()),
+    Expected("echo a b | tr 'ab' 'xy' && echo $((1 + 2))", stdout=b"x y\n3\n"),
+)
 uncut = results(Expected("head -c 10000 /dev/zero", stdout=bytes(10_000), options={"max_output": 10_000}))
-
-
-async def arguments(context: CheckContext) -> None:
-    """A sequence is executed without a shell."""
-    words = ["a b", "$HOME", "*", "", "'\"\\", "two\nlines", "--", "é"]
-    result = await (await context.sandbox()).exec(["printf", "[%s]", *words])
-    need(result.stdout.decode() == "".join(f"[{word}]" for word in words), f"printf got {result.stdout!r}")
-    result = await (await context.sandbox()).exec("echo a b | tr 'ab' 'xy' && echo $((1 + 2))")
-    need(result.stdout == b"x y\n3\n", f"a text is not run by a shell: {result.stdout!r}")
 
 
 async def folders(context: CheckContext) -> None:
@@ -122,20 +125,6 @@ async def host_environment(context: CheckContext) -> None:
     need(result.ok, f"'env' gave {result}")
     need(os.environ[SECRET] not in result.text, f"the host's {SECRET} is in the environment of a command")
     need("HOME=" in result.text and "PATH=" in result.text, f"a command has no HOME or no PATH: {result.text!r}")
-
-
-async def standard_input(context: CheckContext) -> None:
-    """Input arrives whole; the default is empty; a command need not read it."""
-    sandbox = await context.sandbox()
-    data = bytes(range(256)) * 64
-    result = await sandbox.exec(["cat"], stdin=data)
-    need(result.stdout == data, f"cat gave {len(result.stdout)} bytes of {len(data)}, or others")
-    result = await sandbox.exec(["cat"], timeout=10)
-    need(result.ok and result.stdout == b"", f"cat without input gave {result}")
-    result = await sandbox.exec(["cat"], stdin=b"", timeout=10)
-    need(result.ok and result.stdout == b"", f"cat with empty input gave {result}")
-    result = await sandbox.exec("exit 3", stdin=bytes(2**20), timeout=20)
-    need(result.exit_code == 3, f"a command that does not read its input gave {result.exit_code}")
 
 
 async def cut_output(context: CheckContext) -> None:

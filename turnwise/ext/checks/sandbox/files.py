@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,36 +14,23 @@ from turnwise.ext.checks.sandbox.report import CheckFailed
 from turnwise.sandboxes.core import Mount
 
 
-async def round_trip(context: CheckContext) -> None:
-    """Written bytes are read back unchanged, also by commands."""
-    sandbox = await context.sandbox()
-    for data in (b"", b"text\n", bytes(range(256)) * 2000):
-        name = context.name()
-        await sandbox.write_file(name, data)
-        need(await sandbox.read_file(name) == data, f"{len(data)} bytes read back differ from those written")
-        result = await sandbox.exec(["wc", "-c", name])
-        need(result.stdout.split()[:1] == [str(len(data)).encode()], f"a command sees {result.text!r} of {len(data)}")
-    name = context.name()
-    await sandbox.exec(f"printf 'of a command' > {name}")
-    need(await sandbox.read_file(name) == b"of a command", "a command's file reads back differently")
+def read_back(*contents: bytes) -> Callable[[CheckContext], Awaitable[None]]:
+    """Return a check that writes contents to one file, each over the last, and reads them back, by a command, too."""
+
+    async def check(context: CheckContext) -> None:
+        sandbox, name = await context.sandbox(), context.name()
+        for data in contents:
+            await sandbox.write_file(name, data)
+            need(await sandbox.read_file(name) == data, f"{len(data)} bytes read back differ from those written")
+            result = await sandbox.exec(["wc", "-c", name])
+            need(result.stdout.split()[:1] == [b"%d" % len(data)], f"a command sees {result.text!r} of {len(data)}")
+
+    return check
 
 
-async def large_file(context: CheckContext) -> None:
-    """Eight megabytes are written and read."""
-    sandbox = await context.sandbox()
-    name = context.name()
-    data = bytes(range(256)) * 32_768
-    await sandbox.write_file(name, data)
-    need(await sandbox.read_file(name) == data, "eight megabytes read back differ from those written")
-
-
-async def overwriting(context: CheckContext) -> None:
-    """An existing file is replaced, by a longer or shorter one."""
-    sandbox = await context.sandbox()
-    name = context.name()
-    for data in (b"long " * 1000, b"short", b""):
-        await sandbox.write_file(name, data)
-        need(await sandbox.read_file(name) == data, f"{data[:10]!r} written over other content was not read back")
+round_trip = read_back(b"", b"text\n", bytes(range(256)) * 2000)
+large_file = read_back(bytes(range(256)) * 32_768)
+overwriting = read_back(b"long " * 1000, b"short", b"")
 
 
 async def paths(context: CheckContext) -> None:
@@ -56,6 +44,8 @@ async def paths(context: CheckContext) -> None:
         await sandbox.write_file(f"/tmp/{name}/file", b"tmp")
         result = await sandbox.exec(["cat", f"/tmp/{name}/file", f"{name}/a/b/file"])
         need(result.stdout == b"tmpdeep", f"commands see {result.text!r}")
+    await sandbox.exec(f"printf 'of a command' > {name}/command")
+    need(await sandbox.read_file(f"{name}/command") == b"of a command", "a command's file reads back differently")
     await sandbox.write_file(f"{name}/a/../c", b"dots")
     need(await sandbox.read_file(f"{name}/c") == b"dots", "a path with .. within the workdir is not resolved")
 

@@ -50,7 +50,7 @@ class HostFixtures:
     _received: dict[str, list[str]] = field(default_factory=dict)
     _prepared: set[str] = field(default_factory=set)
 
-    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def program_input(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the input of an attack's program: the fixtures' addresses, and its own options.
 
         A ``file`` among them names one of the host's files, whose ``path`` is added.
@@ -95,7 +95,7 @@ class HostFixtures:
             self._prepared.add(sandbox.id)
         # The input is not in the command line, which the attack may search for in /proc.
         command = ["python3", "-B", "-E", "-S", f"{_INSIDE}/{_PROGRAMS.name}", name]
-        return await sandbox.exec(command, timeout=timeout, stdin=json.dumps(self.options(options)).encode())
+        return await sandbox.exec(command, timeout=timeout, stdin=json.dumps(self.program_input(options)).encode())
 
     async def run_program(
         self, sandbox: Sandbox, name: str, options: dict[str, Any], *, may_die: bool = False

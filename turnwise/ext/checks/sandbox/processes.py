@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 
 from turnwise.errors import SandboxFileNotFound
+from turnwise.ext.checks.sandbox.commands import Expected
 from turnwise.ext.checks.sandbox.context import (
     CheckContext,
     endless_writer,
@@ -121,21 +123,25 @@ async def spawn_interactive(context: CheckContext) -> None:
     need(await process.wait() == 0, "the second wait gives another exit code")
 
 
-async def spawn_streams(context: CheckContext) -> None:
-    """A spawned command's streams are merged in order; its exit code is that of a shell."""
-    sandbox = await context.sandbox()
-    process = await sandbox.spawn("echo a; echo b >&2; echo c; exit 5")
-    need(await _read_all(process) == b"a\nb\nc\n", "the streams are not in the order in which they were written")
-    need(await process.wait() == 5, "the exit code is not 5")
-    process = await sandbox.spawn("kill -KILL $$")
-    need(await _read_all(process) == b"" and await process.wait() == 137, "a killed process does not end with 137")
+def spawned(*commands: Expected) -> Callable[[CheckContext], Awaitable[None]]:
+    """Return a check that spawns commands and compares their merged output and exit code."""
+
+    async def check(context: CheckContext) -> None:
+        sandbox = await context.sandbox()
+        for row in commands:
+            process = await sandbox.spawn(row.command, **row.options)
+            output, code = await _read_all(process), await process.wait()
+            need(
+                (output, code) == (row.stdout, row.exit_code), f"{row.command!r} wrote {output!r} and ended with {code}"
+            )
+
+    return check
 
 
-async def spawn_arguments(context: CheckContext) -> None:
-    """A spawned command gets its variables and working directory."""
-    sandbox = await context.sandbox()
-    process = await sandbox.spawn('echo "$CHECK_X"; pwd -P', cwd="/", env={"CHECK_X": "a b"})
-    need(await _read_all(process) == b"a b\n/\n", "spawn ignores env or cwd")
+spawn_streams = spawned(Expected("echo a; echo b >&2; echo c; exit 5", 5, b"a\nb\nc\n"), Expected("kill -KILL $$", 137))
+spawn_arguments = spawned(
+    Expected('echo "$CHECK_X"; pwd -P', stdout=b"a b\n/\n", options={"cwd": "/", "env": {"CHECK_X": "a b"}})
+)
 
 
 async def spawn_missing(context: CheckContext) -> None:
