@@ -60,12 +60,12 @@ class NimEnv(MultiAgentEnv):
         data = {} if task is None else task.data
         name = None if task is None else task.id
         self._rng = random.Random(seed)
-        drawn, side = self._rng.randint(self.least, self.most), self._rng.choice(SIDES)
-        drawn = self.stones = data.get("stones", drawn)
+        stones, side = self._rng.randint(self.least, self.most), self._rng.choice(SIDES)
+        stones = self.stones = data.get("stones", stones)
         if type(self.stones) is not int or not 1 <= self.stones <= 10**6:
             raise TaskError(f"task {name!r}: data['stones'] is {shown(self.stones)}: it must be a whole number above 0")
         if self.opponent == "perfect":
-            side = SIDES[drawn % (self.take + 1) == 0]
+            side = SIDES[stones % (self.take + 1) == 0]
         side = data.get("side", side)
         if side not in SIDES:
             raise TaskError(f"task {name!r}: data['side'] is {shown(side)}: it must be first or second")
@@ -78,25 +78,25 @@ class NimEnv(MultiAgentEnv):
         self.tell("main", rules)
         self.tell("main", f"{self.stones} are left." if side == "first" else self._reply())
         if self.winner:
-            raise TaskError(f"task {name!r}: the opponent takes all {drawn} stones at once: use more stones")
+            raise TaskError(f"task {name!r}: the opponent takes all {stones} stones at once: use more stones")
         return "main"
 
     def move(self, agent: str, message: Message) -> str | None:
         """Take stones from the heap."""
-        taken = chosen(text_of(message))
+        stones = chosen(text_of(message))
         other = "opponent" if self.opponent else SIDES[agent == "first"]
-        if taken is None or not 1 <= taken <= min(self.take, self.stones):
+        if stones is None or not 1 <= stones <= min(self.take, self.stones):
             self.winner = other
             return None
-        self.stones -= taken
+        self.stones -= stones
         if not self.stones:
             self.winner = agent
             return None
         if self.opponent is None:
             self.tell(other, f"{self.stones} are left.")
             return other
-        said = self._reply()
-        self.tell(agent, said)
+        observation = self._reply()
+        self.tell(agent, observation)
         return None if self.winner else agent
 
     def payoff(self) -> Mapping[str, float]:
@@ -111,8 +111,8 @@ class NimEnv(MultiAgentEnv):
 
     def _reply(self) -> str:
         perfect = best(self.stones, self.take)
-        taken = perfect if self.opponent == "perfect" else self._rng.randint(1, min(self.take, self.stones))
-        self.stones -= taken
+        stones = perfect if self.opponent == "perfect" else self._rng.randint(1, min(self.take, self.stones))
+        self.stones -= stones
         if not self.stones:
             self.winner = "opponent"
         return f"{self.stones} are left."

@@ -52,16 +52,16 @@ def chart(seed: int, *, split: str = "train") -> Chart:
             return Chart(colours, heights)
 
 
-def draw(shown: Chart) -> bytes:
+def draw(bars: Chart) -> bytes:
     """Return the picture of a chart as PNG, 64 by 16 pixels. Raises MissingExtraError without Pillow."""
     try:
         from PIL import Image
     except ImportError as error:
         raise MissingExtraError("pillow", "vision", "the environment picture") from error
-    picture = Image.new("RGB", (len(shown.colours) * _SIDE, _SIDE), _GROUND)
-    for number, (colour, height) in enumerate(zip(shown.colours, shown.heights, strict=True)):
-        left = number * _SIDE
-        picture.paste(COLOURS[colour], (left + _GAP, _SIDE - height * _UNIT, left + _SIDE - _GAP, _SIDE))
+    picture = Image.new("RGB", (len(bars.colours) * _SIDE, _SIDE), _GROUND)
+    for number, (colour, height) in enumerate(zip(bars.colours, bars.heights, strict=True)):
+        edge = number * _SIDE
+        picture.paste(COLOURS[colour], (edge + _GAP, _SIDE - height * _UNIT, edge + _SIDE - _GAP, _SIDE))
     with io.BytesIO() as file:
         picture.save(file, format="PNG")
         return file.getvalue()
@@ -86,7 +86,7 @@ class PictureEnv(ToolEnv):
     @property
     def answer(self) -> str:
         """The right answer, such as ``red 4``."""
-        return said(self.chart, self.colour)
+        return describe_bar(self.chart, self.colour)
 
     @function_tool(inline=True, media=("image",))
     def look(self) -> ToolResponse:
@@ -103,9 +103,9 @@ class PictureEnv(ToolEnv):
         yield self.answer
 
 
-def said(shown: Chart, colour: str) -> str:
-    """Return what is said of a bar: its colour and height."""
-    return f"{colour} {shown.height(colour)}"
+def describe_bar(bars: Chart, colour: str) -> str:
+    """Return a bar as the answer names it: its colour and height."""
+    return f"{colour} {bars.height(colour)}"
 
 
 def question(colour: str) -> str:

@@ -39,13 +39,13 @@ def trail(seed: int, *, steps: int = 8, split: str = "train") -> Trail:
     """Draw a trail; about a quarter of all are ``test``."""
     rng = random.Random(stable_hash("trail", seed))
     while True:
-        places: list[str] = []
-        while len(places) <= steps:
+        path: list[str] = []
+        while len(path) <= steps:
             # A long trail comes by a place again, but never while its sign is still in sight.
-            free = [place for place in PLACES if place not in places[-(len(PLACES) // 2) :]]
-            places.append(rng.choice(free))
-        if (stable_hash(*places) % 4 == 0) == (split == "test"):
-            return Trail(tuple(places[:-1]), places[-1])
+            free = [place for place in PLACES if place not in path[-(len(PLACES) // 2) :]]
+            path.append(rng.choice(free))
+        if (stable_hash(*path) % 4 == 0) == (split == "test"):
+            return Trail(tuple(path[:-1]), path[-1])
 
 
 class TrailEnv(ToolEnv):
@@ -100,16 +100,16 @@ class TrailEnv(ToolEnv):
 
 
 def _sign(path: Trail, number: int, rng: random.Random, words: int) -> str:
-    said = " ".join(rng.choice(WORDS) for _ in range(words))
-    last = number + 1 == len(path.places)
-    end = f"The trail ends at {path.end}" if last else f"Go on to {path.places[number + 1]}"
+    filler = " ".join(rng.choice(WORDS) for _ in range(words))
+    is_last = number + 1 == len(path.places)
+    end = f"The trail ends at {path.end}" if is_last else f"Go on to {path.places[number + 1]}"
     mile = f"mile {rng.randint(10, 99)}"
-    return f"{said}, {mile}. {end}." if said else f"{mile}. {end}."
+    return f"{filler}, {mile}. {end}." if filler else f"{mile}. {end}."
 
 
-def _check(error: type[EnvError | TaskError], name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise error(f"trail: {name} is {shown(value)}: it must be a whole number of at least {least}")
+def _check(error: type[EnvError | TaskError], name: str, value: Any, minimum: int) -> None:
+    if type(value) is not int or value < minimum:
+        raise error(f"trail: {name} is {shown(value)}: it must be a whole number of at least {minimum}")
 
 
 def _check_split(split: Any) -> None:
@@ -138,6 +138,6 @@ def tasks(
     if least > steps:
         raise TaskError(f"trail: least is {least}, more than steps({steps})")
     for index in range(n):
-        drawn = least + stable_hash("trail steps", split, seed, index) % (steps - least + 1)
+        length = least + stable_hash("trail steps", split, seed, index) % (steps - least + 1)
         question = "Where does the trail end?"
-        yield Task(f"trail-{split}-{seed}-{index}", question, {"steps": drawn, "words": words, "split": split})
+        yield Task(f"trail-{split}-{seed}-{index}", question, {"steps": length, "words": words, "split": split})

@@ -27,10 +27,12 @@ def rows(path: str) -> Iterator[dict[str, Any]]:
     """
     file = Path(path).expanduser()
     answers = file.parent / _ANSWERS / file.name
-    known = {each.get("id"): each.get("ground_truth") for each in _lines(answers)} if answers.is_file() else {}
+    answer_by_id = (
+        {answer.get("id"): answer.get("ground_truth") for answer in _lines(answers)} if answers.is_file() else {}
+    )
     for record in _lines(file):
-        found = known.get(record.get("id"))
-        yield record if found is None else {**record, "ground_truth": found}
+        answer = answer_by_id.get(record.get("id"))
+        yield record if answer is None else {**record, "ground_truth": answer}
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
@@ -60,13 +62,17 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
     name = str(record["id"])
     if record.get("involved_classes") is not None:
         raise TaskError("column 'involved_classes': rows of several turns run BFCL's own classes, which are not here")
-    schemas = [_schema(each) for each in _several(record, "function")]
-    return {"id": name, "prompt": _prompt(record["question"]), "data": {"functions": schemas, **_wanted(name, record)}}
+    schemas = [_schema(schema) for schema in _several(record, "function")]
+    return {
+        "id": name,
+        "prompt": _prompt(record["question"]),
+        "data": {"functions": schemas, **_expected_calls(name, record)},
+    }
 
 
-def _wanted(name: str, record: Mapping[str, Any]) -> dict[str, Any]:
+def _expected_calls(name: str, record: Mapping[str, Any]) -> dict[str, Any]:
     if record.get("ground_truth") is not None:
-        return {"calls": [_call(each) for each in _several(record, "ground_truth")]}
+        return {"calls": [_call(call) for call in _several(record, "ground_truth")]}
     if "irrelevance" in name:
         return {"calls": []}
     if "relevance" in name:
@@ -95,7 +101,7 @@ def _prompt(question: Any) -> list[Any]:
     turns = question if isinstance(question, list) else [question]
     if len(turns) == 1 and isinstance(turns[0], list):
         return list(turns[0])
-    if turns and all(isinstance(each, Mapping) for each in turns):
+    if turns and all(isinstance(turn, Mapping) for turn in turns):
         return turns
     if len(turns) == 1 and isinstance(turns[0], str):
         return [{"role": "user", "content": turns[0]}]
@@ -106,7 +112,7 @@ def _call(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or len(value) != 1:
         raise TaskError(f"column 'ground_truth' has {shown(value)}: it must be {{name: {{argument: [values]}}}}")
     [(name, arguments)] = value.items()
-    if not isinstance(arguments, Mapping) or not all(isinstance(each, list) for each in arguments.values()):
+    if not isinstance(arguments, Mapping) or not all(isinstance(values, list) for values in arguments.values()):
         raise TaskError(f"column 'ground_truth': arguments of {name} are {shown(arguments)}: each has a list of values")
     return {"name": tool_name(str(name)), "allowed": dict(arguments)}
 
@@ -132,20 +138,20 @@ def _typed(schema: Any, where: str) -> Any:
     """Return a schema with the types of JSON schema in place of those of Python."""
     if not isinstance(schema, Mapping):
         return schema
-    found = dict(schema)
-    kind = found.get("type")
+    typed = dict(schema)
+    kind = typed.get("type")
     if kind == "any":
-        del found["type"]
+        del typed["type"]
     elif isinstance(kind, str):
-        found["type"] = _TYPES.get(kind, kind)
-        if found["type"] not in _PLAIN:
+        typed["type"] = _TYPES.get(kind, kind)
+        if typed["type"] not in _PLAIN:
             raise TaskError(f"{where} has the type {kind!r}: categories of Python are supported, not Java's or others")
     for key in _NESTED:
-        nested = found.get(key)
+        nested = typed.get(key)
         if key == "properties" and isinstance(nested, Mapping):
-            found[key] = {name: _typed(each, f"{where}.{name}") for name, each in nested.items()}
+            typed[key] = {name: _typed(subschema, f"{where}.{name}") for name, subschema in nested.items()}
         elif isinstance(nested, Mapping):
-            found[key] = _typed(nested, where)
+            typed[key] = _typed(nested, where)
     # A default of null, or "optional", restricts nothing and is no keyword of the schema of some types.
-    found.pop("optional", None)
-    return found
+    typed.pop("optional", None)
+    return typed

@@ -26,13 +26,13 @@ class ToolCallsEnv(Env):
     Nothing is executed: every call is answered by "noted". Its tasks are rows of BFCL, or made ones.
 
     Attributes:
-        wanted: Names and allowed arguments of the right calls; None where any call is right.
+        expected: Names and allowed arguments of the right calls; None where any call is right.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     default_tasks: ClassVar[str] = "turnwise.ext.environments.tool_calls:tasks"
 
-    wanted: list[tuple[str, Allowed]] | None
+    expected: list[tuple[str, Allowed]] | None
 
     def __init__(self, system: str | None = None) -> None:
         """Set the system prompt.
@@ -46,8 +46,8 @@ class ToolCallsEnv(Env):
         """Make the request of the task; without a task, one is drawn from the seed."""
         task = _drawn(random.getrandbits(63) if seed is None else seed, "train", "drawn") if task is None else task
         where = f"task {task.id!r}: data"
-        self.tools = [_tool(each, where) for each in _listed(task.data.get("functions"), f"{where}['functions']")]
-        self.wanted = None if task.data.get("any_call") else _calls(task.data.get("calls"), f"{where}['calls']")
+        self.tools = [_tool(schema, where) for schema in _listed(task.data.get("functions"), f"{where}['functions']")]
+        self.expected = None if task.data.get("any_call") else _calls(task.data.get("calls"), f"{where}['calls']")
         messages = task.messages()
         if self._system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._system})
@@ -67,16 +67,16 @@ class ToolCallsEnv(Env):
         if final is None:
             return 0.0
         calls = final.get("tool_calls") or ()
-        if self.wanted is None:
+        if self.expected is None:
             return float(any(call.error is None and call.name in self.toolset() for call in calls))
-        return float(same_calls(calls, self.wanted))
+        return float(same_calls(calls, self.expected))
 
     def solve(self) -> Solution:
         """Make the calls, with the first of the allowed values."""
-        if self.wanted is None:
+        if self.expected is None:
             yield tool_call(next(iter(self.toolset())))
             return
-        calls = [tool_call(name, **_first(allowed)) for name, allowed in self.wanted]
+        calls = [tool_call(name, **_first(allowed)) for name, allowed in self.expected]
         yield calls or "None of these functions does that."
 
 
@@ -86,7 +86,7 @@ def _first(allowed: Allowed) -> dict[str, Any]:
 
 def _value(allowed: Any) -> Any:
     if not isinstance(allowed, Mapping):
-        return [_value(each) for each in allowed] if isinstance(allowed, list) else allowed
+        return [_value(element) for element in allowed] if isinstance(allowed, list) else allowed
     return {
         name: _value(values[0] if isinstance(values, list) else values)
         for name, values in allowed.items()
@@ -112,14 +112,14 @@ def _listed(value: Any, where: str) -> Sequence[Any]:
 
 
 def _calls(value: Any, where: str) -> list[tuple[str, Allowed]]:
-    found: list[tuple[str, Allowed]] = []
-    for each in _listed(value, where):
-        name = each.get("name") if isinstance(each, Mapping) else None
-        allowed = each.get("allowed") if isinstance(each, Mapping) else None
+    calls: list[tuple[str, Allowed]] = []
+    for entry in _listed(value, where):
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        allowed = entry.get("allowed") if isinstance(entry, Mapping) else None
         if not isinstance(name, str) or not isinstance(allowed, Mapping):
-            raise TaskError(f'{where} has {shown(each)}: write {{"name": ..., "allowed": {{argument: [values]}}}}')
-        found.append((name, allowed))
-    return found
+            raise TaskError(f'{where} has {shown(entry)}: write {{"name": ..., "allowed": {{argument: [values]}}}}')
+        calls.append((name, allowed))
+    return calls
 
 
 _CITIES: Final = ("Lisbon", "Oslo", "Quito", "Hanoi", "Dakar", "Perth", "Turin", "Leeds")
@@ -156,8 +156,8 @@ def _weather(rng: random.Random) -> tuple[str, dict[str, list[Any]]]:
 
 
 def _money(rng: random.Random) -> tuple[str, dict[str, list[Any]]]:
-    amount, (given, wanted) = rng.randint(2, 900), rng.sample(_COINS, 2)
-    return f"How much are {amount} {given} in {wanted}?", {"amount": [amount], "given": [given], "wanted": [wanted]}
+    amount, (source, target) = rng.randint(2, 900), rng.sample(_COINS, 2)
+    return f"How much are {amount} {source} in {target}?", {"amount": [amount], "given": [source], "wanted": [target]}
 
 
 def _timer(rng: random.Random) -> tuple[str, dict[str, list[Any]]]:
@@ -172,22 +172,22 @@ def _drawn(seed: int, split: str, name: str) -> Task:
     """Return a request for one to three calls; about a quarter of all requests are ``test``."""
     rng = random.Random(stable_hash("tool calls", seed))
     while True:
-        wanted = [rng.choice(list(_MAKERS)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
-        made = [(each, *_MAKERS[each](rng)) for each in wanted]
-        prompt = " ".join(text for _, text, _ in made)
+        names = [rng.choice(list(_MAKERS)) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+        requests = [(name, *_MAKERS[name](rng)) for name in names]
+        prompt = " ".join(text for _, text, _ in requests)
         if (stable_hash(prompt) % 4 == 0) == (split == "test"):
             break
     offered = rng.sample(sorted(_FUNCTIONS), rng.randint(2, 3))
-    shown_names = sorted({*offered, *wanted})
+    shown_names = sorted({*offered, *names})
     functions = [
         {
-            "name": each,
-            "description": _FUNCTIONS[each]["description"],
-            "parameters": {"type": "object", **{k: v for k, v in _FUNCTIONS[each].items() if k != "description"}},
+            "name": function,
+            "description": _FUNCTIONS[function]["description"],
+            "parameters": {"type": "object", **{k: v for k, v in _FUNCTIONS[function].items() if k != "description"}},
         }
-        for each in shown_names
+        for function in shown_names
     ]
-    calls = [{"name": each, "allowed": allowed} for each, _, allowed in made]
+    calls = [{"name": function, "allowed": allowed} for function, _, allowed in requests]
     return Task(name, prompt, {"functions": functions, "calls": calls})
 
 

@@ -18,28 +18,28 @@ _UNSAID: Final = re.compile(r"[ ,./\-_*^]")
 OMITTED: Final = ""
 
 
-def same_calls(calls: Sequence[ToolCall], wanted: Sequence[tuple[str, Allowed]]) -> bool:
+def same_calls(calls: Sequence[ToolCall], allowed_calls: Sequence[tuple[str, Allowed]]) -> bool:
     """Whether the calls are the wanted ones: as many, each matched by another one, in any order."""
-    if len(calls) != len(wanted):
+    if len(calls) != len(allowed_calls):
         return False
     # A bipartite matching by augmenting paths: a call may match several of the wanted ones.
-    taken: dict[int, int] = {}
-    return all(_place(number, calls, wanted, taken, set()) for number in range(len(calls)))
+    call_of_allowed: dict[int, int] = {}
+    return all(_place(number, calls, allowed_calls, call_of_allowed, set()) for number in range(len(calls)))
 
 
 def _place(
     number: int,
     calls: Sequence[ToolCall],
-    wanted: Sequence[tuple[str, Allowed]],
-    taken: dict[int, int],
+    allowed_calls: Sequence[tuple[str, Allowed]],
+    call_of_allowed: dict[int, int],
     tried: set[int],
 ) -> bool:
-    for at, (name, allowed) in enumerate(wanted):
+    for at, (name, allowed) in enumerate(allowed_calls):
         if at in tried or not same_call(calls[number], name, allowed):
             continue
         tried.add(at)
-        if at not in taken or _place(taken[at], calls, wanted, taken, tried):
-            taken[at] = number
+        if at not in call_of_allowed or _place(call_of_allowed[at], calls, allowed_calls, call_of_allowed, tried):
+            call_of_allowed[at] = number
             return True
     return False
 
@@ -57,27 +57,27 @@ def same_call(call: ToolCall, name: str, allowed: Allowed) -> bool:
 
 
 def _among(value: Any, allowed: Sequence[Any]) -> bool:
-    return any(_same(value, each) for each in allowed)
+    return any(_same(value, candidate) for candidate in allowed)
 
 
-def _same(value: Any, wanted: Any) -> bool:
+def _same(value: Any, allowed: Any) -> bool:
     """Compare a value with an allowed one, of which each entry of an object is a list of allowed ones again."""
-    if isinstance(wanted, bool) or isinstance(value, bool):
-        return value is wanted
-    if isinstance(wanted, str) and isinstance(value, str):
-        return _said(value) == _said(wanted)
-    if isinstance(wanted, (int, float)) and isinstance(value, (int, float)):
-        return value == wanted
-    if isinstance(wanted, Mapping) and isinstance(value, Mapping):
-        if any(key not in wanted for key in value):
+    if isinstance(allowed, bool) or isinstance(value, bool):
+        return value is allowed
+    if isinstance(allowed, str) and isinstance(value, str):
+        return _said(value) == _said(allowed)
+    if isinstance(allowed, (int, float)) and isinstance(value, (int, float)):
+        return value == allowed
+    if isinstance(allowed, Mapping) and isinstance(value, Mapping):
+        if any(key not in allowed for key in value):
             return False
         return all(
             _among(value[key], _listed(values)) if key in value else OMITTED in _listed(values)
-            for key, values in wanted.items()
+            for key, values in allowed.items()
         )
-    if isinstance(wanted, (list, tuple)) and isinstance(value, (list, tuple)):
-        return len(value) == len(wanted) and all(map(_same, value, wanted))
-    return value is None and wanted is None
+    if isinstance(allowed, (list, tuple)) and isinstance(value, (list, tuple)):
+        return len(value) == len(allowed) and all(map(_same, value, allowed))
+    return value is None and allowed is None
 
 
 def _listed(values: Any) -> Sequence[Any]:
