@@ -53,7 +53,7 @@ OTHER = 3
         ({"recipe": f"{__name__}:NONE"}, ConfigError, "has no 'NONE'"),
     ],
 )
-def test_what_is_wrong_is_told_before_work_starts(config: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_invalid_config_is_refused_at_once(config: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said.replace("{", r"\{").replace("?", r"\?")):
         check_env_and_agent(
             RolloutConfig(env=SpecConfig(name="lookup"), agent=NamedConfig(name="blackbox", config=config))

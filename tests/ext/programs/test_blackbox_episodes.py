@@ -83,7 +83,7 @@ async def test_too_many_unusable_calls_end_the_episode() -> None:
     assert (outcome.error, ended(outcome)[0], ended(outcome)[2]) == (None, StopReason.INVALID_CALLS, 3)
 
 
-async def test_a_program_that_the_model_confused_is_scored_and_one_that_could_not_work_is_not() -> None:
+async def test_only_a_program_without_requests_is_unscored() -> None:
     outcome = await run_episode(LINES, {**LOOP, "env": {"CRASH_AFTER": "2"}})
     assert outcome.error is None
     reason, rewards, turns = ended(outcome)
@@ -118,7 +118,7 @@ async def test_time_that_is_up() -> None:
     assert (outcome.error, ended(outcome)[0]) == (None, StopReason.TIMEOUT)
 
 
-async def test_a_program_that_floods_its_output_is_ended_and_what_it_sampled_is_kept() -> None:
+async def test_flooding_program_is_killed_and_its_turns_are_kept() -> None:
     flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes' sh {{task}}", "output_limit": 100_000}
     outcome = await run_episode(LINES, flooding)
     assert type(outcome.error) is AgentError

@@ -66,7 +66,7 @@ async def test_a_program_inside_acts_and_is_scored_as_any_agent_is() -> None:
     ],
     ids=["file", "stdout", "all"],
 )  # fmt: skip
-async def test_what_it_is_given_and_how_it_answers(
+async def test_program_inputs_and_answer(
     agent: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_OF_THE_HOST", "s3cret")
@@ -77,7 +77,7 @@ async def test_what_it_is_given_and_how_it_answers(
     assert rewards(outcome)["score"] == 1.0
 
 
-async def test_what_it_leaves_is_ended_before_it_is_scored() -> None:
+async def test_leftover_processes_are_killed_before_scoring() -> None:
     left = f"sh -c '(setsid sleep 1000 & echo $! > left.pid) ; {CHAT_LOOP} x'"
     assert rewards(await boxed({"command": left})) == {"score": 1.0, "left": 0.0}
     # The environment would see it: what runs its own command is alive.
@@ -85,7 +85,7 @@ async def test_what_it_leaves_is_ended_before_it_is_scored() -> None:
     assert rewards(await boxed({"command": seen})) == {"score": 1.0, "left": 1.0}
 
 
-async def test_how_it_ends_is_told_as_beside_the_rollout() -> None:
+async def test_sandboxed_program_ends_like_a_local_one() -> None:
     outcome = await boxed({**LOOP, "env": {"CRASH_AFTER": "2"}, "nonzero_exit": "error"})
     assert type(outcome.error) is AgentError
     assert "exit status 3: the program is confused" in str(outcome.error)
@@ -140,7 +140,7 @@ async def test_only_the_sandbox_of_the_episode_shows_the_program(tmp_path: Path)
         ({"sandbox": True, "mounts": ["/usr:/"]}, "INSIDE an absolute path"),
     ],
 )
-def test_what_is_wrong_is_told_before_work_starts(config: dict[str, Any], said: str) -> None:
+def test_invalid_config_is_refused_at_once(config: dict[str, Any], said: str) -> None:
     with pytest.raises(AgentError, match=said):
         make_agent("blackbox", command="sh -c true", **config)
 
@@ -154,7 +154,7 @@ def test_a_program_of_the_image_is_not_looked_for_here() -> None:
     assert made.sandbox_mounts() == ()
 
 
-def test_what_a_program_consists_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_paths_of_interpreters_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def file(path: str, text: str = "") -> Path:
         made = tmp_path / path
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +187,7 @@ def test_what_a_program_consists_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert set(program_paths(str(script))) == wanted
 
 
-async def test_a_flood_inside_is_ended_and_what_it_sampled_is_kept() -> None:
+async def test_flooding_sandboxed_program_is_killed_and_its_turns_are_kept() -> None:
     flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes >&2' sh {{task}}", "output_limit": 100_000}
     outcome = await boxed(flooding)
     assert "wrote more than output_limit=100000 bytes and was killed" in str(outcome.error)

@@ -109,7 +109,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-async def test_nothing_is_left_of_a_tree(name: str, tmp_path: Path) -> None:
+async def test_process_tree_is_killed(name: str, tmp_path: Path) -> None:
     tag = f"--tag={os.urandom(8).hex()}"
     up = asyncio.Event()
     program = await start(ATTACKS[name], tag, tmp_path, on_line=lambda line: up.set() if line == b"up" else None)
@@ -177,7 +177,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("attack", FLOODS)
-async def test_a_flood_without_end_is_ended_with_all_that_writes_it(attack: str, tmp_path: Path) -> None:
+async def test_endless_output_kills_the_tree(attack: str, tmp_path: Path) -> None:
     tag = f"--tag={os.urandom(8).hex()}"
     limit = 2**20
     program = await start(FLOODS[attack], tag, tmp_path, kept_bytes=1000, output_limit=limit)
@@ -199,7 +199,7 @@ async def test_output_up_to_the_limit_is_no_flood(tmp_path: Path) -> None:
     assert (left.flooded, left.stdout.size + left.stderr.size) == (True, 100_000)
 
 
-async def test_what_it_closes_and_leaves_open(tmp_path: Path) -> None:
+async def test_descriptors_of_the_program(tmp_path: Path) -> None:
     # Closed outputs end nothing; what a process in the background holds open keeps nobody waiting.
     closed = "import os; os.close(1); os.close(2); os._exit(4)"
     assert (await run(closed, tmp_path)).status == 4
@@ -210,7 +210,7 @@ async def test_what_it_closes_and_leaves_open(tmp_path: Path) -> None:
     assert time.monotonic() - started < 10
 
 
-async def test_what_it_reads_and_where(tmp_path: Path) -> None:
+async def test_program_reads_its_input_in_its_folder(tmp_path: Path) -> None:
     code = """
         import json, os, sys
         said = sys.stdin.read()
@@ -227,7 +227,7 @@ async def test_what_it_reads_and_where(tmp_path: Path) -> None:
     assert next_free == 3
 
 
-async def test_what_cannot_be_started_says_why(tmp_path: Path) -> None:
+async def test_unstartable_program_reports_the_reason(tmp_path: Path) -> None:
     for argv, cwd, why in (
         (["/nowhere/at/all"], tmp_path, "No such file"),
         ([str(tmp_path)], tmp_path, "Permission denied"),
@@ -238,7 +238,7 @@ async def test_what_cannot_be_started_says_why(tmp_path: Path) -> None:
             await Program.start(argv, env=ENV, cwd=cwd)
 
 
-async def test_a_supervisor_that_is_killed_takes_the_tree_with_it(tmp_path: Path) -> None:
+async def test_killed_supervisor_ends_the_tree(tmp_path: Path) -> None:
     tag = f"--tag={os.urandom(8).hex()}"
     up = asyncio.Event()
     code = ATTACKS["double fork in a session of its own"]
@@ -252,7 +252,7 @@ async def test_a_supervisor_that_is_killed_takes_the_tree_with_it(tmp_path: Path
     assert not tagged(tag)
 
 
-async def test_who_is_cancelled_while_it_starts_or_ends_leaves_nothing(tmp_path: Path) -> None:
+async def test_cancelled_start_or_end_leaves_no_process(tmp_path: Path) -> None:
     tag = f"--tag={os.urandom(8).hex()}"
     code = "import time; time.sleep(1000)"
     for turns in range(12):

@@ -52,7 +52,7 @@ async def play(agent: dict[str, Any], count: int = 3) -> tuple[list[Any], int]:
     return outcomes, left
 
 
-async def test_one_program_plays_one_episode_after_the_other() -> None:
+async def test_worker_serves_episodes_in_turn() -> None:
     outcomes, left = await play({})
     assert [(each.error, each.trajectories[0].reward) for each in outcomes] == [(None, 1.0)] * 3
     assert left == 1
@@ -75,7 +75,7 @@ async def test_a_worker_that_was_lost_is_replaced(fail: str) -> None:
         assert second.metrics["blackbox/nonzero_exits"] == 1
 
 
-async def test_a_worker_that_floods_is_replaced_and_the_limit_is_of_one_episode() -> None:
+async def test_flooding_worker_is_replaced() -> None:
     outcomes, left = await play({"env": {"FAIL": "flood"}, "output_limit": 100_000})
     assert [each.trajectories[0].reward for each in (outcomes[0], outcomes[2])] == [1.0, 1.0]
     assert "wrote more than output_limit=100000 bytes" in str(outcomes[1].error)
@@ -99,7 +99,7 @@ async def test_several_run_at_the_same_time_and_a_cancelled_episode_costs_its_ow
     assert workers() == []
 
 
-async def test_a_worker_that_ended_while_nobody_needed_it_is_replaced(tmp_path: Path) -> None:
+async def test_worker_that_exited_while_idle_is_replaced(tmp_path: Path) -> None:
     async with asyncio.timeout(60), running(LINES, {"command": WORKER, "workers": 1, "scratch": tmp_path}) as runner:
         assert (await runner.run(spec(0))).trajectories[0].reward == 1.0
         await lose()

@@ -101,18 +101,18 @@ def cutting(app: Any, cuts: Sequence[Cut]) -> Any:
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         nonlocal posts
         posts += scope["method"] == "POST"
-        cut = next((each for each in cuts if scope["method"] == "POST" and each.post == posts), None)
-        left = [] if cut is None else list(cut.behind)
+        cut = next((cut for cut in cuts if scope["method"] == "POST" and cut.post == posts), None)
+        rest = [] if cut is None else list(cut.behind)
 
         async def answer(message: Any) -> None:
             data = message.get("body", b"")
             end = 0
-            while left and cut is not None:
-                at = data.find(left[0], end)
+            while rest and cut is not None:
+                at = data.find(rest[0], end)
                 if at < 0:
                     break
-                end = at + len(left.pop(0))
-                if not left:
+                end = at + len(rest.pop(0))
+                if not rest:
                     await send({**message, "body": data[:end], "more_body": True})
                     # What was sent is on its way before the connection is gone.
                     await asyncio.sleep(0.05)

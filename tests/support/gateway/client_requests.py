@@ -20,7 +20,7 @@ DONE: Any = {"role": "assistant", "content": "Done."}
 
 def says(text: str = "", *arguments: dict[str, Any], thinks: str = "") -> Any:
     """A line of a script: a turn that calls ``run`` with each of these arguments."""
-    calls = [ToolCall("", "run", each) for each in arguments]
+    calls = [ToolCall("", "run", argument) for argument in arguments]
     return {"role": "assistant", "content": text, "reasoning_content": thinks, "tool_calls": calls}
 
 
@@ -36,8 +36,8 @@ def said(*blocks: Any) -> dict[str, Any]:
 
 def results(*blocks: Any, text: Any = "ok") -> dict[str, Any]:
     """The results of the calls among some blocks, in one user message."""
-    made = [block for block in blocks if block["type"] == "tool_use"]
-    return user([{"type": "tool_result", "tool_use_id": block["id"], "content": text} for block in made])
+    calls = [block for block in blocks if block["type"] == "tool_use"]
+    return user([{"type": "tool_result", "tool_use_id": block["id"], "content": text} for block in calls])
 
 
 @dataclass
@@ -63,31 +63,31 @@ class Talk:
         body = {"max_tokens": 500, "tools": BLOCK_TOOLS, "messages": list(messages), **more}
         status, answer = await self.post("messages", body)
         assert status == 200, answer
-        found: list[Any] = answer["content"]
-        return found
+        content: list[Any] = answer["content"]
+        return content
 
     async def items(self, *items: Any, **more: Any) -> list[Any]:
         """One turn of Responses, as Codex asks for it: its items."""
         body = {"input": list(items), "tools": ITEM_TOOLS, "store": False, **more}
         status, answer = await self.post("responses", body, originator="codex_exec")
         assert status == 200, answer
-        found: list[Any] = answer["output"]
-        return found
+        output: list[Any] = answer["output"]
+        return output
 
     async def message(self, *messages: Any, **more: Any) -> dict[str, Any]:
         """One turn of Chat Completions: its message."""
         status, answer = await self.post("chat/completions", {"messages": list(messages), "tools": CHAT_TOOLS, **more})
         assert status == 200, answer
-        found: dict[str, Any] = answer["choices"][0]["message"]
-        return found
+        message: dict[str, Any] = answer["choices"][0]["message"]
+        return message
 
     @property
     def shape(self) -> tuple[int, list[str]]:
         """How many branches there are, and the reason of each fork."""
         session = self.served.session(self.opened)
-        forks = [each.fork for each in session.segments() if each.fork and each.kind == "context"]
-        again = [each.fork for each in session.segments() if each.fork == "resample"]
-        return int(session.metrics()["branches"]), forks + again
+        forks = [segment.fork for segment in session.segments() if segment.fork and segment.kind == "context"]
+        resamples = [segment.fork for segment in session.segments() if segment.fork == "resample"]
+        return int(session.metrics()["branches"]), forks + resamples
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -97,8 +97,8 @@ class Talk:
     @property
     def asked(self) -> list[ScriptedRequest]:
         """What the model was asked."""
-        found: list[ScriptedRequest] = self.served.client.requests  # type: ignore[attr-defined]
-        return found
+        requests: list[ScriptedRequest] = self.served.client.requests  # type: ignore[attr-defined]
+        return requests
 
 
 LINEAR = (1, [])

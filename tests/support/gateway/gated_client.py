@@ -17,13 +17,13 @@ SAID: Any = {"role": "assistant", "content": "All done.", "reasoning_content": "
 class GatedClient(ScriptedClient):
     """Waits after some ids until it is let go on, and says when it is stopped. Without a stream, it waits at once."""
 
-    def __init__(self, *, after: int, fail: bool = False, line: Line = SAID) -> None:
+    def __init__(self, *, gate_after: int, fail: bool = False, line: Line = SAID) -> None:
         super().__init__(renderer_for("qwen3"), lambda _: line)
         self.gate = asyncio.Event()
         self.waiting = asyncio.Event()
         self.stopped = asyncio.Event()
         self.streams = 0
-        self._after, self._fail = after, fail
+        self._after, self._fail = gate_after, fail
         self._open = ScriptedClient(renderer_for("qwen3"), lambda _: line)
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:

@@ -42,9 +42,9 @@ class Answering:
     url: str
     http: aiohttp.ClientSession
 
-    async def open(self, **about: Any) -> dict[str, Any]:
+    async def open(self, **fields: Any) -> dict[str, Any]:
         """Open a session; ``base`` is its URL."""
-        async with self.http.post("/sessions", json=about, headers=ADMIN_HEADERS) as answer:
+        async with self.http.post("/sessions", json=fields, headers=ADMIN_HEADERS) as answer:
             body: dict[str, Any] = await answer.json()
             assert answer.status == 200, body
         return {**body, "base": self.url + body["path"]}
@@ -91,17 +91,17 @@ async def serving(
     ledger = LedgerClient(llm, book)
     recorders: list[Session] = []
 
-    def open_session(session_id: str, own: SessionSettings, began: datetime) -> Any:
+    def open_session(session_id: str, settings: SessionSettings, began: datetime) -> Any:
         session = Session(
             ledger,
             renderer,
             id=session_id,
-            limits=own.limits(bounds),
-            params=own.params(SamplingParams()),
-            seed=own.seed,
-            one_temperature=bool(own.fixed_sampling),
-            reasoning=own.reasoning or "keep",
-            echo=own.echo or "same",
+            limits=settings.limits(bounds),
+            params=settings.params(SamplingParams()),
+            seed=settings.seed,
+            one_temperature=bool(settings.fixed_sampling),
+            reasoning=settings.reasoning or "keep",
+            echo=settings.echo or "same",
             began=began,
         )
         recorders.append(session)
@@ -141,8 +141,10 @@ async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
 
 
 def _assert_recorded(folder: Path, recorders: Sequence[Session]) -> None:
-    left = [Trajectory(each.id, each.id, "g", "t", segments=each.segments()) for each in recorders]
-    assert_sound(folder, *left)
+    trajectories = [
+        Trajectory(recorder.id, recorder.id, "g", "t", segments=recorder.segments()) for recorder in recorders
+    ]
+    assert_sound(folder, *trajectories)
 
 
 def _protocol(limits: GatewayLimits) -> Any:

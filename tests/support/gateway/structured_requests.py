@@ -31,48 +31,48 @@ TOKENS = 400
 
 def body(dialect: str, kind: str, *, stream: bool, seed: int = 0, schema: Mapping[str, Any] = SCHEMA) -> dict[str, Any]:
     """Return a request: ``json``, ``required``, ``named`` (get_weather) or ``single`` (at most one call)."""
-    asked: dict[str, Any] = {"model": "m", "stream": stream, "messages": [{"role": "user", "content": "Hi."}]}
+    request: dict[str, Any] = {"model": "m", "stream": stream, "messages": [{"role": "user", "content": "Hi."}]}
     if dialect == "messages":
-        asked |= {"max_tokens": TOKENS}
+        request |= {"max_tokens": TOKENS}
         if kind == "json":
-            return asked | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+            return request | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
         choice = {
             "required": {"type": "any"},
             "named": {"type": "tool", "name": "get_weather"},
             "single": {"type": "auto", "disable_parallel_tool_use": True},
         }[kind]
-        return asked | {
+        return request | {
             "tools": [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()],
             "tool_choice": choice,
         }
-    asked["seed"] = seed
-    functions: list[dict[str, Any]] = [{"name": name, "parameters": each} for name, each in TOOLS.items()]
+    request["seed"] = seed
+    functions: list[dict[str, Any]] = [{"name": name, "parameters": parameters} for name, parameters in TOOLS.items()]
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     if dialect == "responses":
-        asked["input"] = asked.pop("messages")[0]["content"]
-        asked["max_output_tokens"] = TOKENS
+        request["input"] = request.pop("messages")[0]["content"]
+        request["max_output_tokens"] = TOKENS
         answer = {"text": {"format": {"type": "json_schema", "name": "s", "schema": schema}}}
-        tools: list[dict[str, Any]] = [{"type": "function", **each} for each in functions]
+        tools: list[dict[str, Any]] = [{"type": "function", **function} for function in functions]
         named = {"type": "function", "name": "get_weather"}
     else:
-        asked["max_tokens"] = TOKENS
+        request["max_tokens"] = TOKENS
         answer = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
-        tools = [{"type": "function", "function": each} for each in functions]
+        tools = [{"type": "function", "function": function} for function in functions]
     if kind == "json":
-        return asked | answer
+        return request | answer
     choice = {"required": "required", "named": named, "single": "auto"}[kind]
-    return asked | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": kind != "single"}
+    return request | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": kind != "single"}
 
 
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 
 
-async def ask(http: aiohttp.ClientSession, base: str, dialect: str, asked: dict[str, Any]) -> tuple[str, list[Any]]:
+async def ask(http: aiohttp.ClientSession, base: str, dialect: str, request: dict[str, Any]) -> tuple[str, list[Any]]:
     """Send a request and return the text and the calls (name, arguments) of its answer."""
-    async with http.post(base + PATHS[dialect], json=asked) as answer:
+    async with http.post(base + PATHS[dialect], json=request) as answer:
         raw = await answer.text()
         assert answer.status == 200, raw
-    if not asked["stream"]:
+    if not request["stream"]:
         return _whole(dialect, json.loads(raw))
     events = [json.loads(line[5:]) for line in raw.splitlines() if line.startswith("data:") and "[DONE]" not in line]
     return _streamed(dialect, events)
@@ -81,13 +81,13 @@ async def ask(http: aiohttp.ClientSession, base: str, dialect: str, asked: dict[
 def _whole(dialect: str, answer: dict[str, Any]) -> tuple[str, list[Any]]:
     if dialect == "chat":
         message = answer["choices"][0]["message"]
-        calls = [each["function"] for each in message.get("tool_calls", ())]
-        return message["content"] or "", [(each["name"], json.loads(each["arguments"])) for each in calls]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        return message["content"] or "", [(call["name"], json.loads(call["arguments"])) for call in calls]
     if dialect == "responses":
         items = answer["output"]
         text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
         calls = [item for item in items if item["type"] == "function_call"]
-        return text, [(each["name"], json.loads(each["arguments"])) for each in calls]
+        return text, [(call["name"], json.loads(call["arguments"])) for call in calls]
     text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
     return text, [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]
 
@@ -100,10 +100,10 @@ def _streamed(dialect: str, events: list[dict[str, Any]]) -> tuple[str, list[Any
         if dialect == "chat":
             delta = event["choices"][0]["delta"] if event["choices"] else {}
             text += delta.get("content") or ""
-            for each in delta.get("tool_calls", ()):
-                if each.get("id"):
-                    calls.append([each["function"]["name"], ""])
-                calls[-1][1] += each["function"]["arguments"]
+            for call in delta.get("tool_calls", ()):
+                if call.get("id"):
+                    calls.append([call["function"]["name"], ""])
+                calls[-1][1] += call["function"]["arguments"]
             continue
         block, delta = event.get("content_block", {}), event.get("delta", {})
         if block.get("type") == "tool_use":

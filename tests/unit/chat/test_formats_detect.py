@@ -154,7 +154,7 @@ def test_a_template_that_writes_no_calls_is_plain(tmp_path: Path) -> None:
         renderer.completion({"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOLS)
 
 
-def test_an_unknown_format_names_the_known_ones() -> None:
+def test_unknown_format_error_lists_formats() -> None:
     with pytest.raises(RenderError, match=r"'herms' is unknown \(did you mean 'hermes'\?\); allowed: auto, hermes"):
         load_renderer(model_dir("own"), format="herms")
 
@@ -167,7 +167,7 @@ def test_a_configured_format_reads_the_template_s_own_markers(family: str) -> No
     assert renderer.stop_ids == renderer_for(family).stop_ids
 
 
-def test_a_checkpoint_keeps_the_format_that_it_was_trained_with(tmp_path: Path) -> None:
+def test_checkpoint_keeps_its_training_format(tmp_path: Path) -> None:
     path = write_model_dir(tmp_path, FAMILIES["own"])
     trained = load_renderer(path, format="llama3_json")
     saved = save_format(trained, path)
@@ -193,7 +193,7 @@ def test_the_registry_names_each_format_once() -> None:
     assert {"hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm", "gpt_oss"} <= set(FORMATS)
 
 
-def test_one_marker_on_both_sides_of_reasoning_is_no_pair(tmp_path: Path) -> None:
+def test_equal_reasoning_markers_are_no_pair(tmp_path: Path) -> None:
     template = template_of(FAMILIES["own"]).replace("[|/muse|]", "[|muse|]")
     path = write_model_dir(tmp_path, FAMILIES["own"], template=template)
     about = load_renderer(path).describe()

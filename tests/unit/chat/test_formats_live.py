@@ -77,7 +77,7 @@ def pieces_of(family: str) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
-def test_what_is_shown_begins_what_the_whole_says(family: str, data: st.DataObject) -> None:
+def test_streamed_text_is_a_prefix_of_the_parsed_text(family: str, data: st.DataObject) -> None:
     pieces = pieces_of(family)
     chosen = data.draw(st.lists(st.integers(0, len(pieces) - 1), min_size=1, max_size=14))
     ids = [number for index in chosen for number in pieces[index]]
@@ -135,7 +135,7 @@ AT_ONCE = [
 
 
 @pytest.mark.parametrize(("family", "text", "expected"), AT_ONCE)
-def test_what_is_certain_is_shown_at_once(family: str, text: str, expected: tuple[str, str]) -> None:
+def test_certain_text_is_streamed_at_once(family: str, text: str, expected: tuple[str, str]) -> None:
     ids = renderer_for(family)._tokens.encode(text)
     assert shown(family, ids, list(range(len(ids))))[-1] == expected
 
@@ -171,7 +171,7 @@ def test_tokens_of_reasoning_are_counted_as_sampled(family: str, pieces: list[st
     assert bool(whole.get("reasoning_content")) == bool(wanted)
 
 
-def test_what_stands_before_an_empty_section_may_be_reasoning_yet() -> None:
+def test_text_before_an_empty_section_may_become_reasoning() -> None:
     renderer = renderer_for("deepseekv3")
     # Behind a prompt that opens no reasoning, as that of another template may be.
     chat_format, tokens = renderer._format, renderer._tokens

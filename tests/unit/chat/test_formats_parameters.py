@@ -32,7 +32,7 @@ def told(parameters: dict[str, Any]) -> list[tuple[list[str], list[str]]]:
     return [(list(shape.properties), sorted(shape.required)) for shape in shapes(parameters)]
 
 
-def test_parameters_are_found_wherever_the_schema_names_them() -> None:
+def test_parameters_of_composed_schemas_are_listed() -> None:
     assert told({}) == [([], [])]
     assert told(COMPOSED["$ref"]) == [(["a"], ["a"])]
     assert told(COMPOSED["allOf"]) == [(["a", "b"], ["a", "b"])]
@@ -61,7 +61,7 @@ def test_schemas_that_refer_to_themselves_many_times_take_no_time() -> None:
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITHOUT_CALLS])
-def test_a_call_is_held_to_them(family: str) -> None:
+def test_calls_follow_the_parameter_types(family: str) -> None:
     walks = walker(family)
     for name, parameters in COMPOSED.items():
         tools = [ToolSchema("f", "", parameters)]

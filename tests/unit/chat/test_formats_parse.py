@@ -94,7 +94,7 @@ def test_hermes_calls_that_cannot_be_used_say_why(inner: str, name: str, error: 
     assert error in call.error
 
 
-def test_hermes_takes_arguments_in_quotes_null_and_missing_ones() -> None:
+def test_hermes_accepts_quoted_null_and_missing_arguments() -> None:
     for inner, arguments in (
         ('{"name": "f", "arguments": "{\\"key\\": 1}"}', {"key": 1}),
         ('{"name": "f", "arguments": null}', {}),
@@ -239,7 +239,7 @@ def test_a_marker_in_the_text_of_the_prompt_opens_no_reasoning() -> None:
     assert only(found).error is None
 
 
-def test_a_call_that_another_one_interrupts_is_an_error() -> None:
+def test_interrupted_call_is_an_error() -> None:
     call = CALLS["qwen3"].replace("KEY", "a")
     found = parse("qwen3", call.removesuffix("</tool_call>") + call + "<|im_end|>")["tool_calls"]
     assert found[0].error is not None

@@ -123,7 +123,7 @@ def test_any_message_is_read_back_or_refused(family: str, content: str, reasonin
 
 
 @pytest.mark.parametrize("family", SAYING)
-def test_text_that_a_tokenizer_normalizes_is_said_as_it_is_seen(family: str) -> None:
+def test_normalized_text_parses_back_equal(family: str) -> None:
     odd = "e\u0301 \u2126"
     renderer = renderer_for(family)
     back = read_back(family, assistant("", "", [{"key": odd, "where": {"e\u0301": 1, "z": 2, "\u2126": 3}}]))

@@ -102,7 +102,7 @@ def test_json_is_strict_and_reports_where() -> None:
     assert decode_whole('"\\ud83d\\ude42"') == "🙂"
 
 
-def test_the_text_of_arguments_is_kept_as_it_was_sampled() -> None:
+def test_raw_arguments_stay_as_sampled() -> None:
     calls = JsonCalls("name", "arguments")
     call = calls.read('{"note": {"arguments": 1}, "name": "f", "arguments":  {"b":1,  "a": 2.0} }')
     assert call.raw == '{"b":1,  "a": 2.0}'
@@ -124,7 +124,7 @@ literal = st.recursive(
 
 
 @given(literal)
-def test_literals_are_read_as_python_reads_them(value: Any) -> None:
+def test_literals_follow_python(value: Any) -> None:
     if "\\ud" in ascii(value):
         return
     assert read(repr(value)) == ast.literal_eval(repr(value))

@@ -92,7 +92,7 @@ def test_an_image_is_processed_once_whoever_asks() -> None:
     assert load_processor(vision_model()) is load_processor(str(vision_model()))
 
 
-def test_the_cache_is_bounded_in_bytes_and_placements_outlive_it() -> None:
+def test_feature_cache_is_bounded_in_bytes() -> None:
     images = [image(64, 40, seed) for seed in range(4)]
     one = sum(array.nbytes for array in fresh().features("image", images[0]).values())
     processor = fresh(room=2 * one)
@@ -135,12 +135,12 @@ def test_transparency_palettes_and_orientation_are_resolved() -> None:
         (image(64, 64)[:-200], "is broken"),
     ],
 )
-def test_what_is_no_image_is_refused_by_name(data: bytes, message: str) -> None:
+def test_broken_image_is_refused_by_name(data: bytes, message: str) -> None:
     with pytest.raises(RenderError, match=message):
         fresh().place("image", data)
 
 
-def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_image_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processors, "MAX_PIXELS", 100)
     with pytest.raises(RenderError, match="20 x 20 pixels is too large: at most 100 pixels"):
         fresh().place("image", image(20, 20))

@@ -156,7 +156,7 @@ def test_extensions_equal_the_bridges_of_the_renderers_package(family: str) -> N
     assert compared >= 4
 
 
-def test_a_stop_id_is_not_repeated_and_another_one_stands_for_the_close() -> None:
+def test_stop_id_is_not_repeated_in_the_extension() -> None:
     renderer = renderer_for("qwen3")
     added = renderer._tokens.added
     said = renderer.completion(says("Here."), ())
@@ -238,7 +238,7 @@ def test_ids_behind_a_stop_id_are_declined(family: str) -> None:
     assert renderer.why == "ids_after_stop"
 
 
-def test_what_a_template_drops_moves_or_refuses_is_declined_with_the_reason() -> None:
+def test_unprovable_extension_is_declined_with_its_reason() -> None:
     later: Message = {"role": "system", "content": "note"}
     last = says("Here.")
 
@@ -402,7 +402,7 @@ def test_a_template_that_counts_messages_depends_on_history(tmp_path: Any) -> No
     assert renderer.why == "depends_on_history"
 
 
-def test_a_generation_prompt_that_tells_of_tools_is_written_with_them(tmp_path: Any) -> None:
+def test_generation_prompt_with_tools_is_rendered_with_tools(tmp_path: Any) -> None:
     template = chatml("''", "{{ '<|im_start|>assistant' + (' with ' ~ tools|length if tools else '') + '\\n' }}")
     renderer = load_renderer(write_model_dir(tmp_path, Family("plain"), template=template))
     for tools, ending in ((TOOLS, "assistant with 2\n"), (TOOLS[:1], "assistant with 1\n"), ([], "assistant\n")):

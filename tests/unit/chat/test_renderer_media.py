@@ -84,7 +84,7 @@ def _placed(renderer, message):
     return renderer.placed
 
 
-def test_each_image_is_processed_once_whatever_it_follows() -> None:
+def test_each_image_is_processed_once() -> None:
     renderer, processor = seeing()
     one, two = png(16, 16, 1), png(40, 16, 2)
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_equal_images_are_equal_however_they_are_given() -> None:
         ({"type": "file", "file": {}}, "is of type 'file': text and images are allowed"),
     ],
 )
-def test_what_is_no_image_is_refused_by_name(part, said) -> None:
+def test_broken_image_is_refused_by_name(part, said) -> None:
     with pytest.raises(SessionError, match=said):
         canonical_messages([{"role": "user", "content": [part]}])
 

@@ -201,7 +201,7 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
         load_renderer(model_dir("own"), special_in_text="raw")  # type: ignore[arg-type]
 
 
-def test_without_any_stop_token_the_error_says_what_to_set(tmp_path: Path) -> None:
+def test_missing_stop_token_error_names_the_remedy(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.role + ':' + m.content + '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"

@@ -45,7 +45,7 @@ def conversation(family: str) -> list[Message]:
 
 
 @pytest.mark.parametrize("family", SPEAKING)
-async def test_a_conversation_is_one_branch_of_exact_ids(family: str) -> None:
+async def test_conversation_is_one_branch_with_exact_ids(family: str) -> None:
     renderer = renderer_for(family)
     messages = conversation(family)
     trajectory = await replay(messages, TOOLS, renderer)
@@ -77,7 +77,7 @@ async def test_a_conversation_is_one_branch_of_exact_ids(family: str) -> None:
         assert whole[: len(path)].tolist() == path.tolist()
 
 
-async def test_a_tool_that_is_edited_in_place_is_in_the_next_prompt_as_it_is_then() -> None:
+async def test_tool_edited_in_place_is_rendered_anew() -> None:
     renderer = renderer_for("qwen3")
     session = Session(ScriptedClient(renderer, ["a", "b"]), renderer, id="s", limits=SessionLimits(100_000))
     tool = ToolSchema("look", "Looks.", {"type": "object", "properties": {}})
@@ -111,7 +111,7 @@ async def test_tools_that_differ_in_a_switch_are_other_tools(one: object, other:
         assert f'"default": {str(value).lower()}' in renderer.decode(root.token_ids)
 
 
-def test_what_others_offered_before_is_not_in_the_prompt() -> None:
+def test_tools_of_other_requests_are_not_in_the_prompt() -> None:
     """One renderer serves many sessions: each sees its own tools, as it wrote them."""
     question = canonical_messages([{"role": "user", "content": "q"}])
     tools = [defaulting(1), defaulting(True), defaulting(1.0), defaulting(1, turned=True), defaulting(2**70)]

@@ -57,7 +57,7 @@ def own(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("given", ["hermes-short", "file"])
-def test_what_is_saved_is_the_template_of_the_training(tmp_path: Path, own: Path, given: str) -> None:
+def test_saved_template_is_that_of_the_training(tmp_path: Path, own: Path, given: str) -> None:
     source = model_dir("qwen2_5")
     config = RendererConfig(chat_template=str(own) if given == "file" else given)
     renderer = trained(tmp_path / "saved", source, config)
@@ -75,7 +75,7 @@ def test_what_is_saved_is_the_template_of_the_training(tmp_path: Path, own: Path
     assert prompt(config.load(tmp_path / "saved")) == prompt(renderer)  # type: ignore[arg-type]
 
 
-def test_a_template_that_was_not_replaced_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+def test_unchanged_template_leaves_the_folder_untouched(tmp_path: Path) -> None:
     source = model_dir("qwen2_5")
     trained(tmp_path / "saved", source, RendererConfig())
     before = {file.name: file.read_bytes() for file in source.iterdir()}
@@ -115,7 +115,7 @@ def test_line_ends_are_no_other_template(tmp_path: Path) -> None:
     assert prompt(load_renderer(tmp_path / "saved")) == prompt(renderer)
 
 
-def test_another_template_than_the_trained_one_is_refused_with_both_remedies(tmp_path: Path, own: Path) -> None:
+def test_other_template_is_refused_with_both_remedies(tmp_path: Path, own: Path) -> None:
     saved = tmp_path / "saved"
     renderer = trained(saved, model_dir("qwen2_5"), RendererConfig(chat_template="hermes-short"))
     with pytest.raises(
@@ -218,7 +218,7 @@ def test_a_template_that_ships_and_a_tokenizer_without_its_headers() -> None:
         RendererConfig(chat_template="hermes").load(model_dir("own"))
 
 
-def test_a_config_names_a_file_beside_it_or_a_template_that_ships(tmp_path: Path, own: Path) -> None:
+def test_config_names_a_template_file_or_a_shipped_template(tmp_path: Path, own: Path) -> None:
     (tmp_path / "hermes").mkdir()
     for given, wanted in (("terse.jinja", str(own)), ("./terse.jinja", str(own)), ("hermes", "hermes")):
         file = tmp_path / "renderer.yaml"

@@ -30,9 +30,9 @@ async def turn(client: anthropic.AsyncAnthropic, messages: list[Any], *, stream:
         return await client.messages.create(**request)
     async with client.messages.stream(**request) as events:
         texts = "".join([text async for text in events.text_stream])
-        whole = await events.get_final_message()
-    assert texts == "".join(block.text for block in whole.content if block.type == "text")
-    return whole
+        message = await events.get_final_message()
+    assert texts == "".join(block.text for block in message.content if block.type == "text")
+    return message
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -58,9 +58,9 @@ async def test_messages_with_calls_and_results_in_another_order(stream: bool) ->
         results.append({"type": "tool_result", "tool_use_id": ids[0], "content": "3"})
         messages[0]["content"] = "1+2 and 3+4?"
         messages += [{"role": "assistant", "content": echo}, {"role": "user", "content": results}]
-        last = await turn(client, messages, stream=stream)
-        assert last.stop_reason == "end_turn"
-        assert last.content[-1].text == "It is 3 and 7."  # type: ignore[union-attr]
+        answer = await turn(client, messages, stream=stream)
+        assert answer.stop_reason == "end_turn"
+        assert answer.content[-1].text == "It is 3 and 7."  # type: ignore[union-attr]
         session = served.session(opened)
         assert (session.metrics()["forks"], session.metrics()["branches"]) == (0, 1)
         prompt = served.client.requests[-1].text  # type: ignore[attr-defined]
@@ -101,21 +101,21 @@ async def test_tokens_are_counted_and_models_listed_as_anthropic_does() -> None:
         ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(body: dict[str, Any], param: str) -> None:
+def test_unsupported_field_is_refused_by_name(body: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         read(**body)
     assert (caught.value.status, caught.value.param) == (400, param)
-    told = Anthropic().error(caught.value)
-    assert told["type"] == "error"
-    assert told["error"]["type"] == "invalid_request_error"
-    assert param in told["error"]["message"]
+    error = Anthropic().error(caught.value)
+    assert error["type"] == "error"
+    assert error["error"]["type"] == "invalid_request_error"
+    assert param in error["error"]["message"]
 
 
 def read(**body: Any) -> ChatRequest:
     return Anthropic().read({"model": "m", "messages": [{"role": "user", "content": "Hi."}], **body}, Abilities())
 
 
-def test_what_claude_code_writes_around_a_conversation_is_read_away() -> None:
+def test_claude_codes_additions_are_removed() -> None:
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.abc; cc_entrypoint=sdk-cli;"},
         {"type": "text", "text": "You are a coder.", "cache_control": {"type": "ephemeral"}},
@@ -146,8 +146,8 @@ def test_what_claude_code_writes_around_a_conversation_is_read_away() -> None:
     )
     assert [message["role"] for message in request.messages] == ["system", "user", "assistant", "tool", "user"]
     assert request.messages[0]["content"] == "You are a coder."
-    asked = "".join(part["text"] for part in request.messages[1]["content"])  # type: ignore[union-attr, index]
-    assert asked == "Go.\n\n<system-reminder>\nAgents: none.\n</system-reminder>"
+    prompt = "".join(part["text"] for part in request.messages[1]["content"])  # type: ignore[union-attr, index]
+    assert prompt == "Go.\n\n<system-reminder>\nAgents: none.\n</system-reminder>"
     assert request.messages[2]["tool_calls"][0]["function"] == {"name": "Bash", "arguments": '{"a": '}  # type: ignore[index]
     assert request.messages[2]["content"] == ""
     assert request.messages[3]["content"] == [{"type": "text", "text": ""}]
@@ -160,8 +160,8 @@ def answer(**message: Any) -> Answer:
 
 def test_a_call_that_must_not_be_executed_has_the_name_of_no_tool() -> None:
     broken = ToolCall("c1", "add", {}, '{"a": 1', "the call was not closed")
-    whole = Anthropic().respond(read(), [answer(tool_calls=[broken])])
-    (block,) = whole["content"]
+    response = Anthropic().respond(read(), [answer(tool_calls=[broken])])
+    (block,) = response["content"]
     assert block["name"] == "invalid_tool_call"
     assert block["input"] == {"tool": "add", "error": "the call was not closed", "input": '{"a": 1'}
 
@@ -174,25 +174,27 @@ def test_why_a_turn_ended() -> None:
         (answer(tool_calls=[call], finish_reason="length"), ("tool_use", None)),
         (Answer({"role": "assistant", "content": "x"}, 1, 1, stop="END"), ("stop_sequence", "END")),
     ]
-    for said, wanted in ends:
-        whole = Anthropic().respond(read(), [said])
-        assert (whole["stop_reason"], whole["stop_sequence"]) == wanted
+    for message, expected in ends:
+        response = Anthropic().respond(read(), [message])
+        assert (response["stop_reason"], response["stop_sequence"]) == expected
 
 
 def test_thinking_that_was_switched_off_is_not_sent() -> None:
     request = read(thinking={"type": "disabled"})
-    said = answer(content="x", reasoning_content="hm")
-    assert [block["type"] for block in Anthropic().respond(request, [said])["content"]] == ["text"]
+    message = answer(content="x", reasoning_content="hm")
+    assert [block["type"] for block in Anthropic().respond(request, [message])["content"]] == ["text"]
     writer = Anthropic().writer(request)
-    assert b"thinking" not in writer.begin() + writer.thoughts(0, "hm") + writer.text(0, "x") + writer.finish(0, said)
+    assert b"thinking" not in writer.begin() + writer.thoughts(0, "hm") + writer.text(0, "x") + writer.finish(
+        0, message
+    )
 
 
 def test_a_waiting_stream_shows_life_by_deltas_and_closes_each_block_once() -> None:
     writer = Anthropic().writer(read())
-    said = answer(content="It is", reasoning_content="Hm", tool_calls=[ToolCall("c1", "add", {"a": 1})])
+    message = answer(content="It is", reasoning_content="Hm", tool_calls=[ToolCall("c1", "add", {"a": 1})])
     written = [
         writer.begin(), writer.alive(), writer.thoughts(0, "Hm"), writer.alive(), writer.text(0, "It"), writer.alive(),
-        writer.finish(0, said), writer.end(),
+        writer.finish(0, message), writer.end(),
     ]  # fmt: skip
     assert all(b"content_block_delta" in written[index] for index in (1, 3, 5))
     stream = b"".join(written)
@@ -210,13 +212,13 @@ def test_a_waiting_stream_shows_life_by_deltas_and_closes_each_block_once() -> N
     "kind", ["web_search_20250305", "web_fetch_20250910", "code_execution_20250522", "mcp_toolset"]
 )
 def test_a_tool_that_the_provider_runs_is_refused_by_name_or_left_out(kind: str) -> None:
-    asked = {"model": "m", "messages": [{"role": "user", "content": "Go."}], "tools": [{"type": kind, "name": "x"}]}
-    with pytest.raises(ApiError) as told:
-        read_messages_request(asked, Abilities())
-    assert told.value.param == "tools[0].type"
-    assert kind in told.value.message
-    found = read_messages_request(asked, Abilities(lenient=frozenset({"server_tools"})))
-    assert (found.tools, found.ignored) == ((), {"server_tools"})
+    body = {"model": "m", "messages": [{"role": "user", "content": "Go."}], "tools": [{"type": kind, "name": "x"}]}
+    with pytest.raises(ApiError) as caught:
+        read_messages_request(body, Abilities())
+    assert caught.value.param == "tools[0].type"
+    assert kind in caught.value.message
+    request = read_messages_request(body, Abilities(lenient=frozenset({"server_tools"})))
+    assert (request.tools, request.ignored) == ((), {"server_tools"})
     # One that the agent runs, but whose schema only the provider has, is never left out.
     with pytest.raises(ApiError, match=r"'computer_20250124'.*describe it as custom"):
-        read_messages_request({**asked, "tools": [{"type": "computer_20250124", "name": "computer"}]}, Abilities())
+        read_messages_request({**body, "tools": [{"type": "computer_20250124", "name": "computer"}]}, Abilities())

@@ -90,9 +90,9 @@ async def test_a_token_as_key_serves_clients_without_a_path() -> None:
             assert answer.status == 200
 
 
-async def test_what_is_too_much_is_refused() -> None:
+async def test_requests_beyond_the_limits_are_refused() -> None:
     limits = GatewayLimits(sessions=1, body_bytes=2000, requests=1, body_seconds=0.2)
-    client = GatedClient(after=0)
+    client = GatedClient(gate_after=0)
     async with serving(client=client, limits=limits) as served:
         opened = await served.open()
         path = opened["path"] + "/v1/messages"
@@ -115,8 +115,8 @@ async def test_what_is_too_much_is_refused() -> None:
 
 
 @pytest.mark.parametrize("route", sorted(ROUTES))
-async def test_a_stream_shows_what_is_sampled_and_lives_while_it_waits(route: str) -> None:
-    client = GatedClient(after=8)
+async def test_stream_sends_samples_and_keep_alives(route: str) -> None:
+    client = GatedClient(gate_after=8)
     limits = GatewayLimits(alive_seconds=0.02)
     async with serving(client=client, limits=limits) as served:
         opened = await served.open()
@@ -140,7 +140,7 @@ async def test_a_stream_shows_what_is_sampled_and_lives_while_it_waits(route: st
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_away_leaves_nothing(stream: bool) -> None:
-    client = GatedClient(after=4)
+    client = GatedClient(gate_after=4)
     async with serving(client=client) as served:
         opened = await served.open()
         async with aiohttp.ClientSession(served.url) as other:
@@ -183,7 +183,7 @@ async def test_a_server_that_fails_at_once_is_told_by_a_status(
     ],
 )
 async def test_a_server_that_fails_in_the_middle_is_told_by_an_event(route: str, event: bytes) -> None:
-    client = GatedClient(after=8, fail=True)
+    client = GatedClient(gate_after=8, fail=True)
     client.gate.set()
     async with serving(client=client, limits=GatewayLimits(first_seconds=0.0)) as served:
         opened = await served.open()
@@ -202,8 +202,8 @@ async def test_a_context_that_is_full_is_told_in_the_words_that_agents_know(rout
         opened = await served.open()
         status, body = await post(served, f"{opened['path']}/v1/{route}", ROUTES[route])
         assert status == 400
-        used, most = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum", body["error"]["message"]).groups()  # type: ignore[union-attr]
-        assert int(used) > int(most) == 4
+        used, limit = re.match(r"prompt is too long: (\d+) tokens > (\d+) maximum", body["error"]["message"]).groups()  # type: ignore[union-attr]
+        assert int(used) > int(limit) == 4
         if route != "messages":
             assert body["error"]["code"] == "context_length_exceeded"
 
@@ -212,22 +212,22 @@ async def test_a_session_that_ends_is_on_disk_and_known_after_a_restart(tmp_path
     finished = tmp_path / "finished.twz"
     admin = {"authorization": f"Bearer {ADMIN}"}
     async with serving(lambda _: SAID, finished=finished) as served:
-        kept, given_up = await served.open(id="kept", group_id="g1"), await served.open(id="given_up")
-        for opened in (kept, given_up, await served.open(id="open")):
+        finished_session, given_up = await served.open(id="kept", group_id="g1"), await served.open(id="given_up")
+        for opened in (finished_session, given_up, await served.open(id="open")):
             assert (await post(served, opened["path"] + "/v1/messages", ASK))[0] == 200
         status, body = await post(served, "/sessions/kept/finalize", {"stop_reason": "max_turns"}, **admin)
         assert status == 200
         assert (await post(served, "/sessions/given_up/abort", {}, **admin))[0] == 200
         assert (await post(served, "/sessions/kept/finalize", {}, **admin))[0] == 404
     # What was sampled is on record, however its session ended; the last one ended with the gateway.
-    left, *others = read_trajectories(finished)
-    assert (left.id, left.group_id, left.stop_reason, len(left.segments)) == ("kept", "g1", "max_turns", 2)
-    assert json.loads(left.to_bytes()) == body["trajectory"]
-    ends = [(each.id, each.stop_reason, len(each.segments)) for each in others]
+    kept, *other_trajectories = read_trajectories(finished)
+    assert (kept.id, kept.group_id, kept.stop_reason, len(kept.segments)) == ("kept", "g1", "max_turns", 2)
+    assert json.loads(kept.to_bytes()) == body["trajectory"]
+    ends = [(other.id, other.stop_reason, len(other.segments)) for other in other_trajectories]
     assert ends == [("given_up", "cancelled", 2), ("open", "cancelled", 2)]
     async with serving(lambda _: SAID, finished=finished) as served:
-        for taken in ("kept", "given_up", "open"):
-            assert (await post(served, "/sessions", {"id": taken}, **admin))[0] == 409
+        for session_id in ("kept", "given_up", "open"):
+            assert (await post(served, "/sessions", {"id": session_id}, **admin))[0] == 409
         await served.open(id="new")
 
 
@@ -246,12 +246,12 @@ async def test_a_disk_that_takes_nothing_more_loses_no_session(tmp_path: Path) -
         # It goes on, and ends once there is room.
         assert (await post(served, opened["path"] + "/v1/messages", ASK))[0] == 200
         assert (await post(served, "/sessions/one/finalize", {}, **ADMIN_HEADERS))[0] == 200
-    (left,) = read_trajectories(finished)
-    assert left.metrics["turns"] == 2
+    (trajectory,) = read_trajectories(finished)
+    assert trajectory.metrics["turns"] == 2
 
 
-async def test_ending_a_session_ends_what_it_samples() -> None:
-    client = GatedClient(after=4)
+async def test_ending_a_session_cancels_its_requests() -> None:
+    client = GatedClient(gate_after=4)
     async with serving(client=client) as served:
         opened = await served.open(id="one")
         asking = asyncio.ensure_future(post(served, opened["path"] + "/v1/messages", ASK))
@@ -271,7 +271,7 @@ async def test_ending_a_session_ends_what_it_samples() -> None:
     ],
 )
 async def test_a_stream_of_a_session_that_is_ended_ends_with_an_error(route: str, event: bytes) -> None:
-    client = GatedClient(after=8)
+    client = GatedClient(gate_after=8)
     async with serving(client=client, limits=GatewayLimits(first_seconds=0.0)) as served:
         opened = await served.open(id="one")
         async with served.http.post(f"{opened['path']}/v1/{route}", json={**ROUTES[route], "stream": True}) as answer:
@@ -286,7 +286,7 @@ async def test_a_stream_of_a_session_that_is_ended_ends_with_an_error(route: str
 
 async def test_a_request_that_takes_too_long_ends_its_stream_with_an_error() -> None:
     limits = GatewayLimits(first_seconds=0.0, request_seconds=0.2)
-    client = GatedClient(after=2)
+    client = GatedClient(gate_after=2)
     async with serving(client=client, limits=limits) as served:
         opened = await served.open()
         async with served.http.post(f"{opened['path']}/v1/messages", json={**ASK, "stream": True}) as answer:
@@ -296,8 +296,8 @@ async def test_a_request_that_takes_too_long_ends_its_stream_with_an_error() -> 
         assert client.stopped.is_set()
 
 
-async def test_who_asks_for_no_stream_gets_a_turn_that_was_sampled_without_one() -> None:
-    client = GatedClient(after=0)
+async def test_request_without_stream_is_sampled_without_stream() -> None:
+    client = GatedClient(gate_after=0)
     client.gate.set()
     async with serving(client=client) as served:
         opened = await served.open()
@@ -341,7 +341,7 @@ async def test_a_reward_names_a_turn_of_its_session() -> None:
         ([SAID, SAID], {"max_total_tokens": 5}, "max_tokens"),
     ],
 )
-async def test_a_session_that_is_called_completed_ended_as_it_did(
+async def test_completed_session_takes_the_stop_reason_of_its_failure(
     lines: list[Any], limits: dict[str, int], reason: str
 ) -> None:
     bounds = SessionLimits(context_length=1000, **limits)
@@ -354,22 +354,22 @@ async def test_a_session_that_is_called_completed_ended_as_it_did(
     assert (body["trajectory"]["error"] is not None) == (reason == "error")
 
 
-@pytest.mark.parametrize("about", [{"seconds": 0.001}, {}])
-async def test_sessions_whose_time_is_over_are_ended(about: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"seconds": 0.001}, {}])
+async def test_sessions_whose_time_is_over_are_ended(settings: dict[str, Any], tmp_path: Path) -> None:
     finished = tmp_path / "finished.twz"
-    limits = GatewayLimits() if about else GatewayLimits(idle_seconds=0.001)
+    limits = GatewayLimits() if settings else GatewayLimits(idle_seconds=0.001)
     async with serving(lambda _: SAID, finished=finished, limits=limits) as served:
-        opened = await served.open(**about)
+        opened = await served.open(**settings)
         while not await served.app.sessions.sweep():  # noqa: ASYNC110 - the clock has no event
             await asyncio.sleep(0.001)
         assert len(served.app.sessions) == 0
         assert (await post(served, opened["path"] + "/v1/messages", ASK))[0] == 404
-    (left,) = read_trajectories(finished)
-    assert left.stop_reason == "timeout"
+    (trajectory,) = read_trajectories(finished)
+    assert trajectory.stop_reason == "timeout"
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"a": ' * 100_000])
-async def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+async def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     async with serving([SAID]) as served:
         opened = await served.open()
         async with served.http.post(opened["path"] + "/v1/chat/completions", data=body) as answer:
@@ -396,10 +396,10 @@ async def test_no_id_is_given_twice() -> None:
 
 
 async def test_a_client_that_takes_nothing_is_let_go() -> None:
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     def say(_: object) -> str:
-        asked.set()
+        requested.set()
         return "word " * 40_000
 
     async with serving(say, limits=GatewayLimits(write_seconds=0.3)) as served:
@@ -411,7 +411,7 @@ async def test_a_client_that_takes_nothing_is_let_go() -> None:
         writer.write(head.encode() + body)
         running = served.app.sessions.of_id(opened["id"]).running
         async with asyncio.timeout(30):
-            await asked.wait()
+            await requested.wait()
             while running:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.05)
         writer.close()

@@ -46,7 +46,7 @@ async def post(served: Served, path: str, body: Any, **headers: str) -> tuple[in
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", BODIES)
-async def test_what_no_text_or_file_can_hold_is_no_error_of_the_server(route: str, stream: bool) -> None:
+async def test_lone_surrogates_are_no_server_error(route: str, stream: bool) -> None:
     tool = {"name": "f", "description": HALF, "parameters": {HALF: HALF}, "input_schema": {HALF: HALF}}
     tools = [{"type": "function", "function": tool, **tool} if route != "messages" else tool]
     odd: list[dict[str, Any]] = [
@@ -55,11 +55,11 @@ async def test_what_no_text_or_file_can_hold_is_no_error_of_the_server(route: st
     ]  # fmt: skip
     async with serving(lambda _: "Yes.") as served:
         opened = await served.open()
-        for each in odd:
+        for text in odd:
             status, answer = await post(
-                served, f"{opened['path']}/v1/{route}", {**BODIES[route], **each, "stream": stream}
+                served, f"{opened['path']}/v1/{route}", {**BODIES[route], **text, "stream": stream}
             )
-            assert status in (200, 400), (each, answer)
+            assert status in (200, 400), (text, answer)
             assert status == 200 or b"chat_template_kwargs" in answer or b"temperature" in answer, answer
         too_deep = {"type": "object", "x": nested(900)}
         deep = {"name": "f", "parameters": too_deep, "input_schema": too_deep}
@@ -70,18 +70,18 @@ async def test_what_no_text_or_file_can_hold_is_no_error_of_the_server(route: st
         # What the session's controller says of it is written as well.
         reward = {"authorization": f"Bearer {opened['reward_key']}"}
         assert (await post(served, f"/sessions/{opened['id']}/rewards", {"value": 1, "name": HALF}, **reward))[0] == 200
-        ended = f"/sessions/{opened['id']}/finalize"
-        assert (await post(served, ended, {"error": HALF}, **ADMIN_HEADERS))[0] == 200
+        finalize_path = f"/sessions/{opened['id']}/finalize"
+        assert (await post(served, finalize_path, {"error": HALF}, **ADMIN_HEADERS))[0] == 200
 
 
 def test_many_small_items_cost_no_more_than_they_are() -> None:
     def spent(count: int) -> float:
         reminded = {"messages": [BODIES["messages"]["messages"][0], *[{"role": "system", "content": "x"}] * count]}
         item = {"type": "message", "role": "assistant", "content": "x"}
-        said = {"input": [item] * count}
+        request = {"input": [item] * count}
         began = time.process_time()
         read_messages_request(reminded, Abilities())
-        OpenAIResponses().read(said, Abilities())
+        OpenAIResponses().read(request, Abilities())
         return time.process_time() - began
 
     # Their square would be 256 times as much.
@@ -116,7 +116,7 @@ async def test_a_session_whose_end_is_cancelled_is_still_written(tmp_path: Path)
         reward = {"authorization": f"Bearer {opened['reward_key']}"}
         assert (await post(served, "/sessions/one/rewards", {"value": 1.0}, **reward))[0] in (401, 409)
         await served.app.sessions.close()
-    assert [each.id for each in read_trajectories(file)] == ["one"]
+    assert [trajectory.id for trajectory in read_trajectories(file)] == ["one"]
 
 
 async def test_a_trajectory_that_cannot_be_written_keeps_no_other_from_its_end(tmp_path: Path) -> None:
@@ -128,16 +128,16 @@ async def test_a_trajectory_that_cannot_be_written_keeps_no_other_from_its_end(t
         for _ in range(2):
             with pytest.raises(FormatError):
                 await served.app.sessions.end("first")
-        for each in ("first", "second"):
-            served.app.sessions.of_id(each).expires = 0.0
+        for name in ("first", "second"):
+            served.app.sessions.of_id(name).expires = 0.0
         assert await served.app.sessions.sweep() == 1
         await served.open(id="third")
         await served.app.sessions.close()
-    assert [each.id for each in read_trajectories(file)] == ["second", "third"]
+    assert [trajectory.id for trajectory in read_trajectories(file)] == ["second", "third"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_tokenizer_panics_over_is_an_error_and_the_stream_ends(stream: bool) -> None:
+async def test_tokenizer_panic_ends_the_stream_with_an_error(stream: bool) -> None:
     limits = GatewayLimits(body_bytes=16 * 2**20, first_seconds=30)
     async with serving(lambda _: "Yes.", limits=limits, session_limits=SessionLimits(context_length=10**8)) as served:
         opened = await served.open()
@@ -163,7 +163,7 @@ class _Faulty(ScriptedClient):
             raise _Fault("broken")
 
 
-async def test_a_stream_ends_whatever_is_raised_behind_it() -> None:
+async def test_any_error_ends_the_stream() -> None:
     client = _Faulty(renderer_for("qwen3"), lambda _: "Yes, and more than one piece of it.")
     async with serving(client=client) as served:
         opened = await served.open()

@@ -62,7 +62,7 @@ async def test_no_block_of_blanks_is_sent_that_could_be_dropped() -> None:
         assert talk.shape == LINEAR
 
 
-async def test_thoughts_and_text_without_a_call_come_back_by_what_they_say() -> None:
+async def test_turn_without_calls_is_recognised_by_its_content() -> None:
     async with talking(says(" One. \n", thinks="Hm.\n"), DONE) as talk:
         blocks = await talk.blocks(GO)
         await talk.blocks(GO, said({**blocks[0], "signature": ""}, blocks[1]), user("On."))
@@ -95,13 +95,13 @@ async def test_arguments_that_come_back_rewritten_are_the_same_call(
         assert talk.metrics["rewritten_echoes"] == rewritten
 
 
-async def test_results_come_in_the_order_in_which_tools_ended() -> None:
+async def test_tool_results_are_put_in_the_order_of_calls() -> None:
     async with talking(says("", {"command": "1"}, {"command": "2"}), DONE) as talk:
         blocks = await talk.blocks(GO)
-        ended = results(*blocks)["content"]
-        ended[0] |= {"content": "slow", "is_error": True}
-        ended[1] = {"content": "quick", "tool_use_id": ended[1]["tool_use_id"], "type": "tool_result"}
-        await talk.blocks(GO, said(*blocks), user(ended[::-1]))
+        tool_results = results(*blocks)["content"]
+        tool_results[0] |= {"content": "slow", "is_error": True}
+        tool_results[1] = {"content": "quick", "tool_use_id": tool_results[1]["tool_use_id"], "type": "tool_result"}
+        await talk.blocks(GO, said(*blocks), user(tool_results[::-1]))
         assert talk.shape == LINEAR
         text = talk.asked[-1].text
         assert text.index("slow") < text.index("quick")
@@ -120,17 +120,17 @@ async def test_reminders_in_the_middle_stay_and_fork_nothing() -> None:
         assert talk.shape == LINEAR
         # As older models are told it: inside the user's message.
         history.append(said(*await talk.blocks(*history)))
-        ended = results(*history[-1]["content"])
-        ended["content"].append({"type": "text", "text": "<system-reminder>\nUse tasks.\n</system-reminder>"})
-        await talk.blocks(*history, ended, thinking={"type": "enabled", "budget_tokens": 31999})
+        tool_results = results(*history[-1]["content"])
+        tool_results["content"].append({"type": "text", "text": "<system-reminder>\nUse tasks.\n</system-reminder>"})
+        await talk.blocks(*history, tool_results, thinking={"type": "enabled", "budget_tokens": 31999})
 
 
 async def test_a_run_that_is_continued_sends_its_history_once_more() -> None:
     async with talking(says("", {"command": "ls"}), DONE, DONE) as talk:
         blocks = await talk.blocks(GO)
-        last = await talk.blocks(GO, said(*blocks), results(*blocks))
-        again = [user("Go."), said(*blocks), results(*blocks), said(*last), user("And now?")]
-        await talk.blocks(*again)
+        answer = await talk.blocks(GO, said(*blocks), results(*blocks))
+        repeated = [user("Go."), said(*blocks), results(*blocks), said(*answer), user("And now?")]
+        await talk.blocks(*repeated)
         assert talk.shape == LINEAR
 
 
@@ -165,9 +165,9 @@ async def test_a_compaction_asks_behind_an_edited_message_and_begins_anew() -> N
         first = await talk.blocks(GO)
         history = [GO, said(*first), results(*first)]
         second = await talk.blocks(*history)
-        asked = results(*first)
-        asked["content"].append({"type": "text", "text": "CRITICAL: Respond with TEXT ONLY."})
-        await talk.blocks(*history[:2], asked)
+        request = results(*first)
+        request["content"].append({"type": "text", "text": "CRITICAL: Respond with TEXT ONLY."})
+        await talk.blocks(*history[:2], request)
         new = [user("This session is being continued: Summary."), said(*second), user("More.")]
         await talk.blocks(*new)
         assert talk.shape == (3, ["assistant_edited", "restart"])

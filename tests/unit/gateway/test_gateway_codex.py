@@ -21,17 +21,17 @@ def asked(text: str) -> dict[str, Any]:
 
 def outputs(*items: Any, text: str = "Chunk ID: 1f\nok") -> list[Any]:
     return [
-        {"type": "function_call_output", "call_id": item["call_id"], "output": text, "id": f"fco_{place}"}
-        for place, item in enumerate(items)
+        {"type": "function_call_output", "call_id": item["call_id"], "output": text, "id": f"fco_{index}"}
+        for index, item in enumerate(items)
         if item["type"] == "function_call"
     ]
 
 
 def kept(item: dict[str, Any]) -> dict[str, Any]:
     """An item as Codex sends it back: fields that it does not know are gone."""
-    known = {"type", "id", "role", "content", "summary", "phase", "name", "arguments", "call_id", "namespace"}
-    told = {key: value for key, value in item.items() if key in known}
-    return {**told, "encrypted_content": None} if item["type"] == "reasoning" else told
+    echoed_keys = {"type", "id", "role", "content", "summary", "phase", "name", "arguments", "call_id", "namespace"}
+    echoed = {key: value for key, value in item.items() if key in echoed_keys}
+    return {**echoed, "encrypted_content": None} if item["type"] == "reasoning" else echoed
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ async def test_items_come_back_and_the_history_only_grows(change: Any) -> None:
         assert talk.metrics["encoded_tokens"] == talk.metrics["context_tokens"]
 
 
-async def test_a_sub_agent_runs_beside_its_parent_which_is_told_of_its_end() -> None:
+async def test_sub_agent_runs_concurrently_with_its_parent() -> None:
     async with talking(says("", {"command": "spawn"}), says("Part done."), says("", {"command": "ls"}), DONE) as talk:
         first = await talk.items(RULES, GO)
         await talk.items(RULES, asked("Do part one."))
@@ -87,11 +87,11 @@ async def test_whole_items_of_a_turn_whose_stream_was_cut_are_kept_and_their_cal
         assert (talk.shape, talk.metrics["rewritten_echoes"]) == (LINEAR, 1)
 
 
-async def test_a_turn_that_is_asked_for_again_with_what_was_whole_of_it_goes_on_without_that() -> None:
+async def test_repeated_request_drops_the_items_of_the_broken_stream() -> None:
     async with talking(says("Look.", {"command": "1"}, thinks="Hm."), says("", {"command": "1"}), DONE) as talk:
         first = await talk.items(RULES, GO)
-        again = await talk.items(RULES, GO, *first[:2])
-        await talk.items(RULES, GO, *first[:2], *again, *outputs(*again))
+        repeated = await talk.items(RULES, GO, *first[:2])
+        await talk.items(RULES, GO, *first[:2], *repeated, *outputs(*repeated))
         assert talk.shape == (2, ["resample"])
         assert talk.metrics["turns"] == 3
 
@@ -104,7 +104,7 @@ async def test_an_item_of_reasoning_alone_is_an_empty_turn() -> None:
         assert talk.shape == LINEAR
 
 
-async def test_it_is_told_of_a_limit_as_of_an_end_and_waits_where_it_is_told_how_long() -> None:
+async def test_limits_end_a_response_and_retry_after_is_kept() -> None:
     """``response.incomplete`` and a 429 without ``retry-after`` end it."""
     async with talking(says("One two three four.")) as talk:
         body = {"input": [GO], "tools": ITEM_TOOLS, "store": False, "max_output_tokens": 5}
@@ -120,7 +120,7 @@ async def test_it_is_told_of_a_limit_as_of_an_end_and_waits_where_it_is_told_how
         entry.running.clear()
 
 
-async def test_a_prompt_that_is_too_long_has_the_code_that_it_knows() -> None:
+async def test_too_long_prompt_has_codexs_error_code() -> None:
     async with talking(DONE, session_limits=SessionLimits(context_length=50)) as talk:
         status, answer = await talk.post("responses", {"input": [asked("word " * 100)], "stream": True})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")

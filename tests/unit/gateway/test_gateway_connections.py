@@ -24,18 +24,18 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def connect(served: Served, *said: bytes) -> Wire:
+async def connect(served: Served, *requests: bytes) -> Wire:
     url = yarl.URL(served.url)
     wire = await asyncio.open_connection(url.host, url.port)
-    for data in said:
+    for data in requests:
         wire[1].write(data)
         await wire[1].drain()
     return wire
 
 
 @contextlib.asynccontextmanager
-async def connections(served: Served, count: int, *said: bytes) -> AsyncIterator[list[Wire]]:
-    wires = [await connect(served, *said) for _ in range(count)]
+async def connections(served: Served, count: int, *requests: bytes) -> AsyncIterator[list[Wire]]:
+    wires = [await connect(served, *requests) for _ in range(count)]
     try:
         yield wires
     finally:
@@ -94,10 +94,10 @@ async def test_silence_and_half_a_head_end_in_time() -> None:
         # Who asked for nothing is told nothing: it could take that for the answer to its next request.
         assert [await all_said(wire) for wire in silent] == [b""] * 5
         for wire in half:
-            told = await all_said(wire)
-            assert told.startswith(b"HTTP/1.1 408 ")
-            assert b"connection: close" in told
-            assert b"0.2 s" in told
+            answers = await all_said(wire)
+            assert answers.startswith(b"HTTP/1.1 408 ")
+            assert b"connection: close" in answers
+            assert b"0.2 s" in answers
 
 
 async def test_a_head_that_drips_has_no_more_time_than_another() -> None:
@@ -134,8 +134,8 @@ async def test_line_breaks_between_requests_keep_no_connection_open() -> None:
         assert await all_said(wire) == b""
 
 
-async def test_a_request_that_is_being_answered_is_never_closed_for_the_head_behind_it() -> None:
-    gated = GatedClient(after=0)
+async def test_incomplete_next_head_does_not_close_an_answered_request() -> None:
+    gated = GatedClient(gate_after=0)
     async with serving(client=gated, limits=GatewayLimits(head_seconds=0.1)) as served:
         opened = await served.open()
         body = b'{"model":"m","messages":[{"role":"user","content":"Go."}]}'
@@ -145,9 +145,9 @@ async def test_a_request_that_is_being_answered_is_never_closed_for_the_head_beh
         with pytest.raises(TimeoutError):
             await all_said(wire, 0.5)
         gated.gate.set()
-        told = await all_said(wire)
-        assert told.startswith(b"HTTP/1.1 200"), told
-        assert b"HTTP/1.1 408 " in told
+        answers = await all_said(wire)
+        assert answers.startswith(b"HTTP/1.1 200"), answers
+        assert b"HTTP/1.1 408 " in answers
 
 
 async def test_requests_are_answered_however_they_come_in() -> None:
@@ -179,10 +179,10 @@ async def test_a_head_has_a_size(at_once: bool) -> None:
         wire = await connect(served, fits)
         assert (await answer_of(wire)).startswith(b"HTTP/1.1 200")
         large = [b"GET /health HTTP/1.1\r\nhost: x\r\n", *[b"x: " + b"y" * 500 + b"\r\n"] * 20, b"\r\n"]
-        again = await connect(served, *([b"".join(large)] if at_once else large))
-        told = await all_said(again)
-        assert told.count(b"HTTP/1.1 ") == 1
-        assert told.startswith(b"HTTP/1.1 431 ") or not told
+        repeated = await connect(served, *([b"".join(large)] if at_once else large))
+        answers = await all_said(repeated)
+        assert answers.count(b"HTTP/1.1 ") == 1
+        assert answers.startswith(b"HTTP/1.1 431 ") or not answers
         # A body may be larger than any head, also where it comes together with it.
         sent = b"POST /sessions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n" + b" " * 9000
         wire[1].write(sent)
@@ -193,7 +193,7 @@ async def test_a_head_has_a_size(at_once: bool) -> None:
             await say_without_end(endless)
 
 
-async def test_one_connection_more_takes_the_place_of_one_that_asks_for_nothing() -> None:
+async def test_new_connection_replaces_an_idle_one() -> None:
     limits = GatewayLimits(connections=20, head_seconds=600)
     async with serving(lambda _: "Yes.", limits=limits) as served:
         opened = await served.open()
@@ -218,24 +218,24 @@ async def test_idle_connections_make_room_too() -> None:
 
 
 async def test_an_open_request_keeps_its_connection_and_others_are_told_to_wait() -> None:
-    gated = GatedClient(after=0)
+    gated = GatedClient(gate_after=0)
     async with serving(client=gated, limits=GatewayLimits(connections=3)) as served:
         opened = await served.open()
         body = b'{"model":"m","messages":[{"role":"user","content":"Go."}]}'
         head = b"POST %s/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-        asked = head % (opened["path"].encode(), len(body)) + body
+        request = head % (opened["path"].encode(), len(body)) + body
         async with connections(served, 3, HEALTH) as held:
             for wire in held:
                 # It was idle before, which is when its place can be taken.
                 await answer_of(wire)
-                wire[1].write(asked)
+                wire[1].write(request)
             running = served.app.sessions.of_id(opened["id"]).running
             async with asyncio.timeout(30):
                 while len(running) < len(held):  # noqa: ASYNC110 - there is no event to wait for
                     await asyncio.sleep(0)
-            told = await all_said(await connect(served, HEALTH))
-            assert told.startswith(b"HTTP/1.1 503 ")
-            assert b"retry-after" in told
+            answers = await all_said(await connect(served, HEALTH))
+            assert answers.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after" in answers
             gated.gate.set()
             for wire in held:
                 assert (await answer_of(wire)).startswith(b"HTTP/1.1 200")
@@ -243,13 +243,13 @@ async def test_an_open_request_keeps_its_connection_and_others_are_told_to_wait(
 
 
 def test_no_more_connections_than_the_process_may_open_files() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    baseline = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, baseline[1]))
         guarded(1000, 2**16, 15.0)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2256, before[1])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2256, baseline[1])
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, baseline)
 
 
 @pytest.mark.parametrize("leaving", [False, True])
@@ -259,10 +259,10 @@ async def test_a_client_that_takes_nothing_of_its_answers_keeps_no_connection(le
         opened = await served.open()
         # The answer repeats this: more than the kernel keeps for who does not read.
         body = b'{"model":"m","input":"Go.","metadata":{"x":"%s"}}' % (b"x" * (16 * 2**20))
-        last = b"connection: close\r\n" if leaving else b""
+        header = b"connection: close\r\n" if leaving else b""
         head = b"POST %s/v1/responses HTTP/1.1\r\nhost: x\r\n%scontent-length: %d\r\n\r\n"
-        asked = head % (opened["path"].encode(), last, len(body)) + body + HEALTH
-        stuck = [await unread(served, asked) for _ in range(limits.connections)]
+        request = head % (opened["path"].encode(), header, len(body)) + body + HEALTH
+        stuck = [await unread(served, request) for _ in range(limits.connections)]
         try:
             async with asyncio.timeout(60):
                 while served.session(opened).turns < len(stuck):  # noqa: ASYNC110 - there is no event to wait for
@@ -270,12 +270,12 @@ async def test_a_client_that_takes_nothing_of_its_answers_keeps_no_connection(le
                 while (await answer_or_refusal(served)).startswith(b"HTTP/1.1 503 "):  # noqa: ASYNC110 - nor for this
                     await asyncio.sleep(0.05)
         finally:
-            for each in stuck:
-                each.close()
+            for wire in stuck:
+                wire.close()
 
 
-async def test_who_leaves_with_a_request_in_line_ends_the_one_that_is_answered() -> None:
-    gated = GatedClient(after=0)
+async def test_disconnect_with_a_pipelined_request_cancels_the_current_one() -> None:
+    gated = GatedClient(gate_after=0)
     async with serving(client=gated) as served:
         opened = await served.open()
         body = b'{"model":"m","messages":[{"role":"user","content":"Go."}]}'
@@ -288,20 +288,20 @@ async def test_who_leaves_with_a_request_in_line_ends_the_one_that_is_answered()
 
 
 async def test_requests_in_line_are_few() -> None:
-    gated = GatedClient(after=0)
+    gated = GatedClient(gate_after=0)
     async with serving(client=gated) as served:
         opened = await served.open()
         body = b'{"model":"m","messages":[{"role":"user","content":"Go."}]}'
         head = b"POST %s/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-        asked = head % (opened["path"].encode(), len(body)) + body
-        wire = await connect(served, asked)
+        request = head % (opened["path"].encode(), len(body)) + body
+        wire = await connect(served, request)
         await gated.waiting.wait()
         wire[1].write(HEALTH * 1000)
         assert await all_said(wire) == b""
         await asyncio.wait_for(gated.stopped.wait(), 30)
 
 
-async def unread(served: Served, said: bytes) -> socket.socket:
+async def unread(served: Served, request: bytes) -> socket.socket:
     """A client that asks, and reads nothing."""
     url = yarl.URL(served.url)
     client = socket.socket()
@@ -309,7 +309,7 @@ async def unread(served: Served, said: bytes) -> socket.socket:
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, (url.host, url.port))
-    await loop.sock_sendall(client, said)
+    await loop.sock_sendall(client, request)
     return client
 
 

@@ -22,8 +22,8 @@ def knot() -> weakref.ref[Knot]:
     return weakref.ref(Knot())
 
 
-def started(*, busy: bool, least: int = 100) -> GarbageCollector:
-    collector = GarbageCollector(lambda: busy, minimum=least)
+def started(*, busy: bool, minimum: int = 100) -> GarbageCollector:
+    collector = GarbageCollector(lambda: busy, minimum=minimum)
     collector.start()
     return collector
 
@@ -35,10 +35,10 @@ def objects(count: int) -> list[list[int]]:
 def test_python_itself_collects_nothing_between_start_and_stop() -> None:
     collector = started(busy=False)
     lost = knot()
-    kept = objects(100_000)
+    retained = objects(100_000)
     assert lost() is not None
     collector.stop()
-    del kept
+    del retained
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 
@@ -46,66 +46,66 @@ def test_python_itself_collects_nothing_between_start_and_stop() -> None:
 def test_cycles_are_collected_when_nobody_waits() -> None:
     collector = started(busy=False)
     lost = knot()
-    kept = objects(200)
+    retained = objects(200)
     collector.collect_if_due()
     assert lost() is None
-    assert len(kept) == 200
+    assert len(retained) == 200
 
 
 def test_a_few_new_objects_are_not_worth_a_look() -> None:
-    collector = started(busy=False, least=100_000)
+    collector = started(busy=False, minimum=100_000)
     lost = knot()
     collector.collect_if_due()
     assert lost() is not None
 
 
 def test_while_somebody_waits_only_many_objects_are_worth_a_look() -> None:
-    collector = started(busy=True, least=1000)
+    collector = started(busy=True, minimum=1000)
     lost = knot()
-    kept = objects(2000)
+    retained = objects(2000)
     collector.collect_if_due()
     assert lost() is not None
-    kept += objects(3000)
+    retained += objects(3000)
     collector.collect_if_due()
     assert lost() is None
 
 
-def test_the_next_look_is_due_when_as_many_objects_have_come_as_the_last_one_left() -> None:
+def test_next_collection_is_due_once_objects_double() -> None:
     collector = started(busy=False)
-    kept = objects(20_000)
+    retained = objects(20_000)
     collector.collect_if_due()
     lost = knot()
-    kept += objects(10_000)
+    retained += objects(10_000)
     collector.collect_if_due()
     assert lost() is not None
-    kept += objects(15_000)
+    retained += objects(15_000)
     collector.collect_if_due()
     assert lost() is None
 
 
-def test_what_became_garbage_after_it_was_looked_at_is_found_by_the_next_look() -> None:
+def test_later_garbage_is_found_by_the_next_collection() -> None:
     collector = started(busy=False)
     one = Knot()
     lost = weakref.ref(one)
-    kept = objects(10_000)
+    retained = objects(10_000)
     collector.collect_if_due()
     del one
-    kept += objects(20_000)
+    retained += objects(20_000)
     collector.collect_if_due()
     assert lost() is None
 
 
-def test_it_looks_by_itself_until_it_is_cancelled() -> None:
+def test_collector_runs_until_it_is_cancelled() -> None:
     async def main() -> None:
-        found = asyncio.Event()
+        collected = asyncio.Event()
         collector = started(busy=False)
         one = Knot()
-        weakref.finalize(one, found.set)
+        weakref.finalize(one, collected.set)
         del one
-        kept = objects(200)
+        retained = objects(200)
         task = asyncio.create_task(collector.run())
-        await asyncio.wait_for(found.wait(), 30)
-        assert kept
+        await asyncio.wait_for(collected.wait(), 30)
+        assert retained
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -113,10 +113,10 @@ def test_it_looks_by_itself_until_it_is_cancelled() -> None:
     asyncio.run(main())
 
 
-def test_what_the_program_froze_stays_frozen() -> None:
+def test_objects_frozen_by_the_program_stay_frozen() -> None:
     gc.freeze()
-    before = gc.get_freeze_count()
+    frozen_before = gc.get_freeze_count()
     collector = started(busy=False)
     collector.stop()
     # Not all of it: what is no longer referred to is freed, frozen or not.
-    assert gc.get_freeze_count() > before / 2 > 0
+    assert gc.get_freeze_count() > frozen_before / 2 > 0

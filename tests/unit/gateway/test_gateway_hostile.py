@@ -48,9 +48,9 @@ async def test_an_agent_cannot_write_its_own_reward_or_end_its_own_session() -> 
             f"{base}/%2e%2e/%2e%2e",
             f"/s/{token}%2f..%2f..",
         ]
-        told = {"value": 1.0, "turn_id": None, "stop_reason": "completed", "key": ADMIN[:-1]}
+        claims = {"value": 1.0, "turn_id": None, "stop_reason": "completed", "key": ADMIN[:-1]}
         for prefix, route, method, key in itertools.product(prefixes, routes, ("POST", "GET", "PUT"), keys(token)):
-            status, body = await send(served, method, f"{prefix}/{route}?key={token}", told, **key)
+            status, body = await send(served, method, f"{prefix}/{route}?key={token}", claims, **key)
             assert status in (401, 404), (prefix, route, method)
             assert ADMIN.encode() not in body
             assert opened["reward_key"].encode() not in body
@@ -66,19 +66,19 @@ async def test_an_agent_cannot_write_its_own_reward_or_end_its_own_session() -> 
 
 async def test_a_session_cannot_see_or_use_another() -> None:
     async with serving(lambda _: SAID) as served:
-        mine, other = await served.open(id="mine"), await served.open(id="other")
+        first, other = await served.open(id="mine"), await served.open(id="other")
         body = {"model": "m", "input": "Go."}
         status, answer = await served_json(served, f"{other['path']}/v1/responses", body)
         assert status == 200
         # Another session's response is none that this one knows.
         status, _ = await served_json(
-            served, f"{mine['path']}/v1/responses", {**body, "previous_response_id": answer["id"]}
+            served, f"{first['path']}/v1/responses", {**body, "previous_response_id": answer["id"]}
         )
         assert status in (400, 404)
         token = other["token"]
         guesses = [
             "", "other", other["id"], other["reward_key"], token[:-1], token + "A", token.swapcase(), token[::-1],
-            f"{mine['token']}/../{token[:-1]}", "%00", "*", "x" * 100_000, "..", mine["token"] + token,
+            f"{first['token']}/../{token[:-1]}", "%00", "*", "x" * 100_000, "..", first["token"] + token,
         ]  # fmt: skip
         for guess in guesses:
             for route in ("v1/chat/completions", "v1/models", ""):
@@ -86,7 +86,7 @@ async def test_a_session_cannot_see_or_use_another() -> None:
                 # 400: the server takes no such line at all; 431: nor one so long.
                 assert status in (400, 404, 431), guess[:50]
                 assert b"other" not in seen
-        assert (served.session(other).turns, served.session(mine).turns) == (1, 0)
+        assert (served.session(other).turns, served.session(first).turns) == (1, 0)
 
 
 async def served_json(served: Served, path: str, body: Any) -> tuple[int, Any]:
@@ -95,7 +95,7 @@ async def served_json(served: Served, path: str, body: Any) -> tuple[int, Any]:
 
 
 async def test_a_flood_is_held_back_and_others_are_served_meanwhile() -> None:
-    client = GatedClient(after=0)
+    client = GatedClient(gate_after=0)
     async with serving(client=client, limits=GatewayLimits(requests=4)) as served:
         flooding, other = await served.open(), await served.open()
         path = flooding["path"] + "/v1/messages"
@@ -116,14 +116,14 @@ async def test_a_flood_is_held_back_and_others_are_served_meanwhile() -> None:
             asking = asyncio.ensure_future(send(served, "POST", other["path"] + "/v1/messages", ASK))
             client.gate.set()
             assert (await asking)[0] == 200
-            left = await asyncio.gather(*shots)
-        assert sorted(left) == [200] * 4 + [429] * 196
+            statuses = await asyncio.gather(*shots)
+        assert sorted(statuses) == [200] * 4 + [429] * 196
         assert not served.app.sessions.of_id(flooding["id"]).running
         assert (await send(served, "POST", path, ASK))[0] == 200
         assert served.session(flooding).turns == 5
 
 
-async def test_a_session_samples_no_more_than_it_may_however_often_it_asks() -> None:
+async def test_session_limits_hold_under_concurrent_requests() -> None:
     sampled = 0
 
     def count(request: ScriptedRequest) -> Any:
@@ -135,37 +135,37 @@ async def test_a_session_samples_no_more_than_it_may_however_often_it_asks() -> 
     async with serving(count, session_limits=bounds) as served:
         opened = await served.open()
         path = opened["path"] + "/v1/messages"
-        told = await asyncio.gather(*(send(served, "POST", path, ASK) for _ in range(60)))
-        assert sorted(status for status, _ in told) == [200] * 5 + [400] * 55
+        statuses = await asyncio.gather(*(send(served, "POST", path, ASK) for _ in range(60)))
+        assert sorted(status for status, _ in statuses) == [200] * 5 + [400] * 55
         # Many answers of one request are many turns.
         status, _ = await send(served, "POST", opened["path"] + "/v1/chat/completions", {**ASK, "n": 16})
         assert (status, sampled) == (400, 5)
 
 
-@pytest.mark.parametrize("told", [True, False])
-async def test_a_body_of_100_mb_is_refused_and_not_kept(told: bool) -> None:
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_of_100_mb_is_refused_and_not_kept(declared: bool) -> None:
     size, piece = 100 * 2**20, b" " * 2**20
     async with serving(lambda _: SAID) as served:
         opened = await served.open()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
         async def body() -> AsyncIterator[bytes]:
             for _ in range(size // len(piece)):
                 yield piece
 
-        headers = {"content-length": str(size)} if told else {}
+        headers = {"content-length": str(size)} if declared else {}
         path = opened["path"] + "/v1/messages"
         async with served.http.post(path, data=body(), headers=headers) as answer:
             assert answer.status == 413
             assert (await answer.json())["error"]["type"] == "request_too_large"
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-        assert grown < 70 * 2**20, "at most what a body may have, and what joins it"
+        growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - baseline) * 1024
+        assert growth < 70 * 2**20, "at most what a body may have, and what joins it"
         assert not served.app.sessions.of_id(opened["id"]).running
         assert (await send(served, "POST", path, ASK))[0] == 200
 
 
-async def test_a_stream_that_is_held_open_ends_and_gives_back_what_it_held() -> None:
-    client = GatedClient(after=1)
+async def test_unread_stream_ends_and_frees_its_session() -> None:
+    client = GatedClient(gate_after=1)
     limits = GatewayLimits(request_seconds=0.3, alive_seconds=0.05, first_seconds=0.0, requests=1)
     async with serving(client=client, limits=limits) as served:
         opened = await served.open()

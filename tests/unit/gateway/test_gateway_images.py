@@ -31,7 +31,7 @@ def digest(data: bytes) -> str:
 
 
 def held(trajectory: Trajectory) -> list[list[str]]:
-    return [[each.digest for each in segment.media] for segment in trajectory.segments if not segment.sampled]
+    return [[image.digest for image in segment.media] for segment in trajectory.segments if not segment.sampled]
 
 
 async def ended(served: Any, opened: Any) -> Trajectory:
@@ -63,8 +63,8 @@ async def test_chat_completions_with_an_image_of_a_user_and_of_a_tool() -> None:
         assert first.tool_calls
         image = {"type": "image_url", "image_url": {"url": data_uri(TWO)}}
         messages += [first.to_dict(), {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": [image]}]
-        said = await client.chat.completions.create(model="m", messages=messages, tools=tools)
-        assert said.choices[0].message.content == "red"
+        message = await client.chat.completions.create(model="m", messages=messages, tools=tools)
+        assert message.choices[0].message.content == "red"
         assert seen_by(served).count("<|image_pad|>") == 4 + 3
         trajectory = await ended(served, opened)
     assert held(trajectory) == [[digest(ONE)], [digest(TWO)]]
@@ -83,7 +83,7 @@ async def test_anthropic_blocks_also_inside_a_tool_result() -> None:
         tools: Any = [{"name": "look", "description": "The picture.", "input_schema": LOOK.parameters}]
         messages: Any = [{"role": "user", "content": [block(ONE), {"type": "text", "text": "What is it?"}]}]
         first = await client.messages.create(model="m", messages=messages, max_tokens=50, tools=tools)
-        used = next(each for each in first.content if each.type == "tool_use")
+        used = next(block for block in first.content if block.type == "tool_use")
         result = {"type": "tool_result", "tool_use_id": used.id, "content": [block(TWO)]}
         messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
         await client.messages.create(model="m", messages=messages, max_tokens=50, tools=tools)
@@ -133,7 +133,7 @@ async def test_a_gateway_that_was_killed_goes_on_with_the_images_of_its_sessions
 
 
 @pytest.mark.parametrize(
-    ("url", "abilities", "said"),
+    ("url", "abilities", "problem"),
     [
         (data_uri(ONE), Abilities(), "this model accepts text only"),
         ("https://a.test/b.png", SEES, "URLs are not fetched"),
@@ -142,12 +142,12 @@ async def test_a_gateway_that_was_killed_goes_on_with_the_images_of_its_sessions
         (data_uri(ONE[:-6]), SEES, "is broken: save it again"),
     ],
 )
-async def test_what_is_no_image_for_this_model_is_answered_with_400(url: str, abilities: Abilities, said: str) -> None:
+async def test_unusable_image_is_answered_with_400(url: str, abilities: Abilities, problem: str) -> None:
     async with serving(["red"], renderer=shared()[0], abilities=abilities) as served:
         opened = await served.open()
         content = [{"type": "image_url", "image_url": {"url": url}}]
         body = {"model": "m", "messages": [{"role": "user", "content": content}]}
         async with served.http.post(f"{opened['path']}/v1/chat/completions", json=body) as answer:
             assert answer.status == 400
-            assert said in (await answer.json())["error"]["message"]
+            assert problem in (await answer.json())["error"]["message"]
         await ended(served, opened)

@@ -43,13 +43,13 @@ def assert_reasoning(details: Any, text: str) -> None:
 async def chat_turn(client: openai.AsyncOpenAI, messages: list[Any], *, stream: bool) -> dict[str, Any]:
     """One turn as a client that echoes everything would keep it."""
     if not stream:
-        whole = await client.chat.completions.create(model="m", messages=messages, tools=CHAT_TOOLS)
-        choice = whole.choices[0]
-        assert whole.usage is not None
-        assert whole.usage.prompt_tokens > 0
-        assert_reasoning(whole.usage.completion_tokens_details, choice.message.model_dump()["reasoning_content"])
+        message = await client.chat.completions.create(model="m", messages=messages, tools=CHAT_TOOLS)
+        choice = message.choices[0]
+        assert message.usage is not None
+        assert message.usage.prompt_tokens > 0
+        assert_reasoning(message.usage.completion_tokens_details, choice.message.model_dump()["reasoning_content"])
         return {**choice.message.model_dump(exclude_none=True), "finish": choice.finish_reason}
-    said: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     chunks = 0
     async for chunk in await client.chat.completions.create(
         model="m", messages=messages, tools=CHAT_TOOLS, stream=True, stream_options={"include_usage": True}
@@ -58,24 +58,24 @@ async def chat_turn(client: openai.AsyncOpenAI, messages: list[Any], *, stream: 
         if not chunk.choices:
             assert chunk.usage is not None
             assert chunk.usage.completion_tokens > 0
-            assert_reasoning(chunk.usage.completion_tokens_details, said["reasoning_content"])
+            assert_reasoning(chunk.usage.completion_tokens_details, message["reasoning_content"])
             continue
         delta = chunk.choices[0].delta
-        said["content"] += delta.content or ""
-        said["reasoning_content"] += (delta.model_extra or {}).get("reasoning_content", "")
+        message["content"] += delta.content or ""
+        message["reasoning_content"] += (delta.model_extra or {}).get("reasoning_content", "")
         for call in delta.tool_calls or ():
             assert call.function is not None
             if call.id:
-                said["tool_calls"].append(
+                message["tool_calls"].append(
                     {"id": call.id, "type": "function", "function": {"name": "", "arguments": ""}}
                 )
-            function = said["tool_calls"][call.index]["function"]
+            function = message["tool_calls"][call.index]["function"]
             function["name"] += call.function.name or ""
             function["arguments"] += call.function.arguments or ""
         if chunk.choices[0].finish_reason:
-            said["finish"] = chunk.choices[0].finish_reason
+            message["finish"] = chunk.choices[0].finish_reason
     assert chunks > 6
-    return {key: value for key, value in said.items() if value}
+    return {key: value for key, value in message.items() if value}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -84,16 +84,19 @@ async def test_chat_completions_with_calls(stream: bool) -> None:
         opened = await served.open(id="s1")
         client = client_of(opened)
         messages: list[Any] = [{"role": "user", "content": "1+2 and 3+4?"}]
-        said = await chat_turn(client, messages, stream=stream)
-        assert said.pop("finish") == "tool_calls"
-        assert (said["content"], said["reasoning_content"]) == ("Let me add.", "Two sums, then.")
-        assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [
+        message = await chat_turn(client, messages, stream=stream)
+        assert message.pop("finish") == "tool_calls"
+        assert (message["content"], message["reasoning_content"]) == ("Let me add.", "Two sums, then.")
+        assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [
             {"a": 1, "b": 2},
             {"a": 3, "b": 4},
         ]
-        messages += [said, *({"role": "tool", "tool_call_id": c["id"], "content": "?"} for c in said["tool_calls"])]
-        last = await chat_turn(client, messages, stream=stream)
-        assert last == {
+        messages += [
+            message,
+            *({"role": "tool", "tool_call_id": c["id"], "content": "?"} for c in message["tool_calls"]),
+        ]
+        answer = await chat_turn(client, messages, stream=stream)
+        assert answer == {
             "role": "assistant",
             "content": "It is 3 and 7.",
             "reasoning_content": "Done.",
@@ -108,17 +111,17 @@ async def test_chat_completions_with_calls(stream: bool) -> None:
 async def response_turn(client: openai.AsyncOpenAI, *, stream: bool, **request: Any) -> Any:
     if not stream:
         return await client.responses.create(model="m", tools=RESPONSE_TOOLS, **request)
-    done, texts, whole = [], "", None
+    done, texts, response = [], "", None
     async with client.responses.stream(model="m", tools=RESPONSE_TOOLS, **request) as events:
         async for event in events:
             if event.type == "response.output_item.done":
                 done.append(event.item.model_dump())
             if event.type == "response.output_text.delta":
                 texts += event.delta
-        whole = await events.get_final_response()
-    assert [item["id"] for item in done] == [item.id for item in whole.output]
-    assert texts == whole.output_text
-    return whole
+        response = await events.get_final_response()
+    assert [item["id"] for item in done] == [item.id for item in response.output]
+    assert texts == response.output_text
+    return response
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -127,8 +130,8 @@ async def test_responses_with_calls(stream: bool, stored: bool) -> None:
     async with serving(SCRIPT, tools=[ADD]) as served:
         opened = await served.open()
         client = client_of(opened)
-        asked: list[Any] = [{"role": "user", "content": "1+2 and 3+4?"}]
-        first = await response_turn(client, stream=stream, input=asked, store=stored, instructions="Be brief.")
+        request: list[Any] = [{"role": "user", "content": "1+2 and 3+4?"}]
+        first = await response_turn(client, stream=stream, input=request, store=stored, instructions="Be brief.")
         assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
         assert first.output_text == "Let me add."
         assert first.output[0].content[0].text == "Two sums, then."
@@ -142,10 +145,10 @@ async def test_responses_with_calls(stream: bool, stored: bool) -> None:
         if stored:
             more: dict[str, Any] = {"input": results, "previous_response_id": first.id}
         else:
-            more = {"input": [*asked, *(item.model_dump(exclude_none=True) for item in first.output), *results]}
-        last = await response_turn(client, stream=stream, store=stored, instructions="Be brief.", **more)
-        assert last.output_text == "It is 3 and 7."
-        assert last.usage.output_tokens > 0
+            more = {"input": [*request, *(item.model_dump(exclude_none=True) for item in first.output), *results]}
+        answer = await response_turn(client, stream=stream, store=stored, instructions="Be brief.", **more)
+        assert answer.output_text == "It is 3 and 7."
+        assert answer.usage.output_tokens > 0
         session = served.session(opened)
         assert session.turns == 2
         assert session.metrics()["forks"] == 0
@@ -157,7 +160,7 @@ def columns(segment: Segment) -> tuple[str, list[int], list[float]]:
 
 async def test_all_ways_of_asking_leave_the_same_tokens() -> None:
     """Streamed or not, Chat Completions or Responses: ids, masks and logprobs are those of a session without HTTP."""
-    left = []
+    recordings = []
     for stream in (False, True):
         async with serving(SCRIPT[1:], tools=[ADD]) as served:
             chat, responses = await served.open(), await served.open()
@@ -167,27 +170,27 @@ async def test_all_ways_of_asking_leave_the_same_tokens() -> None:
             await served.session(direct).chat([{"role": "user", "content": "Well?"}], [ADD])
             for opened in (chat, responses, direct):
                 segments = served.session(opened).segments()
-                left.append(
+                recordings.append(
                     [
                         (s.kind, s.token_ids.tolist(), None if s.logprobs is None else s.logprobs.tolist())
                         for s in segments
                     ]
                 )
-    assert all(each == left[0] for each in left)
+    assert all(recording == recordings[0] for recording in recordings)
 
 
 async def test_several_answers_logprobs_and_stop_strings() -> None:
     async with serving(lambda request: f"One two {request.number} three.") as served:
         opened = await served.open()
-        whole = await client_of(opened).chat.completions.create(
+        message = await client_of(opened).chat.completions.create(
             model="m", messages=[{"role": "user", "content": "Count."}], n=3, logprobs=True, stop=[" three"], seed=7
         )
-        assert sorted(choice.message.content or "" for choice in whole.choices) == [
+        assert sorted(choice.message.content or "" for choice in message.choices) == [
             "One two 0",
             "One two 1",
             "One two 2",
         ]
-        for choice in whole.choices:
+        for choice in message.choices:
             assert choice.finish_reason == "stop"
             assert choice.logprobs is not None
             tokens = choice.logprobs.content or []
@@ -211,7 +214,7 @@ async def test_several_answers_logprobs_and_stop_strings() -> None:
         ("functions", [{"name": "f"}]),
     ],
 )
-async def test_what_cannot_be_done_is_refused_by_name(field: str, value: Any) -> None:
+async def test_unsupported_field_is_refused_by_name(field: str, value: Any) -> None:
     async with serving(["never said"]) as served:
         opened = await served.open()
         with pytest.raises(openai.BadRequestError) as caught:

@@ -14,12 +14,15 @@ REFUSAL = {"refusal": None}
 
 
 def answers(message: dict[str, Any], text: str = '{"returncode": 0, "output": "ok"}') -> list[dict[str, Any]]:
-    return [{"role": "tool", "tool_call_id": each["id"], "content": text} for each in message.get("tool_calls", ())]
+    return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in message.get("tool_calls", ())]
 
 
 def rewritten(message: dict[str, Any], arguments: str, **more: Any) -> dict[str, Any]:
     """A message with other text for the arguments of its calls, under the same ids."""
-    calls = [{**each, "function": {**each["function"], "arguments": arguments}} for each in message["tool_calls"]]
+    calls = [
+        {**tool_call, "function": {**tool_call["function"], "arguments": arguments}}
+        for tool_call in message["tool_calls"]
+    ]
     return {**message, "tool_calls": calls, **more}
 
 
@@ -62,9 +65,9 @@ async def test_blocks_that_litellm_joins_are_the_same_turn() -> None:
     async with talking(says("Two parts", {"command": "ls"}, thinks="Hm."), DONE, DONE) as talk:
         first = await talk.blocks(GO)
         joined = [first[0], {"type": "text", "text": "Two"}, {"type": "text", "text": " parts"}, first[-1]]
-        ended = results(*first, text=[{"type": "text", "text": "ok"}])
-        ended["content"][-1]["cache_control"] = {"type": "ephemeral"}
-        second = await talk.blocks(GO, said(*joined), ended)
+        tool_results = results(*first, text=[{"type": "text", "text": "ok"}])
+        tool_results["content"][-1]["cache_control"] = {"type": "ephemeral"}
+        second = await talk.blocks(GO, said(*joined), tool_results)
         await talk.blocks(GO, said(*first), results(*first), said(*second), user("On."))
         assert talk.shape == LINEAR
 
@@ -159,8 +162,8 @@ async def test_a_call_that_opencode_could_not_run_comes_back_under_another_name(
     async with talking(says("", {"command": "ls"}), DONE) as talk:
         first = await talk.message(GO)
         (call,) = first["tool_calls"]
-        told = {"name": "invalid", "arguments": '{"tool":"run","error":"no such tool"}'}
-        await talk.message(GO, {**first, "tool_calls": [{**call, "function": told}]}, *answers(first))
+        arguments = {"name": "invalid", "arguments": '{"tool":"run","error":"no such tool"}'}
+        await talk.message(GO, {**first, "tool_calls": [{**call, "function": arguments}]}, *answers(first))
         assert talk.shape == LINEAR
         assert talk.metrics["rewritten_echoes"] == 1
 

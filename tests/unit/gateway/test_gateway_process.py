@@ -59,9 +59,9 @@ def children() -> set[int]:
 
 
 def audit(folder: Path) -> int:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stopped:
         main(["audit", str(folder)])
-    return 0 if ended.value.code is None else int(ended.value.code)
+    return 0 if stopped.value.code is None else int(stopped.value.code)
 
 
 @dataclass
@@ -102,45 +102,47 @@ def running(
     spec = GatewaySpec(config=GatewayConfig(model=model, out=outs["parent"], port=0), lifeline_fd=lifeline[0])
     words["parent"] = ["turnwise.gateway.server", "--config-json", spec.model_dump_json()]
     started: dict[str, subprocess.Popen[str]] = {}
-    found: dict[str, Running] = {}
+    gateways: dict[str, Running] = {}
     try:
-        for name, each in words.items():
-            command = [sys.executable, "-m", *each]
-            kept = lifeline[:1] if name == "parent" else ()
-            started[name] = WarmPopen(command, pass_fds=kept, stderr=subprocess.PIPE, start_new_session=True, text=True)
+        for name, gateway in words.items():
+            command = [sys.executable, "-m", *gateway]
+            pipe = lifeline[:1] if name == "parent" else ()
+            started[name] = WarmPopen(command, pass_fds=pipe, stderr=subprocess.PIPE, start_new_session=True, text=True)
         for name, process in started.items():
             assert process.stderr is not None
             serving = (re.search(r"serving the gateway of .* on (127\.0\.0\.1:\d+)", line) for line in process.stderr)
             address = next(filter(None, serving)).group(1)
             servers = started_by(psutil.Process(process.pid))
-            found[name] = Running(process, outs[name], f"http://{address}", servers)
-        yield found
+            gateways[name] = Running(process, outs[name], f"http://{address}", servers)
+        yield gateways
     finally:
         for process in started.values():
             process.kill()
             process.wait()
             process.stderr.close()  # type: ignore[union-attr]
-        for each in found.values():
-            psutil.wait_procs(each.servers, timeout=60)
+        for gateway in gateways.values():
+            psutil.wait_procs(gateway.servers, timeout=60)
 
 
 async def test_a_rebound_page_is_refused_by_gateway_and_server(running: dict[str, Running]) -> None:
     gateway = running["SIGINT"]
-    (server,) = (each for each in gateway.servers if each.net_connections("tcp"))
-    (port,) = {each.laddr.port for each in server.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    (server,) = (server for server in gateway.servers if server.net_connections("tcp"))
+    (port,) = {
+        connection.laddr.port for connection in server.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
+    }
     for url in (gateway.url, f"http://127.0.0.1:{port}"):
         async with aiohttp.ClientSession(url) as http:
-            for host, wanted in (("evil.example:80", 403), ("localhost:1", 200), ("127.0.0.1", 200)):
+            for host, expected in (("evil.example:80", 403), ("localhost:1", 200), ("127.0.0.1", 200)):
                 async with http.get("/health", headers={"host": host}) as answer:
-                    told = await answer.read()
-                    assert answer.status == wanted, (url, host)
-                    assert (b"'evil.example:80'" in told and b"allowed_hosts" in told) == (wanted == 403)
+                    page = await answer.read()
+                    assert answer.status == expected, (url, host)
+                    assert (b"'evil.example:80'" in page and b"allowed_hosts" in page) == (expected == 403)
 
 
 def test_its_files_are_its_owners_only(running: dict[str, Running]) -> None:
     out = running["SIGINT"].out
-    modes = {stat.S_IMODE(each.stat().st_mode) for each in [out, *out.rglob("*")] if each.is_dir()}
-    files = {each.name: stat.S_IMODE(each.stat().st_mode) for each in out.rglob("*") if each.is_file()}
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in [out, *out.rglob("*")] if path.is_dir()}
+    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in out.rglob("*") if path.is_file()}
     assert modes == {0o700}
     assert {"config.yaml", "ledger.jsonl", "trajectories.twz", "admin.key"} <= set(files)
     assert set(files.values()) == {0o600}, files
@@ -168,29 +170,32 @@ async def test_a_served_model_is_recorded_and_nothing_that_ended_is_lost(
         assert body["trajectory"]["stop_reason"] == "completed"
     gateway.process.send_signal(signal.SIGTERM)
     gateway.assert_ended(0)
-    left = {each.id: each for each in read_trajectories(gateway.out / "trajectories.twz")}
-    assert {name: each.stop_reason for name, each in left.items()} == {"done": "completed", "open": "cancelled"}
-    assert [each.metrics["turns"] for each in left.values()] == [2, 2]
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(gateway.out / "trajectories.twz")}
+    assert {name: trajectory.stop_reason for name, trajectory in trajectories.items()} == {
+        "done": "completed",
+        "open": "cancelled",
+    }
+    assert [trajectory.metrics["turns"] for trajectory in trajectories.values()] == [2, 2]
     assert audit(gateway.out) == 0
     # Log-probabilities are those of the configured temperature.
     assert re.search(r"logprobs recomputed +\d+", capsys.readouterr().out)
 
     async with answering(model) as url:
-        before = children()
-        again = GatewayProcess(GatewayConfig(model=model, out=gateway.out, port=0, url=url))
-        await again.launch()
+        baseline = children()
+        restarted = GatewayProcess(GatewayConfig(model=model, out=gateway.out, port=0, url=url))
+        await restarted.launch()
         try:
-            assert again.admin_key == key
-            await assert_known(again, opened)
+            assert restarted.admin_key == key
+            await assert_known(restarted, opened)
         finally:
-            await again.close()
-        assert children() <= before
+            await restarted.close()
+        assert children() <= baseline
 
 
-async def assert_known(again: GatewayProcess, opened: dict[str, Any]) -> None:
-    async with aiohttp.ClientSession(again.url) as http:
+async def assert_known(restarted: GatewayProcess, opened: dict[str, Any]) -> None:
+    async with aiohttp.ClientSession(restarted.url) as http:
         for name in ("done", "open"):
-            assert (await post(http, "/sessions", {"id": name}, again.admin_headers))[0] == 409
+            assert (await post(http, "/sessions", {"id": name}, restarted.admin_headers))[0] == 409
             assert (await post(http, f"{opened[name]['path']}/v1/chat/completions", ASK))[0] == 404
         assert (await post(http, "/sessions", {"id": "new"}, {"authorization": "Bearer " + "x" * 43}))[0] == 401
 
@@ -200,7 +205,7 @@ def test_the_command_ends_at_an_interrupt_with_its_code(running: dict[str, Runni
     running["SIGINT"].assert_ended(130)
 
 
-def test_it_ends_with_its_parent(running: dict[str, Running], lifeline: tuple[int, int]) -> None:
+def test_gateway_ends_with_its_parent(running: dict[str, Running], lifeline: tuple[int, int]) -> None:
     gateway = running["parent"]
     assert gateway.servers
     os.close(lifeline[1])
@@ -233,7 +238,7 @@ def test_a_key_is_made_once_and_read_by_its_owner_only(tmp_path: Path) -> None:
 
 
 def test_a_wrong_configuration_names_every_problem() -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         load_config(GatewayConfig, overrides=["model=m", "limits.requests=0", "ports=1"])
     for part in ("limits.requests", "ports", "out"):
-        assert part in str(told.value)
+        assert part in str(caught.value)

@@ -56,7 +56,7 @@ def result(block: Any) -> dict[str, Any]:
 def forks(served: Served, opened: Any) -> list[str]:
     """The reason of each fork, once."""
     segments = served.session(opened).segments()
-    return [each.fork for each in segments if each.fork is not None and each.kind == "context"]
+    return [segment.fork for segment in segments if segment.fork is not None and segment.kind == "context"]
 
 
 def branches(served: Served, opened: Any) -> int:
@@ -65,21 +65,21 @@ def branches(served: Served, opened: Any) -> int:
 
 def blocks_of(stream: bytes) -> list[Any]:
     """The content blocks of a stream of Anthropic's events, put together as its client does."""
-    found: list[Any] = []
+    blocks_: list[Any] = []
     for line in re.findall(rb"^data: (\{.*\})$", stream, re.MULTILINE):
         event = json.loads(line)
         if event["type"] == "content_block_start":
-            found.append(dict(event["content_block"]))
+            blocks_.append(dict(event["content_block"]))
         elif event["type"] == "content_block_delta":
             for kind, text in event["delta"].items():
                 if kind != "type":
-                    found[event["index"]][kind] = found[event["index"]].get(kind, "") + text
-    return found
+                    blocks_[event["index"]][kind] = blocks_[event["index"]].get(kind, "") + text
+    return blocks_
 
 
-async def test_a_turn_that_was_long_in_coming_is_the_same_turn_when_it_comes_back() -> None:
+async def test_slow_turn_is_recognised_when_it_comes_back() -> None:
     """Nothing but deltas keeps Claude Code waiting; the empty block that they stand in comes back with the turn."""
-    client = GatedClient(after=0)
+    client = GatedClient(gate_after=0)
     limits = GatewayLimits(alive_seconds=0.02, first_seconds=0.0)
     async with serving(client=client, limits=limits) as served:
         opened = await served.open()
@@ -107,8 +107,8 @@ async def test_a_turn_that_was_long_in_coming_is_the_same_turn_when_it_comes_bac
 
 
 @pytest.mark.parametrize("route", sorted(BODIES))
-async def test_a_request_again_without_stream_after_a_cut_connection_leaves_one_turn(route: str) -> None:
-    client = GatedClient(after=4)
+async def test_repeated_request_after_a_cut_stream_records_one_turn(route: str) -> None:
+    client = GatedClient(gate_after=4)
     async with serving(client=client) as served:
         opened = await served.open()
         async with aiohttp.ClientSession(served.url) as other:
@@ -124,25 +124,25 @@ async def test_a_request_again_without_stream_after_a_cut_connection_leaves_one_
 
 
 @pytest.mark.parametrize("route", sorted(BODIES))
-async def test_a_request_again_after_an_error_leaves_one_turn(route: str) -> None:
+async def test_repeated_request_after_an_error_records_one_turn(route: str) -> None:
     async with serving([InferenceError("down"), InferenceError("down"), DONE]) as served:
         opened = await served.open()
-        told = [(await post(served, opened, route, {**BODIES[route], "stream": n < 2}))[0] for n in (0, 1)]
+        statuses = [(await post(served, opened, route, {**BODIES[route], "stream": n < 2}))[0] for n in (0, 1)]
         # Each of these statuses makes the program send the same request again.
-        assert set(told) <= {503, 529}
+        assert set(statuses) <= {503, 529}
         assert (await post(served, opened, route, BODIES[route]))[0] == 200
         assert (served.session(opened).turns, branches(served, opened)) == (1, 1)
 
 
-async def test_a_turn_of_which_the_end_was_lost_on_the_way_is_sampled_again_as_a_branch_of_its_own() -> None:
+async def test_turn_with_a_lost_end_is_resampled_as_a_branch() -> None:
     async with serving(lambda _: DONE) as served:
         opened = await served.open()
         first = await ask(served, opened, GO)
-        again = await ask(served, opened, GO)
-        await ask(served, opened, GO, said(*again), {"role": "user", "content": "More."})
-        assert first[0]["signature"] != again[0]["signature"]
+        repeated = await ask(served, opened, GO)
+        await ask(served, opened, GO, said(*repeated), {"role": "user", "content": "More."})
+        assert first[0]["signature"] != repeated[0]["signature"]
         assert (forks(served, opened), branches(served, opened)) == ([], 2)
-        assert [each.fork for each in served.session(opened).segments() if each.fork] == ["resample"]
+        assert [segment.fork for segment in served.session(opened).segments() if segment.fork] == ["resample"]
 
 
 async def test_finished_blocks_of_a_turn_whose_stream_was_cut_are_kept_and_their_calls_run() -> None:
@@ -187,13 +187,13 @@ async def test_a_model_that_repeats_its_call_ids_gives_agents_each_once(family: 
             blocks = await ask(served, opened, *messages)
             # The same request again: another turn, with other ids.
             other = await ask(served, opened, *messages)
-            made = [block for block in blocks if block["type"] == "tool_use"]
+            calls = [block for block in blocks if block["type"] == "tool_use"]
             ids += [block["id"] for block in [*blocks, *other] if block["type"] == "tool_use"]
-            messages += [said(*blocks), {"role": "user", "content": [result(block) for block in made]}]
+            messages += [said(*blocks), {"role": "user", "content": [result(block) for block in calls]}]
         assert all(ids)
         assert len(set(ids)) == len(ids) == 12
         assert branches(served, opened) == 4
-        assert {each.fork for each in served.session(opened).segments()} == {None, "resample"}
+        assert {segment.fork for segment in served.session(opened).segments()} == {None, "resample"}
 
 
 @pytest.mark.parametrize("thoughts", ["", "Hm."])
@@ -209,11 +209,11 @@ async def test_an_empty_turn_is_dropped_by_programs_and_stays_on_record(thoughts
         await ask(served, opened, *history, {"role": "user", "content": edited})
         assert (forks(served, opened), branches(served, opened)) == (["rewound"], 2), "shorter, with another end"
     # Others say so in a message of their own, with or without the turn before it.
-    for kept in ([], [said({"type": "text", "text": ""})]):
+    for retained in ([], [said({"type": "text", "text": ""})]):
         async with serving([empty, DONE]) as served:
             opened = await served.open()
             await ask(served, opened, GO)
-            await ask(served, opened, GO, *kept, {"role": "user", "content": "You said nothing."})
+            await ask(served, opened, GO, *retained, {"role": "user", "content": "You said nothing."})
             assert (forks(served, opened), branches(served, opened)) == ([], 1)
 
 

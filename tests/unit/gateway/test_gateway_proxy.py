@@ -51,26 +51,26 @@ class Agent:
 
     async def ask(self, **more: Any) -> Any:
         """Send the conversation; what is said is appended to it."""
-        status, told = await self.send(**more)
-        assert status == 200, told
-        said = self.said(told)
-        self.items += said
-        return said
+        status, body = await self.send(**more)
+        assert status == 200, body
+        messages = self.said(body)
+        self.items += messages
+        return messages
 
-    def answer(self, said: list[Any], *texts: str) -> None:
+    def answer(self, message: list[Any], *texts: str) -> None:
         """Answer the calls of a turn, the last one first: that says nothing."""
         if self.route == "responses":
-            ids = [item["call_id"] for item in said if item["type"] == "function_call"]
-            made = [
+            ids = [item["call_id"] for item in message if item["type"] == "function_call"]
+            created = [
                 {"type": "function_call_output", "call_id": i, "output": t} for i, t in zip(ids, texts, strict=True)
             ]
-            self.items += made
+            self.items += created
         elif self.route == "messages":
-            ids = [block["id"] for block in said[0]["content"] if block["type"] == "tool_use"]
+            ids = [block["id"] for block in message[0]["content"] if block["type"] == "tool_use"]
             blocks = [{"type": "tool_result", "tool_use_id": i, "content": t} for i, t in zip(ids, texts, strict=True)]
             self.items.append({"role": "user", "content": blocks[::-1]})
         else:
-            ids = [call["id"] for call in said[0]["tool_calls"]]
+            ids = [call["id"] for call in message[0]["tool_calls"]]
             self.items += [{"role": "tool", "tool_call_id": i, "content": t} for i, t in zip(ids, texts, strict=True)]
 
     async def send(self, **more: Any) -> tuple[int, Any]:
@@ -106,46 +106,54 @@ def events(raw: bytes) -> list[Any]:
     return [json.loads(line) for line in re.findall(rb"^data: (\{.*\})\r?$", raw, re.MULTILINE)]
 
 
-def blocks(told: list[Any]) -> list[Any]:
-    found: list[Any] = []
-    for event in told:
+def blocks(response: list[Any]) -> list[Any]:
+    pieces: list[Any] = []
+    for event in response:
         if event["type"] == "content_block_start":
-            found.append(dict(event["content_block"], json=""))
+            pieces.append(dict(event["content_block"], json=""))
         if event["type"] == "content_block_delta":
             delta = event["delta"]
             key = {"input_json_delta": "json"}.get(delta["type"], delta["type"].removesuffix("_delta"))
-            found[-1][key] = found[-1].get(key, "") + delta.get("partial_json", delta.get(key, ""))
-    for block in found:
+            pieces[-1][key] = pieces[-1].get(key, "") + delta.get("partial_json", delta.get(key, ""))
+    for block in pieces:
         written = block.pop("json")
         if written:
             block["input"] = json.loads(written)
-    return found
+    return pieces
 
 
-def chunked(told: list[Any]) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
-    for event in told:
+def chunked(response: list[Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+    for event in response:
         for choice in event["choices"]:
             delta = choice["delta"]
             for key in ("content", "reasoning_content"):
-                said[key] += delta.get(key) or ""
+                message[key] += delta.get(key) or ""
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
-                    said["tool_calls"].append(
+                    message["tool_calls"].append(
                         {"id": call["id"], "type": "function", "function": dict(call["function"])}
                     )
                 else:
-                    said["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    if not said["tool_calls"]:
-        del said["tool_calls"]
-    return said
+                    message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    if not message["tool_calls"]:
+        del message["tool_calls"]
+    return message
 
 
 def told(segments: list[Segment]) -> list[tuple[Any, ...]]:
     """What a tree says besides its ids."""
     return [
-        (each.parent, each.kind, each.messages, each.turn_id, each.fork, each.tools, each.finish_reason)
-        for each in segments
+        (
+            segment.parent,
+            segment.kind,
+            segment.messages,
+            segment.turn_id,
+            segment.fork,
+            segment.tools,
+            segment.finish_reason,
+        )
+        for segment in segments
     ]
 
 
@@ -170,9 +178,9 @@ async def edits(agent: Agent) -> None:
     agent.user("CALL")
     first = list(agent.items)
     agent.answer(await agent.ask(), "3", "7")
-    whole = list(agent.items)
+    history = list(agent.items)
     await agent.ask()
-    agent.items = whole[:]
+    agent.items = history[:]
     await agent.ask()  # sampled again
     agent.items = first[:]
     agent.user("Something else.")  # rewound
@@ -186,14 +194,17 @@ async def edits(agent: Agent) -> None:
 
 async def drops_reasoning(agent: Agent) -> None:
     agent.user("CALL")
-    said = await agent.ask()
+    message = await agent.ask()
     if agent.route == "responses":
         agent.items = [item for item in agent.items if item.get("type") != "reasoning"]
     elif agent.route == "messages":
-        agent.items[-1] = {**said[0], "content": [each for each in said[0]["content"] if each["type"] != "thinking"]}
+        agent.items[-1] = {
+            **message[0],
+            "content": [block for block in message[0]["content"] if block["type"] != "thinking"],
+        }
     else:
-        agent.items[-1] = {key: value for key, value in said[0].items() if key != "reasoning_content"}
-    agent.answer(said, "3", "7")
+        agent.items[-1] = {key: value for key, value in message[0].items() if key != "reasoning_content"}
+    agent.answer(message, "3", "7")
     await agent.ask()
 
 
@@ -204,10 +215,10 @@ BEHAVIOURS: list[tuple[Callable[[Agent], Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("behaviour", "forks"), BEHAVIOURS, ids=[each.__name__ for each, _ in BEHAVIOURS])
+@pytest.mark.parametrize(("behaviour", "forks"), BEHAVIOURS, ids=[behaviour.__name__ for behaviour, _ in BEHAVIOURS])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("route", ROUTES)
-async def test_what_is_recorded_is_what_the_endpoint_recorded(
+async def test_proxy_records_the_same_tree_as_a_token_session(
     route: str, stream: bool, behaviour: Callable[[Agent], Any], forks: list[str]
 ) -> None:
     async with both() as (served, behind, hosted, opened):
@@ -215,8 +226,8 @@ async def test_what_is_recorded_is_what_the_endpoint_recorded(
         session = served.session(behind)
         trajectory = await hosted.finalize(opened)
         assert told(trajectory.segments) == told(session.segments())
-        assert [each.fork for each in trajectory.segments if each.fork is not None] == forks
-        assert any("tool_calls" in each.messages[0] for each in trajectory.segments)
+        assert [segment.fork for segment in trajectory.segments if segment.fork is not None] == forks
+        assert any("tool_calls" in segment.messages[0] for segment in trajectory.segments)
         assert (trajectory.recorded, trajectory.stop_reason) == ("text", "completed")
         metrics = session.metrics()
         assert trajectory.metrics["completion_tokens"] == metrics["sampled_tokens"] == trajectory.sampled_tokens
@@ -226,7 +237,7 @@ async def test_what_is_recorded_is_what_the_endpoint_recorded(
         assert "turns_without_usage" not in trajectory.metrics
         assert trajectory.metrics["temperature"] == 0.5
         assert set(trajectory.turn_metrics) == {f"t{n}" for n in range(int(metrics["turns"]))}
-        assert {each["max_tokens"] for each in trajectory.turn_metrics.values()} == {900}
+        assert {metrics["max_tokens"] for metrics in trajectory.turn_metrics.values()} == {900}
         assert Trajectory.from_bytes(trajectory.to_bytes()).to_bytes() == trajectory.to_bytes()
         with pytest.raises(TrainError, match="front was recorded as text"):
             to_samples(trajectory)

@@ -25,22 +25,22 @@ def chat(message: Any, finish: str = "stop", *more: Any) -> dict[str, Any]:
         "object": "chat.completion",
         "created": 0,
         "model": "m",
-        "choices": [{"index": n, "message": each, "finish_reason": finish} for n, each in enumerate(messages)],
+        "choices": [{"index": n, "message": message, "finish_reason": finish} for n, message in enumerate(messages)],
         "usage": {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9},
     }
 
 
 def says(*answers: Any) -> Any:
-    left = list(answers)
+    remaining = list(answers)
 
     async def respond(request: web.Request) -> web.StreamResponse:
-        return web.json_response(left.pop(0))
+        return web.json_response(remaining.pop(0))
 
     return respond
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": said, **more}
+def text(message: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": message, **more}
 
 
 def call(name: str, arguments: str, call_id: str = "call_0") -> dict[str, Any]:
@@ -62,11 +62,11 @@ async def record(bodies: list[Any], answers: list[Any], route: str = "chat/compl
 
 
 def forks(trajectory: Trajectory) -> list[str]:
-    return [each.fork for each in trajectory.segments if each.fork is not None]
+    return [segment.fork for segment in trajectory.segments if segment.fork is not None]
 
 
 def turns(trajectory: Trajectory) -> list[Segment]:
-    return [each for each in trajectory.segments if each.sampled]
+    return [segment for segment in trajectory.segments if segment.sampled]
 
 
 @pytest.mark.parametrize("echo", ["same", "strict"])
@@ -78,20 +78,20 @@ async def test_ids_that_repeat_prove_nothing(call_id: str, echo: str) -> None:
     for answer in answers:
         bodies.append({"messages": list(history)})
         history += [answer, {"role": "tool", "tool_call_id": call_id, "content": "ok"}]
-    trajectory = await record(bodies, [chat(each) for each in answers], echo=echo)
+    trajectory = await record(bodies, [chat(answer) for answer in answers], echo=echo)
     assert (forks(trajectory), trajectory.metrics["rewritten_echoes"]) == ([], 0)
-    called = [each.messages[0]["tool_calls"][0]["function"]["arguments"] for each in turns(trajectory)[:3]]
+    called = [turn.messages[0]["tool_calls"][0]["function"]["arguments"] for turn in turns(trajectory)[:3]]
     assert called == [{"n": 0}, {"n": 1}, {"n": 2}]
-    assert [each.parent for each in trajectory.segments] == [-1, *range(7)]
+    assert [segment.parent for segment in trajectory.segments] == [-1, *range(7)]
 
 
 @pytest.mark.parametrize("echo", ["same", "strict"])
 async def test_an_echo_with_its_own_ids_is_the_turn(echo: str) -> None:
-    said = text("Two.", tool_calls=[call("f", '{"n": 1.0}', "call_a")])
+    message = text("Two.", tool_calls=[call("f", '{"n": 1.0}', "call_a")])
     back = text(" two ", tool_calls=[call("f", '{"n":2,"more":null}', "call_a")])
     tool = {"role": "tool", "tool_call_id": "call_a", "content": "ok"}
     bodies = [{"messages": [USER]}, {"messages": [USER, back, tool]}]
-    trajectory = await record(bodies, [chat(said), chat(text("Done."))], echo=echo)
+    trajectory = await record(bodies, [chat(message), chat(text("Done."))], echo=echo)
     assert forks(trajectory) == ([] if echo == "same" else ["assistant_edited"])
     assert trajectory.metrics["rewritten_echoes"] == (echo == "same")
     assert trajectory.echo == echo
@@ -99,7 +99,7 @@ async def test_an_echo_with_its_own_ids_is_the_turn(echo: str) -> None:
 
 async def test_several_answers_are_several_turns() -> None:
     trajectory = await record([{"messages": [USER], "n": 3}], [chat(text("A"), "length", text("B"), text("C"))])
-    assert [(each.messages[0]["content"], each.finish_reason) for each in turns(trajectory)] == [
+    assert [(turn.messages[0]["content"], turn.finish_reason) for turn in turns(trajectory)] == [
         ("A", "length"),
         ("B", "length"),
         ("C", "length"),
@@ -109,27 +109,30 @@ async def test_several_answers_are_several_turns() -> None:
 
 
 async def test_calls_that_cannot_be_used_are_kept_as_they_are() -> None:
-    said = text("", tool_calls=[call("f", '{"n": ', "call_a"), call("g", "[1]", "call_b")])
-    results = [{"role": "tool", "tool_call_id": each, "content": "no"} for each in ("call_a", "call_b")]
+    message = text("", tool_calls=[call("f", '{"n": ', "call_a"), call("g", "[1]", "call_b")])
+    results = [{"role": "tool", "tool_call_id": call_id, "content": "no"} for call_id in ("call_a", "call_b")]
     trajectory = await record(
-        [{"messages": [USER]}, {"messages": [USER, said, *results]}], [chat(said), chat(text("Ok."))]
+        [{"messages": [USER]}, {"messages": [USER, message, *results]}], [chat(message), chat(text("Ok."))]
     )
     assert forks(trajectory) == []
-    functions = [each["function"]["arguments"] for each in turns(trajectory)[0].messages[0]["tool_calls"]]
+    functions = [call["function"]["arguments"] for call in turns(trajectory)[0].messages[0]["tool_calls"]]
     assert functions == ['{"n":', "[1]"]
 
 
-async def test_what_is_no_text_is_noted_and_compared() -> None:
+async def test_non_text_parts_become_placeholders() -> None:
     image = {"type": "image_url", "image_url": {"url": "https://a.test/b.png"}}
     other = {"type": "image_url", "image_url": {"url": "https://a.test/c.png"}}
     sound = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
-    asked = {"role": "user", "content": [{"type": "text", "text": "See "}, image, sound]}
-    again = {
+    question = {"role": "user", "content": [{"type": "text", "text": "See "}, image, sound]}
+    repeated = {
         "role": "user",
         "content": [{"type": "text", "text": "See "}, {**image, "cache_control": {"type": "x"}}, sound],
     }
     edited = {"role": "user", "content": [{"type": "text", "text": "See "}, other, sound]}
-    bodies = [{"messages": each} for each in ([asked], [again, text("I see."), USER], [edited, text("I see."), USER])]
+    bodies = [
+        {"messages": messages}
+        for messages in ([question], [repeated, text("I see."), USER], [edited, text("I see."), USER])
+    ]
     trajectory = await record(bodies, [chat(text("I see.")), chat(text("Yes.")), chat(text("No."))])
     content = trajectory.segments[0].messages[0]["content"]
     assert content.startswith("See [image_url ")
@@ -139,20 +142,20 @@ async def test_what_is_no_text_is_noted_and_compared() -> None:
 
 
 async def test_a_beginning_that_the_agent_wrote_belongs_to_the_turn() -> None:
-    begun = [USER, {"role": "assistant", "content": "The answer"}]
+    history = [USER, {"role": "assistant", "content": "The answer"}]
     then = [USER, {"role": "assistant", "content": "The answer is 3."}, {"role": "user", "content": "Why?"}]
     answers = [
         {
             "type": "message",
-            "content": [{"type": "text", "text": said}],
+            "content": [{"type": "text", "text": text}],
             "stop_reason": reason,
             "usage": {"input_tokens": 3},
         }
-        for said, reason in ((" is 3.", "end_turn"), ("So.", "max_tokens"))
+        for text, reason in ((" is 3.", "end_turn"), ("So.", "max_tokens"))
     ]
-    trajectory = await record([{"messages": each} for each in (begun, then)], answers, "messages")
-    assert [each.messages[0]["content"] for each in turns(trajectory)] == ["The answer is 3.", "So."]
-    assert [each.finish_reason for each in turns(trajectory)] == ["stop", "length"]
+    trajectory = await record([{"messages": messages} for messages in (history, then)], answers, "messages")
+    assert [turn.messages[0]["content"] for turn in turns(trajectory)] == ["The answer is 3.", "So."]
+    assert [turn.finish_reason for turn in turns(trajectory)] == ["stop", "length"]
     assert forks(trajectory) == []
 
 
@@ -176,13 +179,13 @@ async def test_tools_and_blocks_that_the_endpoint_runs_are_recorded() -> None:
     assert forks(trajectory) == []
     offered = trajectory.segments[0].tools
     assert offered is not None
-    assert [each["function"]["name"] for each in offered] == ["web_search", "bash"]
+    assert [tool["function"]["name"] for tool in offered] == ["web_search", "bash"]
     assert offered[0]["function"]["parameters"] == {"type": "web_search_20250305", "max_uses": 2}
     assert turns(trajectory)[0].messages[0]["content"].endswith("Found.")
     assert trajectory.metrics["turns_without_usage"] == 2
 
 
-async def test_what_cannot_be_read_is_recorded_as_it_was() -> None:
+async def test_unparsable_answer_is_recorded_as_raw_text() -> None:
     odd = {"messages": [{"role": "critic", "content": {"deep": [1]}}], "temperature": 0.5}
     trajectory = await record([odd, odd, {"messages": []}], [{"strange": 1}, chat(text("Ok.")), chat({"content": 7})])
     assert json.loads(trajectory.segments[0].messages[0]["content"]) == odd
@@ -206,16 +209,16 @@ async def test_a_deep_body_is_passed_on_and_recorded() -> None:
     }
     body["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {"a": deep}}}]  # type: ignore[assignment]
     trajectory = await record([body], [chat(text("Ok."))])
-    assert [each.messages[0]["content"] for each in turns(trajectory)] == ["Ok."]
+    assert [turn.messages[0]["content"] for turn in turns(trajectory)] == ["Ok."]
     assert Trajectory.from_bytes(trajectory.to_bytes()).segments[0].messages == trajectory.segments[0].messages
 
 
-def response(number: int, said: str, **more: Any) -> dict[str, Any]:
+def response(number: int, message: str, **more: Any) -> dict[str, Any]:
     item = {
         "type": "message",
         "id": f"msg_{number}",
         "role": "assistant",
-        "content": [{"type": "output_text", "text": said}],
+        "content": [{"type": "output_text", "text": message}],
     }
     return {"id": f"resp_{number}", "status": "completed", "output": [item], **more}
 
@@ -223,16 +226,16 @@ def response(number: int, said: str, **more: Any) -> dict[str, Any]:
 async def test_responses_go_on_from_their_own_session_only() -> None:
     answers = [response(1, "One."), response(2, "Two."), response(3, "Three.")]
     async with provider(says(*answers)) as there, hosting(there.url) as hosted:
-        mine, theirs = await hosted.open(), await hosted.open()
-        assert (await ask(hosted, mine, {"input": "Go."}, "responses"))[0] == 200
-        assert (await ask(hosted, mine, {"input": "On.", "previous_response_id": "resp_1"}, "responses"))[0] == 200
+        first, theirs = await hosted.open(), await hosted.open()
+        assert (await ask(hosted, first, {"input": "Go."}, "responses"))[0] == 200
+        assert (await ask(hosted, first, {"input": "On.", "previous_response_id": "resp_1"}, "responses"))[0] == 200
         item = {"type": "item_reference", "id": "msg_2"}
         more = [
             {"role": "user", "content": "Go."},
             {"type": "item_reference", "id": "msg_1"},
             {"role": "user", "content": "On."},
         ]
-        assert (await ask(hosted, mine, {"input": [*more, item, USER]}, "responses"))[0] == 200
+        assert (await ask(hosted, first, {"input": [*more, item, USER]}, "responses"))[0] == 200
         for refused, field in (
             ({"input": "On.", "previous_response_id": "resp_1"}, "previous_response_id"),
             ({"input": [item, USER]}, "input"),
@@ -240,11 +243,11 @@ async def test_responses_go_on_from_their_own_session_only() -> None:
             ({"input": "Go.", "background": True}, "background"),
             ({"input": "Go.", "prompt": {"id": "pmpt_1"}}, "prompt"),
         ):
-            status, told = await ask(hosted, theirs, refused, "responses")
-            assert (status, told["error"]["param"]) == (400, field)
+            status, body = await ask(hosted, theirs, refused, "responses")
+            assert (status, body["error"]["param"]) == (400, field)
         assert len(there.seen) == 3, "what is refused is not sent"
-        trajectory = await hosted.finalize(mine)
-        assert [each.messages[0]["content"] for each in turns(trajectory)] == ["One.", "Two.", "Three."]
+        trajectory = await hosted.finalize(first)
+        assert [turn.messages[0]["content"] for turn in turns(trajectory)] == ["One.", "Two.", "Three."]
         assert forks(trajectory) == []
         assert (await hosted.finalize(theirs)).segments == []
 
@@ -256,9 +259,11 @@ async def test_a_response_that_failed_or_was_not_stored_is_not_gone_on_from() ->
         assert (await ask(hosted, opened, {"input": "Go."}, "responses"))[0] == 200
         assert hosted.session(opened).turns == 0
         assert (await ask(hosted, opened, {"input": "Go.", "store": False}, "responses"))[0] == 200
-        for last in ("resp_1", "resp_2"):
-            assert (await ask(hosted, opened, {"input": "On.", "previous_response_id": last}, "responses"))[0] == 400
-        assert [each.messages[0]["content"] for each in turns(await hosted.finalize(opened))] == ["Two."]
+        for response_id in ("resp_1", "resp_2"):
+            assert (await ask(hosted, opened, {"input": "On.", "previous_response_id": response_id}, "responses"))[
+                0
+            ] == 400
+        assert [turn.messages[0]["content"] for turn in turns(await hosted.finalize(opened))] == ["Two."]
 
 
 async def test_real_clients_see_the_endpoint() -> None:
@@ -269,11 +274,11 @@ async def test_real_clients_see_the_endpoint() -> None:
         if body["model"] == "broken":
             return web.json_response({"error": {"message": "no such model", "type": "x", "code": "y"}}, status=404)
         if request.path.endswith("messages"):
-            told: dict[str, Any] = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": "m"}
-            told |= {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 3, "output_tokens": 0}}
+            message: dict[str, Any] = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": "m"}
+            message |= {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 3, "output_tokens": 0}}
             end = {"stop_reason": "end_turn", "stop_sequence": None}
             events: list[dict[str, Any]] = [
-                {"type": "message_start", "message": told},
+                {"type": "message_start", "message": message},
                 {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
                 {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hi."}},
                 {"type": "content_block_stop", "index": 0},
@@ -287,18 +292,18 @@ async def test_real_clients_see_the_endpoint() -> None:
     async with provider(respond) as there, hosting(there.url) as hosted:
         opened = await hosted.open()
         async with openai.AsyncOpenAI(base_url=opened["base"] + "/v1", api_key="any", max_retries=0) as client:
-            whole = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Go."}])
-            assert whole.choices[0].message.content == "Hi."
+            message = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Go."}])
+            assert message.choices[0].message.content == "Hi."
             with pytest.raises(openai.NotFoundError, match="no such model"):
                 await client.chat.completions.create(model="broken", messages=[{"role": "user", "content": "Go."}])
         async with anthropic.AsyncAnthropic(base_url=opened["base"], api_key="any", max_retries=0) as other:
             async with other.messages.stream(
                 model="m", max_tokens=9, messages=[{"role": "user", "content": "Go."}]
             ) as stream:
-                said = await stream.get_final_message()
-            assert said.content[0].type == "text"
-            assert said.content[0].text == "Hi."
+                message = await stream.get_final_message()
+            assert message.content[0].type == "text"
+            assert message.content[0].text == "Hi."
         trajectory = await hosted.finalize(opened)
-        assert [each.messages[0]["content"] for each in turns(trajectory)] == ["Hi.", "Hi."]
+        assert [turn.messages[0]["content"] for turn in turns(trajectory)] == ["Hi.", "Hi."]
         # Two APIs, one conversation: the same request sampled again.
         assert forks(trajectory) == ["resample"]

@@ -26,14 +26,14 @@ class Twofold(Wild):
     async def ask(self, messages: Sequence[Any]) -> Any:
         placed = self.text.place(messages, self.tools)
         try:
-            said = await super().ask(messages)
+            message = await super().ask(messages)
         except BaseException:
             self.text.withdraw([placed])
             raise
-        own = {key: value for key, value in copy.deepcopy(said).items() if key not in ("turn_id", "finish_reason")}
-        cut = said["finish_reason"] == "length"
-        assert self.text.commit(placed, own, cut=cut, usage=None, sampling={}) == said
-        return said
+        sent = {key: value for key, value in copy.deepcopy(message).items() if key not in ("turn_id", "finish_reason")}
+        cut = message["finish_reason"] == "length"
+        assert self.text.commit(placed, sent, cut=cut, usage=None, sampling={}) == message
+        return message
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -52,14 +52,17 @@ async def test_both_tell_the_same(
         if action != "arguments":
             await wild.act(action, text.replace("NOBRIDGE", "e"), number)
     trajectory = await wild.check()
-    mine, theirs = (
-        [(each.kind, each.parent, each.messages, each.turn_id, each.fork, each.tools) for each in segments]
+    text_shape, theirs = (
+        [
+            (segment.kind, segment.parent, segment.messages, segment.turn_id, segment.fork, segment.tools)
+            for segment in segments
+        ]
         for segments in (wild.text.segments(), wild.session.segments())
     )
-    assert mine == theirs
-    assert not any(len(each.token_ids) for each in wild.text.segments())
-    metrics, known = wild.text.metrics(), wild.session.metrics()
+    assert text_shape == theirs
+    assert not any(len(segment.token_ids) for segment in wild.text.segments())
+    metrics, counters = wild.text.metrics(), wild.session.metrics()
     for name in ("turns", "branches", "forks", "rewritten_echoes"):
-        assert metrics[name] == known[name], name
+        assert metrics[name] == counters[name], name
     for reason in trajectory.forks():
         event(reason)

@@ -70,11 +70,11 @@ async def post(
 
 def says(*answers: Any) -> Respond:
     """Answers one after the other, the last one for ever: JSON, or a status with JSON and headers."""
-    left = list(answers)
+    remaining = list(answers)
 
     async def respond(request: web.Request) -> web.StreamResponse:
-        told = left.pop(0) if len(left) > 1 else left[0]
-        status, body, headers = told if isinstance(told, tuple) else (200, told, {})
+        answer = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+        status, body, headers = answer if isinstance(answer, tuple) else (200, answer, {})
         return web.json_response(body, status=status, headers=headers)
 
     return respond
@@ -88,7 +88,7 @@ async def until(holds: Callable[[], Any]) -> None:
 
 
 def texts(trajectory: Trajectory) -> list[str]:
-    return [each.messages[0]["content"] for each in trajectory.segments if each.sampled]
+    return [segment.messages[0]["content"] for segment in trajectory.segments if segment.sampled]
 
 
 # What crosses
@@ -146,7 +146,7 @@ async def test_bytes_cross_as_they_are_and_secrets_do_not() -> None:
         ("chat/completions", HostedConfig(key_header="api-key"), ("api-key", KEY)),
     ],
 )
-async def test_the_key_goes_where_the_api_wants_it(route: str, config: HostedConfig, header: tuple[str, str]) -> None:
+async def test_key_is_sent_in_the_header_of_the_api(route: str, config: HostedConfig, header: tuple[str, str]) -> None:
     async with (
         provider(says(WHOLES.get(route, {"input_tokens": 7}))) as there,
         hosting(there.url, config=config) as hosted,
@@ -187,7 +187,11 @@ async def test_models_and_counts_pass_through_and_no_other_route_is_open() -> No
         for path in ("models", "models/org/m.1:free", "models?limit=20"):
             async with hosted.http.get(f"{opened['path']}/v1/{path}") as answer:
                 assert (answer.status, (await answer.json())["data"][0]["id"]) == (200, "org/m")
-        assert [each.path for each in there.seen] == ["/v1/models", "/v1/models/org/m.1:free", "/v1/models?limit=20"]
+        assert [request.path for request in there.seen] == [
+            "/v1/models",
+            "/v1/models/org/m.1:free",
+            "/v1/models?limit=20",
+        ]
         for method, path in (
             ("GET", "models/%2e%2e/files"), ("GET", "models/..%2ffiles"), ("GET", "models/a/%2e%2e/%2e%2e/files"),
             ("GET", "models%2f..%2ffiles"), ("GET", "modelsx"), ("GET", "files"), ("POST", "files"),
@@ -272,7 +276,7 @@ def test_long_lines_and_answers_of_many_pieces_take_linear_time(dialect: str) ->
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 @pytest.mark.parametrize("route", STREAMS)
-async def test_a_stream_is_put_together_however_it_is_cut(route: str, size: int) -> None:
+async def test_stream_is_parsed_at_any_chunking(route: str, size: int) -> None:
     raw = b"".join(STREAMS[route]).replace(b"\n", b"\r\n" if size == 7 else b"\n")
     pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
 
@@ -395,7 +399,7 @@ async def test_the_end_of_a_session_ends_the_request_behind(respond: Respond) ->
             assert (await asking)[0] == 404
 
 
-async def test_what_was_said_whole_stands_without_its_end_mark() -> None:
+async def test_complete_answer_is_recorded_without_its_end_mark() -> None:
     async def respond(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
@@ -473,9 +477,9 @@ async def test_errors_pass_and_say_how_the_session_ended(
         one = await hosted.open(id="one")
         got, raw, headers = await post(hosted, one, {**ASK, "stream": stream})
         assert (got, json.loads(raw), headers["retry-after"], headers["x-should-retry"]) == (status, body, "3", "false")
-        left = await hosted.finalize(one)
-        assert (left.segments, left.stop_reason) == ([], reason)
-        assert error in str(left.error or "")
+        trajectory = await hosted.finalize(one)
+        assert (trajectory.segments, trajectory.stop_reason) == ([], reason)
+        assert error in str(trajectory.error or "")
     async with (
         provider(says((status, body, {}), WHOLE)) as there,
         hosting(there.url, settings=TextSettings(max_turns=1)) as hosted,
@@ -584,17 +588,17 @@ async def test_budgets_that_need_no_tokens_hold() -> None:
 
 async def test_the_tokens_of_a_conversation_count_once() -> None:
     async def respond(request: web.Request) -> web.StreamResponse:
-        told = len((await request.json())["messages"])
-        return web.json_response({**WHOLE, "usage": {"prompt_tokens": 10 * told, "completion_tokens": 3}})
+        count = len((await request.json())["messages"])
+        return web.json_response({**WHOLE, "usage": {"prompt_tokens": 10 * count, "completion_tokens": 3}})
 
     async with provider(respond) as there, hosting(there.url, settings=TextSettings(max_total_tokens=34)) as hosted:
         opened = await hosted.open()
-        said = {"role": "assistant", "content": "Done."}
-        history = [*ASK["messages"], said, {"role": "user", "content": "On."}]
+        message = {"role": "assistant", "content": "Done."}
+        history = [*ASK["messages"], message, {"role": "user", "content": "On."}]
         assert (await post(hosted, opened, ASK))[0] == 200
         # 30 tokens of which 13 are known, and 3 more: 33 in all.
         assert (await post(hosted, opened, {**ASK, "messages": history}))[0] == 200
-        assert (await post(hosted, opened, {**ASK, "messages": [*history, said, *ASK["messages"]]}))[0] == 200
+        assert (await post(hosted, opened, {**ASK, "messages": [*history, message, *ASK["messages"]]}))[0] == 200
         assert (await post(hosted, opened, {**ASK, "messages": history}))[0] == 400
         assert (await hosted.finalize(opened)).metrics["tokens_over_limit"] == 20 - 1
 
@@ -607,8 +611,8 @@ def test_a_key_is_hidden_however_a_stream_is_cut() -> None:
     text = b"x abcabd-secret abcabcabd-secret abc abcabd-secre"
     for size in range(1, len(text)):
         veil = SecretFilter(key)
-        shown = b"".join(veil.feed(text[at : at + size]) for at in range(0, len(text), size)) + veil.end()
-        assert shown == b"x [key] abc[key] abc abcabd-secre"
+        filtered = b"".join(veil.feed(text[at : at + size]) for at in range(0, len(text), size)) + veil.end()
+        assert filtered == b"x [key] abc[key] abc abcabd-secre"
     quiet = SecretFilter(key)
     assert quiet.feed(b"data: {}\n\n") == b"data: {}\n\n", "what is no beginning of a key is not held back"
     assert SecretFilter(b"").feed(b"abc") == b"abc"
@@ -616,13 +620,13 @@ def test_a_key_is_hidden_however_a_stream_is_cut() -> None:
 
 async def echoing(request: web.Request) -> web.StreamResponse:
     """Quotes all that it was sent, as debugging proxies do."""
-    told = json.dumps(dict(request.headers))
+    body = json.dumps(dict(request.headers))
     if b'"fail"' in await request.read():
-        return web.json_response({"error": {"message": told}}, status=500)
+        return web.json_response({"error": {"message": body}}, status=500)
     if b'"stream":true' in await request.read():
-        raw = chunk({"content": told}, "stop") + DONE
+        raw = chunk({"content": body}, "stop") + DONE
         return await streamed(request, raw[:150], raw[150:])
-    return web.json_response({"choices": [{"message": {"content": told}, "finish_reason": "stop"}]})
+    return web.json_response({"choices": [{"message": {"content": body}, "finish_reason": "stop"}]})
 
 
 async def test_the_process_keeps_the_key_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,27 +660,27 @@ async def test_the_process_keeps_the_key_to_itself(tmp_path: Path, monkeypatch: 
                     assert (await answer.json())["trajectory"]["recorded"] == "text"
         finally:
             await gateway.close()
-        assert [each.headers["authorization"] for each in there.seen] == [f"Bearer {KEY}"] * 4
+        assert [request.headers["authorization"] for request in there.seen] == [f"Bearer {KEY}"] * 4
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert {"trajectories.twz", "config.yaml", "gateway.log", "admin.key"} <= {file.name for file in files}
     for file in files:
         content = file.read_bytes()
         # An agent's URL stays valid when the gateway is started again: the log of open sessions has it.
-        own = () if file.name == "sessions.jsonl" else (opened["token"], opened["reward_key"])
-        for secret in (KEY, "agents-own-key", *own):
+        secrets = () if file.name == "sessions.jsonl" else (opened["token"], opened["reward_key"])
+        for secret in (KEY, "agents-own-key", *secrets):
             assert secret.encode() not in content, (file, secret)
     assert "TEST_PROVIDER_KEY" in (out / "config.yaml").read_text()
-    [left] = read_trajectories(out / "trajectories.twz")
-    assert (left.metrics["turns"], left.rewards) == (2, [("t1", "reward", 0.5)])
+    [trajectory] = read_trajectories(out / "trajectories.twz")
+    assert (trajectory.metrics["turns"], trajectory.rewards) == (2, [("t1", "reward", 0.5)])
     with pytest.raises(AuditError, match="1 trajectories, all recorded as text"):
         audit_files(out)
     console = Console(record=True, width=200, file=(tmp_path / "screen").open("w"))
     assert show(out, Selection(), tokens=True, console=console) == 1
-    shown = console.export_text()
-    assert "recorded as text" in shown
-    assert "[key]" in shown
-    assert "ids []" not in shown
-    summary = summarize([TrajectoryGroup("g", "t", [left])])
+    printed = console.export_text()
+    assert "recorded as text" in printed
+    assert "[key]" in printed
+    assert "ids []" not in printed
+    summary = summarize([TrajectoryGroup("g", "t", [trajectory])])
     assert (summary.failed, list(summary.rows)) == (1, []), "its last request failed: no figure of the model"
 
 
@@ -707,9 +711,9 @@ def test_a_configuration_that_cannot_work_is_refused(tmp_path: Path, monkeypatch
         monkeypatch.delenv("SOME_KEY", raising=False)
         if value is not None:
             monkeypatch.setenv("SOME_KEY", value)
-        with pytest.raises(ConfigError, match="SOME_KEY") as told:
+        with pytest.raises(ConfigError, match="SOME_KEY") as caught:
             HostedConfig(key_env="SOME_KEY").key()
-        assert not value or value not in str(told.value)
+        assert not value or value not in str(caught.value)
     config = GatewayConfig(url="https://a.test", hosted=hosted, out=tmp_path)
     # A process is told its configuration with every key.
     assert GatewayConfig.model_validate(orjson.loads(config.model_dump_json())) == config

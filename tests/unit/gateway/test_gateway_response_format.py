@@ -73,7 +73,7 @@ def test_a_chat_format_without_a_grammar_is_named(dialect: str, kind: str) -> No
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_nothing_is_held_where_nothing_asks_for_it(dialect: str) -> None:
+def test_request_without_format_is_not_guided(dialect: str) -> None:
     asked = body(dialect, "single", stream=False)
     asked.pop("parallel_tool_calls", None)
     asked["tool_choice"] = {"type": "auto"} if dialect == "messages" else "auto"
@@ -83,30 +83,30 @@ def test_nothing_is_held_where_nothing_asks_for_it(dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_one_call_at_most_of_no_tools_asks_for_nothing(dialect: str) -> None:
-    asked = body(dialect, "single", stream=False)
-    asked["tools"] = []
-    asked["tool_choice"] = {"type": "none"} if dialect == "messages" else "none"
-    assert READ[dialect](asked, Abilities()).guide is None
+def test_single_call_without_tools_is_not_guided(dialect: str) -> None:
+    request = body(dialect, "single", stream=False)
+    request["tools"] = []
+    request["tool_choice"] = {"type": "none"} if dialect == "messages" else "none"
+    assert READ[dialect](request, Abilities()).guide is None
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_schema_beside_tools_leaves_the_calls(dialect: str) -> None:
-    asked = body(dialect, "json", stream=False)
-    asked["tools"] = body(dialect, "required", stream=False)["tools"]
-    assert READ[dialect](asked, ALL).guide == Guide(schema=SCHEMA, calls=NAMES)
+    request = body(dialect, "json", stream=False)
+    request["tools"] = body(dialect, "required", stream=False)["tools"]
+    assert READ[dialect](request, ALL).guide == Guide(schema=SCHEMA, calls=NAMES)
     with pytest.raises(ApiError, match="constrained to JSON beside calls") as raised:
-        READ[dialect](asked, Abilities(guided=True, chat_format="pythonic"))
+        READ[dialect](request, Abilities(guided=True, chat_format="pythonic"))
     assert raised.value.param == FIELDS["json"][dialect]
 
 
 def test_any_object_and_allowed_tools_of_chat_completions() -> None:
-    asked = {"messages": [{"role": "user", "content": "Hi."}], "response_format": {"type": "json_object"}}
-    assert OpenAIChat().read(asked, ALL).guide == Guide(schema={"type": "object"})
-    asked = body("chat", "required", stream=False)
+    request = {"messages": [{"role": "user", "content": "Hi."}], "response_format": {"type": "json_object"}}
+    assert OpenAIChat().read(request, ALL).guide == Guide(schema={"type": "object"})
+    request = body("chat", "required", stream=False)
     names = [{"type": "function", "function": {"name": name}} for name in NAMES]
-    asked["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": names}}
-    assert OpenAIChat().read(asked, ALL).guide == Guide(calls=NAMES, text=False)
+    request["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": names}}
+    assert OpenAIChat().read(request, ALL).guide == Guide(calls=NAMES, text=False)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_any_object_and_allowed_tools_of_chat_completions() -> None:
     ],
 )
 def test_a_format_that_is_none_names_its_field(value: Any, field: str) -> None:
-    asked = {"messages": [{"role": "user", "content": "Hi."}], "response_format": value}
+    request = {"messages": [{"role": "user", "content": "Hi."}], "response_format": value}
     with pytest.raises(ApiError) as raised:
-        OpenAIChat().read(asked, ALL)
+        OpenAIChat().read(request, ALL)
     assert (raised.value.status, raised.value.param) == (400, field)
 
 
-def test_what_a_renderer_and_an_engine_can_do_together() -> None:
+def test_abilities_combine_renderer_and_engine() -> None:
     assert abilities_of(renderer_for("qwen3"), guides=True) == ALL
     assert abilities_of(renderer_for("qwen3"), guides=False) == Abilities(chat_format="hermes")
     pythonic = abilities_of(renderer_for("lfm2"), guides=True)
@@ -142,11 +142,11 @@ async def test_the_engine_is_sent_the_tag_and_the_answer_is_as_ever(dialect: str
     client = ScriptedClient(renderer, lines, tools=tools, guides=True)
     async with serving(client=client, abilities=ALL) as served:
         opened = await served.open()
-        for kind, meant in MEANT.items():
+        for kind, expected in MEANT.items():
             text, calls = await ask(served.http, opened["base"], dialect, body(dialect, kind, stream=stream))
             sent = client.requests[-1]
             offered = () if kind == "json" else tools
-            assert sent.params.guide == renderer.guides.tagged(meant, sent.prompt, offered)
+            assert sent.params.guide == renderer.guides.tagged(expected, sent.prompt, offered)
             if kind in ("required", "named"):
                 assert (text, calls) == ("", [("get_weather", {"city": "Rome"})])
             else:
@@ -163,17 +163,17 @@ async def test_a_schema_that_the_engine_refuses_names_the_field_and_fails_nothin
         nested = {"items": nested}
     async with serving(client=client, abilities=ALL) as served:
         opened = await served.open()
-        asked = body(dialect, "json", stream=stream)
-        for schema, said in (
+        request = body(dialect, "json", stream=stream)
+        for schema, reason in (
             (SCHEMA, "the model server answered 400: too deep at the model server"),
             ({"not": {"type": "null"}}, "'not'"),
             (nested, "reduce its nesting"),
         ):
-            asked = body(dialect, "json", stream=stream, schema=schema)
-            async with served.http.post(opened["base"] + PATHS[dialect], json=asked) as answer:
+            request = body(dialect, "json", stream=stream, schema=schema)
+            async with served.http.post(opened["base"] + PATHS[dialect], json=request) as answer:
                 told = (await answer.json())["error"]
             assert answer.status == 400
-            assert said in told["message"]
+            assert reason in told["message"]
             assert FIELDS["json"][dialect] in told["message"]
             assert told["type"] == "invalid_request_error"
             assert dialect == "messages" or told["param"] == FIELDS["json"][dialect]
@@ -185,7 +185,7 @@ async def test_a_failing_engine_is_still_a_failing_engine() -> None:
     client = ScriptedClient(renderer_for("qwen3"), [InferenceError("down")], guides=True)
     async with serving(client=client, abilities=ALL) as served:
         opened = await served.open()
-        asked = body("chat", "json", stream=False)
-        async with served.http.post(opened["base"] + PATHS["chat"], json=asked) as answer:
+        request = body("chat", "json", stream=False)
+        async with served.http.post(opened["base"] + PATHS["chat"], json=request) as answer:
             assert answer.status == 503
         assert served.session(opened).failure is not None

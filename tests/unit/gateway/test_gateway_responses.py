@@ -31,7 +31,7 @@ def answer(**message: Any) -> Answer:
     return Answer(said, 10, 5)  # type: ignore[arg-type]
 
 
-def test_a_turn_of_codex_is_one_message_and_its_results_follow() -> None:
+def test_items_of_a_codex_turn_are_one_message() -> None:
     dialect = OpenAIResponses()
     lenient = Abilities(lenient=frozenset({"server_tools"}))
     request = dialect.read(body(tools=[*TOOLS, SEARCH]), lenient)
@@ -42,8 +42,8 @@ def test_a_turn_of_codex_is_one_message_and_its_results_follow() -> None:
         ToolCall("c2", "multi_agent_v1__spawn_agent", {}),
         ToolCall("c3", "apply_patch", {"input": "*** Begin"}),
     ]
-    said = answer(content="Let me.", reasoning_content="Hm.", tool_calls=calls)
-    output = dialect.respond(request, [said])["output"]
+    message = answer(content="Let me.", reasoning_content="Hm.", tool_calls=calls)
+    output = dialect.respond(request, [message])["output"]
     assert [item["type"] for item in output] == [
         "reasoning", "message", "function_call", "function_call", "custom_tool_call",
     ]  # fmt: skip
@@ -66,20 +66,20 @@ def test_a_turn_of_codex_is_one_message_and_its_results_follow() -> None:
     assert json.loads(turn["tool_calls"][0]["function"]["arguments"]) == {"cmd": "ls"}
 
 
-def test_what_stayed_of_a_turn_whose_stream_broke_is_no_turn() -> None:
+def test_items_of_a_broken_stream_are_dropped() -> None:
     """Codex keeps the items that were whole, and asks again with them at the end; the model sees none of them."""
     dialect = OpenAIResponses()
     request = dialect.read(body(), Abilities())
     first, second = (dialect.respond(request, [answer(content=text)])["output"] for text in ("One.", "Two."))
     asked = {"role": "user", "content": "Go."}
-    again = dialect.read(body(input=[asked, *first]), Abilities()).messages
-    assert [message["content"] for message in again] == ["Go."]
+    repeated = dialect.read(body(input=[asked, *first]), Abilities()).messages
+    assert [message["content"] for message in repeated] == ["Go."]
     more = dialect.read(body(input=[asked, *first, *second, {"role": "user", "content": "On."}]), Abilities()).messages
     assert ["Two." in str(message["content"]) for message in more] == [False, True, False]
     # A message that this gateway never sent is the agent's own, and stays.
-    own = [{**item, "id": "msg_of_mine"} for item in first]
-    kept = dialect.read(body(input=[asked, *own]), Abilities()).messages
-    assert [message["role"] for message in kept] == ["user", "assistant"]
+    items = [{**item, "id": "msg_of_mine"} for item in first]
+    messages = dialect.read(body(input=[asked, *items]), Abilities()).messages
+    assert [message["role"] for message in messages] == ["user", "assistant"]
 
 
 def test_a_cut_answer_is_incomplete_but_for_programs_that_would_give_up() -> None:
@@ -102,13 +102,13 @@ def test_a_call_that_must_not_be_executed_cannot_be() -> None:
         ToolCall("c2", "exec_command", {}, '{"cmd": "rm -rf /tmp/a', "the call was not closed"),
         ToolCall("c3", "exec_command", {}, '{"cmd": "ls"}', "the call stands inside the reasoning"),
     ]
-    told = [
+    names = [
         (item["name"], item["arguments"]) for item in dialect.respond(request, [answer(tool_calls=calls)])["output"]
     ]
     # The client itself says what is wrong with the first; the others could be taken for calls.
-    assert told[0] == ("exec_command", '{"cmd": nope}')
-    assert [name for name, _ in told[1:]] == ["invalid_tool_call"] * 2
-    assert json.loads(told[2][1])["error"] == "the call stands inside the reasoning"
+    assert names[0] == ("exec_command", '{"cmd": nope}')
+    assert [name for name, _ in names[1:]] == ["invalid_tool_call"] * 2
+    assert json.loads(names[2][1])["error"] == "the call stands inside the reasoning"
 
 
 def test_conversations_are_named_by_responses_and_forgotten_in_order() -> None:
@@ -134,11 +134,11 @@ def test_a_tool_that_the_provider_runs_is_refused_by_name(kind: str) -> None:
         ([*TOOLS, {"type": kind}], "tools[3].type"),
         ([{"type": "namespace", "name": "n", "tools": [{"type": kind}]}], "tools[0].tools[0].type"),
     ):
-        with pytest.raises(ApiError) as told:
+        with pytest.raises(ApiError) as caught:
             OpenAIResponses().read(body(tools=tools), Abilities())
-        assert (told.value.status, told.value.param) == (400, field)
-        assert f"'{kind}' is run by the provider's own servers" in told.value.message
-        assert "offer a tool that the agent runs, or remove it" in told.value.message
+        assert (caught.value.status, caught.value.param) == (400, field)
+        assert f"'{kind}' is run by the provider's own servers" in caught.value.message
+        assert "offer a tool that the agent runs, or remove it" in caught.value.message
 
 
 CALLED: Any = {
@@ -160,11 +160,11 @@ async def test_items_are_referenced_as_the_ai_sdk_does(stream: bool) -> None:
             async with served.http.post(path, json={"model": "m", "tools": TOOLS, "stream": stream, **more}) as answer:
                 text = await answer.text()
             lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-            told = json.loads(lines[-1] if lines else text)
-            return answer.status, told.get("response", told)
+            body = json.loads(lines[-1] if lines else text)
+            return answer.status, body.get("response", body)
 
-        asked: dict[str, Any] = {"role": "user", "content": [{"type": "input_text", "text": "Go."}]}
-        status, first = await ask(input=[asked])
+        request: dict[str, Any] = {"role": "user", "content": [{"type": "input_text", "text": "Go."}]}
+        status, first = await ask(input=[request])
         assert (status, [item["type"] for item in first["output"]]) == (
             200, ["reasoning", "message", "function_call", "custom_tool_call"],
         )  # fmt: skip
@@ -175,19 +175,19 @@ async def test_items_are_referenced_as_the_ai_sdk_does(stream: bool) -> None:
             {"type": "function_call_output", "call_id": calls[0], "output": "ok"},
             {"type": "custom_tool_call_output", "call_id": calls[1], "output": "ok"},
         ]
-        status, second = await ask(input=[asked, *references, *results])
+        status, second = await ask(input=[request, *references, *results])
         assert status == 200, second
         assert served.session(opened).metrics()["branches"] == 1
         assert served.session(opened).metrics()["forks"] == 0
         # Of another session, of one that was not to be stored, of none at all.
-        _, loose = await ask(input=[asked], store=False)
+        _, loose = await ask(input=[request], store=False)
         for unknown in (loose["output"][0]["id"], "msg_1", "x" * 5000, ""):
-            status, told = await ask(input=[asked, {"type": "item_reference", "id": unknown}, asked])
-            assert (status, told["error"]["param"], told["error"]["code"]) == (404, "input", "item_not_found")
-            assert "Item with id" in told["error"]["message"]
-            assert len(told["error"]["message"]) < 400
+            status, body = await ask(input=[request, {"type": "item_reference", "id": unknown}, request])
+            assert (status, body["error"]["param"], body["error"]["code"]) == (404, "input", "item_not_found")
+            assert "Item with id" in body["error"]["message"]
+            assert len(body["error"]["message"]) < 400
         opened = other
-        assert (await ask(input=[asked, *references, *results]))[0] == 404
+        assert (await ask(input=[request, *references, *results]))[0] == 404
 
 
 def test_stored_items_are_dropped_with_their_response() -> None:
@@ -195,6 +195,6 @@ def test_stored_items_are_dropped_with_their_response() -> None:
     dialect = OpenAIResponses(stored)
     request = dialect.read(body(), Abilities())
     items = [dialect.respond(request, [answer(content=str(number))])["output"][0]["id"] for number in range(3)]
-    assert [stored.item(each)["content"][0]["text"] for each in items[1:]] == ["1", "2"]
+    assert [stored.item(item_id)["content"][0]["text"] for item_id in items[1:]] == ["1", "2"]
     with pytest.raises(ApiError, match="not found"):
         stored.item(items[0])

@@ -57,9 +57,9 @@ def script(request: ScriptedRequest) -> Any:
 
 def killed(out: Path) -> Path:
     """The directory that a gateway leaves that is killed now."""
-    again = out.with_name(f"{out.name}-again")
-    shutil.copytree(out, again)
-    return again
+    restarted = out.with_name(f"{out.name}-again")
+    shutil.copytree(out, restarted)
+    return restarted
 
 
 async def post(served: Any, path: str, body: Any, *, admin: bool = False, key: str = "") -> tuple[int, Any]:
@@ -110,9 +110,9 @@ async def later(served: Served, opened: Any, history: list[Any]) -> None:
 
 async def test_a_session_goes_on_as_if_its_gateway_had_not_been_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    about = {"id": "s", "task_id": "task", "seed": 5, "max_turns": 8, "top_p": 0.5, "lenient": ["tool_choice"]}
+    settings = {"id": "s", "task_id": "task", "seed": 5, "max_turns": 8, "top_p": 0.5, "lenient": ["tool_choice"]}
     async with serving(script, tools=[RUN], out=out) as served:
-        opened = await served.open(**about)
+        opened = await served.open(**settings)
         called = await chat(served, opened, [user("Call.")], tool_choice="required")
         result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "é\ud83d\ude00"}
         history = [user("Call."), called, result]
@@ -124,11 +124,11 @@ async def test_a_session_goes_on_as_if_its_gateway_had_not_been_killed(tmp_path:
         called = await chat(served, opened, history)
         history += [called, {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "r"}]
         again = killed(out)
-        before = await state(served, "s")
+        baseline = await state(served, "s")
         await later(served, opened, history)
         straight = await end(served, "s")
     async with serving(script, tools=[RUN], out=again) as served:
-        assert await state(served, "s") == before
+        assert await state(served, "s") == baseline
         assert (await post(served, "/sessions", {"id": "s"}, admin=True))[0] == 409
         await later(served, opened, history)
         restarted = await end(served, "s")
@@ -153,16 +153,16 @@ async def test_requests_in_flight_are_sent_again(tmp_path: Path) -> None:
             del opened["base"]
             history = [user("Go."), await chat(served, opened, [user("Go.")])] if name != "new" else []
             if name == "broke":
-                status, told = await post(
+                status, body = await post(
                     served, f"{opened['path']}/v1/chat/completions", {"messages": [user("Break.")]}
                 )
-                assert (status, told["error"]["message"]) == (503, "the server broke")
+                assert (status, body["error"]["message"]) == (503, "the server broke")
             if name == "waits":
                 asking = asyncio.ensure_future(chat(served, opened, [*history, user("Wait.")]))
                 await gate.wait()
-        again = killed(out)
+        restarted = killed(out)
         asking.cancel()
-    async with serving(script, out=again) as served:
+    async with serving(script, out=restarted) as served:
         waits = opened_again(served, "waits")
         await chat(served, waits, [*history, user("Wait.")])
         assert (await end(served, "waits")).metrics["turns"] == 2
@@ -174,7 +174,7 @@ async def test_requests_in_flight_are_sent_again(tmp_path: Path) -> None:
         assert (await post(served, "/sessions", {"id": "new", "seed": 3}, admin=True)) == (200, opened)
         await chat(served, opened, [user("Go.")])
         assert (await post(served, "/sessions", {"id": "new", "seed": 3}, admin=True))[0] == 409
-    ends = {each.id: each.stop_reason for each in read_trajectories(again / "trajectories.twz")}
+    ends = {trajectory.id: trajectory.stop_reason for trajectory in read_trajectories(restarted / "trajectories.twz")}
     assert ends == {"waits": "completed", "broke": "error", "new": "cancelled"}
 
 
@@ -194,8 +194,8 @@ async def test_stored_responses_are_gone_on_from(tmp_path: Path) -> None:
         assert status == 200, other
         status, fourth = await ask(served, opened, input="And?", **more | {"previous_response_id": third["id"]})
         assert status == 200, fourth
-        status, told = await ask(served, opened, input="x", previous_response_id="resp_unknown")
-        assert (status, told["error"]["code"]) == (400, "previous_response_not_found")
+        status, body = await ask(served, opened, input="x", previous_response_id="resp_unknown")
+        assert (status, body["error"]["code"]) == (400, "previous_response_not_found")
         return await end(served, "s")
 
     async with serving(script, tools=[RUN], out=out) as served:
@@ -205,9 +205,9 @@ async def test_stored_responses_are_gone_on_from(tmp_path: Path) -> None:
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
         more = {"previous_response_id": first["id"], "instructions": "Be brief."}
         _, second = await ask(served, opened, input=[result], **more)
-        again = killed(out)
+        restarted = killed(out)
         straight = await go_on(served, opened)
-    async with serving(script, tools=[RUN], out=again) as served:
+    async with serving(script, tools=[RUN], out=restarted) as served:
         assert left(await go_on(served, opened)) == left(straight)
 
 
@@ -225,40 +225,40 @@ async def three_sessions(out: Path) -> list[Any]:
 def rewritten(file: Path, change: Callable[[list[Any]], Any]) -> None:
     records = [json.loads(line) for line in file.read_bytes().splitlines()]
     change(records)
-    file.write_text("".join(json.dumps(each, separators=(",", ":")) + "\n" for each in records))
+    file.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
 
 
 def events(records: list[Any], session: str, kind: str) -> list[Any]:
-    return [each for each in records if each.get("session") == session and each.get("event") == kind]
+    return [record for record in records if record.get("session") == session and record.get("event") == kind]
 
 
-async def test_a_call_that_was_killed_before_it_was_committed_is_named(tmp_path: Path) -> None:
+async def test_uncommitted_call_is_named_after_a_kill(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    asked = await three_sessions(out)
-    again = out.with_name("out-again")
+    sessions = await three_sessions(out)
+    restarted = out.with_name("out-again")
     # The kill came between the ledger's line and the turn's, of which it left a part.
-    log = again / "sessions.jsonl"
+    log = restarted / "sessions.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
-    async with serving(script, out=again) as served:
+    async with serving(script, out=restarted) as served:
         opened = opened_again(served, "c")
         assert (await state(served, "c"))["turn_ids"] == ["t0"]
-        await chat(served, opened, asked)
+        await chat(served, opened, sessions)
         trajectories = [await end(served, name) for name in ("a", "b", "c")]
-    [resumed] = [each for each in read_ledger(again / "ledger.jsonl").resumptions if each.lost]
-    calls = [each for each in read_ledger(again / "ledger.jsonl").entries if each.session == "c"]
+    [resumed] = [resumption for resumption in read_ledger(restarted / "ledger.jsonl").resumptions if resumption.lost]
+    calls = [entry for entry in read_ledger(restarted / "ledger.jsonl").entries if entry.session == "c"]
     assert resumed.lost == {"a": (), "b": (), "c": (calls[1].at,)}
     # It is sampled once more with the same seed, hence the same ids.
     assert calls[2].completion_ids.tolist() == calls[1].completion_ids.tolist()
-    assert [(each.metrics["turns"], each.metrics["forks"]) for each in trajectories] == [(2, 0)] * 3
-    report = audit_files(again)
+    assert [(trajectory.metrics["turns"], trajectory.metrics["forks"]) for trajectory in trajectories] == [(2, 0)] * 3
+    report = audit_files(restarted)
     assert report.contradictions == []
     assert report.counts["calls that a kill lost before they were committed"] == 1
 
 
 def _turn_removed(files: dict[str, list[Any]], _: int) -> None:
-    [each] = [each for each in files["trajectories.twz"] if each["id"] == "c"]
-    del each["segments"][-2:]
+    [record] = [record for record in files["trajectories.twz"] if record["id"] == "c"]
+    del record["segments"][-2:]
 
 
 def _id_changed(files: dict[str, list[Any]], _: int) -> None:
@@ -282,7 +282,7 @@ def _call_in_neither(files: dict[str, list[Any]], _: int) -> None:
 
 
 def _trajectory_removed(files: dict[str, list[Any]], _: int) -> None:
-    files["trajectories.twz"][:] = [each for each in files["trajectories.twz"] if each["id"] != "b"]
+    files["trajectories.twz"][:] = [record for record in files["trajectories.twz"] if record["id"] != "b"]
 
 
 def _abandoned_with_a_trajectory(files: dict[str, list[Any]], _: int) -> None:
@@ -297,11 +297,11 @@ def _closed_part(files: dict[str, list[Any]], _: int) -> None:
 
 
 def resumed(files: dict[str, list[Any]]) -> Any:
-    return next(each for each in files["ledger.jsonl"] if each.get("sessions"))
+    return next(event for event in files["ledger.jsonl"] if event.get("sessions"))
 
 
 @pytest.mark.parametrize(
-    ("plant", "session", "told"),
+    ("plant", "session", "problem"),
     [
         (_turn_removed, "c", "a call of the ledger is in no segment"),
         (_id_changed, "b", "differs at 0"),
@@ -314,7 +314,7 @@ def resumed(files: dict[str, list[Any]]) -> Any:
         (_closed_part, "c", "but its process ended in order"),
     ],
 )
-async def test_what_is_planted_beside_a_kill_is_found(tmp_path: Path, plant: Any, session: str, told: str) -> None:
+async def test_audit_finds_planted_damage_after_a_kill(tmp_path: Path, plant: Any, session: str, problem: str) -> None:
     out = tmp_path / "out"
     async with serving(script, out=out) as served:
         for name in ("a", "b", "c"):
@@ -322,49 +322,49 @@ async def test_what_is_planted_beside_a_kill_is_found(tmp_path: Path, plant: Any
             history = [user("Go."), await chat(served, opened, [user("Go.")])]
             history += [user("On."), await chat(served, opened, [*history, user("On.")])]
             await chat(served, opened, [*history, user("So?")])
-        again = killed(out)
-    log = again / "sessions.jsonl"
+        restarted = killed(out)
+    log = restarted / "sessions.jsonl"
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
-    async with serving(script, out=again) as served:
+    async with serving(script, out=restarted) as served:
         for name in ("a", "b", "c"):
             await chat(served, opened_again(served, name), [user("Other.")])
             await end(served, name)
-    assert audit_files(again).contradictions == []
-    calls = [each for each in read_ledger(again / "ledger.jsonl").entries if each.part == 0]
-    last = {each.session: each for each in calls}
-    place = last["a"].at if session == "a" else calls[[each.session for each in calls].index("c") + 1].at
-    files = {name: read_records(again / name) for name in LINES[1:]}
+    assert audit_files(restarted).contradictions == []
+    calls = [entry for entry in read_ledger(restarted / "ledger.jsonl").entries if entry.part == 0]
+    last_call = {call.session: call for call in calls}
+    position = last_call["a"].at if session == "a" else calls[[call.session for call in calls].index("c") + 1].at
+    files = {name: read_records(restarted / name) for name in LINES[1:]}
     lost = resumed(files)["sessions"]["c"]
-    assert lost == [last["c"].at]
-    plant(files, place)
+    assert lost == [last_call["c"].at]
+    plant(files, position)
     for name, records in files.items():
-        write_records(again / name, records)
-    found = audit_files(again).contradictions
-    assert any(session in each and told in each for each in found), found
+        write_records(restarted / name, records)
+    problems = audit_files(restarted).contradictions
+    assert any(session in problem and problem in problem for problem in problems), problems
 
 
 async def test_a_session_that_cannot_be_rebuilt_is_refused_by_name(tmp_path: Path) -> None:
     out = tmp_path / "out"
     await three_sessions(out)
-    again = out.with_name("out-again")
-    log = again / "sessions.jsonl"
+    restarted = out.with_name("out-again")
+    log = restarted / "sessions.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
     at = next(number for number, line in enumerate(lines) if b'"event":"turn","session":"b"' in line)
     lines[at] = lines[at].replace(b":", b";", 1)
     log.write_bytes(b"".join(lines))
     damaged = log.read_bytes()
     for life in range(2):
-        async with serving(script, out=again) as served:
+        async with serving(script, out=restarted) as served:
             assert len(served.app.sessions) == (2 if life == 0 else 0)
-            status, told = await post(served, "/sessions", {"id": "b"}, admin=True)
-            assert (status, told["error"]["code"], told["error"]["param"]) == (409, "session_abandoned", "id")
-            assert "could not be rebuilt: line" in told["error"]["message"]
-            assert "of sessions.jsonl" in told["error"]["message"]
+            status, body = await post(served, "/sessions", {"id": "b"}, admin=True)
+            assert (status, body["error"]["code"], body["error"]["param"]) == (409, "session_abandoned", "id")
+            assert "could not be rebuilt: line" in body["error"]["message"]
+            assert "of sessions.jsonl" in body["error"]["message"]
             async with served.http.get("/sessions/b", headers=ADMIN_HEADERS) as answer:
                 assert answer.status == 404
                 assert "could not be rebuilt" in await answer.text()
-    assert (again / "sessions.1.damaged").read_bytes() == damaged
-    report = audit_files(again)
+    assert (restarted / "sessions.1.damaged").read_bytes() == damaged
+    report = audit_files(restarted)
     assert report.contradictions == []
     assert report.counts["sessions that a gateway could not rebuild after a kill"] == 1
 
@@ -373,25 +373,25 @@ async def test_a_session_that_cannot_be_rebuilt_is_refused_by_name(tmp_path: Pat
 async def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, damage: str) -> None:
     out = tmp_path / "out"
     await three_sessions(out)
-    again = out.with_name("out-again")
+    restarted = out.with_name("out-again")
     if damage == "no log":
-        (again / "sessions.jsonl").unlink()
+        (restarted / "sessions.jsonl").unlink()
     elif damage == "no ledger":
-        (again / "ledger.jsonl").unlink()
+        (restarted / "ledger.jsonl").unlink()
     else:
         # What follows stays where it is.
-        ledger = (again / "ledger.jsonl").read_bytes()
-        (again / "ledger.jsonl").write_bytes(re.sub(rb'(?<="shared":)[2-9](?=\d)', rb"1", ledger))
-    async with serving(script, out=again) as served:
+        ledger = (restarted / "ledger.jsonl").read_bytes()
+        (restarted / "ledger.jsonl").write_bytes(re.sub(rb'(?<="shared":)[2-9](?=\d)', rb"1", ledger))
+    async with serving(script, out=restarted) as served:
         why = {
             "no log": "its opening is not in sessions.jsonl",
             "no ledger": "ledger.jsonl lacks the call of its turn t0",
             "another prompt": "turn t1 does not continue the 1 turns before it",
         }[damage]
         for name in ("a", "b", "c"):
-            status, told = await post(served, "/sessions", {"id": name}, admin=True)
-            assert (status, told["error"]["code"]) == (409, "session_abandoned")
-            assert why in told["error"]["message"]
+            status, body = await post(served, "/sessions", {"id": name}, admin=True)
+            assert (status, body["error"]["code"]) == (409, "session_abandoned")
+            assert why in body["error"]["message"]
         assert len(served.app.sessions) == 0
 
 
@@ -400,28 +400,31 @@ async def test_another_schema_version_is_refused_and_nothing_is_touched(tmp_path
     await three_sessions(out)
     log = out.with_name("out-again") / "sessions.jsonl"
     rewritten(log, lambda records: records[0].update(schema_version=9))
-    before = log.read_bytes()
+    baseline = log.read_bytes()
     with pytest.raises(FormatError, match="schema version 9; this version reads 1"):
         async with serving(script, out=log.parent):
             pass
-    assert log.read_bytes() == before
+    assert log.read_bytes() == baseline
 
 
 async def test_a_lifetime_goes_on_by_the_clock(tmp_path: Path) -> None:
     out = tmp_path / "out"
     await three_sessions(out)
-    again = out.with_name("out-again")
-    rewritten(again / "sessions.jsonl", lambda records: events(records, "a", "open")[0].update(ends=1.0))
-    async with serving(script, out=again) as served:
+    restarted = out.with_name("out-again")
+    rewritten(restarted / "sessions.jsonl", lambda records: events(records, "a", "open")[0].update(ends=1.0))
+    async with serving(script, out=restarted) as served:
         opened = {name: opened_again(served, name) for name in ("a", "b")}
         assert (await post(served, f"{opened['a']['path']}/v1/chat/completions", {"messages": [user("x")]}))[0] == 404
         assert await served.app.sessions.sweep() == 1
         await chat(served, opened["b"], [user("x")])
-    ends = {each.id: (each.stop_reason, each.metrics["turns"]) for each in read_trajectories(again / LINES[2])}
+    ends = {
+        trajectory.id: (trajectory.stop_reason, trajectory.metrics["turns"])
+        for trajectory in read_trajectories(restarted / LINES[2])
+    }
     assert ends == {"a": ("timeout", 2), "b": ("cancelled", 3), "c": ("cancelled", 2)}
 
 
-async def test_the_log_holds_open_sessions_only_however_often_it_is_begun(tmp_path: Path) -> None:
+async def test_restarted_log_holds_open_sessions_only(tmp_path: Path) -> None:
     out = tmp_path / "0"
     sizes = []
     for number in range(4):
@@ -451,25 +454,25 @@ async def test_a_turn_that_could_not_be_written_is_written_later(tmp_path: Path)
         limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, ((out / LINES[0]).stat().st_size + 10, limit[1]))
         try:
-            status, told = await post(served, f"{opened['path']}/v1/chat/completions", {"messages": [user("Go.")]})
-            assert (status, told["error"]["code"]) == (507, "disk_full")
-            assert "sessions.jsonl cannot be written" in told["error"]["message"]
+            status, body = await post(served, f"{opened['path']}/v1/chat/completions", {"messages": [user("Go.")]})
+            assert (status, body["error"]["code"]) == (507, "disk_full")
+            assert "sessions.jsonl cannot be written" in body["error"]["message"]
             for path, admin in (("/sessions/s/rewards", False), ("/sessions", True)):
-                status, told = await post(
+                status, body = await post(
                     served, path, {"value": 1} if not admin else {"id": "n"}, admin=admin, key=key
                 )
-                assert (status, told["error"]["code"]) == (507, "disk_full")
+                assert (status, body["error"]["code"]) == (507, "disk_full")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             signal.signal(signal.SIGXFSZ, handler)
         assert (await post(served, "/sessions/s/rewards", {"value": 1}, key=key))[0] == 200
-        again = killed(out)
-    async with serving(script, out=again) as served:
-        found = await state(served, "s")
-        assert (found["turn_ids"], found["rewards"]) == (["t0"], [[None, "reward", 1.0]])
+        restarted = killed(out)
+    async with serving(script, out=restarted) as served:
+        session_state = await state(served, "s")
+        assert (session_state["turn_ids"], session_state["rewards"]) == (["t0"], [[None, "reward", 1.0]])
 
 
-def test_a_directory_serves_one_gateway_at_a_time(tmp_path: Path) -> None:
+def test_second_gateway_in_a_directory_is_refused(tmp_path: Path) -> None:
     config = GatewayConfig(model=tmp_path, out=tmp_path / "out")
     with contextlib.ExitStack() as first:
         _prepare(config, first)

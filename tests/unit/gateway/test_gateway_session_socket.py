@@ -80,14 +80,14 @@ async def answers(url: yarl.URL, *requests: bytes) -> list[int]:
     """Send requests on one connection, all at once, and return the statuses of their answers."""
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(b"".join(requests))
-    found = []
+    statuses = []
     for _ in requests:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         await reader.readexactly(length)
-        found.append(int(head.split()[1]))
+        statuses.append(int(head.split()[1]))
     writer.close()
-    return found
+    return statuses
 
 
 async def test_the_session_answers_at_both() -> None:
@@ -98,35 +98,35 @@ async def test_the_session_answers_at_both() -> None:
         assert it.turns() == (2, 0)
 
 
-async def test_nothing_else_is_there() -> None:
+async def test_session_socket_serves_no_other_route() -> None:
     async with opened() as it:
-        own, other = it.own.entry, it.other.entry
+        entry, other = it.own.entry, it.other.entry
         chat = "v1/chat/completions"
-        asked = [
+        paths = [
             request("POST", f"/s/{other.token}/{chat}"),
             request("POST", f"/s/{other.token}/s/{other.token}/{chat}"),
             request("POST", f"/{chat}", authorization=f"Bearer {other.token}"),
             request("POST", f"/{chat}", x_api_key=other.token),
-            request("POST", f"/s/{own.token}/s/{other.token}/{chat}"),
-            request("POST", f"/s/{own.token}/../{other.token}/{chat}"),
-            request("POST", f"/s/{own.token}%2f..%2f{other.token}/{chat}"),
+            request("POST", f"/s/{entry.token}/s/{other.token}/{chat}"),
+            request("POST", f"/s/{entry.token}/../{other.token}/{chat}"),
+            request("POST", f"/s/{entry.token}%2f..%2f{other.token}/{chat}"),
             request("GET", "/health", b""),
             request("GET", "/beside", b""),
-            request("GET", f"/beside/{own.token}/..", b""),
+            request("GET", f"/beside/{entry.token}/..", b""),
             request("GET", "/sessions/other", b""),
             request("POST", "/sessions", b"{}"),
             request("POST", "/sessions/own/finalize", b"{}"),
         ]
-        assert await answers(it.url, *asked) == [404] * len(asked)
+        assert await answers(it.url, *paths) == [404] * len(paths)
         assert it.turns() == (0, 0)
         # At the gateway's own socket some of them are there: it is the other one that keeps them out.
-        there = await answers(yarl.URL(it.own.url), *(asked[index] for index in (0, 2, 7)))
+        there = await answers(yarl.URL(it.own.url), *(paths[index] for index in (0, 2, 7)))
         assert there == [200, 200, 200]
         assert it.turns() == (0, 2)
 
 
 @pytest.mark.parametrize("session", ["own", "other"])
-async def test_nobody_there_says_what_an_episode_is_worth(session: str) -> None:
+async def test_session_socket_takes_no_rewards(session: str) -> None:
     async with opened() as it:
         entry = (it.own if session == "own" else it.other).entry
         body = b'{"value": 1}'
@@ -140,7 +140,7 @@ async def test_nobody_there_says_what_an_episode_is_worth(session: str) -> None:
         assert len(entry.rewards) == 1
 
 
-async def test_requests_on_one_connection_are_held_back_one_by_one() -> None:
+async def test_pipelined_requests_are_answered_in_order() -> None:
     async with opened() as it:
         path = f"{it.url.path}/v1/chat/completions"
         mixed = [request("POST", path), request("GET", "/health", b""), request("POST", path)]
@@ -150,17 +150,17 @@ async def test_requests_on_one_connection_are_held_back_one_by_one() -> None:
 
 async def test_connections_there_are_bounded_and_end_with_the_endpoint() -> None:
     async with opened() as it:
-        held = [await asyncio.open_connection(it.url.host, it.url.port) for _ in range(200)]
+        connections = [await asyncio.open_connection(it.url.host, it.url.port) for _ in range(200)]
         assert await answers(it.url, request("GET", f"{it.url.path}/v1/models", b"")) == [200]
         # Those that asked for nothing made room.
-        ended = [asyncio.create_task(reader.read()) for reader, _ in held]
-        done, _ = await asyncio.wait(ended, timeout=1)
+        reads = [asyncio.create_task(reader.read()) for reader, _ in connections]
+        done, _ = await asyncio.wait(reads, timeout=1)
         assert len(done) >= 200 - 32
         await it.gateway.shut(it.own)
-        await asyncio.wait(ended)
+        await asyncio.wait(reads)
         with pytest.raises(ConnectionError):
             await asyncio.open_connection(it.url.host, it.url.port)
-        for _, writer in held:
+        for _, writer in connections:
             writer.close()
 
 

@@ -42,34 +42,34 @@ async def ask(served: Served, opened: dict[str, Any], **more: Any) -> tuple[int,
 async def finalize(served: Served, opened: dict[str, Any]) -> dict[str, Any]:
     async with served.http.post(f"/sessions/{opened['id']}/finalize", json={}, headers=ADMIN_HEADERS) as answer:
         assert answer.status == 200
-        found: dict[str, Any] = (await answer.json())["trajectory"]
-        return found
+        trajectory: dict[str, Any] = (await answer.json())["trajectory"]
+        return trajectory
 
 
-async def test_sampling_is_the_sessions_own_and_requests_may_or_may_not_change_it() -> None:
+async def test_session_sampling_settings_bound_its_requests() -> None:
     client = Noting()
-    own = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "seed": 11}
+    settings = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "seed": 11}
     wish = {"temperature": 0.1, "top_p": 0.2, "top_k": 3, "min_p": 0.5, "seed": 1}
     async with serving(client=client) as served:
-        free = await served.open(id="free", **own)
-        held = await served.open(id="held", fixed_sampling=True, **own)
+        free = await served.open(id="free", **settings)
+        fixed = await served.open(id="held", fixed_sampling=True, **settings)
         plain = await served.open(id="plain")
-        for opened in (free, held):
+        for opened in (free, fixed):
             assert (await ask(served, opened))[0] == 200
             assert (await ask(served, opened, **wish))[0] == 200
         assert (await ask(served, plain))[0] == 200
-        left = {name: await finalize(served, {"id": name}) for name in ("free", "held", "plain")}
-    seen = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in client.asked]
-    mine, asked = (0.5, 0.9, 7, 0.05), (0.1, 0.2, 3, 0.5)
-    assert seen == [mine, asked, mine, mine, (1.0, 1.0, 0, 0.0)]
+        trajectories = {name: await finalize(served, {"id": name}) for name in ("free", "held", "plain")}
+    seen = [(params.temperature, params.top_p, params.top_k, params.min_p) for params in client.asked]
+    session_values, requested_values = (0.5, 0.9, 7, 0.05), (0.1, 0.2, 3, 0.5)
+    assert seen == [session_values, requested_values, session_values, session_values, (1.0, 1.0, 0, 0.0)]
     # The seed is the session's, not its name's; each request draws from a stream of its own.
-    drawn = [stable_hash("request", 11, number) for number in range(2)]
-    assert [each.seed for each in client.asked] == [drawn[0], 1, *drawn, None]
-    kept = {"seed": 11.0, "top_p": 0.9, "top_k": 7.0, "min_p": 0.05}
-    assert kept.items() <= left["held"]["metrics"].items()
-    assert left["held"]["metrics"]["temperature"] == 0.5
-    assert left["free"]["metrics"]["temperatures"] == 2
-    assert not kept.keys() & left["plain"]["metrics"].keys()
+    seeds = [stable_hash("request", 11, number) for number in range(2)]
+    assert [params.seed for params in client.asked] == [seeds[0], 1, *seeds, None]
+    metrics = {"seed": 11.0, "top_p": 0.9, "top_k": 7.0, "min_p": 0.05}
+    assert metrics.items() <= trajectories["held"]["metrics"].items()
+    assert trajectories["held"]["metrics"]["temperature"] == 0.5
+    assert trajectories["free"]["metrics"]["temperatures"] == 2
+    assert not metrics.keys() & trajectories["plain"]["metrics"].keys()
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ async def test_sampling_is_the_sessions_own_and_requests_may_or_may_not_change_i
 async def test_budgets_are_the_sessions_own(limit: dict[str, int], message: str, reason: str) -> None:
     async with serving(["one", "two", "three"]) as served:
         tight, wide = await served.open(**limit), await served.open()
-        told = [await ask(served, tight) for _ in range(3)]
-        refused = [body["error"] for status, body in told if status == 400]
+        statuses = [await ask(served, tight) for _ in range(3)]
+        refused = [body["error"] for status, body in statuses if status == 400]
         assert refused
         assert refused[-1]["code"] == "context_length_exceeded"
         assert any(part in refused[-1]["message"] for part in message.split("|")), refused
@@ -99,15 +99,15 @@ async def test_a_turn_is_as_long_as_the_session_allows() -> None:
         assert (status, body["choices"][0]["finish_reason"], body["usage"]["completion_tokens"]) == (200, "length", 3)
 
 
-async def test_policies_are_the_sessions_own_and_its_trajectory_says_them() -> None:
+async def test_session_policies_are_in_its_trajectory() -> None:
     async with serving(["said", "more"]) as served:
         opened = await served.open(reasoning="template", echo="strict")
         plain = await served.open()
         assert (await ask(served, opened))[0] == 200
-        left = Trajectory.from_bytes(await _trajectory(served, opened))
-        assert (left.reasoning, left.echo) == ("template", "strict")
-        left = Trajectory.from_bytes(await _trajectory(served, plain))
-        assert (left.reasoning, left.echo) == ("keep", "same")
+        trajectory = Trajectory.from_bytes(await _trajectory(served, opened))
+        assert (trajectory.reasoning, trajectory.echo) == ("template", "strict")
+        trajectory = Trajectory.from_bytes(await _trajectory(served, plain))
+        assert (trajectory.reasoning, trajectory.echo) == ("keep", "same")
 
 
 async def _trajectory(served: Served, opened: dict[str, Any]) -> bytes:
@@ -175,17 +175,17 @@ async def test_the_gateways_own_settings_hold_where_a_session_has_none(tmp_path:
     plain = sessions.create("plain", {}).session
     assert (plain.params.temperature, plain.params.top_k, plain.limits.max_turns) == (0.7, 9, 4)
     assert (plain.limits.context_length, plain.reasoning, plain.echo) == (1000, "template", "same")
-    own = SessionSettings(temperature=0.2, max_turns=2, context_length=50, echo="strict", reasoning="keep")
-    mine = sessions.create("mine", {}, settings=own).session
-    assert (mine.params.temperature, mine.params.top_k, mine.limits.max_turns) == (0.2, 9, 2)
-    assert (mine.limits.context_length, mine.reasoning, mine.echo) == (50, "keep", "strict")
+    settings = SessionSettings(temperature=0.2, max_turns=2, context_length=50, echo="strict", reasoning="keep")
+    first = sessions.create("mine", {}, settings=settings).session
+    assert (first.params.temperature, first.params.top_k, first.limits.max_turns) == (0.2, 9, 2)
+    assert (first.limits.context_length, first.reasoning, first.echo) == (50, "keep", "strict")
     wider = sessions.create("wider", {}, settings=SessionSettings(context_length=5000)).session
     assert wider.limits.context_length == 1000
     # Whoever asks: at one temperature only, unless the session says otherwise.
     hot = SamplingParams(temperature=1.5)
-    for held in (plain, sessions.create(None, {}, settings=SessionSettings(fixed_sampling=True)).session):
+    for session in (plain, sessions.create(None, {}, settings=SessionSettings(fixed_sampling=True)).session):
         with pytest.raises(SessionError, match="temperature"):
-            await held.chat(ASK["messages"], params=hot)
+            await session.chat(ASK["messages"], params=hot)
     free = sessions.create(None, {}, settings=SessionSettings(fixed_sampling=False)).session
     assert (await free.chat(ASK["messages"], params=hot))["content"] == "Yes."
 
@@ -195,8 +195,8 @@ async def test_the_longest_id_is_an_id() -> None:
     async with serving(["said"]) as served:
         opened = await served.open(id=name)
         assert (await ask(served, opened))[0] == 200
-        left = await served.app.sessions.end(name)
-        assert left.id == opened["id"] == name
+        trajectory = await served.app.sessions.end(name)
+        assert trajectory.id == opened["id"] == name
 
 
 FORCED: dict[str, dict[str, Any]] = {
@@ -217,22 +217,22 @@ FORCED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("route", FORCED)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_had_is_refused_by_name_or_ignored_and_counted(route: str, stream: bool) -> None:
+async def test_lenient_ignores_and_counts_unsupported_fields(route: str, stream: bool) -> None:
     body = {"model": "m", "stream": stream, **FORCED[route]}
     async with serving(["said"]) as served:
         strict, half = await served.open(), await served.open(lenient=["server_tools"])
         lenient = await served.open(lenient=["server_tools", "tool_choice"])
-        told = []
+        problems = []
         for opened in (strict, half, lenient):
             async with served.http.post(f"{opened['path']}/v1/{route}", json=body) as answer:
-                told.append((answer.status, await answer.text()))
-        assert [status for status, _ in told] == [400, 400, 200]
+                problems.append((answer.status, await answer.text()))
+        assert [status for status, _ in problems] == [400, 400, 200]
         if len(body["tools"]) == 2:
-            assert "web_search" in told[0][1]
-            assert "lenient: [server_tools]" in told[0][1]
-        assert "tool_choice is not supported here" in told[1][1]
-        assert "lenient: [tool_choice]" in told[1][1]
-        assert stream or "said" in told[2][1]
+            assert "web_search" in problems[0][1]
+            assert "lenient: [server_tools]" in problems[0][1]
+        assert "tool_choice is not supported here" in problems[1][1]
+        assert "lenient: [tool_choice]" in problems[1][1]
+        assert stream or "said" in problems[2][1]
         metrics = [(await finalize(served, opened))["metrics"] for opened in (strict, lenient)]
     ignored = {name: value for name, value in metrics[1].items() if name.startswith("ignored_")}
     assert ignored == {"ignored_tool_choice": 1.0, **({"ignored_server_tools": 1.0} if len(body["tools"]) == 2 else {})}

@@ -30,7 +30,9 @@ async def ask(served: Served, opened: dict[str, Any], route: str, more: dict[str
 
 def prompts(served: Served, opened: dict[str, Any]) -> list[str]:
     """The roots of a session, as text."""
-    return [served.renderer.decode(each.token_ids) for each in served.session(opened).segments() if each.parent < 0]
+    return [
+        served.renderer.decode(segment.token_ids) for segment in served.session(opened).segments() if segment.parent < 0
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -50,12 +52,12 @@ def prompts(served: Served, opened: dict[str, Any]) -> list[str]:
 async def test_reasoning_is_switched_off_where_the_template_can(route: str, wish: dict[str, Any], stream: bool) -> None:
     async with serving(lambda _: "Yes.") as served:
         opened = await served.open()
-        status, told = await ask(served, opened, route, {**wish, "stream": stream})
-        assert status == 200, told
+        status, body = await ask(served, opened, route, {**wish, "stream": stream})
+        assert status == 200, body
         # It is read behind the prompt that it has, while it is sampled too.
-        said = b"".join(re.findall(rb'"(?:text|content|delta)":"([^"]*)"', told if stream else orjson.dumps(told)))
-        assert b"Yes." in said
-        assert b"thinking_delta" not in said
+        text = b"".join(re.findall(rb'"(?:text|content|delta)":"([^"]*)"', body if stream else orjson.dumps(body)))
+        assert b"Yes." in text
+        assert b"thinking_delta" not in text
         (prompt,) = prompts(served, opened)
         assert prompt.endswith(NO_THOUGHT)
         (root, _) = served.session(opened).segments()
@@ -80,7 +82,7 @@ async def test_a_wish_that_the_template_does_not_know_is_nothing(route: str, wis
         for more in ({}, wish):
             assert (await ask(served, opened, route, more))[0] == 200
         segments = served.session(opened).segments()
-        assert [each.fork for each in segments] == [None, None, "resample"]
+        assert [segment.fork for segment in segments] == [None, None, "resample"]
         assert segments[0].template_args is None
 
 
@@ -97,7 +99,7 @@ async def test_a_wish_that_the_template_does_not_know_is_nothing(route: str, wis
         (MESSAGES, {"thinking": {"type": "disabled"}}, "medium"),
     ],
 )
-async def test_an_effort_is_told_to_a_template_that_reads_it(route: str, wish: dict[str, Any], line: str) -> None:
+async def test_effort_reaches_a_template_that_reads_it(route: str, wish: dict[str, Any], line: str) -> None:
     async with serving(lambda _: "Yes.", family="gptoss") as served:
         opened = await served.open()
         assert (await ask(served, opened, route, wish))[0] == 200
@@ -106,7 +108,7 @@ async def test_an_effort_is_told_to_a_template_that_reads_it(route: str, wish: d
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "field", "told"),
+    ("kwargs", "field", "problem"),
     [
         ({"enable_thinkin": False}, "chat_template_kwargs.enable_thinkin", "enable_thinking"),
         ({"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking", "'no'"),
@@ -118,15 +120,13 @@ async def test_an_effort_is_told_to_a_template_that_reads_it(route: str, wish: d
     ],
 )
 @pytest.mark.parametrize("route", list(BODIES))
-async def test_an_argument_that_the_template_does_not_take_is_a_400_that_names_it(
-    route: str, kwargs: Any, field: str, told: str
-) -> None:
+async def test_unknown_template_argument_is_a_400(route: str, kwargs: Any, field: str, problem: str) -> None:
     async with serving(lambda _: "Yes.") as served:
         opened = await served.open()
         status, body = await ask(served, opened, route, {"chat_template_kwargs": kwargs})
         assert status == 400
         assert field in body["error"]["message"]
-        assert told in body["error"]["message"]
+        assert problem in body["error"]["message"]
         assert body["error"].get("param", field) == field
         assert served.session(opened).segments() == []
 
@@ -149,7 +149,7 @@ async def test_a_wish_of_a_wrong_kind_is_a_400(route: str, wish: dict[str, Any])
         assert next(iter(wish)) in body["error"]["message"]
 
 
-async def test_equal_wishes_of_three_apis_are_one_conversation() -> None:
+async def test_equal_options_of_three_apis_share_a_conversation() -> None:
     async with serving(lambda _: "Yes.") as served:
         opened = await served.open()
         for route, wish in (
@@ -158,7 +158,7 @@ async def test_equal_wishes_of_three_apis_are_one_conversation() -> None:
             (MESSAGES, {"thinking": {"type": "disabled"}}),
         ):
             assert (await ask(served, opened, route, wish))[0] == 200
-        assert [each.fork for each in served.session(opened).segments()] == [None, None, "resample", "resample"]
+        assert [segment.fork for segment in served.session(opened).segments()] == [None, None, "resample", "resample"]
 
 
 async def test_tokens_are_counted_with_the_arguments() -> None:
@@ -184,7 +184,7 @@ async def test_a_gateway_may_fix_the_arguments() -> None:
         assert prompt.endswith(NO_THOUGHT)
 
 
-async def test_an_effort_of_none_is_one_to_a_template_that_mentions_it(tmp_path: Path) -> None:
+async def test_effort_none_reaches_a_template_that_names_it(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -196,7 +196,7 @@ async def test_an_effort_of_none_is_one_to_a_template_that_mentions_it(tmp_path:
         opened = await served.open()
         assert (await ask(served, opened, CHAT, {"reasoning_effort": "none"}))[0] == 200
         assert (await ask(served, opened, MESSAGES, {"thinking": {"type": "disabled"}}))[0] == 200
-        assert [each.rpartition("\n")[2] for each in prompts(served, opened)] == ["[no effort]", "[not thinking]"]
+        assert [prompt.rpartition("\n")[2] for prompt in prompts(served, opened)] == ["[no effort]", "[not thinking]"]
 
 
 async def test_a_stream_is_read_behind_the_prompt_that_its_arguments_make(tmp_path: Path) -> None:
@@ -209,22 +209,22 @@ async def test_a_stream_is_read_behind_the_prompt_that_its_arguments_make(tmp_pa
         silent, "{%- if enable_thinking is defined and enable_thinking %}{{- '" + opens + "' }}{%- endif %}" + silent
     )
     renderer = load_renderer(write_model_dir(tmp_path, FAMILIES["qwen3"], template=source))
-    said = [*renderer._tokens.encode("So it is.\n</think>\n\nYes."), renderer._tokens.added["<|im_end|>"]]
-    async with serving(lambda _: said, renderer=renderer) as served:
+    token_ids = [*renderer._tokens.encode("So it is.\n</think>\n\nYes."), renderer._tokens.added["<|im_end|>"]]
+    async with serving(lambda _: token_ids, renderer=renderer) as served:
         opened = await served.open()
         wish = {"chat_template_kwargs": {"enable_thinking": True}}
-        _, whole = await ask(served, opened, CHAT, wish)
-        assert whole["choices"][0]["message"]["reasoning_content"].strip() == "So it is."
-        assert whole["choices"][0]["message"]["content"] == "Yes."
+        _, body = await ask(served, opened, CHAT, wish)
+        assert body["choices"][0]["message"]["reasoning_content"].strip() == "So it is."
+        assert body["choices"][0]["message"]["content"] == "Yes."
         _, stream = await ask(served, opened, CHAT, {**wish, "stream": True})
         deltas = [json.loads(line[6:])["choices"] for line in stream.split(b"\n") if line.startswith(b"data: {")]
-        told = {
-            key: [said for choices in deltas for choice in choices if (said := choice["delta"].get(key))]
+        texts = {
+            key: [text for choices in deltas for choice in choices if (text := choice["delta"].get(key))]
             for key in ("content", "reasoning_content")
         }
         # As it is sampled, not when all of it is there: it is known to be reasoning from the beginning.
-        assert len(told["reasoning_content"]) > 3
-        assert {key: "".join(text).strip() for key, text in told.items()} == {
+        assert len(texts["reasoning_content"]) > 3
+        assert {key: "".join(text).strip() for key, text in texts.items()} == {
             "content": "Yes.",
             "reasoning_content": "So it is.",
         }

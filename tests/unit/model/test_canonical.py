@@ -60,12 +60,12 @@ def test_arguments_mean_the_same_however_they_are_written(arguments) -> None:
         ({"a": [1, 2]}, {"a": [2, 1]}, False),
     ],
 )
-def test_what_is_the_same(first, second, same) -> None:
+def test_equal_canonical_forms(first, second, same) -> None:
     one, two = (canonical_messages([assistant(form)])[0] for form in (first, second))
     assert (one == two) is same
 
 
-def test_what_does_not_matter_is_gone() -> None:
+def test_irrelevant_fields_are_dropped() -> None:
     plain = {"role": "user", "content": "hi"}
     decorated = {
         "role": "user",
@@ -89,7 +89,7 @@ def test_names_of_users_matter() -> None:
     )
 
 
-def test_a_tool_message_is_the_position_of_the_call_it_answers() -> None:
+def test_tool_message_names_the_position_of_its_call() -> None:
     calls = [ToolCall("one", "f", {}), ToolCall("two", "g", {})]
     said = {"role": "assistant", "content": "", "tool_calls": calls}
     named = canonical_messages(
@@ -122,7 +122,7 @@ def test_the_order_of_tools_counts_and_the_order_of_keys_does_not() -> None:
     assert canonical_tools(None) == canonical_tools([])
 
 
-def test_what_json_cannot_say_is_refused() -> None:
+def test_arguments_outside_json_are_refused() -> None:
     with pytest.raises(SessionError, match="set"):
         canonical_messages([assistant({"a": {1, 2}})])
 
@@ -141,7 +141,7 @@ def test_what_json_cannot_say_is_refused() -> None:
         max_size=6,
     )
 )
-def test_a_growing_or_edited_history_reduces_as_if_it_were_new(steps: list[tuple[int, list[str]]]) -> None:
+def test_cached_reduction_equals_a_full_reduction(steps: list[tuple[int, list[str]]]) -> None:
     values = {"True": True, "1": 1, "1.0": 1.0, "0": 0, "[1]": [1]}
     history = History()
     messages: list[Any] = []
@@ -160,7 +160,7 @@ def test_a_growing_or_edited_history_reduces_as_if_it_were_new(steps: list[tuple
         assert history.reduce(messages) == canonical_messages(messages)
 
 
-def test_an_argument_that_turns_from_one_to_true_in_place_is_seen() -> None:
+def test_argument_edited_from_one_to_true_is_noticed() -> None:
     call = ToolCall("c0", "f", {"deep": [{"x": 1}], "y": 3})
     messages: list[Any] = [
         {"role": "user", "content": "go"},
@@ -173,7 +173,7 @@ def test_an_argument_that_turns_from_one_to_true_in_place_is_seen() -> None:
     assert history.reduce(messages)[1].calls[0].arguments == '{"deep":[{"x":true}],"y":3}'
 
 
-def test_the_message_that_was_said_is_known_only_as_long_as_it_is_the_same() -> None:
+def test_returned_message_is_recognised_until_it_is_edited() -> None:
     said: Any = {"role": "assistant", "content": "", "tool_calls": [ToolCall("c0", "f", {"x": 1})]}
     form = canonical_messages([said])[0]
     first: list[Any] = [{"role": "user", "content": "go"}]

@@ -65,7 +65,7 @@ def prompt(renderer: Renderer, messages: list[Message] = ASK) -> str:
         ("mistral", set()),
     ],
 )
-def test_a_template_says_what_it_reads(family: str, reads: set[str]) -> None:
+def test_template_lists_the_arguments_that_it_reads(family: str, reads: set[str]) -> None:
     assert renderer_for(family).reads == reads
 
 
@@ -80,9 +80,7 @@ def test_a_template_says_what_it_reads(family: str, reads: set[str]) -> None:
         ("gptoss", {"reasoning_effort": "low", "model_identity": "You are Ann."}),
     ],
 )
-async def test_a_conversation_with_arguments_is_that_of_a_renderer_made_with_them(
-    family: str, given: dict[str, Any]
-) -> None:
+async def test_template_arguments_equal_template_kwargs(family: str, given: dict[str, Any]) -> None:
     today = datetime.datetime(2031, 2, 3)
     free = load_renderer(model_dir(family), now=today)
     made = load_renderer(model_dir(family), now=today, template_kwargs=given)
@@ -126,7 +124,7 @@ async def test_other_arguments_are_another_root_and_either_is_gone_on_from() -> 
     assert sum(int(row.loss_mask.sum()) for row in rows) == again.sampled_tokens
 
 
-async def test_what_means_the_same_is_the_same_root_and_one_is_not_true() -> None:
+async def test_equal_template_arguments_share_a_root() -> None:
     session = session_of(ToyRenderer(), lambda _: "said")
     for nothing in (None, {}, {"mood": None}):
         await session.chat(ASK, template_args=nothing)
@@ -139,7 +137,7 @@ async def test_what_means_the_same_is_the_same_root_and_one_is_not_true() -> Non
     assert isinstance(roots[4]["mood"], bool)  # type: ignore[index]
 
 
-async def test_what_the_run_has_set_anyway_is_no_other_root() -> None:
+async def test_template_arguments_of_the_run_share_its_root() -> None:
     renderer = load_renderer(model_dir("qwen3"), template_kwargs=SILENT)
     assert renderer.under(template_arguments(SILENT)) is renderer
     session = session_of(renderer)
@@ -159,7 +157,7 @@ async def test_what_the_run_has_set_anyway_is_no_other_root() -> None:
         {"enable_thinking": object()}, {"enable_thinking": [False] * 50_000},
     ],
 )  # fmt: skip
-async def test_what_a_template_does_not_take_is_refused_before_anything_is_sent(given: dict[str, Any]) -> None:
+async def test_unknown_template_argument_is_refused_before_the_request(given: dict[str, Any]) -> None:
     session = session_of(renderer_for("qwen3"))
     with pytest.raises(RenderError, match=f"template argument {next(iter(given))}"):
         await session.chat(ASK, template_args=given)
@@ -168,7 +166,7 @@ async def test_what_a_template_does_not_take_is_refused_before_anything_is_sent(
     assert (await session.chat(ASK))["tool_calls"]
 
 
-def test_an_effort_is_one_that_models_know_or_the_template_mentions() -> None:
+def test_effort_is_a_standard_word_or_a_literal_of_the_template() -> None:
     renderer = renderer_for("gptoss")
     assert [value for value in ("low", "medium", "high", "minimal", "none", "xhigh", 3) if renderer.takes(
         "reasoning_effort", value)] == ["low", "medium", "high"]  # fmt: skip
@@ -311,7 +309,7 @@ def test_a_date_that_was_set_is_that_of_every_conversation() -> None:
     assert without.at(later) is without
 
 
-def test_conversations_of_one_day_have_one_renderer() -> None:
+def test_renderer_is_shared_within_a_day() -> None:
     renderer = load_renderer(model_dir("gptoss"))
     morning, evening = (renderer.at(datetime.datetime(2040, 1, 1, hour)) for hour in (8, 20))
     assert morning is evening
