@@ -54,16 +54,16 @@ def watched() -> GapWatch:
     """Two micro-batches: rows 1 and 0 (in this order), each with 5 trained tokens, the server's at -1."""
     watch = GapWatch()
     rows = rows_of(two_turns("a"), two_turns("b"))
-    watch.packed(rows)
+    watch.set_rows(rows)
     rollout = torch.full((5,), -1.0)
-    watch.note((1,), torch.zeros(5, dtype=torch.int64), torch.tensor([-1.0, -1.5, -1.0, -1.0, -1.25]), rollout)
-    watch.note((0,), torch.zeros(5, dtype=torch.int64), torch.tensor([-1.0, -1.0, -1.0, -4.0, -1.0]), rollout)
+    watch.record((1,), torch.zeros(5, dtype=torch.int64), torch.tensor([-1.0, -1.5, -1.0, -1.0, -1.25]), rollout)
+    watch.record((0,), torch.zeros(5, dtype=torch.int64), torch.tensor([-1.0, -1.0, -1.0, -4.0, -1.0]), rollout)
     return watch
 
 
 def test_the_gap_by_turn_and_the_tokens_that_differ_most() -> None:
     watch = watched()
-    gaps = watch.found()
+    gaps = watch.take_gaps()
     assert not watch.has_tokens
     first, second = gaps.turns
     # Turn 0: tokens 0 and 1 of each row: 0, 0.5, 0, 0. Turn 1: the other three: 0, 0, 0.25, 0, 3, 0.
@@ -78,18 +78,18 @@ def test_the_gap_by_turn_and_the_tokens_that_differ_most() -> None:
 
 def test_gap_of_two_rows_of_one_micro_batch_and_of_none() -> None:
     watch = GapWatch()
-    watch.packed(rows_of(two_turns("a"), two_turns("b")))
+    watch.set_rows(rows_of(two_turns("a"), two_turns("b")))
     trainer = torch.full((10,), -1.0)
     trainer[8] = -2.0
     # Row 1 stands first: token 8 is the fourth of row 0.
-    watch.note((1, 0), torch.tensor([0] * 5 + [1] * 5), trainer, torch.full((10,), -1.0))
-    [worst] = watch.found().largest
+    watch.record((1, 0), torch.tensor([0] * 5 + [1] * 5), trainer, torch.full((10,), -1.0))
+    [worst] = watch.take_gaps().largest
     assert (worst.trajectory, worst.turn, worst.place, worst.token) == ("a", 1, 1, 71)
-    assert GapWatch().found().metrics() == {}
+    assert GapWatch().take_gaps().metrics() == {}
 
 
 def test_the_worst_token_is_named_with_its_message() -> None:
-    record = gap_record(watched().found(), {"a": two_turns("a")}, ToyRenderer())
+    record = gap_record(watched().take_gaps(), {"a": two_turns("a")}, ToyRenderer())
     worst, other, *_ = record["largest"]
     assert (worst["turn_id"], worst["segment"], worst["agent"], worst["tokens"]) == ("t1", 3, "main", 3)
     assert "turn_id" not in other
@@ -235,9 +235,9 @@ def test_diagnostics_records_gaps_and_returns_due_warnings(tmp_path: Path) -> No
     diagnostics = Diagnostics(tmp_path, {"main": (config, ToyRenderer())})
     groups = [TrajectoryGroup("g", "task", [two_turns("a"), two_turns("b")])]
     metrics = {"gap/mean": 0.3, "gap/max": 3.0}
-    [warned] = diagnostics.step(1, metrics, {"main": watched().found()}, groups)
+    [warned] = diagnostics.step(1, metrics, {"main": watched().take_gaps()}, groups)
     assert "in turn 2 of trajectory a" in warned.text
-    assert diagnostics.step(2, metrics, {"main": GapWatch().found()}, groups) == []
+    assert diagnostics.step(2, metrics, {"main": GapWatch().take_gaps()}, groups) == []
     diagnostics.close()
     [record] = [json.loads(line) for line in (tmp_path / "diagnostics.jsonl").read_text().splitlines()]
     assert (record["kind"], record["step"], len(record["turns"]), len(record["largest"])) == ("gap", 1, 2, 3)

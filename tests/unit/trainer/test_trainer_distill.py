@@ -22,7 +22,7 @@ from turnwise.model.core import ModelInfo, ServedPolicy
 from turnwise.trainer.algorithms.config import AlgorithmConfig, DistillConfig
 from turnwise.trainer.batch.experience import Experience
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.learn.distill import Teacher, check_teacher, distilled, reverse_kl
+from turnwise.trainer.learn.distill import Teacher, add_teacher_advantages, check_teacher, reverse_kl
 from turnwise.trainer.observe.metrics import meaning
 
 
@@ -52,7 +52,9 @@ def test_only_sampled_tokens_are_told_and_rewards_are_added(row: Callable[..., A
     teacher = floats(0, -7, -1.5, -7, -1.0)
 
     def told(scores: Any, **options: Any) -> Experience:
-        return distilled(Experience([made], {"batch/rows": 1.0}), [scores], DistillConfig(teacher="t", **options))
+        return add_teacher_advantages(
+            Experience([made], {"batch/rows": 1.0}), [scores], DistillConfig(teacher="t", **options)
+        )
 
     found = told(teacher)
     assert found.rows[0].advantage.tolist() == [0, 0, -0.5, 0, 1.0]

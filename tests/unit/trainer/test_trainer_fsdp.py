@@ -368,9 +368,9 @@ def test_what_was_measured_comes_back(model: Path, two: WarmRanks) -> None:
     gaps = []
     for learner in (open_learner(policy(model), 9), FSDPLearner(two, policy(model), 9)):
         watch = GapWatch()
-        watch.packed(rows())
+        watch.set_rows(rows())
         learner.forward_backward(batches(), PolicyObjective(watch=watch), 40.0)
-        gaps.append(watch.found())
+        gaps.append(watch.take_gaps())
     assert [each.token for each in gaps[0].largest] == [each.token for each in gaps[1].largest]
     assert gaps[1].metrics() == pytest.approx(gaps[0].metrics(), abs=1e-5)
 

@@ -81,8 +81,8 @@ class Groups:
             shapes = f"rewards have shape {tuple(rewards.shape)}, groups {tuple(groups.shape)}"
             raise TrainError(f"{shapes}; both must be [n]")
         if not bool(torch.isfinite(rewards).all()):
-            bad = torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()
-            raise TrainError(f"rewards[{bad[0]}] is {rewards[bad[0]].item()}; every reward must be finite")
+            infinite = torch.nonzero(~torch.isfinite(rewards)).flatten().tolist()
+            raise TrainError(f"rewards[{infinite[0]}] is {rewards[infinite[0]].item()}; every reward must be finite")
         r = rewards.double()
         names, index = torch.unique(groups, return_inverse=True)
         count = len(names)
@@ -259,10 +259,10 @@ def gdpo(
     summed = torch.zeros_like(total.rewards)
     dead = torch.ones_like(total.dead)
     for name, weight in weights.items():
-        each = Groups.of(components[name], groups)
-        scaled = each.centred / (each.std[each.index] + eps)
-        summed += weight * scaled.masked_fill(each.dead[each.index], 0.0)
-        dead &= each.dead if weight else torch.ones_like(each.dead)
+        named = Groups.of(components[name], groups)
+        scaled = named.centred / (named.std[named.index] + eps)
+        summed += weight * scaled.masked_fill(named.dead[named.index], 0.0)
+        dead &= named.dead if weight else torch.ones_like(named.dead)
     return total.result(whitened(summed, shift=False), dead)
 
 
@@ -312,22 +312,25 @@ def gigpo(
     Raises:
         TrainError: Numbers of turns differ, shapes differ, or a number is not finite.
     """
-    if [len(each) for each in step_returns] != [len(each) for each in anchors] or len(anchors) != len(rewards):
+    if [len(turns) for turns in step_returns] != [len(turns) for turns in anchors] or len(anchors) != len(rewards):
         raise TrainError("step_returns and anchors must have one element for each turn of each of the rewards")
     episodes = Groups.of(rewards, groups)
-    whole = _scaled(episodes, norm_by_std, eps)
-    if not any(len(each) for each in anchors):
+    of_episodes = _scaled(episodes, norm_by_std, eps)
+    if not any(len(turns) for turns in anchors):
         return [torch.zeros(0) for _ in anchors]
     names: dict[Hashable, int] = {}
     states = [
         names.setdefault((int(group), anchor), len(names))
-        for group, mine in zip(groups, anchors, strict=True)
-        for anchor in mine
+        for group, turns in zip(groups, anchors, strict=True)
+        for anchor in turns
     ]
-    steps = Groups.of(torch.cat([each.double() for each in step_returns]), torch.tensor(states))
-    turns = torch.split(_scaled(steps, norm_by_std, eps), [len(each) for each in anchors])
+    steps = Groups.of(torch.cat([turns.double() for turns in step_returns]), torch.tensor(states))
+    by_trajectory = torch.split(_scaled(steps, norm_by_std, eps), [len(turns) for turns in anchors])
     compared = episodes.size[episodes.index] > 1
-    return [(each + omega * turn).float() * several for each, turn, several in zip(whole, turns, compared, strict=True)]
+    return [
+        (of_episode + omega * of_turns).float() * is_compared
+        for of_episode, of_turns, is_compared in zip(of_episodes, by_trajectory, compared, strict=True)
+    ]
 
 
 def _scaled(grouped: Groups, norm_by_std: bool, eps: float) -> Tensor:
@@ -378,9 +381,9 @@ def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
         RegistryError: The name is taken by another estimator.
     """
 
-    def register(given: F) -> F:
-        register_entry(name, given, ADVANTAGES, "estimator")
-        return given
+    def register(registered: F) -> F:
+        register_entry(name, registered, ADVANTAGES, "estimator")
+        return registered
 
     return register if function is None else register(function)
 
@@ -414,7 +417,7 @@ def compare_returns(
     numbers_of: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
         numbers_of.setdefault(group, []).append(number)
-    advantages: list[Values] = [np.zeros(len(each)) for each in returns]
+    advantages: list[Values] = [np.zeros(len(turns)) for turns in returns]
     dead = [False] * len(returns)
     for numbers in numbers_of.values():
         every = np.concatenate([returns[number] for number in numbers])
@@ -484,14 +487,14 @@ class StepAdvantages:
             "batch/groups": float(self.groups),
             "batch/dead_groups": float(self.dead_groups),
         }
-        train_thread = [each for each in self.advantages if not isinstance(each, float)]
-        if not train_thread:
+        per_turn = [row_advantages for row_advantages in self.advantages if not isinstance(row_advantages, float)]
+        if not per_turn:
             return metrics
         return metrics | {
-            "credit/spread": float(np.mean([np.ptp(each) for each in train_thread])),
-            "credit/silent_turns": float(np.mean(np.concatenate(train_thread) == 0)),
-            "credit/first": float(np.mean([abs(each[0]) for each in train_thread])),
-            "credit/last": float(np.mean([abs(each[-1]) for each in train_thread])),
+            "credit/spread": float(np.mean([np.ptp(row_advantages) for row_advantages in per_turn])),
+            "credit/silent_turns": float(np.mean(np.concatenate(per_turn) == 0)),
+            "credit/first": float(np.mean([abs(row_advantages[0]) for row_advantages in per_turn])),
+            "credit/last": float(np.mean([abs(row_advantages[-1]) for row_advantages in per_turn])),
         }
 
 
@@ -515,12 +518,12 @@ def estimate_advantages(rewards: StepRewards, credit: Credit, estimator: Configu
         advantages = gigpo(
             rewards.totals,
             torch.tensor(groups, dtype=torch.int64),
-            [torch.from_numpy(each) for each in credit.returns],
+            [torch.from_numpy(returns) for returns in credit.returns],
             credit.states,
             norm_by_std=norm_by_std,
             eps=eps,
         )
-        return _of_turns([each.double().numpy() for each in advantages], groups)
+        return _of_turns([of_turns.double().numpy() for of_turns in advantages], groups)
     scope = groups if within_groups else [0] * len(groups)
     compared, dead = compare_returns(credit.returns, scope, norm_by_std=norm_by_std, eps=eps)
     dead_groups = {group for group, is_dead in zip(groups, dead, strict=True) if is_dead}
@@ -537,7 +540,7 @@ def _of_trajectories(rewards: StepRewards, credit: TrajectoryCredit, estimator: 
         )
     advantages: list[float | Values] = [float(value) for value in result.values]
     if credit.shares is not None:
-        advantages = [each * shares for each, shares in zip(advantages, credit.shares, strict=True)]
+        advantages = [advantage * shares for advantage, shares in zip(advantages, credit.shares, strict=True)]
     return StepAdvantages(advantages, [bool(flag) for flag in result.dead], result.groups, result.dead_groups)
 
 
@@ -546,12 +549,12 @@ def _of_trees(credit: TreeCredit, groups: Sequence[int], *, norm_by_std: bool, e
     for group in sorted(set(groups)):
         numbers = [number for number, other in enumerate(groups) if other == group]
         trees = [credit.trees[number] for number in numbers]
-        found = TREE_CREDITS[credit.name](trees, norm_by_std=norm_by_std, eps=eps)
-        advantages |= zip(numbers, found, strict=True)
+        of_group = TREE_CREDITS[credit.name](trees, norm_by_std=norm_by_std, eps=eps)
+        advantages |= zip(numbers, of_group, strict=True)
     return [advantages[number] for number in range(len(groups))]
 
 
 def _of_turns(advantages: Sequence[Values], groups: Sequence[int]) -> StepAdvantages:
-    alive = {group for group, each in zip(groups, advantages, strict=True) if each.any()}
+    alive = {group for group, of_turns in zip(groups, advantages, strict=True) if of_turns.any()}
     every = set(groups)
     return StepAdvantages([*advantages], [group not in alive for group in groups], len(every), len(every - alive))

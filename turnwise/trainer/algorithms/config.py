@@ -140,11 +140,11 @@ class AlgorithmConfig(BaseModel):
     @model_validator(mode="after")
     def _turns_are_compared(self) -> Self:
         in_groups = self.credit.name == "gigpo" or self.credit.of_trees
-        known = [name for name, (within, _) in TURN_COMPARISONS.items() if within or not in_groups]
-        if self.credit.compares and self.advantage not in known:
+        allowed = [name for name, (within, _) in TURN_COMPARISONS.items() if within or not in_groups]
+        if self.credit.compares and self.advantage not in allowed:
             raise ValueError(
                 f"credit {self.credit.name!r} compares turns as the estimator compares trajectories, but advantage is "
-                f"{self.advantage!r}: choose {', '.join(known)}, or credit same, last or discounted"
+                f"{self.advantage!r}: choose {', '.join(allowed)}, or credit same, last or discounted"
             )
         return self
 
@@ -234,7 +234,7 @@ class AlgorithmConfig(BaseModel):
             RegistryError: No such loss, or a wrong option.
         """
         loss = find_loss(self.loss)
-        chosen = bind(
+        function = bind(
             self.loss,
             loss.function,
             self._options(in_selection=False),
@@ -242,12 +242,12 @@ class AlgorithmConfig(BaseModel):
             arguments=LOSS_ARGUMENTS,
             data=LOSS_DATA,
         )
-        if "selected" in chosen.reads and loss.select is None:
+        if "selected" in function.reads and loss.select is None:
             raise RegistryError(
                 f"algorithm.loss is {self.loss!r}, which takes selected, but has no select function: name a "
                 "turnwise.trainer.algorithms.losses.Loss with the function and its select"
             )
-        return chosen
+        return function
 
     def chosen_selection(self) -> ConfiguredFunction | None:
         """Return the token selection of the loss with its options; None where the loss has none.
@@ -258,9 +258,9 @@ class AlgorithmConfig(BaseModel):
         select = find_loss(self.loss).select
         if select is None:
             return None
-        given = self._options(in_selection=True)
+        options = self._options(in_selection=True)
         return bind(
-            self.loss, select, given, key="algorithm.loss_options", arguments=SELECT_ARGUMENTS, data=SELECT_DATA
+            self.loss, select, options, key="algorithm.loss_options", arguments=SELECT_ARGUMENTS, data=SELECT_DATA
         )
 
     @property

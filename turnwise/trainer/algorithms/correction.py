@@ -191,7 +191,7 @@ def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: 
         "correction/rejected": float(rejected.float().mean()),
     }
     lengths = [row.sample.trained_tokens for row in trained]
-    kept_of = {row.sample.key: kept for row, kept in zip(trained, torch.split(~rejected, lengths), strict=True)}
+    kept_of = {row.sample.key: part for row, part in zip(trained, torch.split(~rejected, lengths), strict=True)}
     weight_of = {row.sample.key: part for row, part in zip(trained, torch.split(weights, lengths), strict=True)}
     return CorrectedRows(
         [_corrected_row(row, weight_of, kept_of) for row in rows],
@@ -213,12 +213,12 @@ def span_indices(rows: Sequence[TrainRow], level: str) -> Tensor:
     return torch.tensor(spans, dtype=torch.int64)
 
 
-def _corrected_row(row: TrainRow, weights: Mapping[RowKey, Tensor], kept: Mapping[RowKey, Tensor]) -> TrainRow:
+def _corrected_row(row: TrainRow, weights: Mapping[RowKey, Tensor], kept_tokens: Mapping[RowKey, Tensor]) -> TrainRow:
     key, mask = row.sample.key, row.sample.loss_mask.copy()
     if key not in weights:
         return row
     tokens = np.flatnonzero(mask)
     importance = np.ones(len(mask), np.float32)
     importance[tokens] = weights[key].numpy()
-    mask[tokens] = kept[key].numpy()
+    mask[tokens] = kept_tokens[key].numpy()
     return replace(row, sample=replace(row.sample, loss_mask=mask), importance=importance)

@@ -168,9 +168,9 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
     if custom is not None and custom.of_group:
         return CustomAdvantages(_by_group(trajectories, rewards.groups, custom))
     if custom is not None:
-        return ReturnCredit([custom.turn_returns(each) for each in trajectories])
+        return ReturnCredit([custom.turn_returns(trajectory) for trajectory in trajectories])
     if config.of_trees:
-        return TreeCredit(config.name, [Tree.of(each) for each in trajectories])
+        return TreeCredit(config.name, [Tree.of(trajectory) for trajectory in trajectories])
     gamma = config.discount
     if config.name == "tokens":
         pairs = list(zip(rewards.branches, rewards.turn_lengths, strict=True))
@@ -183,7 +183,7 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
         ]
         if config.name == "turns":
             return ReturnCredit(returns)
-        states = [anchor_states(each, config.state) for each in trajectories]
+        states = [anchor_states(trajectory, config.state) for trajectory in trajectories]
         return StateCredit(returns, states)
     if config.name == "same":
         return TrajectoryCredit(None)
@@ -193,11 +193,11 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
 
 def _mean_over_branches(branches: Sequence[BranchRewards], size: int, of: Callable[[BranchRewards], Values]) -> Values:
     """Return the mean over the branches that hold a turn of its number in each; 0 for a turn that no branch holds."""
-    total, held = np.zeros(size), np.zeros(size)
+    total, holders = np.zeros(size), np.zeros(size)
     for branch in branches:
         total[list(branch.turns)] += of(branch)
-        held[list(branch.turns)] += 1
-    return np.divide(total, held, out=np.zeros(size), where=held > 0)
+        holders[list(branch.turns)] += 1
+    return np.divide(total, holders, out=np.zeros(size), where=holders > 0)
 
 
 def _token_starts(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -207,12 +207,12 @@ def _token_starts(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
 def _token_returns_of(branches: Sequence[BranchRewards], lengths: Sequence[int], gamma: float) -> Values:
     """Return the return of each sampled token of a trajectory, its mean over the branches that hold the token."""
     starts = _token_starts(lengths)
-    total, held = np.zeros(starts[-1]), np.zeros(starts[-1])
+    total, holders = np.zeros(starts[-1]), np.zeros(starts[-1])
     for branch in branches:
-        places = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[t], starts[t + 1]) for t in branch.turns)])
-        total[places] += token_returns(branch.rewards, [lengths[turn] for turn in branch.turns], gamma)
-        held[places] += 1
-    return np.divide(total, held, out=np.zeros(len(total)), where=held > 0)
+        tokens = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[t], starts[t + 1]) for t in branch.turns)])
+        total[tokens] += token_returns(branch.rewards, [lengths[turn] for turn in branch.turns], gamma)
+        holders[tokens] += 1
+    return np.divide(total, holders, out=np.zeros(len(total)), where=holders > 0)
 
 
 def _shares_of(branches: Sequence[BranchRewards], lengths: Sequence[int], name: str, gamma: float) -> Values:
@@ -228,13 +228,13 @@ def _shares_of(branches: Sequence[BranchRewards], lengths: Sequence[int], name: 
 
 def _by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], custom: CustomCredit) -> list[Values]:
     """Call a custom function per group; a group of one has advantage 0."""
-    advantages: list[Values] = [np.zeros(_turns(each)) for each in trajectories]
+    advantages: list[Values] = [np.zeros(_turns(trajectory)) for trajectory in trajectories]
     for group in sorted(set(groups)):
         numbers = [number for number, other in enumerate(groups) if other == group]
         if len(numbers) > 1:
-            found = custom.advantages([trajectories[number] for number in numbers])
-            for number, each in zip(numbers, found, strict=True):
-                advantages[number] = each
+            of_group = custom.advantages([trajectories[number] for number in numbers])
+            for number, of_turns in zip(numbers, of_group, strict=True):
+                advantages[number] = of_turns
     return advantages
 
 
@@ -295,13 +295,13 @@ def anchor_states(trajectory: Trajectory, state: AnchorState | None) -> list[Has
         TrainError: State names are required, and one is missing.
     """
     # Of the ids up to each segment's end, and of those since the turn before it: how they were cut says nothing.
-    whole: list[blake2b] = []
+    all_ids: list[blake2b] = []
     since: list[blake2b] = []
     names: list[str | None] = []
     states: list[Hashable] = []
     for segment in trajectory.segments:
         root = segment.parent < 0
-        before = blake2b(digest_size=16) if root else whole[segment.parent].copy()
+        ids_before = blake2b(digest_size=16) if root else all_ids[segment.parent].copy()
         news = blake2b(digest_size=16) if root else since[segment.parent].copy()
         name = trajectory.states.get("") if root else names[segment.parent]
         if segment.sampled:
@@ -312,12 +312,12 @@ def anchor_states(trajectory: Trajectory, state: AnchorState | None) -> list[Has
                     "or set it to seen or shown"
                 )
             named = name is not None and state in (None, "named")
-            states.append(("named", name) if named else (news if state == "shown" else before).digest())
+            states.append(("named", name) if named else (news if state == "shown" else ids_before).digest())
             name = trajectory.states.get(segment.turn_id or "")
         ids = segment.token_ids.tobytes()
-        before.update(ids)
+        ids_before.update(ids)
         news.update(ids)
-        whole.append(before)
+        all_ids.append(ids_before)
         since.append(blake2b(digest_size=16) if segment.sampled else news)
         names.append(name)
     return states
@@ -358,7 +358,9 @@ class CustomCredit:
                 f"{self._what} {shown(advantages)} for {where}: it must be a list of {len(group)} lists, one for each "
                 "trajectory in their order"
             )
-        return [_numbers(each, trajectory, self._what) for each, trajectory in zip(advantages, group, strict=True)]
+        return [
+            _numbers(of_turns, trajectory, self._what) for of_turns, trajectory in zip(advantages, group, strict=True)
+        ]
 
     @property
     def _what(self) -> str:

@@ -43,12 +43,12 @@ def gae(
     Raises:
         TrainError: Shapes differ, or a reward is on a token that was not sampled.
     """
-    kept = _steps(rewards, values, mask)
+    steps = _steps(rewards, values, mask)
     # Lists, not tensors: reading an element of a tensor costs ten times the arithmetic.
     earned, expected = rewards.tolist(), values.tolist()
     advantages, returns = [0.0] * len(earned), [0.0] * len(earned)
     ahead, following = 0.0, last_value
-    for index in reversed(kept):
+    for index in reversed(steps):
         value = expected[index]
         ahead = earned[index] + gamma * following - value + gamma * lam * ahead
         advantages[index], returns[index] = ahead, ahead + value
@@ -65,17 +65,17 @@ def returns_to_go(rewards: Tensor, mask: Tensor | None = None, *, gamma: float =
 
 
 def _steps(rewards: Tensor, values: Tensor, mask: Tensor | None) -> list[int]:
-    kept = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    if rewards.ndim != 1 or not rewards.shape == values.shape == kept.shape:
-        shapes = [tuple(each.shape) for each in (rewards, values, kept)]
+    sampled = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    if rewards.ndim != 1 or not rewards.shape == values.shape == sampled.shape:
+        shapes = [tuple(tensor.shape) for tensor in (rewards, values, sampled)]
         raise TrainError(f"rewards, values and mask have shapes {shapes}; all must be [T]")
-    if bool((rewards[~kept] != 0).any()):
-        place = int(torch.nonzero(~kept & (rewards != 0))[0])
+    if bool((rewards[~sampled] != 0).any()):
+        position = int(torch.nonzero(~sampled & (rewards != 0))[0])
         raise TrainError(
-            f"rewards[{place}] is {float(rewards[place])}, but nothing was sampled there: note it on a turn"
+            f"rewards[{position}] is {float(rewards[position])}, but nothing was sampled there: note it on a turn"
         )
-    found: list[int] = torch.nonzero(kept).flatten().tolist()
-    return found
+    steps: list[int] = torch.nonzero(sampled).flatten().tolist()
+    return steps
 
 
 def whitened(values: Tensor, mask: Tensor | None = None, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
@@ -84,14 +84,14 @@ def whitened(values: Tensor, mask: Tensor | None = None, *, shift: bool = True, 
     Statistics are over the elements where ``mask`` is true; elsewhere the result is 0. With ``shift``, a single element
     and equal ones become 0; without, the mean is not subtracted, but the variance is still around it.
     """
-    kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    count = kept.sum()
+    counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    count = counted.sum()
     if not bool(count):
         return torch.zeros_like(values)
-    mean = values[kept].mean()
-    variance = (values[kept] - mean).square().sum() / (count - 1).clamp(min=1)
+    mean = values[counted].mean()
+    variance = (values[counted] - mean).square().sum() / (count - 1).clamp(min=1)
     moved = values - mean if shift else values
-    return (moved * (variance + eps).rsqrt()).masked_fill(~kept, 0.0)
+    return (moved * (variance + eps).rsqrt()).masked_fill(~counted, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ def critic_gae(
     Raises:
         TrainError: Shapes differ, or turns decrease.
     """
-    found: list[TokenAdvantages] = []
-    for reward, value, turn, last in zip(rewards, values, turns, last_values, strict=True):
+    estimates: list[TokenAdvantages] = []
+    for reward, value, turn, last_value in zip(rewards, values, turns, last_values, strict=True):
         if reward.ndim != 1 or not reward.shape == value.shape == turn.shape:
-            shapes = [tuple(each.shape) for each in (reward, value, turn)]
+            shapes = [tuple(tensor.shape) for tensor in (reward, value, turn)]
             raise TrainError(f"rewards, values and turns of a trajectory have shapes {shapes}; all must be [n]")
         if bool((turn.diff() < 0).any()):
             raise TrainError(f"turns are {turn.tolist()}: they must be in the order of time")
@@ -157,15 +157,18 @@ def critic_gae(
             step = first.long().cumsum(0) - 1
         earned = reward.new_zeros(int(first.sum())).index_add(0, step, reward)
         expected = value[first]
-        advantages, targets = gae(earned, expected, gamma=gamma, lam=lam, last_value=last)
+        advantages, targets = gae(earned, expected, gamma=gamma, lam=lam, last_value=last_value)
         if value_lam is not None:
-            targets = gae(earned, expected, gamma=gamma, lam=value_lam, last_value=last)[1]
-        found.append(TokenAdvantages(advantages[step].float(), targets[step].float() * first, first))
-    if not (whiten and found):
-        return found
-    together = whitened(torch.cat([each.advantages for each in found]).double()).float()
-    parts = torch.split(together, [len(each.advantages) for each in found])
-    return [TokenAdvantages(part, each.returns, each.valued) for part, each in zip(parts, found, strict=True)]
+            targets = gae(earned, expected, gamma=gamma, lam=value_lam, last_value=last_value)[1]
+        estimates.append(TokenAdvantages(advantages[step].float(), targets[step].float() * first, first))
+    if not (whiten and estimates):
+        return estimates
+    together = whitened(torch.cat([estimate.advantages for estimate in estimates]).double()).float()
+    parts = torch.split(together, [len(estimate.advantages) for estimate in estimates])
+    return [
+        TokenAdvantages(part, estimate.returns, estimate.valued)
+        for part, estimate in zip(parts, estimates, strict=True)
+    ]
 
 
 CRITIC_ARGUMENTS = ("rewards", "values", "turns", "last_values")

@@ -77,7 +77,7 @@ class Gaps:
 
     def metrics(self) -> dict[str, float]:
         """Return ``gap/worst_turn``, the largest mean gap over turn numbers; empty without tokens."""
-        return {"gap/worst_turn": max(each.mean for each in self.turns)} if self.turns else {}
+        return {"gap/worst_turn": max(turn.mean for turn in self.turns)} if self.turns else {}
 
 
 @dataclass(slots=True)
@@ -97,16 +97,16 @@ class GapWatch:
         self._parts: list[_Part] = []
         self._rows: Sequence[TrainRow] = ()
 
-    def note(self, rows: Sequence[int], sequences: Tensor, trainer: Tensor, rollout: Tensor) -> None:
+    def record(self, rows: Sequence[int], sequences: Tensor, trainer: Tensor, rollout: Tensor) -> None:
         """Record the trained tokens of a micro-batch, in the order of its rows and of a row's ids.
 
         ``rows`` has the index of each row among those packed, ``sequences`` each token's row as an index into ``rows``.
         """
-        arrays = (each.detach().float().cpu().numpy() for each in (trainer, rollout))
+        arrays = (logprobs.detach().float().cpu().numpy() for logprobs in (trainer, rollout))
         self._parts.append(_Part(tuple(rows), sequences.cpu().numpy(), *arrays))
 
     def join(self, other: GapWatch) -> None:
-        """Add the records of another process, whose rows are those of :meth:`packed` here."""
+        """Add the records of another process, whose rows are those of :meth:`set_rows` here."""
         self._parts += other._parts
 
     @property
@@ -114,12 +114,12 @@ class GapWatch:
         """Whether any tokens were recorded."""
         return bool(self._parts)
 
-    def packed(self, rows: Sequence[TrainRow]) -> None:
-        """Set the rows that the indices of :meth:`note` refer to."""
+    def set_rows(self, rows: Sequence[TrainRow]) -> None:
+        """Set the rows that the indices of :meth:`record` refer to."""
         self._rows = rows
 
-    def found(self, most: int = 5) -> Gaps:
-        """Return the gap by turn, and the ``most`` tokens that differ most; clears the records."""
+    def take_gaps(self, count: int = 5) -> Gaps:
+        """Return the gap by turn, and the ``count`` tokens that differ most; clears the records."""
         parts, rows = self._parts, self._rows
         self._parts, self._rows = [], ()
         if not parts:
@@ -127,18 +127,18 @@ class GapWatch:
         owners = np.concatenate([np.asarray(part.rows, np.int64)[part.sequences] for part in parts])
         trainer = np.concatenate([part.trainer for part in parts])
         rollout = np.concatenate([part.rollout for part in parts])
-        places = np.concatenate(
+        positions = np.concatenate(
             [np.flatnonzero(rows[index].sample.loss_mask) for part in parts for index in _in_order(part)]
         )
         turns = np.concatenate(
             [rows[index].sample.turn_ids[rows[index].sample.loss_mask] for part in parts for index in _in_order(part)]
         )
         gap = np.abs(trainer.astype(np.float64) - rollout)
-        largest = np.argsort(-gap, kind="stable")[:most]
+        largest = np.argsort(-gap, kind="stable")[:count]
         return Gaps(
             _by_turn(turns, gap),
             [
-                _token(rows[owners[i]], int(places[i]), float(rollout[i]), float(trainer[i]))
+                _token(rows[owners[i]], int(positions[i]), float(rollout[i]), float(trainer[i]))
                 for i in largest
                 if gap[i] > 0
             ],
@@ -146,7 +146,7 @@ class GapWatch:
 
 
 def _in_order(part: _Part) -> list[int]:
-    return [part.rows[place] for place in dict.fromkeys(part.sequences.tolist())]
+    return [part.rows[number] for number in dict.fromkeys(part.sequences.tolist())]
 
 
 def _by_turn(turns: npt.NDArray[np.int32], gap: npt.NDArray[np.float64]) -> list[TurnGap]:
@@ -154,26 +154,26 @@ def _by_turn(turns: npt.NDArray[np.int32], gap: npt.NDArray[np.float64]) -> list
     sums = np.bincount(inverse, weights=gap)
     peaks = np.zeros(len(numbers))
     np.maximum.at(peaks, inverse, gap)
-    found = zip(numbers.tolist(), counts.tolist(), (sums / counts).tolist(), peaks.tolist(), strict=True)
-    return [TurnGap(*each) for each in found]
+    figures = zip(numbers.tolist(), counts.tolist(), (sums / counts).tolist(), peaks.tolist(), strict=True)
+    return [TurnGap(*turn_figures) for turn_figures in figures]
 
 
-def _token(row: TrainRow, place: int, rollout: float, trainer: float) -> TokenGap:
+def _token(row: TrainRow, position: int, rollout: float, trainer: float) -> TokenGap:
     sample = row.sample
-    turn = int(sample.turn_ids[place])
+    turn = int(sample.turn_ids[position])
     first = int(np.argmax(sample.turn_ids == turn))
     return TokenGap(
-        sample.trajectory_id, sample.leaf, turn, place - first, int(sample.input_ids[place]), rollout, trainer
+        sample.trajectory_id, sample.leaf, turn, position - first, int(sample.input_ids[position]), rollout, trainer
     )
 
 
 def gap_record(gaps: Gaps, trajectories: Mapping[str, Trajectory], renderer: Renderer) -> dict[str, Any]:
     """Return the gaps as JSON values, the worst tokens with their texts where their trajectory is given."""
     return {
-        "turns": [asdict(each) for each in gaps.turns],
+        "turns": [asdict(turn) for turn in gaps.turns],
         "largest": [
-            {**asdict(each), "gap": each.gap, **_place(each, trajectories.get(each.trajectory), renderer)}
-            for each in gaps.largest
+            {**asdict(token), "gap": token.gap, **_place(token, trajectories.get(token.trajectory), renderer)}
+            for token in gaps.largest
         ],
     }
 
@@ -182,7 +182,7 @@ def _place(gap: TokenGap, trajectory: Trajectory | None, renderer: Renderer) -> 
     """Return the message of a token, and the text of it and its context."""
     if trajectory is None:
         return {}
-    segment = [each for each in trajectory.segments if each.sampled][gap.turn]
+    segment = [segment for segment in trajectory.segments if segment.sampled][gap.turn]
     token_ids = segment.token_ids
     return {
         "agent": trajectory.agent,

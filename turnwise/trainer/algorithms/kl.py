@@ -65,8 +65,8 @@ def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     estimator = KL_ESTIMATORS.get(name.removesuffix("+"))
     if estimator is None:
-        known = ", ".join([*KL_ESTIMATORS, *(f"{each}+" for each in KL_ESTIMATORS)])
-        raise RegistryError(f"the KL estimator is {name!r}; known: {known}")
+        allowed = ", ".join([*KL_ESTIMATORS, *(f"{base}+" for base in KL_ESTIMATORS)])
+        raise RegistryError(f"the KL estimator is {name!r}; known: {allowed}")
     value = estimator(logprobs, ref_logprobs.detach())
     if not name.endswith("+"):
         return value
@@ -127,8 +127,8 @@ class KLConfig(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.estimator.removesuffix("+") not in KL_ESTIMATORS:
-            known = ", ".join([*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)])
-            raise ValueError(f"estimator is {self.estimator!r}; known: {known}")
+            allowed = ", ".join([*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)])
+            raise ValueError(f"estimator is {self.estimator!r}; known: {allowed}")
         if self.where == "reward" and self.estimator.endswith("+"):
             raise ValueError(
                 f"estimator is {self.estimator!r}, but a reward has no gradient that + could change: write "

@@ -42,7 +42,7 @@ class ConfiguredFunction:
         return partial(self.function, **{name: data[name] for name in self.reads}, **self.options)
 
 
-def find(name: str, known: Mapping[str, Any], key: str) -> Any:
+def find(name: str, registry: Mapping[str, Any], key: str) -> Any:
     """Look a name up in a registry, or load a reference (``pkg.mod:function``, ``path/file.py:function``).
 
     ``key`` is the configuration key of the name, for messages.
@@ -50,36 +50,36 @@ def find(name: str, known: Mapping[str, Any], key: str) -> Any:
     Raises:
         RegistryError: Neither; the message suggests the nearest name.
     """
-    if name in known:
-        return known[name]
+    if name in registry:
+        return registry[name]
     if ":" not in name and "." not in name:
-        close = nearest(name, known)
+        close = nearest(name, registry)
         hint = f"did you mean {close!r}? " if close else ""
         raise RegistryError(
-            f"{key} is {name!r}; {hint}known: {', '.join(sorted(known))}, or a custom one as pkg.mod:function"
+            f"{key} is {name!r}; {hint}known: {', '.join(sorted(registry))}, or a custom one as pkg.mod:function"
         )
     try:
-        found = load_object(name, key)
+        function = load_object(name, key)
     except ConfigError as error:
         raise RegistryError(str(error)) from error
-    if not callable(found):
-        raise RegistryError(f"{key} is {name!r}, which is a {type(found).__name__}; it must be a function")
-    return found
+    if not callable(function):
+        raise RegistryError(f"{key} is {name!r}, which is a {type(function).__name__}; it must be a function")
+    return function
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the closest known name, ignoring case and underscores; None where none is close."""
-    plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in sorted(known)}
-    meant = re.sub(r"[^a-z0-9]", "", name.lower())
-    longer = [each for each in plain if len(meant) > 2 and each.startswith(meant)]
-    close = sorted(longer, key=len) or difflib.get_close_matches(meant, plain, n=1)
+    plain = {re.sub(r"[^a-z0-9]", "", key.lower()): key for key in sorted(names)}
+    spelled = re.sub(r"[^a-z0-9]", "", name.lower())
+    longer = [key for key in plain if len(spelled) > 2 and key.startswith(spelled)]
+    close = sorted(longer, key=len) or difflib.get_close_matches(spelled, plain, n=1)
     return plain[close[0]] if close else None
 
 
 def bind(
     name: str,
     function: Callable[..., Any],
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
     key: str,
     arguments: Collection[str],
@@ -94,35 +94,38 @@ def bind(
         RegistryError: Other positional arguments, or an option is unknown, missing or invalid.
     """
     parameters = list(_signature(function, key, name).parameters.values())
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter.name for parameter in parameters if parameter.kind in by_position]
     if len(positional) < len(arguments):
         raise RegistryError(
-            f"{key.removesuffix('_options')} is {name!r}, which takes ({', '.join(each.name for each in positional)}); "
+            f"{key.removesuffix('_options')} is {name!r}, which takes ({', '.join(positional)}); "
             f"it is called with ({', '.join(arguments)}), options by keyword"
         )
-    rest = [each for each in parameters[len(arguments) :] if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    free = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    reads = frozenset(each.name for each in rest if each.name in data)
-    fields: dict[str, Any] = {
-        each.name: (
-            Any if each.annotation is each.empty or isinstance(each.annotation, str) else each.annotation,
-            ... if each.default is each.empty else each.default,
-        )
-        for each in rest
-        if each.name not in reads
-    }
-    settings = ConfigDict(extra="allow" if free else "forbid", arbitrary_types_allowed=True)
-    options = create_model("Options", __config__=settings, **fields)
-    section, _, last = key.partition(".")
-    model = create_model("Outer", **{section: (create_model("Inner", **{last: (options, ...)}), ...)})  # type: ignore[call-overload]
-    held = {section: {last: dict(given)}}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [parameter for parameter in parameters[len(arguments) :] if parameter.kind not in variadic]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    reads = frozenset(parameter.name for parameter in named if parameter.name in data)
+    fields = {parameter.name: _field(parameter) for parameter in named if parameter.name not in reads}
+    settings = ConfigDict(extra="allow" if takes_any else "forbid", arbitrary_types_allowed=True)
+    model = create_model("Options", __config__=settings, **fields)  # type: ignore[call-overload]
+    section, _, option_key = key.partition(".")
+    inner = create_model("Inner", **{option_key: (model, ...)})  # type: ignore[call-overload]
+    outer = create_model("Outer", **{section: (inner, ...)})  # type: ignore[call-overload]
+    config = {section: {option_key: dict(options)}}
     try:
-        model.model_validate(held)
+        outer.model_validate(config)
     except ValidationError as error:
-        problems = report_problems(model, held, {}, error.errors(include_url=False))
+        problems = report_problems(outer, config, {}, error.errors(include_url=False))
         raise RegistryError(f"{name}: {problems}") from error
-    checked = dict(options.model_validate(dict(given)))
-    return ConfiguredFunction(name, function, {each: checked[each] for each in given}, reads)
+    checked = dict(model.model_validate(dict(options)))
+    return ConfiguredFunction(name, function, {option: checked[option] for option in options}, reads)
+
+
+def _field(parameter: inspect.Parameter) -> tuple[Any, Any]:
+    """Return the annotation and the default of an option, as ``create_model`` takes them."""
+    untyped = parameter.annotation is parameter.empty or isinstance(parameter.annotation, str)
+    default = ... if parameter.default is parameter.empty else parameter.default
+    return Any if untyped else parameter.annotation, default
 
 
 def _signature(function: Callable[..., Any], key: str, name: str) -> inspect.Signature:

@@ -56,19 +56,21 @@ class StepRewards:
 def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, float]) -> StepRewards:
     """Return the rewards of trajectories with sampled tokens; ``baselines`` are greedy rewards by group id."""
     numbers: dict[str, int] = {}
-    named = [each.named_rewards() for each in trajectories]
-    components = {
-        name: [each.get(name, 0.0) for each in named] for name in sorted({key for each in named for key in each})
-    }
+    named = [trajectory.named_rewards() for trajectory in trajectories]
+    names = sorted({name for rewards in named for name in rewards})
+    greedy = [baselines.get(trajectory.group_id, math.nan) for trajectory in trajectories]
     return StepRewards(
-        totals=torch.tensor([each.reward for each in trajectories], dtype=torch.float64),
-        groups=[numbers.setdefault(each.group_id, len(numbers)) for each in trajectories],
-        branches=[branch_rewards(each) for each in trajectories],
+        totals=torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64),
+        groups=[numbers.setdefault(trajectory.group_id, len(numbers)) for trajectory in trajectories],
+        branches=[branch_rewards(trajectory) for trajectory in trajectories],
         turn_lengths=[
-            [len(segment.token_ids) for segment in each.segments if segment.sampled] for each in trajectories
+            [len(segment.token_ids) for segment in trajectory.segments if segment.sampled]
+            for trajectory in trajectories
         ],
-        components={name: torch.tensor(sums, dtype=torch.float64) for name, sums in components.items()},
-        baselines=torch.tensor([baselines.get(each.group_id, math.nan) for each in trajectories], dtype=torch.float64),
+        components={
+            name: torch.tensor([rewards.get(name, 0.0) for rewards in named], dtype=torch.float64) for name in names
+        },
+        baselines=torch.tensor(greedy, dtype=torch.float64),
     )
 
 
@@ -106,7 +108,7 @@ def with_penalties(
     """
     if not penalties:
         return list(trajectories)
-    return [_with_penalty(each, rows, penalties) for each, rows in zip(trajectories, samples, strict=True)]
+    return [_with_penalty(trajectory, rows, penalties) for trajectory, rows in zip(trajectories, samples, strict=True)]
 
 
 def _with_penalty(
@@ -128,7 +130,7 @@ def without_baseline(trajectories: Sequence[Trajectory], baselines: Mapping[str,
     Raises:
         TrainError: No trajectory has one.
     """
-    missing = {number for number, each in enumerate(trajectories) if each.group_id not in baselines}
+    missing = {number for number, trajectory in enumerate(trajectories) if trajectory.group_id not in baselines}
     if trajectories and len(missing) == len(trajectories):
         raise TrainError(
             f"algorithm.advantage reads the reward of a greedy rollout, but none of {len(trajectories)} trajectories "

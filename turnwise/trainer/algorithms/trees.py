@@ -45,11 +45,11 @@ class Tree:
     @property
     def leaves(self) -> list[list[int]]:
         """The branches that hold each turn; none for turns of branches that failed."""
-        found: list[list[int]] = [[] for _ in range(self.turns)]
+        branches_of: list[list[int]] = [[] for _ in range(self.turns)]
         for branch, path in enumerate(self.paths):
             for turn in path:
-                found[turn].append(branch)
-        return found
+                branches_of[turn].append(branch)
+        return branches_of
 
     @property
     def mean(self) -> float:
@@ -79,14 +79,14 @@ def tree_grpo(trees: Sequence[Tree], *, norm_by_std: bool = True, eps: float = 1
     """
     _check(trees)
     between = _standardised([value for tree in trees for value in tree.returns], norm_by_std, eps)
-    found: list[Values] = []
+    advantages: list[Values] = []
     start = 0
     for tree in trees:
         end = start + len(tree.returns)
-        whole = between[start:end] + _standardised(tree.returns, norm_by_std, eps)
-        found.append(np.array([float(whole[leaves].mean()) if leaves else 0.0 for leaves in tree.leaves]))
+        combined = between[start:end] + _standardised(tree.returns, norm_by_std, eps)
+        advantages.append(np.array([float(combined[leaves].mean()) if leaves else 0.0 for leaves in tree.leaves]))
         start = end
-    return found
+    return advantages
 
 
 def tree_value(trees: Sequence[Tree], *, norm_by_std: bool = True, eps: float = 1e-4) -> list[Values]:
@@ -115,20 +115,20 @@ def tree_value(trees: Sequence[Tree], *, norm_by_std: bool = True, eps: float = 
     every = np.array([value for tree in trees for value in tree.returns])
     equal = bool((every == every[0]).all())
     scale = float(every.std(ddof=1)) + eps if norm_by_std and not equal else 1.0
-    found: list[Values] = []
+    by_tree: list[Values] = []
     for tree in trees:
         leaves = tree.leaves
-        values = [math.fsum(tree.returns[leaf] for leaf in each) / max(1, len(each)) for each in leaves]
+        values = [math.fsum(tree.returns[leaf] for leaf in holders) / max(1, len(holders)) for holders in leaves]
         advantages = np.zeros(tree.turns)
         for path in tree.paths:
-            before, held = root, leaves[path[0]] if path else []
+            value_before, stretch = root, leaves[path[0]] if path else []
             for number, turn in enumerate(path):
-                if leaves[turn] != held:
-                    before = values[path[number - 1]]
-                held = leaves[turn]
-                advantages[turn] = 0.0 if equal else (values[turn] - before) / scale
-        found.append(advantages)
-    return found
+                if leaves[turn] != stretch:
+                    value_before = values[path[number - 1]]
+                stretch = leaves[turn]
+                advantages[turn] = 0.0 if equal else (values[turn] - value_before) / scale
+        by_tree.append(advantages)
+    return by_tree
 
 
 TreeAdvantages: TypeAlias = Callable[..., list[Values]]
@@ -138,11 +138,11 @@ TREE_CREDITS: Final[dict[str, TreeAdvantages]] = {"tree_grpo": tree_grpo, "tree_
 
 def _standardised(values: Sequence[float], norm_by_std: bool, eps: float) -> Values:
     """Return values less their mean, divided by their standard deviation; 0 where all are equal."""
-    given = np.array(values, np.float64)
-    if (given == given[0]).all():
-        return np.zeros(len(given))
-    centred: Values = given - given.mean()
-    return centred / (float(given.std(ddof=1)) + eps) if norm_by_std else centred
+    array = np.array(values, np.float64)
+    if (array == array[0]).all():
+        return np.zeros(len(array))
+    centred: Values = array - array.mean()
+    return centred / (float(array.std(ddof=1)) + eps) if norm_by_std else centred
 
 
 def _check(trees: Sequence[Tree]) -> None:

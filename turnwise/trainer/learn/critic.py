@@ -74,26 +74,26 @@ class Critic(ABC):
         critic = config.critic
         if critic is None:
             return None
-        made: Critic
+        opened: Critic
         if critic.kind == "shared":
             if not isinstance(learner, TorchLearner):
                 raise TrainError(
                     "policies.main.critic.kind is shared, which needs the engine torch: choose own, or that engine"
                 )
-            made = TorchCritic(learner.policy, config, total_steps)
+            opened = TorchCritic(learner.policy, config, total_steps)
         else:
             path = critic.path or config.model.path
             check_same_vocabulary(directory or path, config.model.path, KEY)
             model = config.model.model_copy(update={"path": path, "lora": None})
             if isinstance(learner, ModelHost):
-                own = config.model_copy(update={"model": model, "optim": config.critic_optim})
-                second = learner.second_model(own, total_steps, model_path=directory, values=True)
-                made = EngineCritic(second, config, total_steps)
+                critic_config = config.model_copy(update={"model": model, "optim": config.critic_optim})
+                second = learner.second_model(critic_config, total_steps, model_path=directory, values=True)
+                opened = EngineCritic(second, config, total_steps)
             else:
-                made = TorchCritic.load_own(model, config, total_steps, directory)
+                opened = TorchCritic.load_own(model, config, total_steps, directory)
         if directory is not None:
-            made.load(directory)
-        return made
+            opened.load(directory)
+        return opened
 
     @property
     def bootstrap(self) -> tuple[StopReason, ...]:
@@ -129,19 +129,19 @@ class Critic(ABC):
             TrainError: Too many consecutive updates had a non-finite gradient.
         """
         tokens = sum(batch.trained_tokens for batch in batches)
-        asked = sum(int((~batch.returns.isnan()).sum()) for batch in batches if batch.returns is not None)
-        own = ValueObjective(self._config.value_clip, tokens / max(1, asked))
+        valued_tokens = sum(int((~batch.returns.isnan()).sum()) for batch in batches if batch.returns is not None)
+        value_objective = ValueObjective(self._config.value_clip, tokens / max(1, valued_tokens))
         done: tuple[Stats, StepResult] | None = None
         if alone or not self.shared:
-            stats = self._forward_backward(batches, own, normalizer)
+            stats = self._forward_backward(batches, value_objective, normalizer)
         if not alone:
             coef = DEFAULT_COEF if self._config.coef is None else self._config.coef
-            joined = replace(own, coef=coef, policy=objective) if self.shared else objective
-            found = learner.forward_backward(batches, joined, normalizer)
+            joined = replace(value_objective, coef=coef, policy=objective) if self.shared else objective
+            policy_stats = learner.forward_backward(batches, joined, normalizer)
             if self.shared:
-                stats = Stats(tokens=tokens, means={name: found.means.pop(name, 0.0) for name in VALUE_SUMS})
+                stats = Stats(tokens=tokens, means={name: policy_stats.means.pop(name, 0.0) for name in VALUE_SUMS})
             changing()
-            done = found, learner.optim_step()
+            done = policy_stats, learner.optim_step()
         changing()
         self._updates.append((stats, self._optim_step()))
         return done
@@ -149,16 +149,16 @@ class Critic(ABC):
     def metrics(self) -> dict[str, float]:
         """Return and reset the token-weighted metrics of the updates since the last call."""
         tokens = sum(stats.tokens for stats, _ in self._updates) or 1
-        found = {
+        metrics = {
             name: sum(stats.means.get(name, 0.0) * stats.tokens for stats, _ in self._updates) / tokens
             for name in VALUE_SUMS
         }
         norms = [norm for _, norm in self._updates if math.isfinite(norm)]
         factor = schedule_factor(max(0, self.steps - 1), self.total_steps, self._schedule)
-        found["critic/grad_norm"] = sum(norms) / max(1, len(norms))
-        found["critic/lr"] = self._optim.lr * factor
+        metrics["critic/grad_norm"] = sum(norms) / max(1, len(norms))
+        metrics["critic/lr"] = self._optim.lr * factor
         self._updates = []
-        return found
+        return metrics
 
     @abstractmethod
     def save(self, directory: Path) -> None:
@@ -231,7 +231,7 @@ class TorchCritic(Critic):
         self.head = ValueHead(policy.model.get_output_embeddings().weight.shape[1]).to(policy.device)
         self._bad_steps = 0
         trained: nn.Module = self.head if self.shared else ValueModel(policy.model, self.head)
-        self._parameters = [each for each in trained.parameters() if each.requires_grad]
+        self._parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         self._optimizers = OptimizerSet(trained, self._optim)
         if self.shared:
             policy.value_head = self.head
@@ -250,10 +250,10 @@ class TorchCritic(Critic):
             compute_dtype=model.compute_dtype,
             gradient_checkpointing=model.gradient_checkpointing,
         )
-        made = cls(policy, config, total_steps)
+        critic = cls(policy, config, total_steps)
         if directory is None and (model.path / HEAD_FILE).is_file():
-            made.head.load_state_dict(read_head(model.path)["head"])
-        return made
+            critic.head.load_state_dict(read_head(model.path)["head"])
+        return critic
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the values before each trained token, one [N] tensor per micro-batch, without gradients."""
@@ -297,9 +297,9 @@ class TorchCritic(Critic):
         for batch in batches:
             with torch.set_grad_enabled(not self.shared):
                 states = self.policy.states(batch)
-            found = objective(batch, TokenScores(states.new_zeros(0), values=self.head(states)))
-            (found.loss / normalizer).backward()  # type: ignore[no-untyped-call]
-            for name, value in found.sums.items():
+            value_sums = objective(batch, TokenScores(states.new_zeros(0), values=self.head(states)))
+            (value_sums.loss / normalizer).backward()  # type: ignore[no-untyped-call]
+            for name, value in value_sums.sums.items():
                 sums[name] += float(value)
         tokens = sum(batch.trained_tokens for batch in batches)
         return Stats(tokens=tokens, means={name: value / max(1, tokens) for name, value in sums.items()})
@@ -308,8 +308,8 @@ class TorchCritic(Critic):
         factor = schedule_factor(self.steps, self.total_steps, self._schedule)
         self.steps += 1
         limit = self._optim.max_grad_norm
-        found = [each for each in self._parameters if each.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(found, math.inf if limit is None else limit))
+        trained = [parameter for parameter in self._parameters if parameter.grad is not None]
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, math.inf if limit is None else limit))
         if math.isfinite(norm):
             self._bad_steps = 0
             self._optimizers.step(factor)
@@ -335,13 +335,13 @@ def critic_values(
     if critic is None:
         return None
     ends = [
-        _open_end(trajectory, own) if trajectory.stop_reason in critic.bootstrap else -1
-        for trajectory, own in zip(trajectories, samples, strict=True)
+        _open_end(trajectory, branches) if trajectory.stop_reason in critic.bootstrap else -1
+        for trajectory, branches in zip(trajectories, samples, strict=True)
     ]
     rows = [
         TrainRow(_one_longer(sample) if number == end else sample)
-        for own, end in zip(samples, ends, strict=True)
-        for number, sample in enumerate(own)
+        for branches, end in zip(samples, ends, strict=True)
+        for number, sample in enumerate(branches)
     ]
     batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
     by_row: dict[int, Floats] = {}
@@ -349,26 +349,26 @@ def critic_values(
         parts = torch.split(values.float().cpu(), [rows[index].sample.trained_tokens for index in micro.rows])
         by_row |= {index: part.numpy() for index, part in zip(micro.rows, parts, strict=True)}
     numbers = iter(range(len(rows)))
-    found: list[TrajectoryValues] = []
-    for own, end in zip(samples, ends, strict=True):
-        of_rows = [by_row[next(numbers)] for _ in own]
+    by_trajectory: list[TrajectoryValues] = []
+    for branches, end in zip(samples, ends, strict=True):
+        of_rows = [by_row[next(numbers)] for _ in branches]
         if end < 0:
-            found.append(TrajectoryValues(of_rows))
+            by_trajectory.append(TrajectoryValues(of_rows))
             continue
         last_value = float(of_rows[end][-1])
         of_rows[end] = of_rows[end][:-1]
-        found.append(TrajectoryValues(of_rows, last_value))
-    return found
+        by_trajectory.append(TrajectoryValues(of_rows, last_value))
+    return by_trajectory
 
 
 def _open_end(trajectory: Trajectory, samples: Sequence[TrainSample]) -> int:
     """Return the row of the last turn with ids, or -1 where it was cut off."""
     turns = [segment for segment in trajectory.segments if segment.sampled]
-    last = max((number for number, turn in enumerate(turns) if len(turn.token_ids)), default=-1)
+    last_turn = max((number for number, turn in enumerate(turns) if len(turn.token_ids)), default=-1)
     for number, sample in enumerate(samples):
-        whole = sum(len(segment.token_ids) for segment in trajectory.path(sample.leaf))
+        path_length = sum(len(segment.token_ids) for segment in trajectory.path(sample.leaf))
         # Whether any of it is trained says nothing: an agent's account may leave the last turn out.
-        if len(sample.input_ids) == whole and bool((sample.turn_ids == last).any()):
+        if len(sample.input_ids) == path_length and bool((sample.turn_ids == last_turn).any()):
             return number
     return -1
 

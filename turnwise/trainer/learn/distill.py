@@ -61,48 +61,48 @@ class Teacher:
             RequestRefused: It cannot score.
         """
         try:
-            return await self._all(samples)
+            return await self._score_rows(samples)
         except InferenceError as error:
             await self.recover(error)
-            return await self._all(samples)
+            return await self._score_rows(samples)
 
-    async def _all(self, samples: Sequence[TrainSample]) -> list[Scores]:
-        asked = [asyncio.create_task(self._one(sample)) for sample in samples]
+    async def _score_rows(self, samples: Sequence[TrainSample]) -> list[Scores]:
+        requests = [asyncio.create_task(self._score_row(sample)) for sample in samples]
         try:
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*requests)
         finally:
-            for task in asked:
+            for task in requests:
                 task.cancel()
 
-    async def _one(self, sample: TrainSample) -> Scores:
+    async def _score_row(self, sample: TrainSample) -> Scores:
         if sample.media:
             raise RequestRefused(
                 f"a row of trajectory {sample.trajectory_id} holds {sample.media[0].kind}, but a teacher scores text "
                 "only: remove algorithm.distill, or the images"
             )
         # A server samples at least one token after those that it scores.
-        most = min(len(sample.input_ids), self.policy.info.context_length - 1)
-        found = np.full(len(sample.input_ids), np.nan, np.float32)
-        found[:most] = await self.policy.client.score(sample.input_ids[:most], session_id="")
-        return found
+        scored = min(len(sample.input_ids), self.policy.info.context_length - 1)
+        logprobs = np.full(len(sample.input_ids), np.nan, np.float32)
+        logprobs[:scored] = await self.policy.client.score(sample.input_ids[:scored], session_id="")
+        return logprobs
 
 
-def distilled(experience: Experience, scores: Sequence[Scores], config: DistillConfig) -> Experience:
+def add_teacher_advantages(experience: Experience, scores: Sequence[Scores], config: DistillConfig) -> Experience:
     """Combine the advantages of the rewards with those of the teacher, by row from :meth:`Teacher.score`."""
     rows = []
     gaps: list[Scores] = []
     for row, teacher in zip(experience.rows, scores, strict=True):
         scored = row.sample.loss_mask & np.isfinite(teacher)
-        word = reverse_kl(row.sample.rollout_logprobs, np.nan_to_num(teacher))
-        gaps.append(-word[scored])
+        reverse = reverse_kl(row.sample.rollout_logprobs, np.nan_to_num(teacher))
+        gaps.append(-reverse[scored])
         rewards = config.reward_coef * np.asarray(row.advantage, np.float32)
-        advantage = np.where(scored, word, np.float32(0)) + rewards
+        advantage = np.where(scored, reverse, np.float32(0)) + rewards
         rows.append(replace(row, advantage=np.where(row.sample.loss_mask, advantage, 0).astype(np.float32)))
-    every = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
+    gap = np.concatenate(gaps) if gaps else np.zeros(0, np.float32)
     trained = sum(row.sample.trained_tokens for row in rows)
-    metrics = {"distill/unscored_tokens": float(trained - len(every))}
-    if len(every):
-        metrics |= {"distill/reverse_kl": float(every.mean()), "distill/gap_max": float(np.abs(every).max())}
+    metrics = {"distill/unscored_tokens": float(trained - len(gap))}
+    if len(gap):
+        metrics |= {"distill/reverse_kl": float(gap.mean()), "distill/gap_max": float(np.abs(gap).max())}
     return Experience(rows, experience.metrics | metrics)
 
 
@@ -117,12 +117,13 @@ def check_teacher(config: DistillConfig | None, frozen: Mapping[str, FrozenConfi
     where = f"algorithm.distill.teacher {config.teacher!r}"
     directory = frozen[config.teacher].directory(config.teacher, student)
     try:
-        mine, theirs = (read_model_dir(each).tokenizer.get_vocab() for each in (student, directory))
+        student_vocabulary = read_model_dir(student).tokenizer.get_vocab()
+        teacher_vocabulary = read_model_dir(directory).tokenizer.get_vocab()
     except RenderError as error:
         raise ConfigError(f"{where}: {error}") from error
-    for token, number in sorted(mine.items(), key=lambda item: item[1]):
-        if theirs.get(token) != number:
-            other = f"has it as {theirs[token]}" if token in theirs else "does not have it"
+    for token, number in sorted(student_vocabulary.items(), key=lambda item: item[1]):
+        if teacher_vocabulary.get(token) != number:
+            other = f"has it as {teacher_vocabulary[token]}" if token in teacher_vocabulary else "does not have it"
             raise ConfigError(
                 f"{where} has another tokenizer than the trained model: the id {number} means {token!r} to "
                 f"{student}, and {directory} {other}; a teacher scores the student's own ids, so choose one of the "

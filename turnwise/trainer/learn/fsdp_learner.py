@@ -72,8 +72,8 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
             f"{_KEY}.ranks is {ranks}, which needs torch.distributed with {backend}, and torch {torch.__version__} "
             "was built without it: install a build that has it, or choose the engine torch"
         )
-    if device != CPU and ranks > (found := device_count()):
-        raise TrainError(f"{_KEY}.ranks is {ranks}, but there are {found} GPUs, one for each rank: choose {found}")
+    if device != CPU and ranks > (devices := device_count()):
+        raise TrainError(f"{_KEY}.ranks is {ranks}, but there are {devices} GPUs, one for each rank: choose {devices}")
     if device == CPU and sharding.cpu_offload:
         raise TrainError(f"{_KEY}.cpu_offload is true, but the ranks compute on the CPU already: remove it")
     _check_sequences(config, sharding)
@@ -100,7 +100,8 @@ def _check_shareable(model: Path, sharding: Sharding) -> None:
     """Check that the ranks of a group can share the sequences of a model."""
     size = sharding.sequence_parallel
     if size > 1 and (obstacle := sequence_obstacle(model, size)):
-        fits = [each for each in range(2, size) if not sharding.ranks % each and sequence_obstacle(model, each) is None]
+        divisors = [divisor for divisor in range(2, size) if not sharding.ranks % divisor]
+        fits = [divisor for divisor in divisors if sequence_obstacle(model, divisor) is None]
         raise TrainError(
             f"{_KEY}.sequence_parallel is {size}, but the model {model} has {obstacle}, which {size} ranks cannot "
             f"share: choose {' or '.join(map(str, (1, *fits)))}"
@@ -198,12 +199,12 @@ class FSDPLearner(Learner, ModelHost):
         watch = objective.watch if isinstance(objective, PolicyObjective) else None
         if watch is not None and isinstance(objective, PolicyObjective):
             objective = replace(objective, watch=GapWatch())
-        shares, passes = self._dealt(batches)
-        found = self._call_shares("forward_backward", shares, batches, rest=(passes, objective, normalizer))
-        for _, noted in found:
-            if watch is not None and noted is not None:
-                watch.join(noted)
-        return _added([stats for stats, _ in found])
+        shares, passes = self._deal_batches(batches)
+        answers = self._call_shares("forward_backward", shares, batches, rest=(passes, objective, normalizer))
+        for _, rank_watch in answers:
+            if watch is not None and rank_watch is not None:
+                watch.join(rank_watch)
+        return _add_stats([stats for stats, _ in answers])
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradients by their global norm, update the parameters, and zero the gradients."""
@@ -227,11 +228,11 @@ class FSDPLearner(Learner, ModelHost):
     def _scores(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         if not batches:
             return []
-        shares, passes = self._dealt(batches)
-        found = self._call_shares("score", shares, batches, rest=(passes, self._bare))
+        shares, passes = self._deal_batches(batches)
+        answers = self._call_shares("score", shares, batches, rest=(passes, self._bare))
         by_index = {
             index: scores
-            for share, scored in zip(shares, found, strict=True)
+            for share, scored in zip(shares, answers, strict=True)
             for index, scores in zip(share, scored, strict=True)
         }
         return [by_index[index] for index in range(len(batches))]
@@ -303,18 +304,18 @@ class FSDPLearner(Learner, ModelHost):
         """Call a method on all ranks, with a share for each, if any, before the arguments that are the same for all."""
         number = self._model if model is None else model
         first: Sequence[tuple[Any, ...]] = [(share,) for share in shares] or [()] * len(self._ranks)
-        return self._ranks.call([Call(number, method, (*own, *rest)) for own in first])
+        return self._ranks.call([Call(number, method, (*rank_share, *rest)) for rank_share in first])
 
     def _call_shares(
         self, method: str, shares: Sequence[Sequence[int]], batches: Sequence[MicroBatch], *, rest: tuple[Any, ...]
     ) -> list[Any]:
         """Call a method on all ranks with the micro-batches of each one's group; return a result for each group."""
         size = self._sharding.sequence_parallel
-        given = [[batches[each] for each in share] for share in shares for _ in range(size)]
+        batches_by_rank = [[batches[index] for index in share] for share in shares for _ in range(size)]
         # The ranks of a group compute the same micro-batches, and answer the same.
-        return self._call(method, *given, rest=rest)[::size]
+        return self._call(method, *batches_by_rank, rest=rest)[::size]
 
-    def _dealt(self, batches: Sequence[MicroBatch]) -> tuple[list[list[int]], int]:
+    def _deal_batches(self, batches: Sequence[MicroBatch]) -> tuple[list[list[int]], int]:
         """Deal micro-batches to the groups of ranks; return the indices of each one's, and the passes that takes."""
         for batch in batches:
             check_ids(batch, self._facts.vocab_size)
@@ -343,21 +344,21 @@ def deal(tokens: Sequence[int], ranks: int) -> list[list[int]]:
     shares: list[list[int]] = [[] for _ in range(ranks)]
     dealt = [0] * ranks
     for start in range(0, len(order), ranks):
-        least = sorted(range(ranks), key=dealt.__getitem__)
-        for index, rank in zip(order[start : start + ranks], least, strict=False):
+        emptiest = sorted(range(ranks), key=dealt.__getitem__)
+        for index, rank in zip(order[start : start + ranks], emptiest, strict=False):
             shares[rank].append(index)
             dealt[rank] += tokens[index]
     return shares
 
 
-def _added(found: Sequence[Stats]) -> Stats:
+def _add_stats(shares: Sequence[Stats]) -> Stats:
     """Add the statistics of the ranks' shares."""
-    tokens = sum(stats.tokens for stats in found)
-    names = dict.fromkeys(name for stats in found for name in stats.means)
-    peaks = dict.fromkeys(name for stats in found for name in stats.maxima)
+    tokens = sum(stats.tokens for stats in shares)
+    names = dict.fromkeys(name for stats in shares for name in stats.means)
+    peaks = dict.fromkeys(name for stats in shares for name in stats.maxima)
     return Stats(
-        sum(stats.loss for stats in found),
+        sum(stats.loss for stats in shares),
         tokens,
-        {name: sum(each.means.get(name, 0.0) * each.tokens for each in found) / max(1, tokens) for name in names},
-        {name: max(each.maxima[name] for each in found if name in each.maxima) for name in peaks},
+        {name: sum(stats.means.get(name, 0.0) * stats.tokens for stats in shares) / max(1, tokens) for name in names},
+        {name: max(stats.maxima[name] for stats in shares if name in stats.maxima) for name in peaks},
     )

@@ -97,31 +97,31 @@ class _Scoring(nn.Module):
 @cache
 def _sequence_group(size: int) -> SequenceGroup:
     """Return the own group of so many neighbouring ranks; all ranks have to call it at the same time."""
-    rank, found = dist.get_rank(), None
+    rank, joined = dist.get_rank(), None
     for first in range(0, dist.get_world_size(), size):
         # Every rank takes part in making every group.
         group = dist.new_group(list(range(first, first + size)))
         if first <= rank < first + size:
-            found = group
-    assert found is not None, "the number of ranks is a multiple of the group's size"
-    return SequenceGroup(size, rank % size, found)
+            joined = group
+    assert joined is not None, "the number of ranks is a multiple of the group's size"
+    return SequenceGroup(size, rank % size, joined)
 
 
 @contextmanager
 def _in_turn(at_once: int) -> Iterator[None]:
     """Have so many ranks at a time do what is inside; all ranks have to enter it at the same time."""
-    turns, own = -(-dist.get_world_size() // at_once), dist.get_rank() // at_once
+    turns, turn = -(-dist.get_world_size() // at_once), dist.get_rank() // at_once
     if turns == 1:
         yield
         return
     try:
         with in_step():
-            for _ in range(own):
+            for _ in range(turn):
                 dist.barrier()
         yield
     finally:
         with in_step():
-            for _ in range(turns - own):
+            for _ in range(turns - turn):
                 dist.barrier()
 
 
@@ -154,11 +154,15 @@ class _Optimizer(TorchLearner):
 
     def _clip(self, parameters: Sequence[Tensor], limit: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        return float(_whole(norm))
+        return float(_gather_tensor(norm))
 
     def save_state(self, directory: Path) -> None:
         """Write the state, each rank its shards; raises CheckpointError where the disk refuses."""
-        state = {f"{name}/{key}": each for name, _, held in self._optimizers.states() for key, each in held.items()}
+        state = {
+            f"{name}/{key}": tensor
+            for name, _, parameter_state in self._optimizers.states()
+            for key, tensor in parameter_state.items()
+        }
         try:
             state_dict_saver.save(state, checkpoint_id=str(directory / OPTIMIZER_FOLDER))
         except CheckpointException as error:
@@ -185,12 +189,12 @@ class _Optimizer(TorchLearner):
         try:
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata
             state: dict[str, Tensor] = {}
-            for name, parameter, held in self._optimizers.states():
-                held.clear()
+            for name, parameter, parameter_state in self._optimizers.states():
+                parameter_state.clear()
                 if f"{name}/step" in saved:
-                    held |= {"step": torch.zeros((), dtype=torch.float32)}
-                    held |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                    state |= {f"{name}/{key}": each for key, each in held.items()}
+                    parameter_state |= {"step": torch.zeros((), dtype=torch.float32)}
+                    parameter_state |= {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    state |= {f"{name}/{key}": tensor for key, tensor in parameter_state.items()}
             if state:
                 state_dict_loader.load(state, checkpoint_id=folder)
         except (CheckpointException, OSError, ValueError, RuntimeError) as error:
@@ -216,13 +220,13 @@ def _read_counters(directory: Path) -> dict[str, Any]:
     return record
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor without its shards; all ranks have to call it at the same time."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _place(target: Tensor, source: Tensor) -> None:
+def _copy_to_shard(target: Tensor, source: Tensor) -> None:
     """Copy a whole tensor, which each rank has, to the rank's shard."""
     if isinstance(target, DTensor):
         # Without a source rank nothing is sent.
@@ -292,27 +296,27 @@ class RankModel:
             return_freed_memory()
         policy.sequence = together
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
-        made = cls(policy, root, optimizer, head)
-        made._describe()
+        model = cls(policy, root, optimizer, head)
+        model._describe()
         lora = policy.lora
-        exported = made._described
+        exported = model._described
         if lora is not None:
             exported = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in lora.tensors()}
         facts = ModelFacts(
             exported, policy.vocab_size, None if lora is None else lora.info, lora is not None and not lora.continued
         )
-        return made, facts
+        return model, facts
 
     def _describe(self) -> None:
         """List the tensors of the bare model, tied ones once, and how each is made whole."""
         lora, seen = self.policy.lora, set()
         for name, tensor in self.policy.model.state_dict(keep_vars=True).items():
-            whole = name if lora is None else lora.whole_name(name)
-            if whole is None or id(tensor) in seen:
+            exported_name = name if lora is None else lora.whole_name(name)
+            if exported_name is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            self._described[whole] = tensor.dtype, tuple(tensor.shape)
-            self._weights[whole] = _making(self.policy, name, tensor)
+            self._described[exported_name] = tensor.dtype, tuple(tensor.shape)
+            self._weights[exported_name] = _tensor_maker(self.policy, name, tensor)
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], passes: int, objective: Objective, normalizer: float
@@ -322,12 +326,12 @@ class RankModel:
         with in_step():
             for number in range(passes):
                 batch = batches[number] if number < len(batches) and failed is None else IDLE
-                found, entropy = self.root(batch, entropy=objective.entropy)
-                loss = 0.0 * found.sum()
+                scores_or_values, entropy = self.root(batch, entropy=objective.entropy)
+                loss = 0.0 * scores_or_values.sum()
                 if batch is not IDLE:
-                    scores = TokenScores(found, entropy)
+                    scores = TokenScores(scores_or_values, entropy)
                     if self.head is not None:
-                        scores = TokenScores(found.new_zeros(0), values=found)
+                        scores = TokenScores(scores_or_values.new_zeros(0), values=scores_or_values)
                     try:
                         loss = totals.add(objective(batch, scores), normalizer)
                     except Exception as error:  # noqa: BLE001 - a user's loss; the other ranks wait for more passes
@@ -349,26 +353,26 @@ class RankModel:
         """Return the log-probabilities, or the values, of the rank's micro-batches; with ``bare`` without adapters."""
         lora = self.policy.lora
         with in_step(), torch.no_grad(), lora.off() if bare and lora is not None else nullcontext():
-            found = [self.root(each, entropy=False)[0].cpu() for each in batches]
+            scores = [self.root(batch, entropy=False)[0].cpu() for batch in batches]
             for _ in range(passes - len(batches)):
                 self.root(IDLE, entropy=False)
             # What the last pass gathered would be taken for current after an update.
             self.root.reshard()
-        return found
+        return scores
 
     def weight(self, name: str) -> Tensor | None:
         """Return a whole tensor of those that servers need, in the first rank; else None."""
         lora = self.policy.lora
         with in_step():
-            whole = self._weights[name]() if lora is None else _whole(dict(lora.tensors())[name])
-        return whole.cpu() if dist.get_rank() == 0 else None
+            tensor = self._weights[name]() if lora is None else _gather_tensor(dict(lora.tensors())[name])
+        return tensor.cpu() if dist.get_rank() == 0 else None
 
     def save_model(self, directory: Path, adapters: bool) -> None:
         """Write the model in Hugging Face format, or only its adapters: the first rank one tensor after another."""
         lora = self.policy.lora
         first = dist.get_rank() == 0
         if adapters and lora is not None:
-            factors = [(name, _whole(tensor)) for name, tensor in lora.tensors()]
+            factors = [(name, _gather_tensor(tensor)) for name, tensor in lora.tensors()]
             if first:
                 lora.save(directory, factors)
         else:
@@ -380,9 +384,9 @@ class RankModel:
                 # Also where the disk refuses: the other ranks take part in all of them.
                 for _ in tensors:
                     pass
-        head = (
-            None if self.head is None else {name: _whole(each).cpu() for name, each in self.head.state_dict().items()}
-        )
+        head = None
+        if self.head is not None:
+            head = {name: _gather_tensor(tensor).cpu() for name, tensor in self.head.state_dict().items()}
         if first:
             self.policy.save_settings(directory)
             if head is not None:
@@ -400,25 +404,25 @@ class RankModel:
             if self.policy.lora is not None:
                 saved: Mapping[str, Tensor] = self.policy.lora.read(directory)
                 for name, tensor in self.policy.lora.tensors():
-                    _place(tensor, saved[name])
+                    _copy_to_shard(tensor, saved[name])
             else:
                 self._load_weights(directory / _WEIGHTS_FILE)
             if self.head is not None:
                 head = read_head(directory)["head"]
                 for name, tensor in self.head.state_dict(keep_vars=True).items():
-                    _place(tensor, head[name])
+                    _copy_to_shard(tensor, head[name])
         optimizer.load_state(directory)
         return optimizer.steps, dict(optimizer.skipped)
 
     def _load_weights(self, file: Path) -> None:
-        own = self.policy.model.state_dict(keep_vars=True)
+        parameters = self.policy.model.state_dict(keep_vars=True)
         try:
             with safe_open(file, framework="pt") as saved:
                 shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
                 if shapes != {name: shape for name, (_, shape) in self._described.items()}:
                     raise CheckpointError(f"{file} holds no weights for this model: other names or shapes")
                 for name in shapes:
-                    _place(own[name], saved.get_tensor(name))
+                    _copy_to_shard(parameters[name], saved.get_tensor(name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
@@ -447,12 +451,12 @@ def _value_head(policy: Policy, path: Path) -> ValueHead:
     return head
 
 
-def _making(policy: Policy, name: str, tensor: Tensor) -> Callable[[], Tensor]:
+def _tensor_maker(policy: Policy, name: str, tensor: Tensor) -> Callable[[], Tensor]:
     lora = policy.lora
-    return lambda: _whole(tensor) if lora is None else lora.whole_tensor(name, tensor, _whole)
+    return lambda: _gather_tensor(tensor) if lora is None else lora.whole_tensor(name, tensor, _gather_tensor)
 
 
-def _calls(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Call], Any]:
+def _call_handler(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Call], Any]:
     models: dict[int, RankModel] = {}
 
     def run(call: Call) -> Any:
@@ -472,8 +476,8 @@ def _calls(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Cal
             models[call.model], facts = RankModel.open(device, *call.arguments)
             return facts
         methods: dict[str, Callable[..., Any]] = {
-            each.__name__: each
-            for each in (
+            method.__name__: method
+            for method in (
                 RankModel.forward_backward, RankModel.optim_step, RankModel.score, RankModel.weight,
                 RankModel.save_model, RankModel.save_state, RankModel.load,
             )
@@ -509,7 +513,7 @@ def main(
     if device != CPU:
         # On a cluster a rank may see one GPU alone.
         use_device(int(rank))
-    serve(Connection(descriptor), _calls(int(rank), int(ranks), device, rendezvous), OutOfStep)
+    serve(Connection(descriptor), _call_handler(int(rank), int(ranks), device, rendezvous), OutOfStep)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class PolicyObjective:
         result.sums |= gap.sums
         result.maxima |= gap.maxima
         if self.watch is not None:
-            self.watch.note(batch.rows, batch.sequences, logprobs, rollout)
+            self.watch.record(batch.rows, batch.sequences, logprobs, rollout)
         if entropy is not None:
             result.sums["entropy"] = entropy.detach().sum()
             if self.entropy_coef:
@@ -149,11 +149,13 @@ class ValueObjective:
         if scores.values is None or batch.returns is None or batch.old_values is None:
             raise TrainError("a critic learns from the values and returns of a micro-batch, and this one has none")
         device = scores.values.device
-        asked = ~batch.returns.isnan()
-        returns, old, weights = (each[asked].to(device) for each in (batch.returns, batch.old_values, batch.weights))
-        found = value_loss(scores.values[asked.to(device)], returns, weights, old_values=old, clip=self.clip)
-        sums = {name: value * self.rate for name, value in found.sums.items()}
-        loss = found.loss * (self.rate * self.coef)
+        valued = ~batch.returns.isnan()
+        returns, old, weights = (
+            tensor[valued].to(device) for tensor in (batch.returns, batch.old_values, batch.weights)
+        )
+        value_sums = value_loss(scores.values[valued.to(device)], returns, weights, old_values=old, clip=self.clip)
+        sums = {name: value * self.rate for name, value in value_sums.sums.items()}
+        loss = value_sums.loss * (self.rate * self.coef)
         if self.policy is None:
             return LossSums(loss, sums)
         result = self.policy(batch, scores)

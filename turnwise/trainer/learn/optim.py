@@ -99,7 +99,7 @@ class OptimizerSet:
             adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
             self.optimizers.append(adamw)
             self.names.append([*decayed, *plain])
-        self._peaks = [[float(group["lr"]) for group in each.param_groups] for each in self.optimizers]
+        self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def step(self, factor: float) -> None:
         """Update all parameters with learning rates scaled by ``factor``, and zero the gradients."""
@@ -124,7 +124,7 @@ class OptimizerSet:
     def move(self, device: torch.device) -> int:
         """Move the state to a device; return its bytes."""
         moved = 0
-        for state in (each for optimizer in self.optimizers for each in optimizer.state.values()):
+        for state in (state_of for optimizer in self.optimizers for state_of in optimizer.state.values()):
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     moved += value.nbytes
@@ -156,5 +156,5 @@ class OptimizerSet:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
             optimizer.load_state_dict(saved)
-            for group, own in zip(optimizer.param_groups, settings, strict=True):
-                group.update(own)
+            for group, configured in zip(optimizer.param_groups, settings, strict=True):
+                group.update(configured)

@@ -147,7 +147,7 @@ class RankProcesses:
                 for rank in range(ranks):
                     self._launch(rank, ranks, device, threads)
             else:
-                self._place(elsewhere, ranks, (device, str(threads), f"{elsewhere.host}:{meeting.port}"))
+                self._launch_on_nodes(elsewhere, ranks, (device, str(threads), f"{elsewhere.host}:{meeting.port}"))
         except (OSError, PlacementError) as error:
             self._finalizer()
             raise TrainError(f"rank {len(self._processes)} of {ranks} could not be started: {error}") from error
@@ -181,14 +181,14 @@ class RankProcesses:
                 )
         self._processes.append(process)
 
-    def _place(self, hosts: RankHosts, ranks: int, words: tuple[str, str, str]) -> None:
+    def _launch_on_nodes(self, hosts: RankHosts, ranks: int, words: tuple[str, str, str]) -> None:
         started: list[StartedRank] = []
         for rank in range(ranks):
             command = partial(_command, (str(rank), str(ranks), *words))
             started.append(hosts.launch(rank, command, int(words[1]), _START_SECONDS))
             self._processes.append(started[-1].process)
             self._logs.append(started[-1].log)
-        self._links += [each.accept() for each in started]
+        self._links += [rank_process.accept() for rank_process in started]
 
     def call(self, calls: Sequence[Call], *, timeout: float | None = None) -> list[Any]:
         """Have every rank run its call; return their results, by rank.
@@ -277,8 +277,8 @@ def store_at(host: str, port: int, ranks: int, *, serves: bool = False) -> Any:
 
 
 def _command(words: Sequence[str], address: RankAddress) -> list[str]:
-    given = (address.link, *words, address.host or "", address.lifeline)
-    return [sys.executable, "-m", PROGRAM, *map(str, given)]
+    arguments = (address.link, *words, address.host or "", address.lifeline)
+    return [sys.executable, "-m", PROGRAM, *map(str, arguments)]
 
 
 def _end(
@@ -314,11 +314,11 @@ def end_with_parent(descriptor: int) -> None:
 def connect(link: str) -> int:
     """Connect to the process that trains, at HOST:PORT; return the descriptor."""
     host, _, port = link.rpartition(":")
-    made = socket.create_connection((host, int(port)), timeout=60)
-    made.settimeout(None)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.sendall(os.environ.pop(RANK_TOKEN).encode())
-    return made.detach()
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(os.environ.pop(RANK_TOKEN).encode())
+    return connection.detach()
 
 
 def interface_of(host: str) -> str | None:
@@ -334,20 +334,20 @@ def interface_of(host: str) -> str | None:
 class _Pickler(pickle.Pickler):
     """Tensors travel as arrays; functions and classes of a program or a file by their reference."""
 
-    def reducer_override(self, given: Any) -> Any:
-        if type(given) is Tensor:
-            return torch.from_numpy, (given.detach().cpu().contiguous().numpy(),)
-        if isinstance(given, (types.FunctionType, type)) and not _importable(given):
-            return load_object, (reference_to(given, "function"), "function")
+    def reducer_override(self, sent: Any) -> Any:
+        if type(sent) is Tensor:
+            return torch.from_numpy, (sent.detach().cpu().contiguous().numpy(),)
+        if isinstance(sent, (types.FunctionType, type)) and not _importable(sent):
+            return load_object, (reference_to(sent, "function"), "function")
         return NotImplemented
 
 
-def _importable(given: Any) -> bool:
-    module: str = given.__module__
+def _importable(definition: Any) -> bool:
+    module: str = definition.__module__
     return module != "__main__" and module_label(module) == module
 
 
-def encode(given: Any) -> bytes:
+def encode(message: Any) -> bytes:
     """Return the bytes from which :func:`decode` makes an object again, in a process of the same installation.
 
     Raises:
@@ -355,7 +355,7 @@ def encode(given: Any) -> bytes:
     """
     out = io.BytesIO()
     try:
-        _Pickler(out, protocol=5).dump(given)
+        _Pickler(out, protocol=5).dump(message)
     except (pickle.PicklingError, ConfigError, AttributeError, TypeError) as error:
         raise TrainError(
             f"the engine fsdp runs losses in rank processes, which cannot import this one: {error}; define it at the "

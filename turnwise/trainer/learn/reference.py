@@ -60,7 +60,7 @@ class InitialWeights:
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, in main memory."""
         with self._learner.initial_weights() or nullcontext():
-            return [each.cpu() for each in self._learner.logprobs(batches)]
+            return [logprobs.cpu() for logprobs in self._learner.logprobs(batches)]
 
 
 def reference_path(config: KLConfig, model: ModelConfig) -> Path:
@@ -71,12 +71,12 @@ def reference_path(config: KLConfig, model: ModelConfig) -> Path:
     """
     if not isinstance(config.reference, Path):
         return model.path
-    found = config.reference
-    if not (found / "config.json").is_file():
-        what = "no config.json is in it" if found.is_dir() else "there is no such folder"
-        raise ConfigError(f"{KEY} is {found}: {what}: name the directory of a Hugging Face model, or initial")
-    check_same_vocabulary(found, model.path, KEY)
-    return found
+    directory = config.reference
+    if not (directory / "config.json").is_file():
+        what = "no config.json is in it" if directory.is_dir() else "there is no such folder"
+        raise ConfigError(f"{KEY} is {directory}: {what}: name the directory of a Hugging Face model, or initial")
+    check_same_vocabulary(directory, model.path, KEY)
+    return directory
 
 
 def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> Scorer:
@@ -95,8 +95,8 @@ def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> 
     model = policy.model.model_copy(update={"path": reference_path(config, policy.model), "lora": lora})
     if isinstance(learner, ModelHost):
         return learner.second_model(policy.model_copy(update={"model": model}), None, offload=config.offload)
-    found = load_model(model.path, device=pick_device(model.device), compute_dtype=model.compute_dtype, lora=lora)
-    return FrozenReference(found, offload=config.offload)
+    frozen = load_model(model.path, device=pick_device(model.device), compute_dtype=model.compute_dtype, lora=lora)
+    return FrozenReference(frozen, offload=config.offload)
 
 
 @dataclass(slots=True)
@@ -142,17 +142,17 @@ class KLGuard:
         config = self.control.config
         if config.where != "reward":
             return collected
-        rows = [TrainRow(each, temperature=self.temperature) for some in collected.samples for each in some]
+        rows = [TrainRow(sample, temperature=self.temperature) for branches in collected.samples for sample in branches]
         reference = self._score(rows)
-        own: Mapping[RowKey, Tensor] = (
+        logprobs: Mapping[RowKey, Tensor] = (
             recompute_logprobs(learner, rows, self.batch)
             if self.recompute
             else {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
         )
-        found = reward_penalties(own, reference, estimator=config.estimator, coef=self.control.coef)
+        penalties = reward_penalties(logprobs, reference, estimator=config.estimator, coef=self.control.coef)
         # Where nothing was sampled nothing was measured, and nothing is to be adapted to.
-        paid = {"kl/value": found.kl, "kl/penalty": found.mean} if found.tokens else {}
-        return replace(collected, penalties=found.tokens, metrics=collected.metrics | paid)
+        paid = {"kl/value": penalties.kl, "kl/penalty": penalties.mean} if penalties.tokens else {}
+        return replace(collected, penalties=penalties.tokens, metrics=collected.metrics | paid)
 
     def term(self, rows: Sequence[TrainRow]) -> KLTerm | None:
         """Return the loss term of a step's rows, where the penalty is in the loss."""

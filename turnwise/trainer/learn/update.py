@@ -50,9 +50,9 @@ def update_policy(
     """
     objective = PolicyObjective.of(algorithm, kl)
     select = algorithm.chosen_selection()
-    prepared = _prepare(learner, rows, algorithm, batch)
-    rows, old = prepared.rows, prepared.old
-    reference = None if kl is None else prepared.left(kl.ref_logprobs)
+    step_rows = _correct_rows(learner, rows, algorithm, batch)
+    rows, old = step_rows.rows, step_rows.old
+    reference = None if kl is None else step_rows.of_kept_tokens(kl.ref_logprobs)
     updates: list[tuple[Stats, StepResult]] = []
     computed = 0
     for epoch in range(algorithm.epochs):
@@ -68,26 +68,26 @@ def update_policy(
             batches = pack(weighed, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
             computed += sum(micro.tokens for micro in batches)
             for micro in batches:
-                _fill(micro, weighed, old, reference, selected)
-            watching = _watching(objective, watch, weighed)
+                _add_row_tensors(micro, weighed, old, reference, selected)
+            watched = _with_watch(objective, watch, weighed)
             if critic is None:
-                stats = learner.forward_backward(batches, watching, normalizer)
+                stats = learner.forward_backward(batches, watched, normalizer)
                 changing()
                 updates.append((stats, learner.optim_step()))
-            elif done := critic.update(learner, batches, watching, normalizer, alone=critic_alone, changing=changing):
+            elif done := critic.update(learner, batches, watched, normalizer, alone=critic_alone, changing=changing):
                 updates.append(done)
-    metrics = update_metrics(updates) | prepared.metrics | {"batch/packed_tokens": float(computed)}
+    metrics = update_metrics(updates) | step_rows.metrics | {"batch/packed_tokens": float(computed)}
     return metrics | ({} if critic is None else critic.metrics())
 
 
-def _watching(objective: PolicyObjective, watch: GapWatch | None, rows: Sequence[TrainRow]) -> PolicyObjective:
+def _with_watch(objective: PolicyObjective, watch: GapWatch | None, rows: Sequence[TrainRow]) -> PolicyObjective:
     if watch is None or watch.has_tokens:
         return objective
-    watch.packed(rows)
+    watch.set_rows(rows)
     return replace(objective, watch=watch)
 
 
-def _fill(
+def _add_row_tensors(
     micro: MicroBatch,
     rows: Sequence[TrainRow],
     old: Mapping[RowKey, Tensor] | None,
@@ -105,7 +105,7 @@ def _fill(
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _StepRows:
     """The state before the first update.
 
     ``old`` has log-probabilities and ``kept`` the tokens that a correction left, by row (empty without one).
@@ -116,29 +116,31 @@ class _Prepared:
     metrics: dict[str, float]
     kept: Mapping[RowKey, Tensor]
 
-    def left(self, values: Mapping[RowKey, Tensor]) -> Mapping[RowKey, Tensor]:
-        return {key: each[self.kept[key]] for key, each in values.items()} if self.kept else values
+    def of_kept_tokens(self, values: Mapping[RowKey, Tensor]) -> Mapping[RowKey, Tensor]:
+        return {key: tensor[self.kept[key]] for key, tensor in values.items()} if self.kept else values
 
 
-def _prepare(learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, batch: BatchConfig) -> _Prepared:
+def _correct_rows(
+    learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, batch: BatchConfig
+) -> _StepRows:
     """Correct the rows, and compute the old policy's log-probabilities.
 
     They are None where a single update makes them those of its own forward pass (ratio 1).
     """
     several = algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None
-    own: Mapping[RowKey, Tensor] | None = None
+    old: Mapping[RowKey, Tensor] | None = None
     if algorithm.correction is not None or (several and algorithm.old_logprobs == "recompute"):
-        own = recompute_logprobs(learner, rows, batch)
+        old = recompute_logprobs(learner, rows, batch)
     metrics: dict[str, float] = {}
     kept: Mapping[RowKey, Tensor] = {}
-    if algorithm.correction is not None and own is not None:
-        corrected = correct(rows, own, algorithm.correction)
+    if algorithm.correction is not None and old is not None:
+        corrected = correct(rows, old, algorithm.correction)
         kept = corrected.kept
-        own = {key: logprobs[kept[key]] for key, logprobs in own.items()}
+        old = {key: logprobs[kept[key]] for key, logprobs in old.items()}
         rows, metrics = corrected.rows, corrected.metrics
     if algorithm.old_logprobs == "rollout":
-        own = {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
-    return _Prepared(rows, own, metrics, kept)
+        old = {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
+    return _StepRows(rows, old, metrics, kept)
 
 
 def select_tokens(
@@ -201,9 +203,9 @@ def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, flo
         "train/updates": float(len(done)),
         "train/skipped_updates": float(len(updates) - len(done)),
     }
-    bad = sum(result.skipped == "non_finite" for _, result in updates)
-    if bad:
-        metrics["train/non_finite_updates"] = float(bad)
+    non_finite = sum(result.skipped == "non_finite" for _, result in updates)
+    if non_finite:
+        metrics["train/non_finite_updates"] = float(non_finite)
     if done:
         metrics["train/grad_norm"] = math.fsum(result.grad_norm for result in done) / len(done)
     if updates:
@@ -212,12 +214,12 @@ def update_metrics(updates: Sequence[tuple[Stats, StepResult]]) -> dict[str, flo
     for number, stats in enumerate(trained):
         for name, value in {"loss": stats.loss, **stats.means}.items():
             if name not in _GAP:
-                shown = _NAMED.get(name, f"train/{name}")
-                metrics[shown] = metrics.get(shown, 0.0) + value * stats.tokens / tokens
+                metric = _NAMED.get(name, f"train/{name}")
+                metrics[metric] = metrics.get(metric, 0.0) + value * stats.tokens / tokens
         for name, value in stats.maxima.items():
             if name not in _GAP:
                 metrics[f"train/{name}"] = max(metrics.get(f"train/{name}", value), value)
         if number == 0:
-            found = {**stats.means, **stats.maxima}
-            metrics |= {known: found[name] for name, known in _GAP.items() if name in found}
+            figures = {**stats.means, **stats.maxima}
+            metrics |= {metric: figures[name] for name, metric in _GAP.items() if name in figures}
     return metrics

@@ -21,7 +21,7 @@ from turnwise.trainer.batch.experience import Experience, build_experience, coll
 from turnwise.trainer.config.train import Mode
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.critic import critic_values
-from turnwise.trainer.learn.distill import distilled
+from turnwise.trainer.learn.distill import add_teacher_advantages
 from turnwise.trainer.learn.torch_learner import return_freed_memory
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.metrics import dropped_tokens, split_policy, tool_metrics
@@ -355,7 +355,7 @@ async def _prepare_experience(policy: TrainedPolicy, batch: Batch, runner: Runne
     distill = policy.config.algorithm.distill
     if policy.teacher is not None and distill is not None and experience.rows:
         scores = await uninterrupted(policy.teacher.score([row.sample for row in experience.rows]))
-        return distilled(experience, scores, distill)
+        return add_teacher_advantages(experience, scores, distill)
     return experience
 
 
@@ -389,7 +389,7 @@ async def _train(
     watch = GapWatch()
     metrics = await runner(lambda: _update(run, run.policies[name], experience, watch, changing))
     run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
-    gaps = watch.found()
+    gaps = watch.take_gaps()
     lag = staleness_metrics(experience.rows, run.state.step + 1)
     return experience.metrics | metrics | gaps.metrics() | lag, gaps
 

@@ -127,10 +127,12 @@ def register_loss(
         RegistryError: The name is taken by another loss.
     """
 
-    def register(given: Any) -> Any:
-        made = given if isinstance(given, Loss) else Loss(given, aggregation, select, idle_at_zero, uses_ratio)
-        register_entry(name, made, LOSSES, "loss", of=lambda loss: loss.function)
-        return given
+    def register(registered: Any) -> Any:
+        entry = registered
+        if not isinstance(registered, Loss):
+            entry = Loss(registered, aggregation, select, idle_at_zero, uses_ratio)
+        register_entry(name, entry, LOSSES, "loss", of=lambda loss: loss.function)
+        return registered
 
     return register if function is None else register(function)
 
@@ -141,8 +143,8 @@ def find_loss(name: str) -> Loss:
     Raises:
         RegistryError: No such loss, or the reference is no function.
     """
-    found: Any = find(name, LOSSES, "algorithm.loss")
-    return found if isinstance(found, Loss) else Loss(found, idle_at_zero=False)
+    loss: Any = find(name, LOSSES, "algorithm.loss")
+    return loss if isinstance(loss, Loss) else Loss(loss, idle_at_zero=False)
 
 
 __all__ = [

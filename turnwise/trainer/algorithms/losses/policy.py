@@ -119,8 +119,8 @@ def gmpo_loss(
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     sign = advantages.sign()
     clamped = log_ratio.clamp(-clip_low, clip_high)
-    chosen = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    ratio = (span_mean(chosen.detach(), sequences) + chosen - chosen.detach()).exp()
+    bounded = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    ratio = (span_mean(bounded.detach(), sequences) + bounded - bounded.detach()).exp()
     sums, maxima = ratio_sums(log_ratio, ratio)
     sums["clip_fraction"] = (sign * clamped < sign * log_ratio).sum().float()
     return LossSums((weights * -advantages * ratio).sum(), sums, maxima)
@@ -267,10 +267,10 @@ def _masked_gradient(
 ) -> LossSums:
     """Return ``-sum(weights * kept * min(ratio, cap) * A * log p)`` and the masked share of tokens with advantage."""
     ratio = log_ratio.exp()
-    kept = (~masked).to(ratio.dtype)
+    unmasked = (~masked).to(ratio.dtype)
     sums, maxima = ratio_sums(log_ratio, ratio)
     sums["clip_fraction"] = (masked & (advantages != 0)).sum().float()
-    return LossSums(-(weights * kept * ratio.clamp(max=ratio_cap) * advantages * logprobs).sum(), sums, maxima)
+    return LossSums(-(weights * unmasked * ratio.clamp(max=ratio_cap) * advantages * logprobs).sum(), sums, maxima)
 
 
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
@@ -301,9 +301,9 @@ def select_clip_cov(
     if not old_logprobs.numel():
         return selected
     values = covariance(old_logprobs, advantages)
-    found = torch.nonzero((values > cov_low) & (values < cov_high)).flatten()
-    drawn = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))
-    selected[found[drawn[: max(1, int(share * old_logprobs.numel()))]]] = True
+    candidates = torch.nonzero((values > cov_low) & (values < cov_high)).flatten()
+    permutation = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
+    selected[candidates[permutation[: max(1, int(share * old_logprobs.numel()))]]] = True
     return selected
 
 
