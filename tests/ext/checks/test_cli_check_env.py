@@ -54,7 +54,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_findings_say_what_where_and_what_to_do(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_name_check_episode_and_remedy(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check-env", f"{file}:Generous") == 1
     out = capsys.readouterr().out
     assert "✗ null policy: an episode of empty messages scores 1: the floor is 0" in out
@@ -66,11 +66,11 @@ def test_findings_say_what_where_and_what_to_do(file: str, capsys: pytest.Captur
     assert "Generous: 23 checks, 3 errors, 0 warnings, 1 checks not run" in out
 
 
-def test_json_is_one_object_on_one_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_a_single_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check-env", f"{file}:Generous", "--json") == 1
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False
-    assert {each["check"] for each in report["findings"]} == {"null policy", "repeat policy"}
+    assert {finding["check"] for finding in report["findings"]} == {"null policy", "repeat policy"}
     assert run("check-env", "lookup", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["ok"], report["findings"], report["skipped"]) == (True, [], {})
@@ -130,7 +130,7 @@ def test_tasks_and_their_limit(tmp_path: Path, file: str, capsys: pytest.Capture
     ("name", "words"),
     [("Hangs", "final messages: step took longer than 0.3 s"), ("Exits", "reset: Exits.reset raised SystemExit: 7")],
 )
-def test_one_that_never_returns_or_ends_the_process_is_reported(file: str, name: str, words: str) -> None:
+def test_hanging_and_exiting_environments_are_reported(file: str, name: str, words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "turnwise", "check-env", f"{file}:{name}", "--timeout", "0.3"],
         capture_output=True,

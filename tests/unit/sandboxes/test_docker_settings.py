@@ -14,8 +14,9 @@ from turnwise.sandboxes.config import open_backend
 from turnwise.sandboxes.core import Mount
 from turnwise.sandboxes.docker.backend import DockerBackend
 from turnwise.sandboxes.docker.host_processes import ProcessInfo, belonging_processes
-from turnwise.sandboxes.docker.ownership import OWNER, Owner, is_leftover, pid_started
+from turnwise.sandboxes.docker.ownership import OWNER, Owner, is_leftover
 from turnwise.sandboxes.docker.settings import DockerOptions, container_settings
+from turnwise.sandboxes.process_identity import start_time
 
 LIMITS = SandboxLimits(memory=2**28, pids=50, cpus=0.5, cpu_seconds=9, disk=2**27, file_size=1000, open_files=99)
 
@@ -161,8 +162,8 @@ def test_foreign_resources_are_never_leftovers() -> None:
 def test_owner_identifies_this_process() -> None:
     this_process = Owner()
     assert this_process.pid == os.getpid()
-    assert this_process.started == pid_started(os.getpid())
-    assert pid_started(2**22 + 5) is None
+    assert this_process.started == start_time(os.getpid())
+    assert start_time(2**22 + 5) is None
     assert not is_leftover(this_process.labels(60), 0.0, HERE)
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from turnwise.sandboxes.process_identity import start_time
+
 SANDBOX: Final = "turnwise.sandbox"
 OWNER: Final = "turnwise.owner"
 SNAPSHOT: Final = "turnwise.snapshot"
@@ -31,7 +33,7 @@ class Owner:
     boot: str = field(default_factory=lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     namespace: str = field(default_factory=lambda: os.readlink("/proc/self/ns/pid"))
     pid: int = field(default_factory=os.getpid)
-    started: str = field(default_factory=lambda: pid_started(os.getpid()) or "")
+    started: str = field(default_factory=lambda: start_time(os.getpid()) or "")
 
     def labels(self, ttl: float) -> dict[str, str]:
         """Return the owner labels of a new resource, with its maximum lifetime in seconds."""
@@ -47,16 +49,8 @@ class Owner:
         }
 
 
-def pid_started(pid: int) -> str | None:
-    """Return a process's start time in ticks since boot; None if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
 def is_leftover(
-    labels: Mapping[str, str], now: float, here: Owner, started: Callable[[int], str | None] = pid_started
+    labels: Mapping[str, str], now: float, here: Owner, started: Callable[[int], str | None] = start_time
 ) -> bool:
     """Return whether the owner of a labelled resource is dead, or its lifetime over at ``now``.
 

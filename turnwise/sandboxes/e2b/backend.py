@@ -15,6 +15,7 @@ from turnwise.errors import ConfigError, SandboxError, SandboxUnavailable
 from turnwise.sandboxes.core import Capabilities, Sandbox, SandboxBackend, SandboxSpec
 from turnwise.sandboxes.e2b.command import sdk_errors
 from turnwise.sandboxes.e2b.sandbox import E2BSandbox
+from turnwise.sandboxes.process_identity import start_time
 
 _MACHINE: Final = "turnwise_machine"
 _HOST: Final = "turnwise_host"
@@ -95,7 +96,7 @@ class E2BBackend(SandboxBackend):
 
     def metadata(self, labels: Mapping[str, str]) -> dict[str, str]:
         """Return the ownership metadata of a sandbox."""
-        return {**labels, _MACHINE: _machine_id(), _HOST: f"{os.getpid()}-{_process_start(os.getpid())}"}
+        return {**labels, _MACHINE: _machine_id(), _HOST: f"{os.getpid()}-{start_time(os.getpid()) or ''}"}
 
     async def create(self, template: str | None, *, labels: Mapping[str, str], network: bool) -> e2b.AsyncSandbox:
         """Create a sandbox of a template or a snapshot; None is E2B's default."""
@@ -132,7 +133,7 @@ class E2BBackend(SandboxBackend):
             while pages.has_next:
                 for sandbox in await pages.next_items():
                     pid, _, start = (sandbox.metadata or {}).get(_HOST, "").partition("-")
-                    if pid.isdigit() and _process_start(int(pid)) != start:
+                    if pid.isdigit() and (start_time(int(pid)) or "") != start:
                         reaped += await e2b.AsyncSandbox.kill(sandbox.sandbox_id, **self.access)
         return reaped
 
@@ -148,10 +149,3 @@ def _machine_id() -> str:
     with contextlib.suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{os.stat('/proc/self/ns/pid').st_ino}"
     return f"{uuid.getnode():x}"
-
-
-def _process_start(pid: int) -> str:
-    """Return a process's start time in ticks since boot; empty if it is gone."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""

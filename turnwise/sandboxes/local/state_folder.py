@@ -19,19 +19,10 @@ from turnwise.sandboxes import packing
 from turnwise.sandboxes.local.boot import file_copy, groups
 from turnwise.sandboxes.local.control_groups import find_groups
 from turnwise.sandboxes.local.launch_plan import COPIED_ETC_FILES, HOME, USER, USER_ID
+from turnwise.sandboxes.process_identity import start_time
 
 _PARENTS: Final = ("/var/tmp", "/dev/shm", "/run")
 _BOOT: Final = Path(__file__).parent / "boot"
-
-
-def start_time(pid: int) -> str | None:
-    """Return a process's start time in kernel ticks, or None if it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        # Any other error says nothing about the process: without a free file descriptor none can be read.
-        return None
-    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
 def host_name() -> str:
