@@ -19,7 +19,7 @@ from typing import Any
 
 from turnwise.envs.demonstrations import conversation
 from turnwise.envs.solution import tool_call
-from turnwise.ext.environments.picture import COLOURS, HIGHEST, PictureEnv, said, tasks
+from turnwise.ext.environments.picture import COLOURS, HIGHEST, PictureEnv, describe_bar, tasks
 from turnwise.types import ToolCall
 
 
@@ -29,9 +29,12 @@ def plan(env: PictureEnv, rng: random.Random) -> list[ToolCall | str]:
     if kind < 0.30:
         return [tool_call("look"), env.answer]
     if kind < 0.70:
-        return [tool_call("look"), ", ".join(said(env.chart, colour) for colour in COLOURS)]
+        return [tool_call("look"), ", ".join(describe_bar(env.chart, colour) for colour in COLOURS)]
     if kind < 0.90:
-        return [tool_call("look"), said(env.chart, rng.choice([each for each in COLOURS if each != env.colour]))]
+        return [
+            tool_call("look"),
+            describe_bar(env.chart, rng.choice([each for each in COLOURS if each != env.colour])),
+        ]
     return [f"{env.colour} {rng.randint(1, HIGHEST)}"]
 
 

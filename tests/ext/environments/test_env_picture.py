@@ -11,7 +11,7 @@ from PIL import Image
 from turnwise.envs import make, reset_env, step_env
 from turnwise.errors import TaskError
 from turnwise.ext.environments import picture
-from turnwise.ext.environments.picture import COLOURS, HIGHEST, chart, draw, said
+from turnwise.ext.environments.picture import COLOURS, HIGHEST, chart, describe_bar, draw
 from turnwise.tasks import Task, load_tasks
 from turnwise.types import ToolCall
 
@@ -61,10 +61,16 @@ def test_no_chart_of_the_evaluation_is_ever_trained_on():
 async def test_the_answer_is_colour_and_height_and_nothing_else():
     drawn = chart(3)
     right = f"blue {drawn.height('blue')}"
-    assert said(drawn, "blue") == right
+    assert describe_bar(drawn, "blue") == right
     assert await scored(f" {right}\n") == 1.0
     other = replace(drawn, heights=tuple(HIGHEST + 1 - height for height in drawn.heights))
-    for wrong in (f"I think it is {right}.", f"{right}, {right}", str(drawn.height("blue")), said(other, "blue"), ""):
+    for wrong in (
+        f"I think it is {right}.",
+        f"{right}, {right}",
+        str(drawn.height("blue")),
+        describe_bar(other, "blue"),
+        "",
+    ):
         assert await scored(wrong) == 0.0, wrong
 
 
