@@ -74,20 +74,20 @@ def test_journal_with_a_missing_or_corrupt_line_contradicts_the_run(mixed: Path,
     for file in (*(mixed / "run").glob("*.jsonl"), mixed / "run" / "trajectories.twz"):
         (run / file.name).symlink_to(file)
     journal = run / "journal.jsonl"
-    journal = (mixed / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    [last_take] = [number for number, line in enumerate(journal) if b'"take"' in line][-1:]
-    group = max(number for number, line in enumerate(journal) if b'"event":"group"' in line)
-    named = json.loads(journal[group])["trajectories"][0][0]
+    recorded = (mixed / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    [last_take] = [number for number, line in enumerate(recorded) if b'"take"' in line][-1:]
+    group = max(number for number, line in enumerate(recorded) if b'"event":"group"' in line)
+    named = json.loads(recorded[group])["trajectories"][0][0]
     for changed, message in [
         (
-            [*journal[:last_take], *journal[last_take + 1 :]],
+            [*recorded[:last_take], *recorded[last_take + 1 :]],
             f"trained in step {STEPS}, but the journal gave its group to",
         ),
         (
-            [line for line in journal if named.encode() not in line],
+            [line for line in recorded if named.encode() not in line],
             f"trajectory {named}: finished, but the journal has",
         ),
-        ([journal[0], journal[1][:-9] + b"\n", *journal[2:]], "journal.jsonl:2: the line is corrupt"),
+        ([recorded[0], recorded[1][:-9] + b"\n", *recorded[2:]], "journal.jsonl:2: the line is corrupt"),
     ]:
         journal.unlink()
         journal.write_bytes(b"".join(changed))

@@ -52,7 +52,7 @@ async def demonstrations(count: int) -> list[dict[str, Any]]:
 def build(directory: Path) -> None:
     """Make a model that looks at the dice, and is right now and then."""
     rows = asyncio.run(demonstrations(200))
-    make_model(directory / "base", rows, seed=0)
+    make_model(directory / "base", rows, seed=0, width=64, layers=2)
     data = directory / "demonstrations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
@@ -60,7 +60,7 @@ def build(directory: Path) -> None:
         "runs": directory,
         "data": data,
         "model": {"path": directory / "base", "threads": 1},
-        "steps": 40,
+        "steps": 20,
         "conversations": 16,
         "optim": {"name": "muon", "lr": 4e-3},
     }

@@ -39,6 +39,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"person": {"type": "string"}}, "required": ["person"]},
     },
 }
+STEPS = 14
 TEAMS = {"mia": "red", "leo": "blue", "ada": "green"}
 
 
@@ -100,7 +101,7 @@ def configure(start: Path, directory: Path, **changes: Any) -> SFTConfig:
         "name": "warm",
         "runs": directory / "runs",
         "data": data,
-        "steps": 30,
+        "steps": STEPS,
         "conversations": 3,
         "max_tokens_per_micro_batch": 300,
         "model": {"path": str(start), "device": "cpu", "threads": 1},
@@ -171,11 +172,11 @@ def test_a_run_learns_saves_and_can_be_repeated(start: Callable[[str], Path], tm
         config = configure(start("qwen3"), tmp_path, name=name)
         result = run_sft(config, console=quiet())
         assert result.model == tmp_path / "runs" / name / "model"
-        assert result.steps == 30
+        assert result.steps == STEPS
         weights.append(dict(load_model(result.model).named_weights()))
         records = list(read_metrics(tmp_path / "runs" / name / "metrics.jsonl"))
-        assert [record["step"] for record in records] == list(range(1, 31))
-        assert records[-1]["train/nll"] < 0.3 * records[0]["train/nll"]
+        assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+        assert records[-1]["train/nll"] < 0.5 * records[0]["train/nll"]
         assert records[0]["lr/muon"] == pytest.approx(0.02 / 5)
         assert result.metrics["train/skipped_updates"] == 0
     # The same seed gives the same bits.
