@@ -93,7 +93,7 @@ class Follower:
         return self.take()
 
     def take(self) -> bool:
-        news, at = self.run.since(self.position), self.run.position
+        news, at = self.run.news_since(self.position), self.run.position
         if news is None:
             return False
         # A position crosses HTTP as text, news as JSON.

@@ -49,7 +49,7 @@ def hostile(text: str) -> Trajectory:
 
 
 @given(text=TEXTS, name=NAMES)
-def test_what_runs_say_is_data_and_never_markup(text: str, name: str) -> None:
+def test_texts_of_runs_are_data_and_never_markup(text: str, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trajectory = hostile(text)
         run = write_run(Path(folder) / name, [trajectory])
@@ -65,34 +65,38 @@ def test_what_runs_say_is_data_and_never_markup(text: str, name: str) -> None:
         "script": len(page.scripts) + 2,
     }  # fmt: skip
     assert len(page.code) == 2
-    assert all(DATA.fullmatch(each) for each in page.scripts)
-    assert [each["name"] for each in page.head["runs"]] == [name, f"{name} (2)"]
+    assert all(DATA.fullmatch(script) for script in page.scripts)
+    assert [head["name"] for head in page.head["runs"]] == [name, f"{name} (2)"]
     assert page.title == f"{name}, {name} (2) · Turnwise"
     facts = page.part("facts", 1)
     assert text in facts["series"] or text in ("kind", "step")
-    assert [(each["name"], each["text"]) for each in facts["warnings"]] == [(text, text)]
+    assert [(warning["name"], warning["text"]) for warning in facts["warnings"]] == [(text, text)]
     assert read_yaml(facts["config"])["note"] == text
     assert facts["errors"] == [[text, 1, trajectory.id]]
     record = page.record(trajectory.id, 1)
-    said = record["segments"][1]["messages"][0]
-    assert (said["content"], said["reasoning_content"]) == (text, text)
-    assert said["tool_calls"][0]["function"] == {"name": text, "arguments": {text: text}}
+    message = record["segments"][1]["messages"][0]
+    assert (message["content"], message["reasoning_content"]) == (text, text)
+    assert message["tool_calls"][0]["function"] == {"name": text, "arguments": {text: text}}
     assert (record["error"], record["states"], record["turn_notes"]) == (text, {"t0": text}, {"t0": {text: text}})
 
 
 def test_the_page_may_do_nothing_but_run_its_own_two_scripts(tmp_path: Path) -> None:
     write_report([write_run(tmp_path / "a", [played("e0")])], tmp_path / "out.html")
     page = Page(tmp_path / "out.html")
-    [policy] = [given["content"] for tag, given in page.tags if given.get("http-equiv") == "Content-Security-Policy"]
+    [policy] = [
+        attributes["content"]
+        for tag, attributes in page.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy is not None
-    rules = dict(each.strip().split(" ", 1) for each in policy.split(";"))
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     hashes = [base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in page.code]
-    assert rules.pop("script-src") == " ".join(f"'sha256-{each}'" for each in hashes)
+    assert rules.pop("script-src") == " ".join(f"'sha256-{digest}'" for digest in hashes)
     assert rules == {
         "default-src": "'none'", "img-src": "data:", "style-src": "'unsafe-inline'", "base-uri": "'none'",
         "form-action": "'none'",
     }  # fmt: skip
-    assert not any({"src", "href"} & given.keys() for _, given in page.tags)
+    assert not any({"src", "href"} & attributes.keys() for _, attributes in page.tags)
 
 
 def test_the_scripts_make_no_markup_of_texts() -> None:
@@ -147,11 +151,11 @@ def test_a_large_run_is_cut_to_the_size_with_the_figures_of_all(tmp_path: Path) 
     assert written.size == (tmp_path / "out.html").stat().st_size
     assert 700_000 < written.size <= 1_000_000
     page = Page(tmp_path / "out.html")
-    kept = [{row["task"] for row in page.rows(run) if row["chunk"] is not None} for run in (0, 1)]
-    assert 20 <= len(kept[0]) < 60
-    assert len(kept[0] & kept[1]) >= 0.9 * min(map(len, kept)), "of both runs the same tasks can be read"
+    tasks = [{row["task"] for row in page.rows(run) if row["chunk"] is not None} for run in (0, 1)]
+    assert 20 <= len(tasks[0]) < 60
+    assert len(tasks[0] & tasks[1]) >= 0.9 * min(map(len, tasks)), "of both runs the same tasks can be read"
     assert written.total == 360
-    assert written.kept == sum(head["kept"] for head in page.head["runs"]) < 360
+    assert written.readable == sum(head["kept"] for head in page.head["runs"]) < 360
     for number, head in enumerate(page.head["runs"]):
         assert head["total"] == head["listed"] == len(page.rows(number)) == 180
         assert any(f"contents of {head['kept']} of 180" in note for note in head["notes"])
@@ -163,13 +167,13 @@ def test_a_large_run_is_cut_to_the_size_with_the_figures_of_all(tmp_path: Path) 
         assert newest == {str(120 + int(row["task"][5:])) for row in page.rows(number) if row["id"] in newest}
 
 
-def test_a_small_run_beside_a_large_one_is_whole(tmp_path: Path) -> None:
+def test_small_run_beside_a_large_run_is_complete(tmp_path: Path) -> None:
     runs = [large_run(tmp_path / "large", 0), write_run(tmp_path / "small", [played("e0")])]
     write_report(runs, tmp_path / "out.html", max_bytes=1_000_000)
     alone = write_report(runs[:1], tmp_path / "alone.html", max_bytes=1_000_000)
     large, small = Page(tmp_path / "out.html").head["runs"]
     assert (small["kept"], small["notes"]) == (1, [NO_TOKENIZER])
-    assert alone.kept - 5 <= large["kept"] <= alone.kept, "what the small one does not need is the large one's"
+    assert alone.readable - 5 <= large["kept"] <= alone.readable, "what the small one does not need is the large one's"
 
 
 NO_TOKENIZER = "tokens are shown without their texts: none of its models is on this machine: none"
@@ -183,10 +187,10 @@ def test_a_size_that_not_even_the_page_has_is_refused(tmp_path: Path) -> None:
     ):
         write_report([run], tmp_path / "out.html", max_bytes=50_000)
     assert (tmp_path / "out.html").read_text() == "earlier"
-    assert [each.name for each in tmp_path.glob(".*")] == []
+    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_it_is_for_its_owner_and_the_same_runs_give_the_same_file(tmp_path: Path) -> None:
+def test_report_is_private_and_reproducible(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [played(f"e{number}", f"t{number % 7}") for number in range(40)])
     for name in ("one.html", "two.html"):
         write_report([run], tmp_path / name)
@@ -195,23 +199,23 @@ def test_it_is_for_its_owner_and_the_same_runs_give_the_same_file(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("out", "said"),
+    ("out", "message"),
     [
         ("folder.html", "is a folder: name a file"),
         ("missing/report.html", "there is no folder .*missing: create it"),
         ("a/trajectories.twz", "a report is an HTML file: name one that ends in .html"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, out: str, said: str) -> None:
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, out: str, message: str) -> None:
     run = write_run(tmp_path / "a", [played("e0")])
     (tmp_path / "folder.html").mkdir()
-    before = (run / "trajectories.twz").read_bytes()
-    with pytest.raises(ConfigError, match=said):
+    content = (run / "trajectories.twz").read_bytes()
+    with pytest.raises(ConfigError, match=message):
         write_report([run], tmp_path / out)
-    assert (run / "trajectories.twz").read_bytes() == before
+    assert (run / "trajectories.twz").read_bytes() == content
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run is given"):
         write_report([], tmp_path / "out.html")
     with pytest.raises(FormatError, match=r"no such run: .*gone: give the directory"):
@@ -228,23 +232,23 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out.html").exists()
 
 
-def test_runs_have_names_that_tell_them_apart(tmp_path: Path) -> None:
+def test_runs_have_unique_names(tmp_path: Path) -> None:
     for name in ("x/run", "y/run", "z/other"):
         (tmp_path / name).mkdir(parents=True)
     runs = [tmp_path / "x/run", tmp_path / "y/run", tmp_path / "z/other", tmp_path / "z/other"]
     assert unique_names(runs) == ["x/run", "y/run", "other", "other (2)"]
 
 
-def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_prints_file_and_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "a", [played("e0"), played("e1")])
     main_ok(["report", str(run), "-o", str(tmp_path / "out.html")])
-    shown = capsys.readouterr()
-    assert re.search(r"written: .*out.html \(0\.\d MB, 2 of 2 trajectories\)", shown.out)
-    assert f"note: a: {NO_TOKENIZER}" in shown.err
+    output = capsys.readouterr()
+    assert re.search(r"written: .*out.html \(0\.\d MB, 2 of 2 trajectories\)", output.out)
+    assert f"note: a: {NO_TOKENIZER}" in output.err
     assert Page(tmp_path / "out.html").record("e1")["segments"][1]["messages"][0]["content"] == "zoe"
 
 
 def main_ok(arguments: list[str]) -> Any:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main(arguments)
-    assert ended.value.code in (0, None)
+    assert exited.value.code in (0, None)

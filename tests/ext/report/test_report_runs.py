@@ -37,7 +37,7 @@ def test_curves_are_those_of_train_steps_and_evaluations(tmp_path: Path) -> None
     assert facts.meanings["reward/mean"] == "mean reward of the trajectories of the step"
 
 
-def test_records_that_lack_what_their_kind_has_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_incomplete_records_are_skipped_and_counted(tmp_path: Path) -> None:
     run = write_metrics(
         tmp_path / "a", START, {"kind": "train", "reward/mean": 1.0}, {"kind": "eval", "step": 1},
         {"kind": "warning", "step": 1, "text": "nameless"}, {"kind": "train", "step": 1, "reward/mean": "much"},
@@ -55,24 +55,24 @@ def test_a_start_without_its_step_is_an_error_that_names_the_line(tmp_path: Path
 
 
 def test_a_warning_that_came_often_is_there_once(tmp_path: Path) -> None:
-    said = [{"kind": "warning", "step": step, "name": "stale", "text": f"step {step}"} for step in (3, 5, 9)]
-    facts = read_facts(write_metrics(tmp_path / "a", START, *said), "a")
+    records = [{"kind": "warning", "step": step, "name": "stale", "text": f"step {step}"} for step in (3, 5, 9)]
+    facts = read_facts(write_metrics(tmp_path / "a", START, *records), "a")
     [warning] = facts.warnings
     assert (warning.name, warning.first, warning.last, warning.count, warning.text) == ("stale", 3, 9, 3, "step 9")
 
 
-@given(values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=300), most=st.integers(4, 40))
-def test_a_thinned_curve_has_true_points_its_ends_and_its_extremes(values: list[float], most: int) -> None:
+@given(values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=300), max_points=st.integers(4, 40))
+def test_a_thinned_curve_has_true_points_its_ends_and_its_extremes(values: list[float], max_points: int) -> None:
     steps = list(range(0, 3 * len(values), 3))
-    kept, shown = thinned(steps, values, most)
-    assert len(kept) <= max(most, 4)
-    assert kept == sorted(set(kept))
-    assert shown == pytest.approx([values[step // 3] for step in kept], rel=1e-5)
-    assert (kept[0], kept[-1]) == (steps[0], steps[-1])
-    assert (max(shown), min(shown)) == pytest.approx((max(values), min(values)), rel=1e-5)
+    thinned_steps, thinned_values = thinned(steps, values, max_points)
+    assert len(thinned_steps) <= max(max_points, 4)
+    assert thinned_steps == sorted(set(thinned_steps))
+    assert thinned_values == pytest.approx([values[step // 3] for step in thinned_steps], rel=1e-5)
+    assert (thinned_steps[0], thinned_steps[-1]) == (steps[0], steps[-1])
+    assert (max(thinned_values), min(thinned_values)) == pytest.approx((max(values), min(values)), rel=1e-5)
 
 
-def test_what_a_killed_evaluation_left_is_noted(tmp_path: Path) -> None:
+def test_killed_evaluation_is_noted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [played("e0")])
     (run / "finished.jsonl").touch()
     facts = read_facts(run, "a")
@@ -86,13 +86,13 @@ def test_what_a_killed_evaluation_left_is_noted(tmp_path: Path) -> None:
         ("[]", "summary.json cannot be read: "),
     ):
         (run / "summary.json").write_text(text)
-        [said] = read_facts(run, "a").notes
-        assert said.startswith(note)
+        [evaluation_note] = read_facts(run, "a").notes
+        assert evaluation_note.startswith(note)
     (run / "summary.json").write_text('{"unfinished": 0}')
     assert read_facts(run, "a").notes == []
 
 
-def test_a_configuration_says_what_a_success_is_and_no_secret(tmp_path: Path) -> None:
+def test_configuration_gives_the_success_reward_and_hides_secrets(tmp_path: Path) -> None:
     run = write_metrics(tmp_path / "a", START)
     config = {
         "eval": {"success_reward": 0.5},
@@ -105,7 +105,7 @@ def test_a_configuration_says_what_a_success_is_and_no_secret(tmp_path: Path) ->
     assert yaml.safe_load(facts.config or "") == {
         **config, "hosted": {"api_key": REDACTED, "key_env": "KEY"}, "url": f"http://{REDACTED}@host/v1",
     }  # fmt: skip
-    for text, said in (
+    for text, message in (
         ("a: [", "is not YAML"),
         ("- 1", "holds no mapping"),
         (f"a: {'x' * 200_000}", "has 200004 characters"),
@@ -113,7 +113,7 @@ def test_a_configuration_says_what_a_success_is_and_no_secret(tmp_path: Path) ->
         (run / "config.yaml").write_text(text)
         facts = read_facts(run, "a")
         assert facts.config is None
-        assert said in facts.notes[0]
+        assert message in facts.notes[0]
 
 
 def test_secrets_are_found_by_their_keys() -> None:
@@ -124,8 +124,10 @@ def test_secrets_are_found_by_their_keys() -> None:
         "env": {"KEY": "d"},
         "nested": [{"secret": "e"}],
     }
-    shown = without_secrets(hidden)
-    assert not any(letter in json.dumps(shown).replace(REDACTED, "") for letter in ('"a"', '"b"', '"c"', '"d"', '"e"'))
+    redacted = without_secrets(hidden)
+    assert not any(
+        letter in json.dumps(redacted).replace(REDACTED, "") for letter in ('"a"', '"b"', '"c"', '"d"', '"e"')
+    )
     plain = {"max_tokens": 5, "tokenizer": "x", "key_file": "y", "monkey": "z"}
     assert without_secrets(plain) == plain
 

@@ -45,7 +45,7 @@ def report(
     written = write_report(runs, out, max_bytes=DEFAULT_SIZE if max_mb is None else int(max_mb * MEGABYTE))
     for note in written.notes:
         typer.echo(f"note: {note}", err=True)
-    count = f"{written.kept:,} of {written.total:,} trajectories"
+    count = f"{written.readable:,} of {written.total:,} trajectories"
     typer.echo(f"written: {out.resolve()} ({written.size / MEGABYTE:.1f} MB, {count})")
     if show:
         _open(out.resolve().as_uri())

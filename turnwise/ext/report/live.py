@@ -41,19 +41,19 @@ _FIGURES_SHARE = 10
 
 
 class Position(NamedTuple):
-    """What a page knows of a run.
+    """How much of a run a page has received.
 
     Attributes:
         generation: Changes when the run is read from its beginning again.
         rows: Number of rows.
-        whole: Number of rows of which more than the index was read.
+        complete: Number of rows of which more than the index was read.
         points: Number of records of metrics.
         revision: Of all that is sent as a whole.
     """
 
     generation: int = 0
     rows: int = 0
-    whole: int = 0
+    complete: int = 0
     points: int = 0
     revision: int = 0
 
@@ -61,15 +61,15 @@ class Position(NamedTuple):
     def parse(cls, text: str) -> Position:
         """Return the position of a text as ``str`` makes it; the beginning for any other text."""
         parts = text.split(".")
-        known = len(parts) == len(cls._fields) and all(part.isascii() and part.isdigit() for part in parts)
-        return cls(*(int(part[:18]) for part in parts)) if known else cls()
+        is_valid = len(parts) == len(cls._fields) and all(part.isascii() and part.isdigit() for part in parts)
+        return cls(*(int(part[:18]) for part in parts)) if is_valid else cls()
 
     def __str__(self) -> str:
         return ".".join(map(str, self))
 
 
 class LiveRun:
-    """A run whose files are read on from where they ended at the last :meth:`read`.
+    """A run whose files are read incrementally: each :meth:`read` continues where the last one ended.
 
     Rows come from the index first, which is quick, and then one by one from the trajectories. Not for several threads
     at a time, :meth:`record`, :meth:`words` and :meth:`search` aside.
@@ -88,7 +88,7 @@ class LiveRun:
         self._generation = 0
         self._decode: Decode | None = None
         self._gaps_size = -1
-        self._begin()
+        self._reset()
         # A file that cannot be read is an error now, and a note later.
         if self.facts.trajectories is not None:
             try:
@@ -99,14 +99,14 @@ class LiveRun:
                 ) from error
         self._read_metrics()
 
-    def _begin(self) -> None:
-        """Forget all that was read."""
+    def _reset(self) -> None:
+        """Discard all that was read."""
         self.facts = read_facts(self._source, self._name, metrics=False)
         self._signature = self._changes()
         self._generation += 1
         self._rows: list[Row] = []
         self._ids: set[str] = set()
-        self._whole = self._end = 0
+        self._complete = self._end = 0
         self._identity: tuple[int, int] | None = None
         self._points: list[tuple[int, dict[str, float]]] = []
         self._metrics_end = 0
@@ -122,13 +122,13 @@ class LiveRun:
     @property
     def position(self) -> Position:
         """All that was read."""
-        return Position(self._generation, len(self._rows), self._whole, len(self._points), self._revision)
+        return Position(self._generation, len(self._rows), self._complete, len(self._points), self._revision)
 
     def read(self) -> bool:
         """Read what was written since the last call, for a fraction of a second; return whether more is there."""
         try:
-            if self._started_over():
-                self._begin()
+            if self._has_restarted():
+                self._reset()
             self._read_metrics()
             more = self._read_rows()
             self._failure = ""
@@ -149,13 +149,14 @@ class LiveRun:
         ]
         return (*times, *((self._source / name).exists() for name in (METRICS_FILE, TRAJECTORIES)))
 
-    def _started_over(self) -> bool:
+    def _has_restarted(self) -> bool:
         """Whether the files are others, or shorter, than what was read of them; re-reads the small ones."""
         if (changes := self._changes()) != self._signature:
-            known, self.facts = self.facts, read_facts(self._source, self._name, metrics=False)
+            previous, self.facts = self.facts, read_facts(self._source, self._name, metrics=False)
             self._signature = changes
-            self.facts.series, self.facts.meanings, self.facts.warnings = known.series, known.meanings, known.warnings
-            if self.facts.success_reward != known.success_reward or self.facts.role != known.role:
+            self.facts.series, self.facts.meanings = previous.series, previous.meanings
+            self.facts.warnings = previous.warnings
+            if self.facts.success_reward != previous.success_reward or self.facts.role != previous.role:
                 return True
         file = self.facts.trajectories
         if file is None or not file.exists():
@@ -169,14 +170,14 @@ class LiveRun:
         if not file.is_file():
             return
         if file.stat().st_size < self._metrics_end:
-            self._begin()
+            self._reset()
         with file.open("rb") as opened:
             opened.seek(self._metrics_end)
             data = opened.read()
         data = data[: data.rfind(b"\n") + 1]
         # A process that resumed repeats steps, and writes trajectories again.
         if self._metrics_end and any(_is_start(line) for line in data.splitlines()):
-            self._begin()
+            self._reset()
             data = file.read_bytes()
             data = data[: data.rfind(b"\n") + 1]
         self._points += self.facts.add_records(effective_records(data, file), self._metrics_notes)
@@ -188,35 +189,35 @@ class LiveRun:
             return False
         if not self._rows:
             with TrajectoryFile(file) as opened:
-                self._add([entry_row(each, self.facts) for each in opened.entries])
+                self._add([entry_row(entry, self.facts) for entry in opened.entries])
                 if opened.entries:
-                    last = opened.entries[-1]
-                    self._end = last.offset + last.length
+                    last_entry = opened.entries[-1]
+                    self._end = last_entry.offset + last_entry.length
         until = time.monotonic() + _SLICE_S
-        while self._whole < len(self._rows):
+        while self._complete < len(self._rows):
             if time.monotonic() > until:
                 return True
-            offset = self._rows[self._whole].offset
+            offset = self._rows[self._complete].offset
             row = trajectory_row(offset, trajectory_at(file, offset), self.facts)
-            row.place = (offset, 0)
-            self._rows[self._whole] = row
-            self._whole += 1
+            row.slot = (offset, 0)
+            self._rows[self._complete] = row
+            self._complete += 1
             self._rows_changed = True
-        for place, trajectory in located_trajectories(file, self._end):
+        for location, trajectory in located_trajectories(file, self._end):
             if trajectory.id in self._ids:
                 # The earlier one is void: it was written again.
-                self._begin()
+                self._reset()
                 return True
-            self._add([trajectory_row(place.offset, trajectory, self.facts)])
-            self._whole = len(self._rows)
-            self._end = place.offset + place.length
+            self._add([trajectory_row(location.offset, trajectory, self.facts)])
+            self._complete = len(self._rows)
+            self._end = location.offset + location.length
             if time.monotonic() > until:
                 return True
         return False
 
     def _add(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            row.place = (row.offset, 0)
+            row.slot = (row.offset, 0)
             self._ids.add(row.id)
         self._rows += rows
         self._rows_changed = self._rows_changed or bool(rows)
@@ -230,15 +231,15 @@ class LiveRun:
             self._tasks = task_columns(episodes, MOST_TASKS)
             self._rows_changed = False
             self._figures_due = time.monotonic() + max(_FIGURES_S, _FIGURES_SHARE * (time.monotonic() - now))
-        if (whole := dumped({"head": self._head(), "facts": self._facts(), "tasks": self._tasks})) != self._sent:
-            self._sent = whole
+        if (content := dumped({"head": self._head(), "facts": self._facts(), "tasks": self._tasks})) != self._sent:
+            self._sent = content
             self._revision += 1
 
     def _head(self) -> dict[str, Any]:
         notes = [*self.facts.notes, *self._metrics_notes]
         if self._failure:
             notes.append(f"{self._failure}; what was read before is shown")
-        if (unread := len(self._rows) - self._whole) > 0:
+        if (unread := len(self._rows) - self._complete) > 0:
             notes.append(f"{unread:,} trajectories are still being read: their calls, errors and forks are missing")
         if (left_out := len(self._rows) - MOST_ROWS) > 0:
             notes.append(f"the table lists the first {MOST_ROWS:,} of {len(self._rows):,}: {left_out:,} are left out")
@@ -255,37 +256,37 @@ class LiveRun:
     def _facts(self) -> dict[str, Any]:
         return {
             "meanings": self.facts.meanings,
-            "warnings": [asdict(each) for each in self.facts.warnings],
+            "warnings": [asdict(warning) for warning in self.facts.warnings],
             "config": self.facts.config,
             **self._figures,
         }
 
-    def since(self, known: Position) -> dict[str, Any] | None:
+    def news_since(self, seen: Position) -> dict[str, Any] | None:
         """Return what is new since a position, as orjson-serialisable values; None if nothing is."""
         now = self.position
-        if known == now:
+        if seen == now:
             return None
-        fresh = known.generation != now.generation or any(old > new for old, new in zip(known, now, strict=True))
-        known = Position() if fresh else known
+        fresh = seen.generation != now.generation or any(old > new for old, new in zip(seen, now, strict=True))
+        seen = Position() if fresh else seen
         news: dict[str, Any] = {"fresh": fresh, "head": self._head()}
-        if known.revision != now.revision:
+        if seen.revision != now.revision:
             news |= {"facts": self._facts(), "tasks": self._tasks}
         # Rows of which more was read, and new ones.
-        stretches = {(known.whole, min(now.whole, known.rows)), (known.rows, now.rows)}
+        stretches = {(seen.complete, min(now.complete, seen.rows)), (seen.rows, now.rows)}
         news["rows"] = [
             [begin, table_columns(self._rows[begin : min(end, MOST_ROWS)])]
             for begin, end in sorted(stretches)
             if begin < min(end, MOST_ROWS)
         ]
-        news["series"] = self._series(known.points)
+        news["series"] = self._series(seen.points)
         return news
 
-    def _series(self, known: int) -> dict[str, Any]:
+    def _series(self, points_seen: int) -> dict[str, Any]:
         """Return the curves, or, if the page has points of them, those that were added."""
-        if not known:
+        if not points_seen:
             return {name: thinned(*series, MOST_POINTS) for name, series in sorted(self.facts.series.items())}
         added: dict[str, tuple[list[int], list[float]]] = {}
-        for step, values in self._points[known:]:
+        for step, values in self._points[points_seen:]:
             for name, value in values.items():
                 steps, points = added.setdefault(name, ([], []))
                 steps.append(step)
@@ -314,24 +315,25 @@ class LiveRun:
         if decode is None:
             return {}
         segments = self._trajectory(offset).segments
-        return {str(token): decode(token) for token in {each for one in segments for each in one.token_ids.tolist()}}
+        token_ids = {token_id for segment in segments for token_id in segment.token_ids.tolist()}
+        return {str(token_id): decode(token_id) for token_id in token_ids}
 
     def search(self, text: str, begin: int) -> dict[str, Any]:
         """Look for a text in messages for a fraction of a second, whatever its case, from a row's number on.
 
         Returns:
-            ``found`` ids, the number of the ``next`` row to go on from (None at the end) and ``of`` how many.
+            ``found`` ids, the number of the ``next`` row to continue at (None at the end) and ``of`` how many.
         """
         until = time.monotonic() + _SLICE_S
         rows, needle = self._rows[:MOST_ROWS], text.lower()
-        found: list[str] = []
+        matching_ids: list[str] = []
         for number in range(begin, len(rows)):
             if time.monotonic() > until and number > begin:
-                return {"found": found, "next": number, "of": len(rows)}
-            messages = [each.messages for each in self._trajectory(rows[number].offset).segments]
-            if any(needle in each.lower() for each in _texts(messages)):
-                found.append(rows[number].id)
-        return {"found": found, "next": None, "of": len(rows)}
+                return {"found": matching_ids, "next": number, "of": len(rows)}
+            messages = [segment.messages for segment in self._trajectory(rows[number].offset).segments]
+            if any(needle in line.lower() for line in _texts(messages)):
+                matching_ids.append(rows[number].id)
+        return {"found": matching_ids, "next": None, "of": len(rows)}
 
 
 def _texts(value: Any) -> list[str]:
@@ -339,9 +341,9 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        return [text for key, each in value.items() for text in (str(key), *_texts(each))]
+        return [text for key, element in value.items() for text in (str(key), *_texts(element))]
     if isinstance(value, list | tuple):
-        return [text for each in value for text in _texts(each)]
+        return [text for element in value for text in _texts(element)]
     return [orjson.dumps(value, default=str).decode()]
 
 

@@ -23,7 +23,7 @@ from turnwise.ext.report.trajectories import (
     chunks,
     episodes_of,
     error_counts,
-    fitted,
+    fit_into,
     pack,
     part_figures,
     read_rows,
@@ -56,24 +56,24 @@ MOST_POINTS: Final = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ReportFile:
     """A report that was written.
 
     Attributes:
         size: Bytes of the file.
-        kept: Number of trajectories that can be read in it.
+        readable: Number of trajectories that can be read in it.
         total: Number of trajectories of its runs, which its figures are of.
         notes: What is missing, by run.
     """
 
     path: Path
     size: int
-    kept: int
+    readable: int
     total: int
     notes: tuple[str, ...]
 
 
-def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SIZE) -> Written:
+def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SIZE) -> ReportFile:
     """Write the report of one or more runs to one HTML file, for its owner only.
 
     Args:
@@ -102,16 +102,16 @@ def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = DEFAULT_SI
             )
         draft.replace(out)
     except OSError as error:
-        place = out if error.filename in (None, str(draft)) else error.filename
-        raise ConfigError(f"{place} cannot be read or written: {error.strerror or error}") from error
+        failed_path = out if error.filename in (None, str(draft)) else error.filename
+        raise ConfigError(f"{failed_path} cannot be read or written: {error.strerror or error}") from error
     finally:
         draft.unlink(missing_ok=True)
-    return Written(
+    return ReportFile(
         path=out,
         size=size,
-        kept=sum(each.contents.kept for each in packed),
-        total=sum(each.total for each in packed),
-        notes=tuple(f"{each.name}: {note}" for each in facts for note in each.notes),
+        readable=sum(run.contents.trajectories for run in packed),
+        total=sum(run.total for run in packed),
+        notes=tuple(f"{run_facts.name}: {note}" for run_facts in facts for note in run_facts.notes),
     )
 
 
@@ -174,16 +174,16 @@ class _PackedRun:
 def _write(page: _Page, facts: Sequence[RunFacts], max_bytes: int) -> list[_PackedRun]:
     """Write the page; chunks go to the file as they are packed, so that a large run is never in memory."""
     scripts = _scripts()
-    page.write(_opening([each.name for each in facts], scripts))
+    page.write(_opening([run_facts.name for run_facts in facts], scripts))
     page.write("<noscript>This report needs JavaScript; it makes no request.</noscript>\n")
     reserved = sum(len(script) for script in scripts) + _RESERVED * (1 + len(facts))
     # A small run leaves to the others what it does not need.
     packed: dict[int, _PackedRun] = {}
-    for number in sorted(range(len(facts)), key=lambda each: _weight(facts[each])):
+    for number in sorted(range(len(facts)), key=lambda index: _weight(facts[index])):
         room = max(0, max_bytes - reserved - page.size) // (len(facts) - len(packed))
         packed[number] = _write_run(page, number, facts[number], room)
     runs = [packed[number] for number in range(len(facts))]
-    head = orjson.dumps({"format": FORMAT, "version": __version__, "runs": [_head(each) for each in runs]}).decode()
+    head = orjson.dumps({"format": FORMAT, "version": __version__, "runs": [_head(run) for run in runs]}).decode()
     page.data("head", head.replace("<", "\\u003c"))
     page.write(_closing(scripts))
     return runs
@@ -241,18 +241,19 @@ def _write_run(page: _Page, number: int, facts: RunFacts, room: int) -> _PackedR
     episodes = episodes_of(rows, facts)
     parts, errors = part_figures(episodes), error_counts(rows)
 
-    def figures(most: int) -> dict[str, Any]:
-        return {**facts.to_json(most), "parts": dict([*parts.items()][-most:] if most else []), "errors": errors[:most]}
+    def figures(limit: int) -> dict[str, Any]:
+        newest = dict([*parts.items()][-limit:] if limit else [])
+        return {**facts.to_json(limit), "parts": newest, "errors": errors[:limit]}
 
     begins = page.size
-    text, most = fitted(figures, MOST_POINTS, room // 4)
-    if facts.to_json(most)["thinned"]:
-        facts.notes.append(f"of curves with more than {most} points, the extremes of each stretch are shown")
+    text, shown_rows = fit_into(figures, MOST_POINTS, room // 4)
+    if facts.to_json(shown_rows)["thinned"]:
+        facts.notes.append(f"of curves with more than {shown_rows} points, the extremes of each stretch are shown")
     page.data(f"run-{number}-facts", text)
-    pairs = len({(each.part, each.task) for each in episodes})
-    text, most = fitted(lambda count: task_columns(episodes, count), min(pairs, MOST_TASKS), room // 8)
-    if most < pairs:
-        facts.notes.append(f"the table of tasks lists {most:,} of {pairs:,} rows, drawn by the names of the tasks")
+    pairs = len({(episode.part, episode.task) for episode in episodes})
+    text, shown_rows = fit_into(lambda count: task_columns(episodes, count), min(pairs, MOST_TASKS), room // 8)
+    if shown_rows < pairs:
+        facts.notes.append(f"the table of tasks lists {shown_rows:,} of {pairs:,} rows, drawn by the names of tasks")
     page.data(f"run-{number}-tasks", text)
 
     groups, contents = by_priority(rows), Contents()
@@ -262,8 +263,8 @@ def _write_run(page: _Page, number: int, facts: RunFacts, room: int) -> _PackedR
     vocabulary = room // 16
     for chunk in chunks(facts, groups, room - vocabulary - listing - (page.size - begins), contents):
         page.data(f"run-{number}-chunk-{contents.chunks - 1}", chunk)
-    ranked.sort(key=lambda row: row.place is None)
-    text, listed = fitted(
+    ranked.sort(key=lambda row: row.slot is None)
+    text, listed = fit_into(
         lambda count: table_columns(sorted(ranked[:count], key=lambda row: row.offset)),
         len(ranked),
         room - vocabulary - (page.size - begins),
@@ -275,10 +276,11 @@ def _write_run(page: _Page, number: int, facts: RunFacts, room: int) -> _PackedR
 
 
 def _note_left_out(facts: RunFacts, total: int, listed: int, contents: Contents) -> None:
-    if contents.kept < total:
+    if contents.trajectories < total:
         facts.notes.append(
-            f"the contents of {contents.kept:,} of {total:,} trajectories are in the report: of each task its newest "
-            "group first, then its oldest, then those between. turnwise view shows the others, and --max-mb makes room"
+            f"the contents of {contents.trajectories:,} of {total:,} trajectories are in the report: of each task its "
+            "newest group first, then its oldest, then those between. turnwise view shows the others, and --max-mb "
+            "makes room"
         )
     if listed < total:
         facts.notes.append(f"the table lists {listed:,} of {total:,} trajectories; figures are those of all")
@@ -291,11 +293,11 @@ def _write_vocabulary(page: _Page, number: int, facts: RunFacts, contents: Conte
     texts, missing = token_texts(facts.models, token_ids)
     if missing:
         facts.notes.append(f"tokens are shown without their texts: {missing[:MOST_TEXT]}")
-    text, most = fitted(
-        lambda count: {each: texts[each] for each in token_ids[:count]} if texts else {}, len(texts), room
+    text, shown_texts = fit_into(
+        lambda count: {token_id: texts[token_id] for token_id in token_ids[:count]} if texts else {}, len(texts), room
     )
-    if most < len(texts):
-        facts.notes.append(f"{len(texts) - most:,} of {len(texts):,} token ids are shown without their texts")
+    if shown_texts < len(texts):
+        facts.notes.append(f"{len(texts) - shown_texts:,} of {len(texts):,} token ids are shown without their texts")
     page.data(f"run-{number}-vocabulary", text)
 
 
@@ -305,7 +307,7 @@ def _head(run: _PackedRun) -> dict[str, Any]:
         "kind": run.facts.kind,
         "total": run.total,
         "listed": run.listed,
-        "kept": run.contents.kept,
+        "kept": run.contents.trajectories,
         "success_reward": run.facts.success_reward,
         "notes": [note if len(note) <= MOST_TEXT else f"{note[:MOST_TEXT]}..." for note in run.facts.notes],
     }

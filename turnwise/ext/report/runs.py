@@ -111,50 +111,50 @@ class RunFacts:
     def _add_point(self, name: str, step: int, value: float) -> None:
         if name not in self.series:
             self.series[name] = [], []
-            if meant := meaning(name):
-                self.meanings[name] = meant
+            if explanation := meaning(name):
+                self.meanings[name] = explanation
         steps, values = self.series[name]
-        place = bisect.bisect_left(steps, step)
-        if place < len(steps) and steps[place] == step:
-            values[place] = value
+        index = bisect.bisect_left(steps, step)
+        if index < len(steps) and steps[index] == step:
+            values[index] = value
         else:
-            steps.insert(place, step)
-            values.insert(place, value)
+            steps.insert(index, step)
+            values.insert(index, value)
 
     def _add_warning(self, step: int, name: str, text: str) -> None:
         text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
-        known = next((each for each in self.warnings if each.name == name), None)
-        if known is None:
+        previous = next((warning for warning in self.warnings if warning.name == name), None)
+        if previous is None:
             self.warnings.append(RunWarning(name, step, step, text))
         else:
-            known.last, known.text, known.count = step, text, known.count + 1
+            previous.last, previous.text, previous.count = step, text, previous.count + 1
 
-    def to_json(self, most: int) -> dict[str, Any]:
+    def to_json(self, max_points: int) -> dict[str, Any]:
         """Return what the page shows of the run besides its trajectories, as JSON values.
 
         Args:
-            most: Most points of a curve: of a longer one, the least and the largest value of each stretch.
+            max_points: Most points of a curve: of a longer one, the least and the largest value of each stretch.
         """
         return {
-            "series": {name: thinned(steps, values, most) for name, (steps, values) in sorted(self.series.items())},
+            "series": {name: thinned(*points, max_points) for name, points in sorted(self.series.items())},
             "meanings": self.meanings,
-            "warnings": [asdict(each) for each in self.warnings],
+            "warnings": [asdict(warning) for warning in self.warnings],
             "config": self.config,
-            "thinned": max((len(steps) for steps, _ in self.series.values()), default=0) > most,
+            "thinned": max((len(steps) for steps, _ in self.series.values()), default=0) > max_points,
         }
 
 
-def thinned(steps: Sequence[int], values: Sequence[float], most: int) -> Series:
-    """Return at most ``most`` points of a curve, all of them true: its ends, and the extremes of equal stretches."""
+def thinned(steps: Sequence[int], values: Sequence[float], max_points: int) -> Series:
+    """Return at most ``max_points`` points of a curve: its ends, and the extremes of equal stretches."""
     count = len(steps)
-    if count <= most:
+    if count <= max_points:
         return list(steps), [float(f"{value:.6g}") for value in values]
-    kept = {0, count - 1}
-    stretches = max(1, (most - 2) // 2)
+    indices = {0, count - 1}
+    stretches = max(1, (max_points - 2) // 2)
     for number in range(stretches):
-        places = range(number * count // stretches, (number + 1) * count // stretches)
-        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
-    return [steps[place] for place in sorted(kept)], [float(f"{values[place]:.6g}") for place in sorted(kept)]
+        stretch = range(number * count // stretches, (number + 1) * count // stretches)
+        indices |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return [steps[index] for index in sorted(indices)], [float(f"{values[index]:.6g}") for index in sorted(indices)]
 
 
 def read_facts(source: Path, name: str, *, metrics: bool = True) -> RunFacts:
@@ -181,14 +181,14 @@ def read_facts(source: Path, name: str, *, metrics: bool = True) -> RunFacts:
     facts = RunFacts(name, "trajectories", file if file.is_file() else None)
     _read_config(facts, source / "config.yaml")
     facts.success_reward, facts.role = success_rule(source)
-    made = (source / "initial", source / "sft" / "model")
-    facts.models = [*_checkpoints(source), *facts.models, *(each for each in made if each.is_dir())]
+    initial_models = (source / "initial", source / "sft" / "model")
+    facts.models = [*_checkpoints(source), *facts.models, *(folder for folder in initial_models if folder.is_dir())]
     if curves.is_file():
         facts.kind = "training"
         if metrics:
             facts.add_records(read_metrics(curves), facts.notes)
             facts.gaps = read_gaps(source / "diagnostics.jsonl", facts.notes)
-    elif any((source / each).is_file() for each in ("summary.json", "episodes.jsonl", "finished.jsonl")):
+    elif any((source / file_name).is_file() for file_name in ("summary.json", "episodes.jsonl", "finished.jsonl")):
         facts.kind = "evaluation"
         _note_unfinished(facts, source / "summary.json")
     return facts
@@ -196,8 +196,8 @@ def read_facts(source: Path, name: str, *, metrics: bool = True) -> RunFacts:
 
 def _checkpoints(run: Path) -> list[Path]:
     # All have the run's tokenizer, so the newest will do, and the one before where that is half-written.
-    found = sorted((run / "checkpoints").glob("step_*"), reverse=True)[:2]
-    return [each for folder in found for each in (folder, folder / "model")]
+    newest = sorted((run / "checkpoints").glob("step_*"), reverse=True)[:2]
+    return [path for folder in newest for path in (folder, folder / "model")]
 
 
 def _note_unfinished(facts: RunFacts, file: Path) -> None:
@@ -215,8 +215,8 @@ def _note_unfinished(facts: RunFacts, file: Path) -> None:
 
 def _points(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite figures of a train step or an evaluation."""
-    given = figures({key: each for key, each in record.items() if each is not None})
-    return {name: value for name, value in given.items() if math.isfinite(value)}
+    named = figures({key: figure for key, figure in record.items() if figure is not None})
+    return {name: value for name, value in named.items() if math.isfinite(value)}
 
 
 Gaps = dict[str, list[tuple[int, int, float, float, int]]]
@@ -234,10 +234,10 @@ def read_gaps(file: Path, notes: list[str]) -> Gaps:
             continue
         try:
             record = orjson.loads(line)
-            for each in record["largest"] if record.get("kind") == "gap" else ():
-                if "segment" in each:
-                    place = (each["segment"], each["place"], each["rollout"], each["trainer"], record["step"])
-                    gaps.setdefault(each["trajectory"], []).append(place)
+            for gap in record["largest"] if record.get("kind") == "gap" else ():
+                if "segment" in gap:
+                    position = (gap["segment"], gap["place"], gap["rollout"], gap["trainer"], record["step"])
+                    gaps.setdefault(gap["trajectory"], []).append(position)
         except (AttributeError, KeyError, TypeError, orjson.JSONDecodeError):
             unread += 1
     if unread:
@@ -278,10 +278,10 @@ def without_secrets(value: Any, key: str = "") -> Any:
     """Return configuration values with :data:`REDACTED` for texts under keys of secrets and for users in URLs."""
     if isinstance(value, dict):
         # Headers and environments name their entries as they like, so none of their values is shown.
-        hidden = key in ("headers", "env") and all(isinstance(each, str) for each in value.values())
-        return {name: REDACTED if hidden else without_secrets(each, str(name)) for name, each in value.items()}
+        hidden = key in ("headers", "env") and all(isinstance(entry, str) for entry in value.values())
+        return {name: REDACTED if hidden else without_secrets(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, list):
-        return [without_secrets(each, key) for each in value]
+        return [without_secrets(entry, key) for entry in value]
     if isinstance(value, str):
         return REDACTED if value and _SECRET.search(key) else _USER_INFO.sub(f"{REDACTED}@", value)
     return value

@@ -1,4 +1,4 @@
-"""The served report: a page on a loopback address that goes on as its runs are written."""
+"""The served report: a page on a loopback address that follows its runs as they are written."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ReportServer:
             ) from error
         self._key = secrets.token_urlsafe(16)
         self.url = f"http://{HOST}:{self._listener.getsockname()[1]}/{self._key}/"
-        names = [each.facts.name for each in self._runs]
+        names = [run.facts.name for run in self._runs]
         self._page = live_page({"format": FORMAT, "version": __version__, "live": True, "runs": names})
         # One thread reads the runs and says what is new: they are not for several at a time.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="report")
@@ -70,7 +70,7 @@ class ReportServer:
 
     async def __aenter__(self) -> ReportServer:
         """Start to serve and to read."""
-        app = web.Application(middlewares=[_guarded])
+        app = web.Application(middlewares=[_guard])
         app.router.add_get(f"/{self._key}/", self._get_page)
         app.router.add_get(f"/{self._key}/news", self._get_news)
         run = f"/{self._key}/runs/{{run:\\d{{1,6}}}}"
@@ -83,7 +83,7 @@ class ReportServer:
         self._reading = asyncio.create_task(self._read())
         return self
 
-    async def __aexit__(self, *about: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Stop both."""
         self._reading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -99,9 +99,9 @@ class ReportServer:
         while True:
             more = False
             for run in self._runs:
-                before = run.position
+                previous = run.position
                 more |= await self._on_reader(run.read)
-                if run.position != before:
+                if run.position != previous:
                     async with self._news:
                         self._news.notify_all()
             self._first.set()
@@ -112,22 +112,22 @@ class ReportServer:
 
     async def _get_news(self, request: web.Request) -> web.Response:
         """Answer with what is new since a position, at once or when there is something."""
-        given = request.query.get("since", "").split("_")
-        known = [Position.parse(text) for text in given] if len(given) == len(self._runs) else []
-        known = known or [Position()] * len(self._runs)
+        texts = request.query.get("since", "").split("_")
+        positions = [Position.parse(text) for text in texts] if len(texts) == len(self._runs) else []
+        positions = positions or [Position()] * len(self._runs)
         await self._first.wait()
-        if known != [Position()] * len(self._runs):
+        if positions != [Position()] * len(self._runs):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WAIT_S), self._news:
-                    await self._news.wait_for(lambda: [run.position for run in self._runs] != known)
+                    await self._news.wait_for(lambda: [run.position for run in self._runs] != positions)
                 # What else comes at this moment goes along.
                 await asyncio.sleep(_PAUSE_S)
-        return web.Response(body=await self._on_reader(self._since, known), content_type=_JSON)
+        return web.Response(body=await self._on_reader(self._news_since, positions), content_type=_JSON)
 
-    def _since(self, known: Sequence[Position]) -> bytes:
-        found = [(run.since(at), run.position) for run, at in zip(self._runs, known, strict=True)]
-        news = [{"run": number, **new} for number, (new, _) in enumerate(found) if new is not None]
-        return dumped({"position": "_".join(str(position) for _, position in found), "runs": news})
+    def _news_since(self, positions: Sequence[Position]) -> bytes:
+        news_by_run = [(run.news_since(seen), run.position) for run, seen in zip(self._runs, positions, strict=True)]
+        news = [{"run": number, **new} for number, (new, _) in enumerate(news_by_run) if new is not None]
+        return dumped({"position": "_".join(str(position) for _, position in news_by_run), "runs": news})
 
     async def _get_trajectory(self, request: web.Request) -> web.Response:
         run = self._run(request)
@@ -142,9 +142,9 @@ class ReportServer:
     async def _get_search(self, request: web.Request) -> web.Response:
         text, begin = request.query.get("text", ""), request.query.get("from", "0")
         if not text or not (begin.isascii() and begin.isdigit()):
-            raise ConfigError("a search needs a text, and the number of a row to go on from")
-        found = await asyncio.to_thread(self._run(request).search, text, int(begin[:18]))
-        return web.Response(body=dumped(found), content_type=_JSON)
+            raise ConfigError("a search needs a text, and the number of a row to start at")
+        matches = await asyncio.to_thread(self._run(request).search, text, int(begin[:18]))
+        return web.Response(body=dumped(matches), content_type=_JSON)
 
     def _run(self, request: web.Request) -> LiveRun:
         number = int(request.match_info["run"])
@@ -154,27 +154,29 @@ class ReportServer:
 
 
 @web.middleware
-async def _guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer requests of this machine alone, and errors as JSON."""
     # A web page can have its own name resolve to 127.0.0.1 (DNS rebinding); its requests still carry that name.
     if not is_loopback(request.url.host or ""):
-        return _failed(403, f"Host is {request.host}: open the report as {HOST} or localhost")
+        return _error_response(403, f"Host is {request.host}: open the report as {HOST} or localhost")
     try:
         answer = await handler(request)
     except web.HTTPException as error:
-        answer = _failed(error.status, "there is no such page: the address begins with the key that was printed")
+        answer = _error_response(
+            error.status, "there is no such page: the address begins with the key that was printed"
+        )
     except TurnwiseError as error:
-        answer = _failed(404 if isinstance(error, FormatError) else 400, str(error))
+        answer = _error_response(404 if isinstance(error, FormatError) else 400, str(error))
     except OSError as error:
-        answer = _failed(404, f"{error.filename}: {error.strerror or error}")
+        answer = _error_response(404, f"{error.filename}: {error.strerror or error}")
     answer.headers["Cache-Control"] = "no-store"
     answer.headers["Referrer-Policy"] = "no-referrer"
     answer.headers["X-Content-Type-Options"] = "nosniff"
     return answer
 
 
-def _failed(status: int, told: str) -> web.Response:
-    return web.Response(status=status, body=dumped({"error": told}), content_type=_JSON)
+def _error_response(status: int, message: str) -> web.Response:
+    return web.Response(status=status, body=dumped({"error": message}), content_type=_JSON)
 
 
 async def serve_report(server: ReportServer, ready: Callable[[str], object]) -> None:

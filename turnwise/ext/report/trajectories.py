@@ -51,9 +51,9 @@ def pack(value: Any) -> str:
     return base64.b64encode(compressor.compress(data) + compressor.flush()).decode("ascii")
 
 
-def fitted(build: Callable[[int], Any], most: int, room: int) -> tuple[str, int]:
+def fit_into(build: Callable[[int], Any], largest: int, room: int) -> tuple[str, int]:
     """Return what ``build`` makes of as large a number as fits into ``room`` characters when packed, and the number."""
-    number = most
+    number = largest
     text = pack(build(number))
     while len(text) > room and number > 0:
         number = int(number * min(0.8, 0.9 * max(0, room) / len(text)))
@@ -71,7 +71,7 @@ class Row:
         counted: Whether its reward is part of its episode's.
         calls: Number of tool calls; None, like ``errors`` and ``forks``, where only the index was read.
         version: Newest weight version that sampled a token of it.
-        place: Chunk and place in it, if the report holds its contents.
+        slot: Chunk and index in it, if the report holds its contents.
         search: Of a searched trajectory the ways, the sampled ids of all, and the rewards of those that ended.
     """
 
@@ -94,7 +94,7 @@ class Row:
     forks: int | None
     version: int | None
     success: bool = False
-    place: tuple[int, int] | None = None
+    slot: tuple[int, int] | None = None
     search: tuple[int, int, tuple[float, ...]] | None = None
 
 
@@ -122,7 +122,8 @@ def read_rows(facts: RunFacts) -> list[Row]:
     if facts.trajectories is None:
         return []
     try:
-        rows = [trajectory_row(place.offset, each, facts) for place, each in located_trajectories(facts.trajectories)]
+        located = located_trajectories(facts.trajectories)
+        rows = [trajectory_row(location.offset, trajectory, facts) for location, trajectory in located]
     except FormatError as error:
         raise FormatError(
             f"{error}; leave this run out, or make the report with the version of Turnwise that wrote it"
@@ -160,25 +161,25 @@ def _part(group: str, partition: str) -> str:
     return tag if partition != "train" and tag else partition
 
 
-def trajectory_row(offset: int, whole: Trajectory, facts: RunFacts) -> Row:
-    """Return the row of a trajectory whose record is at an offset; of a searched one that of the chosen way."""
-    [trajectory] = chosen_members([whole])
+def trajectory_row(offset: int, recorded: Trajectory, facts: RunFacts) -> Row:
+    """Return the row of a trajectory whose record is at an offset; of a searched one that of the selected branch."""
+    [trajectory] = chosen_members([recorded])
     searched = search_row(
-        [whole], lambda way: way[0].reward, lambda reward: reward >= facts.success_reward - _TOLERANCE
+        [recorded], lambda branch: branch[0].reward, lambda reward: reward >= facts.success_reward - _TOLERANCE
     )
     kinds = {
         name.removeprefix("tool_errors/"): int(count)
         for name, count in trajectory.metrics.items()
         if name.startswith("tool_errors/") and count
     }
-    versions = [version for each in trajectory.segments for version, _, _ in each.weight_versions]
+    versions = [version for segment in trajectory.segments for version, _, _ in segment.weight_versions]
     return Row(
         offset=offset,
-        id=whole.id,
+        id=recorded.id,
         task=trajectory.task_id,
         part=_part(trajectory.group_id, trajectory.partition),
         group=trajectory.group_id,
-        episode=(whole.episode_id, trajectory.attempt),
+        episode=(recorded.episode_id, trajectory.attempt),
         agent=trajectory.agent,
         counted=not trajectory.frozen if facts.role is None else role_of(trajectory.agent) == facts.role,
         reward=round(trajectory.reward, 6),
@@ -205,65 +206,65 @@ def episodes_of(rows: Iterable[Row], facts: RunFacts) -> list[Episode]:
     members: defaultdict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
         members[row.episode].append(row)
-    found = []
-    for each in members.values():
-        main = next((row for row in each if row.agent == "main"), each[0])
-        rewards = [row.reward for row in each if row.counted]
+    episodes = []
+    for sessions in members.values():
+        main = next((row for row in sessions if row.agent == "main"), sessions[0])
+        rewards = [row.reward for row in sessions if row.counted]
         reward = math.fsum(rewards) / (1 if facts.role is None else max(1, len(rewards)))
-        found.append(
+        episodes.append(
             Episode(
                 task=main.task,
                 part=main.part,
                 reward=reward,
                 success=main.error is None and reward >= facts.success_reward - _TOLERANCE,
-                turns=sum(row.turns for row in each),
-                tokens=sum(row.tokens for row in each),
+                turns=sum(row.turns for row in sessions),
+                tokens=sum(row.tokens for row in sessions),
                 stop=main.stop,
-                error=next((row.error for row in each if row.error is not None), None),
-                search=_searched(each),
+                error=next((row.error for row in sessions if row.error is not None), None),
+                search=_episode_search(sessions),
             )
         )
-    return found
+    return episodes
 
 
-def _searched(rows: Sequence[Row]) -> tuple[int, int, tuple[float, ...]] | None:
+def _episode_search(rows: Sequence[Row]) -> tuple[int, int, tuple[float, ...]] | None:
     """Return the search of an episode, over all its sessions."""
-    found = [(row, row.search) for row in rows if row.search is not None]
-    if not found:
+    searched = [(row, row.search) for row in rows if row.search is not None]
+    if not searched:
         return None
-    rewards = [search[2] for row, search in found if row.counted]
-    totals = tuple(math.fsum(each) for each in zip(*rewards, strict=True))
-    return found[0][1][0], sum(search[1] for _, search in found), totals
+    rewards = [search[2] for row, search in searched if row.counted]
+    totals = tuple(math.fsum(branch_rewards) for branch_rewards in zip(*rewards, strict=True))
+    return searched[0][1][0], sum(search[1] for _, search in searched), totals
 
 
 def part_figures(episodes: Sequence[Episode]) -> dict[str, dict[str, Any]]:
     """Return by part what a summary of an evaluation says: means with standard errors, counts, stop reasons."""
     parts: defaultdict[str, list[Episode]] = defaultdict(list)
-    for each in episodes:
-        parts[each.part].append(each)
+    for episode in episodes:
+        parts[episode.part].append(episode)
     return {part: _figures(members) for part, members in parts.items()}
 
 
 def _figures(episodes: Sequence[Episode]) -> dict[str, Any]:
-    whole = [each for each in episodes if each.error is None]
+    completed = [episode for episode in episodes if episode.error is None]
     by_task: defaultdict[str, list[Episode]] = defaultdict(list)
-    for each in whole:
-        by_task[each.task].append(each)
+    for episode in completed:
+        by_task[episode.task].append(episode)
 
     def mean(of: Callable[[Episode], float]) -> list[float | None]:
-        estimate = clustered_mean([of(each) for each in members] for members in by_task.values())
-        return [None, None] if not whole else [estimate.mean, estimate.stderr]
+        estimate = clustered_mean([of(episode) for episode in members] for members in by_task.values())
+        return [None, None] if not completed else [estimate.mean, estimate.stderr]
 
     return {
         "episodes": len(episodes),
-        "failed": len(episodes) - len(whole),
-        "tasks": len({each.task for each in episodes}),
-        "reward": mean(lambda each: each.reward),
-        "success": mean(lambda each: each.success),
-        "turns": mean(lambda each: each.turns)[0],
-        "tokens": mean(lambda each: each.tokens)[0],
-        "stops": dict(Counter(each.stop for each in episodes).most_common()),
-        "search": _search_figures([each.search for each in whole if each.search is not None and each.search[2]]),
+        "failed": len(episodes) - len(completed),
+        "tasks": len({episode.task for episode in episodes}),
+        "reward": mean(lambda episode: episode.reward),
+        "success": mean(lambda episode: episode.success),
+        "turns": mean(lambda episode: episode.turns)[0],
+        "tokens": mean(lambda episode: episode.tokens)[0],
+        "stops": dict(Counter(episode.stop for episode in episodes).most_common()),
+        "search": _search_figures([search for episode in completed if (search := episode.search) and search[2]]),
     }
 
 
@@ -273,37 +274,39 @@ def _search_figures(searches: Sequence[tuple[int, int, tuple[float, ...]]]) -> d
         return None
     count = len(searches)
     return {
-        "ways": sum(ways for ways, _, _ in searches) / count,
+        "ways": sum(branches for branches, _, _ in searches) / count,
         "tokens": sum(tokens for _, tokens, _ in searches) / count,
         "mean": math.fsum(math.fsum(rewards) / len(rewards) for _, _, rewards in searches) / count,
         "best": math.fsum(max(rewards) for _, _, rewards in searches) / count,
     }
 
 
-def task_columns(episodes: Sequence[Episode], most: int) -> dict[str, list[Any]]:
-    """Return means by part and task, of at most ``most`` pairs; which tasks is the same for every run."""
+def task_columns(episodes: Sequence[Episode], max_pairs: int) -> dict[str, list[Any]]:
+    """Return means by part and task, of at most ``max_pairs`` pairs; which tasks is the same for every run."""
     pairs: defaultdict[tuple[str, str], list[Episode]] = defaultdict(list)
-    for each in episodes:
-        pairs[each.part, each.task].append(each)
-    kept = pairs if len(pairs) <= most else sorted(pairs, key=lambda pair: (_lot(pair[1]), pair[0]))[:most]
+    for episode in episodes:
+        pairs[episode.part, episode.task].append(episode)
+    shown_pairs = list(pairs)
+    if len(pairs) > max_pairs:
+        shown_pairs = sorted(pairs, key=lambda pair: (_lot(pair[1]), pair[0]))[:max_pairs]
     columns: defaultdict[str, list[Any]] = defaultdict(list)
-    for pair in sorted(kept):
-        whole = [each for each in pairs[pair] if each.error is None]
+    for pair in sorted(shown_pairs):
+        completed = [episode for episode in pairs[pair] if episode.error is None]
         columns["part"].append(pair[0])
         columns["task"].append(pair[1])
-        columns["episodes"].append(len(whole))
-        columns["failed"].append(len(pairs[pair]) - len(whole))
+        columns["episodes"].append(len(completed))
+        columns["failed"].append(len(pairs[pair]) - len(completed))
         for name in ("reward", "success", "turns", "tokens"):
-            total = math.fsum(float(getattr(each, name)) for each in whole)
-            columns[name].append(round(total / len(whole), 6) if whole else None)
+            total = math.fsum(float(getattr(episode, name)) for episode in completed)
+            columns[name].append(round(total / len(completed), 6) if completed else None)
     return columns
 
 
 def error_counts(rows: Sequence[Row]) -> list[tuple[str, int, str]]:
     """Return the most frequent errors: their text, how many trajectories they ended, and the last one's id."""
     counts: Counter[str] = Counter(row.error for row in rows if row.error is not None)
-    last = {row.error: row.id for row in rows if row.error is not None}
-    return [(text, count, last[text]) for text, count in counts.most_common(MOST_ERRORS)]
+    last_id = {row.error: row.id for row in rows if row.error is not None}
+    return [(text, count, last_id[text]) for text, count in counts.most_common(MOST_ERRORS)]
 
 
 def _lot(task: str) -> bytes:
@@ -313,15 +316,15 @@ def _lot(task: str) -> bytes:
 
 def halving(count: int) -> list[int]:
     """Return 0 to ``count - 1``, the last first, then the first, then those half-way between earlier ones."""
-    found = [count - 1, 0][: min(count, 2)]
+    order = [count - 1, 0][: min(count, 2)]
     gaps = deque([(0, count - 1)])
     while gaps:
         low, high = gaps.popleft()
         if high - low >= 2:
             middle = (low + high) // 2
-            found.append(middle)
+            order.append(middle)
             gaps += [(low, middle), (middle, high)]
-    return found
+    return order
 
 
 def by_priority(rows: Sequence[Row]) -> list[list[Row]]:
@@ -337,15 +340,15 @@ def by_priority(rows: Sequence[Row]) -> list[list[Row]]:
     ranked = []
     for task, groups in tasks.items():
         members, lot = list(groups.values()), _lot(task)
-        ranked += [(turn, lot, place, members[place]) for turn, place in enumerate(halving(len(members)))]
-    ranked.sort(key=lambda each: each[:3])
+        ranked += [(turn, lot, index, members[index]) for turn, index in enumerate(halving(len(members)))]
+    ranked.sort(key=lambda entry: entry[:3])
     failed = deque(group for *_, group in ranked if any(row.error is not None for row in group))
-    others = deque(group for *_, group in ranked if all(row.error is None for row in group))
-    found: list[list[Row]] = []
-    while failed or others:
-        first = failed if failed and (not others or len(found) % _FAILED_SHARE == 0) else others
-        found.append(first.popleft())
-    return found
+    unfailed = deque(group for *_, group in ranked if all(row.error is None for row in group))
+    order: list[list[Row]] = []
+    while failed or unfailed:
+        first = failed if failed and (not unfailed or len(order) % _FAILED_SHARE == 0) else unfailed
+        order.append(first.popleft())
+    return order
 
 
 def table_columns(rows: Iterable[Row]) -> dict[str, list[Any]]:
@@ -358,8 +361,8 @@ def table_columns(rows: Iterable[Row]) -> dict[str, list[Any]]:
         columns["version"].append(row.version)
         columns["error"].append(row.error)
         columns["kinds"].append(row.kinds or None)
-        columns["chunk"].append(None if row.place is None else row.place[0])
-        columns["place"].append(None if row.place is None else row.place[1])
+        columns["chunk"].append(None if row.slot is None else row.slot[0])
+        columns["place"].append(None if row.slot is None else row.slot[1])
     return columns
 
 
@@ -368,14 +371,14 @@ class Contents:
     """What a report holds of the contents of a run's trajectories.
 
     Attributes:
-        kept: Number of trajectories.
-        slim: Number of those kept without their tokens.
+        trajectories: Number of trajectories.
+        slim: Number of those without their tokens.
         chunks: Number of chunks.
         size: Characters of all chunks.
         token_ids: All ids that occur.
     """
 
-    kept: int = 0
+    trajectories: int = 0
     slim: int = 0
     chunks: int = 0
     size: int = 0
@@ -405,32 +408,32 @@ def chunks(facts: RunFacts, groups: Iterable[Sequence[Row]], room: int, contents
             if tries == _TRIES:
                 return
             continue
-        for place, record in enumerate(batch):
-            record.row.place = (contents.chunks, place)
+        for index, record in enumerate(batch):
+            record.row.slot = (contents.chunks, index)
             contents.slim += record.token_ids is None
             contents.token_ids |= record.token_ids or set()
-        contents.kept += len(batch)
+        contents.trajectories += len(batch)
         contents.chunks += 1
         contents.size += len(text)
         yield text
 
 
-def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]], least: int) -> Iterator[list[_Record]]:
-    """Yield the records of as many groups as have ``least`` bytes; only a large group is divided."""
+def _batches(facts: RunFacts, groups: Iterable[Sequence[Row]], least_size: int) -> Iterator[list[_Record]]:
+    """Yield the records of as many groups as have ``least_size`` bytes; only a large group is divided."""
     if facts.trajectories is None:
         return
-    held: list[_Record] = []
+    batch: list[_Record] = []
     size = 0
     with TrajectoryFile(facts.trajectories) as file:
         for group in groups:
             for row in group:
-                held.append(_read_record(file, row, facts))
-                size += len(held[-1].data)
-                if size >= least * (1 if row is group[-1] else _LARGE_GROUP):
-                    yield held
-                    held, size = [], 0
-    if held:
-        yield held
+                batch.append(_read_record(file, row, facts))
+                size += len(batch[-1].data)
+                if size >= least_size * (1 if row is group[-1] else _LARGE_GROUP):
+                    yield batch
+                    batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _read_record(file: TrajectoryFile, row: Row, facts: RunFacts) -> _Record:
@@ -438,7 +441,7 @@ def _read_record(file: TrajectoryFile, row: Row, facts: RunFacts) -> _Record:
     data = dumped(trajectory_record(trajectory, facts))
     if len(data) > LARGEST:
         return _Record(row, dumped(trajectory_record(trajectory, facts, tokens=False)), None)
-    return _Record(row, data, {each for segment in trajectory.segments for each in segment.token_ids.tolist()})
+    return _Record(row, data, {token_id for segment in trajectory.segments for token_id in segment.token_ids.tolist()})
 
 
 def dumped(record: dict[str, Any]) -> bytes:
@@ -457,9 +460,9 @@ def _whole(text: str) -> str:
 
 def _narrow(value: Any) -> Any:
     if isinstance(value, dict):
-        return {_whole(str(key)): _narrow(each) for key, each in value.items()}
+        return {_whole(str(key)): _narrow(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_narrow(each) for each in value]
+        return [_narrow(element) for element in value]
     if isinstance(value, str):
         return _whole(value)
     return str(value) if isinstance(value, int) and abs(value) >= 1 << 53 else value
@@ -475,33 +478,33 @@ def trajectory_record(trajectory: Trajectory, facts: RunFacts, *, tokens: bool =
         "seed": str(trajectory.seed),
         "segments": [_segment(segment, tokens) for segment in trajectory.segments],
         "gaps": facts.gaps.get(trajectory.id, ()),
-        "ways": _ways(trajectory),
-        "search": _search(trajectory),
+        "ways": _branch_leaves(trajectory),
+        "search": _search_choice(trajectory),
     }
 
 
-def _ways(trajectory: Trajectory) -> list[tuple[int, float, str]]:
-    """Return (last segment, reward, stop reason) of each way through an episode that was forked."""
+def _branch_leaves(trajectory: Trajectory) -> list[tuple[int, float, str]]:
+    """Return (last segment, reward, stop reason) of each branch of a forked episode."""
     if not trajectory.branches:
         return []
-    places = {segment.turn_id: segment.index for segment in trajectory.segments if segment.sampled}
-    found = zip(branch_paths(trajectory.branches), trajectory.returns(), trajectory.branches, strict=True)
+    segment_of = {segment.turn_id: segment.index for segment in trajectory.segments if segment.sampled}
+    branches = zip(branch_paths(trajectory.branches), trajectory.returns(), trajectory.branches, strict=True)
     return [
-        (places[path[-1]], reward, str(branch.stop_reason))
-        for path, reward, branch in found
-        if path and path[-1] in places
+        (segment_of[path[-1]], reward, str(branch.stop_reason))
+        for path, reward, branch in branches
+        if path and path[-1] in segment_of
     ]
 
 
-def _search(trajectory: Trajectory) -> dict[str, Any] | None:
-    """Return the choice of a searched trajectory; ``leaves`` are (last segment, score, chosen) of each way."""
+def _search_choice(trajectory: Trajectory) -> dict[str, Any] | None:
+    """Return the choice of a searched trajectory; ``leaves`` are (last segment, score, chosen) of each branch."""
     search = trajectory.search
     if search is None:
         return None
-    places = {segment.turn_id: segment.index for segment in trajectory.segments if segment.sampled}
+    segment_of = {segment.turn_id: segment.index for segment in trajectory.segments if segment.sampled}
     paths = branch_paths(trajectory.branches)
     leaves = [
-        (places.get(path[-1]), score, number == search.chosen)
+        (segment_of.get(path[-1]), score, number == search.chosen)
         for number, (path, score) in enumerate(zip(paths, search.scores, strict=False))
         if path
     ]
