@@ -119,9 +119,9 @@ class SharedMemoryWriter(WeightWriter):
         await asyncio.to_thread(self._remove_older, Path(manifest.path))
         return manifest
 
-    def _remove_older(self, kept: Path) -> None:
+    def _remove_older(self, current: Path) -> None:
         for file in self.directory.iterdir():
-            if file != kept:
+            if file != current:
                 file.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -152,8 +152,8 @@ def chosen_transport(config: WeightTransportConfig) -> ConfiguredFunction:
     Raises:
         RegistryError: No such transport, or a wrong option.
     """
-    found = find(config.name, TRANSPORTS, "weight_transport.name")
-    cls = load_object(found, "weight transport") if isinstance(found, str) else found
+    transport = find(config.name, TRANSPORTS, "weight_transport.name")
+    cls = load_object(transport, "weight transport") if isinstance(transport, str) else transport
     _check(config.name, cls)
     return bind(config.name, cls, config.config, key="weight_transport.config", arguments=(), data=())
 
@@ -165,8 +165,8 @@ def open_transport(config: WeightTransportConfig) -> WeightWriter:
         RegistryError: As :func:`chosen_transport`.
         TrainError: There is no room for weights.
     """
-    made: WeightWriter = chosen_transport(config)()
-    return made
+    writer: WeightWriter = chosen_transport(config)()
+    return writer
 
 
 def _check(name: str, cls: Any) -> None:

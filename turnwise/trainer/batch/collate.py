@@ -87,32 +87,32 @@ def collate_padded(
         TrainError: No sample, an invalid argument, or a sample with media.
     """
     _check(samples, side, pad_to_multiple_of)
-    given = None if advantages is None else _advantages(samples, advantages)
+    token_advantages = None if advantages is None else _advantages(samples, advantages)
     firsts = [
         int(np.argmax(sample.loss_mask)) if sample.trained_tokens else len(sample.loss_mask) for sample in samples
     ]
     starts, ends = [0] * len(samples), [len(sample.input_ids) for sample in samples]
-    whole, prompt, completion = (starts, ends, side), (starts, firsts, "left"), (firsts, ends, "right")
+    full, prompt, completion = (starts, ends, side), (starts, firsts, "left"), (firsts, ends, "right")
 
     def laid(rows: Sequence[Any], where: tuple[list[int], list[int], str], fill: float, dtype: torch.dtype) -> Tensor:
         parts = [row[start:stop] for row, start, stop in zip(rows, where[0], where[1], strict=True)]
         return _padded(parts, where[2], fill, dtype, pad_to_multiple_of)
 
     ids = [sample.input_ids for sample in samples]
-    ones = [np.ones(len(each), np.int64) for each in ids]
+    ones = [np.ones(len(row_ids), np.int64) for row_ids in ids]
     masks = [sample.loss_mask for sample in samples]
     logprobs = [sample.rollout_logprobs for sample in samples]
     integers, numbers = torch.int64, torch.float32
     return PaddedBatch(
-        input_ids=laid(ids, whole, pad_id, integers),
-        attention_mask=laid(ones, whole, 0, integers),
-        position_ids=laid([np.arange(len(each)) for each in ids], whole, 0, integers),
-        loss_mask=laid(masks, whole, False, torch.bool),
-        labels=laid([np.where(m, i, -100) for i, m in zip(ids, masks, strict=True)], whole, -100, integers),
-        rollout_logprobs=laid(logprobs, whole, 0.0, numbers),
-        weight_versions=laid([sample.weight_versions for sample in samples], whole, -1, integers),
-        turn_ids=laid([sample.turn_ids for sample in samples], whole, -1, integers),
-        advantages=None if given is None else laid(given, whole, 0.0, numbers),
+        input_ids=laid(ids, full, pad_id, integers),
+        attention_mask=laid(ones, full, 0, integers),
+        position_ids=laid([np.arange(len(row_ids)) for row_ids in ids], full, 0, integers),
+        loss_mask=laid(masks, full, False, torch.bool),
+        labels=laid([np.where(m, i, -100) for i, m in zip(ids, masks, strict=True)], full, -100, integers),
+        rollout_logprobs=laid(logprobs, full, 0.0, numbers),
+        weight_versions=laid([sample.weight_versions for sample in samples], full, -1, integers),
+        turn_ids=laid([sample.turn_ids for sample in samples], full, -1, integers),
+        advantages=None if token_advantages is None else laid(token_advantages, full, 0.0, numbers),
         prompt_ids=laid(ids, prompt, pad_id, integers),
         prompt_mask=laid(ones, prompt, 0, integers),
         completion_ids=laid(ids, completion, pad_id, integers),
@@ -141,21 +141,21 @@ def _padded(parts: Sequence[npt.NDArray[Any]], side: str, fill: float, dtype: to
     width = -(-max(len(part) for part in parts) // multiple) * multiple
     out = torch.full((len(parts), width), fill, dtype=dtype)
     for number, part in enumerate(parts):
-        place = slice(width - len(part), width) if side == "left" else slice(0, len(part))
-        out[number, place] = torch.from_numpy(np.ascontiguousarray(part)).to(dtype)
+        columns = slice(width - len(part), width) if side == "left" else slice(0, len(part))
+        out[number, columns] = torch.from_numpy(np.ascontiguousarray(part)).to(dtype)
     return out
 
 
-def _advantages(samples: Sequence[TrainSample], given: Sequence[float | Sequence[float]]) -> list[Any]:
-    if len(given) != len(samples):
-        raise TrainError(f"advantages has {len(given)} elements for {len(samples)} samples")
-    found = []
-    for sample, value in zip(samples, given, strict=True):
+def _advantages(samples: Sequence[TrainSample], advantages: Sequence[float | Sequence[float]]) -> list[Any]:
+    if len(advantages) != len(samples):
+        raise TrainError(f"advantages has {len(advantages)} elements for {len(samples)} samples")
+    masked = []
+    for sample, value in zip(samples, advantages, strict=True):
         numbers = np.asarray(value, np.float32)
         if numbers.shape not in ((), sample.input_ids.shape):
             raise TrainError(
                 f"advantages of trajectory {sample.trajectory_id} have shape {numbers.shape}; give one number, or one "
                 f"for each of its {len(sample.input_ids)} tokens"
             )
-        found.append(np.where(sample.loss_mask, numbers, np.float32(0)))
-    return found
+        masked.append(np.where(sample.loss_mask, numbers, np.float32(0)))
+    return masked

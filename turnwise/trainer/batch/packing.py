@@ -71,10 +71,10 @@ class PrefixTree:
         keys = [row.astype(">u4").tobytes() for row in rows]
         order = sorted(range(len(rows)), key=keys.__getitem__)
         prefixes = [0] * len(rows)
-        for place in range(1, len(order)):
-            prefixes[place] = _common(rows[order[place - 1]], rows[order[place]])
-        for place, lowered in enumerate(_without_short(prefixes, shortest)):
-            prefixes[place] = lowered
+        for position in range(1, len(order)):
+            prefixes[position] = _common(rows[order[position - 1]], rows[order[position]])
+        for position, lowered in enumerate(_without_short(prefixes, shortest)):
+            prefixes[position] = lowered
         prefixes = [0, *_without_short(prefixes[:0:-1], shortest)[::-1]][: len(rows)]
         return cls(tuple(order), tuple(len(rows[index]) for index in order), tuple(prefixes))
 
@@ -85,38 +85,38 @@ class PrefixTree:
         the fork's prefix is repeated in each. A row above the budget stays alone. Places are ascending.
         """
         open_forks: list[tuple[int, list[_Piece]]] = [(0, [])]
-        for place, length in enumerate(self.lengths):
-            after = self.prefixes[place + 1] if place + 1 < len(self.lengths) else 0
-            if after > open_forks[-1][0]:
-                open_forks.append((after, []))
-            open_forks[-1][1].append(([place], length))
-            while open_forks[-1][0] > after:
+        for position, length in enumerate(self.lengths):
+            next_prefix = self.prefixes[position + 1] if position + 1 < len(self.lengths) else 0
+            if next_prefix > open_forks[-1][0]:
+                open_forks.append((next_prefix, []))
+            open_forks[-1][1].append(([position], length))
+            while open_forks[-1][0] > next_prefix:
                 depth, pieces = open_forks.pop()
-                if open_forks[-1][0] < after:
-                    open_forks.append((after, []))
+                if open_forks[-1][0] < next_prefix:
+                    open_forks.append((next_prefix, []))
                 open_forks[-1][1].extend(_together(pieces, depth, budget))
-        return [sorted(places) for places, _ in _together(open_forks[0][1], 0, budget) if places]
+        return [sorted(positions) for positions, _ in _together(open_forks[0][1], 0, budget) if positions]
 
-    def as_segments(self, places: Sequence[int]) -> RowSegments:
-        """Lay rows out as segments; ``places`` are ascending indices into ``order``, as ``RowSegments.sources``."""
+    def as_segments(self, positions: Sequence[int]) -> RowSegments:
+        """Lay rows out as segments; ``positions`` are ascending indices into ``order``, as ``RowSegments.sources``."""
         ends, parents, rows, tails = [0], [-1], [-1], []
         path = [0]
-        before = -1
-        for row, place in enumerate(places):
-            shared = min(self.prefixes[before + 1 : place + 1]) if before >= 0 else 0
-            before = place
-            last = -1
+        previous = -1
+        for row, position in enumerate(positions):
+            shared = min(self.prefixes[previous + 1 : position + 1]) if previous >= 0 else 0
+            previous = position
+            popped = -1
             while ends[path[-1]] > shared:
-                last = path.pop()
+                popped = path.pop()
             if ends[path[-1]] < shared:
                 # The fork lies inside a stretch: its upper part becomes a separate segment.
                 ends.append(shared)
                 parents.append(path[-1])
-                rows.append(rows[last])
-                parents[last] = len(ends) - 1
+                rows.append(rows[popped])
+                parents[popped] = len(ends) - 1
                 path.append(len(ends) - 1)
-            if self.lengths[place] > ends[path[-1]]:
-                ends.append(self.lengths[place])
+            if self.lengths[position] > ends[path[-1]]:
+                ends.append(self.lengths[position])
                 parents.append(path[-1])
                 rows.append(row)
                 path.append(len(ends) - 1)
@@ -148,19 +148,19 @@ def _together(pieces: list[_Piece], depth: int, budget: int) -> list[_Piece]:
     """Combine the children of a fork, its ``depth`` prefix tokens counted once per result."""
     total = depth + sum(cost - depth for _, cost in pieces)
     if total <= budget:
-        return [([place for places, _ in pieces for place in places], total)]
-    found: list[_Piece] = []
+        return [([position for positions, _ in pieces for position in positions], total)]
+    combined: list[_Piece] = []
     rooms: list[tuple[int, int]] = []
-    for places, cost in sorted(pieces, key=lambda piece: -piece[1]):
+    for positions, cost in sorted(pieces, key=lambda piece: -piece[1]):
         fits = bisect_left(rooms, (cost - depth, -1))
         if fits < len(rooms):
             room, number = rooms.pop(fits)
-            found[number] = (found[number][0] + places, found[number][1] + cost - depth)
+            combined[number] = (combined[number][0] + positions, combined[number][1] + cost - depth)
             insort(rooms, (room - cost + depth, number))
         else:
-            insort(rooms, (budget - cost, len(found)))
-            found.append((places, cost))
-    return found
+            insort(rooms, (budget - cost, len(combined)))
+            combined.append((positions, cost))
+    return combined
 
 
 def _walk(ends: Sequence[int], parents: Sequence[int], rows: Sequence[int], tails: Sequence[int]) -> RowSegments:
@@ -213,7 +213,7 @@ def pack(rows: Sequence[TrainRow], max_tokens: int, *, share_prefixes: bool = Fa
     keys: dict[str, int] = {}
     tree = PrefixTree.of([_keyed(rows[index].sample, keys)[:end] for index, end in zip(trained, needed, strict=True)])
     parts = tree.partition(max_tokens)
-    members = _named([[tree.order[place] for place in part] for part in parts], trained)
+    members = _named([[tree.order[position] for position in part] for part in parts], trained)
     return [_lay(rows, names, tree.as_segments(part)) for names, part in zip(members, parts, strict=True)]
 
 
@@ -295,14 +295,14 @@ def _end_to_end(rows: Sequence[TrainRow], members: Sequence[int]) -> RowSegments
 
 
 def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: RowSegments) -> MicroBatch:
-    chosen = [rows[index] for index in members]
-    ids = [chosen[number].sample.input_ids[first:end] for number, first, end in laid.sources]
-    trained = [np.flatnonzero(row.sample.loss_mask) for row in chosen]
+    packed = [rows[index] for index in members]
+    ids = [packed[number].sample.input_ids[first:end] for number, first, end in laid.sources]
+    trained = [np.flatnonzero(row.sample.loss_mask) for row in packed]
 
     def of_tokens(values: Sequence[float | npt.NDArray[np.float32]]) -> Tensor:
         picked = [
             np.broadcast_to(np.asarray(value, np.float32), row.sample.loss_mask.shape)[tokens]
-            for value, row, tokens in zip(values, chosen, trained, strict=True)
+            for value, row, tokens in zip(values, packed, trained, strict=True)
         ]
         return torch.from_numpy(np.concatenate(picked))
 
@@ -314,18 +314,18 @@ def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: RowSegments) ->
         predictors=torch.from_numpy(np.concatenate(_predictors(laid, trained))),
         target_ids=torch.from_numpy(
             np.concatenate(
-                [row.sample.input_ids[tokens] for row, tokens in zip(chosen, trained, strict=True)], dtype=np.int64
+                [row.sample.input_ids[tokens] for row, tokens in zip(packed, trained, strict=True)], dtype=np.int64
             )
         ),
-        rollout_logprobs=of_tokens([row.sample.rollout_logprobs for row in chosen]),
-        advantages=of_tokens([row.advantage for row in chosen]),
-        weights=of_tokens([row.weight * row.importance for row in chosen]),
-        temperatures=of_tokens([row.temperature or 1.0 for row in chosen]),
-        sequences=torch.from_numpy(np.repeat(np.arange(len(chosen)), [len(tokens) for tokens in trained])),
-        turns=torch.from_numpy(_turns(chosen)),
-        media=_media(chosen, laid),
-        old_values=None if (values := _all_or_none([row.values for row in chosen])) is None else of_tokens(values),
-        returns=None if (returns := _all_or_none([row.returns for row in chosen])) is None else of_tokens(returns),
+        rollout_logprobs=of_tokens([row.sample.rollout_logprobs for row in packed]),
+        advantages=of_tokens([row.advantage for row in packed]),
+        weights=of_tokens([row.weight * row.importance for row in packed]),
+        temperatures=of_tokens([row.temperature or 1.0 for row in packed]),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(packed)), [len(tokens) for tokens in trained])),
+        turns=torch.from_numpy(_turns(packed)),
+        media=_media(packed, laid),
+        old_values=None if (values := _all_or_none([row.values for row in packed])) is None else of_tokens(values),
+        returns=None if (returns := _all_or_none([row.returns for row in packed])) is None else of_tokens(returns),
     )
 
 
@@ -341,31 +341,31 @@ def _media(rows: Sequence[TrainRow], laid: RowSegments) -> tuple[Media, ...]:
 
 def _predictors(laid: RowSegments, trained: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
     """Return for each row the positions of the states that predict its trained tokens."""
-    found = []
+    predictors = []
     for path, tokens in zip(laid.paths, trained, strict=True):
         # The token at position t is predicted by the state at t - 1, which may stand in an ancestor; no row trains its
         # first token.
         begins = np.asarray([laid.sources[segment][1] for segment in path])
         shifts = np.asarray([laid.segments[segment][0] for segment in path]) - begins
-        found.append(tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, side="right") - 1])
-    return found
+        predictors.append(tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, side="right") - 1])
+    return predictors
 
 
 def _all_or_none(values: Sequence[npt.NDArray[np.float32] | None]) -> list[npt.NDArray[np.float32]] | None:
-    known = [each for each in values if each is not None]
-    if known and len(known) < len(values):
+    present = [array for array in values if array is not None]
+    if present and len(present) < len(values):
         raise TrainError("some rows of a micro-batch have a critic's values or returns, others have none")
-    return known or None
+    return present or None
 
 
 def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:
-    found: list[npt.NDArray[np.int64]] = []
+    by_row: list[npt.NDArray[np.int64]] = []
     count = 0
     for row in rows:
         names, numbers = np.unique(row.sample.turn_ids[row.sample.loss_mask], return_inverse=True)
-        found.append(numbers.astype(np.int64) + count)
+        by_row.append(numbers.astype(np.int64) + count)
         count += len(names)
-    return np.concatenate(found)
+    return np.concatenate(by_row)
 
 
 class Scorer(Protocol):

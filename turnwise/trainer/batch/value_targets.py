@@ -53,29 +53,29 @@ def value_rows(
     Raises:
         TrainError: A number is not finite.
     """
-    orders = [_TokenOrder.of(own) for own in samples]
-    old_values = [order.in_time(each.values) for order, each in zip(orders, values, strict=True)]
+    orders = [_TokenOrder.of(branches) for branches in samples]
+    old_values = [order.in_time(critic.values) for order, critic in zip(orders, values, strict=True)]
     turns = [torch.from_numpy(order.turns) for order in orders]
     earned = [
-        token_rewards(torch.tensor(_single_branch(branches, own).rewards, dtype=torch.float64), of_tokens)
-        for branches, own, of_tokens in zip(rewards.branches, samples, turns, strict=True)
+        token_rewards(torch.tensor(_single_branch(branches, rows).rewards, dtype=torch.float64), of_tokens)
+        for branches, rows, of_tokens in zip(rewards.branches, samples, turns, strict=True)
     ]
     if penalties:
-        paid = [[penalties[sample.key].numpy().astype(np.float32) for sample in own] for own in samples]
-        earned = [each - order.in_time(own) for each, order, own in zip(earned, orders, paid, strict=True)]
+        paid = [[penalties[sample.key].numpy().astype(np.float32) for sample in branches] for branches in samples]
+        earned = [gain - order.in_time(price) for gain, order, price in zip(earned, orders, paid, strict=True)]
     advantages: list[TokenAdvantages] = estimator(
-        earned, [each.double() for each in old_values], turns, [each.last_value or 0.0 for each in values]
+        earned, [old.double() for old in old_values], turns, [critic.last_value or 0.0 for critic in values]
     )
-    rows: list[TrainRow] = []
-    for own, order, old, each in zip(samples, orders, old_values, advantages, strict=True):
-        laid = order.to_rows(own, each.advantages), order.to_rows(own, old)
-        returns = order.to_rows(own, each.returns.masked_fill(~each.valued, torch.nan))
-        rows += [
+    train_rows: list[TrainRow] = []
+    for branches, order, old, estimate in zip(samples, orders, old_values, advantages, strict=True):
+        by_row = order.to_rows(branches, estimate.advantages), order.to_rows(branches, old)
+        returns = order.to_rows(branches, estimate.returns.masked_fill(~estimate.valued, torch.nan))
+        train_rows += [
             TrainRow(sample, advantage, temperature=temperature, values=value, returns=target)
-            for sample, advantage, value, target in zip(own, *laid, returns, strict=True)
+            for sample, advantage, value, target in zip(branches, *by_row, returns, strict=True)
         ]
     metrics = {"batch/groups": float(len(set(rewards.groups)))}
-    return rows, metrics | _critic_metrics(old_values, advantages, values)
+    return train_rows, metrics | _critic_metrics(old_values, advantages, values)
 
 
 def _single_branch(branches: Sequence[BranchRewards], samples: Sequence[TrainSample]) -> BranchRewards:
@@ -115,7 +115,7 @@ class _TokenOrder:
 
     @classmethod
     def of(cls, samples: Sequence[TrainSample]) -> _TokenOrder:
-        turns = np.concatenate([np.zeros(0, np.int64), *(each.turn_ids[each.loss_mask] for each in samples)])
+        turns = np.concatenate([np.zeros(0, np.int64), *(sample.turn_ids[sample.loss_mask] for sample in samples)])
         # Stable: the tokens of a turn stand in one row, and keep their order.
         order = np.argsort(turns, kind="stable")
         return cls(order, turns[order])
@@ -141,17 +141,18 @@ def _critic_metrics(
     old_values: Sequence[Tensor], advantages: Sequence[TokenAdvantages], values: Sequence[TrajectoryValues]
 ) -> dict[str, float]:
     """Return mean value, mean return and explained variance."""
-    valued = [each.valued for each in advantages]
-    said = torch.cat([each[mask] for each, mask in zip(old_values, valued, strict=True)] or [torch.zeros(0)]).double()
-    returns = torch.cat([each.returns[each.valued] for each in advantages] or [torch.zeros(0)]).double()
-    if not len(said):
+    empty = [torch.zeros(0)]
+    expected = [old[estimate.valued] for old, estimate in zip(old_values, advantages, strict=True)]
+    targets = [estimate.returns[estimate.valued] for estimate in advantages]
+    expectation, returns = torch.cat(expected or empty).double(), torch.cat(targets or empty).double()
+    if not len(expectation):
         return {}
     metrics = {
-        "critic/value": float(said.mean()),
+        "critic/value": float(expectation.mean()),
         "critic/return": float(returns.mean()),
-        "critic/open_ended": sum(each.last_value is not None for each in values) / len(values),
+        "critic/open_ended": sum(critic.last_value is not None for critic in values) / len(values),
     }
     spread = float(returns.var(correction=0))
     if spread > 0:
-        metrics["critic/explained_variance"] = 1 - float((returns - said).var(correction=0)) / spread
+        metrics["critic/explained_variance"] = 1 - float((returns - expectation).var(correction=0)) / spread
     return metrics

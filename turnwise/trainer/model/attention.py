@@ -45,7 +45,7 @@ def flex_tree_attention(
         Shape [1, T, H, V].
     """
     attend: Any = _compiled() if compiles_attention(query.device) else flex_attention
-    found: Any = attend(
+    attended: Any = attend(
         query,
         key,
         value,
@@ -56,12 +56,12 @@ def flex_tree_attention(
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
     if sinks is None:
-        plain: Tensor = found.transpose(1, 2)
+        plain: Tensor = attended.transpose(1, 2)
         return plain
-    out, aux = found
+    out, aux = attended
     # A sink multiplies the denominator by 1 + exp(sink - lse).
-    kept = torch.sigmoid(aux.lse - sinks.float()[None, :, None])
-    kept_out: Tensor = (out * kept[..., None].to(out.dtype)).transpose(1, 2)
+    without_sink = torch.sigmoid(aux.lse - sinks.float()[None, :, None])
+    kept_out: Tensor = (out * without_sink[..., None].to(out.dtype)).transpose(1, 2)
     return kept_out
 
 
@@ -84,10 +84,10 @@ def _compiled() -> Callable[..., Any]:
 
 def block_mask(layout: PackedLayout, window: int | None) -> BlockMask:
     """Return the block mask of a layout, computed from intervals; ``window`` as in :func:`flex_tree_attention`."""
-    made = layout.block_masks
-    if window not in made:
-        made[window] = _block_mask(layout, window)
-    mask: BlockMask = made[window]
+    masks = layout.block_masks
+    if window not in masks:
+        masks[window] = _block_mask(layout, window)
+    mask: BlockMask = masks[window]
     return mask
 
 
@@ -97,21 +97,25 @@ def _block_mask(layout: PackedLayout, window: int | None) -> BlockMask:
 
     def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         del batch, head
-        mine = (kv <= q) & (q < until[kv])
-        return mine if window is None else mine & (positions[q] - positions[kv] < window)
+        on_path = (kv <= q) & (q < until[kv])
+        return on_path if window is None else on_path & (positions[q] - positions[kv] < window)
 
     count = -(-tokens // _BLOCK)
     first = torch.arange(count, device=device) * _BLOCK
-    last = (first + _BLOCK).clamp(max=tokens) - 1
+    block_end = (first + _BLOCK).clamp(max=tokens) - 1
     padded = torch.nn.functional.pad(until, (0, count * _BLOCK - tokens), value=int(until[-1])).view(count, _BLOCK)
-    most, least = padded.amax(1), padded.amin(1)
+    furthest, nearest = padded.amax(1), padded.amin(1)
     # [query block, key block]. A block that is counted as partly seen and is not costs time and changes nothing.
-    some = (first[None, :] <= last[:, None]) & (first[:, None] < most[None, :])
-    whole = (last[None, :] < first[:, None]) & (last[:, None] < least[None, :])
+    some = (first[None, :] <= block_end[:, None]) & (first[:, None] < furthest[None, :])
+    fully_seen = (block_end[None, :] < first[:, None]) & (block_end[:, None] < nearest[None, :])
     if window is not None:
-        whole = torch.zeros_like(whole)
+        fully_seen = torch.zeros_like(fully_seen)
     return BlockMask.from_kv_blocks(
-        *_ordered(some & ~whole), *_ordered(whole), BLOCK_SIZE=_BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens)
+        *_ordered(some & ~fully_seen),
+        *_ordered(fully_seen),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=seen,
+        seq_lengths=(tokens, tokens),
     )
 
 
@@ -158,9 +162,9 @@ class _SharedAttention(torch.autograd.Function):
         if shared and out.dtype != torch.float32:
             # Parts are added up in float32.
             out = out.float()
-        for start, end, last in shared:
-            part, denominator = _forward(q[:, :, end:last], k[:, :, start:end], v[:, :, start:end], scale=scale)
-            _merge(out[:, end:last], lse[:, end:last], part.transpose(1, 2), denominator.transpose(1, 2))
+        for start, end, below_end in shared:
+            part, denominator = _forward(q[:, :, end:below_end], k[:, :, start:end], v[:, :, start:end], scale=scale)
+            _merge(out[:, end:below_end], lse[:, end:below_end], part.transpose(1, 2), denominator.transpose(1, 2))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale = layout, scale
@@ -170,21 +174,21 @@ class _SharedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         layout, scale = ctx.layout, ctx.scale
-        given, out, lse = (x.transpose(1, 2) for x in (grad, out, lse))
+        upstream, out, lse = (x.transpose(1, 2) for x in (grad, out, lse))
         # Laid out with heads inside, as queries, keys and values are made.
         grads = [torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v)]
         for bucket in layout.own_buckets:
-            dense = [_dense(x, bucket) for x in (given, q, k, v, out, lse)]
+            dense = [_dense(x, bucket) for x in (upstream, q, k, v, out, lse)]
             if bucket.pads.numel():
                 _flat(dense[0]).index_fill_(0, bucket.pads, 0.0)
                 _flat(dense[5]).index_fill_(0, bucket.pads, _NO_WEIGHT)
             for total, part in zip(grads, _backward(*dense, 0.0, True, scale=scale), strict=True):
                 _put(total.transpose(1, 2), part.transpose(1, 2), bucket)
-        for start, end, last in layout.shared:
-            below, above = slice(end, last), slice(start, end)
+        for start, end, below_end in layout.shared:
+            below, above = slice(end, below_end), slice(start, end)
             parts = _backward(
-                given[:, :, below], q[:, :, below], k[:, :, above], v[:, :, above], out[:, :, below], lse[:, :, below],
-                0.0, False, scale=scale,
+                upstream[:, :, below], q[:, :, below], k[:, :, above], v[:, :, above],
+                out[:, :, below], lse[:, :, below], 0.0, False, scale=scale,
             )  # fmt: skip
             for total, part, where in zip(grads, parts, (below, above, above), strict=True):
                 total[:, :, where] += part
@@ -219,9 +223,9 @@ def _put(packed: Tensor, dense: Tensor, bucket: OwnBucket) -> None:
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, denominator: Tensor) -> None:
     """Merge a block's attention in place; out is [1, t, H, D], lse [1, t, H]."""
-    both = torch.logaddexp(lse, denominator)
-    out.mul_(torch.exp(lse - both)[..., None]).addcmul_(part.to(out.dtype), torch.exp(denominator - both)[..., None])
-    lse.copy_(both)
+    total = torch.logaddexp(lse, denominator)
+    out.mul_(torch.exp(lse - total)[..., None]).addcmul_(part.to(out.dtype), torch.exp(denominator - total)[..., None])
+    lse.copy_(total)
 
 
 ATTENTION = "turnwise_packed"
@@ -314,15 +318,15 @@ def _attend(
     return _by_paths(query, key, value, layout, scaling, window, softcap, sinks)
 
 
-def _layout_of(query: Tensor, attention_mask: Tensor | None, given: Mapping[str, Any]) -> PackedLayout:
+def _layout_of(query: Tensor, attention_mask: Tensor | None, arguments: Mapping[str, Any]) -> PackedLayout:
     """Return the layout among the keyword arguments of an attention call; masks and position biases are rejected."""
-    layout = given.get(LAYOUT_ARGUMENT)
+    layout = arguments.get(LAYOUT_ARGUMENT)
     if not isinstance(layout, PackedLayout):
         raise TrainError(
             "the layout of the packed segments did not reach the attention layer: this model does not pass keyword "
             "arguments of its forward on to attention, so it cannot be trained packed"
         )
-    if attention_mask is not None or given.get("position_bias") is not None:
+    if attention_mask is not None or arguments.get("position_bias") is not None:
         raise TrainError("this model gives its attention a mask or position bias, which packed training cannot follow")
     if query.shape[0] != 1:
         raise TrainError(f"packed attention takes one packed row, not a batch of {query.shape[0]}")

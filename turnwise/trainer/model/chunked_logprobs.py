@@ -109,11 +109,11 @@ def score_states(
 
 def tile_columns(tokens: int, vocabulary: int, tile_bytes: int) -> int:
     """Return the ids per tile of the vocabulary: as few and as equal tiles as possible."""
-    most = max(1, tile_bytes // (4 * max(1, tokens)))
+    columns_at_most = max(1, tile_bytes // (4 * max(1, tokens)))
     # Matrix kernels of a GPU take odd widths at a third of their speed.
-    unit = _ALIGNED if most >= 8 * _ALIGNED else 1
-    most -= most % unit
-    tiles = -(-vocabulary // most)
+    unit = _ALIGNED if columns_at_most >= 8 * _ALIGNED else 1
+    columns_at_most -= columns_at_most % unit
+    tiles = -(-vocabulary // columns_at_most)
     columns = -(-vocabulary // tiles)
     return min(-(-columns // unit) * unit, vocabulary)
 
@@ -150,15 +150,15 @@ def _call_head(
         return logs.gather(1, ids[:, None])[:, 0], -_dot(logs.exp(), logs) if entropy else logs.new_zeros(0)
 
     if states.shape[0] <= rows:
-        found = [part(states, ids, divide)]
+        tiles = [part(states, ids, divide)]
     else:
-        found = []
+        tiles = []
         for start in range(0, states.shape[0], rows):
-            own = slice(start, start + rows)
-            arguments = (states[own], ids[own], None if divide is None else divide[own])
-            again = torch.is_grad_enabled()
-            found.append(checkpoint(part, *arguments, use_reentrant=False) if again else part(*arguments))
-    return torch.cat([each[0] for each in found]), torch.cat([each[1] for each in found]) if entropy else None
+            rows_of_tile = slice(start, start + rows)
+            arguments = (states[rows_of_tile], ids[rows_of_tile], None if divide is None else divide[rows_of_tile])
+            recomputes = torch.is_grad_enabled()
+            tiles.append(checkpoint(part, *arguments, use_reentrant=False) if recomputes else part(*arguments))
+    return torch.cat([scores[0] for scores in tiles]), torch.cat([scores[1] for scores in tiles]) if entropy else None
 
 
 def _scale(raw: Tensor, transform: LogitTransform, divide: Tensor | None) -> Tensor:
@@ -191,11 +191,11 @@ class _Scores(torch.autograd.Function):
                 logs = F.log_softmax(_scale(raw, tiles.transform, divide), dim=-1)
                 logprobs = logs.gather(1, ids[:, None])[:, 0]
                 entropies = -_dot(logs.exp(), logs) if tiles.entropy else logprobs.new_zeros(0)
-                kept: tuple[Tensor | None, ...] = (None, logs, raw if tiles.transform.softcap is not None else None)
+                saved: tuple[Tensor | None, ...] = (None, logs, raw if tiles.transform.softcap is not None else None)
             else:
                 logprobs, entropies, normalizer = _online(matrix, ids, divide, tiles)
-                kept = (normalizer, None, None)
-        ctx.save_for_backward(states, weight, bias, ids, divide, entropies, *kept)
+                saved = (normalizer, None, None)
+        ctx.save_for_backward(states, weight, bias, ids, divide, entropies, *saved)
         return logprobs, entropies
 
     @staticmethod
@@ -213,7 +213,7 @@ class _Scores(torch.autograd.Function):
                     raw = matrix.logits(start, end)
                     # The result is new memory wherever the raw logits are needed once more.
                     logs = _scale(raw, tiles.transform, divide).sub_(normalizer[:, None])
-                change = _logit_gradient(logs, ids - start, grad, grad_entropy, entropies, whole=normalizer is None)
+                change = _logit_gradient(logs, ids - start, grad, grad_entropy, entropies, full=normalizer is None)
                 if divide is not None:
                     change.div_(divide)
                 sums.add(start, end, tiles.transform.backward_(change, raw))
@@ -246,14 +246,14 @@ def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) 
     ``log(total) - mean / total``.
     """
     kind = torch.float64 if matrix.states.dtype == torch.float64 else torch.float32
-    chosen, total, mean = torch.zeros(3, len(ids), dtype=kind, device=ids.device).unbind()
+    targets, total, mean = torch.zeros(3, len(ids), dtype=kind, device=ids.device).unbind()
     # Not -inf: differences to it have to be numbers.
-    largest = torch.full_like(chosen, torch.finfo(kind).min)
+    largest = torch.full_like(targets, torch.finfo(kind).min)
     for start, end in tiles.spans(matrix.weight.shape[0]):
         scaled = _scale(matrix.logits(start, end), tiles.transform, divide)
         local = ids - start
-        inside = (local >= 0) & (local < end - start)
-        chosen = torch.where(inside, scaled.gather(1, local.clamp(0, end - start - 1)[:, None])[:, 0], chosen)
+        in_tile = (local >= 0) & (local < end - start)
+        targets = torch.where(in_tile, scaled.gather(1, local.clamp(0, end - start - 1)[:, None])[:, 0], targets)
         top = torch.maximum(largest, scaled.amax(-1))
         shifted = scaled.sub_(top[:, None])
         powers = shifted.exp()
@@ -264,22 +264,22 @@ def _online(matrix: _Matrix, ids: Tensor, divide: Tensor | None, tiles: _Tiles) 
         largest, total = top, factor * total + powers.sum(-1)
     logarithm = total.log()
     normalizer = largest + logarithm
-    entropies = logarithm - mean / total if tiles.entropy else chosen.new_zeros(0)
-    return chosen - normalizer, entropies, normalizer
+    entropies = logarithm - mean / total if tiles.entropy else targets.new_zeros(0)
+    return targets - normalizer, entropies, normalizer
 
 
 def _logit_gradient(
-    logs: Tensor, local: Tensor, grad: Tensor | None, grad_entropy: Tensor | None, entropies: Tensor, *, whole: bool
+    logs: Tensor, local: Tensor, grad: Tensor | None, grad_entropy: Tensor | None, entropies: Tensor, *, full: bool
 ) -> Tensor:
     """Return the gradient of a tile's scaled logits, as new memory.
 
     With p the probabilities, H the entropy (shape [N]) and e the indicator of the chosen id: ``grad * (e - p) -
     grad_entropy * p * (log p + H)``. ``logs`` is log p of shape [N, columns]; ``local`` are the ids relative to the
-    tile, e being 0 outside of it. For the ``whole`` vocabulary torch's own kernel does it in one pass.
+    tile, e being 0 outside of it. For the ``full`` vocabulary torch's own kernel does it in one pass.
     """
-    if grad_entropy is None and whole and grad is not None:
-        chosen = torch.zeros_like(logs).scatter_(1, local[:, None], grad[:, None])
-        fused: Tensor = torch.ops.aten._log_softmax_backward_data(chosen, logs, 1, logs.dtype)
+    if grad_entropy is None and full and grad is not None:
+        target_grads = torch.zeros_like(logs).scatter_(1, local[:, None], grad[:, None])
+        fused: Tensor = torch.ops.aten._log_softmax_backward_data(target_grads, logs, 1, logs.dtype)
         return fused
     change = logs.exp()
     if grad_entropy is not None:
@@ -288,23 +288,23 @@ def _logit_gradient(
     elif grad is not None:
         change.mul_(-grad[:, None])
     if grad is not None:
-        inside = (local >= 0) & (local < logs.shape[1])
-        change.scatter_add_(1, local.clamp(0, logs.shape[1] - 1)[:, None], torch.where(inside, grad, 0)[:, None])
+        in_tile = (local >= 0) & (local < logs.shape[1])
+        change.scatter_add_(1, local.clamp(0, logs.shape[1] - 1)[:, None], torch.where(in_tile, grad, 0)[:, None])
     return change
 
 
 class _GradientSums:
     """Required gradients of states, weight and bias, summed in float32 over tiles."""
 
-    def __init__(self, matrix: _Matrix, wanted: Sequence[bool]) -> None:
+    def __init__(self, matrix: _Matrix, needs_grad: Sequence[bool]) -> None:
         def room(like: Tensor | None, want: bool) -> Tensor | None:
             # Every element of weight and bias is in one tile, so nothing has to be cleared first.
             return torch.empty_like(like) if want and like is not None else None
 
         self._matrix = matrix
-        self._want_states = wanted[0]
+        self._want_states = needs_grad[0]
         self._states: Tensor | None = None
-        self._weight, self._bias = room(matrix.weight, wanted[1]), room(matrix.bias, wanted[2])
+        self._weight, self._bias = room(matrix.weight, needs_grad[1]), room(matrix.bias, needs_grad[2])
 
     def add(self, start: int, end: int, change: Tensor) -> None:
         """Add a tile's contribution, given the gradient of its logits."""

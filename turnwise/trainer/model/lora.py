@@ -49,22 +49,22 @@ class LoRA:
     def whole(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict of the bare model with the adapters merged, given that of the model with adapters."""
         return {
-            whole: self.whole_tensor(name, tensor)
+            bare_name: self.whole_tensor(name, tensor)
             for name, tensor in state.items()
-            if (whole := self.whole_name(name)) is not None
+            if (bare_name := self.whole_name(name)) is not None
         }
 
     def whole_name(self, name: str) -> str | None:
         """Return the name in the bare model of a tensor of the model with adapters; None for a factor."""
         if ".lora_" in name:
             return None
-        owner, _, last = name.rpartition(".")
-        return f"{owner.removesuffix('.base_layer')}.{last}"
+        owner, _, attribute = name.rpartition(".")
+        return f"{owner.removesuffix('.base_layer')}.{attribute}"
 
     def whole_tensor(self, name: str, tensor: Tensor, gathered: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """Return a tensor of the bare model, the adapter merged; ``gathered`` makes whole tensors of sharded ones."""
-        owner, _, last = name.rpartition(".")
-        layer = self._layers.get(owner.removesuffix(".base_layer")) if last == "weight" else None
+        owner, _, attribute = name.rpartition(".")
+        layer = self._layers.get(owner.removesuffix(".base_layer")) if attribute == "weight" else None
         if layer is None:
             return gathered(tensor)
         factors = (gathered(layer.lora_A[_NAME].weight), gathered(layer.lora_B[_NAME].weight))
@@ -84,8 +84,8 @@ class LoRA:
         settings.inference_mode = True
         settings.save_pretrained(str(directory))
         settings.inference_mode = False
-        given = self.tensors() if factors is None else factors
-        tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in given}
+        saved_factors = self.tensors() if factors is None else factors
+        tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in saved_factors}
         save_file(tensors, directory / ADAPTER_WEIGHTS)
 
     def load(self, directory: Path) -> None:
@@ -171,10 +171,12 @@ def _check(lora: LoRA, model: Any, config: LoRAConfig, frozen: set[int]) -> None
     if idle := [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in lora.info.targets)]:
         raise TrainError(f"model.lora.targets is {config.targets}: no linear layer's name ends in {idle[0]!r}")
     if config.path is not None:
-        said = {"rank": (config.rank, lora.info.rank), "alpha": (config.alpha, lora.info.alpha)}
-        for name, (given, found) in said.items():
-            if given is not None and given != found:
-                raise TrainError(f"model.lora.{name} is {given:g}, but the adapter in model.lora.path has {found:g}")
+        numbers = {"rank": (config.rank, lora.info.rank), "alpha": (config.alpha, lora.info.alpha)}
+        for name, (configured, actual) in numbers.items():
+            if configured is not None and configured != actual:
+                raise TrainError(
+                    f"model.lora.{name} is {configured:g}, but the adapter in model.lora.path has {actual:g}"
+                )
         if ends and not all(any(f".{target}".endswith(f".{end}") for end in ends) for target in lora.info.targets):
             raise TrainError(
                 f"model.lora.targets is {config.targets}, but the adapter in model.lora.path has others: "
@@ -201,5 +203,5 @@ def _is_tuned(module: torch.nn.Module) -> bool:
 
 
 def _is_adapted(module: torch.nn.Module) -> bool:
-    found = isinstance(module, _peft().tuners.lora.Linear)
-    return found and isinstance(module.base_layer, torch.nn.Linear)
+    has_lora = isinstance(module, _peft().tuners.lora.Linear)
+    return has_lora and isinstance(module.base_layer, torch.nn.Linear)

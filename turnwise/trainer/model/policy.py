@@ -119,8 +119,8 @@ class Policy:
         states = self.states(batch)
         ids, temperatures = batch.target_ids, batch.temperatures
         if self.sequence is not None:
-            own = self.sequence.own_places(batch.predictors, batch.tokens)
-            ids, temperatures = ids[own], temperatures[own]
+            computed = self.sequence.own_places(batch.predictors, batch.tokens)
+            ids, temperatures = ids[computed], temperatures[computed]
         with self._autocast():
             head, ids = self.model.get_output_embeddings(), ids.to(states.device)
             logprobs, entropies = score_states(head, states, ids, temperatures, self._transform, entropy=entropy)
@@ -142,8 +142,8 @@ class Policy:
         device = self.device
         predictors = batch.predictors
         if self.sequence is not None:
-            own = self.sequence.own_places(predictors, batch.tokens)
-            predictors = self.sequence.slice_positions(predictors[own], batch.tokens)
+            computed = self.sequence.own_places(predictors, batch.tokens)
+            predictors = self.sequence.slice_positions(predictors[computed], batch.tokens)
         with self._autocast():
             return self._hidden(batch, device)[0].index_select(0, predictors.to(device))
 
@@ -151,8 +151,8 @@ class Policy:
         """Return a value per trained token, [N], given those of the states that this rank has computed."""
         if self.sequence is None:
             return values
-        own = self.sequence.own_places(batch.predictors, batch.tokens)
-        return self.sequence.gather(values, own.to(values.device), batch.trained_tokens)
+        computed = self.sequence.own_places(batch.predictors, batch.tokens)
+        return self.sequence.gather(values, computed.to(values.device), batch.trained_tokens)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16")
@@ -178,9 +178,9 @@ class Policy:
         ``extra`` is called with the directory at the end, to add files (``turnwise_format.json``).
         """
         directory.mkdir(parents=True, exist_ok=True)
-        whole = None if self.lora is None else self.lora.whole(self.model.state_dict())
+        state = None if self.lora is None else self.lora.whole(self.model.state_dict())
         with _no_progress_bars():
-            self.model.save_pretrained(directory, state_dict=whole)
+            self.model.save_pretrained(directory, state_dict=state)
         copy_companions(self.source, directory)
         if extra is not None:
             extra(directory)
@@ -207,7 +207,7 @@ class Policy:
         layout = PackedLayout.of(batch.segments, device, self.sequence)
         ids, positions = batch.input_ids, batch.position_ids
         if self.sequence is not None:
-            ids, positions = (self.sequence.slice_tokens(each) for each in (ids, positions))
+            ids, positions = (self.sequence.slice_tokens(tensor) for tensor in (ids, positions))
         inputs: dict[str, Any] = {"input_ids": ids.to(device)}
         if batch.media:
             inputs, positions = self._seen(batch, layout)
@@ -230,26 +230,26 @@ class Policy:
             raise TrainError("images cannot be trained with sequence_parallel: set it to 1")
         features = {media.digest: processor.features(media.kind, media.data) for media in batch.media}
         try:
-            rows = {digest: vision.rows(each) for digest, each in features.items()}
+            rows = {digest: vision.rows(image) for digest, image in features.items()}
         except FormatError as error:
             raise TrainError(f"an image does not fit the model in {self.source}: {error}") from error
-        places = []
+        placeholders = []
         for media in batch.media:
-            own = (batch.input_ids[0, media.position : media.end] == vision.placeholder).nonzero()[:, 0]
-            if len(own) != rows[media.digest]:
+            image_tokens = (batch.input_ids[0, media.position : media.end] == vision.placeholder).nonzero()[:, 0]
+            if len(image_tokens) != rows[media.digest]:
                 raise TrainError(
-                    f"an image has {rows[media.digest]} embeddings, but {len(own)} placeholders: the rollout used "
-                    "another image processor than this model's"
+                    f"an image has {rows[media.digest]} embeddings, but {len(image_tokens)} placeholders: the rollout "
+                    "used another image processor than this model's"
                 )
-            places.append(own + media.position)
+            placeholders.append(image_tokens + media.position)
         encoded = dict(zip(features, vision.encode(list(features.values())), strict=True))
-        chosen = [encoded[media.digest] for media in batch.media]
-        layers = range(len(chosen[0].deep))
+        embeddings = [encoded[media.digest] for media in batch.media]
+        layers = range(len(embeddings[0].deep))
         embedding = ImageEmbedding(
-            torch.cat([each.tokens for each in chosen]),
-            tuple(torch.cat([each.deep[layer] for each in chosen]) for layer in layers),
+            torch.cat([image.tokens for image in embeddings]),
+            tuple(torch.cat([image.deep[layer] for image in embeddings]) for layer in layers),
         )
-        placed = PlacedEmbeddings(torch.cat(places).to(layout.device), embedding)
+        placed = PlacedEmbeddings(torch.cat(placeholders).to(layout.device), embedding)
         inputs = vision.decoder_inputs(batch.input_ids[0].to(layout.device), placed)
         return inputs, rotary_positions(batch, vision, features) if vision.rotates else batch.position_ids
 
@@ -264,11 +264,11 @@ def rotary_positions(batch: MicroBatch, vision: VisionTower, features: Mapping[s
     images = iter(batch.media)
     image = next(images, None)
     for start, length, parent in batch.segments:
-        own = []
+        images_of_segment = []
         while image is not None and image.position < start + length:
-            own.append((image.position - start, features[image.digest]))
+            images_of_segment.append((image.position - start, features[image.digest]))
             image = next(images, None)
-        table = vision.positions(length + 1, own) + (ends[parent] if parent >= 0 else 0)
+        table = vision.positions(length + 1, images_of_segment) + (ends[parent] if parent >= 0 else 0)
         parts.append(table[:, :-1])
         ends.append(int(table[0, -1]))
     return torch.from_numpy(np.concatenate(parts, axis=1))[:, None]
@@ -402,9 +402,9 @@ def sequence_obstacle(path: Path, ranks: int) -> str | None:
     settings = text.to_dict()
     ropes = settings.get("rope_parameters") or {}
     # They may differ by the type of a layer.
-    kinds = {each.get("rope_type") for each in (ropes, *ropes.values()) if isinstance(each, dict)}
-    if found := _LENGTH_ROPES & kinds:
-        return f"rotary embeddings of type {min(found)}, which depend on the length of the whole sequence"
+    kinds = {parameters.get("rope_type") for parameters in (ropes, *ropes.values()) if isinstance(parameters, dict)}
+    if length_ropes := _LENGTH_ROPES & kinds:
+        return f"rotary embeddings of type {min(length_ropes)}, which depend on the length of the whole sequence"
     heads = int(text.num_attention_heads)
     return split_heads(heads, int(settings.get("num_key_value_heads") or heads), ranks)
 
@@ -430,12 +430,12 @@ def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
+    enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             transformers_logging.enable_progress_bar()
 
 
@@ -483,10 +483,10 @@ def check_packable(model: Any) -> None:
 def copy_companions(source: Path, directory: Path) -> None:
     """Copy existing tokenizer files and chat template from one model directory to another."""
     for name in _COMPANIONS:
-        found = source / name
-        if found.is_file() and found.resolve() != (directory / name).resolve():
+        companion = source / name
+        if companion.is_file() and companion.resolve() != (directory / name).resolve():
             (directory / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(found, directory / name)
+            shutil.copyfile(companion, directory / name)
 
 
 def load_weights(policy: Policy, directory: Path) -> None:

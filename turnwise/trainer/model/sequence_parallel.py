@@ -64,13 +64,13 @@ class SequenceGroup:
         """Return positions of the own slice, counted from its beginning."""
         return positions - self.rank * self.slice_length(tokens)
 
-    def gather(self, own: Tensor, places: Tensor, total: int) -> Tensor:
+    def gather(self, computed: Tensor, positions: Tensor, total: int) -> Tensor:
         """Return all values, [total], of which each rank has computed those at its own places.
 
         The gradient of each value goes to the rank that has computed it, once: a loss that all ranks compute has in sum
         over ranks the gradient of one.
         """
-        return _gather(own, places, total, self.group)
+        return _gather(computed, positions, total, self.group)
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange the own slice of all heads, [1, H, t, D], for all tokens of the own heads, [1, H / ranks, T, D].
@@ -83,7 +83,7 @@ class SequenceGroup:
             raise TrainError(f"an attention layer has {problem}, which {self.ranks} ranks cannot share")
         if key_heads % self.ranks:
             # In order, so that each rank gets the one that its queries belong to.
-            key, value = (each.repeat_interleave(self.ranks // key_heads, 1) for each in (key, value))
+            key, value = (heads_of.repeat_interleave(self.ranks // key_heads, 1) for heads_of in (key, value))
         return self._to_heads(query, tokens), self._to_heads(key, tokens), self._to_heads(value, tokens)
 
     def own_heads(self, per_head: Tensor) -> Tensor:
@@ -129,17 +129,17 @@ class _Gather(torch.autograd.Function):
     """Own values to all values; backward takes those of the own places."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, computed: Tensor, positions: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(positions)
         # Each place is filled by one rank: the sum is exact.
-        found = own.new_zeros(total).index_copy_(0, places, own)
-        dist.all_reduce(found, group=group)
-        return found
+        gathered = computed.new_zeros(total).index_copy_(0, positions, computed)
+        dist.all_reduce(gathered, group=group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (places,) = ctx.saved_tensors
-        return grad.index_select(0, places), None, None, None
+        (positions,) = ctx.saved_tensors
+        return grad.index_select(0, positions), None, None, None
 
 
 _swap: Callable[..., Tensor] = _Swap.apply
