@@ -86,13 +86,13 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_an_engine_by_entry_point_and_a_loss_by_the_variable(home: Path) -> None:
-    given = {"PYTHONPATH": str(home / "site"), "OMP_NUM_THREADS": "1", "TURNWISE_EXTERNAL_MODULES": "my_loss"}
+    variables = {"PYTHONPATH": str(home / "site"), "OMP_NUM_THREADS": "1", "TURNWISE_EXTERNAL_MODULES": "my_loss"}
     done = run_command(
-        [sys.executable, "-c", PROGRAM], cwd=home, env={**os.environ, **given}, capture_output=True, text=True,
+        [sys.executable, "-c", PROGRAM], cwd=home, env={**os.environ, **variables}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
-    made, *refused = done.stdout.splitlines()
-    assert made == "MyEngine hellohello {'scale': 2.0}", done.stderr[-2000:]
+    model_line, *refused = done.stdout.splitlines()
+    assert model_line == "MyEngine hellohello {'scale': 2.0}", done.stderr[-2000:]
     # Options are checked against the engine's own signature, before any model is loaded.
     assert "engine_options.times" in refused[0]
     assert "'often'" in refused[0]

@@ -54,8 +54,8 @@ from turnwise.tasks import Task  # noqa: E402
 from turnwise.types import ToolCall  # noqa: E402
 
 
-def calls(*made: tuple[str, dict]):
-    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", name, args) for name, args in made]}
+def calls(*named: tuple[str, dict]):
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", name, args) for name, args in named]}
 
 
 async def test_an_episode_with_all_three() -> None:
@@ -83,9 +83,9 @@ async def test_an_episode_with_all_three() -> None:
     answers = trajectory.segments[2].messages
     assert [message["content"] for message in answers] == ['{"city": "Rome", "temperature": 21}', "2 queries", "3"]
     assert '"invalid_arguments"' in trajectory.segments[4].messages[0]["content"]
-    told = {tool["function"]["name"]: tool["function"] for tool in trajectory.segments[0].tools}
-    assert told["compat_weather"]["description"] == "Get the weather of a city."
-    properties = {name: function["parameters"]["properties"] for name, function in told.items()}
+    schemas = {tool["function"]["name"]: tool["function"] for tool in trajectory.segments[0].tools}
+    assert schemas["compat_weather"]["description"] == "Get the weather of a city."
+    properties = {name: function["parameters"]["properties"] for name, function in schemas.items()}
     assert properties["compat_weather"]["city"] == {"type": "string", "description": "The name of the city."}
     assert properties["compat_weather"]["unit"]["enum"] == ["celsius", "fahrenheit"]
     assert properties["compat_search"]["queries"]["items"] == {"type": "string"}

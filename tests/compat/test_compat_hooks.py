@@ -87,7 +87,7 @@ class DynamicFiltering(turnwise.Hooks):
 
     def on_sample_end(self):
         for group in self.batch:
-            rewards = {each.reward for each in group.trajectories}
+            rewards = {trajectory.reward for trajectory in group.trajectories}
             if len(rewards) == 1 or self.global_steps not in self.filtered:
                 self.filtered.add(self.global_steps)
                 self.drop(group, "all_equal")
@@ -146,9 +146,9 @@ def test_every_hook_in_its_order_and_on_train_end_after_the_last_step(model: Pat
     assert SEEN["error"] is None
     assert SEEN["evaluation"] is not None
     assert {"rollout_s", "update_s", "sync_s", "step_s"} <= SEEN["timing"].keys()
-    steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
-    assert [(each["mine/begun"], each["mine/groups"]) for each in steps] == [(1, 2), (1, 2)]
-    assert [each["curriculum/tasks"] for each in steps] == [2, 4]
+    steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert [(record["mine/begun"], record["mine/groups"]) for record in steps] == [(1, 2), (1, 2)]
+    assert [record["curriculum/tasks"] for record in steps] == [2, 4]
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("colocate_async", marks=pytest.mark.long), "separate_async"])
@@ -156,20 +156,20 @@ def test_over_sampling_and_dynamic_filtering(model: Path, tmp_path: Path, mode: 
     hooks = [f"{HERE}:{name}" for name in ("Recorder", "OverSampling", "DynamicFiltering")]
     summary = run_train(train_config(model, tmp_path, steps=5, mode=mode, hooks=hooks), console=silent())
     assert (summary.steps, summary.ended_by) == (2, "hook")
-    steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
-    assert [each["batch/trajectories"] for each in steps] == [8, 8]
-    assert all(each["replay/dropped/all_equal"] >= 1 for each in steps)
+    steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["batch/trajectories"] for record in steps] == [8, 8]
+    assert all(record["replay/dropped/all_equal"] >= 1 for record in steps)
     # One more was on its way than the batch took, in the asynchronous modes beside those that are ahead.
     assert SEEN["left"] == [1, 1] if mode == "sync" else min(SEEN["left"]) >= 1
     # A batch of which something was dropped is sampled for once more; all else is in the order of every mode.
-    found = names()
+    called = names()
     for step in (1, 2):
-        inside = [name for name, at, _ in CALLED if at == step and name in STEP]
-        assert (inside[0], inside[-1]) == ("on_step_begin", "on_step_end")
-        samplings = len(inside) // 2 - 1
+        in_step = [name for name, at, _ in CALLED if at == step and name in STEP]
+        assert (in_step[0], in_step[-1]) == ("on_step_begin", "on_step_end")
+        samplings = len(in_step) // 2 - 1
         assert samplings >= 2
-        assert inside[1:-1] == [*STEP[1:3]] * samplings
-    assert (found[:2], found[-1]) == (["on_init_end", "on_train_begin"], "on_train_end")
+        assert in_step[1:-1] == [*STEP[1:3]] * samplings
+    assert (called[:2], called[-1]) == (["on_init_end", "on_train_begin"], "on_train_end")
     assert SEEN["error"] is None
 
 
@@ -179,7 +179,7 @@ def test_on_train_end_after_an_interrupt(model: Path, tmp_path: Path) -> None:
         run_train(config, console=silent())
     assert names() == ["on_init_end", "on_train_begin", *STEP, *STEP[:2], "on_train_end"]
     assert isinstance(SEEN["error"], asyncio.CancelledError)
-    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
 
 
 def test_a_hook_that_raises_ends_the_run_and_loses_nothing(model: Path, tmp_path: Path) -> None:
@@ -190,18 +190,18 @@ def test_a_hook_that_raises_ends_the_run_and_loses_nothing(model: Path, tmp_path
         run_train(config, console=silent())
     assert names()[-1] == "on_train_end"
     assert isinstance(SEEN["error"], TrainError)
-    assert [each.name for each in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
-    steps = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
-    assert [each["step"] for each in steps] == [1]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
+    steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["step"] for record in steps] == [1]
 
 
-@pytest.mark.parametrize(("name", "said"), [
+@pytest.mark.parametrize(("name", "message"), [
     ("Misspelled", "has on_step_start, which is no hook; did you mean on_step_"),
     ("Arguments", r"on_step_begin must be callable as on_step_begin\(self\)"),
     ("HERE", "not a class"),
     ("Path", "not a subclass of turnwise.Hooks"),
     ("Nobody", "has no 'Nobody'"),
 ])  # fmt: skip
-def test_what_is_no_hook_is_said_before_anything_starts(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_hook_is_said_before_anything_starts(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_hooks([f"{HERE}:{name}"])

@@ -97,14 +97,14 @@ async def test_memory_between_invocations_is_one_branch_too() -> None:
 
 
 async def test_streams_as_the_documentation_reads_them() -> None:
-    said: dict[str, list[str]] = {}
+    printed: dict[str, list[str]] = {}
     chat = session()
     graph = build(ChatTurnwise(session=chat))
     # Nodes that are awaited stream their tokens; plain ones hand over whole messages.
     async for chunk, metadata in graph.astream({"messages": [("user", "6 times 7?")]}, stream_mode="messages"):
         if isinstance(chunk, AIMessage):
-            said.setdefault(metadata["langgraph_node"], []).append(chunk.text)
-    assert "".join(said["chatbot"]) == "Let me see.42"
+            printed.setdefault(metadata["langgraph_node"], []).append(chunk.text)
+    assert "".join(printed["chatbot"]) == "Let me see.42"
     async for update in build(ChatTurnwise(session=session())).astream({"messages": [("user", "6 times 7?")]}):
         assert list(update) in (["chatbot"], ["tools"])
 

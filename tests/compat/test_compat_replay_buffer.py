@@ -41,9 +41,9 @@ threads: set[str] = set()
 
 
 class Asynchronous(LocalReplayBuffer):
-    def __init__(self, least: int, **inherited):
+    def __init__(self, minimum: int, **inherited):
         super().__init__(**inherited)
-        self.least = least
+        self.least = minimum
 
     async def sample(self, global_steps, partition_id, batch_size):
         while len(self.ready(partition_id)) < self.least:
@@ -79,46 +79,46 @@ def group(name: str, *rewards: float) -> TrajectoryGroup:
 
 
 async def test_a_plain_sample_blocks_in_a_thread_of_its_own() -> None:
-    mine = buffer("UserCustomReplayBuffer")
-    waiting = asyncio.create_task(mine.sample(1, "train", 2))
+    replay = buffer("UserCustomReplayBuffer")
+    waiting = asyncio.create_task(replay.sample(1, "train", 2))
     for name in "abc":
         await asyncio.sleep(0)
         assert not waiting.done()
-        await mine.put(group(name))
+        await replay.put(group(name))
         if name == "b":
             break
     ref, metrics = await waiting
     assert ref.group_ids == ("b", "a")
     assert (metrics["replay/newest"], metrics["replay/ready"]) == (1, 0)
     assert metrics["replay/wait_s"] >= 0
-    assert [each.id for each in await mine.fetch(ref)] == ["b", "a"]
+    assert [group.id for group in await replay.fetch(ref)] == ["b", "a"]
     assert threading.current_thread().name not in threads
 
 
 async def test_it_ends_with_the_rollouts_or_when_nobody_waits_any_more() -> None:
-    mine = buffer("UserCustomReplayBuffer")
-    waiting = asyncio.create_task(mine.sample(1, "train", 2))
+    replay = buffer("UserCustomReplayBuffer")
+    waiting = asyncio.create_task(replay.sample(1, "train", 2))
     await asyncio.sleep(0.05)
-    mine.fail(EngineDied("the server ended"))
+    replay.fail(EngineDied("the server ended"))
     with pytest.raises(EngineDied, match="the server ended"):
         await waiting
-    mine = buffer("UserCustomReplayBuffer")
-    before = threading.active_count()
-    waiting = asyncio.create_task(mine.sample(1, "train", 2))
+    replay = buffer("UserCustomReplayBuffer")
+    threads = threading.active_count()
+    waiting = asyncio.create_task(replay.sample(1, "train", 2))
     await asyncio.sleep(0.05)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     # The thread is free again: the next call needs none besides it.
     await asyncio.to_thread(lambda: None)
-    assert threading.active_count() <= before + 1
+    assert threading.active_count() <= threads + 1
 
 
 async def test_an_async_sample_with_arguments_of_its_own() -> None:
-    mine = buffer("Asynchronous", least=3)
-    waiting = asyncio.create_task(mine.sample(1, "train", 1))
+    replay = buffer("Asynchronous", minimum=3)
+    waiting = asyncio.create_task(replay.sample(1, "train", 1))
     for name in "abc":
-        await mine.put(group(name))
+        await replay.put(group(name))
         await asyncio.sleep(0)
     assert (await waiting)[0].group_ids == ("a",)
 
@@ -127,37 +127,39 @@ async def test_the_example_of_the_page_discards_and_is_refilled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     page = DOCS.read_text(encoding="utf-8")
-    [code] = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "UserCustomReplayBuffer" in each]
+    [code] = [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "UserCustomReplayBuffer" in block
+    ]
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     (tmp_path / "mine.py").write_text(code)
     section = {"buffer": f"{tmp_path}/mine.py:UserCustomReplayBuffer"}
-    mine = make_buffer(load_config(ReplayConfig, defaults=section), RunFacts(2, sync=True))
-    asked: list[int] = []
+    replay = make_buffer(load_config(ReplayConfig, defaults=section), RunFacts(2, sync=True))
+    refills: list[int] = []
     refilled = asyncio.Event()
 
     def refill(missing: int) -> bool:
-        asked.append(missing)
+        refills.append(missing)
         refilled.set()
         for number in range(missing):
-            mine.expect(RolloutRequest(Task(f"new{len(asked)}-{number}", "?")), 0)
+            replay.expect(RolloutRequest(Task(f"new{len(refills)}-{number}", "?")), 0)
         return True
 
-    mine.refill_by(refill)
+    replay.refill_by(refill)
     for name in "ab":
-        mine.expect(RolloutRequest(Task(name, "?")), 0)
-    waiting = asyncio.create_task(mine.sample(1, "train", 2))
-    await mine.put(group("a", 1.0, 1.0))
-    await mine.put(group("b"))
+        replay.expect(RolloutRequest(Task(name, "?")), 0)
+    waiting = asyncio.create_task(replay.sample(1, "train", 2))
+    await replay.put(group("a", 1.0, 1.0))
+    await replay.put(group("b"))
     await refilled.wait()
-    await mine.put(group("new1-0"))
+    await replay.put(group("new1-0"))
     ref, metrics = await waiting
     assert set(ref.group_ids) == {"b", "new1-0"}
     assert metrics["replay/dropped/even"] == 1
-    assert asked == [1]
+    assert refills == [1]
 
 
 async def test_what_it_returns_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = buffer("Returning")
+    replay = buffer("Returning")
     ref = BatchRef(0, (), ())
     for answer, message in [
         (None, r"Returning\.sample returned None: return self\.take\(ids, global_steps\)"),
@@ -167,7 +169,7 @@ async def test_what_it_returns_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     ]:
         monkeypatch.setattr(Returning, "answer", answer)
         with pytest.raises(TrainError, match=message):
-            await mine.sample(1, "train", 1)
+            await replay.sample(1, "train", 1)
     with pytest.raises(ConfigError, match=r"sample takes \(step, n\); it is called with \(global_steps, partition_id"):
         buffer("Renamed")
     with pytest.raises(ConfigError, match="is not a replay buffer: subclass"):

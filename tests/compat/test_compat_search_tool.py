@@ -38,17 +38,17 @@ class MySearchTool(BaseTool):
         queries = parameters.get("query_list")
         agent_data = kwargs["agent_data"]
         agent_data.extra_fields["queries"] = agent_data.extra_fields.get("queries", 0) + len(queries)
-        found = [
+        hits = [
             document
             for query in queries
             for document in self.documents
             if all(word.lower() in document.lower() for word in query.split())
         ][: self.topk]
         state = self._instance_dict[instance_id]
-        state["found"] += found
-        right = sum(state["ground_truth"] in document for document in found)
-        metrics = {"found": len(found), "queries_so_far": agent_data.extra_fields["queries"]}
-        return ToolResponse(text="\n".join(found) or "No results."), 0.1 * right, metrics
+        state["found"] += hits
+        right = sum(state["ground_truth"] in document for document in hits)
+        metrics = {"found": len(hits), "queries_so_far": agent_data.extra_fields["queries"]}
+        return ToolResponse(text="\n".join(hits) or "No results."), 0.1 * right, metrics
 
     async def calc_reward(self, instance_id: str, **kwargs) -> float:
         return float(len(set(self._instance_dict[instance_id]["found"])) > 1)
@@ -119,11 +119,13 @@ async def test_tokens_and_rewards_of_an_episode(config: RolloutConfig) -> None:
         assert [trajectory.turn_metrics[turn]["search/queries_so_far"] for turn in ("t0", "t1")] == [1.0, 3.0]
         kinds = [segment.kind for segment in trajectory.segments]
         assert kinds == ["context", "sampled"] * 3
-        told = [renderer.decode(segment.token_ids) for segment in trajectory.segments if segment.kind == "context"]
-        assert "Paris is the capital of France." in told[1]
-        assert "Rome is the capital of Italy.\nParis is the capital of France." in told[2]
-        said = [renderer.decode(segment.token_ids) for segment in trajectory.segments if segment.sampled]
-        assert "It is Paris." in said[2]
+        context_texts = [
+            renderer.decode(segment.token_ids) for segment in trajectory.segments if segment.kind == "context"
+        ]
+        assert "Paris is the capital of France." in context_texts[1]
+        assert "Rome is the capital of Italy.\nParis is the capital of France." in context_texts[2]
+        sampled_texts = [renderer.decode(segment.token_ids) for segment in trajectory.segments if segment.sampled]
+        assert "It is Paris." in sampled_texts[2]
         # The whole schema reaches the renderer, with what verl's classes would drop.
         [tool] = trajectory.segments[0].tools
         assert tool["function"]["parameters"]["properties"]["query_list"]["items"] == {"type": "string"}

@@ -151,7 +151,7 @@ async def test_the_same_request_has_the_same_answer(client):
     assert np.allclose(one.logprobs, two.logprobs, atol=1e-4)
 
 
-async def test_a_stop_id_ends_it_and_is_the_last_id(client):
+async def test_stop_id_ends_a_completion_and_is_its_last_id(client):
     whole = await client.generate(PROMPT, PARAMS, session_id="e")
     stop = int(whole.token_ids[4])
     params = SamplingParams(temperature=1.0, max_tokens=9, seed=1, stop_token_ids=(stop,))

@@ -36,8 +36,8 @@ def test_rows_of_any_pool_are_written_and_attended_to(
     lines = np.zeros((4, len(PLACES)), dtype=np.int64)
     for pool in pools:
         pool.resize(5, np.zeros(0, dtype=np.int64))
-        for each in (*pool.flat_keys, *pool.flat_values):
-            each.normal_()
+        for tensor in (*pool.flat_keys, *pool.flat_values):
+            tensor.normal_()
     for token, (number, row, position) in enumerate(PLACES):
         lines[0, token] = position
         if number is not None:
@@ -60,7 +60,7 @@ def test_rows_of_any_pool_are_written_and_attended_to(
             assert torch.equal(keys[:, position], key[token])
             assert torch.equal(values[:, position], value[token])
             first = 0 if window is None else max(0, position + 1 - window)
-            seen = [each[:, first : position + 1].float().repeat_interleave(group, 0) for each in (keys, values)]
+            seen = [cached[:, first : position + 1].float().repeat_interleave(group, 0) for cached in (keys, values)]
             scores = (seen[0] @ query[token].float().unsqueeze(2)).squeeze(2) * geometry.key_dim**-0.5
-            wanted = (scores.softmax(-1).unsqueeze(1) @ seen[1]).squeeze(1)
-            torch.testing.assert_close(out[token].float(), wanted, atol=within, rtol=within)
+            expected = (scores.softmax(-1).unsqueeze(1) @ seen[1]).squeeze(1)
+            torch.testing.assert_close(out[token].float(), expected, atol=within, rtol=within)

@@ -22,12 +22,12 @@ def test_outputs_and_gradients_equal_attention_over_each_path(window: int | None
         start += length
     layout = PackedLayout.of(segments, torch.device("cuda"))
     generator = torch.Generator("cuda").manual_seed(0)
-    made = [torch.randn(1, heads, start, 64, device="cuda", generator=generator) for heads in (8, 2, 2)]
+    inputs = [torch.randn(1, heads, start, 64, device="cuda", generator=generator) for heads in (8, 2, 2)]
     weight = torch.randn(1, start, 8, 64, device="cuda", generator=generator)
-    found = []
-    for way in (flex_tree_attention, _by_paths):
-        given = [each.clone().requires_grad_() for each in made]
-        out = way(*given, layout, None, window, cap, None)
-        found.append((out.detach(), *torch.autograd.grad((out * weight).sum(), given)))
-    for name, got, want in zip(("out", "query", "key", "value"), *found, strict=True):
+    results = []
+    for attend in (flex_tree_attention, _by_paths):
+        tensors = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = attend(*tensors, layout, None, window, cap, None)
+        results.append((out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)))
+    for name, got, want in zip(("out", "query", "key", "value"), *results, strict=True):
         torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3, msg=lambda text, name=name: f"{name}: {text}")

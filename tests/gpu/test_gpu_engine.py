@@ -33,16 +33,16 @@ def sampled(engine: Engine, outputs: list[Output], prompts: list[np.ndarray], pa
         engine.submit(Generation(str(number), prompt.astype(np.int32), params, session_id=str(number)))
     while engine.step():
         pass
-    found = {each.id: each for each in outputs if each.finish_reason is not None}
+    by_id = {output.id: output for output in outputs if output.finish_reason is not None}
     outputs.clear()
-    return [found[str(number)] for number in range(len(prompts))]
+    return [by_id[str(number)] for number in range(len(prompts))]
 
 
 def prompts() -> list[np.ndarray]:
     rng = np.random.default_rng(1)
-    made = [random_prompt(rng, size) for size in SIZES]
+    token_ids = [random_prompt(rng, size) for size in SIZES]
     # One that shares a prefix, which is copied inside the cache.
-    return [*made, np.concatenate([made[-1][:40], random_prompt(rng, 9)])]
+    return [*token_ids, np.concatenate([token_ids[-1][:40], random_prompt(rng, 9)])]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 16}, {"kv_tokens": 512, "max_context": 256}])
@@ -56,8 +56,8 @@ def test_float32_gives_the_ids_and_log_probabilities_of_the_cpu(
         expected = greedy(model, prompt, NEW)
         assert output.token_ids.tolist() == expected
         assert output.finish_reason == ("stop" if expected[-1] == EOS else "length")
-        whole = np.concatenate([prompt, output.token_ids])
-        assert np.abs(output.logprobs - logprobs(model, whole, len(prompt))).max() < 1e-3
+        sequence = np.concatenate([prompt, output.token_ids])
+        assert np.abs(output.logprobs - logprobs(model, sequence, len(prompt))).max() < 1e-3
 
 
 def test_bfloat16_is_near_float32_and_repeats_itself(checkpoint: tuple[torch.nn.Module, Path]) -> None:
@@ -71,8 +71,8 @@ def test_bfloat16_is_near_float32_and_repeats_itself(checkpoint: tuple[torch.nn.
     for prompt, one, other in zip(prompts(), *found, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert len(one.token_ids) == NEW
-        whole = np.concatenate([prompt, one.token_ids])
-        gaps = np.abs(one.logprobs - logprobs(model, whole, len(prompt)))
+        sequence = np.concatenate([prompt, one.token_ids])
+        gaps = np.abs(one.logprobs - logprobs(model, sequence, len(prompt)))
         assert 0 < gaps.max() < 0.5
         assert gaps.mean() < 0.05
 
@@ -116,11 +116,11 @@ def test_sampling_follows_the_distribution(checkpoint: tuple[torch.nn.Module, Pa
         engine.submit(Generation(str(number), prompt.astype(np.int32), params, session_id=str(number)))
     while engine.step():
         pass
-    ids = np.array([each.token_ids[0] for each in outputs if each.finish_reason is not None])
+    ids = np.array([output.token_ids[0] for output in outputs if output.finish_reason is not None])
     assert len(ids) == count
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(prompt[None].astype(np.int64))).logits[0, -1]
-    wanted = logits.double().softmax(-1).numpy()
+    expected = logits.double().softmax(-1).numpy()
     seen = np.bincount(ids, minlength=VOCABULARY) / count
-    allowed = 4 * 0.5 * np.sqrt(wanted * (1 - wanted) / count).sum()
-    assert 0.5 * np.abs(seen - wanted).sum() < allowed
+    allowed = 4 * 0.5 * np.sqrt(expected * (1 - expected) / count).sum()
+    assert 0.5 * np.abs(seen - expected).sum() < allowed

@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows(lengths: tuple[int, ...] = (40, 33, 18, 9, 40, 7)) -> list[TrainRow]:
     random = np.random.default_rng(0)
-    made = []
+    samples = []
     for number, length in enumerate(lengths):
         mask = np.arange(length) >= length // 2
         sample = TrainSample(
@@ -62,8 +62,8 @@ def rows(lengths: tuple[int, ...] = (40, 33, 18, 9, 40, 7)) -> list[TrainRow]:
             group_id="g",
             leaf=0,
         )
-        made.append(TrainRow(sample, advantage=1.0 if number % 2 else -1.0, temperature=0.9))
-    return made
+        samples.append(TrainRow(sample, advantage=1.0 if number % 2 else -1.0, temperature=0.9))
+    return samples
 
 
 def scored(model: Path, device: str, dtype: ComputeDtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -73,23 +73,27 @@ def scored(model: Path, device: str, dtype: ComputeDtype) -> tuple[torch.Tensor,
     scores = policy.forward(batch, entropy=True)
     assert scores.entropy is not None
     (scores.logprobs.sum() + 0.1 * scores.entropy.sum()).backward()
-    found = [p.grad.cpu() for p in policy.model.parameters() if p.grad is not None]
-    assert {each.dtype for each in found} == {torch.float32}
-    return scores.logprobs.detach().cpu(), found
+    gradients = [p.grad.cpu() for p in policy.model.parameters() if p.grad is not None]
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    return scores.logprobs.detach().cpu(), gradients
 
 
 def test_a_packed_forward_and_its_gradients_are_those_of_the_cpu(model: Path) -> None:
-    (logprobs, gradients), (want, wanted) = (scored(model, device, "float32") for device in (DEVICE, "cpu"))
+    (logprobs, gradients), (want, expected_gradients) = (scored(model, device, "float32") for device in (DEVICE, "cpu"))
     torch.testing.assert_close(logprobs, want, atol=1e-4, rtol=1e-4)
-    assert len(gradients) == len(wanted) > 10
-    for one, other in zip(gradients, wanted, strict=True):
+    assert len(gradients) == len(expected_gradients) > 10
+    for one, other in zip(gradients, expected_gradients, strict=True):
         assert float((one - other).norm() / other.norm()) < 1e-3
 
 
 def test_bfloat16_is_near_float32(model: Path) -> None:
-    (logprobs, gradients), (want, wanted) = (scored(model, DEVICE, dtype) for dtype in ("bfloat16", "float32"))
+    (logprobs, gradients), (want, expected_gradients) = (
+        scored(model, DEVICE, dtype) for dtype in ("bfloat16", "float32")
+    )
     assert 0 < float((logprobs - want).abs().max()) < 0.3
-    one, other = (torch.cat([each.flatten() for each in found]) for found in (gradients, wanted))
+    one, other = (
+        torch.cat([gradient.flatten() for gradient in tensors]) for tensors in (gradients, expected_gradients)
+    )
     assert float(torch.cosine_similarity(one, other, dim=0)) > 0.98
 
 
@@ -110,11 +114,11 @@ def test_train_steps_learn(model: Path, dtype: ComputeDtype, checkpointing: bool
     )
     learner = TorchLearner.create(config, total_steps=20)
     (batch,) = pack(rows(), 1000)
-    before = learner.logprobs([batch])[0].cpu()
+    logprobs_before = learner.logprobs([batch])[0].cpu()
     for step in range(10):
         metrics = update_policy(learner, rows(), AlgorithmConfig(), BatchConfig(), seed=step)
         assert all(np.isfinite(value) for value in metrics.values())
-    change = learner.logprobs([batch])[0].cpu() - before
+    change = learner.logprobs([batch])[0].cpu() - logprobs_before
     assert float(change[batch.advantages > 0].mean()) > 0.05
     assert float(change[batch.advantages < 0].mean()) < -0.05
 
@@ -127,10 +131,10 @@ def test_tiles_of_a_large_vocabulary_stay_small_and_exact() -> None:
     states = torch.randn(8192, 64, device=DEVICE, requires_grad=True)
     ids = torch.randint(0, 150_000, (8192,), device=DEVICE)
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     logprobs, entropies = score_states(head, states, ids, torch.ones(8192), LogitTransform(), entropy=True)
     logprobs.sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 4 * (1 << 28)
+    assert torch.cuda.max_memory_allocated() - allocated < 4 * (1 << 28)
     assert entropies is not None
     few = slice(0, 64)
     logs = head(states[few]).log_softmax(-1).detach()
@@ -146,17 +150,19 @@ def test_tiles_of_a_large_vocabulary_stay_small_and_exact() -> None:
         pytest.param({"mixed_precision": True}, 5e-2, marks=ON_DEVICE),
     ],
 )
-def test_ranks_take_the_steps_of_one_process(model: Path, options: dict[str, Any], within: float) -> None:
+def test_sharded_updates_equal_those_of_one_process(model: Path, options: dict[str, Any], within: float) -> None:
     ranks = max(1, min(2, torch.cuda.device_count()))
     config = PolicyConfig.model_validate({"model": {"path": str(model), "device": DEVICE}, "optim": {"lr": 1e-3}})
     one, sharded = TorchLearner.create(config, 20), FSDPLearner.create(config, 20, ranks=ranks, **options)
     try:
         algorithm, budget = AlgorithmConfig(), BatchConfig(max_tokens_per_micro_batch=64)
         for seed in range(3):
-            wanted, found = (update_policy(each, rows(), algorithm, budget, seed=seed) for each in (one, sharded))
-            assert found["train/loss"] == pytest.approx(wanted["train/loss"], abs=within)
+            expected, stats = (
+                update_policy(learner, rows(), algorithm, budget, seed=seed) for learner in (one, sharded)
+            )
+            assert stats["train/loss"] == pytest.approx(expected["train/loss"], abs=within)
         weights = dict(sharded.export_weights())
-        for name, each in one.export_weights():
-            torch.testing.assert_close(weights[name], each.cpu(), atol=within, rtol=0)
+        for name, tensor in one.export_weights():
+            torch.testing.assert_close(weights[name], tensor.cpu(), atol=within, rtol=0)
     finally:
         sharded.processes.close()

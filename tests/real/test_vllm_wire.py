@@ -35,7 +35,7 @@ def check_logprobs(model: Any, prompt: TokenPrompt, done: Completion, temperatur
     return expected
 
 
-async def test_what_is_served(client: HTTPClient, vllm: VLLMReplica) -> None:
+async def test_models_and_weight_info_describe_the_served_model(client: HTTPClient, vllm: VLLMReplica) -> None:
     info = await client.model_info()
     assert (info.name, info.context_length, info.weight_version) == ("lookup", CONTEXT, 3)
     assert await vllm.health()

@@ -27,7 +27,7 @@ Bundle: TypeAlias = dict[str, float]
 _KEYS: dict[Kind, str] = {"replica": "ray.replica", "rank": "ray.rank", "worker": "ray.workers"}
 PATIENCE = 300.0
 """Seconds to wait for resources that others use."""
-_PACKAGES = ("turnwise", "torch", "ray")
+_PACKAGES = ("turnwise-rl", "torch", "ray")
 _log = logging.getLogger(__name__)
 
 

@@ -108,7 +108,7 @@ async def test_a_documented_loop_runs_with_only_its_imports_changed(tmp_path, lo
     sampled = [segment for segment in trajectory.segments if segment.sampled]
     assert len(sampled) == turns
     [row] = to_samples(trajectory).rows
-    assert row.input_ids[row.loss_mask].tolist() == [number for each in sampled for number in each.token_ids.tolist()]
+    assert row.input_ids[row.loss_mask].tolist() == [number for turn in sampled for number in turn.token_ids.tolist()]
 
 
 async def play(task: Task, **rollout: Any):

@@ -93,21 +93,21 @@ def test_the_loop_of_the_roadmap() -> None:
     assert "the number is 42" in renderer.decode(segments[2].token_ids)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-async def test_it_works_inside_a_running_loop_too(inside: bool) -> None:
+@pytest.mark.parametrize("in_loop", [False, True])
+async def test_sync_env_works_inside_a_running_loop(in_loop: bool) -> None:
     class Model:
         def call(self, obs):
-            return "guess: 42" if inside else {"role": "assistant", "content": "42"}
+            return "guess: 42" if in_loop else {"role": "assistant", "content": "42"}
 
-    extract = (lambda response: response.removeprefix("guess: ")) if inside else (lambda response: response)
+    extract = (lambda response: response.removeprefix("guess: ")) if in_loop else (lambda response: response)
     assert rollout(Model(), extract, "test-compat-safe") == 1.0
 
 
 def test_tools_and_tasks() -> None:
     env = env_lib.make("lookup")
     obs, done = env.reset(task=0, seed=3)
-    again, _ = env.reset(task=0, seed=3)
-    assert (obs, done) == (again, False)
+    repeated, _ = env.reset(task=0, seed=3)
+    assert (obs, done) == (repeated, False)
     assert [tool["function"]["name"] for tool in env.tools] == ["team_of", "manager_of"]
     *_, reward, done, info = env.step("nobody")
     assert (reward, done, info["truncated"]) == (0.0, True, False)

@@ -58,7 +58,7 @@ def test_fit_trains_an_agent_on_rows_with_an_algorithm(settings: dict[str, Any],
     assert summary.before is not None
     assert summary.after is not None
     records = lines(summary.directory / "metrics.jsonl")
-    [step] = [each for each in records if each["kind"] == "train"]
+    [step] = [record for record in records if record["kind"] == "train"]
     assert step["batch/trajectories"] == 8
     assert step["train/updates"] == 2
 

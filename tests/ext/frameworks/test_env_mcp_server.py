@@ -36,10 +36,10 @@ async def play(client: Client, seed: int, *, of_a_task: bool = False) -> types.C
     """Play lookup right; a task names the person."""
     [text] = texts(await client.call_tool("task", {}))
     person = text.removeprefix("Who manages ").removesuffix("?")
-    drawn = table(seed, person=person if of_a_task else None)
-    assert drawn.person == person
-    assert texts(await client.call_tool("team_of", {"person": drawn.person})) == [drawn.teams[drawn.person]]
-    team = await client.call_tool("manager_of", {"team": drawn.teams[drawn.person]})
+    answers = table(seed, person=person if of_a_task else None)
+    assert answers.person == person
+    assert texts(await client.call_tool("team_of", {"person": answers.person})) == [answers.teams[answers.person]]
+    team = await client.call_tool("manager_of", {"team": answers.teams[answers.person]})
     return await client.call_tool("finish", {"answer": texts(team)[0]})
 
 
@@ -82,7 +82,7 @@ class TestOneClient:
             with pytest.raises(MCPError, match="there is no resource"):
                 await client.read_resource("turnwise://other")
 
-    async def test_limits_of_the_environment_end_the_episode_and_it_is_scored(self) -> None:
+    async def test_limits_of_the_environment_end_and_score_the_episode(self) -> None:
         async with Client(EnvServer(LookupEnv, "lookup", seed=1).server()) as client:
             for _ in range(3):
                 result = await client.call_tool("nothing", {})
@@ -94,8 +94,8 @@ class TestOneClient:
                 return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say."}], {}
 
             def step(self, action):
-                over = action["content"] == "stop"
-                return StepResult("" if over else f"you said {action['content']}", 0.5, over, False, {})
+                finished = action["content"] == "stop"
+                return StepResult("" if finished else f"you said {action['content']}", 0.5, finished, False, {})
 
         async with Client(EnvServer(Echo, "echo").server()) as client:
             assert [tool.name for tool in (await client.list_tools()).tools] == ["task", "reply"]
@@ -203,7 +203,7 @@ class TestProcesses:
                 [text] = texts(await client.call_tool("task", {}))
                 assert text.startswith("Who manages ")
 
-    async def test_what_an_environment_prints_does_not_come_between_the_messages(self, tmp_path) -> None:
+    async def test_prints_of_an_environment_do_not_mix_with_messages(self, tmp_path) -> None:
         (tmp_path / "prints.py").write_text(
             "import itertools\nfrom turnwise import ToolEnv\nprint('imported', flush=True)\n"
             "class Prints(ToolEnv):\n"
@@ -217,10 +217,14 @@ class TestProcesses:
             f"{tmp_path}/prints.py:tasks", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+        parameters = {
+            "protocolVersion": "2025-06-18",
+            "capabilities": {},
+            "clientInfo": {"name": "test", "version": "1"},
+        }
         finish = {"name": "finish", "arguments": {"answer": "x"}}
         lines = [
-            {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": about},
+            {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": parameters},
             {"jsonrpc": "2.0", "method": "notifications/initialized"},
             {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": finish},
         ]
@@ -286,14 +290,18 @@ class TestProcesses:
 
     async def test_no_answer_waits_for_a_delayed_acknowledgement(self) -> None:
         """asyncio leaves Nagle's algorithm on where a listener was made elsewhere: 40 ms for an answer in two parts."""
-        said: asyncio.Queue[str] = asyncio.Queue()
-        serving = asyncio.create_task(EnvServer(LookupEnv, "lookup").serve_http("127.0.0.1", 0, said.put_nowait))
+        addresses: asyncio.Queue[str] = asyncio.Queue()
+        serving = asyncio.create_task(EnvServer(LookupEnv, "lookup").serve_http("127.0.0.1", 0, addresses.put_nowait))
         try:
-            url = (await said.get()).split()[-1]
+            url = (await addresses.get()).split()[-1]
             async with Client(url) as client:
                 await client.call_tool("team_of", {"person": "ana"})
-                mine = [each for each in psutil.Process().net_connections("tcp") if each.status == "ESTABLISHED"]
-                accepted = [each for each in mine if each.laddr.port == urlsplit(url).port]
+                established = [
+                    connection
+                    for connection in psutil.Process().net_connections("tcp")
+                    if connection.status == "ESTABLISHED"
+                ]
+                accepted = [connection for connection in established if connection.laddr.port == urlsplit(url).port]
                 assert accepted
                 for each in accepted:
                     with socket.socket(fileno=os.dup(each.fd)) as connection:
@@ -315,10 +323,10 @@ class TestToolEnvironment:
         result = await step_env(env, {"role": "assistant", "content": "4"})
         assert (result.reward, result.terminated) == (1.0, True)
 
-    async def test_tasks_that_bring_a_system_prompt_keep_it(self) -> None:
+    async def test_system_prompt_of_a_task_is_kept(self) -> None:
         env = make("tool", scorer="turnwise.envs.basic.task_env:only_tools", system="Be exact.")
-        own = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-        messages, _ = await reset_env(env, Task("t", own))
-        assert messages == own
+        prompt = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+        messages, _ = await reset_env(env, Task("t", prompt))
+        assert messages == prompt
         result = await step_env(env, {"role": "assistant", "content": "Hello"})
         assert result.info["rewards"] == {}

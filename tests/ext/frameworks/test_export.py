@@ -47,7 +47,7 @@ class HiddenDice(turnwise.ToolEnv):
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_gymnasium_makes_what_was_exported(name, tmp_path, monkeypatch) -> None:
+async def test_gymnasium_makes_an_exported_environment(name, tmp_path, monkeypatch) -> None:
     plays = await plays_of(name, tmp_path / "out", "gymnasium")
     monkeypatch.syspath_prepend(tmp_path / "out")
     importlib.import_module(f"turnwise_{name}")
@@ -76,7 +76,7 @@ async def over_mcp(folder: Path, play: Play) -> float:
         ends = "finish" if "finish" in names else "reply"
         result = None
         for action in play.actions:
-            calls = [(each["name"], each["arguments"]) for each in action.get("tool_calls") or ()]
+            calls = [(call["name"], call["arguments"]) for call in action.get("tool_calls") or ()]
             key = "answer" if ends == "finish" else "text"
             for tool, given in calls or [(ends, {key: action["content"]})]:
                 result = await client.call_tool(tool, given)
@@ -86,7 +86,7 @@ async def over_mcp(folder: Path, play: Play) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_client_of_mcp_plays_what_was_exported(name, tmp_path) -> None:
+async def test_mcp_client_plays_an_exported_environment(name, tmp_path) -> None:
     folder = tmp_path / "out"
     right, wrong = await plays_of(name, folder, "mcp")
     assert await over_mcp(folder, right) == sum(right.rewards)
@@ -106,7 +106,7 @@ def test_files_that_an_environment_names_come_along(tmp_path, monkeypatch) -> No
     assert "out/README.md" in done.stdout.replace("\n", "")
     record = json.loads((tmp_path / "out" / "env.json").read_text())
     assert (record["env"], record["config"]) == ("{folder}/env.py:HiddenDice", {"faces": "{folder}/faces.json"})
-    written = [each.read_text() for each in (tmp_path / "out").iterdir() if each.name != "env.py"]
+    written = [path.read_text() for path in (tmp_path / "out").iterdir() if path.name != "env.py"]
     assert not any(str(tmp_path) in text for text in written)
     assert "Two dice that only a tool shows." in (tmp_path / "out" / "README.md").read_text()
     (tmp_path / "env.py").unlink()
@@ -119,12 +119,12 @@ def test_files_that_an_environment_names_come_along(tmp_path, monkeypatch) -> No
     env.close()
 
 
-async def test_two_files_of_one_name_are_kept_apart(tmp_path) -> None:
+async def test_files_of_equal_names_get_different_copies(tmp_path) -> None:
     for folder, value in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "own.py").write_text(f"def worth():\n    return {value}\n")
     (tmp_path / "t.jsonl").write_text('{"id": "a", "prompt": "Say."}\n')
-    spec = EnvSpec("single_turn", {"scorer": {each: f"{tmp_path}/{each}/own.py:worth" for each in "ab"}})
+    spec = EnvSpec("single_turn", {"scorer": {folder: f"{tmp_path}/{folder}/own.py:worth" for folder in "ab"}})
     await export_env(spec, "openenv", tmp_path / "out", tasks=str(tmp_path / "t.jsonl"))
     exported = load_exported(tmp_path / "out")
     assert [task.id for task in exported.tasks] == ["a"]
@@ -141,7 +141,7 @@ async def test_two_files_of_one_name_are_kept_apart(tmp_path) -> None:
         (EnvSpec("lookup", tools={"function_tool_path": "a.py"}), "mcp", "loaded tools and wrappers are not exported"),
     ],
 )
-async def test_what_cannot_be_exported_says_why(spec, form, match, tmp_path) -> None:
+async def test_unexportable_environments_raise_with_the_reason(spec, form, match, tmp_path) -> None:
     with pytest.raises(ConfigError, match=match):
         await export_env(spec, form, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -157,7 +157,7 @@ async def test_a_folder_with_files_is_not_written_into(tmp_path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not an empty folder: name another one"):
         await export_env(EnvSpec("calculator"), "mcp", tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["mine.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_a_folder_that_was_not_exported_is_named(tmp_path) -> None:

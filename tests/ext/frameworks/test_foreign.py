@@ -47,28 +47,28 @@ def tiny(python: str | None, trouble: str = "", **more) -> Env:
 async def test_an_episode_has_the_framework_s_messages_rewards_and_end(python) -> None:
     env = tiny(python)
     messages, info = await reset_env(env, None, seed=2**40 + 3)
-    assert [each["role"] for each in messages] == ["system", "user"]
+    assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[0]["content"] == "Count down."
     assert messages[1]["content"].startswith("5 left, seed 3, lucky ")
     assert info == {"state": 5}
-    assert [each.name for each in schemas(env)] == ["take"]
+    assert [schema.name for schema in schemas(env)] == ["take"]
     first = await step_env(env, say("2"))
     assert (first.reward, first.terminated, first.truncated) == (2.0, False, False)
     assert first.info == {"metrics": {"taken": 2}, "notes": {"left": "3"}}
-    last = await step_env(env, say("3"))
-    assert (last.reward, last.terminated) == (3.0, True)
+    ending = await step_env(env, say("3"))
+    assert (ending.reward, ending.terminated) == (3.0, True)
     await close_env(env)
     await close_env(env)
 
 
 @PLACES
-async def test_what_an_episode_draws_depends_on_its_seed_alone(python) -> None:
-    async def played(*others: Env) -> list[str]:
+async def test_draws_of_an_episode_depend_on_its_seed_alone(python) -> None:
+    async def played(*interleaved: Env) -> list[str]:
         env = tiny(python)
         messages, _ = await reset_env(env, None, seed=11)
         seen = [messages[-1]["content"]]
         for _ in range(3):
-            for other in others:
+            for other in interleaved:
                 await step_env(other, say("0"))
             random.seed(5)
             seen.append((await step_env(env, say("1"))).observation[0]["content"])
@@ -77,14 +77,14 @@ async def test_what_an_episode_draws_depends_on_its_seed_alone(python) -> None:
 
     other = tiny(python)
     await reset_env(other, None, seed=4)
-    before = random.getstate()
+    state = random.getstate()
     assert await played() == await played(other)
     random.seed(5)
-    drawn = random.random()
-    random.setstate(before)
+    number = random.random()
+    random.setstate(state)
     random.seed(5)
     await step_env(other, say("0"))
-    assert random.random() == drawn
+    assert random.random() == number
     await close_env(other)
 
 
@@ -113,7 +113,7 @@ async def test_an_episode_that_a_limit_ends_has_the_framework_s_score(python) ->
 
 @PLACES
 @pytest.mark.parametrize(
-    ("trouble", "told"),
+    ("trouble", "message"),
     [
         ("raise", "ArithmeticError: the counter broke"),
         ("exit", "SystemExit: enough"),
@@ -124,13 +124,13 @@ async def test_an_episode_that_a_limit_ends_has_the_framework_s_score(python) ->
         ("partial", "the driver's step() gave no terminated, truncated: it returns a dict with them"),
     ],
 )
-async def test_what_goes_wrong_in_a_step_is_an_error_of_that_episode_alone(python, trouble, told) -> None:
+async def test_error_in_a_step_fails_only_its_episode(python, trouble, message) -> None:
     bystander, env = tiny(python), tiny(python, trouble)
     await reset_env(bystander, None, seed=1)
     await reset_env(env, None, seed=1)
     with pytest.raises(EnvError) as caught:
         await step_env(env, say("1"))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     await close_env(env)
     assert (await step_env(bystander, say("1"))).reward == 1.0
     await close_env(bystander)
@@ -147,7 +147,7 @@ async def test_a_reset_that_raises_is_an_error_and_leaves_nothing(python) -> Non
 
 
 @pytest.mark.parametrize(
-    ("trouble", "told"),
+    ("trouble", "message"),
     [
         ("die", r"ended with exit status 7; its last output: last words"),
         ("hang", r"step did not end within 0\.5 s, so it was killed"),
@@ -156,32 +156,32 @@ async def test_a_reset_that_raises_is_an_error_and_leaves_nothing(python) -> Non
         ("cancel", r"CancelledError"),
     ],
 )
-async def test_a_worker_that_dies_hangs_or_grows_costs_its_episode_and_no_later_one(trouble, told) -> None:
+async def test_lost_worker_fails_its_episode_and_no_later_one(trouble, message) -> None:
     env = tiny(sys.executable, trouble, timeout=0.5 if trouble == "hang" else 100.0, memory=2**31)
     await reset_env(env, None, seed=1)
     # The first request of a worker has more time, since it imports the framework: reset was it.
-    with pytest.raises(EnvError, match=told) as caught:
+    with pytest.raises(EnvError, match=message) as caught:
         await step_env(env, say("1"))
     assert caught.value.retryable
     assert "tiny:countdown" in str(caught.value)
     await close_env(env)
-    again = tiny(sys.executable, timeout=100.0, memory=2**31)
-    await reset_env(again, None, seed=1)
-    assert (await step_env(again, say("5"))).terminated
-    await close_env(again)
+    other_worker = tiny(sys.executable, timeout=100.0, memory=2**31)
+    await reset_env(other_worker, None, seed=1)
+    assert (await step_env(other_worker, say("5"))).terminated
+    await close_env(other_worker)
 
 
-async def test_the_time_of_a_request_begins_when_earlier_ones_are_answered() -> None:
+async def test_request_timeout_starts_after_earlier_answers() -> None:
     envs = [tiny(sys.executable, "slow", timeout=2.5) for _ in range(5)]
     for env in envs:
         await reset_env(env, None, seed=1)
     steps = await asyncio.gather(*(step_env(env, say("5")) for env in envs))
-    assert all(each.terminated for each in steps)
+    assert all(result.terminated for result in steps)
     for env in envs:
         await close_env(env)
 
 
-async def test_episodes_that_begin_together_wait_for_one_import() -> None:
+async def test_simultaneous_episodes_wait_for_one_import() -> None:
     # The driver loads each environment once: the other resets wait behind the load of the first.
     spec = {"timeout": 0.05, "memory": 2**32}
     envs = [tiny(sys.executable, **spec) for _ in range(4)]
@@ -199,7 +199,7 @@ async def test_an_environment_may_run_an_event_loop_of_its_own(python) -> None:
     assert asyncio.current_task() is not None
 
 
-async def test_what_a_model_writes_comes_alike_here_and_there() -> None:
+async def test_messages_arrive_equal_in_both_processes() -> None:
     call = ToolCall("c", "take", {"much": 10**30, "word": "a\ud800b"}, "{}")
     action = {"role": "assistant", "content": "half \ud83d é", "tool_calls": [call]}
     seen = []
@@ -266,7 +266,7 @@ async def play_through_kills(kills: int, seed: int) -> None:
     async def kill() -> None:
         while len(killed) < kills:
             await asyncio.sleep(draw.random() * 0.1)  # a random moment, and not a point of the test's own
-            for worker in [each for listed in pool._workers.values() for each in listed if each.episodes]:
+            for worker in [busy for listed in pool._workers.values() for busy in listed if busy.episodes]:
                 if worker.ended is None and worker.pid not in killed:
                     os.kill(worker.pid, signal.SIGKILL)
                     killed.add(worker.pid)
@@ -277,8 +277,8 @@ async def play_through_kills(kills: int, seed: int) -> None:
     await killing
     await producer.close()
     assert [group.failed for group in groups] == [0] * len(groups)
-    assert [each.reward for group in groups for each in group.trajectories] == [20.0] * 2 * len(groups)
-    errors = [each.error for each in written if each.error is not None]
+    assert [trajectory.reward for group in groups for trajectory in group.trajectories] == [20.0] * 2 * len(groups)
+    errors = [trajectory.error for trajectory in written if trajectory.error is not None]
     assert all("was killed by SIGKILL" in error or "the worker was closed" in error for error in errors)
 
 
@@ -302,16 +302,16 @@ BAD: list[tuple[str, dict, type[Exception], str]] = [
 
 
 @PLACES
-@pytest.mark.parametrize(("name", "config", "kind", "told"), BAD)
-def test_what_cannot_be_made_is_an_error_before_any_episode(python, name, config, kind, told) -> None:
+@pytest.mark.parametrize(("name", "config", "kind", "message"), BAD)
+def test_unmakeable_environment_raises_before_any_episode(python, name, config, kind, message) -> None:
     # Only the first environments of a process are tried with their arguments, and other tests made many.
     core._opened.cache_clear()
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         make(name, **config, **({} if python is None else {"python": python}))
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"python": "/no/such/python"}, "python is '/no/such/python': there is no such program"),
         ({"python": str(Path(sys.executable).parents[1])}, "a folder: write .*bin/python"),
@@ -325,8 +325,8 @@ def test_what_cannot_be_made_is_an_error_before_any_episode(python, name, config
         ({"processes": 0}, "processes is 0: it must be a whole number of at least 1"),
     ],
 )
-def test_settings_out_of_range_are_named(config, told) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_settings_out_of_range_are_named(config, message) -> None:
+    with pytest.raises(ConfigError, match=message):
         make("tiny:countdown", **config)
 
 
@@ -334,12 +334,12 @@ def test_an_interpreter_that_is_none_is_an_error_with_its_output(tmp_path) -> No
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho I am a shell >&2\nexit 3\n")
     fake.chmod(0o755)
-    told = "tiny.*ended with exit status 3; its last output: I am a shell; is .* an interpreter.*python=PATH"
-    with pytest.raises(EnvError, match=told):
+    message = "tiny.*ended with exit status 3; its last output: I am a shell; is .* an interpreter.*python=PATH"
+    with pytest.raises(EnvError, match=message):
         make("tiny:countdown", python=str(fake))
 
 
-def test_an_interrupt_while_an_interpreter_starts_ends_it(tmp_path) -> None:
+def test_interrupt_ends_a_starting_interpreter(tmp_path) -> None:
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\nkill -INT $PPID\nexec sleep 600\n")
     fake.chmod(0o755)
@@ -374,7 +374,7 @@ def test_a_framework_that_is_not_installed_is_named_with_its_pip_line(python, tm
         make(f"{prefix}:x", python=python)
 
 
-def test_another_version_than_the_tested_one_is_warned_of_once(caplog) -> None:
+def test_untested_version_warns_once(caplog) -> None:
     framework = core.Framework("versioned", "reasoning_gym", "pytest==0.1")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -420,13 +420,13 @@ async def test_an_export_names_the_interpreter_from_anywhere_and_refuses_several
 
 
 def test_seeded_tasks_of_splits_share_no_seed() -> None:
-    drawn = {}
+    seeds = {}
     for split in core.SPLITS:
         rows = list(tasks("tiny:countdown", split=split, size=50, seed=7))
-        assert [each.id for each in rows[:2]] == [f"countdown-{split}-7", f"countdown-{split}-8"]
-        drawn[split] = {each.data["seed"] + each.data["index"] for each in rows}
+        assert [row.id for row in rows[:2]] == [f"countdown-{split}-7", f"countdown-{split}-8"]
+        seeds[split] = {row.data["seed"] + row.data["index"] for row in rows}
     assert (
-        not drawn["train"] & drawn["test"] | drawn["train"] & drawn["validation"] | drawn["test"] & drawn["validation"]
+        not seeds["train"] & seeds["test"] | seeds["train"] & seeds["validation"] | seeds["test"] & seeds["validation"]
     )
     default = load_tasks(env_class("tiny:countdown").default_tasks)
     assert len(default) == 1000
@@ -436,20 +436,20 @@ def test_seeded_tasks_of_splits_share_no_seed() -> None:
 @PLACES
 async def test_a_task_s_seed_is_that_of_its_episode(python) -> None:
     task = next(tasks("tiny:countdown", split="test", seed=7, start=2))
-    told = []
+    observed = []
     for seed in (1, 2):
         env = tiny(python)
         messages, _ = await reset_env(env, task, seed=seed)
-        told.append(messages[-1]["content"])
+        observed.append(messages[-1]["content"])
         await close_env(env)
-    assert told[0] == told[1]
-    assert f"seed {core.SPLITS['test'] + 9}," in told[0]
+    assert observed[0] == observed[1]
+    assert f"seed {core.SPLITS['test'] + 9}," in observed[0]
 
 
 def test_levels_of_a_framework_s_curriculum_are_taken_in_turn() -> None:
     rows = list(tasks("reasoning-gym:spell_backward", size=4, seed=2, levels=[0, 3]))
-    assert [each.data["level"] for each in rows] == [0, 3, 0, 3]
-    assert [each.id for each in rows[:2]] == ["spell_backward-train-2-level-0", "spell_backward-train-3-level-3"]
+    assert [row.data["level"] for row in rows] == [0, 3, 0, 3]
+    assert [row.id for row in rows[:2]] == ["spell_backward-train-2-level-0", "spell_backward-train-3-level-3"]
     with pytest.raises(TaskError, match="tiny has no levels: remove levels"):
         list(tasks("tiny:countdown", levels=[0]))
     for wrong in ([], [-1], ["a"], 3):
@@ -457,7 +457,7 @@ def test_levels_of_a_framework_s_curriculum_are_taken_in_turn() -> None:
             list(tasks("reasoning-gym:spell_backward", levels=wrong))
 
 
-def test_a_framework_of_one_run_a_process_needs_an_interpreter() -> None:
+def test_framework_of_one_run_per_process_needs_an_interpreter() -> None:
     with pytest.raises(ConfigError, match=r"inspect needs a separate process.*inspect-ai==0\.3\.285.*python=PATH"):
         make("inspect:tasks.py@sums")
 
@@ -478,17 +478,17 @@ def test_rows_of_a_framework_s_dataset_are_tasks(python, monkeypatch) -> None:
     assert load_tasks(env.default_tasks)[300].prompt == "from 303 "
 
 
-def test_long_rows_come_in_several_answers_and_endless_ones_need_a_number(monkeypatch) -> None:
+def test_long_rows_are_sent_in_parts_and_endless_rows_need_a_number(monkeypatch) -> None:
     monkeypatch.setitem(core._FRAMEWORKS, "tiny", core.Framework("tiny", str(DRIVER), "turnwise-tiny", has_rows=True))
     rows = list(tasks("tiny:countdown", kwargs={"padding": 20_000}))
-    assert [each.data["start"] for each in rows] == list(range(3, 703))
+    assert [row.data["start"] for row in rows] == list(range(3, 703))
     with pytest.raises(TaskError, match=r"its dataset has no end: give their number \(size\)"):
         next(tasks("tiny:countdown", kwargs={"trouble": "endless"}))
     assert len(list(tasks("tiny:countdown", kwargs={"trouble": "endless"}, size=5))) == 5
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "told"),
+    ("arguments", "kind", "message"),
     [
         ({"env": "nowhere:x"}, RegistryError, "such names begin with reasoning-gym:"),
         ({"env": "tiny:countdown", "split": "dev"}, TaskError, "split is 'dev': it must be one of train, validation"),
@@ -497,12 +497,12 @@ def test_long_rows_come_in_several_answers_and_endless_ones_need_a_number(monkey
         ({"env": "tiny:countdown", "seed": 499_999_500}, TaskError, "it must be from 0 to 499999000"),
     ],
 )
-def test_tasks_that_cannot_be(arguments, kind, told) -> None:
-    with pytest.raises(kind, match=told):
+def test_invalid_task_arguments_raise_task_error(arguments, kind, message) -> None:
+    with pytest.raises(kind, match=message):
         next(tasks(**arguments))
 
 
-def test_a_worker_ends_with_the_process_that_started_it(tmp_path) -> None:
+def test_worker_ends_with_its_parent(tmp_path) -> None:
     program = f"""
 import asyncio, os, signal
 from turnwise.envs import make, reset_env

@@ -36,9 +36,7 @@ def drawn(plan: list[str], seed: int) -> list[Any]:
     plans=st.lists(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), min_size=1, max_size=4),
     order=st.randoms(use_true_random=False),
 )
-def test_episodes_that_take_turns_draw_what_each_draws_alone(
-    readable: bool, plans: list[list[str]], order: random.Random
-) -> None:
+def test_interleaved_episodes_draw_as_alone(readable: bool, plans: list[list[str]], order: random.Random) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not readable:
             patch.setattr(random_state, "_address", lambda numpy: None)

@@ -28,8 +28,8 @@ class Trace(SimpleNamespace):
 class Counting:
     """A framework's environment that asks its model ``turns`` times, and says how often it did."""
 
-    def __init__(self, turns: int = 2, trouble: str = "", **ended: Any) -> None:
-        self.turns, self.trouble, self.ended, self.asked = turns, trouble, ended, []
+    def __init__(self, turns: int = 2, trouble: str = "", **ending: Any) -> None:
+        self.turns, self.trouble, self.ended, self.asked = turns, trouble, ending, []
 
     def task(self, data: Any, seed: int | None) -> tuple[Any, int | None]:
         return data, seed
@@ -47,11 +47,14 @@ class Counting:
         play.joined(trace, "player")
         messages, tools = [{"role": "system", "content": "Count."}, {"role": "user", "content": f"task {task}"}], TOOLS
         for turn in range(self.turns):
-            said = await play.ask({"messages": list(messages), "tools": tools})
-            if said is None:
+            completion = await play.ask({"messages": list(messages), "tools": tools})
+            if completion is None:
                 break
-            self.asked.append(said)
-            messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": f"turn {turn}"}]
+            self.asked.append(completion)
+            messages += [
+                {"role": "assistant", "content": completion["content"]},
+                {"role": "user", "content": f"turn {turn}"},
+            ]
             messages = messages[1:] if self.trouble == "shortened" else messages
             tools = [] if self.trouble == "tools" else tools
             if self.trouble == "again":
@@ -72,12 +75,12 @@ def say(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-async def begun(place: Counting) -> tuple[verifiers.Play, dict[str, Any]]:
-    play = verifiers.Play(place)
+async def begun(environment: Counting) -> tuple[verifiers.Play, dict[str, Any]]:
+    play = verifiers.Play(environment)
     return play, await play.reset({"n": 1}, 5)
 
 
-async def test_each_request_is_what_the_player_observes_next() -> None:
+async def test_next_request_is_the_next_observation() -> None:
     play, first = await begun(Counting())
     assert first["messages"] == [
         {"role": "system", "content": "Count."},
@@ -91,24 +94,24 @@ async def test_each_request_is_what_the_player_observes_next() -> None:
         "terminated": False,
         "truncated": False,
     }
-    last = await play.step(say("b"))
-    assert (last["messages"], last["reward"], last["rewards"]) == ([], 1.0, {"count": 1.0})
-    assert (last["metrics"], last["notes"]) == ({"letters": 3.0}, {})
-    assert (last["terminated"], last["truncated"]) == (True, False)
+    ending = await play.step(say("b"))
+    assert (ending["messages"], ending["reward"], ending["rewards"]) == ([], 1.0, {"count": 1.0})
+    assert (ending["metrics"], ending["notes"]) == ({"letters": 3.0}, {})
+    assert (ending["terminated"], ending["truncated"]) == (True, False)
     with pytest.raises(Failure, match="the episode is over"):
         await play.step(say("c"))
     await play.close()
 
 
-@pytest.mark.parametrize("ended", [{"is_truncated": True, "stop_condition": "max_turns"}, {"is_timeout": True}])
-async def test_what_its_limits_end_is_truncated(ended) -> None:
-    play, _ = await begun(Counting(turns=1, **ended))
-    last = await play.step(say("a"))
-    assert (last["terminated"], last["truncated"]) == (False, True)
-    assert last["notes"] == ({"stop": "max_turns"} if "stop_condition" in ended else {})
+@pytest.mark.parametrize("ending", [{"is_truncated": True, "stop_condition": "max_turns"}, {"is_timeout": True}])
+async def test_framework_limits_truncate_the_episode(ending) -> None:
+    play, _ = await begun(Counting(turns=1, **ending))
+    result = await play.step(say("a"))
+    assert (result["terminated"], result["truncated"]) == (False, True)
+    assert result["notes"] == ({"stop": "max_turns"} if "stop_condition" in ending else {})
 
 
-async def test_a_limit_of_the_player_scores_what_there_is() -> None:
+async def test_limit_of_the_player_scores_the_partial_episode() -> None:
     play, _ = await begun(Counting(turns=5))
     await play.step(say("a"))
     assert await play.score(None) == {"count": 0.5}
@@ -120,14 +123,14 @@ async def test_a_limit_of_the_player_scores_what_there_is() -> None:
 async def test_calls_without_a_result_are_answered() -> None:
     play, _ = await begun(Counting(turns=1))
     call = {"id": "c1", "name": "take", "arguments": {}, "raw": "", "error": None}
-    last = await play.step({**say(""), "tool_calls": [call]})
-    assert last["messages"] == [
+    result = await play.step({**say(""), "tool_calls": [call]})
+    assert result["messages"] == [
         {"role": "tool", "tool_call_id": "c1", "name": "take", "content": "the episode is over"}
     ]
 
 
 @pytest.mark.parametrize(
-    ("place", "told"),
+    ("environment", "message"),
     [
         (Counting(trouble="shortened"), "its harness rewrote the conversation"),
         (Counting(trouble="tools"), "its tools changed in an episode"),
@@ -139,9 +142,9 @@ async def test_calls_without_a_result_are_answered() -> None:
         ),
     ],
 )
-async def test_what_has_no_form_here_is_an_error_of_the_episode(place, told) -> None:
-    play, _ = await begun(place)
-    with pytest.raises(Failure, match=told):
+async def test_unsupported_requests_fail_the_episode(environment, message) -> None:
+    play, _ = await begun(environment)
+    with pytest.raises(Failure, match=message):
         await play.step(say("a"))
     await play.close()
 
@@ -160,7 +163,7 @@ async def test_close_ends_the_run_of_the_framework() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed here")
-def test_where_it_is_not_installed_its_pip_line_is_named() -> None:
+def test_missing_framework_names_its_pip_line() -> None:
     with pytest.raises(
         ConfigError, match=r"has no verifiers\.v1 .*pip install 'verifiers==0\.4\.0', or name an interp"
     ):
@@ -174,11 +177,11 @@ def test_a_message_becomes_a_completion_and_a_stream() -> None:
         {"id": "c1", "name": "take", "arguments": {"n": "é"}, "raw": "", "error": None},
         {"id": "c2", "name": "take", "arguments": {}, "raw": "{n:", "error": "no JSON"},
     ]
-    made = verifiers._completion({**say("So."), "tool_calls": calls}, {"model": "m"})
-    [choice] = made["choices"]
+    completion = verifiers._completion({**say("So."), "tool_calls": calls}, {"model": "m"})
+    [choice] = completion["choices"]
     assert choice["finish_reason"] == "tool_calls"
-    assert [each["function"]["arguments"] for each in choice["message"]["tool_calls"]] == ['{"n": "é"}', "{n:"]
-    events = verifiers._streamed(made).decode().split("\n\n")
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"n": "é"}', "{n:"]
+    events = verifiers._streamed(completion).decode().split("\n\n")
     assert (len(events), events[1]) == (3, "data: [DONE]")
     assert '"index": 1, "id": "c2"' in events[0]
     assert verifiers._completion(say("x"), {})["choices"][0]["finish_reason"] == "stop"

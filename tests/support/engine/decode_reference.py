@@ -32,9 +32,9 @@ class PlainKernels:
         for token, (position, *row) in enumerate(rows.T.tolist()):
             if position >= 0:
                 first = 0 if window is None else max(0, position + 1 - window)
-                keys, values = (each[:, first : position + 1] for each in views(row, geometry, layer))
-                asked = query[token].view(geometry.heads, -1, geometry.key_dim)
-                scores = asked @ keys.transpose(1, 2) * (geometry.key_dim**-0.5 if scale is None else scale)
+                keys, values = (view[:, first : position + 1] for view in views(row, geometry, layer))
+                queries = query[token].view(geometry.heads, -1, geometry.key_dim)
+                scores = queries @ keys.transpose(1, 2) * (geometry.key_dim**-0.5 if scale is None else scale)
                 out[token] = (scores.softmax(-1) @ values).reshape(query.shape[1], -1)
         return out
 
@@ -44,9 +44,9 @@ def views(row: list[int], geometry: Geometry, layer: int) -> tuple[torch.Tensor,
     address, step, capacity = row
     width = max(geometry.key_dim, geometry.value_dim)
 
-    def view(place: int, size: int) -> torch.Tensor:
+    def view(offset: int, size: int) -> torch.Tensor:
         count = geometry.heads * capacity * width
-        memory = (ctypes.c_float * count).from_address(address + 4 * place * step)
+        memory = (ctypes.c_float * count).from_address(address + 4 * offset * step)
         return torch.from_numpy(np.ctypeslib.as_array(memory)).view(geometry.heads, capacity, width)[..., :size]
 
     return view(layer, geometry.key_dim), view(geometry.layers + layer, geometry.value_dim)

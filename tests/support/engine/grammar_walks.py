@@ -77,15 +77,15 @@ class Walker:
         self.prompt = self.renderer.render(canonical_messages([{"role": "user", "content": "Hi."}]), TOOLS)
 
     def walk(
-        self, guide: Guide, seed: int, most: int = 1500, *, tools: Sequence[ToolSchema] = TOOLS
+        self, guide: Guide, seed: int, limit: int = 1500, *, tools: Sequence[ToolSchema] = TOOLS
     ) -> tuple[TokenIds, bool]:
         """Return what was sampled, and whether it came to its end."""
         tagged = self.renderer.guides.tagged(guide, self.prompt, tools)
-        held = self.guides.hold(tagged.tag, self.stops)
+        grammar = self.guides.hold(tagged.tag, self.stops)
         draw = random.Random(seed)
         ids: list[int] = []
-        while len(ids) < most:
-            allowed = held.allowed()
+        while len(ids) < limit:
+            allowed = grammar.allowed()
             ends = [stop for stop in self.stops if allowed[stop]]
             liked = np.flatnonzero(allowed & self.likes)
             if ends and draw.random() < 0.7:
@@ -95,7 +95,7 @@ class Walker:
             if token in self.stops:
                 return as_ids([*ids, token]), True
             ids.append(token)
-            held.take(token)
+            grammar.take(token)
         return as_ids(ids), False
 
 
@@ -104,9 +104,9 @@ def walker(family: str) -> Walker:
     return Walker(family)
 
 
-def check(held: str, message: Message) -> None:
+def check(kind: str, message: Message) -> None:
     """Hold a message to what was asked."""
-    guide = HELD[held]
+    guide = HELD[kind]
     calls, text = message.get("tool_calls") or (), text_of(message)
     for call in calls:
         assert call.error is None

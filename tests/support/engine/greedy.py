@@ -33,46 +33,46 @@ def prompts(vocabulary: int, count: int, seed: int = 0) -> list[TokenPrompt]:
 async def conversations(checkpoint: Path, count: int) -> list[TokenPrompt]:
     """Return prompts of conversations that the model was not trained on, some before the first call, some after it."""
     renderer = load_renderer(checkpoint)
-    found = []
+    prompts = []
     for number, row in enumerate((await right_conversations(20 * count, seed=1))[:count]):
         tools = [ToolSchema(**tool["function"]) for tool in row["tools"]]
-        calls = [place for place, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+        calls = [index for index, message in enumerate(row["messages"]) if message["role"] == "assistant"]
         until = calls[number % len(calls)]
-        found.append(TokenPrompt(renderer.render(canonical_messages(row["messages"][:until]), tools)))
-    return found
+        prompts.append(TokenPrompt(renderer.render(canonical_messages(row["messages"][:until]), tools)))
+    return prompts
 
 
 def logits(model: Any, prompt: TokenPrompt, completion: TokenIds) -> torch.Tensor:
     """Return what the model itself says at each sampled position: [tokens, vocabulary]."""
     ids = np.concatenate([prompt.token_ids, completion]).astype(np.int64)
     with torch.inference_mode():
-        said = model(input_ids=torch.from_numpy(ids).unsqueeze(0)).logits[0].float()
-    return said[len(prompt.token_ids) - 1 : -1]
+        output = model(input_ids=torch.from_numpy(ids).unsqueeze(0)).logits[0].float()
+    return output[len(prompt.token_ids) - 1 : -1]
 
 
-async def greedy(client: HTTPClient, asked: Sequence[TokenPrompt]) -> list[Completion]:
+async def greedy(client: HTTPClient, prompts: Sequence[TokenPrompt]) -> list[Completion]:
     """Return what a server says at temperature 0."""
-    return await asyncio.gather(*(client.generate(prompt, GREEDY, session_id="") for prompt in asked))
+    return await asyncio.gather(*(client.generate(prompt, GREEDY, session_id="") for prompt in prompts))
 
 
-async def builtin_greedy(model: Path, asked: Sequence[TokenPrompt], logs: Path) -> list[Completion]:
+async def builtin_greedy(model: Path, prompts: Sequence[TokenPrompt], logs: Path) -> list[Completion]:
     """Return what the built-in server of a model says at temperature 0."""
     builtin = BuiltinReplica(model, InferenceConfig(dtype="float32"), log_file=logs / "builtin.log")
     await builtin.launch()
-    own = HTTPClient([builtin.url])
+    client = HTTPClient([builtin.url])
     try:
-        return await greedy(own, asked)
+        return await greedy(client, prompts)
     finally:
-        await own.close()
+        await client.close()
         await builtin.close()
 
 
 def check_greedy(
-    model: Any, asked: Sequence[TokenPrompt], theirs: Sequence[Completion], ours: Sequence[Completion]
+    model: Any, prompts: Sequence[TokenPrompt], theirs: Sequence[Completion], ours: Sequence[Completion]
 ) -> None:
     """See that two servers of a model say the same, up to where the model itself is undecided."""
     compared = 0
-    for prompt, one, other in zip(asked, theirs, ours, strict=True):
+    for prompt, one, other in zip(prompts, theirs, ours, strict=True):
         assert len(one.token_ids) == len(other.token_ids) == TOKENS
         best = logits(model, prompt, other.token_ids).topk(2).values
         ties = ((best[:, 0] - best[:, 1]) < _TIE).nonzero()
@@ -81,4 +81,4 @@ def check_greedy(
         assert np.abs(one.logprobs[:until] - other.logprobs[:until]).max(initial=0) < CLOSE
         compared += until
     # Ties are rare in a trained model: nearly everything was compared.
-    assert compared > 0.8 * TOKENS * len(asked)
+    assert compared > 0.8 * TOKENS * len(prompts)

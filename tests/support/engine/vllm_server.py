@@ -33,8 +33,8 @@ def vllm_python() -> Path:
 def vllm_config(**changes: Any) -> InferenceConfig:
     """Return how tests serve: in float32, with little memory."""
     plain = {"dtype": "float32", "max_seqs": 32, "kv_tokens": 32768}
-    given = {"engine": "vllm", "server": {"python": vllm_python()}, **plain, **changes}
-    return InferenceConfig.model_validate(given)
+    keys = {"engine": "vllm", "server": {"python": vllm_python()}, **plain, **changes}
+    return InferenceConfig.model_validate(keys)
 
 
 async def right_conversations(count: int, seed: int) -> list[dict[str, Any]]:
@@ -76,11 +76,11 @@ def train_checkpoint(directory: Path, steps: int = 100) -> None:
 
 def members(group: int) -> list[psutil.Process]:
     """Return the running processes of a process group."""
-    found = []
+    running = []
     for process in psutil.process_iter(["status"]):
         try:
             if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                running.append(process)
         except ProcessLookupError:
             continue
-    return found
+    return running

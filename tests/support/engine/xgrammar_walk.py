@@ -13,12 +13,12 @@ def bits(mask: Any, size: int) -> list[int]:
     return [number for number in range(size) if (int(mask[0][number // 32]) >> (number % 32)) & 1]
 
 
-def walk(matcher: Any, draw: random.Random, stops: list[int], likes: set[int], size: int, most: int) -> list[int]:
+def walk(matcher: Any, draw: random.Random, stops: list[int], likes: set[int], size: int, limit: int) -> list[int]:
     import xgrammar
 
     ids: list[int] = []
     mask = xgrammar.allocate_token_bitmask(1, size)
-    while len(ids) < most:
+    while len(ids) < limit:
         matcher.fill_next_token_bitmask(mask, 0)
         allowed = bits(mask, size)
         ends = [stop for stop in stops if stop in allowed]
@@ -48,11 +48,11 @@ def main() -> None:
         grammar = compiler.compile_structural_tag(job["tag"])
         refused = None
         matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=job["stops"])
-        for place, token in enumerate(job["ids"]):
+        for position, token in enumerate(job["ids"]):
             mask = xgrammar.allocate_token_bitmask(1, size)
             matcher.fill_next_token_bitmask(mask, 0)
             if token not in bits(mask, size) or not matcher.accept_token(token):
-                refused = place
+                refused = position
                 break
         walks = []
         for seed in range(job["walks"]):

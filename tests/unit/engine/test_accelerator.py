@@ -22,13 +22,13 @@ KIND = re.compile(rf"({'|'.join(KINDS)})(:\d+)?")
 
 def literals(text: str) -> list[tuple[int, str]]:
     """Return the texts of a module that name a device, and attributes such as ``torch.cuda``, with their lines."""
-    found = []
+    names = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and KIND.fullmatch(node.value):
-            found.append((node.lineno, node.value))
+            names.append((node.lineno, node.value))
         elif isinstance(node, ast.Attribute) and node.attr in KINDS and getattr(node.value, "id", "") == "torch":
-            found.append((node.lineno, f"torch.{node.attr}"))
-    return found
+            names.append((node.lineno, f"torch.{node.attr}"))
+    return names
 
 
 def test_no_device_is_named_anywhere_else() -> None:
@@ -45,7 +45,7 @@ def test_a_name_is_seen() -> None:
     assert literals(code) == [(1, "cuda"), (2, "cuda:1"), (3, "torch.cuda")]
 
 
-def test_what_is_configured_is_a_device() -> None:
+def test_configured_device_names_are_validated() -> None:
     for name in ("auto", "cpu", "cuda", "cuda:3", "xpu:0", "npu"):
         assert InferenceConfig(device=name).device == name
     for name in ("gpu", "cuda:", "cuda:x", "cpu:0", "auto:1", ""):
@@ -56,8 +56,8 @@ def test_what_is_configured_is_a_device() -> None:
 
 def test_other_kinds_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turnwise.placement.devices.KINDS", dict(KINDS))
-    made = register_device(DeviceKind("hpu", "hccl"))
-    assert register_device(made) is made
+    kind = register_device(DeviceKind("hpu", "hccl"))
+    assert register_device(kind) is kind
     assert check_device("hpu:1") == "hpu:1"
     with pytest.raises(RegistryError, match="'hpu' is registered already"):
         register_device(DeviceKind("hpu", "gloo"))

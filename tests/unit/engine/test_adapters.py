@@ -38,12 +38,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def factors(info: AdapterInfo, seed: int, architecture: str = "qwen3") -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    model, found = make_model(architecture), {}
+    model, tensors = make_model(architecture), {}
     for target in info.targets:
         out, into = model.get_submodule(target).weight.shape
-        found[f"{target}.lora_A.weight"] = 0.3 * torch.randn(info.rank, into, generator=draw)
-        found[f"{target}.lora_B.weight"] = 0.3 * torch.randn(out, info.rank, generator=draw)
-    return found
+        tensors[f"{target}.lora_A.weight"] = 0.3 * torch.randn(info.rank, into, generator=draw)
+        tensors[f"{target}.lora_B.weight"] = 0.3 * torch.randn(out, info.rank, generator=draw)
+    return tensors
 
 
 class Desk:
@@ -54,7 +54,7 @@ class Desk:
         self.engine = Engine(CausalLM(directory), self._take, tokenizer=make_tokenizer(), **options)  # type: ignore[arg-type]
 
     def _take(self, outputs: list[Output]) -> None:
-        self.outputs |= {each.id: each for each in outputs if each.finish_reason is not None}
+        self.outputs |= {output.id: output for output in outputs if output.finish_reason is not None}
 
     def submit(self, name: str, prompt: np.ndarray, params: SamplingParams, adapter: str | None = None) -> None:
         number = 0 if adapter is None else self.engine.model.adapters.numbers[adapter]
@@ -84,25 +84,25 @@ def same(one: Output, other: Output) -> None:
 def test_a_batch_of_two_adapters_and_the_model_equals_three_servers(directory: Path, options: dict[str, int]) -> None:
     rng = np.random.default_rng(2)
     prompts = [random_prompt(rng, size) for size in (3, 20, 41, 41, 9, 60)]
-    given = {"solver": (SOLVER, factors(SOLVER, 1)), "critic": (CRITIC, factors(CRITIC, 2))}
+    adapters = {"solver": (SOLVER, factors(SOLVER, 1)), "critic": (CRITIC, factors(CRITIC, 2))}
     shared = Desk(directory, adapters=("solver", "critic"), **options)
-    for info, tensors in given.values():
+    for info, tensors in adapters.values():
         shared.engine.update_weights(tensors, 1, info)
-    for place, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
+    for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
         # All prompts by all: only the adapter tells them apart.
         for who in ("solver", "critic", None):
-            shared.submit(f"{who}-{place}", prompt, params, who)
-    found = shared.drain()
-    drawn = set()
+            shared.submit(f"{who}-{number}", prompt, params, who)
+    outputs = shared.drain()
+    completions = set()
     for who in ("solver", "critic", None):
-        info, tensors = given.get(str(who), (SOLVER, None))
-        own = alone(directory, tensors, info)
-        for place, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
-            own.submit(f"{who}-{place}", prompt, params)
-        for name, output in own.drain().items():
-            same(found[name], output)
-        drawn.add(tuple(found[f"{who}-2"].token_ids.tolist()))
-    assert len(drawn) == 3, "the adapters change nothing"
+        info, tensors = adapters.get(str(who), (SOLVER, None))
+        single = alone(directory, tensors, info)
+        for number, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
+            single.submit(f"{who}-{number}", prompt, params)
+        for name, output in single.drain().items():
+            same(outputs[name], output)
+        completions.add(tuple(outputs[f"{who}-2"].token_ids.tolist()))
+    assert len(completions) == 3, "the adapters change nothing"
 
 
 def test_an_adapter_that_is_not_loaded_yet_is_the_bare_model(directory: Path) -> None:
@@ -111,14 +111,14 @@ def test_an_adapter_that_is_not_loaded_yet_is_the_bare_model(directory: Path) ->
     shared.engine.update_weights(factors(CRITIC, 2), 5, CRITIC)
     shared.submit("a", prompt, LONG, "solver")
     shared.submit("b", prompt, LONG, "critic")
-    found = shared.drain()
-    own = Desk(directory)
-    own.submit("a", prompt, LONG)
-    same(found["a"], own.drain()["a"])
-    assert [found[name].weight_versions for name in "ab"] == [((4, 0, 30),), ((5, 0, 30),)]
+    outputs = shared.drain()
+    bare = Desk(directory)
+    bare.submit("a", prompt, LONG)
+    same(outputs["a"], bare.drain()["a"])
+    assert [outputs[name].weight_versions for name in "ab"] == [((4, 0, 30),), ((5, 0, 30),)]
 
 
-def test_an_update_of_one_touches_neither_requests_nor_prefixes_of_the_other(directory: Path) -> None:
+def test_update_of_one_adapter_keeps_requests_and_prefixes_of_the_other(directory: Path) -> None:
     rng = np.random.default_rng(3)
     prompt = random_prompt(rng, 40)
     shared = Desk(directory, adapters=("solver", "critic"))
@@ -133,29 +133,29 @@ def test_an_update_of_one_touches_neither_requests_nor_prefixes_of_the_other(dir
         shared.submit(f"{who}-running", random_prompt(rng, 30), LONG, who)
     for _ in range(10):
         shared.engine.step()
-    before = shared.engine.refresh_stats().prefilled_tokens
+    prefilled_before = shared.engine.refresh_stats().prefilled_tokens
     shared.engine.update_weights(factors(SOLVER, 7), 2, SOLVER)
     stats = shared.engine.refresh_stats()
     # The critic's prefix and its running request are still there; the solver's prefix is not, its request waits.
     assert (stats.retained, stats.running, stats.waiting) == (1, 1, 1)
     for who in ("solver", "critic"):
         shared.submit(f"{who}-second", more, PARAMS[1], who)
-    found = shared.drain()
-    assert found["critic-running"].weight_versions == ((1, 0, 30),)
-    [(_, _, end), (version, start, _)] = found["solver-running"].weight_versions
+    outputs = shared.drain()
+    assert outputs["critic-running"].weight_versions == ((1, 0, 30),)
+    [(_, _, end), (version, start, _)] = outputs["solver-running"].weight_versions
     assert version == 2
     assert 0 < start == end < 30
     # What the critic computed before is used again, what the solver's earlier weights computed is not.
-    assert found["critic-second"].cached_tokens == 40
-    assert found["solver-second"].cached_tokens == 0
-    again = shared.engine.refresh_stats().prefilled_tokens - before
-    assert again == (30 + start) + len(more) + (len(more) - 40)
-    own = alone(directory, factors(SOLVER, 7), SOLVER)
-    own.submit("solver-second", more, PARAMS[1])
-    same(found["solver-second"], own.drain()["solver-second"])
-    own = alone(directory, factors(CRITIC, 2), CRITIC)
-    own.submit("critic-second", more, PARAMS[1])
-    same(found["critic-second"], own.drain()["critic-second"])
+    assert outputs["critic-second"].cached_tokens == 40
+    assert outputs["solver-second"].cached_tokens == 0
+    prefilled = shared.engine.refresh_stats().prefilled_tokens - prefilled_before
+    assert prefilled == (30 + start) + len(more) + (len(more) - 40)
+    single = alone(directory, factors(SOLVER, 7), SOLVER)
+    single.submit("solver-second", more, PARAMS[1])
+    same(outputs["solver-second"], single.drain()["solver-second"])
+    single = alone(directory, factors(CRITIC, 2), CRITIC)
+    single.submit("critic-second", more, PARAMS[1])
+    same(outputs["critic-second"], single.drain()["critic-second"])
 
 
 def test_sequences_go_on_where_the_rows_of_dropped_prefixes_were(directory: Path) -> None:
@@ -165,25 +165,25 @@ def test_sequences_go_on_where_the_rows_of_dropped_prefixes_were(directory: Path
     shared.engine.update_weights(factors(CRITIC, 2), 1, CRITIC)
     prompts = [random_prompt(rng, 20) for _ in range(9)]
     # Finished and running ones of both in turn, so that free rows lie between those that are still read.
-    for place, prompt in enumerate(prompts):
-        shared.submit(f"solver-{place}", prompt, replace(PARAMS[0], max_tokens=2 + place % 2), "solver")
-        shared.submit(f"critic-{place}", prompt, replace(LONG, max_tokens=8, seed=place), "critic")
+    for number, prompt in enumerate(prompts):
+        shared.submit(f"solver-{number}", prompt, replace(PARAMS[0], max_tokens=2 + number % 2), "solver")
+        shared.submit(f"critic-{number}", prompt, replace(LONG, max_tokens=8, seed=number), "critic")
     for _ in range(5):
         shared.engine.step()
-    before = shared.engine._cache.row_of[shared.engine._roster.running].tolist()
+    rows_before = shared.engine._cache.row_of[shared.engine._roster.running].tolist()
     shared.engine.update_weights(factors(SOLVER, 3), 2, SOLVER)
-    after = shared.engine._cache.row_of[shared.engine._roster.running].tolist()
-    assert len(before) == len(after) > 3
-    assert before != after == sorted(after)
-    found = shared.drain()
-    own = alone(directory, factors(CRITIC, 2), CRITIC)
-    for place, prompt in enumerate(prompts):
-        own.submit(f"critic-{place}", prompt, replace(LONG, max_tokens=8, seed=place))
-    for name, output in own.drain().items():
-        same(found[name], output)
+    rows_after = shared.engine._cache.row_of[shared.engine._roster.running].tolist()
+    assert len(rows_before) == len(rows_after) > 3
+    assert rows_before != rows_after == sorted(rows_after)
+    outputs = shared.drain()
+    single = alone(directory, factors(CRITIC, 2), CRITIC)
+    for number, prompt in enumerate(prompts):
+        single.submit(f"critic-{number}", prompt, replace(LONG, max_tokens=8, seed=number))
+    for name, output in single.drain().items():
+        same(outputs[name], output)
 
 
-def test_one_that_has_diverged_leaves_the_others_as_they_are(directory: Path) -> None:
+def test_diverged_adapter_fails_its_own_requests_only(directory: Path) -> None:
     prompt = random_prompt(np.random.default_rng(6), 30)
     shared = Desk(directory, adapters=("solver", "critic"))
     broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in factors(CRITIC, 2).items()}
@@ -191,11 +191,11 @@ def test_one_that_has_diverged_leaves_the_others_as_they_are(directory: Path) ->
     shared.engine.update_weights(broken, 1, CRITIC)
     shared.submit("critic", prompt, LONG, "critic")
     shared.submit("solver", prompt, LONG, "solver")
-    found = shared.drain()
-    assert found["critic"].finish_reason == "error"
-    own = alone(directory, factors(SOLVER, 1), SOLVER)
-    own.submit("solver", prompt, LONG)
-    same(found["solver"], own.drain()["solver"])
+    outputs = shared.drain()
+    assert outputs["critic"].finish_reason == "error"
+    single = alone(directory, factors(SOLVER, 1), SOLVER)
+    single.submit("solver", prompt, LONG)
+    same(outputs["solver"], single.drain()["solver"])
 
 
 def test_targets_that_a_next_version_does_not_name_are_the_model_s(directory: Path) -> None:
@@ -205,12 +205,12 @@ def test_targets_that_a_next_version_does_not_name_are_the_model_s(directory: Pa
     shared.engine.update_weights(factors(SOLVER, 1), 1, SOLVER)
     shared.engine.update_weights(factors(less, 4), 2, less)
     shared.submit("a", prompt, LONG, "solver")
-    own = alone(directory, factors(less, 4), less)
-    own.submit("a", prompt, LONG)
-    same(shared.drain()["a"], own.drain()["a"])
+    single = alone(directory, factors(less, 4), less)
+    single.submit("a", prompt, LONG)
+    same(shared.drain()["a"], single.drain()["a"])
 
 
-def test_what_cannot_stand_beside_each_other_is_refused_and_changes_nothing(directory: Path) -> None:
+def test_incompatible_adapters_are_refused_and_change_nothing(directory: Path) -> None:
     table = replace(SOLVER, targets=("lm_head",))
     shared = Desk(directory, adapters=("critic",))
     shared.engine.update_weights(factors(CRITIC, 2), 1, CRITIC)
@@ -222,9 +222,9 @@ def test_what_cannot_stand_beside_each_other_is_refused_and_changes_nothing(dire
     for tensors, info in ((factors(SOLVER, 1), replace(SOLVER, name=None)), (make_model("qwen3").state_dict(), None)):
         with pytest.raises(FormatError, match="would change the model under the adapters critic"):
             shared.engine.update_weights(tensors, 2, info)
-    own = alone(directory, factors(SOLVER, 1), SOLVER)
+    single = alone(directory, factors(SOLVER, 1), SOLVER)
     with pytest.raises(FormatError, match="but other weights were loaded since: relaunch it"):
-        own.engine.update_weights(factors(CRITIC, 2), 2, CRITIC)
+        single.engine.update_weights(factors(CRITIC, 2), 2, CRITIC)
 
 
 def manifest_of(info: AdapterInfo, seed: int, version: int, home: Path) -> WeightManifest:
@@ -237,19 +237,19 @@ async def test_a_server_serves_both_by_name_and_brings_both_back(directory: Path
     prompts = [random_prompt(np.random.default_rng(seed), 30) for seed in range(3)]
     want = {}
     for info, seed in ((SOLVER, 1), (CRITIC, 2)):
-        own = alone(directory, factors(info, seed), info)
-        for place, prompt in enumerate(prompts):
-            own.submit(str(place), prompt, PARAMS[place])
-        want[str(info.name)] = own.drain()
+        single = alone(directory, factors(info, seed), info)
+        for number, prompt in enumerate(prompts):
+            single.submit(str(number), prompt, PARAMS[number])
+        want[str(info.name)] = single.drain()
 
     async def check(versions: Mapping[str, int]) -> None:
-        keys = [(who, place) for who in ("solver", "critic") for place in range(len(prompts))]
-        asked = (
-            fleet.client_of(who).generate(TokenPrompt(prompts[place]), PARAMS[place], session_id=f"{who}{place}")
-            for who, place in keys
+        keys = [(who, number) for who in ("solver", "critic") for number in range(len(prompts))]
+        requests = (
+            fleet.client_of(who).generate(TokenPrompt(prompts[number]), PARAMS[number], session_id=f"{who}{number}")
+            for who, number in keys
         )
-        for (who, place), got in zip(keys, await asyncio.gather(*asked), strict=True):
-            expected = want[who][str(place)]
+        for (who, number), got in zip(keys, await asyncio.gather(*requests), strict=True):
+            expected = want[who][str(number)]
             assert got.token_ids.tolist() == expected.token_ids.tolist()
             assert np.abs(got.logprobs - expected.logprobs).max() < 1e-4
             assert got.weight_versions == ((versions[who], 0, 20),)

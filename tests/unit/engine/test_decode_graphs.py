@@ -33,12 +33,12 @@ def test_sequences_that_come_and_go_are_scored_as_alone(architecture: str, tmp_p
             engine.step()
     while engine.step():
         pass
-    found = {each.id: each for each in outputs if each.finish_reason is not None}
-    assert len(found) == len(prompts)
+    by_id = {output.id: output for output in outputs if output.finish_reason is not None}
+    assert len(by_id) == len(prompts)
     for number, prompt in enumerate(prompts):
-        output = found[str(number)]
-        whole = np.concatenate([prompt, output.token_ids])
-        assert np.abs(output.logprobs - logprobs(model, whole, len(prompt))).max() < 1e-4
+        output = by_id[str(number)]
+        sequence = np.concatenate([prompt, output.token_ids])
+        assert np.abs(output.logprobs - logprobs(model, sequence, len(prompt))).max() < 1e-4
     assert engine._graphs is not None
     # One for each rounded size that occurred, whatever pools the sequences were in.
     assert 4 <= engine._graphs.count <= len({rounded(count) for count in range(1, 17)})
@@ -52,8 +52,8 @@ def test_a_device_without_kernels_records_nothing(tmp_path: Path) -> None:
 
 
 def test_sizes_are_rounded_up_by_at_most_half() -> None:
-    found = sorted({rounded(count) for count in range(1, 257)})
-    assert found == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    sizes = sorted({rounded(count) for count in range(1, 257)})
+    assert sizes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     assert all(count <= rounded(count) <= 1.5 * count for count in range(1, 1000))
 
 
@@ -69,4 +69,4 @@ def test_the_reference_kernels_leave_other_rows_alone() -> None:
     PlainKernels().store(key, value, rows, geometry, 1)
     assert float(pool.keys[1][1, :, 5].sum()) == 16
     assert float(pool.values[1][1, :, 5].sum()) == 32
-    assert sum(float(each.abs().sum()) for each in (*pool.keys, *pool.values)) == 48
+    assert sum(float(tensor.abs().sum()) for tensor in (*pool.keys, *pool.values)) == 48

@@ -60,14 +60,14 @@ class Desk:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    made = {}
+    directories = {}
 
     def get(architecture: str, seed: int = 0):
-        if (architecture, seed) not in made:
+        if (architecture, seed) not in directories:
             model = make_model(architecture, seed)
             directory = save_model(model, tmp_path_factory.mktemp(f"{architecture}-{seed}"))
-            made[architecture, seed] = (model, directory)
-        return made[architecture, seed]
+            directories[architecture, seed] = (model, directory)
+        return directories[architecture, seed]
 
     return get
 
@@ -115,8 +115,8 @@ def test_sampled_logprobs_are_those_of_a_plain_forward(checkpoints, architecture
     prompts = [random_prompt(rng, size) for size in (5, 40)]
     names = [desk.submit(prompt, params) for prompt in prompts for params in (truncated, plain)]
     desk.drain()
-    for place, name in enumerate(names):
-        output, prompt = desk.result(name), prompts[place // 2]
+    for number, name in enumerate(names):
+        output, prompt = desk.result(name), prompts[number // 2]
         full = np.concatenate([prompt, output.token_ids])
         assert np.abs(output.logprobs - logprobs(model, full, len(prompt), temperature)).max() < 1e-4
         assert len(output.token_ids) == 30
@@ -131,11 +131,11 @@ def test_a_completion_does_not_depend_on_its_batch_mates(checkpoints, rng):
     names = [desk.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     desk.engine.step()
     desk.engine.step()
-    others = [desk.submit(random_prompt(rng, 30), SamplingParams(max_tokens=9)) for _ in range(5)]
+    mates = [desk.submit(random_prompt(rng, 30), SamplingParams(max_tokens=9)) for _ in range(5)]
     desk.drain()
     for name, expected in zip(names, alone, strict=True):
         assert np.array_equal(desk.result(name).token_ids, expected)
-    assert all(desk.result(name).finish_reason for name in others)
+    assert all(desk.result(name).finish_reason for name in mates)
 
 
 def test_seeds_differ_and_no_seed_is_random(checkpoints, rng):
@@ -202,15 +202,15 @@ def test_a_common_beginning_of_different_prompts_is_read_once(checkpoints, rng):
         assert desk.result(name).token_ids.tolist() == greedy(model, prompt, 24)
 
 
-def test_turns_of_a_session_read_only_what_is_new(checkpoints, rng):
+def test_turns_of_a_session_prefill_only_new_tokens(checkpoints, rng):
     model, directory = checkpoints("qwen2")
     desk = Desk(directory)
     ids = random_prompt(rng, 50)
     read = 0
     for turn in range(4):
-        before = desk.engine.stats.prefilled_tokens
+        prefilled_before = desk.engine.stats.prefilled_tokens
         output = desk.run(ids, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True), session_id="s")
-        read = desk.engine.stats.prefilled_tokens - before
+        read = desk.engine.stats.prefilled_tokens - prefilled_before
         assert output.token_ids.tolist() == greedy(model, ids, 10, eos=False)
         # The id sampled last has no keys and values yet: it is read with the 7 new ones.
         assert read == (50 if turn == 0 else 8)
@@ -226,10 +226,10 @@ def test_two_branches_of_a_session_both_keep_their_prefix(checkpoints, rng):
     second = np.concatenate([stem, random_prompt(rng, 20)])
     desk.run(first, session_id="s")
     desk.run(second, session_id="s")
-    before = desk.engine.stats.prefilled_tokens
-    again = desk.run(np.concatenate([first, random_prompt(rng, 5)]), session_id="s")
-    assert desk.engine.stats.prefilled_tokens - before == 5
-    assert again.cached_tokens == 60
+    prefilled_before = desk.engine.stats.prefilled_tokens
+    repeated = desk.run(np.concatenate([first, random_prompt(rng, 5)]), session_id="s")
+    assert desk.engine.stats.prefilled_tokens - prefilled_before == 5
+    assert repeated.cached_tokens == 60
     assert model is not None
 
 
@@ -243,12 +243,12 @@ def test_retained_prefixes_make_room_least_recently_used_first(checkpoints, rng)
     stats = desk.engine.refresh_stats()
     assert stats.kv_tokens <= 512
     assert 0 < stats.retained < 12
-    before = stats.prefilled_tokens
+    prefilled_before = stats.prefilled_tokens
     desk.run(prompts[-1], short)
-    assert desk.engine.stats.prefilled_tokens - before == 1
-    before = desk.engine.stats.prefilled_tokens
+    assert desk.engine.stats.prefilled_tokens - prefilled_before == 1
+    prefilled_before = desk.engine.stats.prefilled_tokens
     assert desk.run(prompts[0], short).token_ids.tolist() == greedy(model, prompts[0], 3)
-    assert desk.engine.stats.prefilled_tokens - before == 60
+    assert desk.engine.stats.prefilled_tokens - prefilled_before == 60
 
 
 # -- memory
@@ -268,13 +268,13 @@ def test_too_many_for_memory_wait_and_all_end(checkpoints, rng):
         assert desk.result(name).token_ids.tolist() == greedy(model, prompt, 100)
 
 
-def test_memory_for_less_than_one_sequence_is_refused(checkpoints):
+def test_kv_tokens_below_one_sequence_are_refused(checkpoints):
     _, directory = checkpoints("qwen2")
     with pytest.raises(ValueError, match=r"kv_tokens is 100.*raise kv_tokens to at least 512"):
         Desk(directory, kv_tokens=100)
 
 
-def test_max_seqs_bounds_what_runs(checkpoints, rng):
+def test_max_seqs_bounds_running_sequences(checkpoints, rng):
     _, directory = checkpoints("qwen2")
     desk = Desk(directory, max_seqs=3)
     names = [desk.submit(random_prompt(rng, 5), SamplingParams(max_tokens=4)) for _ in range(10)]
@@ -296,9 +296,9 @@ def test_a_completion_ends_at_the_context_length(checkpoints, rng):
 def test_stop_ids_end_a_completion_and_are_its_last_id(checkpoints, rng):
     model, directory = checkpoints("qwen3")
     prompt = random_prompt(rng, 12)
-    whole = greedy(model, prompt, 24)
-    stop = whole[10]
-    cut = whole[: whole.index(stop) + 1]
+    full = greedy(model, prompt, 24)
+    stop = full[10]
+    cut = full[: full.index(stop) + 1]
     output = Desk(directory).run(
         prompt, SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(1, stop, 2, 3, 4))
     )
@@ -321,19 +321,19 @@ def test_the_models_own_end_stops_unless_ignored(tmp_path, rng):
     assert on.token_ids.tolist() == greedy(model, prompt, 20, eos=False)
 
 
-def test_stop_strings_keep_the_ids_up_to_the_completing_one(checkpoints, rng):
+def test_stop_strings_end_with_the_completing_id(checkpoints, rng):
     model, directory = checkpoints("qwen2")
     tokenizer = make_tokenizer()
     prompt = random_prompt(rng, 12)
-    whole = greedy(model, prompt, 24, eos=False)
-    text = tokenizer.decode(whole[:15], skip_special_tokens=False)
+    full = greedy(model, prompt, 24, eos=False)
+    text = tokenizer.decode(full[:15], skip_special_tokens=False)
     piece = next(
         text[at : at + 2] for at in range(4, len(text) - 2) if "\N{REPLACEMENT CHARACTER}" not in text[at : at + 2]
     )
-    expected = next(end for end in range(1, 25) if piece in tokenizer.decode(whole[:end], skip_special_tokens=False))
+    expected = next(end for end in range(1, 25) if piece in tokenizer.decode(full[:end], skip_special_tokens=False))
     params = SamplingParams(temperature=0.0, max_tokens=24, stop=("never said", piece), ignore_eos=True)
     output = Desk(directory).run(prompt, params)
-    assert output.token_ids.tolist() == whole[:expected]
+    assert output.token_ids.tolist() == full[:expected]
     assert (output.finish_reason, output.stop_reason) == ("stop", piece)
 
 
@@ -342,22 +342,22 @@ def test_a_stop_string_may_begin_in_a_completion_that_goes_on(checkpoints):
     tokenizer = make_tokenizer()
     for seed in range(50):
         prompt = random_prompt(np.random.default_rng(seed), 12)
-        whole = greedy(model, prompt, 8, eos=False)
-        characters = [tokenizer.decode([token], skip_special_tokens=False) for token in whole]
+        full = greedy(model, prompt, 8, eos=False)
+        characters = [tokenizer.decode([token], skip_special_tokens=False) for token in full]
         if all(len(one) == 1 and one.isascii() for one in characters[2:5]):
             break
     stop = "".join(characters[2:5])
     params = SamplingParams(temperature=0.0, max_tokens=4, stop=(stop,), ignore_eos=True)
     desk = Desk(directory)
-    so_far = np.concatenate([prompt, np.asarray(whole[:4], dtype=np.int32)])
-    assert desk.run(so_far, params, continued=4).token_ids.tolist() == whole[4:5]
+    so_far = np.concatenate([prompt, np.asarray(full[:4], dtype=np.int32)])
+    assert desk.run(so_far, params, continued=4).token_ids.tolist() == full[4:5]
     assert len(desk.run(so_far, params).token_ids) == 4
 
 
 # -- interruptions
 
 
-def test_abort_keeps_what_was_sampled(checkpoints, rng):
+def test_abort_keeps_sampled_ids(checkpoints, rng):
     model, directory = checkpoints("qwen2")
     desk = Desk(directory, max_seqs=2)
     prompts = [random_prompt(rng, 10) for _ in range(3)]
@@ -374,11 +374,11 @@ def test_abort_keeps_what_was_sampled(checkpoints, rng):
     desk.drain()
     assert desk.result(names[1]).token_ids.tolist() == greedy(model, prompts[1], 50, eos=False)
     # What was aborted goes on from where it was, at the cost of one token.
-    before = desk.engine.stats.prefilled_tokens
+    prefilled_before = desk.engine.stats.prefilled_tokens
     rest = desk.run(
         np.concatenate([prompts[0], running.token_ids]), SamplingParams(temperature=0.0, max_tokens=44, ignore_eos=True)
     )
-    assert desk.engine.stats.prefilled_tokens - before == 1
+    assert desk.engine.stats.prefilled_tokens - prefilled_before == 1
     assert [*running.token_ids.tolist(), *rest.token_ids.tolist()] == greedy(model, prompts[0], 50, eos=False)
 
 
@@ -386,7 +386,7 @@ def test_an_aborted_sample_goes_on_as_if_nothing_had_happened(checkpoints, rng):
     _, directory = checkpoints("llama")
     prompt = random_prompt(rng, 10)
     params = SamplingParams(temperature=1.0, max_tokens=30, seed=11, ignore_eos=True)
-    whole = Desk(directory).run(prompt, params)
+    uninterrupted = Desk(directory).run(prompt, params)
     desk = Desk(directory)
     name = desk.submit(prompt, params)
     for _ in range(9):
@@ -395,8 +395,8 @@ def test_an_aborted_sample_goes_on_as_if_nothing_had_happened(checkpoints, rng):
     part = desk.result(name)
     rest = SamplingParams(temperature=1.0, max_tokens=21, seed=11, ignore_eos=True)
     assert len(part.token_ids) == 9
-    after = desk.run(np.concatenate([prompt, part.token_ids]), rest)
-    assert [*part.token_ids, *after.token_ids] == whole.token_ids.tolist()
+    resumed = desk.run(np.concatenate([prompt, part.token_ids]), rest)
+    assert [*part.token_ids, *resumed.token_ids] == uninterrupted.token_ids.tolist()
 
 
 def test_pause_keeps_and_resume_goes_on(checkpoints, rng):
@@ -452,20 +452,20 @@ def test_written_weights_are_served_without_a_copy_where_the_type_is_the_same(ch
     new, _ = checkpoints("qwen2", 1)
     desk = Desk(directory)
     tensors = read_weights(
-        write_weights([(name, each.to(getattr(torch, dtype))) for name, each in state(new).items()], tmp_path, 1)
+        write_weights([(name, tensor.to(getattr(torch, dtype))) for name, tensor in state(new).items()], tmp_path, 1)
     )
     desk.engine.update_weights(tensors, 1)
     served = dict(desk.engine.model._model.named_parameters())
-    shared = [name for name, each in tensors.items() if each.data_ptr() == served[name].data_ptr()]
+    shared = [name for name, tensor in tensors.items() if tensor.data_ptr() == served[name].data_ptr()]
     assert shared == (list(tensors) if dtype == "float32" else [])
     prompt = random_prompt(rng, 30)
     if dtype == "float32":
         assert desk.run(prompt).token_ids.tolist() == greedy(new, prompt, 24)
     # A version that does not fit leaves them.
-    before = {name: each.clone() for name, each in served.items()}
+    copies = {name: tensor.clone() for name, tensor in served.items()}
     with pytest.raises(FormatError, match="has shape"):
         desk.engine.update_weights({**state(model), "model.norm.weight": torch.zeros(3)}, 2)
-    assert all(torch.equal(each, before[name]) for name, each in served.items())
+    assert all(torch.equal(tensor, copies[name]) for name, tensor in served.items())
 
 
 @pytest.mark.parametrize("names", ["embedding", "head", "both"])
@@ -499,9 +499,9 @@ def test_an_update_in_flight_is_seen_in_the_spans_and_in_the_tokens(checkpoints,
         output = desk.result(name)
         (first, zero, middle), (second, start, end) = output.weight_versions
         assert (first, zero, second, start, end) == (0, 0, 3, middle, 20)
-        before = output.token_ids[:middle]
-        assert before.tolist() == greedy(old, prompt, middle, eos=False)
-        so_far = np.concatenate([prompt, before])
+        old_ids = output.token_ids[:middle]
+        assert old_ids.tolist() == greedy(old, prompt, middle, eos=False)
+        so_far = np.concatenate([prompt, old_ids])
         assert output.token_ids[middle:].tolist() == greedy(new, so_far, 20 - middle, eos=False)
         full = np.concatenate([prompt, output.token_ids])
         assert np.abs(output.logprobs[:middle] - logprobs(old, full[: len(so_far)], len(prompt))).max() < 1e-4
@@ -509,7 +509,7 @@ def test_an_update_in_flight_is_seen_in_the_spans_and_in_the_tokens(checkpoints,
     assert desk.result(late).weight_versions == ((3, 0, 20),)
 
 
-def test_what_waits_during_an_update_is_of_the_new_version_from_its_first_id_on(checkpoints, rng):
+def test_requests_waiting_during_an_update_are_sampled_by_the_new_version(checkpoints, rng):
     _, directory = checkpoints("qwen3")
     new, _ = checkpoints("qwen3", 1)
     desk = Desk(directory, max_seqs=1)
@@ -571,15 +571,15 @@ def test_streamed_pieces_are_the_completion(checkpoints, rng):
     _, directory = checkpoints("qwen2")
     desk = Desk(directory)
     prompt = random_prompt(rng, 10)
-    whole = desk.run(prompt)
+    output = desk.run(prompt)
     desk.outputs.clear()
     name = desk.submit(prompt, stream=True)
     desk.drain()
     pieces = [output for output in desk.outputs if output.id == name]
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-    assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == whole.token_ids.tolist()
-    assert np.allclose(np.concatenate([piece.logprobs for piece in pieces]), whole.logprobs, atol=1e-5)
-    assert pieces[-1].finish_reason == whole.finish_reason
+    assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == output.token_ids.tolist()
+    assert np.allclose(np.concatenate([piece.logprobs for piece in pieces]), output.logprobs, atol=1e-5)
+    assert pieces[-1].finish_reason == output.finish_reason
 
 
 @pytest.mark.parametrize(("interval", "sizes"), [(5, [1, 5, 5, 5, 5, 3]), (100, [1, 23])])
@@ -609,10 +609,10 @@ def test_scores_equal_a_plain_forward_whatever_else_runs(checkpoints, rng, archi
     # The same prompt was read before, and is read by others meanwhile: it is read again all the same.
     desk.run(shared)
     prompts = [shared, np.concatenate([shared, random_prompt(rng, 9)]), *(random_prompt(rng, n) for n in (1, 2, 33))]
-    names = [desk.submit(each, SamplingParams(temperature=0.7, max_tokens=3), scored=True) for each in prompts]
-    others = [desk.submit(each) for each in prompts]
+    names = [desk.submit(prompt, SamplingParams(temperature=0.7, max_tokens=3), scored=True) for prompt in prompts]
+    unscored = [desk.submit(prompt) for prompt in prompts]
     desk.drain()
-    for prompt, name, other in zip(prompts, names, others, strict=True):
+    for prompt, name, other in zip(prompts, names, unscored, strict=True):
         output = desk.result(name)
         assert output.prompt_logprobs.shape == (len(prompt) - 1,)
         assert np.abs(output.prompt_logprobs - logprobs(model, prompt, 1)).max(initial=0.0) < 1e-4
@@ -625,17 +625,17 @@ def test_logits_of_scored_prompts_are_held_in_pieces(checkpoints, rng, monkeypat
     monkeypatch.setattr("turnwise.engine.engine._SCORED_LOGITS", 10 * VOCABULARY)
     desk = Desk(directory)
     prompts = [random_prompt(rng, size) for size in (47, 12)]
-    kept = []
+    sizes = []
     forward = desk.engine.model.forward
 
     def watched(ids, positions, plan, keep, **more):
-        kept.append(len(keep))
+        sizes.append(len(keep))
         return forward(ids, positions, plan, keep, **more)
 
     monkeypatch.setattr(desk.engine.model, "forward", watched)
-    names = [desk.submit(each, GREEDY, scored=True) for each in prompts]
+    names = [desk.submit(prompt, GREEDY, scored=True) for prompt in prompts]
     desk.drain()
-    assert max(kept) <= 10 + len(prompts)
+    assert max(sizes) <= 10 + len(prompts)
     for prompt, name in zip(prompts, names, strict=True):
         assert np.abs(desk.result(name).prompt_logprobs - logprobs(model, prompt, 1)).max() < 1e-4
 

@@ -28,7 +28,7 @@ def test_capacities_grow_by_at_most_half_and_cover():
     sizes = capacities(5000)
     assert sizes[:8] == [32, 64, 96, 128, 192, 256, 384, 512]
     assert sizes[-1] >= 5000 > sizes[-2]
-    assert all(after <= 1.5 * before for before, after in itertools.pairwise(sizes[1:]))
+    assert all(larger <= 1.5 * smaller for smaller, larger in itertools.pairwise(sizes[1:]))
 
 
 def stored(cache: KVCache, slot: int) -> np.ndarray:
@@ -50,9 +50,9 @@ def fill(cache: KVCache, slot: int) -> None:
 def check(cache: KVCache, contents: dict[int, np.ndarray]) -> None:
     """Every slot has exactly one row, rows know their owners, memory is within budget, contents are intact."""
     assert cache.allocated <= cache.budget
-    held = np.flatnonzero(cache.state != FREE)
-    assert sorted(owner for pool in cache.pools for owner in pool.owner.tolist() if owner >= 0) == held.tolist()
-    for slot in held.tolist():
+    used = np.flatnonzero(cache.state != FREE)
+    assert sorted(owner for pool in cache.pools for owner in pool.owner.tolist() if owner >= 0) == used.tolist()
+    for slot in used.tolist():
         pool = cache.pools[cache.pool_of[slot]]
         assert pool.owner[cache.row_of[slot]] == slot
         assert cache.cached[slot] <= cache.length[slot]
@@ -160,18 +160,18 @@ def test_rows_and_slots_under_random_use(reserves, data):  # noqa: C901 - one br
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_memory_is_taken_as_it_is_needed_and_given_back():
+def test_memory_grows_on_demand_and_is_freed():
     """4 KiB a token: the budget is 512 MiB, and a row of 500 tokens 2 MB."""
     geometry = Geometry(layers=4, heads=2, key_dim=64, value_dim=64)
-    before = process_memory().resident
+    resident_before = process_memory().resident
 
     def held() -> float:
-        return (process_memory().resident - before) / 2**20
+        return (process_memory().resident - resident_before) / 2**20
 
     cache = KVCache(geometry, torch.float32, torch.device("cpu"), slots=64, longest=512, budget=2**17)
     assert held() < 16
     slots = [cache.take(np.full(20, number + 1, dtype=np.int32)) for number in range(32)]
-    most = 0.0
+    peak = 0.0
     for length in range(20, 500, 10):
         for slot in slots:
             assert cache.grow(slot, length)
@@ -179,10 +179,10 @@ def test_memory_is_taken_as_it_is_needed_and_given_back():
             pool._data[:, :, row, :, int(cache.cached[slot]) : length] = float(slot)
             cache.cached[slot] = length
         cache.trim()
-        most = max(most, held())
+        peak = max(peak, held())
     # Sequences moved through eight pools. Without giving back, each of them would hold its largest extent.
     assert 60 < held() < 90
-    assert most < 110
+    assert peak < 110
     for slot in slots:
         pool, row = cache.pools[cache.pool_of[slot]], cache.row_of[slot]
         assert bool((pool._data[:, :, row, :, :490] == slot).all())
@@ -202,7 +202,7 @@ def test_compaction_moves_rows_only_when_holes_have_cost_as_much():
     slots = [cache.take(np.full(9, slot + 1, dtype=np.int32)) for slot in range(30)]
     for slot in slots:
         fill(cache, slot)
-    active = np.array([slot for place, slot in enumerate(slots) if place % 3 == 0])
+    active = np.array([slot for index, slot in enumerate(slots) if index % 3 == 0])
     for slot in set(slots) - set(active.tolist()):
         cache.retain(slot)
     moved = [cache.compact(active) for _ in range(9)]
@@ -223,12 +223,12 @@ def test_shared_prefixes_count_only_known_tokens():
     assert cache.shared_prefixes(base)[slots].tolist() == [0, 50, 100, 0]
 
 
-@pytest.mark.parametrize("known", [0, 100, 250])
-def test_a_prompt_may_be_longer_than_everything_before(known):
+@pytest.mark.parametrize("shared", [0, 100, 250])
+def test_a_prompt_may_be_longer_than_everything_before(shared):
     cache = KVCache(GEOMETRY, torch.float32, torch.device("cpu"), slots=4, longest=2000, budget=8192)
     prompt = np.arange(1, 1501, dtype=np.int32)
-    slots = [cache.take(prompt[:known])] if known else []
-    assert cache.shared_prefixes(prompt)[slots].tolist() == [known] * len(slots)
+    slots = [cache.take(prompt[:shared])] if shared else []
+    assert cache.shared_prefixes(prompt)[slots].tolist() == [shared] * len(slots)
 
 
 @pytest.fixture(scope="module")
@@ -239,20 +239,20 @@ def lm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(lm):
-    known: dict[tuple[int, ...], list[int]] = {}
+    completions: dict[tuple[int, ...], list[int]] = {}
 
     def get(prompt: np.ndarray, count: int) -> list[int]:
         key = tuple(prompt.tolist())
-        if key not in known or len(known[key]) < count:
-            known[key] = greedy(lm[0], prompt, max(count, 40), eos=False)
-        return known[key][:count]
+        if key not in completions or len(completions[key]) < count:
+            completions[key] = greedy(lm[0], prompt, max(count, 40), eos=False)
+        return completions[key][:count]
 
     return get
 
 
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_random_requests_all_end_and_say_what_generate_says(lm, expected, data):
+def test_random_requests_all_end_and_equal_generate(lm, expected, data):
     """Any mix of shared prompts, aborts, pauses and updates, in any memory: everything ends, tokens are exact."""
     _, model = lm
     outputs = []
@@ -269,7 +269,7 @@ def test_random_requests_all_end_and_say_what_generate_says(lm, expected, data):
     weights = {name: tensor.clone() for name, tensor in lm[0].state_dict().items()}
     stem = np.arange(100, 180, dtype=np.int32)
     requests: dict[str, np.ndarray] = {}
-    wanted: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     version = 0
     for number in range(data.draw(st.integers(1, 40), "operations")):
         choice = data.draw(st.sampled_from(["submit"] * 4 + ["step"] * 4 + ["abort", "pause", "resume", "update"]))
@@ -278,8 +278,8 @@ def test_random_requests_all_end_and_say_what_generate_says(lm, expected, data):
             cut, tail = data.draw(st.sampled_from([1, 10, 31, 32, 60, 80])), data.draw(st.integers(0, 3))
             name = f"r{number}"
             requests[name] = np.concatenate([stem[:cut], np.arange(tail, dtype=np.int32) * 7])
-            wanted[name] = data.draw(st.integers(1, 40))
-            params = SamplingParams(temperature=0.0, max_tokens=wanted[name], ignore_eos=True)
+            lengths[name] = data.draw(st.integers(1, 40))
+            params = SamplingParams(temperature=0.0, max_tokens=lengths[name], ignore_eos=True)
             session = data.draw(st.sampled_from(["", "a", "b"]))
             engine.submit(Generation(name, requests[name], params, session_id=session))
         elif choice == "step":
@@ -307,7 +307,7 @@ def test_random_requests_all_end_and_say_what_generate_says(lm, expected, data):
         full = np.concatenate([prompt, output.token_ids])
         assert np.allclose(output.logprobs, logprobs(lm[0], full, len(prompt)), atol=1e-4)
         assert output.finish_reason == (
-            "length" if len(got) == min(wanted[output.id], longest - len(prompt)) else "abort"
+            "length" if len(got) == min(lengths[output.id], longest - len(prompt)) else "abort"
         )
         ends = [0, *(end for _, _, end in output.weight_versions)]
         assert [start for _, start, _ in output.weight_versions] == ends[:-1]
@@ -320,8 +320,8 @@ def test_random_requests_all_end_and_say_what_generate_says(lm, expected, data):
 def check_engine(engine: Engine) -> None:
     cache = engine._cache
     assert cache.allocated <= cache.budget
-    held = np.flatnonzero(cache.state != FREE)
-    assert sorted(owner for pool in cache.pools for owner in pool.owner.tolist() if owner >= 0) == held.tolist()
+    used = np.flatnonzero(cache.state != FREE)
+    assert sorted(owner for pool in cache.pools for owner in pool.owner.tolist() if owner >= 0) == used.tolist()
     assert not (cache.state == ACTIVE).any()
 
 
@@ -336,8 +336,8 @@ def test_values_that_are_not_finite_do_not_stay_for_the_next_sequence(poisoned: 
         pool.values[layer][row, 1, 4] = float("inf")
     cache.release(slot, poisoned=poisoned)
     finite = all(
-        bool(torch.isfinite(each[layer][row]).all())
-        for each in (pool.keys, pool.values)
+        bool(torch.isfinite(tensors[layer][row]).all())
+        for tensors in (pool.keys, pool.values)
         for layer in range(GEOMETRY.layers)
     )
     # What attention masks out is multiplied by 0, which leaves a NaN.

@@ -25,8 +25,8 @@ WIDE = {"hidden_size": 192, "vocab_size": 1024, "intermediate_size": 1000}
 
 def layer(rows_in: int, rows_out: int, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
     torch.manual_seed(rows_in)
-    made = torch.nn.Linear(rows_in, rows_out, bias=bias).to(dtype)
-    return made.requires_grad_(False)
+    linear_layer = torch.nn.Linear(rows_in, rows_out, bias=bias).to(dtype)
+    return linear_layer.requires_grad_(False)
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -44,10 +44,10 @@ def test_results_are_those_of_the_plain_layer(bias, dtype, shape):
     assert isinstance(model[0], PackedLinear) == packs(dtype)
     rows = torch.randn(*shape, 512).to(dtype)
     with torch.inference_mode():
-        found, expected = model(rows), linear(rows, plain.weight, plain.bias)
-    assert found.shape == (*shape, 640)
-    assert found.dtype == dtype
-    assert float((found - expected).abs().max()) <= (1e-4 if dtype == torch.float32 else 3e-2)
+        packed_output, expected = model(rows), linear(rows, plain.weight, plain.bias)
+    assert packed_output.shape == (*shape, 640)
+    assert packed_output.dtype == dtype
+    assert float((packed_output - expected).abs().max()) <= (1e-4 if dtype == torch.float32 else 3e-2)
 
 
 _WITHOUT_AVX512 = """
@@ -73,15 +73,15 @@ def test_without_avx512_layers_of_bfloat16_stay_plain():
     assert done.stdout == "PackedLinear\nLinear\n"
 
 
-def test_a_changed_weight_counts_once_it_is_packed():
+def test_changed_weight_takes_effect_after_packing():
     plain = layer(512, 640)
     packed = PackedLinear(plain)
     rows = torch.randn(4, 512)
-    before = packed(rows)
+    output_before = packed(rows)
     plain.weight.mul_(2.0)
     with torch.inference_mode():
         packed.pack()
-    assert not torch.allclose(packed(rows), before)
+    assert not torch.allclose(packed(rows), output_before)
     assert torch.allclose(packed(rows), plain(rows), atol=1e-4)
 
 
@@ -93,17 +93,17 @@ def test_only_large_plain_layers_of_known_dtypes_are_replaced():
         layer(512, 640), layer(16, 16), layer(512, 641, dtype=torch.float64), Special(512, 642), torch.nn.ReLU()
     )
     names = list(model.state_dict())
-    made = pack_linears(model)
+    replaced = pack_linears(model)
     assert [type(child).__name__ for child in model] == ["PackedLinear", "Linear", "Linear", "Special", "ReLU"]
-    assert made == [model[0]]
+    assert replaced == [model[0]]
     assert list(model.state_dict()) == names
 
 
 def test_copies_stop_where_memory_ends_and_the_largest_come_first(monkeypatch):
     model = torch.nn.Sequential(layer(512, 400), layer(512, 640), layer(512, 500))
     monkeypatch.setattr(packed_linear, "machine_memory", lambda: 8 * 4 * 512 * (640 + 500))
-    made = pack_linears(model)
-    assert made == [model[1], model[2]]
+    replaced = pack_linears(model)
+    assert replaced == [model[1], model[2]]
     assert type(model[0]) is torch.nn.Linear
 
 

@@ -80,17 +80,17 @@ def allowed(logits: np.ndarray, temperature: float, top_p: float, top_k: int, mi
     full = np.exp(scaled - scaled.max())
     full /= full.sum()
     order = np.argsort(-full, kind="stable")
-    kept = np.zeros(len(full), dtype=bool)
-    kept[order[: top_k or len(full)]] = True
-    after_k = np.where(kept, full, 0)
+    mask = np.zeros(len(full), dtype=bool)
+    mask[order[: top_k or len(full)]] = True
+    after_k = np.where(mask, full, 0)
     after_k /= after_k.sum()
     mass = 0.0
-    for place in order:
+    for index in order:
         if top_p < 1 and mass >= top_p:
-            kept[place] = False
-        mass += after_k[place]
-    kept &= full >= min_p * full.max()
-    return np.where(kept, full, 0) / full[kept].sum()
+            mask[index] = False
+        mass += after_k[index]
+    mask &= full >= min_p * full.max()
+    return np.where(mask, full, 0) / full[mask].sum()
 
 
 CASES = [
@@ -178,7 +178,7 @@ def test_rows_that_are_not_finite_are_told():
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.data())
-def test_what_grammars_allow_is_cut_first_and_leaves_the_logprobs_alone(data):
+def test_grammar_mask_applies_before_truncation_and_keeps_logprobs(data):
     rows, vocabulary = 3, 12
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     # Some so far below the likeliest that their weight beside it is nothing.
@@ -199,8 +199,8 @@ def test_what_grammars_allow_is_cut_first_and_leaves_the_logprobs_alone(data):
         divisor = temperatures[row] or 1.0
         free = torch.log_softmax(torch.from_numpy(logits[row]) / divisor, -1)
         assert abs(float(free[token]) - logprobs[row]) < 1e-4 * max(1.0, abs(float(free[token])))
-        kept = np.where(mask[row], logits[row], -np.inf)
+        masked = np.where(mask[row], logits[row], -np.inf)
         if temperatures[row] == 0:
-            assert token == kept.argmax()
+            assert token == masked.argmax()
         elif given_params.top_k[row] == 2:
-            assert token in np.argsort(-kept)[:2]
+            assert token in np.argsort(-masked)[:2]

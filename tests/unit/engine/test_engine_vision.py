@@ -23,22 +23,25 @@ from turnwise.types import TokenPrompt
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_the_model_s_own_for_one_and_several_images(family: str) -> None:
+def test_logprobs_equal_the_model_for_one_and_several_images(family: str) -> None:
     directory = vision_model(family)
     # Prompts are read in chunks that end within images, beside text.
     runner = Runner(directory, max_batch_tokens=16)
     prompts = [prompt(directory, images) for images in SETS]
-    for number, given in enumerate(prompts):
-        runner.submit(str(number), given)
+    for number, token_prompt in enumerate(prompts):
+        runner.submit(str(number), token_prompt)
     text = TokenPrompt(np.array([50, 51, 52], dtype=np.int32))
     runner.submit("text", text)
-    found, model = runner.run(), reference(directory)
-    for name, given in [*((str(number), given) for number, given in enumerate(prompts)), ("text", text)]:
-        output = found[name]
-        np.testing.assert_allclose(output.logprobs, model.logprobs(given, output.token_ids), atol=1e-5)
+    outputs, model = runner.run(), reference(directory)
+    for name, token_prompt in [
+        *((str(number), token_prompt) for number, token_prompt in enumerate(prompts)),
+        ("text", text),
+    ]:
+        output = outputs[name]
+        np.testing.assert_allclose(output.logprobs, model.logprobs(token_prompt, output.token_ids), atol=1e-5)
 
 
-def test_what_is_seen_changes_what_is_likely() -> None:
+def test_images_change_logprobs() -> None:
     directory = vision_model()
     model = reference(directory)
     ids = np.array([50, 51], dtype=np.int32)
@@ -53,14 +56,14 @@ def test_prefixes_are_shared_by_equal_images_only(family: str) -> None:
     text = tuple(range(40, 60))
     first, second = (prompt(directory, [image(64, 40, seed)], text) for seed in (1, 2))
     np.testing.assert_array_equal(first.token_ids, second.token_ids)
-    for name, given in (("a", first), ("b", second), ("again", first)):
-        runner.submit(name, given)
+    for name, token_prompt in (("a", first), ("b", second), ("again", first)):
+        runner.submit(name, token_prompt)
         runner.run()
     assert runner.outputs["b"].cached_tokens == first.media[0].position >= len(text)
     assert runner.outputs["again"].cached_tokens == len(first.token_ids) - 1
-    for name, given in (("a", first), ("b", second), ("again", first)):
+    for name, token_prompt in (("a", first), ("b", second), ("again", first)):
         output = runner.outputs[name]
-        np.testing.assert_allclose(output.logprobs, model.logprobs(given, output.token_ids), atol=1e-5)
+        np.testing.assert_allclose(output.logprobs, model.logprobs(token_prompt, output.token_ids), atol=1e-5)
     assert runner.engine.refresh_stats().images == 2
 
 
@@ -71,39 +74,39 @@ def test_a_conversation_goes_on_from_its_cached_images() -> None:
     runner.submit("1", first, session_id="s")
     sampled = runner.run()["1"].token_ids
     new = prompt(directory, [image(200, 90, 2)])
-    before = np.concatenate([first.token_ids, sampled])
+    history = np.concatenate([first.token_ids, sampled])
     second = TokenPrompt(
-        np.concatenate([before, new.token_ids]),
-        (*first.media, *(media.at(media.position + len(before)) for media in new.media)),
+        np.concatenate([history, new.token_ids]),
+        (*first.media, *(media.at(media.position + len(history)) for media in new.media)),
     )
     runner.submit("2", second, session_id="s")
     output = runner.run()["2"]
-    assert output.cached_tokens == len(before) - 1
+    assert output.cached_tokens == len(history) - 1
     assert runner.engine.refresh_stats().images == 2
     np.testing.assert_allclose(output.logprobs, model.logprobs(second, output.token_ids), atol=1e-5)
 
 
 def test_other_weights_encode_images_again() -> None:
     directory, other = vision_model(), vision_model(seed=1)
-    runner, given = Runner(directory), prompt(vision_model(), SETS[3])
-    runner.submit("before", given)
+    runner, token_prompt = Runner(directory), prompt(vision_model(), SETS[3])
+    runner.submit("before", token_prompt)
     runner.run()
     weights = AutoModelForImageTextToText.from_pretrained(other).state_dict()
     runner.engine.update_weights(weights, 1)
-    runner.submit("after", given)
+    runner.submit("after", token_prompt)
     output = runner.run()["after"]
     assert runner.engine.refresh_stats().images == 6
-    np.testing.assert_allclose(output.logprobs, reference(other).logprobs(given, output.token_ids), atol=1e-5)
+    np.testing.assert_allclose(output.logprobs, reference(other).logprobs(token_prompt, output.token_ids), atol=1e-5)
 
 
 def test_prompts_with_images_are_scored() -> None:
     directory = vision_model("qwen3_vl")
-    runner, given = Runner(directory), prompt(vision_model("qwen3_vl"), SETS[0])
-    runner.submit("scored", given, scored=True)
+    runner, token_prompt = Runner(directory), prompt(vision_model("qwen3_vl"), SETS[0])
+    runner.submit("scored", token_prompt, scored=True)
     scores = runner.run()["scored"].prompt_logprobs
     assert scores is not None
-    cut = TokenPrompt(given.token_ids[:-3], given.media)
-    np.testing.assert_allclose(scores[-3:], reference(directory).logprobs(cut, given.token_ids[-3:]), atol=1e-5)
+    cut = TokenPrompt(token_prompt.token_ids[:-3], token_prompt.media)
+    np.testing.assert_allclose(scores[-3:], reference(directory).logprobs(cut, token_prompt.token_ids[-3:]), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -120,30 +123,36 @@ def test_prompts_with_images_are_scored() -> None:
 )
 def test_features_that_do_not_fit_are_refused_before_a_step(change: Any, message: str) -> None:
     directory = vision_model()
-    given = prompt(directory, SETS[1])
-    features = MediaEncoder(load_processor(directory)).encode(given.media)
+    token_prompt = prompt(directory, SETS[1])
+    features = MediaEncoder(load_processor(directory)).encode(token_prompt.media)
     change(features)
     model = AutoModelForImageTextToText.from_pretrained(directory)
     with pytest.raises(BadRequest, match=message):
-        read_images(features, given.token_ids, VisionTower(model))
+        read_images(features, token_prompt.token_ids, VisionTower(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_inputs_of_another_model_or_broken_ones_are_refused(family: str) -> None:
+def test_foreign_or_broken_image_inputs_are_refused(family: str) -> None:
     tower = VisionTower(AutoModelForImageTextToText.from_pretrained(vision_model(family)))
     other = "smolvlm" if family.startswith("qwen") else "qwen2_5_vl"
     processors = [load_processor(vision_model(name)) for name in (family, other)]
-    own, foreign = (dict(each.features("image", SETS[1][0])) for each in processors if each is not None)
-    assert tower.rows(own) > 0
+    matching, foreign = (
+        dict(processor.features("image", SETS[1][0])) for processor in processors if processor is not None
+    )
+    assert tower.rows(matching) > 0
     with pytest.raises(FormatError, match="process it with the model's own image processor"):
         tower.rows(foreign)
-    for broken in (own["pixel_values"][1:], own["pixel_values"] * np.float32(np.nan), own["pixel_values"][..., 1:]):
+    for broken in (
+        matching["pixel_values"][1:],
+        matching["pixel_values"] * np.float32(np.nan),
+        matching["pixel_values"][..., 1:],
+    ):
         if (
             family in ("smolvlm", "idefics3", "qwen2_5_vl", "qwen3_vl")
-            or broken.shape[1:] != own["pixel_values"].shape[1:]
+            or broken.shape[1:] != matching["pixel_values"].shape[1:]
         ):
             with pytest.raises(FormatError, match="the inputs of an image"):
-                tower.rows(own | {"pixel_values": broken})
+                tower.rows(matching | {"pixel_values": broken})
 
 
 async def test_images_over_the_wire(tmp_path: Path) -> None:
@@ -158,17 +167,17 @@ async def test_images_over_the_wire(tmp_path: Path) -> None:
         unseen = MediaEncoder(load_processor(directory)).encode(prompt(directory, SETS[2]).media)
         assert unseen is not None
         never_sent = unseen["mm_hashes"]["image"]
-        for given in (prompt(directory, SETS[3]), TokenPrompt(np.array([50, 51, 52], dtype=np.int32))):
-            completion = await client.generate(given, PARAMS, session_id="s")
-            want = model.logprobs(given, completion.token_ids)
+        for token_prompt in (prompt(directory, SETS[3]), TokenPrompt(np.array([50, 51, 52], dtype=np.int32))):
+            completion = await client.generate(token_prompt, PARAMS, session_id="s")
+            want = model.logprobs(token_prompt, completion.token_ids)
             np.testing.assert_allclose(completion.logprobs, want, atol=1e-5)
-            deltas = [delta async for delta in client.stream(given, PARAMS, session_id="t")]
+            deltas = [delta async for delta in client.stream(token_prompt, PARAMS, session_id="t")]
             streamed = np.concatenate([delta.token_ids for delta in deltas])
             np.testing.assert_array_equal(streamed, completion.token_ids)
         # A server that has started again keeps nothing: its images are sent again.
         client._stored_media[server.url] = set(never_sent)
-        again = await client.generate(prompt(directory, SETS[2]), PARAMS, session_id="u")
-        assert len(again.token_ids) == PARAMS.max_tokens
+        repeated = await client.generate(prompt(directory, SETS[2]), PARAMS, session_id="u")
+        assert len(repeated.token_ids) == PARAMS.max_tokens
         with pytest.raises(RequestRefused, match="the model of this client takes text only"):
             await blind.generate(prompt(directory, SETS[0]), PARAMS, session_id="s")
     finally:
@@ -177,41 +186,41 @@ async def test_images_over_the_wire(tmp_path: Path) -> None:
         await server.close()
 
 
-def test_images_are_sent_once_while_the_server_keeps_them() -> None:
+def test_images_kept_by_the_server_are_sent_once() -> None:
     directory = vision_model()
     tower = VisionTower(AutoModelForImageTextToText.from_pretrained(directory))
-    encoder, kept = MediaEncoder(load_processor(directory)), KeptFeatures()
-    given = prompt(directory, SETS[3])
-    first = encoder.encode(given.media)
+    encoder, cache = MediaEncoder(load_processor(directory)), KeptFeatures()
+    token_prompt = prompt(directory, SETS[3])
+    first = encoder.encode(token_prompt.media)
     assert first is not None
-    whole = read_images(first, given.token_ids, tower, kept)
+    complete = read_images(first, token_prompt.token_ids, tower, cache)
     hashes = first["mm_hashes"]["image"]
-    named = encoder.encode(given.media, set(hashes))
+    named = encoder.encode(token_prompt.media, set(hashes))
     assert named is not None
     assert named["kwargs_data"]["image"] == [None] * 3
-    for one, other in zip(read_images(named, given.token_ids, tower, kept), whole, strict=True):
+    for one, other in zip(read_images(named, token_prompt.token_ids, tower, cache), complete, strict=True):
         assert one.digest == other.digest
         np.testing.assert_array_equal(one.features["pixel_values"], other.features["pixel_values"])
     with pytest.raises(BadRequest, match="image 0 is not kept here") as refused:
-        read_images(named, given.token_ids, tower, KeptFeatures())
+        read_images(named, token_prompt.token_ids, tower, KeptFeatures())
     assert refused.value.field == "features.mm_hashes"
 
 
 def test_a_hash_that_is_not_of_the_inputs_is_not_kept() -> None:
     directory = vision_model()
     tower = VisionTower(AutoModelForImageTextToText.from_pretrained(directory))
-    kept, given = KeptFeatures(), prompt(directory, SETS[0])
-    features = MediaEncoder(load_processor(directory)).encode(given.media)
+    cache, token_prompt = KeptFeatures(), prompt(directory, SETS[0])
+    features = MediaEncoder(load_processor(directory)).encode(token_prompt.media)
     assert features is not None
     features["mm_hashes"]["image"] = ["another"]
-    (image_,) = read_images(features, given.token_ids, tower, kept)
-    assert kept.get("another") is None
+    (image_,) = read_images(features, token_prompt.token_ids, tower, cache)
+    assert cache.get("another") is None
     assert image_.digest != "another"
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_kept_features_are_bounded() -> None:
     arrays = [{"pixel_values": np.zeros(100, np.float32)} for _ in range(3)]
-    kept = KeptFeatures(room=900)
+    cache = KeptFeatures(room=900)
     for number, features in enumerate(arrays):
-        kept.keep(str(number), features)
-    assert [kept.get(str(number)) is not None for number in range(3)] == [False, True, True]
+        cache.keep(str(number), features)
+    assert [cache.get(str(number)) is not None for number in range(3)] == [False, True, True]

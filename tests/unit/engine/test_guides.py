@@ -27,37 +27,37 @@ from turnwise.types import Guide, Message, SamplingParams, TokenPrompt, as_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_whatever_is_sampled_under_a_guide_keeps_to_it(family: str) -> None:
+def test_sampled_messages_conform_to_their_guide(family: str) -> None:
     walks = walker(family)
-    ended = dict.fromkeys(HELD, 0)
-    for held, guide in HELD.items():
+    finished = dict.fromkeys(HELD, 0)
+    for name, guide in HELD.items():
         if family in WITHOUT_CALLS and guide.calls:
             with pytest.raises(StructuredOutputError, match="chat format pythonic"):
                 walks.walk(guide, 0)
-            ended[held] = 1
+            finished[name] = 1
             continue
         for seed in range(3):
-            ids, whole = walks.walk(guide, seed)
-            if whole:
-                ended[held] += 1
-                check(held, walks.renderer.parse(ids, walks.prompt, TOOLS))
+            ids, complete = walks.walk(guide, seed)
+            if complete:
+                finished[name] += 1
+                check(name, walks.renderer.parse(ids, walks.prompt, TOOLS))
     # Values without quotes end with a tag that a random walk rarely spells.
-    assert all(ended[held] for held in ("two", "single", "json", "json or call"))
+    assert all(finished[name] for name in ("two", "single", "json", "json or call"))
 
 
 @pytest.mark.parametrize("family", SAYING)
-def test_what_a_template_itself_writes_is_allowed(family: str) -> None:
+def test_grammar_allows_messages_written_by_the_template(family: str) -> None:
     walks = walker(family)
     for count in says(family):
-        said: Any = {"role": "assistant", "content": "", "tool_calls": CALLS[:count]}
-        ids = walks.renderer.completion(said, TOOLS)
+        message: Any = {"role": "assistant", "content": "", "tool_calls": CALLS[:count]}
+        ids = walks.renderer.completion(message, TOOLS)
         tagged = walks.renderer.guides.tagged(HELD["required"], walks.prompt, TOOLS)
-        held = walks.guides.hold(tagged.tag, walks.stops)
+        grammar = walks.guides.hold(tagged.tag, walks.stops)
         text = walks.renderer.decode(ids)
-        for place, token in enumerate(ids.tolist()):
-            assert held.allowed()[token], (text, walks.renderer.decode(ids[:place]))
+        for position, token in enumerate(ids.tolist()):
+            assert grammar.allowed()[token], (text, walks.renderer.decode(ids[:position]))
             if token not in walks.stops:
-                held.take(token)
+                grammar.take(token)
 
 
 def settle(thinking: bool) -> str:
@@ -67,7 +67,7 @@ def settle(thinking: bool) -> str:
     return renderer.guides.tagged(Guide(schema=SCHEMA), prompt, ()).tag
 
 
-def test_reasoning_stays_free_where_the_prompt_leaves_room_for_it() -> None:
+def test_reasoning_is_unconstrained_if_the_prompt_allows_it() -> None:
     added = {token.content: n for n, token in _added("qwen3").items()}
     free, closed = settle(True), settle(False)
     assert f'"token":{added["<think>"]}' in free
@@ -127,33 +127,33 @@ def test_strings_of_limited_length_keep_their_limit_where_markers_would_be_exclu
     assert tags.json_value({"type": "string"}, ["<tool_call>"])["excludes"] == ["<tool_call>"]
 
 
-def test_a_limit_of_calls_is_one_of_the_grammar() -> None:
+def test_grammar_enforces_the_limit_of_calls() -> None:
     call = tags.text("x")
     assert tags.repeated(call, None, 1) == call
-    for most in (2, 3, 5):
-        nested = json.dumps(tags.repeated(call, tags.text(";"), most))
-        assert nested.count('"x"') == most
+    for limit in (2, 3, 5):
+        nested = json.dumps(tags.repeated(call, tags.text(";"), limit))
+        assert nested.count('"x"') == limit
 
 
 TEXTS = st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=12)
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(wall=TEXTS, before=st.text(alphabet="ab</>\\{}[]\n\"' é日", max_size=10))
-def test_a_text_ends_where_what_follows_it_stands_first(wall: str, before: str) -> None:
+@given(wall=TEXTS, text_before=st.text(alphabet="ab</>\\{}[]\n\"' é日", max_size=10))
+def test_any_text_ends_at_the_first_following_string(wall: str, text_before: str) -> None:
     walks = walker("qwen2_5")
     tag = {"format": tags.sequence(tags.free(wall), tags.text(wall + "!"), tags.text("done"))}
-    held = walks.guides.hold(json.dumps(tag), walks.stops)
+    grammar = walks.guides.hold(json.dumps(tag), walks.stops)
     tokenizer = Tokenizer.from_file(str(model_dir("qwen2_5") / "tokenizer.json"))
-    spelled = tokenizer.encode(before, add_special_tokens=False).ids
+    spelled = tokenizer.encode(text_before, add_special_tokens=False).ids
     spelled += tokenizer.encode(wall + "!", add_special_tokens=False).ids
     spelled += tokenizer.encode("done", add_special_tokens=False).ids
-    if wall in before or tokenizer.decode(spelled, skip_special_tokens=False) != before + wall + "!done":
+    if wall in text_before or tokenizer.decode(spelled, skip_special_tokens=False) != text_before + wall + "!done":
         return
     for token in spelled:
-        assert held.allowed()[token]
-        held.take(token)
-    assert held.allowed().nonzero()[0].tolist() == walks.stops
+        assert grammar.allowed()[token]
+        grammar.take(token)
+    assert grammar.allowed().nonzero()[0].tolist() == walks.stops
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_text_ends_where_what_follows_it_stands_first(wall: str, before: str) 
         '{"format": ' + '{"type": "star", "content": ' * 3000 + '{"type": "any_text"}' + "}" * 3001,
     ],
 )
-def test_what_is_no_tag_is_refused(tag: str) -> None:
+def test_invalid_structural_tags_are_refused(tag: str) -> None:
     with pytest.raises(BadRequest, match="structured_outputs"):
         grammar_of(tag)
 
@@ -189,13 +189,13 @@ async def test_a_session_sends_the_tag_of_its_prompt() -> None:
     client = ScriptedClient(renderer, ['{"a": 1}', "text"], guides=True)
     assert (await client.model_info()).guides
     session = Session(client, renderer, id="s", limits=SessionLimits(context_length=1000))
-    asked: list[Message] = [{"role": "user", "content": "Hi."}]
-    await session.chat(asked, params=SamplingParams(guide=Guide(schema=SCHEMA)))
+    messages: list[Message] = [{"role": "user", "content": "Hi."}]
+    await session.chat(messages, params=SamplingParams(guide=Guide(schema=SCHEMA)))
     (sent,) = client.requests
     assert sent.params.guide is not None
     assert sent.params.guide.tag == renderer.guides.tagged(Guide(schema=SCHEMA), sent.prompt, ()).tag
     with pytest.raises(StructuredOutputError):
-        await session.chat(asked, params=SamplingParams(guide=Guide(schema={"not": {}, "if": {"const": 1}})))
+        await session.chat(messages, params=SamplingParams(guide=Guide(schema={"not": {}, "if": {"const": 1}})))
     # What is refused has used no turn, and is not a failure.
     assert (session.turns, session.failure, len(client.requests)) == (1, None, 1)
 

@@ -29,12 +29,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapter(model: torch.nn.Module, seed: int, info: AdapterInfo = INFO) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors = {}
     for target in info.targets:
         out, into = model.get_submodule(target).weight.shape
-        found[f"{target}.lora_A.weight"] = torch.randn(info.rank, into, generator=draw)
-        found[f"{target}.lora_B.weight"] = torch.randn(out, info.rank, generator=draw)
-    return found
+        tensors[f"{target}.lora_A.weight"] = torch.randn(info.rank, into, generator=draw)
+        tensors[f"{target}.lora_B.weight"] = torch.randn(out, info.rank, generator=draw)
+    return tensors
 
 
 def weights(served: CausalLM) -> dict[str, torch.Tensor]:
@@ -52,7 +52,7 @@ def test_the_formula_by_hand() -> None:
 
 def test_versions_do_not_add_up_and_other_targets_come_back(directory: Path) -> None:
     model, served = make_model("qwen3"), CausalLM(directory)
-    before = weights(served)
+    weights_before = weights(served)
     for version in range(40):
         served.load_adapter(adapter(model, version), INFO, version)
     fresh = CausalLM(directory)
@@ -60,14 +60,14 @@ def test_versions_do_not_add_up_and_other_targets_come_back(directory: Path) -> 
     for name, tensor in weights(served).items():
         assert torch.equal(tensor, weights(fresh)[name]), name
         changed = name.removesuffix(".weight") in TARGETS
-        assert torch.equal(tensor, before[name]) is not changed, name
+        assert torch.equal(tensor, weights_before[name]) is not changed, name
     # A zero adapter is the base, bit for bit; so is a matrix that the next version does not name.
     one = replace(INFO, targets=TARGETS[:1])
     tensors = adapter(model, 3, one)
     tensors[f"{TARGETS[0]}.lora_B.weight"].zero_()
     served.load_adapter(tensors, one, 41)
     for name, tensor in weights(served).items():
-        assert torch.equal(tensor, before[name]), name
+        assert torch.equal(tensor, weights_before[name]), name
 
 
 def test_a_packed_matrix_is_packed_anew(tmp_path: Path) -> None:
@@ -84,19 +84,19 @@ def test_a_packed_matrix_is_packed_anew(tmp_path: Path) -> None:
     assert np.abs((layer(rows) - want).numpy()).max() < 1e-3
 
 
-def test_what_does_not_fit_changes_nothing(directory: Path) -> None:
+def test_misfit_adapter_changes_nothing(directory: Path) -> None:
     model, served = make_model("qwen3"), CausalLM(directory)
-    before = weights(served)
-    good = adapter(model, 0)
+    weights_before = weights(served)
+    valid = adapter(model, 0)
     name = f"{TARGETS[0]}.lora_A.weight"
     cases = {
         r"missing 'model.layers.0.self_attn.q_proj.lora_A.weight'": (
-            {k: v for k, v in good.items() if k != name},
+            {k: v for k, v in valid.items() if k != name},
             INFO,
         ),
-        r"lora_A.weight has shape \(3, 64\), not \(2, 64\)": ({**good, name: torch.zeros(3, 64)}, INFO),
-        r"unknown name 'more'": ({**good, "more": torch.zeros(1)}, INFO),
-        r"no matrix model.norm.weight": (good, replace(INFO, targets=("model.norm",))),
+        r"lora_A.weight has shape \(3, 64\), not \(2, 64\)": ({**valid, name: torch.zeros(3, 64)}, INFO),
+        r"unknown name 'more'": ({**valid, "more": torch.zeros(1)}, INFO),
+        r"no matrix model.norm.weight": (valid, replace(INFO, targets=("model.norm",))),
         r"two targets are one tied matrix": (
             adapter(model, 0, tied := replace(INFO, targets=("lm_head", "model.embed_tokens"))),
             tied,
@@ -106,13 +106,13 @@ def test_what_does_not_fit_changes_nothing(directory: Path) -> None:
         with pytest.raises(FormatError, match=message):
             served.load_adapter(tensors, info, 1)
     for key, tensor in weights(served).items():
-        assert torch.equal(tensor, before[key])
+        assert torch.equal(tensor, weights_before[key])
     served.load(dict(make_model("qwen3", 1).state_dict()), 2)
     with pytest.raises(FormatError, match="full weights were replaced since: relaunch it"):
-        served.load_adapter(good, INFO, 3)
+        served.load_adapter(valid, INFO, 3)
 
 
-def test_the_manifest_says_what_the_tensors_are(tmp_path: Path) -> None:
+def test_manifest_describes_the_tensors(tmp_path: Path) -> None:
     tensors = adapter(make_model("qwen3"), 0)
     manifest = write_weights(tensors.items(), tmp_path, 3, adapter=INFO)
     assert wire.decode_manifest(wire.encode_manifest(manifest)) == manifest
@@ -142,17 +142,17 @@ def test_a_broken_adapter_is_named(change: bytes, message: str) -> None:
 
 
 def test_a_server_that_is_sent_no_adapter_keeps_no_copy() -> None:
-    kept = BaseWeights()
+    base = BaseWeights()
     served = {"a.weight": torch.ones(2, 2)}
     info = AdapterInfo(1, 1.0, ("a",))
-    assert not kept._base
+    assert not base._base
     tensors = {"a.lora_A.weight": torch.ones(1, 2), "a.lora_B.weight": torch.ones(2, 1)}
     seen: list[torch.Tensor] = []
-    kept.load(served, tensors, info, 1, seen.append)
+    base.load(served, tensors, info, 1, seen.append)
     assert served["a.weight"].tolist() == [[2.0, 2.0], [2.0, 2.0]]
-    assert [each is served["a.weight"] for each in seen] == [True]
-    kept.replaced()
-    assert not kept._base
+    assert [tensor is served["a.weight"] for tensor in seen] == [True]
+    base.replaced()
+    assert not base._base
 
 
 def test_a_model_directory_without_settings_is_refused_by_name(tmp_path: Path) -> None:

@@ -52,9 +52,9 @@ async def replica(lm, tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(replica):
-    made = HTTPClient([replica.url])
-    yield made
-    await made.close()
+    http_client = HTTPClient([replica.url])
+    yield http_client
+    await http_client.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -93,10 +93,10 @@ async def test_greedy_over_http_equals_generate(lm, client):
 async def test_given_ids_are_scored_over_http(lm, client, http):
     model, _ = lm
     ids = [prompt(seed, size) for seed, size in enumerate((1, 2, 40, 40, 300))]
-    found = await asyncio.gather(*(client.score(each) for each in ids))
-    for given, scores in zip(ids, found, strict=True):
+    scores_by_prompt = await asyncio.gather(*(client.score(token_ids) for token_ids in ids))
+    for token_ids, scores in zip(ids, scores_by_prompt, strict=True):
         assert scores[0] == 0.0
-        assert np.abs(scores[1:] - logprobs(model, given, 1)).max(initial=0.0) < 1e-4
+        assert np.abs(scores[1:] - logprobs(model, token_ids, 1)).max(initial=0.0) < 1e-4
     body = {"token_ids": [5, 6], "sampling_params": {"temperature": 0.5, "max_tokens": 1, "prompt_logprobs": 0}}
     async with http.post("/inference/v1/generate", json=body) as answer:
         first, second = (await answer.json())["prompt_logprobs"]
@@ -107,12 +107,12 @@ async def test_given_ids_are_scored_over_http(lm, client, http):
         await client.score(prompt(0, 500))
 
 
-async def test_bodies_are_bounded_by_the_context_and_large_ones_leave_the_server_free(http):
-    most = 4 * 2**20 + 16 * 500
-    asked = {"token_ids": [5] * 40_000, "sampling_params": {"max_tokens": 1}}
+async def test_bodies_are_bounded_by_the_context_and_large_bodies_do_not_block(http):
+    limit = 4 * 2**20 + 16 * 500
+    request = {"token_ids": [5] * 40_000, "sampling_params": {"max_tokens": 1}}
     too_many = "token_ids has 40000 ids, but the context length is 500"
-    for padding, message in ((0, too_many), (most, f"the body has more than {most} bytes: shorten it")):
-        async with http.post("/inference/v1/generate", json={**asked, "padding": "x" * padding}) as answer:
+    for padding, message in ((0, too_many), (limit, f"the body has more than {limit} bytes: shorten it")):
+        async with http.post("/inference/v1/generate", json={**request, "padding": "x" * padding}) as answer:
             assert answer.status == 400
             assert message in (await answer.json())["error"]["message"]
     async with http.get("/health") as answer:
@@ -164,7 +164,7 @@ async def test_streamed_through_the_client(lm, client):
     assert [delta.finish_reason is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
 
 
-async def test_what_is_served(client, http):
+async def test_models_and_weight_info_describe_the_served_model(client, http):
     assert await client.model_info() == ModelInfo("tiny", 500, 0, guides=True)
     async with http.get("/health") as answer:
         assert answer.status == 200
@@ -180,13 +180,13 @@ async def test_what_is_served(client, http):
     ],
 )
 async def test_bad_requests_are_400_with_field_value_and_remedy(http, body, field, message):
-    whole = {"token_ids": [1, 2], "sampling_params": {}, **body}
-    async with http.post("/inference/v1/generate", json=whole) as answer:
-        reply = await answer.json()
+    request = {"token_ids": [1, 2], "sampling_params": {}, **body}
+    async with http.post("/inference/v1/generate", json=request) as answer:
+        response = await answer.json()
     assert answer.status == 400
-    assert reply["error"]["param"] == field
-    assert reply["error"]["code"] == 400
-    assert message in reply["error"]["message"]
+    assert response["error"]["param"] == field
+    assert response["error"]["code"] == 400
+    assert message in response["error"]["message"]
 
 
 async def test_a_refusal_is_told_apart_from_a_failure(client):
@@ -210,13 +210,13 @@ async def test_unknown_routes_and_bodies(http):
 
 
 async def test_a_group_is_read_once_over_http(replica, client):
-    before = await replica.stats()
+    stats_before = await replica.stats()
     one = prompt(77, 100)
     params = [SamplingParams(temperature=1.0, max_tokens=5, seed=seed, ignore_eos=True) for seed in range(6)]
     await replica.pause()
     calls = [
-        asyncio.create_task(client.generate(TokenPrompt(one), each, session_id=f"g{n}"))
-        for n, each in enumerate(params)
+        asyncio.create_task(client.generate(TokenPrompt(one), sampling, session_id=f"g{n}"))
+        for n, sampling in enumerate(params)
     ]
 
     async def all_there() -> bool:
@@ -225,10 +225,10 @@ async def test_a_group_is_read_once_over_http(replica, client):
     await until(all_there, "six wait")
     await replica.resume()
     await asyncio.gather(*calls)
-    after = await replica.stats()
-    assert after["prefilled_tokens"] - before["prefilled_tokens"] == 100 + 5
-    assert after["requests"] - before["requests"] == after["received"] - before["received"] == 6
-    assert after["cpu_seconds"] > before["cpu_seconds"]
+    stats_after = await replica.stats()
+    assert stats_after["prefilled_tokens"] - stats_before["prefilled_tokens"] == 100 + 5
+    assert stats_after["requests"] - stats_before["requests"] == stats_after["received"] - stats_before["received"] == 6
+    assert stats_after["cpu_seconds"] > stats_before["cpu_seconds"]
     memory = await replica.memory()
     assert memory is not None
     assert memory.peak >= memory.resident > 2**27  # it has imported torch
@@ -251,9 +251,9 @@ async def test_a_client_that_goes_away_releases_its_sequence(replica, client):
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    before = await replica.stats()
+    stats_before = await replica.stats()
     await running(replica, 0)
-    assert (await replica.stats())["generated_tokens"] < before["generated_tokens"] + 400
+    assert (await replica.stats())["generated_tokens"] < stats_before["generated_tokens"] + 400
 
 
 async def test_an_abandoned_stream_releases_its_sequence(replica, client):
@@ -279,11 +279,11 @@ async def test_aborts_are_continued_by_the_client(lm, replica, client):
 
 async def test_sampled_completions_are_seamless_over_aborts(replica, client):
     params = SamplingParams(temperature=1.0, max_tokens=300, seed=3, ignore_eos=True)
-    whole = await client.generate(TokenPrompt(prompt(9)), params, session_id="a")
+    reference = await client.generate(TokenPrompt(prompt(9)), params, session_id="a")
     call = asyncio.create_task(client.generate(TokenPrompt(prompt(9)), params, session_id="b"))
     await running(replica)
     assert await replica.abort() == 1
-    assert np.array_equal((await call).token_ids, whole.token_ids)
+    assert np.array_equal((await call).token_ids, reference.token_ids)
 
 
 async def test_a_pause_with_abort_lets_clients_wait_for_the_resume(lm, replica, client):
@@ -309,7 +309,7 @@ async def test_a_pause_with_abort_lets_clients_wait_for_the_resume(lm, replica, 
     assert (await call).token_ids.tolist() == expected
 
 
-async def test_one_request_is_aborted_by_its_id(http, replica):
+async def test_request_is_aborted_by_id(http, replica):
     body = {"token_ids": [1, 2], "request_id": "victim", "sampling_params": {"max_tokens": 400, "ignore_eos": True}}
     call = asyncio.create_task(http.post("/inference/v1/generate", json=body))
     await running(replica)
@@ -343,22 +343,22 @@ async def test_an_update_in_flight(lm, replica, client, tmp_path):
         so_far = np.concatenate([prompt(11), answer.token_ids[:middle]])
         assert answer.token_ids[middle:].tolist() == greedy(new, so_far, 400 - middle, eos=False)
         assert (await client.model_info()).weight_version == 4
-        bad = write_weights([("model.norm.weight", torch.zeros(3))], tmp_path / "bad", 5)
+        misfit = write_weights([("model.norm.weight", torch.zeros(3))], tmp_path / "bad", 5)
         with pytest.raises(RequestRefused, match="weights version 5 do not fit the served model"):
-            await replica.update_weights(bad)
+            await replica.update_weights(misfit)
         # Another file of that name: what is served is mapped from the first one.
         Path(manifest.path).unlink()
         Path(manifest.path).write_bytes(b"broken")
         with pytest.raises(RequestRefused, match="cannot be read"):
             await replica.update_weights(manifest)
         assert (await client.model_info()).weight_version == 4
-        after = await client.generate(TokenPrompt(prompt(12)), GREEDY, session_id="x")
-        assert after.token_ids.tolist() == greedy(new, prompt(12), 20)
+        completion = await client.generate(TokenPrompt(prompt(12)), GREEDY, session_id="x")
+        assert completion.token_ids.tolist() == greedy(new, prompt(12), 20)
     finally:
         await replica.update_weights(write_weights(model.state_dict().items(), tmp_path / "back", 0))
 
 
-async def test_the_same_weights_get_a_new_version_and_keep_what_was_read(lm, replica, client, tmp_path):
+async def test_equal_weights_get_a_new_version_and_keep_the_prefix_cache(lm, replica, client, tmp_path):
     model, _ = lm
     first = write_weights(make_model("qwen3", 1).state_dict().items(), tmp_path, 4)
     await replica.update_weights(first)
@@ -372,9 +372,9 @@ async def test_the_same_weights_get_a_new_version_and_keep_what_was_read(lm, rep
         (old, _, middle), (version, start, end) = (await call).weight_versions
         assert (old, version, start, end) == (4, 5, middle, 400)
         reused = (await replica.stats())["reused_tokens"]
-        after = await client.generate(TokenPrompt(prompt(31)), GREEDY, session_id="same")
-        assert after.token_ids.tolist() == before.token_ids.tolist()
-        assert after.weight_versions == ((5, 0, 20),)
+        second = await client.generate(TokenPrompt(prompt(31)), GREEDY, session_id="same")
+        assert second.token_ids.tolist() == before.token_ids.tolist()
+        assert second.weight_versions == ((5, 0, 20),)
         assert (await replica.stats())["reused_tokens"] > reused
     finally:
         await replica.update_weights(write_weights(model.state_dict().items(), tmp_path / "back", 0))
@@ -469,9 +469,9 @@ async def test_a_killed_server_is_noticed_and_comes_back_with_its_weights(mortal
     assert mortal.pid != first
     assert mortal.url == url
     await waiting
-    after = await patient.generate(TokenPrompt(prompt()), GREEDY, session_id="t")
-    assert after.weight_versions == ((7, 0, len(after.token_ids)),)
-    assert after.token_ids.tolist() == greedy(new, prompt(), 20)
+    completion = await patient.generate(TokenPrompt(prompt()), GREEDY, session_id="t")
+    assert completion.weight_versions == ((7, 0, len(completion.token_ids)),)
+    assert completion.token_ids.tolist() == greedy(new, prompt(), 20)
     spent = await mortal.cpu_seconds()
     await mortal.close()
     await mortal.close()
@@ -505,9 +505,9 @@ async def test_a_launch_that_fails_shows_the_log(tmp_path, lm, monkeypatch):
 
 
 async def test_a_port_that_is_taken_is_named(replica, lm, tmp_path):
-    taken = ServeConfig(max_context=500, port=int(replica.url.rpartition(":")[2]))
+    same_port = ServeConfig(max_context=500, port=int(replica.url.rpartition(":")[2]))
     with pytest.raises(InferenceError, match=r"cannot be bound .*choose another port, or 0"):
-        await BuiltinReplica(lm[1], taken, log_file=tmp_path / "log").launch()
+        await BuiltinReplica(lm[1], same_port, log_file=tmp_path / "log").launch()
 
 
 async def test_kill_9_of_the_parent_leaves_no_server_behind(lm, tmp_path):

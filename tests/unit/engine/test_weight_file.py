@@ -52,23 +52,23 @@ def test_weights_that_fit_are_the_tensors_of_the_file(
     new = {name: tensor + 1 for name, tensor in served.items()}
     manifest = write_weights(new.items(), tmp_path / "w", 3)
     assert problems(manifest, checkpoint) == []
-    found = dict(full_weights(manifest_info(manifest), checkpoint))
-    assert found.keys() == new.keys()
-    assert all(torch.equal(found[name], new[name]) for name in new)
+    full = dict(full_weights(manifest_info(manifest), checkpoint))
+    assert full.keys() == new.keys()
+    assert all(torch.equal(full[name], new[name]) for name in new)
 
 
 def test_an_adapter_is_the_checkpoint_with_its_matrices_changed(
     served: dict[str, Tensor], checkpoint: Path, tmp_path: Path
 ) -> None:
-    given = factors()
-    manifest = write_weights(given.items(), tmp_path / "w", 3, adapter=INFO)
+    adapter_tensors = factors()
+    manifest = write_weights(adapter_tensors.items(), tmp_path / "w", 3, adapter=INFO)
     assert problems(manifest, checkpoint) == []
-    found = dict(full_weights(manifest_info(manifest), checkpoint))
-    for each in ("a", "b"):
-        down, up = given[f"{each}.lora_A.weight"], given[f"{each}.lora_B.weight"]
+    full = dict(full_weights(manifest_info(manifest), checkpoint))
+    for target in ("a", "b"):
+        down, up = adapter_tensors[f"{target}.lora_A.weight"], adapter_tensors[f"{target}.lora_B.weight"]
         # As the built-in server serves it.
-        assert torch.equal(found[f"{each}.weight"], merged(served[f"{each}.weight"], down, up, 3.0))
-    assert torch.equal(found["c.weight"], served["c.weight"])
+        assert torch.equal(full[f"{target}.weight"], merged(served[f"{target}.weight"], down, up, 3.0))
+    assert torch.equal(full["c.weight"], served["c.weight"])
 
 
 def test_the_output_matrix_of_tied_embeddings_may_be_missing(served: dict[str, Tensor], tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def _spoil(manifest: WeightManifest, how: Callable[[bytes], bytes]) -> WeightMan
     return manifest
 
 
-def test_what_does_not_fit_is_named(served: dict[str, Tensor], checkpoint: Path, tmp_path: Path) -> None:
+def test_misfit_weights_are_listed(served: dict[str, Tensor], checkpoint: Path, tmp_path: Path) -> None:
     def write(tensors: dict[str, Tensor], number: int) -> WeightManifest:
         return write_weights(tensors.items(), tmp_path / str(number), number)
 
@@ -97,19 +97,19 @@ def test_what_does_not_fit_is_named(served: dict[str, Tensor], checkpoint: Path,
         (_spoil(write(served, 6), lambda raw: raw[:-3]), "cannot be read"),
         (replace(write(served, 7), tensors=write(served, 8).tensors[:2]), r"differ in \['c.weight'\]"),
     ]
-    entry, *others = write(served, 9).tensors
-    wrong = (replace(entry, dtype="bfloat16"), *others)
+    entry, *further = write(served, 9).tensors
+    wrong = (replace(entry, dtype="bfloat16"), *further)
     cases.append((replace(write(served, 10), tensors=wrong), r"is float32 \[4, 3\] in the file, but bfloat16"))
     for manifest, message in cases:
-        found = problems(manifest, checkpoint)
-        assert found
+        listed = problems(manifest, checkpoint)
+        assert listed
         with pytest.raises(AssertionError, match=message):
-            raise AssertionError("; ".join(found))
+            raise AssertionError("; ".join(listed))
 
 
 def test_an_adapter_that_does_not_fit_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    given = factors()
-    manifest = write_weights(given.items(), tmp_path / "w", 1, adapter=INFO)
+    adapter_tensors = factors()
+    manifest = write_weights(adapter_tensors.items(), tmp_path / "w", 1, adapter=INFO)
     assert problems(replace(manifest, adapter=replace(INFO, targets=("a", "b", "d"))), checkpoint) == [
         "no matrix d.weight"
     ]

@@ -28,14 +28,14 @@ def tensors() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_weights_are_read_back(tmp_path):
     manifest = write_weights(iter(tensors()), tmp_path / "new" / "place", 7)
     assert manifest.version == 7
-    found = read_weights(manifest)
-    assert list(found) == [name for name, _ in tensors()]
+    loaded = read_weights(manifest)
+    assert list(loaded) == [name for name, _ in tensors()]
     for name, tensor in tensors():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
     assert [path.name for path in Path(manifest.path).parent.iterdir()] == [Path(manifest.path).name]
 
 
@@ -75,29 +75,29 @@ def test_old_versions_go_and_the_newest_two_stay(tmp_path):
 
 def test_a_version_that_is_mapped_never_changes(tmp_path):
     """A server uses them as its weights: neither a later version nor a removal may reach them."""
-    found = read_weights(write_weights(tensors(), tmp_path, 1))
+    mapped = read_weights(write_weights(tensors(), tmp_path, 1))
     for version in (2, 3, 4):
         write_weights([("a", torch.full((3, 4), float(version)))], tmp_path, version, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["weights-00000004.safetensors"]
     for name, tensor in tensors():
-        assert torch.equal(found[name], tensor)
-    found["b"].zero_()
+        assert torch.equal(mapped[name], tensor)
+    mapped["b"].zero_()
     assert not read_weights(write_weights(tensors(), tmp_path, 5))["b"].eq(0).all()
 
 
 def test_weights_of_the_version_before_are_not_written_again(tmp_path):
     first = write_weights(tensors(), tmp_path, 1)
-    again = write_weights(tensors(), tmp_path, 2, previous=first)
-    assert again == replace(first, version=2)
-    assert again.same_weights(first)
+    second = write_weights(tensors(), tmp_path, 2, previous=first)
+    assert second == replace(first, version=2)
+    assert second.same_weights(first)
     assert len(list(tmp_path.iterdir())) == 1
-    read_weights(again)
-    third = write_weights(tensors(), tmp_path, 3, previous=again)
+    read_weights(second)
+    third = write_weights(tensors(), tmp_path, 3, previous=second)
     assert third.path == first.path
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "same"),
+    ("old", "new", "same"),
     [
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
         (torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), False),
@@ -106,11 +106,11 @@ def test_weights_of_the_version_before_are_not_written_again(tmp_path):
         (torch.zeros(5).bfloat16(), torch.zeros(5).bfloat16(), True),
     ],
 )
-def test_the_same_weights_are_those_with_the_same_bits(tmp_path, before, after, same):
-    first = write_weights([("a", before)], tmp_path, 1)
-    second = write_weights([("a", after)], tmp_path, 2, previous=first)
+def test_the_same_weights_are_those_with_the_same_bits(tmp_path, old, new, same):
+    first = write_weights([("a", old)], tmp_path, 1)
+    second = write_weights([("a", new)], tmp_path, 2, previous=first)
     assert (second.path == first.path) == second.same_weights(first) == same
-    assert torch.equal(read_weights(second)["a"].nan_to_num(), after.nan_to_num())
+    assert torch.equal(read_weights(second)["a"].nan_to_num(), new.nan_to_num())
 
 
 def test_other_names_and_a_file_that_is_gone_or_changed_are_written_anew(tmp_path):
@@ -127,7 +127,7 @@ def test_other_names_and_a_file_that_is_gone_or_changed_are_written_anew(tmp_pat
     assert torch.equal(read_weights(fourth)["b"], torch.zeros(3))
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
+def test_failed_write_leaves_no_file(tmp_path):
     with pytest.raises(FormatError, match=r"b is torch\.complex64, which safetensors cannot hold"):
         write_weights([("a", torch.zeros(3)), ("b", torch.zeros(3, dtype=torch.complex64))], tmp_path, 1)
     assert not list(tmp_path.iterdir())
@@ -140,14 +140,14 @@ def large() -> list[tuple[str, torch.Tensor]]:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_any_flipped_bit_of_the_data_is_noticed(tmp_path_factory, place, bit):
+@given(offset=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_any_flipped_bit_of_the_data_is_noticed(tmp_path_factory, offset, bit):
     home = tmp_path_factory.mktemp("flip")
     manifest = write_weights([*tensors(), *large()], home, 1)
     file = Path(manifest.path)
     raw = bytearray(file.read_bytes())
     start = 8 + int.from_bytes(raw[:8], "little")
-    raw[start + place % (len(raw) - start)] ^= 1 << bit
+    raw[start + offset % (len(raw) - start)] ^= 1 << bit
     file.write_bytes(raw)
     with pytest.raises(FormatError, match=r"the checksum of .* differs"):
         read_weights(manifest)
@@ -175,7 +175,7 @@ def test_broken_files_and_manifests_are_named(tmp_path):
         read_weights(manifest)
 
 
-def test_nothing_and_a_name_twice_are_refused(tmp_path):
+def test_no_tensors_and_duplicate_names_are_refused(tmp_path):
     with pytest.raises(FormatError, match="no tensors"):
         write_weights([], tmp_path, 1)
     with pytest.raises(FormatError, match="'a' occurs twice"):

@@ -157,13 +157,13 @@ async def test_partial_answers_are_continued_and_merged(make):
     assert [body["sampling_params"]["max_tokens"] for body in fake.bodies] == [10, 8, 8, 7]
     # A server whose numbers are keyed by position takes the first; another gets new ones for each part.
     assert [body.get("seed") for body in fake.bodies] == [None, 4, 4, 4]
-    first, *others = [body["sampling_params"]["seed"] for body in fake.bodies]
+    first, *later_seeds = [body["sampling_params"]["seed"] for body in fake.bodies]
     assert first == 4
-    assert others == [stable_hash(4, 2), stable_hash(4, 2), stable_hash(4, 3)]
+    assert later_seeds == [stable_hash(4, 2), stable_hash(4, 2), stable_hash(4, 3)]
     assert [body.get("continued") for body in fake.bodies] == [None, 2, 2, 3]
 
 
-async def test_a_name_that_has_one_version_gives_it_to_what_was_sampled_under_it(make):
+async def test_an_adapter_name_with_one_version_versions_its_completions(make):
     names = iter([ServedName("solver@1", 4), ServedName("solver@2", 5), ServedName("solver@2", 5)])
     # Of its own model's weights, the server says something else.
     async with Fake(answer([5, 6], "abort", "0"), answer([7], "abort", "0"), answer([8, 9], "stop", "0")) as fake:
@@ -208,12 +208,12 @@ async def test_tries_are_bounded(make):
 
 
 async def test_another_server_takes_over_and_keeps_the_session(make):
-    async with Fake(drop) as broken, Fake(answer([5]), answer([6])) as whole:
-        client = make(broken, whole)
+    async with Fake(drop) as broken, Fake(answer([5]), answer([6])) as intact:
+        client = make(broken, intact)
         first = await client.generate(PROMPT, PARAMS, session_id="s")
         second = await client.generate(PROMPT, PARAMS, session_id="s")
     assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([5], [6])
-    assert (len(broken.bodies), len(whole.bodies)) == (1, 2)
+    assert (len(broken.bodies), len(intact.bodies)) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -346,8 +346,8 @@ async def test_a_stream_of_vllm(make):
 
 async def test_streams_and_requests_use_a_connection_again(make):
     spans = [{"version": "0", "start": 0, "end": 1}]
-    whole = events(piece([5], "stop", weight_versions=spans), {"choices": [], "usage": {}}, b"[DONE]")
-    async with Fake(whole, whole, answer([6])) as fake:
+    complete = events(piece([5], "stop", weight_versions=spans), {"choices": [], "usage": {}}, b"[DONE]")
+    async with Fake(complete, complete, answer([6])) as fake:
         client = make(fake)
         await collect(client)
         await collect(client)
@@ -376,8 +376,8 @@ async def test_a_stream_goes_on_after_aborts_and_breaks(make):
 
 
 async def test_a_stream_goes_to_another_server_when_its_own_breaks(make):
-    whole = events(piece([5], "stop", weight_versions=[{"version": "0", "start": 0, "end": 1}]))
-    async with Fake(drop) as broken, Fake(whole) as other:
+    complete = events(piece([5], "stop", weight_versions=[{"version": "0", "start": 0, "end": 1}]))
+    async with Fake(drop) as broken, Fake(complete) as other:
         deltas = await collect(make(broken, other))
     assert [delta.token_ids.tolist() for delta in deltas] == [[5]]
     assert (len(broken.bodies), len(other.bodies)) == (1, 1)
@@ -424,10 +424,10 @@ def spans_to(end: int, version: str = "1") -> dict:
 RESUMED = RoutingOptions(resume_tokens=2)
 
 
-async def test_a_completion_whose_server_dies_is_resumed_on_another_from_what_it_sampled(make):
-    begun = events(piece([5], **spans_to(1)), piece([6, 7], **spans_to(3)), broken=True)
+async def test_completion_of_a_dead_server_resumes_on_another_from_its_reported_ids(make):
+    broken_events = events(piece([5], **spans_to(1)), piece([6, 7], **spans_to(3)), broken=True)
     rest = events(piece([8, 9], **spans_to(2, "2")), piece([4], "stop", **spans_to(3, "2")), b"[DONE]")
-    async with Fake(begun) as dying, Fake(rest) as other:
+    async with Fake(broken_events) as dying, Fake(rest) as other:
         client = make(dying, other, routing=RESUMED)
         done = await client.generate(PROMPT, PARAMS, session_id="s")
     assert done.token_ids.tolist() == [5, 6, 7, 8, 9, 4]
@@ -438,14 +438,14 @@ async def test_a_completion_whose_server_dies_is_resumed_on_another_from_what_it
     assert second["token_ids"] == [1, 2, 3, 5, 6, 7]
     assert (second["continued"], second["seed"], second["sampling_params"]["max_tokens"]) == (3, 4, 7)
     assert (client.router.counts.resumed, client.router.counts.resumed_tokens) == (1, 3)
-    assert [each.requests for each in client.router.servers] == [0, 0]
+    assert [server.requests for server in client.router.servers] == [0, 0]
 
 
 async def test_ids_without_versions_are_sampled_again_and_not_streamed_any_more(make):
     """vLLM names versions at the end of a stream."""
-    begun = events(piece([5]), piece([6]), broken=True)
-    whole = events(piece([7]), piece([8], "stop", **spans_to(2, "3")), b"[DONE]")
-    async with Fake(begun) as dying, Fake(whole, answer([9])) as other:
+    broken_events = events(piece([5]), piece([6]), broken=True)
+    complete = events(piece([7]), piece([8], "stop", **spans_to(2, "3")), b"[DONE]")
+    async with Fake(broken_events) as dying, Fake(complete, answer([9])) as other:
         client = make(dying, other, routing=RESUMED)
         done = await client.generate(PROMPT, PARAMS, session_id="s")
         assert (done.token_ids.tolist(), done.weight_versions) == ([7, 8], ((3, 0, 2),))
@@ -515,7 +515,7 @@ async def test_requests_beyond_the_limit_of_a_server_wait(make):
         assert [done.token_ids.tolist() for done in await asyncio.gather(*calls)] == [[5], [6]]
 
 
-async def test_a_deadline_ends_with_what_was_sampled_and_what_to_change(make):
+async def test_deadline_error_names_sampled_tokens_key_and_remedy(make):
     gone = asyncio.Event()
 
     async def never_ends(request: web.Request) -> web.StreamResponse:
@@ -529,21 +529,21 @@ async def test_a_deadline_ends_with_what_was_sampled_and_what_to_change(make):
         return response
 
     routing = RoutingOptions(deadline=0.2, resume_tokens=2, max_requests=1)
-    said = (
+    message = (
         r"of session s took more than 0.2 s \(inference.routing.deadline\), with 3 tokens sampled and 0 other requests"
     )
     async with Fake(never_ends, never_ends) as fake, Fake() as other:
         client = make(fake, other, routing=routing)
         client.eject(other.url)
-        with pytest.raises(DeadlineExceeded, match=said) as caught:
+        with pytest.raises(DeadlineExceeded, match=message) as caught:
             await client.generate(PROMPT, PARAMS, session_id="s")
         assert caught.value.retryable
         # The server is free of it, and nothing counts as in flight.
         await asyncio.wait_for(gone.wait(), 10)
-        assert [each.requests for each in client.router.servers] == [0, 0]
+        assert [server.requests for server in client.router.servers] == [0, 0]
         deltas = client.stream(PROMPT, PARAMS, session_id="s")
         assert (await anext(deltas)).token_ids.tolist() == [5, 6, 7]
-        with pytest.raises(DeadlineExceeded, match=said):
+        with pytest.raises(DeadlineExceeded, match=message):
             await anext(deltas)
 
 
@@ -551,10 +551,10 @@ async def test_a_deadline_includes_the_wait_for_a_server(make):
     async with Fake() as fake:
         client = make(fake, routing=RoutingOptions(deadline=0.1, max_requests=1))
         # The one place is taken all the while: a request with the same deadline might leave it in time for another.
-        taken = await client.router.acquire(RoutedRequest("a", PROMPT.token_ids, 1))
+        assignment = await client.router.acquire(RoutedRequest("a", PROMPT.token_ids, 1))
         with pytest.raises(DeadlineExceeded, match=r"of session b took more than 0\.1 s"):
             await client.generate(PROMPT, PARAMS, session_id="b")
-        client.router.release(taken)
+        client.router.release(assignment)
     assert (fake.bodies, client.router.waiting) == ([], 0)
     assert client.router.servers[0].requests == 0
 
@@ -573,7 +573,7 @@ async def test_a_guide_is_sent_as_its_tag(make):
     assert body["sampling_params"]["structured_outputs"] == {"structural_tag": HELD.guide.tag}
 
 
-async def test_a_refusal_of_what_is_held_is_one_of_the_guide(make):
+async def test_refused_guided_request_raises_structured_output_error(make):
     refusal = reply(b'{"error": {"message": "no such grammar"}}', 400)
     async with Fake(refusal, refusal, refusal) as fake:
         with pytest.raises(StructuredOutputError, match="no such grammar"):
@@ -584,7 +584,7 @@ async def test_a_refusal_of_what_is_held_is_one_of_the_guide(make):
             await make(fake).generate(PROMPT, PARAMS, session_id="s")
 
 
-async def test_what_is_held_to_a_grammar_begins_again(make):
+async def test_interrupted_guided_completion_is_sampled_again(make):
     async with Fake(answer([5, 6], "abort", "1"), answer([7, 8], "stop", "2")) as fake:
         done = await make(fake).generate(PROMPT, HELD, session_id="s")
     assert (done.token_ids.tolist(), done.weight_versions) == ([7, 8], ((2, 0, 2),))
@@ -594,14 +594,14 @@ async def test_what_is_held_to_a_grammar_begins_again(make):
     assert "continued" not in one
 
 
-async def test_a_stream_that_is_held_to_a_grammar_goes_on_only_where_nothing_was_said(make):
+async def test_interrupted_guided_stream_resumes_only_before_its_first_id(make):
     spans = [{"version": "1", "start": 0, "end": 1}]
-    said = piece([5], weight_versions=spans)
-    whole = events(said, piece([6], "stop", weight_versions=[{**spans[0], "end": 2}]), b"[DONE]")
-    async with Fake(events(piece([], "abort")), whole) as fake:
+    first_piece = piece([5], weight_versions=spans)
+    complete = events(first_piece, piece([6], "stop", weight_versions=[{**spans[0], "end": 2}]), b"[DONE]")
+    async with Fake(events(piece([], "abort")), complete) as fake:
         deltas = await collect(make(fake), HELD)
     assert [token for delta in deltas for token in delta.token_ids.tolist()] == [5, 6]
-    for broken in (events(said, broken=True), events(said, piece([], "abort", weight_versions=spans))):
+    for broken in (events(first_piece, broken=True), events(first_piece, piece([], "abort", weight_versions=spans))):
         async with Fake(broken) as fake:
             with pytest.raises(InferenceError, match="repeat the request"):
                 await collect(make(fake), HELD)
@@ -609,16 +609,16 @@ async def test_a_stream_that_is_held_to_a_grammar_goes_on_only_where_nothing_was
 
 
 def scored(ids, reason="length", **changes) -> Answer:
-    given = [None, *({str(token): {"logprob": -token / 4, "rank": 3, "decoded_token": None}} for token in ids[1:])]
+    entries = [None, *({str(token): {"logprob": -token / 4, "rank": 3, "decoded_token": None}} for token in ids[1:])]
     choice = {"index": 0, "token_ids": [7], "logprobs": None, "finish_reason": reason}
-    return reply(orjson.dumps({"choices": [choice], "prompt_logprobs": given, **changes}))
+    return reply(orjson.dumps({"choices": [choice], "prompt_logprobs": entries, **changes}))
 
 
 async def test_given_ids_are_scored(make):
     async with Fake(drop, scored([], "abort", prompt_logprobs=None), scored([5, 1, 2])) as fake:
-        found = await make(fake).score(as_ids([5, 1, 2]), session_id="s")
+        logprobs = await make(fake).score(as_ids([5, 1, 2]), session_id="s")
         # The first id is predicted by nothing.
-        assert found.tolist() == [0.0, -0.25, -0.5]
+        assert logprobs.tolist() == [0.0, -0.25, -0.5]
         assert fake.sessions == ["s"] * 3
         assert fake.bodies[0]["token_ids"] == [5, 1, 2]
         assert fake.bodies[0]["sampling_params"]["prompt_logprobs"] == 0

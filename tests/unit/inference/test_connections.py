@@ -82,7 +82,7 @@ def run(request):
     return go
 
 
-def test_requests_share_a_connection_and_say_what_they_were_told(run):
+def test_requests_share_a_connection_and_return_status_and_body(run):
     async def main():
         async with Peer(plays(OK, OK)) as peer:
             pool = Connections({"Authorization": "Bearer x"})
@@ -210,7 +210,7 @@ def test_nobody_there(run):
 @pytest.mark.parametrize(
     "url", ["ftp://x", "http://", "http://x:port", "x", "http://[::1", "http://a..b", f"http://{'a' * 64}.b"]
 )
-def test_what_is_no_url(run, url):
+def test_invalid_urls_raise_connection_failed(run, url):
     async def main():
         with pytest.raises(ConnectionFailed, match=r"HTTP URL|port|no connection to"):
             await Connections().ask("GET", url)
@@ -296,22 +296,22 @@ def test_who_is_cancelled_closes_the_connection(run):
     async def main():
         async with Peer(plays(b"")) as peer:
             pool = Connections()
-            asked = asyncio.ensure_future(pool.ask("POST", peer.url, b"x"))
+            request = asyncio.ensure_future(pool.ask("POST", peer.url, b"x"))
             await peer.asked.wait()
-            asked.cancel()
+            request.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asked
+                await request
             await peer.gone.wait()
 
     run(main)
 
 
-def test_a_stream_that_is_left_closes_the_connection_and_one_that_ends_keeps_it(run):
+def test_abandoned_stream_closes_its_connection_and_finished_stream_keeps_it(run):
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
     async def main():
-        begun = chunked + b"6\r\ndata: \r\n"
-        async with Peer(plays(chunked + b"9\r\none\r\ntwo\n\r\n3\r\nend\r\n0\r\n\r\n", begun)) as peer:
+        beginning = chunked + b"6\r\ndata: \r\n"
+        async with Peer(plays(chunked + b"9\r\none\r\ntwo\n\r\n3\r\nend\r\n0\r\n\r\n", beginning)) as peer:
             pool = Connections()
             async with pool.open("POST", peer.url, b"x") as answer:
                 assert [line async for line in answer.lines()] == [b"one", b"two", b"end"]
@@ -344,15 +344,15 @@ def test_a_reader_that_is_behind_holds_the_server_back(run):
             async with pool.open("GET", peer.url) as answer:
                 lines = answer.lines()
                 await anext(lines)
-                before = -1
-                while before != sent:  # until the server is stuck
-                    before = sent
+                sent_before = -1
+                while sent_before != sent:  # until the server is stuck
+                    sent_before = sent
                     for _ in range(2000):
                         await asyncio.sleep(0)
                 assert sent < 50 * 2**20
                 for _ in range(sent // 65536 + 10):
                     await anext(lines)
-                assert sent > before
+                assert sent > sent_before
                 await lines.aclose()
 
     run(main)
@@ -384,7 +384,7 @@ def test_requests_leave_no_garbage_in_cycles(run):
                     await pool.ask("GET", peer.url)
                 gc.set_debug(gc.DEBUG_SAVEALL)
                 gc.collect()
-                assert [each for each in gc.garbage if "connections" in type(each).__module__] == []
+                assert [garbage for garbage in gc.garbage if "connections" in type(garbage).__module__] == []
             finally:
                 gc.set_debug(0)
                 gc.garbage.clear()

@@ -29,7 +29,7 @@ from turnwise.model.core import Replica, WeightManifest
 class OwnEngine(Replica):
     """The least that an engine has: no counters."""
 
-    made: ClassVar[list[OwnEngine]] = []
+    instances: ClassVar[list[OwnEngine]] = []
     launched = asyncio.Event()
 
     @classmethod
@@ -52,7 +52,7 @@ class OwnEngine(Replica):
         self.given = (model, config.custom, name, weight_version, log_file, number, url)
         self.number = number
         self.events: list[str] = []
-        self.made.append(self)
+        self.instances.append(self)
         self._died = asyncio.Event()
 
     @property
@@ -97,14 +97,14 @@ class OwnEngine(Replica):
 
 
 @pytest.fixture(autouse=True)
-def none_made() -> None:
-    OwnEngine.made = []
+def no_instances() -> None:
+    OwnEngine.instances = []
     OwnEngine.launched = asyncio.Event()
 
 
 def own(**changes: Any) -> InferenceConfig:
-    given = {"engine": f"{__name__}:OwnEngine", "custom": {"color": "red"}, **changes}
-    return InferenceConfig.model_validate(given)
+    keys = {"engine": f"{__name__}:OwnEngine", "custom": {"color": "red"}, **changes}
+    return InferenceConfig.model_validate(keys)
 
 
 async def test_a_set_of_replicas_of_an_engine_by_reference(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -113,46 +113,46 @@ async def test_a_set_of_replicas_of_an_engine_by_reference(caplog: pytest.LogCap
         await fleet.launch(updates=True)
     try:
         assert "model is served in red" in caplog.text
-        assert [each.given for each in OwnEngine.made] == [
+        assert [engine.given for engine in OwnEngine.instances] == [
             (Path("model"), {"color": "red"}, None, 0, tmp_path / f"server-{number}.log", number, None)
             for number in range(2)
         ]
         await fleet.pause()
         await fleet.resume()
-        OwnEngine.made[1].die()
+        OwnEngine.instances[1].die()
         await fleet.recover(InferenceError("a request failed"))
         assert await fleet.stats() == {"restarts": 1.0, "ejections": 1.0, "resumed_tokens": 0.0}
     finally:
         await fleet.close()
     first = ["launch", "prepare", "pause True", "resume", "close"]
-    assert OwnEngine.made[0].events == first
-    assert OwnEngine.made[1].events == [*first[:-1], "restart", "close"]
+    assert OwnEngine.instances[0].events == first
+    assert OwnEngine.instances[1].events == [*first[:-1], "restart", "close"]
 
 
-async def test_running_servers_take_the_place_of_launched_ones(tmp_path: Path) -> None:
+async def test_running_servers_replace_launched_ones(tmp_path: Path) -> None:
     fleet = ReplicaSet(own(url="http://a:1/, http://b:2"), Path("model"), logs=tmp_path)
-    assert [each.given[-1] for each in OwnEngine.made] == ["http://a:1", "http://b:2"]
+    assert [engine.given[-1] for engine in OwnEngine.instances] == ["http://a:1", "http://b:2"]
     await fleet.launch()
     # Nothing updates them here.
-    assert [each.events for each in OwnEngine.made] == [["launch"], ["launch"]]
+    assert [engine.events for engine in OwnEngine.instances] == [["launch"], ["launch"]]
     await fleet.close()
 
 
-async def test_what_an_engine_refuses_is_refused_before_it_starts(tmp_path: Path) -> None:
+async def test_engine_check_fails_before_the_start(tmp_path: Path) -> None:
     fleet = ReplicaSet(own(custom={}), Path("model"), logs=tmp_path)
     with pytest.raises(ConfigError, match=r"inference\.custom\.color is None: say red"):
         await fleet.launch()
-    assert OwnEngine.made[0].events == []
+    assert OwnEngine.instances[0].events == []
 
 
 async def test_serving_ends_with_the_server(tmp_path: Path) -> None:
     serving = asyncio.create_task(serve_replica(Path("model"), own(), name="m", log_file=tmp_path / "log"))
     await OwnEngine.launched.wait()
-    assert OwnEngine.made[0].given[2] == "m"
-    OwnEngine.made[0].die()
+    assert OwnEngine.instances[0].given[2] == "m"
+    OwnEngine.instances[0].die()
     with pytest.raises(EngineDied):
         await serving
-    assert OwnEngine.made[0].events == ["launch", "close"]
+    assert OwnEngine.instances[0].events == ["launch", "close"]
     with pytest.raises(ConfigError, match="url is http://a:1, which serves already"):
         await serve_replica(Path("model"), own(url="http://a:1"), name=None, log_file=tmp_path / "log")
 
@@ -212,7 +212,7 @@ def test_a_processor_without_instructions_for_a_dtype_is_told(text: str, emulate
     assert not emulates_bfloat16(tmp_path / "none")
 
 
-async def test_the_built_in_engine_refuses_a_dtype_that_it_has_not() -> None:
+async def test_built_in_engine_refuses_float16() -> None:
     with pytest.raises(ConfigError, match=r"inference.dtype is float16.*say bfloat16"):
         await check_engine(Path("model"), InferenceConfig(dtype="float16"))
 

@@ -82,9 +82,9 @@ def run(folder: Path, **counts: object) -> list[dict[str, object]]:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    found = json.loads(done.stdout)
-    assert found["left"] == []
-    return list(found["found"])
+    report = json.loads(done.stdout)
+    assert report["left"] == []
+    return list(report["found"])
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="servers are forked on Linux")
@@ -99,11 +99,11 @@ def test_a_forked_server_has_the_imports_of_its_command_and_the_rest_as_if_start
 
 
 def test_a_server_too_many_is_started_anew(tmp_path: Path) -> None:
-    assert [each["marked"] for each in run(tmp_path, forks=1, servers=[0, 0])] == [True, False]
+    assert [server["marked"] for server in run(tmp_path, forks=1, servers=[0, 0])] == [True, False]
 
 
-def test_a_process_that_was_killed_while_it_waited_is_replaced(tmp_path: Path) -> None:
-    assert [each["marked"] for each in run(tmp_path, forks=1, servers=[0], kill=True)] == [False]
+def test_forked_process_killed_while_waiting_is_replaced(tmp_path: Path) -> None:
+    assert [server["marked"] for server in run(tmp_path, forks=1, servers=[0], kill=True)] == [False]
 
 
 def test_processes_that_become_no_server_end_with_the_command(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ async def start(process: ServerProcess, how: str = "") -> psutil.Process:
 
 
 @pytest.mark.parametrize(("how", "patience"), [("", 10.0), ("stubborn", 0.2)])
-async def test_an_end_takes_along_what_was_started(tmp_path: Path, how: str, patience: float) -> None:
+async def test_end_kills_the_process_group(tmp_path: Path, how: str, patience: float) -> None:
     process = server(tmp_path, close_timeout=patience)
     child = await start(process, how)
     assert process.running
@@ -74,13 +74,13 @@ async def test_an_end_that_is_cancelled_is_an_end_all_the_same(tmp_path: Path) -
             await asyncio.wait_for(process.end(), 0.2)
         wait_until(lambda: gone([leader, child]), "the end of both")
     finally:
-        for left in (leader, child):
+        for pid in (leader, child):
             with contextlib.suppress(psutil.NoSuchProcess):
-                left.kill()
+                pid.kill()
     assert process.pid is None
 
 
-async def test_a_death_is_told_and_takes_along_what_was_started(tmp_path: Path) -> None:
+async def test_death_is_reported_and_kills_the_process_group(tmp_path: Path) -> None:
     process = server(tmp_path)
     child = await start(process)
     os.kill(process.pid, signal.SIGKILL)
@@ -162,4 +162,4 @@ async def test_a_request_for_another_host_is_refused_on_loopback(host: str, allo
             scope = {"type": "http", "headers": [(b"host", host.encode("latin-1"))]}
             await check_host(reply, listener, allowed)(scope, None, send)  # type: ignore[arg-type]
     # Only an address that other machines cannot reach is one that a page would have to be rebound to.
-    assert [each for each in statuses if each] == [status, 200]
+    assert [code for code in statuses if code] == [status, 200]

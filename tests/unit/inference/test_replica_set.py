@@ -55,7 +55,7 @@ class Server:
 async def fleet_of(number: int = 1, **settings: float) -> AsyncIterator[tuple[ReplicaSet, list[Server]]]:
     """A fleet that runs, and its servers."""
     fleet = ReplicaSet(InferenceConfig(replicas=number, **settings), Path("model"), logs=Path("logs"))
-    servers = [Server(f"http://127.0.0.1:{each + 1}") for each in range(number)]
+    servers = [Server(f"http://127.0.0.1:{index + 1}") for index in range(number)]
     fleet.replicas = servers  # type: ignore[assignment]
     await fleet.launch()
     try:
@@ -76,8 +76,8 @@ async def test_a_second_death_ends_the_run_and_names_the_key() -> None:
         with pytest.raises(EngineDied) as death:
             await die_and_recover(fleet, server)
         assert (fleet.restarts, server.starts) == (1, 2)
-    said = "a server died again after a restart, within 3600 s (inference.max_restarts is 1): http://127.0.0.1:1 died"
-    assert str(death.value) == said
+    reason = "a server died again after a restart, within 3600 s (inference.max_restarts is 1)"
+    assert str(death.value) == f"{reason}: http://127.0.0.1:1 died"
 
 
 async def test_deaths_that_are_long_apart_end_no_run(
@@ -110,7 +110,7 @@ async def test_as_many_deaths_as_are_allowed_end_no_run(monkeypatch: pytest.Monk
         assert fleet.restarts == 4
 
 
-async def test_each_server_has_deaths_of_its_own() -> None:
+async def test_restarts_are_counted_per_server() -> None:
     async with fleet_of(3) as (fleet, servers):
         for server in servers:
             await die_and_recover(fleet, server)
@@ -119,14 +119,14 @@ async def test_each_server_has_deaths_of_its_own() -> None:
             await die_and_recover(fleet, servers[1])
 
 
-async def test_none_is_started_again_where_none_may_be() -> None:
+async def test_no_restart_with_max_restarts_zero() -> None:
     async with fleet_of(max_restarts=0) as (fleet, [server]):
         with pytest.raises(EngineDied, match=r"^a server died \(inference.max_restarts is 0\): "):
             await die_and_recover(fleet, server)
         assert (fleet.restarts, server.starts) == (0, 1)
 
 
-async def test_one_that_does_not_start_is_started_as_often_as_it_may_be() -> None:
+async def test_failing_start_is_retried_up_to_max_restarts() -> None:
     async with fleet_of(max_restarts=3) as (fleet, [server]):
         server.failures = 2
         await die_and_recover(fleet, server)
@@ -135,7 +135,7 @@ async def test_one_that_does_not_start_is_started_as_often_as_it_may_be() -> Non
             await die_and_recover(fleet, server)
 
 
-async def test_one_that_never_starts_again_ends_the_run_with_its_reason() -> None:
+async def test_server_that_never_restarts_ends_the_run_with_its_error() -> None:
     async with fleet_of(max_restarts=4) as (fleet, [server]):
         server.failures = 9
         with pytest.raises(EngineDied, match=r"could not be started again: .* does not start"):
@@ -157,15 +157,15 @@ class Call:
         return "done"
 
 
-@pytest.mark.parametrize(("number", "most"), [(1, 3), (2, 2)])
-async def test_a_call_lives_through_as_many_deaths_as_are_allowed(number: int, most: int) -> None:
-    async with fleet_of(number, max_restarts=most) as (fleet, servers):
-        call = Call(servers, number * most)
+@pytest.mark.parametrize(("number", "max_restarts"), [(1, 3), (2, 2)])
+async def test_a_call_lives_through_as_many_deaths_as_are_allowed(number: int, max_restarts: int) -> None:
+    async with fleet_of(number, max_restarts=max_restarts) as (fleet, servers):
+        call = Call(servers, number * max_restarts)
         assert await fleet.with_recovery(call) == "done"
-        assert (fleet.restarts, call.attempts) == (number * most, number * most + 1)
+        assert (fleet.restarts, call.attempts) == (number * max_restarts, number * max_restarts + 1)
 
 
-async def test_one_death_too_many_is_what_a_call_tells() -> None:
+async def test_call_raises_engine_died_after_too_many_deaths() -> None:
     async with fleet_of() as (fleet, servers):
         call = Call(servers, 2)
         with pytest.raises(EngineDied, match="max_restarts is 1"):

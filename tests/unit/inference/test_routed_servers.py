@@ -30,17 +30,17 @@ SESSIONS, TURNS = 7, 4
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicaSet]:
     home: Path = tmp_path_factory.mktemp("routed")
     model = save_model(make_model("qwen3", max_position_embeddings=1024), home)
-    made = ReplicaSet(InferenceConfig(replicas=2), model, logs=home)
-    await made.launch()
-    yield made
-    await made.close()
+    replicas = ReplicaSet(InferenceConfig(replicas=2), model, logs=home)
+    await replicas.launch()
+    yield replicas
+    await replicas.close()
 
 
 async def reused_share(fleet: ReplicaSet, policy: str, seed: int) -> float:
     """Return the share of prompt tokens that were not prefilled, of sessions that each append to their history."""
     rng = np.random.default_rng(seed)
     client = HTTPClient(fleet.client.urls, routing=RoutingOptions(policy=policy))
-    before = await fleet.stats()
+    stats_before = await fleet.stats()
 
     histories = {f"{policy}-{number}": random_prompt(rng, 200) for number in range(SESSIONS)}
     try:
@@ -51,14 +51,16 @@ async def reused_share(fleet: ReplicaSet, policy: str, seed: int) -> float:
                 histories[name] = np.concatenate([ids, done.token_ids, random_prompt(rng, 30)])
     finally:
         await client.close()
-    after = await fleet.stats()
-    reused, prefilled = (after[name] - before[name] for name in ("reused_tokens", "prefilled_tokens"))
+    stats_after = await fleet.stats()
+    reused, prefilled = (stats_after[name] - stats_before[name] for name in ("reused_tokens", "prefilled_tokens"))
     return reused / (reused + prefilled)
 
 
 async def test_sessions_reuse_more_of_their_prompts_than_in_turn(fleet: ReplicaSet) -> None:
     # Other prompts for each, so that none finds what the one before left.
-    affinity, in_turn = [await reused_share(fleet, *each) for each in (("affinity", 1), ("round_robin", 2))]
+    affinity, in_turn = [
+        await reused_share(fleet, *policy_and_seed) for policy_and_seed in (("affinity", 1), ("round_robin", 2))
+    ]
     # Of turns of 200, 238, 276 and 314 tokens all but 31 are known, those of the first turn aside: 71 %. In turn a
     # session meets a server again after two turns: 43 %.
     assert affinity > 0.65
@@ -69,7 +71,7 @@ async def test_a_completion_on_a_killed_server_is_resumed_token_by_token(fleet: 
     client, control = fleet.client, ControlRoutes()
     prompt = TokenPrompt(random_prompt(np.random.default_rng(5), 20))
     params = SamplingParams(temperature=1.0, max_tokens=800, seed=9, ignore_eos=True)
-    whole = await client.generate(prompt, params, session_id="s")
+    reference = await client.generate(prompt, params, session_id="s")
     number = client.router.home("s")
     assert number is not None
     dying, other = fleet.replicas[number], fleet.replicas[1 - number]
@@ -86,14 +88,14 @@ async def test_a_completion_on_a_killed_server_is_resumed_token_by_token(fleet: 
     assert client.router.counts.resumed == 1
     assert 65 <= resumed < 800
     assert resumed % 64 == 1
-    assert done.token_ids.tolist() == whole.token_ids.tolist()
-    assert np.abs(done.logprobs - whole.logprobs).max() < 1e-4
+    assert done.token_ids.tolist() == reference.token_ids.tolist()
+    assert np.abs(done.logprobs - reference.logprobs).max() < 1e-4
     assert done.weight_versions == ((0, 0, resumed), (3, resumed, 800))
     assert client.router.home("s") == 1 - number
     # It is restarted meanwhile, and gets requests again.
     await fleet.recover(InferenceError("killed"))
-    assert [each.ejected for each in client.router.servers] == [False, False]
+    assert [server.ejected for server in client.router.servers] == [False, False]
     assert (fleet.restarts, client.router.counts.ejections) == (1, 1)
     short = replace(params, max_tokens=4)
-    both = await asyncio.gather(*(client.generate(prompt, short, session_id=name) for name in "ab"))
-    assert {done.weight_versions for done in both} == {((0, 0, 4),), ((3, 0, 4),)}
+    answers = await asyncio.gather(*(client.generate(prompt, short, session_id=name) for name in "ab"))
+    assert {done.weight_versions for done in answers} == {((0, 0, 4),), ((3, 0, 4),)}

@@ -84,9 +84,9 @@ class Simulation:
     async def ask(self, number: int) -> None:
         prompt = np.concatenate([text(number % 3, number % 5), text(number, number % 4 + 1)])
         request = RoutedRequest(f"s{number % 7}" if number % 5 else "", prompt, None if number % 2 else 50)
-        before = [each.tokens for each in self.router.servers]
-        free = [place for place in range(len(before)) if self.takes(place)]
-        shared = [each.prefixes.shared(prefix_hashes(prompt)) for each in self.router.servers]
+        tokens_before = [server.tokens for server in self.router.servers]
+        free = [number for number in range(len(tokens_before)) if self.takes(number)]
+        shared = [server.prefixes.shared(prefix_hashes(prompt)) for server in self.router.servers]
         self.asked += 1
         task = asyncio.create_task(self.router.acquire(request))
         was_waiting = self.router.waiting
@@ -95,12 +95,15 @@ class Simulation:
         if task.done() and task.exception() is None and not was_waiting:
             chosen = task.result().server
             assert chosen in free
-            slack = self.router.options.imbalance * sum(before[each] for each in free) / len(free)
-            assert before[chosen] <= min(before[each] for each in free) + slack + shared[chosen] + 1e-6
+            slack = self.router.options.imbalance * sum(tokens_before[candidate] for candidate in free) / len(free)
+            assert (
+                tokens_before[chosen]
+                <= min(tokens_before[candidate] for candidate in free) + slack + shared[chosen] + 1e-6
+            )
 
-    def takes(self, place: int) -> bool:
-        server, most = self.router.servers[place], self.router.options.max_requests
-        return not server.ejected and (most is None or server.requests < most)
+    def takes(self, number: int) -> bool:
+        server, limit = self.router.servers[number], self.router.options.max_requests
+        return not server.ejected and (limit is None or server.requests < limit)
 
     async def settle(self) -> None:
         await asyncio.sleep(0)
@@ -113,7 +116,7 @@ class Simulation:
                 self.placed.append(number)
             else:
                 assert isinstance(task.exception(), ConnectionFailed)
-                assert all(each.ejected for each in self.router.servers)
+                assert all(server.ejected for server in self.router.servers)
         self.waiting = still
         self.check()
 
@@ -123,9 +126,12 @@ class Simulation:
         assert self.router.waiting == len(self.waiting)
         # Nothing waits while a server has room.
         assert not (self.waiting and any(map(self.takes, range(len(self.router.servers)))))
-        for place, server in enumerate(self.router.servers):
-            mine = [each for _, each in self.flying if each.server == place]
-            assert (server.requests, server.tokens) == (len(mine), sum(each.tokens for each in mine))
+        for number, server in enumerate(self.router.servers):
+            assignments = [assignment for _, assignment in self.flying if assignment.server == number]
+            assert (server.requests, server.tokens) == (
+                len(assignments),
+                sum(assignment.tokens for assignment in assignments),
+            )
             assert config.max_requests is None or server.requests <= config.max_requests
             assert len(server.prefixes) <= config.prefix_tokens // BLOCK
 
@@ -134,17 +140,17 @@ class Simulation:
 @given(
     events=EVENTS,
     count=st.integers(1, 4),
-    most=st.sampled_from([None, 1, 2, 5]),
+    max_requests=st.sampled_from([None, 1, 2, 5]),
     imbalance=st.sampled_from([0.0, 0.25, 2.0]),
     remembered=st.sampled_from([0, 4 * BLOCK, 10_000]),
 )
 def test_bounds_hold_whatever_happens(
-    events: list[tuple[str, int]], count: int, most: int | None, imbalance: float, remembered: int
+    events: list[tuple[str, int]], count: int, max_requests: int | None, imbalance: float, remembered: int
 ) -> None:
     """Imbalance is bounded, an ejected server gets nothing, limits hold, and waiting is in order and not in vain."""
 
     async def play() -> None:
-        config = RoutingOptions(max_requests=most, imbalance=imbalance, prefix_tokens=remembered)
+        config = RoutingOptions(max_requests=max_requests, imbalance=imbalance, prefix_tokens=remembered)
         played = Simulation(Router(count, config))
         for kind, number in events:
             await played.step(kind, number)
@@ -176,7 +182,7 @@ def test_sessions_stay_where_nothing_is_in_flight(order: list[int], count: int) 
 # -- each rule
 
 
-async def test_a_session_stays_on_a_server_that_is_busier_by_what_it_caches():
+async def test_session_stays_on_a_server_busier_by_its_cached_tokens():
     router = Router(2, RoutingOptions(imbalance=0.0))
     prompt = text(0, 8)
     home = await serve(router, "a", prompt)
@@ -194,7 +200,7 @@ async def test_sessions_yield_to_load_beyond_the_imbalance():
     router = Router(2, RoutingOptions(imbalance=0.5, prefix_tokens=0))
     home = await serve(router, "a")
     flying = [await take(router, "a") for _ in range(20)]
-    counts = [sum(each.server == place for each in flying) for place in range(2)]
+    counts = [sum(assignment.server == number for assignment in flying) for number in range(2)]
     assert sum(counts) == 20
     assert abs(counts[0] - counts[1]) <= 0.5 * 10 + 1
     assert counts[home] or counts[1 - home]
@@ -217,7 +223,7 @@ async def test_least_loaded_goes_by_tokens_and_round_robin_in_turn():
     loaded = Router(2, RoutingOptions(policy="least_loaded"))
     heavy = await take(loaded, "a", text(0, 10))
     light = [await take(loaded, "a", text(0, 2)) for _ in range(4)]
-    assert {each.server for each in light} == {1 - heavy.server}
+    assert {assignment.server for assignment in light} == {1 - heavy.server}
     in_turn = Router(3, RoutingOptions(policy="round_robin"))
     assert [await serve(in_turn, "a", text(0, 2)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
     in_turn.eject(2)
@@ -297,11 +303,11 @@ async def test_requests_wait_for_room_in_order_and_leave_when_cancelled():
     router.release(flying[1])
     waiting[2].cancel()
     await asyncio.gather(waiting[2], return_exceptions=True)
-    assert [each.requests for each in router.servers].count(0) == 1
+    assert [server.requests for server in router.servers].count(0) == 1
     assert router.counts.waited == 3
 
 
-async def test_what_waits_fails_when_the_last_server_is_ejected():
+async def test_waiting_requests_fail_when_the_last_server_is_ejected():
     router = Router(2, RoutingOptions(max_requests=1))
     for _ in range(2):
         await take(router)
@@ -439,7 +445,7 @@ def test_a_burst_of_groups_is_balanced_and_shares_its_prompts():
         for group in random.Random(0).sample(range(1, 65), 64):
             prompt = np.concatenate([system, text(group, 6)])
             spread.append(len({(await take(router, f"{group}/{member}", prompt)).server for member in range(8)}))
-        return [each.tokens for each in router.servers], spread
+        return [server.tokens for server in router.servers], spread
 
     tokens, spread = asyncio.run(play())
     mean = sum(tokens) / 4

@@ -19,10 +19,10 @@ LIMITS = {"vocabulary": 100, "max_context": 50, "stop_strings": True}
 
 
 def body(**changes) -> bytes:
-    whole = {"token_ids": [1, 2, 3], "sampling_params": {"temperature": 1.0}}
+    complete = {"token_ids": [1, 2, 3], "sampling_params": {"temperature": 1.0}}
     sampling = {name.removeprefix("s_"): value for name, value in changes.items() if name.startswith("s_")}
     rest = {name: value for name, value in changes.items() if not name.startswith("s_")}
-    return orjson.dumps({**whole, **rest, **({"sampling_params": sampling} if sampling else {})})
+    return orjson.dumps({**complete, **rest, **({"sampling_params": sampling} if sampling else {})})
 
 
 @given(
@@ -134,8 +134,8 @@ def choice(**changes) -> dict:
 
 def test_responses_of_vllm_are_read():
     entry = {"token_id": 5, "logprob": -1.0, "rank": 1, "top_logprobs": []}
-    found = wire.decode_response(choice(token_ids=[5], logprobs={"content": [entry]}, weight_versions=None), "u")
-    assert (found.token_ids.tolist(), found.logprobs.tolist(), found.spans) == ([5], [-1.0], None)
+    decoded = wire.decode_response(choice(token_ids=[5], logprobs={"content": [entry]}, weight_versions=None), "u")
+    assert (decoded.token_ids.tolist(), decoded.logprobs.tolist(), decoded.spans) == ([5], [-1.0], None)
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": 4, "start": 1, "end": 2}]
     assert wire.decode_response(choice(weight_versions=spans), "u").spans == ((0, 0, 1), (4, 1, 2))
     empty = wire.decode_response(choice(token_ids=[], logprobs={"content": []}, finish_reason="abort"), "u")

@@ -56,9 +56,9 @@ def side(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("turnwise_sglang_serve", file)
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 async def listening(app: web.Application) -> tuple[web.AppRunner, str]:
@@ -82,9 +82,9 @@ class Stack:
         ours, url = await listening(self._side.Bridge(self._client, options, paused=False).app())
         self._runners = [theirs, ours]
         config = InferenceConfig(engine="sglang", url=url)
-        made = make_replica(self.model, config, log_file=self.model / "log", url=url)
-        assert isinstance(made, SGLangReplica)
-        self.replica, self.client = made, HTTPClient([url])
+        replica = make_replica(self.model, config, log_file=self.model / "log", url=url)
+        assert isinstance(replica, SGLangReplica)
+        self.replica, self.client = replica, HTTPClient([url])
         await self.replica.launch()
 
     async def close(self) -> None:
@@ -97,17 +97,17 @@ class Stack:
 
 @pytest.fixture
 async def stack(model: Path, side: ModuleType) -> AsyncIterator[Stack]:
-    made = Stack(model, side)
-    await made.open()
-    yield made
-    await made.close()
+    opened = Stack(model, side)
+    await opened.open()
+    yield opened
+    await opened.close()
 
 
 def sampled_by(keys: list[tuple[int, int]], count: int) -> tuple[list[int], list[float]]:
     """Return what the server samples for PROMPT: each ``(end, key)`` up to that id."""
     ids, logprobs = PROMPT.token_ids.tolist(), []
-    for place in range(count):
-        key = next(key for end, key in keys if place < end)
+    for position in range(count):
+        key = next(key for end, key in keys if position < end)
         ids.append(next_id(ids, key))
         logprobs.append(logprob_of(ids[-1], key))
     return ids[len(PROMPT.token_ids) :], logprobs
@@ -131,19 +131,19 @@ async def test_requests_and_answers_are_translated(stack: Stack) -> None:
     check(done, [(64, key)])
     # The id that stopped it was sampled, and is trained on.
     assert (done.finish_reason, done.token_ids[-1], done.weight_versions) == ("stop", third, ((3, 0, 3),))
-    [asked] = stack.native.seen
-    assert asked["input_ids"] == [5, 6, 7]
-    assert asked["sampling_params"] == {
+    [request] = stack.native.seen
+    assert request["input_ids"] == [5, 6, 7]
+    assert request["sampling_params"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop_token_ids": [third], "sampling_seed": 1,
         # Without a limit, up to the end of the context: SGLang's own default is 128.
         "max_new_tokens": 61, "skip_special_tokens": False,
     }  # fmt: skip
-    deltas = [each async for each in stack.client.stream(PROMPT, SHORT, session_id="s")]
+    deltas = [delta async for delta in stack.client.stream(PROMPT, SHORT, session_id="s")]
     check(await stack.client.generate(PROMPT, SHORT, session_id="s"), [(64, key)])
-    assert [token for each in deltas for token in each.token_ids] == sampled_by([(4, key)], 4)[0]
+    assert [token for delta in deltas for token in delta.token_ids] == sampled_by([(4, key)], 4)[0]
     assert (deltas[-1].finish_reason, deltas[-1].weight_versions) == ("length", ((3, 0, 4),))
     scored = await stack.client.score(PROMPT.token_ids)
-    assert np.allclose(scored, [0.0, *(logprob_of(each, key) for each in (6, 7))])
+    assert np.allclose(scored, [0.0, *(logprob_of(token, key) for token in (6, 7))])
     info = await stack.client.model_info()
     assert (info.name, info.context_length, info.weight_version, info.guides) == ("m", 64, 3, False)
     with pytest.raises(RequestRefused, match="the context length is 64, which leaves no room"):
@@ -155,23 +155,23 @@ async def test_requests_and_answers_are_translated(stack: Stack) -> None:
 async def completed(stack: Stack, params: SamplingParams, *, stream: bool) -> Completion:
     if not stream:
         return await stack.client.generate(PROMPT, params, session_id="")
-    deltas = [each async for each in stack.client.stream(PROMPT, params, session_id="")]
+    deltas = [delta async for delta in stack.client.stream(PROMPT, params, session_id="")]
     ids, logprobs = (np.concatenate([getattr(d, part) for d in deltas]) for part in ("token_ids", "logprobs"))
     return Completion(ids, logprobs, deltas[-1].finish_reason or "abort", deltas[-1].weight_versions)
 
 
 async def started(stack: Stack, params: SamplingParams, *, stream: bool) -> asyncio.Task[Completion]:
     """Begin a completion, and wait until some of it is sampled."""
-    before = stack.native.sampled
+    sampled_before = stack.native.sampled
     task = asyncio.create_task(completed(stack, params, stream=stream))
     async with stack.native.progress:
-        await stack.native.progress.wait_for(lambda: stack.native.sampled >= before + 3)
+        await stack.native.progress.wait_for(lambda: stack.native.sampled >= sampled_before + 3)
     return task
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("paused", [None, "keep", "abort"])
-async def test_a_completion_across_an_update_names_who_sampled_what(
+async def test_completion_across_an_update_has_a_version_per_span(
     stack: Stack, tmp_path: Path, stream: bool, paused: str | None
 ) -> None:
     old = key_of(stack.model)
@@ -213,7 +213,7 @@ async def test_a_request_that_reaches_sglang_during_a_pause_is_sampled_by_the_ne
     check(done, [(64, stack.native.key)])
 
 
-async def test_an_abort_leaves_what_was_sampled(stack: Stack) -> None:
+async def test_abort_returns_the_sampled_ids(stack: Stack) -> None:
     task = await started(stack, LONG, stream=False)
     assert await stack.replica.abort() == 1
     # The client goes on from there.
@@ -236,7 +236,7 @@ async def test_an_adapter_is_merged_into_the_checkpoint(stack: Stack, tmp_path: 
     check(await stack.client.generate(PROMPT, SHORT, session_id=""), [(64, stack.native.key)])
 
 
-async def test_what_does_not_fit_is_refused_and_a_failure_counts_as_a_death(
+async def test_misfit_weights_are_refused_and_a_failed_update_counts_as_a_death(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = stack.native.key
@@ -249,25 +249,25 @@ async def test_what_does_not_fit_is_refused_and_a_failure_counts_as_a_death(
         raise OSError(f"{folder} cannot be read")
 
     monkeypatch.setattr("support.engine.sglang_server.key_of", broken)
-    whole = write_weights(changed(stack.model, 1.0).items(), tmp_path / "whole", 4)
+    full = write_weights(changed(stack.model, 1.0).items(), tmp_path / "whole", 4)
     with pytest.raises(InferenceError, match=r"failed while it loaded weights version 4: .*Failed to update weights"):
-        await stack.replica.update_weights(whole)
+        await stack.replica.update_weights(full)
     assert "an update to weights version 4 failed half-way" in str(await stack.replica.wait_died())
 
 
 async def test_servers_that_cannot_take_weights_are_told_before_a_rollout(model: Path, side: ModuleType) -> None:
-    made = Stack(model, side)
-    await made.open(("/pause_generation",))
+    opened = Stack(model, side)
+    await opened.open(("/pause_generation",))
     with pytest.raises(InferenceError, match=r"it has no /pause_generation: install SGLang 0\.5"):
-        await made.replica.prepare_updates()
+        await opened.replica.prepare_updates()
     # SGLang itself, without the bridge.
-    url = made.native_url
+    url = opened.native_url
     bare = SGLangReplica(model, InferenceConfig(url=url), log_file=model / "log", url=url)
     await bare.launch()
     with pytest.raises(InferenceError, match="name the bridge of an SGLang server"):
         await bare.prepare_updates()
     await bare.close()
-    await made.close()
+    await opened.close()
 
 
 # Its start: an interpreter of its own, a command line, and processes.
@@ -293,8 +293,8 @@ def interpreter(folder: Path, version: str | None) -> Path:
 
 @contextmanager
 def settings(folder: Path, version: str | None = "0.5.6", **changes: Any) -> Iterator[InferenceConfig]:
-    own = {"python": interpreter(folder, version), **changes.pop("server", {})}
-    yield InferenceConfig.model_validate({"engine": "sglang", "server": own, **changes})
+    server = {"python": interpreter(folder, version), **changes.pop("server", {})}
+    yield InferenceConfig.model_validate({"engine": "sglang", "server": server, **changes})
 
 
 async def test_bad_settings_name_key_value_and_remedy(

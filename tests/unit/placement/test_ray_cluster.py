@@ -43,7 +43,7 @@ def test_colocated_parts_share_a_bundle_and_are_as_many() -> None:
         lay_out(config, Needs(replicas=2, workers=1))
 
 
-def test_what_never_fits_names_key_lack_and_remedy() -> None:
+def test_impossible_layout_names_key_lack_and_remedy() -> None:
     layout = lay_out(ray(replica={"gpus": 1}, workers={"cpus": 4}), Needs(replicas=2, workers=1))
     check_room(layout, [{"CPU": 8, "GPU": 1}, {"CPU": 2, "GPU": 1}])
     with pytest.raises(ConfigError, match=r"ray.replica asks for 1 CPU, 1 GPU .* need 6 CPU, 2 GPU, and 1"):
@@ -57,10 +57,10 @@ amounts = st.integers(1, 4)
 
 @settings(max_examples=examples(200))
 @given(st.lists(amounts, min_size=1, max_size=6), st.lists(amounts, min_size=1, max_size=4))
-def test_what_is_accepted_fits(bundles: list[int], nodes: list[int]) -> None:
-    layout = Layout([{"CPU": float(each)} for each in bundles], [["worker"] for _ in bundles])
+def test_accepted_layouts_fit(bundles: list[int], nodes: list[int]) -> None:
+    layout = Layout([{"CPU": float(cpus)} for cpus in bundles], [["worker"] for _ in bundles])
     try:
-        check_room(layout, [{"CPU": float(each)} for each in nodes])
+        check_room(layout, [{"CPU": float(cpus)} for cpus in nodes])
     except ConfigError:
         # Without a bundle as large as a node's rest, that is right; one bundle alone that fits is never refused.
         assert len(bundles) > 1 or max(bundles) > max(nodes)
@@ -69,11 +69,11 @@ def test_what_is_accepted_fits(bundles: list[int], nodes: list[int]) -> None:
     assert max(bundles) <= max(nodes)
 
 
-def test_a_node_says_what_it_lacks(tmp_path: Path) -> None:
+def test_node_facts_name_missing_paths(tmp_path: Path) -> None:
     facts = node_facts({"runs": str(tmp_path), "policies.main.model.path": str(tmp_path / "nothing")})
     assert facts["lacks policies.main.model.path"] == str(tmp_path / "nothing")
     assert "lacks runs" not in facts
-    assert facts["turnwise"] != "none"
+    assert facts["turnwise-rl"] != "none"
 
 
 PLAIN: dict[str, Any] = {
@@ -96,11 +96,11 @@ def two_policies(**changes: Any) -> TrainConfig:
     roles = {name: name for name in policies}
     frozen = {"past": {"start": True, "inference": {"replicas": 2}}, "far": {"model": "m", "url": "http://127.0.0.1:9"}}
     rollout = {"env": {"name": "lookup"}, "roles": roles, "frozen": frozen}
-    given = {"placement": "ray", "policies": policies, "rollout": rollout, "inference": {"replicas": 1}, **changes}
-    return TrainConfig.model_validate({**PLAIN, **given})
+    keys = {"placement": "ray", "policies": policies, "rollout": rollout, "inference": {"replicas": 1}, **changes}
+    return TrainConfig.model_validate({**PLAIN, **keys})
 
 
-def test_all_policies_have_ranks_and_servers_and_shared_ones_are_counted_once() -> None:
+def test_cluster_needs_count_shared_servers_once() -> None:
     config = two_policies()
     # Three of solver, which also serve critic, one of judge, two of the frozen one; ranks of solver and judge.
     assert cluster_needs(config) == Needs(replicas=6, workers=1, ranks=4)
@@ -124,15 +124,15 @@ async def test_workers_get_the_servers_and_the_name_of_each_policy(tmp_path: Pat
     unused: Any = None
     spec = ClusterWorkers(unused, config, tmp_path, fleets, FrozenPolicies())._spec(config.rollout, "worker-0")
     served = tuple(f"http://solver:{port}" for port in (8000, 8001, 8002))
-    assert [(each.name, each.urls, each.adapter) for each in spec.policies] == [
+    assert [(policy.name, policy.urls, policy.adapter) for policy in spec.policies] == [
         ("solver", served, "solver"), ("critic", served, "critic"), ("judge", ("http://judge:8000",), None),
     ]  # fmt: skip
-    assert [each.model.name for each in spec.policies] == ["model", "model", "other"]
+    assert [policy.model.name for policy in spec.policies] == ["model", "model", "other"]
     assert spec.policies[1].inference.replicas == 3
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"ray": {"address": "auto"}}, "ray is given, but placement is local"),
         ({"placement": "ray", "ray": {"workers": {"min": 3, "max": 2}}}, "max is 2, below min, which is 3"),
@@ -144,6 +144,6 @@ async def test_workers_get_the_servers_and_the_name_of_each_policy(tmp_path: Pat
         ),
     ],
 )
-def test_keys_that_do_not_go_together(keys: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_keys_that_do_not_go_together(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TrainConfig.model_validate({**PLAIN, **keys})

@@ -32,8 +32,8 @@ def test_this_process() -> None:
     assert abs(use.resident - psutil.Process().memory_info().rss) < 16 * MB
     assert use.peak >= use.resident
     # From the system: a block of the heap may be one that an earlier test freed, and is resident already.
-    with mmap.mmap(-1, 64 * MB) as held:
-        held.write(bytes(64 * MB))
+    with mmap.mmap(-1, 64 * MB) as mapping:
+        mapping.write(bytes(64 * MB))
         assert process_memory().resident >= use.resident + 48 * MB
         assert process_memory().peak >= use.resident + 48 * MB
 
@@ -54,7 +54,7 @@ def test_a_process_with_its_descendants() -> None:
     assert os.getpid() != process.pid
 
 
-def test_metrics_name_what_is_known() -> None:
+def test_metrics_hold_known_memory_only() -> None:
     assert memory_metrics(MemoryUse(1 * 10**9, 2 * 10**9, 10**9), [MemoryUse(10**9, 3 * 10**9), None]) == {
         "memory/peak": 5.0,
         "memory/trainer": 1.0,
