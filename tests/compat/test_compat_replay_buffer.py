@@ -174,7 +174,7 @@ async def test_what_it_returns_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
         buffer("Renamed")
     with pytest.raises(ConfigError, match="is not a replay buffer: subclass"):
         make_buffer(ReplayConfig.model_validate({"buffer": "turnwise.tasks:Task"}), RunFacts(2, sync=True))
-    with pytest.raises(ConfigError, match=r"cannot be made: .*missing 1 required positional argument: 'least'"):
+    with pytest.raises(ConfigError, match=r"cannot be made: .*missing 1 required positional argument: 'minimum'"):
         buffer("Asynchronous")
 
 
