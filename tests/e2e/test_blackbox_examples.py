@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_example_plays_an_episode(name: str) -> None:
     assert len((EXAMPLES / name / "main.py").read_text().splitlines()) <= 150
     command = [sys.executable, str(EXAMPLES / name / "main.py"), "--smoke"]
-    # Not what somebody has installed: that is tests/real, which knows the versions.
+    # Installed programs are run by tests/real, which knows their versions.
     env = {**os.environ, "PATH": "/usr/bin:/bin"}
     done = run_command(command, capture_output=True, text=True, check=False, env=env, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr

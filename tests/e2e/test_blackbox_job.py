@@ -1,4 +1,4 @@
-"""A loop on OpenAI's client, in processes of its own, learns lookup as the ReAct loop does: the same bar."""
+"""A loop on OpenAI's client, in separate processes, learns lookup as the ReAct loop does: the same bar."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_the_tail_of_a_batch_is_carried_into_the_next_step(lookup_model: Path, t
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
 def test_the_tail_is_carried_beside_the_update(mode: str, lookup_model: Path, tmp_path: Path) -> None:
-    """The first episode waits until a group is asked for in the place of the one that step 1 took."""
+    """The first episode waits until the group that replaces the one of step 1 is requested."""
     batch = {"groups": 2, "tail": {"seconds": 0, "share": 0.5}}
     replay = {"max_staleness": 2, "ahead": 0}
     run = trained(lookup_model, tmp_path, first=2 * MEMBERS, batch=batch, replay=replay, mode=mode)

@@ -1,4 +1,4 @@
-"""Runs that end by something else than a number of steps, and go on where they stood."""
+"""Runs that a budget of tokens or time ends, and that are resumed with a larger one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed wherever it touches a file goes on, and ends with the weights of one that was not."""
+"""A run that is killed wherever it touches a file resumes, and ends with the weights of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config(model: Path, runs: Path, at: int) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def straight(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody kills; the file ``done`` beside it lists where it touched files."""
+    """An uninterrupted run; the file ``done`` beside it lists where it touched files."""
 
     def build(runs: Path) -> None:
         with training(config(lookup_model, runs, 0)) as process:

@@ -1,4 +1,4 @@
-"""Each process that a run needs is killed at each moment: the run goes on, loses nothing and trains nothing twice.
+"""Each process that a run needs is killed at each moment: the run resumes, loses nothing and trains nothing twice.
 
 One run per victim and mode walks through all moments. What is recognised, and who is killed then, stands in
 ``support/crash/moments.py``; what has to hold, in ``support/crash/checks.py``.

@@ -1,4 +1,4 @@
-"""Training with credit for turns: what a function of the user's may read, and what reaches the trainer."""
+"""Training with credit for turns: what a custom function may read, and what reaches the trainer."""
 
 from __future__ import annotations
 

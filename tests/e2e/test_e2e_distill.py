@@ -45,7 +45,7 @@ def test_distillation_from_equal_weights_starts_without_divergence(lookup_model:
     assert first["distill/gap_max"] < 1e-4
     assert first["distill/unscored_tokens"] == 0
     assert abs(first["distill/reverse_kl"]) < 1e-4
-    # AdamW takes a full step of any gradient, so then they differ, and the teacher says so.
+    # AdamW takes a full step of any gradient, so then they differ, and the teacher disagrees.
     assert second["distill/gap_max"] > 1e-3
     assert np.isfinite(second["train/grad_norm"])
     # What was scored was not sampled: it is in no trajectory, and the ledger holds nothing of it.

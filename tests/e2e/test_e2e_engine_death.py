@@ -97,7 +97,7 @@ async def test_a_server_killed_in_the_middle_of_a_rollout_is_recovered(
     assert all("InferenceError" in t.error and t.rewards == [] for t in failed)
     retried = {(t.group_id, t.id.rsplit("/")[-1].partition(".")[0]) for t in trajectories if t.attempt > 0}
     assert {(t.group_id, t.id.rsplit("/")[-1].partition(".")[0]) for t in failed} <= retried
-    # No group lost a member, nobody was sampled by weights that were not those of his step.
+    # No group lost a member, and each member was sampled by the weights of its step.
     records = lines(tmp_path / "run" / "metrics.jsonl")
     steps = [record for record in records if record["kind"] == "train"]
     assert [(step["batch/failed"], step["batch/trajectories"]) for step in steps] == [(0, PER_STEP)] * 3
@@ -192,7 +192,7 @@ async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(
 
 @pytest.mark.long
 async def test_a_server_that_dies_while_it_gets_weights_gets_them_again(lookup_model: Path, tmp_path: Path) -> None:
-    """Nobody samples then: the weight update is the first to notice."""
+    """No request runs then: the weight update is the first to notice."""
     config = train_config(lookup_model, tmp_path, steps=1)
     async with open_run(config, tmp_path / "run", silent()) as run:
         await train_sync(run)
@@ -289,7 +289,7 @@ async def test_a_restarted_server_samples_nothing_before_its_last_weights_are_ba
 
 @pytest.mark.long
 async def test_concurrent_recoveries_wait_for_one_restart(lookup_model: Path, tmp_path: Path) -> None:
-    """Also who asks while it goes on, and with a second server that lives."""
+    """Also a request during the restart, and with a second server that runs."""
     fleet = ReplicaSet(InferenceConfig(replicas=2, max_restarts=2), lookup_model, logs=tmp_path)
     await fleet.launch()
     try:
@@ -298,7 +298,7 @@ async def test_concurrent_recoveries_wait_for_one_restart(lookup_model: Path, tm
         await kill(dead)
         early = asyncio.create_task(fleet.recover(InferenceError("first")))
         # The process of the restart runs, and does not answer yet.
-        while dead.pid is None or dead.died.is_set():  # noqa: ASYNC110 - the process itself is all that says so
+        while dead.pid is None or dead.died.is_set():  # noqa: ASYNC110 - only the process shows it
             await asyncio.sleep(0)
         late = asyncio.create_task(fleet.recover(InferenceError("second")))
         await asyncio.gather(early, late)

@@ -74,7 +74,7 @@ def test_evaluation_of_a_checkpoint_does_not_depend_on_its_server(checkpoint: Pa
         report = audit_run(out, console=silent())
         assert report.contradictions == []
         assert report.counts["trajectories"] == 24
-        # Of a server that is not ours nobody knows the weights.
+        # The weights of an external server are unknown.
         assert bool(report.counts["logprobs recomputed"]) == (name == "own")
     assert greedy(tmp_path / "own") == greedy(tmp_path / "served")
     assert len(greedy(tmp_path / "own")) == 8

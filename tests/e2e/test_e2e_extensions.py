@@ -108,7 +108,7 @@ def test_reward_advantage_and_loss(run: Path) -> None:
         loss -= (trajectory.reward - median) * float(logprobs.sum())
         tokens += len(logprobs)
     assert steps(run)[0]["train/loss"] == pytest.approx(loss / tokens, abs=1e-5)
-    # Sampled and trained by the same weights: nothing is tapered yet, but for rounding.
+    # Sampled and trained by the same weights: nothing is tapered yet, rounding aside.
     assert steps(run)[0]["train/taper"] == pytest.approx(1.0, abs=1e-3)
 
 

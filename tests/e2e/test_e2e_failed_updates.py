@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def failing(model: Path, runs: Path, **changes: Any) -> TrainConfig:
-    """Return a run whose only checkpoints are those of its ends, and whose rows are micro-batches of their own."""
+    """Return a run whose only checkpoints are those of its ends, and each of whose rows is a micro-batch."""
     support = "support.trainer.failing_updates"
     return train_config(
         model,

@@ -1,4 +1,4 @@
-"""A disk that fills up under a run: one error, and a run that goes on when there is room."""
+"""A disk that fills up under a run: one error, and a run that resumes when there is room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway in a process of its own is killed: what had ended is kept, what was open goes on where it was."""
+"""A gateway process is killed: ended sessions are kept, open ones continue."""
 
 from __future__ import annotations
 

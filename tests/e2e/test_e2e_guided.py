@@ -126,7 +126,7 @@ async def test_generate_accepts_supported_grammars_and_refuses_others(url: str) 
 
 
 async def test_a_server_short_of_memory_keeps_to_the_grammar(checkpoint: Path, tmp_path: Path) -> None:
-    # Sequences lose their memory in the middle of their grammars, and go on.
+    # Sequences lose their memory in the middle of their grammars, and continue.
     tight = InferenceConfig(max_context=512, kv_tokens=512, max_seqs=8, prefix_cache=False)
     server = BuiltinReplica(checkpoint, tight, log_file=tmp_path / "server.log")
     await server.launch()

@@ -131,9 +131,9 @@ def test_custom_buffer_trains_in_each_mode(mode: str, lookup_model: Path, tmp_pa
     steps = [record for record in lines(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
     assert [record["batch/trajectories"] for record in steps] == [GROUPS * MEMBERS] * 4
     assert max(record["replay/staleness_max"] for record in steps) <= 2
-    assert all("replay/newest" in record for record in steps), "a metric of its own"
+    assert all("replay/newest" in record for record in steps), "the metric of the custom buffer"
     assert threading.current_thread().name not in THREADS
-    # A run that goes on has the same buffer.
+    # A resumed run has the same buffer.
     config = train_config(lookup_model, tmp_path, steps=5, replay=replay, **ASYNC[mode])
     assert run_train(config, console=silent()).steps == 5
     check_run(tmp_path / "run", 5)
@@ -141,7 +141,7 @@ def test_custom_buffer_trains_in_each_mode(mode: str, lookup_model: Path, tmp_pa
 
 @pytest.mark.long
 def test_groups_taken_by_a_failed_custom_buffer_are_requested_again(lookup_model: Path, tmp_path: Path) -> None:
-    """In the second part of step 2: the step ends with its first part, and gives back what it did not train."""
+    """In the second part of step 2: the step ends with its first part, and requeues what it did not train."""
     done = tmp_path / "done"
     named = {"name": "support.trainer.hooks_and_buffers:Stumbling", "config": {"at": 4, "done": str(done)}}
     replay = {"buffer": named, "max_staleness": 3}

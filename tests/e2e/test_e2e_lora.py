@@ -1,4 +1,4 @@
-"""A run that goes on with an adapter: what samples is what trains, from the first episode on."""
+"""A run that continues an adapter: what samples is what trains, from the first episode on."""
 
 from __future__ import annotations
 

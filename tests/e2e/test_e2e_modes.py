@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support.trainer.failing_updates import HOLDS, ResponseFormat
+from support.trainer.failing_updates import HOLDS, UpdateHold
 from support.trainer.hooks_and_buffers import FAILURES, GIVEN
 from support.trainer.lookup_run import GROUPS, MEMBERS, lines, silent, train_config
 from turnwise.config import load_config
@@ -40,9 +40,9 @@ ASYNC = {
 
 
 @contextmanager
-def held(update: int, fails: Exception | None = None) -> Iterator[ResponseFormat]:
+def held(update: int, fails: Exception | None = None) -> Iterator[UpdateHold]:
     """Hold one update of the runs of this block."""
-    hold = ResponseFormat(update, fails=fails)
+    hold = UpdateHold(update, fails=fails)
     HOLDS.append(hold)
     try:
         yield hold
@@ -56,8 +56,8 @@ def held_run(model: Path, runs: Path, mode: str, **changes: Any) -> TrainConfig:
     return train_config(model, runs, policies=policies, steps=STEPS, **ASYNC[mode], **changes)
 
 
-async def reached(hold: ResponseFormat, training: asyncio.Task[Any]) -> None:
-    """Wait until the update begins; the loop goes on meanwhile."""
+async def reached(hold: UpdateHold, training: asyncio.Task[Any]) -> None:
+    """Wait until the update begins; the event loop runs meanwhile."""
     waiting = asyncio.create_task(asyncio.to_thread(hold.reached.wait, 60))
     await asyncio.wait([waiting, training], return_when=asyncio.FIRST_COMPLETED)
     if training.done():

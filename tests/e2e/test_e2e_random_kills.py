@@ -32,8 +32,8 @@ SHARES = {"trainer": 1, "server": 1, "runner": 3, "sandboxes": 3}
 LONGEST_S = 1.5
 
 
-class Fixtures:
-    """One run and what is around it; what was killed is started again by :meth:`keep`.
+class RandomKills:
+    """Kills processes of one run at random, and starts them again.
 
     Attributes:
         killed: Who was, how often.
@@ -151,11 +151,11 @@ def _see_the_end_of(below: list[psutil.Process]) -> None:
 
 
 @contextlib.contextmanager
-def scene(model: Path, runs: Path, victim: str, mode: str, seed: int) -> Iterator[Fixtures]:
+def random_kills(model: Path, runs: Path, victim: str, mode: str, seed: int) -> Iterator[RandomKills]:
     """Make a run that has what is to be killed besides trainer and server, and see that nothing is left of it."""
     with contextlib.ExitStack() as stack:
         boxes = stack.enter_context(open_boxes()) if victim == "sandboxes" else None
-        yield Fixtures(killed_config(model, runs, victim, mode, boxes), boxes=boxes, seed=seed)
+        yield RandomKills(killed_config(model, runs, victim, mode, boxes), boxes=boxes, seed=seed)
         if boxes is not None:
             wait_until(boxes.empty, "the end of all sandboxes")
 
@@ -163,7 +163,7 @@ def scene(model: Path, runs: Path, victim: str, mode: str, seed: int) -> Iterato
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_few_random_kills_lose_no_step(lookup_model: Path, tmp_path: Path) -> None:
-    with scene(lookup_model, tmp_path, "sandboxes", "sync", seed=1) as run:
+    with random_kills(lookup_model, tmp_path, "sandboxes", "sync", seed=1) as run:
         run.kill_at_random(4)
         run.check()
 
@@ -179,7 +179,7 @@ def test_two_hundred_random_kills_lose_no_step(
     victim: str, mode: str, kills: int, lookup_model: Path, tmp_path: Path
 ) -> None:
     """In three runs, each with other things around it."""
-    with scene(lookup_model, tmp_path, victim, mode, seed=2) as run:
+    with random_kills(lookup_model, tmp_path, victim, mode, seed=2) as run:
         run.kill_at_random(kills)
         assert run.killed.total() == kills
         run.check()

@@ -1,4 +1,4 @@
-"""Training whose episodes are played by runners in processes of their own, also when some of these are killed."""
+"""Training whose episodes are played by runners in separate processes, also when some of these are killed."""
 
 from __future__ import annotations
 

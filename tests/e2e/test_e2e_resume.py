@@ -105,7 +105,7 @@ def killed(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
             servers = process.servers()
             process.kill()
         assert len(servers) == 1
-        # Nobody told the server: the end of the pipe did.
+        # The end of the pipe ended the server.
         wait_until(lambda: gone(servers), "the end of the server")
         # Shared memory outlives a killed process, until the next one that needs some.
         assert not weights_of(process.pid, shared_memory())
@@ -232,7 +232,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     assert audit_run(run, console=silent()).contradictions == []
 
 
-# What a resumed run must share with the one it goes on from
+# What a resumed run must share with the one it continues
 
 
 @pytest.fixture(scope="module")

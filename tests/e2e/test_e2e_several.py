@@ -111,7 +111,7 @@ def test_invalid_frozen_policy_is_refused_before_the_start(
 
 
 def test_an_endpoint_that_does_not_answer_is_named(lookup_model: Path, tmp_path: Path) -> None:
-    # Port 9 of the loopback is nobody's.
+    # No process listens on port 9 of the loopback.
     frozen = {"past": {"model": str(lookup_model), "url": "http://127.0.0.1:9"}}
     settings = {
         "model": str(lookup_model), "tasks": "turnwise.envs.basic.lookup:tasks?n=1", "out": str(tmp_path / "out"),

@@ -253,7 +253,7 @@ def test_run_ends_with_the_error_if_every_episode_fails(
         run_train(config, console=silent())
     run = tmp_path / "run"
     assert not (run / "checkpoints").exists()
-    # Each was tried twice. Of groups that were asked for in the place of those that failed, some may be under way.
+    # Each was tried twice. Some groups that replace failed ones may be in flight.
     members = Counter(trajectory.group_id for trajectory in read_trajectories(run / "trajectories.twz"))
     assert sum(count == 2 * MEMBERS for count in members.values()) >= 3
     assert audit_files(run).sound

@@ -236,7 +236,7 @@ async def test_scripted_turns_cover_the_hard_cases(model: Model) -> None:
     assert any(turn.get("reasoning_content") and turn["content"] for turn in turns)
     assert any(turn["finish_reason"] == "length" for turn in turns)
     assert len(turns) > 9
-    # Who stops within a thought leaves nothing to go on from: that is rendered anew.
+    # An answer that stops within its reasoning cannot be continued: it is rendered anew.
     assert {
         reason.partition(":")[0] for expected_turns in model.expected.values() for reason in expected_turns.forks()
     } == {"bridge_unproven"}
@@ -265,7 +265,7 @@ async def test_segments_of_a_gateway_process_equal_those_of_an_episode(model: Mo
                 async with http.post("/sessions", json={"id": f"{name}-{seed}", "seed": seed}) as opened:
                     base = gateway.url + (await opened.json())["path"]
                 with contextlib.suppress(openai.BadRequestError, anthropic.BadRequestError):
-                    # Ends by itself, or by what it is told when its turns are used up.
+                    # Ends by itself, or by the error when its turns are used up.
                     await wire.talk(base, received.observation, received.tools, look_up, wire.stream)
                 async with http.post(f"/sessions/{name}-{seed}/finalize", json={}) as response:
                     trajectory = Trajectory.from_bytes(orjson.dumps((await response.json())["trajectory"]))

@@ -42,7 +42,7 @@ def build(
 
 
 def told(result: Experience) -> dict[str, list[float]]:
-    """The advantage of each trained turn, by trajectory; every trained token of a turn is told the same."""
+    """The advantage of each trained turn, by trajectory; every trained token of a turn has the same."""
     credit: dict[str, dict[int, float]] = {}
     for row in result.rows:
         values = np.broadcast_to(row.advantage, row.sample.input_ids.shape)

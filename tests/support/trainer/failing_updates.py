@@ -18,14 +18,14 @@ from turnwise.trainer.learn.torch_learner import TorchLearner
 
 
 @dataclass
-class ResponseFormat:
-    """One update that waits.
+class UpdateHold:
+    """A hold on one update: it waits until it is opened, and may fail.
 
     Attributes:
         update: Which one, from 1.
         reached: Set when it begins.
-        opened: Lets it go on.
-        fails: Raised when it has changed the weights, where there is one.
+        opened: Lets it continue.
+        fails: Raised when it has changed the weights; None raises nothing.
         threads: In which threads updates ran.
     """
 
@@ -36,7 +36,7 @@ class ResponseFormat:
     threads: set[int] = field(default_factory=set)
 
 
-HOLDS: list[ResponseFormat] = []
+HOLDS: list[UpdateHold] = []
 
 
 class HeldLearner(TorchLearner):

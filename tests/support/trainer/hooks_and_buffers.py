@@ -64,7 +64,7 @@ GIVEN: list[tuple[int, tuple[str, ...]]] = []
 
 
 class FailsOnce(turnwise.Hooks):
-    """Notes what it is given, and raises where ``FAILURES`` says so."""
+    """Notes what it is given, and raises where ``FAILURES`` names it."""
 
     def on_sample_end(self):
         GIVEN.append((self.global_steps, tuple(group.id.partition("-")[2] for group in self.batch)))

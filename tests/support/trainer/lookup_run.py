@@ -107,7 +107,7 @@ def take_warm(warm: Path, run: Path) -> None:
 def shared(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
     """Return a directory of this test run that ``build`` fills: by the first worker that asks, the others wait.
 
-    Nobody may change what is in it.
+    Tests must not change it.
     """
     base = factory.getbasetemp()
     home = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared-{name}"
@@ -122,7 +122,7 @@ def shared(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], o
 
 
 def silent() -> Console:
-    """Return a console that nobody sees."""
+    """Return a console whose output is discarded."""
     return Console(file=io.StringIO())
 
 
@@ -173,7 +173,7 @@ def environment() -> dict[str, str]:
 
 
 class Turnwise(WarmPopen):
-    """A ``turnwise`` command in a process of its own; a context manager that leaves no process.
+    """A ``turnwise`` command in a separate process; a context manager that leaves no process.
 
     Attributes:
         log: The file that it writes to, standard output and error.
@@ -243,7 +243,7 @@ def wait_until(
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Return whether none of the processes runs (one that nobody waited for has ended too)."""
+    """Return whether none of the processes runs (a zombie has ended too)."""
     return not any(map(_lives, processes))
 
 

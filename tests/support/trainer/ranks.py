@@ -40,7 +40,7 @@ DEATHS: Final = ("forward_backward", "optim_step", "weight", "save_state")
 """The calls in which the second rank of a run dies, one in each life of the run."""
 
 
-class _Life:
+class _RankDeath:
     """Kills this rank in the call of :data:`DEATHS` whose turn it is, once it has made some updates.
 
     They are one more than a checkpoint has, so that what they learned is lost with the rank.
@@ -82,14 +82,14 @@ class _Life:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-_life: list[_Life] = []
+_deaths: list[_RankDeath] = []
 
 
 def fatal(logprobs, old_logprobs, advantages, weights, *, deaths: str) -> LossSums:
     """A loss whose second rank dies, in each life of a run in another call; the file ``deaths`` has those that were."""
     if dist.get_rank() == 1:
-        if not _life:
-            _life.append(_Life(Path(deaths)))
-        if _life[0].armed and _life[0].call == "forward_backward":
-            _life[0].end()
+        if not _deaths:
+            _deaths.append(_RankDeath(Path(deaths)))
+        if _deaths[0].armed and _deaths[0].call == "forward_backward":
+            _deaths[0].end()
     return ppo_clip_loss(logprobs, old_logprobs, advantages, weights)

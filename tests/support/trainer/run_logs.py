@@ -34,7 +34,7 @@ def config(tmp_path: Path, loggers: list[Any]) -> TrainConfig:
 
 
 def opened(tmp_path: Path, loggers: list[Any], step: int = 0, out: io.StringIO | None = None) -> RunLog:
-    """Open the log of a process that goes on after a step."""
+    """Open the log of a process that resumes after a step."""
     settings = config(tmp_path, loggers)
     directory = tmp_path / "run"
     directory.mkdir(exist_ok=True)

@@ -90,5 +90,5 @@ def test_failures_cost_time_and_nothing_else(engine: ModuleType, mode: Any) -> N
 def test_published_hours_are_predicted_within_the_bar(simulate: ModuleType) -> None:
     prediction = simulate.predicted(10)
     assert max(map(abs, prediction["errors"].values())) < simulate.BAR
-    # The speed comes from the other run, whose own time it gives back by definition.
+    # The speed comes from the other run, whose time it reproduces by definition.
     assert 1 < prediction["slower"] < 2

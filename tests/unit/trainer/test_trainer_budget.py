@@ -1,4 +1,4 @@
-"""What a run may spend: how it is written, when it ends, and what a schedule is told of its length."""
+"""Budgets: durations and counts as text, the limit that ends a run, and the length that a schedule assumes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_length_of_a_run_is_extrapolated_from_the_nearest_limit() -> None:
     # Only steps: their number, whatever was done.
     plain = Budget.of(40, BudgetConfig(), {"steps": 3.0})
     assert plain.expected_steps() == 40
-    # Nothing done yet, and nobody says a number.
+    # No step is done, and no number of steps is given.
     budget = Budget.of(None, BudgetConfig(trained_tokens=1000), {})
     assert budget.expected_steps() == UNKNOWN_STEPS
     # 4 steps took a quarter: 16 in all; with at most 10 steps those are the limit.

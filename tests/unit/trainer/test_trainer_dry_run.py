@@ -276,7 +276,7 @@ def rows_for(folder: Path) -> list[str]:
 
 
 def test_the_config_of_math_is_complete(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a model and rows in the places of those that it names, the run could start; without them it says so."""
+    """With a model and rows in the places of those that it names, the run could start; without them the check fails."""
     file = EXAMPLES / "math" / "train.yaml"
     arguments = ["train", str(file), "--dry-run", f"runs={tmp_path / 'runs'}"]
     room = ["rollout.context_length=512", "inference.max_context=512"]

@@ -156,7 +156,7 @@ _FULL_DISK = """
 
 
 def test_a_full_disk_is_one_error_and_leaves_the_checkpoint_before(tmp_path: Path, base: Path) -> None:
-    """The process really cannot write further; the libraries that write each have an error of their own for it."""
+    """The process really cannot write further; each library that writes has another error for it."""
     program = [sys.executable, "-c", textwrap.dedent(_FULL_DISK), str(base), str(tmp_path / "checkpoints")]
     done = run_command(program, capture_output=True, text=True, env={**os.environ, **environment()}, check=False)
     assert done.returncode == 0, done.stderr

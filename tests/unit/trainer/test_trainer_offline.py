@@ -182,7 +182,7 @@ def test_dpo_prefers_the_chosen_side_and_logs_documented_names(model: Path, tmp_
     assert result.metrics["preference/chosen"] > result.metrics["preference/rejected"]
     assert not [name for name in records[0] if name not in ("kind", "step") and meaning(name) is None]
     assert (result.model / "turnwise_format.json").exists()
-    # A reference of its own: the trained model against the first one prefers strongly from the beginning.
+    # Another reference: the trained model against the first one prefers strongly from the beginning.
     second = settings(result.model, tmp_path, name="again", data=str(data), steps=1, reference=str(model))
     first = run_dpo(DPOConfig.model_validate(second), console=quiet())
     assert first.metrics["train/loss"] < 0.5

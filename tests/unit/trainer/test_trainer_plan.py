@@ -397,7 +397,7 @@ def test_memory_of_several_policies_is_listed_by_policy_and_part(large: Path) ->
     two = two_policies(large, mode="separate_async")
     plan = Plan(two, h100(8))
     alone = Plan(config(large, **sharded(large, 4), inference={"engine": "vllm"}, mode="separate_async"), h100(8))
-    # Ranks of both on the same four devices, a server each on one of its own behind them.
+    # Ranks of both on the same four devices, and for each a server on one device behind them.
     [(ranks, trained), (first, solver), (second, critic)] = plan.memory()
     assert (ranks, first, second) == ("0-3", "4", "5")
     [(_, one), (_, served)] = alone.memory()

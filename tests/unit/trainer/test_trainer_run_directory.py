@@ -131,7 +131,7 @@ def test_run_resumes_from_its_newest_checkpoint_with_its_configuration_only(tmp_
     save(store, 1, digest)
     newest = save(store, 2, digest)
     assert home.resume_point(store, first) == (newest, TrainerState(2, config_digest=digest))
-    # A checkpoint from elsewhere.
+    # A checkpoint of another run.
     save(store, 3, "e")
     with pytest.raises(CheckpointError, match=r"step_000003 was trained with another configuration; resume"):
         home.resume_point(store, first)

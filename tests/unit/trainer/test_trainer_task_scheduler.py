@@ -1,4 +1,4 @@
-"""A run knows what is on its way, and one that goes on asks for that first."""
+"""The task scheduler: requests in flight, leftover groups, and what a resumed run requests first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Asked:
 
 
 class Told(TaskStream):
-    """Notes the tasks of which it is told what their groups earned."""
+    """Records the tasks whose rewards it learns from."""
 
     def __init__(self, order: InMemoryOrder) -> None:
         super().__init__(order)
@@ -324,7 +324,7 @@ async def test_filtered_groups_are_replaced_up_to_max_refills(differ: int, expec
         if number == len(manager.requests):
             break
         await buffer.put(ended(number))
-    # Two for the batch; in the place of each dropped one another, but no more than two batches' worth of them.
+    # Two for the batch; each dropped one is replaced, but no more than two batches' worth of them.
     assert len(manager.requests) == 6
     if expected is None:
         with pytest.raises(TrainError, match=r"all requested groups were dropped \(equal\)"):

@@ -33,7 +33,7 @@ def test_spans_are_read_as_they_were_written(tmp_path: Path) -> None:
         with timeline.span("update", 1):
             pass
         assert timeline.overlap > overlap_before == 0.0
-    # Nobody is on the way any more: an update overlaps nothing.
+    # No group is in flight any more: an update overlaps nothing.
     overlap = timeline.overlap
     with timeline.span("update", 2):
         pass
