@@ -4,7 +4,7 @@
    its trajectory's turns: the ids of a branch, concatenated, are what the engine saw.
 2. Segments are sound: sampled and context segments alternate; logprobs and spans cover exactly the sampled ids.
 3. Over all rows of a trajectory each sampled id is trained exactly once per use (``replay.max_uses``), and no other.
-   A gateway that goes on after a kill may name calls as lost before they were committed, and sessions as abandoned.
+   A gateway that resumes after a kill may name calls as lost before they were committed, and sessions as abandoned.
 4. A step trained what the journal gave it; the journal accounts for every finished trajectory.
 """
 
@@ -333,7 +333,7 @@ class _Audit:
             if last_part in self._closed:
                 report.contradictions.append(f"session {session}: {len(calls)} calls in the ledger, but no trajectory")
             elif any(resumption.part > last_part for resumption in self._resumptions):
-                problem = "its process was killed, and the next one neither went on with it nor abandoned it"
+                problem = "its process was killed, and the next one neither resumed nor abandoned it"
                 report.contradictions.append(f"session {session}: {problem}")
             else:
                 report.counts["sessions that a kill cut off"] += 1
@@ -431,16 +431,16 @@ def _branches(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _search(trajectory: Trajectory) -> Iterator[str]:
-    """Check that a search chose the way with the highest score of those that came to their end."""
+    """Check that a search chose the branch with the highest score."""
     search, branches = trajectory.search, trajectory.branches or [Branch()]
     if search is None:
         return
     if not 0 <= search.chosen < len(branches) or len(search.scores) != len(branches):
-        yield f"its search chose way {search.chosen} of {len(search.scores)}, but it has {len(branches)}"
+        yield f"its search chose branch {search.chosen} of {len(search.scores)}, but it has {len(branches)}"
         return
     score, best = search.scores[search.chosen], max(search.scores)
     if score < best:
-        yield f"its search chose way {search.chosen}, whose score is {score}, although another has {best}"
+        yield f"its search chose branch {search.chosen}, whose score is {score}, although another has {best}"
 
 
 def _unexplained(

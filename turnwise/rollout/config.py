@@ -290,7 +290,7 @@ class RolloutConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _trees_are_grown_here(self) -> Self:
+    def _trees_are_expanded_here(self) -> Self:
         if self.tree is None:
             return self
         elsewhere = {

@@ -185,7 +185,7 @@ class RolloutParts:
         notify: Called with messages for the user (runners that come and go).
         workers: Starts the rollout workers that play the episodes; None plays them in this process.
         settings: The ``custom`` section as the manager's ``custom_model``, if it has one.
-        search: How sampled episodes of evaluations are searched; None: each is one way.
+        search: How sampled episodes of evaluations are searched; None: none is searched.
         slots: Held by every episode that runs; None: ``rollout.concurrency`` of them.
     """
 

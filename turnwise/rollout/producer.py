@@ -247,7 +247,7 @@ class _GroupRollout:
 class _SettledObjects:
     """What was imported and loaded before the first producer: collections pass over it until the last one is closed.
 
-    A full collection of a process with torch and transformers takes 0.1 s, in which no episode goes on.
+    A full collection of a process with torch and transformers takes 0.1 s, in which every episode waits.
     """
 
     def __init__(self) -> None:

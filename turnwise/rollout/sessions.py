@@ -88,8 +88,8 @@ class EpisodeSessions:
         policies: Mapping[str, Sampler] | None = None,
     ) -> None:
         self.opened: dict[str, tuple[Session, str]] = {}
-        # Of another way through the episode: the sessions that it forks, and its number.
-        self._of: EpisodeSessions | None = None
+        # Of a branch that begins at the reset: the sessions that it forks, and its number.
+        self._origin: EpisodeSessions | None = None
         self._number = 0
         # Sessions that only branches have opened so far.
         self._forked_only: set[str] = set()
@@ -117,7 +117,7 @@ class EpisodeSessions:
     def from_reset(self, number: int) -> EpisodeSessions:
         """Return the sessions of the episode's n-th branch from its reset on, recorded in the same trees."""
         sessions = copy.copy(self)
-        sessions._of, sessions._number = self, number
+        sessions._origin, sessions._number = self, number
         sessions.opened, sessions._gateways, sessions._endpoints, sessions._base = {}, {}, {}, None
         return sessions
 
@@ -129,8 +129,8 @@ class EpisodeSessions:
                 f"session {name!r} has the policy {policy!r}, which does not exist: map its role in rollout.roles, or "
                 f"name one of {', '.join(self._samplers)} (policies and rollout.frozen)"
             )
-        if self._of is not None:
-            session = self._of.fork(name, policy, None, self._number)
+        if self._origin is not None:
+            session = self._origin.fork(name, policy, None, self._number)
             self.opened[name] = (session, policy)
             self._gateways[session.id] = sampler.gateway
             return session
@@ -198,7 +198,7 @@ class EpisodeSessions:
             raise AgentError(f"episode.fork: {error}") from error
 
     def open_beside(self, number: int, name: str, policy: str) -> Session:
-        """Open a session of a fork that its agent drives: in the tree of one of that name, where there is one."""
+        """Open a session of a fork that its agent drives: in the tree of an open one of that name, if any."""
         if name not in self.opened:
             return self.open(name, policy)
         session, opened_policy = self.opened[name]
@@ -228,8 +228,8 @@ class EpisodeSessions:
             name = next(name for name, (opened, _) in self.opened.items() if opened is session)
             # A proxy in front of the run's gateway does not reach the gateway of a frozen policy.
             base = self._base if gateway is self._gateway else None
-            rollout_id = self._rollout_id if self._of is None else f"{self._rollout_id}~{self._number}"
-            branch_session_id = None if self._of is None else f"{session.id}~{self._number}"
+            rollout_id = self._rollout_id if self._origin is None else f"{self._rollout_id}~{self._number}"
+            branch_session_id = None if self._origin is None else f"{session.id}~{self._number}"
             endpoint_path = Place(rollout_id, self._attempt_id, name, base)
             self._endpoints[session.id] = await gateway.open(session, endpoint_path, branch_session_id)
         return self._endpoints[session.id]

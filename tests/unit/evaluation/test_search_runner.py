@@ -383,7 +383,7 @@ async def test_unforkable_episode_is_its_only_branch() -> None:
 async def test_unforkable_environment_is_refused_before_the_first_episode() -> None:
     for wrong, message in (
         ({"env": "test-search-fixed"}, "cannot be forked (FixedCounter.forks is None)"),
-        ({"agent": "test-search-program"}, "is a program of its own"),
+        ({"agent": "test-search-program"}, "is an external program"),
     ):
         with pytest.raises(ConfigError, match=r"search\.kind tree") as raised:
             await search(kind="tree", **KINDS["tree"], **wrong)
@@ -415,7 +415,7 @@ async def test_the_audit_finds_a_choice_that_is_none(tmp_path: Path) -> None:
     worse = replace(trajectory.search, chosen=(trajectory.search.chosen + 1) % 4)
     write_trajectories(tmp_path, [replace(trajectory, search=worse)])
     [contradiction] = audit_files(tmp_path).contradictions
-    assert f"its search chose way {worse.chosen}" in contradiction
+    assert f"its search chose branch {worse.chosen}" in contradiction
     assert f"although another has {max(trajectory.returns())}" in contradiction
 
 

@@ -381,7 +381,7 @@ async def test_a_budget_bounds_the_tree() -> None:
     ("given", "message"),
     [
         ({"env": "test-tally-fixed"}, "environment 'test-tally-fixed' cannot be forked .*forks = \"replay\""),
-        ({"agent": f"{__name__}:Program"}, "is a program of its own, which cannot be forked"),
+        ({"agent": f"{__name__}:Program"}, "is an external program, which cannot be forked"),
         ({"where": "nowhere"}, "where is 'nowhere'; allowed: random, every_turn"),
         ({"where": "turnwise.types:text_of"}, "cannot be called as f\\(turns, count, random\\)"),
         ({"branches": 2, "rounds": 3}, "rounds is 3, but there are only 2 branches"),
@@ -421,7 +421,7 @@ async def test_why_nothing_could_be_forked_is_noted() -> None:
     notes = [each["tree/failed"] for each in trajectory.turn_notes.values() if "tree/failed" in each]
     assert len(notes) == 1
     assert "'process' holds" in notes[0]
-    assert "a process of a sandbox cannot be copied: start it when it is next used" in notes[0]
+    assert "a process of a sandbox cannot be copied" in notes[0]
 
 
 def picks_too_many(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:

@@ -68,7 +68,7 @@ class AgentFork:
         return cls(episode, turns, len(origin.rewards) + (0 if parent is None else parent.rewards))
 
     def used(self, forks: Sequence[AgentFork]) -> bool:
-        """Whether anything was sampled in it, or in one of its own forks."""
+        """Whether anything was sampled in it, or in a fork of it."""
         sampled = any(session.sampled_turns for session in self.episode.sessions.values())
         return sampled or any(fork.episode.origin is self.episode and fork.used(forks) for fork in forks)
 

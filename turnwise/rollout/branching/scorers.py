@@ -1,4 +1,4 @@
-"""Scorers: what gives each way through an episode the number by which a search chooses."""
+"""Scorers: what gives each branch of an episode the number by which a search chooses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MORE: Final = ("trajectory",)
 
 
 class Scorer:
-    """A scorer of ways through an episode, ready to use.
+    """A scorer of branches, ready to use.
 
     Args:
         config: Names it.
         executor: Runs a plain function.
 
     Raises:
-        ConfigError: It cannot be loaded, or takes what a way does not have.
+        ConfigError: It cannot be loaded, or takes what a branch does not have.
     """
 
     def __init__(self, config: ScorerConfig, executor: Executor | None = None) -> None:
@@ -40,7 +40,7 @@ class Scorer:
         self._lender.executor = executor
 
     async def score(self, task: Task, branch: Sequence[Trajectory]) -> float:
-        """Return the score of a way.
+        """Return the score of a branch.
 
         Args:
             task: The task.
@@ -75,7 +75,7 @@ class Scorer:
 
 
 def likelihood(branch: Sequence[Trajectory]) -> float:
-    """Return the mean log-probability of the tokens that were sampled in a way, over all of its sessions.
+    """Return the mean log-probability of the tokens that were sampled in a branch, over all of its sessions.
 
     Raises:
         ScorerError: No token with a log-probability was sampled.
@@ -84,8 +84,8 @@ def likelihood(branch: Sequence[Trajectory]) -> float:
     logprobs = [segment.logprobs for segment in sampled if segment.logprobs is not None and len(segment.logprobs)]
     if not logprobs or any(len(segment.token_ids) and segment.logprobs is None for segment in sampled):
         raise ScorerError(
-            f"{_WHERE} {LIKELIHOOD!r} gave no score: the way has sampled tokens without log-probabilities, or none at "
-            "all: choose another scorer"
+            f"{_WHERE} {LIKELIHOOD!r} gave no score: the branch has sampled tokens without log-probabilities, or none "
+            "at all: choose another scorer"
         )
     return float(
         sum(float(turn_logprobs.sum(dtype=float)) for turn_logprobs in logprobs)
@@ -101,7 +101,7 @@ def _loaded(config: ScorerConfig) -> ReadyPart:
         raise ConfigError(f"{_WHERE}: {error}; {ENVIRONMENT!r} and {LIKELIHOOD!r} are scorers besides") from error
     if ready.wanted.get("env"):
         raise ConfigError(
-            f"{_WHERE} {config.function!r} takes 'env', but a way is scored without its environment: take any of "
+            f"{_WHERE} {config.function!r} takes 'env', but a branch is scored without its environment: take any of "
             f"{', '.join(name for name in (*GIVEN, *MORE) if name != 'env')}, or entries of task.data"
         )
     if "trajectories" in ready.wanted:

@@ -1,4 +1,4 @@
-"""The configuration of searches: how the ways through an episode are found, and what scores them."""
+"""The configuration of searches: how an episode gets branches, and what scores them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_BEAM: Final = (
 
 
 class ScorerConfig(BaseModel):
-    """What scores the ways through an episode. A text is its ``function``.
+    """What scores the branches of an episode. A text is its ``function``.
 
     Attributes:
         function: ``environment``: the reward itself, an oracle that nothing has outside of an evaluation.
@@ -51,15 +51,15 @@ def _function(value: Any) -> Any:
 
 
 class SearchConfig(BaseModel):
-    """A search: each sampled episode becomes several ways through it, and a scorer chooses one.
+    """A search: each sampled episode gets several branches, and a scorer chooses one.
 
     Attributes:
         kind: ``best_of_n``: whole episodes. ``tree``: one episode, and forks of it at some of its turns.
-        scorer: What scores the ways.
+        scorer: What scores the branches.
         samples: Of ``best_of_n``: number of episodes.
         branches: Of ``tree``: forks of the episode.
         where: Of ``tree``: the turns that are sampled again, as in ``rollout.tree``.
-        rounds: Of ``tree``: rounds in which the branches are grown.
+        rounds: Of ``tree``: rounds in which the tree is expanded.
         max_tokens: Of ``tree``: sampled tokens of the episode with its branches.
     """
 
@@ -69,7 +69,7 @@ class SearchConfig(BaseModel):
 
     kind: Literal["best_of_n", "tree"]
     scorer: Annotated[ScorerConfig, BeforeValidator(_function)] = Field(
-        description="what scores the ways: environment, likelihood, a shipped reward function, or pkg.module:function"
+        description="what scores branches: environment, likelihood, a shipped reward function, or pkg.module:function"
     )
     samples: PositiveInt | None = None
     branches: PositiveInt | None = None
@@ -93,14 +93,14 @@ class SearchConfig(BaseModel):
         if missing := [name for name in _NEEDED[self.kind] if getattr(self, name) is None]:
             raise ValueError(f"{' and '.join(missing)} for kind {self.kind}")
         if self.kind == "best_of_n" and self.samples == 1:
-            raise ValueError("samples of at least 2 for best_of_n: one way leaves nothing to choose")
+            raise ValueError("samples of at least 2 for best_of_n: one branch leaves nothing to choose")
         if self.kind == "tree":
             self.tree()
         return self
 
     @property
     def forks(self) -> bool:
-        """Whether ways begin in the middle of an episode, so that environment and agent must be forkable."""
+        """Whether branches begin in the middle of an episode, so that environment and agent must be forkable."""
         return self.kind != "best_of_n"
 
     def tree(self) -> TreeConfig:

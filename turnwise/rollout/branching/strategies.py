@@ -158,7 +158,7 @@ class BranchingStrategy(ABC):
             )
         if not agent.forkable:
             raise ConfigError(
-                f"{self.key}: the agent {agent_name!r} is a program of its own, which cannot be forked: choose an "
+                f"{self.key}: the agent {agent_name!r} is an external program, which cannot be forked: choose an "
                 f"agent that runs in this process, or {self.instead}"
             )
 
@@ -222,7 +222,7 @@ class SearchStrategy(BranchingStrategy):
     async def _score_branches(self, task: Task, tree: Sequence[TreeBranch], frozen: Collection[str]) -> list[float]:
         scoring = [self._scorer.score(task, branch) for branch in unmerged_trajectories(tree, frozen)]
         scores: list[float] = []
-        # Every scorer comes to its end, also where one of them fails.
+        # All scorers finish, also where one of them fails.
         for score in await asyncio.gather(*scoring, return_exceptions=True):
             if isinstance(score, BaseException):
                 raise score

@@ -30,7 +30,7 @@ class TreeTurn:
         tool_calls: Tool calls that its branch made in it and after it.
         tool_errors: Tool calls of the turn that failed.
         forks: Branches that begin at it already.
-        rewards: Rewards of the ways through the episode that pass the state before it.
+        rewards: Rewards of the branches that pass the state before it.
     """
 
     branch: int
@@ -144,16 +144,16 @@ NO_TOOL_CALLS: Final = "max_tokens bounds an episode with its branches: a tree m
 
 
 class TreeConfig(BaseModel):
-    """Tree rollouts: each episode of a group is forked at some of its turns, and every fork goes on by itself.
+    """Tree rollouts: each episode of a group is forked at some of its turns, and each fork continues alone.
 
     Attributes:
-        branches: Forks of an episode; so many ways through it besides the first.
+        branches: Forks of an episode, which are its branches besides the first.
         where: The turns that are sampled again: ``random``, ``every_turn``, ``entropy``, ``tool_error``,
             ``value``, or ``pkg.module:function`` (called with turns, number of
             branches and a random generator; returns indices).
-        rounds: Rounds in which the branches are grown; a later one may fork what an earlier one has grown.
+        rounds: Rounds in which the tree is expanded; a later one may fork the branches of an earlier one.
         max_tokens: Sampled tokens of an episode with its branches; a branch that would exceed it, judged by what its
-            original sampled from there on, is not grown.
+            original sampled from there on, is left out.
     """
 
     model_config = ConfigDict(extra="forbid")

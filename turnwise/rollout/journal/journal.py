@@ -174,7 +174,7 @@ class Journal:
             orphans = [] if state.payload is None else unreferenced(payloads, state.payload, offsets, say)
             journal = cls(directory, state, file, payloads)
             journal.next_step = after_step + 1
-            # First of all: what is given back has to be on disk, too.
+            # Before the check of the disk: groups that are available again must be intact, too.
             state.undo_after(after_step)
             drop_lost(state, journal._file_of, payloads.path, path, say, max_uses=max_uses)
             journal._note_orphans(orphans)

@@ -52,17 +52,17 @@ class LeaseClient:
                 answer = load(await response.read())
         except (aiohttp.ClientError, TimeoutError, OSError) as gone:
             raise RunnerDisconnected(f"the run cannot be reached: {type(gone).__name__}: {gone}") from gone
-        reply = answer.get("error")
-        if reply is None:
+        error = answer.get("error")
+        if error is None:
             return answer
         if response.status == 400:
             # What the agent sent is wrong, and would be so again.
-            raise read_error(reply)
+            raise read_error(error)
         if response.status != 200:
-            raise RunnerDisconnected(str(reply.get("message")))
-        error = read_error(reply)
-        self._errors.append((error, int(reply["known"])))
-        raise error
+            raise RunnerDisconnected(str(error.get("message")))
+        failure = read_error(error)
+        self._errors.append((failure, int(error["known"])))
+        raise failure
 
     def record(self, error: BaseException) -> dict[str, Any]:
         """Return an error for a result; one that came from the run by its reference."""

@@ -1,4 +1,4 @@
-"""The rollout worker: plays episodes in a process of its own, with environments, agents, sandboxes and recorder.
+"""The rollout worker: plays episodes in a separate process, with environments, agents, sandboxes and recorder.
 
 Its model calls go to the inference servers directly. Each is in the worker's own part of the ledger,
 ``ledgers/NAME.jsonl`` in the run directory, before it can be committed.
@@ -120,7 +120,7 @@ class RolloutWorker:
         spec = self._spec
         sys.path.extend(folder for folder in spec.path if folder not in sys.path)
         _check_code(spec)
-        # The same worker is never started twice: a name of its own for each process, also of a resumed run.
+        # Every process writes another file, also a worker that has the name of one before the run was resumed.
         images = MediaFiles(spec.run / FOLDER)
         book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl", images)
         self._stack.push(book.leave)

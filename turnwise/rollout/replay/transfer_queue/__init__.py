@@ -32,7 +32,7 @@ T = TypeVar("T")
 _CONTROLLER, _NAMESPACE = "TransferQueueController", "transfer_queue"
 # Ray sends no objects for us: its store has the least room that Ray takes.
 _OBJECT_STORE_BYTES = 80 * 2**20
-# Ray gives a process of its own 15 s to start, which on a busy machine may be too short.
+# Ray gives its processes 15 s to start, which on a busy machine may be too short.
 _STARTS = 3
 # A call that takes longer than this looks whether the processes still listen.
 TIMEOUT_S = 60.0
@@ -111,7 +111,7 @@ class TransferQueuePayloads(PayloadStore):
         return rows
 
     async def restart(self) -> None:
-        """Start an empty queue in the place of the lost one."""
+        """Replace the lost queue by an empty one."""
         if not self._owns_queue or self._loop is None:
             raise TrainError(
                 "the TransferQueue of the Ray cluster is lost, and another program started it: start it again, then "
@@ -148,24 +148,26 @@ class TransferQueuePayloads(PayloadStore):
         except ValueError:
             self._owns_queue = True
             self._await_cpus()
-        asked = {"backend": {"SimpleStorage": {"num_data_storage_units": self._config.units}}}
+        settings = {"backend": {"SimpleStorage": {"num_data_storage_units": self._config.units}}}
         try:
-            whole = transfer_queue.init(OmegaConf.create(asked))
+            started = transfer_queue.init(OmegaConf.create(settings))
         except Exception as error:  # TransferQueue's and Ray's: the queue does not start, in their own words
             raise TrainError(f"TransferQueue does not start: {type(error).__name__}: {error}") from error
         if self._owns_queue:
-            units = list(whole.backend.SimpleStorage.zmq_info.values())
-            self._listeners = [(whole.controller.zmq_info.ip, whole.controller.zmq_info.ports["request_handle_socket"])]
+            units = list(started.backend.SimpleStorage.zmq_info.values())
+            self._listeners = [
+                (started.controller.zmq_info.ip, started.controller.zmq_info.ports["request_handle_socket"])
+            ]
             self._listeners += [(unit.ip, unit.ports["put_get_socket"]) for unit in units]
 
     def _await_cpus(self) -> None:
         """Wait until the cluster has room: actors without it would wait without a word."""
-        wanted, until = self._config.units + 1, time.monotonic() + TIMEOUT_S
-        while (free := ray.available_resources().get("CPU", 0)) < wanted:
+        needed, until = self._config.units + 1, time.monotonic() + TIMEOUT_S
+        while (free := ray.available_resources().get("CPU", 0)) < needed:
             total = ray.cluster_resources().get("CPU", 0)
-            if total < wanted or time.monotonic() > until:
+            if total < needed or time.monotonic() > until:
                 raise TrainError(
-                    f"replay.transfer_queue.units is {self._config.units}, which needs {wanted} CPUs of the Ray "
+                    f"replay.transfer_queue.units is {self._config.units}, which needs {needed} CPUs of the Ray "
                     f"cluster; {free:g} of its {total:g} are free: lower it, or add nodes"
                 )
             time.sleep(0.2)
