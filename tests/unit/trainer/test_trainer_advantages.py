@@ -9,7 +9,7 @@ from turnwise.errors import RegistryError, TrainError
 from turnwise.trainer.algorithms.advantages import ADVANTAGES, advantage_fn, grpo
 
 
-def test_known_numbers_with_unbiased_std() -> None:
+def test_grpo_divides_by_the_unbiased_std() -> None:
     # Rewards 0, 1, 1, 2: mean 1, sum of squares 1+0+0+1 = 2, std = sqrt(2/3) = 0.81649658.
     result = grpo(torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.zeros(4, dtype=torch.int64), eps=0.5)
     # -1 / 1.31649658 = -0.75959180
@@ -23,7 +23,7 @@ def test_without_std_only_the_mean_is_subtracted() -> None:
     assert result.values.tolist() == [-2.0, -1.0, 3.0]
 
 
-def test_ragged_interleaved_groups_are_apart() -> None:
+def test_interleaved_groups_of_different_sizes_are_compared_separately() -> None:
     # Group 3: 1, 3 -> mean 2, std sqrt(2) -> -+0.70710678. Group 9: 10, 10, 40 -> mean 20, std sqrt(300) = 17.3205.
     rewards = torch.tensor([1.0, 10.0, 3.0, 40.0, 10.0])
     result = grpo(rewards, torch.tensor([3, 9, 3, 9, 9]), eps=1e-12)
@@ -54,14 +54,14 @@ def test_small_differences_of_large_rewards_survive() -> None:
     assert result.values.tolist() == [-0.5, 0.5]
 
 
-def test_nothing_gives_nothing() -> None:
+def test_no_trajectories_give_no_advantages() -> None:
     result = grpo(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     assert result.values.shape == (0,)
     assert result.groups == 0
 
 
 @given(rewards=st.lists(st.floats(-100, 100), min_size=1, max_size=20), data=st.data(), shift=st.floats(-50, 50))
-def test_properties(rewards: list[float], data: st.DataObject, shift: float) -> None:
+def test_advantages_sum_to_zero_and_ignore_order(rewards: list[float], data: st.DataObject, shift: float) -> None:
     groups = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=len(rewards), max_size=len(rewards))))
     values = torch.tensor(rewards, dtype=torch.float64)
     result = grpo(values, groups, norm_by_std=False)
@@ -76,14 +76,14 @@ def test_properties(rewards: list[float], data: st.DataObject, shift: float) -> 
     )
 
 
-def test_bad_input_is_named() -> None:
+def test_invalid_rewards_raise_train_error() -> None:
     with pytest.raises(TrainError, match=r"rewards\[1\] is nan"):
         grpo(torch.tensor([0.0, float("nan")]), torch.tensor([0, 0]))
     with pytest.raises(TrainError, match=r"both must be \[n\]"):
         grpo(torch.zeros(2), torch.zeros(3, dtype=torch.int64))
 
 
-def test_registry() -> None:
+def test_estimators_are_registered_by_name() -> None:
     assert advantage_fn("grpo") is grpo
     with pytest.raises(RegistryError, match=r"did you mean .grpo.\? known: .*grpo"):
         advantage_fn("grpoo")

@@ -30,7 +30,7 @@ def test_trajectory_mean_does_not_see_branches(splits: list[list[int]]) -> None:
     assert normalizer == max(1, sum(1 for rows in splits if sum(rows)))
 
 
-def test_bad_aggregation_is_named() -> None:
+def test_invalid_aggregation_raises_train_error() -> None:
     with pytest.raises(TrainError, match="loss_aggregation is 'mean'"):
         loss_weights([1], ["a"], "mean")  # type: ignore[arg-type]
     assert loss_weights([], [], "token_mean") == ([], 1.0)

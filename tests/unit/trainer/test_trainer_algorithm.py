@@ -46,7 +46,7 @@ def test_the_page_names_every_algorithm() -> None:
     assert [name for name in examples if f"[`{name}`](../examples/algorithms/{name}.yaml)" not in page] == []
 
 
-def test_the_page_of_credit_names_every_way() -> None:
+def test_the_page_of_credit_names_every_credit() -> None:
     page = (ROOT / "docs/algorithms.md").read_text()
     assert [name for name in CREDITS if f"| `{name}` |" not in page] == []
     assert [name for name in get_args(AnchorState) if f"`state: {name}`" not in page] == []
@@ -94,7 +94,7 @@ OPTIONS = "algorithm.loss_options"
         ({"loss_scale": 100}, "algorithm.loss_scale is 100, but token_mean divides by no constant: remove it"),
     ],
 )
-def test_what_is_wrong_is_named_before_work_starts(given: dict[str, object], message: str) -> None:
+def test_invalid_algorithm_raises_validation_error(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
         AlgorithmConfig.model_validate(given)
 
@@ -168,7 +168,7 @@ def rows(row: Row) -> list[TrainRow]:
     return [*given, row(6, 0, seed=9, name="f")]
 
 
-def test_a_loss_of_the_users_is_one_line(tmp_path: Path, model_dir: Models, rows: list[TrainRow]) -> None:
+def test_a_custom_loss_is_named_by_reference(tmp_path: Path, model_dir: Models, rows: list[TrainRow]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     own = f"{file}:squared"

@@ -95,7 +95,7 @@ def agree(way: Callable[..., torch.Tensor], reference: Callable[..., torch.Tenso
 
 @settings(max_examples=examples(25), deadline=None)
 @given(segments=forests())
-def test_each_way_equals_a_dense_mask(segments: Segments) -> None:
+def test_each_kernel_equals_a_dense_mask(segments: Segments) -> None:
     layout = PackedLayout.of(segments, CPU)
     mask, positions = visible(segments)
     assert layout.positions.tolist() == positions.tolist()
@@ -138,7 +138,7 @@ def test_flex_attention_follows_the_path(window: int | None, cap: float | None, 
 
 @settings(max_examples=examples(15), deadline=None)
 @given(segments=forests(), window=st.sampled_from([None, 3]))
-def test_no_block_that_anybody_sees_is_left_out(segments: Segments, window: int | None) -> None:
+def test_block_masks_include_every_visible_block(segments: Segments, window: int | None) -> None:
     """Blocks of 4 instead of 128: seen blocks are all there, and those without a mask are seen as a whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex_module, "_BLOCK", 4)
@@ -182,7 +182,7 @@ def test_long_segments_are_batched_by_length() -> None:
     )
 
 
-def test_the_longest_segments_are_read_where_they_stand() -> None:
+def test_the_longest_segments_are_read_without_a_copy() -> None:
     """From 96 tokens on none is padded to the length of another."""
     segments: Segments = [(0, 120, -1), (120, 100, 0), (220, 96, 0), (316, 95, 0), (411, 90, 0), (501, 97, -1)]
     layout = PackedLayout.of(segments, CPU)
@@ -228,6 +228,6 @@ def test_bfloat16_parts_are_added_in_float32() -> None:
         ([(0, 3, -1), (3, 0, 0)], "segment 1 starts at 3 with 0 tokens"),
     ],
 )
-def test_segments_out_of_order_are_named(segments: Any, message: str) -> None:
+def test_segments_out_of_order_raise_train_error(segments: Any, message: str) -> None:
     with pytest.raises(TrainError, match=message):
         PackedLayout.of(segments, CPU)

@@ -154,7 +154,7 @@ def test_float32_equals_the_plain_formula_within_1e6(columns: int) -> None:
         assert float((found - expected).norm() / expected.norm()) < 1e-6
 
 
-def test_splitting_the_tokens_changes_nothing() -> None:
+def test_splitting_the_tokens_keeps_scores_and_gradients() -> None:
     head, states, ids, temperatures = problem(12, 5, 17)
     room = 4 * 12 * 6
     whole = score_states(head, states, ids, temperatures, PLAIN, entropy=True, tile_bytes=room)
@@ -169,7 +169,7 @@ def test_splitting_the_tokens_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("columns", [11, 4])
-def test_extreme_logits_stay_numbers(columns: int) -> None:
+def test_extreme_logits_give_finite_scores(columns: int) -> None:
     """Logits of +-3000: the chosen id has probability 1 or e**-6000; entropy 0, and no gradient is lost to NaN."""
     head = nn.Linear(1, 11, bias=False)
     with torch.no_grad():
@@ -240,7 +240,7 @@ def test_bfloat16_products_keep_float32_sums(columns: int) -> None:
         torch.testing.assert_close(found, expected, atol=0.08, rtol=0.05)
 
 
-def test_backward_may_be_asked_twice() -> None:
+def test_backward_can_run_twice() -> None:
     head, states, ids, temperatures = problem()
     for tile_bytes in (1 << 20, 4 * 7 * 4):
         scores = score_states(head, states, ids, temperatures, TRANSFORMS[3], entropy=True, tile_bytes=tile_bytes)

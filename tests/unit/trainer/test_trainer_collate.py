@@ -33,7 +33,7 @@ LONG = sample([11, 12, 13, 14, 15, 16], [0, 0, 1, 1, 0, 1], "a")
 SHORT = sample([21, 22], [0, 1], "b")
 
 
-def test_on_the_right() -> None:
+def test_rows_are_padded_on_the_right() -> None:
     batch = turnwise.collate_padded([LONG, SHORT], pad_id=9, advantages=[0.5, -1.0])
     assert batch.input_ids.tolist() == [[11, 12, 13, 14, 15, 16], [21, 22, 9, 9, 9, 9]]
     assert batch.attention_mask.tolist() == [[1] * 6, [1, 1, 0, 0, 0, 0]]
@@ -47,7 +47,7 @@ def test_on_the_right() -> None:
     assert (batch.trajectory_ids, batch.group_ids) == (("a", "b"), ("g", "g"))
 
 
-def test_on_the_left() -> None:
+def test_rows_are_padded_on_the_left() -> None:
     batch = turnwise.collate_padded([LONG, SHORT], "left", pad_id=9)
     assert batch.input_ids[1].tolist() == [9, 9, 9, 9, 21, 22]
     assert batch.attention_mask[1].tolist() == [0, 0, 0, 0, 1, 1]
@@ -94,6 +94,6 @@ def test_a_row_that_trains_nothing_is_all_prompt() -> None:
         ([replace(SHORT, media=(Media("image", b"", 0, 1),))], {}, "holds media"),
     ],
 )
-def test_what_cannot_be_padded_is_named(samples: list[TrainSample], options: dict[str, Any], message: str) -> None:
+def test_invalid_samples_raise_train_error(samples: list[TrainSample], options: dict[str, Any], message: str) -> None:
     with pytest.raises(TrainError, match=message):
         turnwise.collate_padded(samples, **options)

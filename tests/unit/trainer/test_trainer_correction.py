@@ -40,7 +40,7 @@ TRAINER = ROLLOUT + torch.tensor([LN2, -LN2, 2 * LN2])
 TOKENS, SPANS = torch.arange(3), torch.tensor([0, 0, 1])
 
 
-def test_weights_by_hand() -> None:
+def test_importance_weights_by_hand() -> None:
     def weights(spans: torch.Tensor, **bounds: float) -> list[float]:
         return importance_weights(TRAINER, ROLLOUT, spans, **bounds).tolist()  # type: ignore[arg-type]
 
@@ -69,7 +69,7 @@ def test_rejection_by_hand() -> None:
     assert rejected_tokens(TRAINER[:0], ROLLOUT[:0], SPANS[:0], statistic="k1", high=2.0).shape == (0,)
 
 
-def test_metrics_by_hand() -> None:
+def test_gap_metrics_by_hand() -> None:
     # First two tokens: d sums to 0; k3 (0.3069 + 0.1931) / 2; weights 2 and 1/2: 2.5^2 / (2 * 4.25) and 4.25 / 2 - 1.
     found = gap_metrics(TRAINER[:2], ROLLOUT[:2], torch.zeros(2, dtype=torch.int64))
     assert found == pytest.approx(
@@ -112,7 +112,7 @@ def test_levels_number_tokens_turns_rows_and_trajectories(rows: list[TrainRow]) 
     assert span_indices(rows, "trajectory").tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
-def test_rows_are_weighed_and_cut(rows: list[TrainRow]) -> None:
+def test_correction_weighs_rows_and_masks_rejected_tokens(rows: list[TrainRow]) -> None:
     # Ratios: a 2, 1 | 1, 1, 4; b 1/8, 1.
     told = scores(rows, [[LN2, 0.0], [0.0, 0.0, 2 * LN2], [-3 * LN2, 0.0]])
     config = CorrectionConfig.model_validate(
@@ -167,7 +167,7 @@ def update(
     return watched, metrics
 
 
-def test_three_policies(model_dir: Models, rows: list[TrainRow]) -> None:
+def test_recomputed_old_logprobs_separate_ratio_and_weight(model_dir: Models, rows: list[TrainRow]) -> None:
     """Decoupled: the ratio is against the trainer's own forward, the weight says how far that is from the rollout."""
     given = {"old_logprobs": "recompute", "correction": {"high": 1.5}}
     watched, metrics = update(model_dir(), rows, **given)
@@ -182,7 +182,7 @@ def test_three_policies(model_dir: Models, rows: list[TrainRow]) -> None:
     torch.testing.assert_close(split.gradients[0], watched.gradients[0], atol=1e-6, rtol=1e-5)
 
 
-def test_bypass_rejects_what_is_too_far_from_the_rollout(model_dir: Models, rows: list[TrainRow]) -> None:
+def test_rollout_logprobs_allow_rejection_alone(model_dir: Models, rows: list[TrainRow]) -> None:
     reject = {"statistic": "k1", "level": "token", "high": 2.0}
     watched, metrics = update(model_dir(), rows, correction={"weights": "none", "reject": [reject]})
     [(batches, normalizer)] = watched.steps
@@ -218,7 +218,7 @@ def test_bypass_rejects_what_is_too_far_from_the_rollout(model_dir: Models, rows
         ),
     ],
 )
-def test_what_is_wrong_is_named_before_work_starts(given: dict[str, object], message: str) -> None:
+def test_invalid_correction_raises_validation_error(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
         AlgorithmConfig.model_validate(given)
     assert AlgorithmConfig.model_validate({"loss": "gpg", "correction": {}}).correction is not None
@@ -290,7 +290,7 @@ class Stepping(Watched):
         return self.learner.optim_step()
 
 
-def test_several_minibatches_keep_the_weights_of_before_the_first(model_dir: Models, rows: list[TrainRow]) -> None:
+def test_minibatches_share_the_weights_computed_before_the_first(model_dir: Models, rows: list[TrainRow]) -> None:
     """Decoupled over two passes of two minibatches: weights and old policy are those of the beginning."""
     watched = Stepping(model_dir())
     before = watched.logprobs(pack(rows, 100))[0]

@@ -80,7 +80,7 @@ def test_equal_totals_earned_in_different_turns_still_teach() -> None:
     assert result.metrics["reward/informative"] == 1.0
 
 
-def test_turns_worth_the_same_and_groups_of_one_teach_nothing() -> None:
+def test_equal_returns_and_groups_of_one_have_no_gradient() -> None:
     for members in ([trajectory("a", 2, [(1, 1.0)]), trajectory("b", 3, [(2, 1.0)])], [trajectory("a", 2, [(0, 5.0)])]):
         for drop in (True, False):
             result = build(members, "turns", drop_zero_variance=drop)
@@ -127,7 +127,7 @@ def of_two(trajectory: Trajectory, other: object) -> list[float]:
     raise AssertionError
 
 
-def test_a_function_says_what_turns_are_worth() -> None:
+def test_a_custom_function_returns_the_returns_of_turns() -> None:
     # 0, 1, 2 and 0, 1: means 1 and 0.5, together 0.75.
     assert told(build(PAIR, f"{__name__}:by_length")) == {"a": [-0.75, 0.25, 1.25], "b": [-0.75, 0.25]}
 
@@ -150,7 +150,7 @@ def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path
         (f"{__name__}:of_two", "cannot be called as f(trajectory)"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_found_before_anything_starts(name: str, said: str) -> None:
+def test_an_unusable_credit_function_raises_config_error(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.credit") as error:
         load_credit(CreditConfig(name=name))
     assert said in str(error.value)
@@ -166,14 +166,14 @@ def test_a_function_that_cannot_be_used_is_found_before_anything_starts(name: st
         ([0.0, "1", 1.0], "returned '1'"),
     ],
 )
-def test_what_a_function_returns_is_held_to_its_contract(answer: object, said: str) -> None:
+def test_invalid_returns_of_a_credit_function_raise_train_error(answer: object, said: str) -> None:
     ANSWERS["now"] = answer
     with pytest.raises(TrainError, match=r"algorithm\.credit") as error:
         build(PAIR, f"{__name__}:answering")
     assert said in str(error.value)
 
 
-def test_a_function_that_raises_is_named() -> None:
+def test_an_error_of_a_credit_function_raises_train_error() -> None:
     with pytest.raises(TrainError, match=r"broken' raised KeyError for trajectory a: 'critic'"):
         build(PAIR, f"{__name__}:broken")
 
@@ -192,7 +192,7 @@ def test_a_function_that_raises_is_named() -> None:
         ({"name": "turns", "gama": 0.5}, "did you mean credit.gamma?"),
     ],
 )
-def test_a_wrong_section_says_what_is_allowed(credit: object, said: str) -> None:
+def test_invalid_credit_raises_config_error(credit: object, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(AlgorithmConfig, defaults={"credit": credit})
     assert said in str(error.value)
@@ -212,7 +212,7 @@ def test_an_infinite_reward_is_refused() -> None:
             build([bad, PAIR[1]], credit)
 
 
-def test_metrics_are_documented_and_only_there_where_turns_are_told_apart() -> None:
+def test_credit_metrics_are_documented_and_logged_for_credit_per_turn() -> None:
     found = build(PAIR, "last").metrics
     assert found["credit/spread"] == 0.5
     assert found["credit/silent_turns"] == pytest.approx(3 / 5)
@@ -280,7 +280,7 @@ def test_credited_turns_of_a_group_balance_each_other(group: list[list[float]], 
 
 
 @given(st.lists(st.tuples(REWARD, st.integers(1, 5)), min_size=1, max_size=6), st.booleans())
-def test_where_all_turns_are_worth_the_same_turns_are_compared_as_grpo_compares_trajectories(
+def test_equal_returns_within_trajectories_make_turn_credit_equal_grpo(
     group: list[tuple[float, int]], norm: bool
 ) -> None:
     worth = [np.full(turns, reward) for reward, turns in group]
@@ -299,7 +299,7 @@ def test_shares_give_the_last_turn_all(turns: int, gamma: float) -> None:
         assert ((found >= 0) & (found <= 1)).all()
 
 
-def test_the_default_path_is_what_it_was_bit_by_bit() -> None:
+def test_default_credit_equals_the_estimator_bit_by_bit() -> None:
     members = [trajectory(f"m{n}", 1 + n % 3, [(None, value)]) for n, value in enumerate([0.1, 0.7, 0.35, 0.7])]
     result = build(members, norm_by_std=True)
     rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)

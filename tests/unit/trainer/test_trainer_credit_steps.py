@@ -32,7 +32,7 @@ def test_token_returns() -> None:
     assert token_returns([], [], 0.5).tolist() == []
 
 
-def test_tokens_are_compared_by_what_follows_from_them() -> None:
+def test_tokens_are_compared_by_their_discounted_returns() -> None:
     # a, 3 tokens a turn, gamma 1/2: 2, 1, 1/2 backwards in the last turn; 1 + 1/4, then its halves, in the first.
     a = trajectory("a", 2, [(0, 1.0), (None, 2.0)])
     b = trajectory("b", 1, [])
@@ -44,7 +44,7 @@ def test_tokens_are_compared_by_what_follows_from_them() -> None:
     assert found["b"] == [pytest.approx([-mean] * 3)]
 
 
-def test_without_discount_and_rewards_of_turns_tokens_are_told_what_the_trajectory_is() -> None:
+def test_undiscounted_token_credit_of_episode_rewards_equals_same() -> None:
     members = [trajectory("a", 3, [(None, 1.0)]), trajectory("b", 2, []), trajectory("c", 1, [(None, 0.5)], fork=True)]
     for advantage in ("grpo", "dr_grpo", "reinforce_plus_plus"):
         options = {"advantage": advantage, "norm_by_std": True}
@@ -55,7 +55,7 @@ def test_without_discount_and_rewards_of_turns_tokens_are_told_what_the_trajecto
                 assert found[name] == [pytest.approx(each, abs=1e-3) for each in rows]
 
 
-def test_tokens_of_a_fork_and_of_a_cut_row_are_told_their_own_return() -> None:
+def test_tokens_of_a_fork_get_the_returns_of_their_branch() -> None:
     # Three turns of three tokens; the third stands beside the second. The second earns 8, nothing else does.
     a, b = trajectory("a", 3, [(1, 8.0)], fork=True), trajectory("b", 1, [])
     result = build([a, b], {"name": "tokens", "gamma": 0.5}, advantage="dr_grpo", norm_by_std=True)
@@ -78,7 +78,7 @@ def test_turns_from_the_same_state_are_compared() -> None:
     assert told(build(members, "gigpo")) == {"a": [1.0, 0.5], "b": [-1.0, -0.5]}
 
 
-def test_a_state_that_one_trajectory_comes_back_to_counts_each_time() -> None:
+def test_each_visit_of_a_repeated_state_is_compared() -> None:
     # Later rewards count half. a: 0 + 1/2, 1. b: 0, 0. All four begin in s: mean 3/8. Episodes: +-1/2.
     members = [stepped("a", ["s", "s"], [(1, 1.0)]), stepped("b", ["s", "s"], [])]
     found = told(build(members, {"name": "gigpo", "gamma": 0.5}))
@@ -89,7 +89,7 @@ def test_a_state_that_one_trajectory_comes_back_to_counts_each_time() -> None:
     assert found["a"] == pytest.approx([math.sqrt(0.5) + 0.125 / spread, math.sqrt(0.5) + 0.625 / spread])
 
 
-def test_equal_episodes_teach_where_turns_from_one_state_differ_and_only_there() -> None:
+def test_equal_episodes_have_advantages_at_shared_states_only() -> None:
     early, late = stepped("a", ["s", "t"], [(0, 1.0)]), stepped("b", ["s", "t"], [(1, 1.0)])
     result = build([early, late], {"name": "gigpo", "gamma": 0.5})
     # In s: 1 and 1/2; in t: 0 and 1.
@@ -126,7 +126,7 @@ def branch(ids: list[list[int]], states: dict[str, str] | None = None) -> Trajec
     return Trajectory("a", "e", "g", "task", segments=segments, states=states or {})
 
 
-def test_what_the_model_saw_or_was_shown_is_a_state() -> None:
+def test_states_are_the_seen_or_the_shown_token_ids() -> None:
     a, b = branch([[1, 2], [7], [3], [8]]), branch([[1, 2], [9], [3], [8]])
     seen_a, seen_b = anchor_states(a, "seen"), anchor_states(b, "seen")
     assert seen_a[0] == seen_b[0]
@@ -144,7 +144,7 @@ def test_what_the_model_saw_or_was_shown_is_a_state() -> None:
     assert anchor_states(cut, "shown") == anchor_states(a, "shown")[:1]
 
 
-def test_named_states_stand_before_what_was_seen_unless_a_turn_has_none() -> None:
+def test_named_states_take_precedence_over_seen_ids() -> None:
     half = branch([[1], [7], [3], [8]], {"t0": "room 2"})
     assert anchor_states(half, None) == [anchor_states(half, "seen")[0], ("named", "room 2")]
     assert anchor_states(replace(half, states={"": "room 1", "t0": "room 2"}), "named") == [
@@ -185,7 +185,7 @@ def answering(group: list[Trajectory]) -> object:
     return ANSWERS["now"]
 
 
-def test_a_function_of_the_group_says_the_advantages_themselves() -> None:
+def test_a_function_of_the_group_returns_advantages() -> None:
     members = [trajectory("a", 2, [(None, 1.0)]), trajectory("b", 1, [(None, 3.0)])]
     alone = trajectory("c", 2, [(None, 5.0)], group="alone")
     result = build([*members, alone], f"{__name__}:against_the_best", drop_zero_variance=False)
@@ -202,7 +202,7 @@ def test_a_function_of_the_group_says_the_advantages_themselves() -> None:
         ([[1.0, math.inf], [1.0]], "returned inf for a turn of trajectory a"),
     ],
 )
-def test_what_it_returns_is_held_to_its_contract(answer: object, said: str) -> None:
+def test_invalid_advantages_of_a_group_function_raise_train_error(answer: object, said: str) -> None:
     ANSWERS["now"] = answer
     with pytest.raises(TrainError, match=r"algorithm\.credit") as error:
         build([trajectory("a", 2, []), trajectory("b", 1, [])], f"{__name__}:answering")
@@ -230,7 +230,7 @@ def test_turns_may_be_compared_over_the_batch() -> None:
         ({"credit": "tokens", "advantage": "rloo"}, "choose grpo, dr_grpo, reinforce_plus_plus"),
     ],
 )
-def test_what_does_not_go_together_is_refused(config: dict[str, object], said: str) -> None:
+def test_incompatible_credit_options_raise(config: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         build([], norm_by_std=True, **config)
     assert said in str(error.value)

@@ -103,7 +103,9 @@ def no_cache(batch: MicroBatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
-def test_alone_it_moves_nothing_of_the_policy(model_dir: Models, rows: list[TrainRow], kind: str) -> None:
+def test_a_critic_that_learns_alone_leaves_the_policy_unchanged(
+    model_dir: Models, rows: list[TrainRow], kind: str
+) -> None:
     learner, critic = make(model_dir(), kind)
     before, head, layers = weights(learner.policy.model), weights(critic.head), weights(critic.policy.model)
     metrics = update_policy(
@@ -153,7 +155,9 @@ def test_shared_layers_get_both_gradients_and_own_ones_none_of_the_policy(
 
 
 @pytest.mark.parametrize("kind", [None, "own", "shared"])
-def test_it_is_told_before_anything_changes(model_dir: Models, rows: list[TrainRow], kind: str | None) -> None:
+def test_changing_is_called_before_any_weights_change(
+    model_dir: Models, rows: list[TrainRow], kind: str | None
+) -> None:
     learner, critic = make(model_dir(), kind or "own")
     modules = (learner.policy.model, critic.policy.model, critic.head)
     before = [weights(module) for module in modules]
@@ -196,7 +200,7 @@ def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[
             torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
-def test_asked_of_fewer_tokens_its_loss_is_their_mean(rows: list[TrainRow]) -> None:
+def test_value_loss_is_the_mean_over_valued_tokens(rows: list[TrainRow]) -> None:
     # 12 of 16 tokens are asked before. Values 0: half the mean square of what should have been said, old values aside.
     [batch] = pack(rows, 100)
     assert batch.returns is not None
@@ -209,7 +213,7 @@ def test_asked_of_fewer_tokens_its_loss_is_their_mean(rows: list[TrainRow]) -> N
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
-def test_what_is_saved_goes_on_bit_for_bit(model_dir: Models, rows: list[TrainRow], tmp_path: Path, kind: str) -> None:
+def test_a_saved_critic_resumes_bit_for_bit(model_dir: Models, rows: list[TrainRow], tmp_path: Path, kind: str) -> None:
     learner, critic = make(model_dir(), kind)
     update_policy(learner, rows, ALGORITHM, BatchConfig(), seed=1, critic=critic)
     learner.save(tmp_path / "c")
@@ -240,7 +244,7 @@ def test_what_is_saved_goes_on_bit_for_bit(model_dir: Models, rows: list[TrainRo
         other.load(tmp_path / "c" / "critic")
 
 
-def test_a_step_without_a_finite_gradient_is_left_out(model_dir: Models, rows: list[TrainRow]) -> None:
+def test_a_step_without_a_finite_gradient_is_skipped(model_dir: Models, rows: list[TrainRow]) -> None:
     learner, critic = make(model_dir(), "own")
     before = weights(critic.head)
     bad = [dataclasses.replace(each, returns=np.full_like(each.returns, np.inf)) for each in rows]
@@ -285,9 +289,7 @@ def test_a_shared_critic_needs_a_model_to_share(model_dir: Models) -> None:
         ({"algorithm": {"advantage_options": {"lamda": 1}}}, "did you mean .*lam"),
     ],
 )
-def test_what_does_not_fit_together_is_said_before_work_starts(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_invalid_critic_configurations_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     fine: dict[str, Any] = {
         "steps": 5, "algorithm": {"advantage": "gae"}, "rollout": {"group_size": 1}, "batch": {"groups": 4},
         "policies": {"main": {"critic": {"kind": "own", "warmup_steps": 2}}},
@@ -301,7 +303,7 @@ def test_what_does_not_fit_together_is_said_before_work_starts(
         train_config(tmp_path, tmp_path, **merged)
 
 
-def test_a_critic_reads_the_same_words(model_dir: Models, tmp_path: Path) -> None:
+def test_a_critic_of_another_vocabulary_is_refused(model_dir: Models, tmp_path: Path) -> None:
     learner, _ = make(model_dir(), "own")
     folders = []
     for name, words in (("mine", {"a": 0, "b": 1}), ("theirs", {"a": 1, "b": 0})):
@@ -313,7 +315,7 @@ def test_a_critic_reads_the_same_words(model_dir: Models, tmp_path: Path) -> Non
         Critic.create(PolicyConfig(**given), learner, 1)
 
 
-def test_an_estimator_of_the_users_may_compare_no_groups(tmp_path: Path) -> None:
+def test_a_custom_estimator_allows_groups_of_one(tmp_path: Path) -> None:
     (tmp_path / "mine_alone.py").write_text("def alone(rewards, groups): ...")
     given = {"advantage": f"{tmp_path / 'mine_alone.py'}:alone"}
     config = train_config(tmp_path, tmp_path, algorithm=given, rollout={"group_size": 1})

@@ -42,7 +42,7 @@ def test_tokens_of_two_turns() -> None:
     assert found.advantages.dtype == torch.float32
 
 
-def test_what_was_cut_off_is_worth_what_the_critic_says() -> None:
+def test_truncated_episodes_bootstrap_from_the_last_value() -> None:
     # As above with V = 8 after the end: A_4 = 4 + 1/2 8 - 2 = 6, R_4 = 8; A_3 = 0 + 1 - 3 + 1/4 6 = -0.5, R_3 = 2.5;
     # A_2 = 1 + 1.5 - 2 - 0.125 = 0.375, R_2 = 2.375; A_1 = 0 + 1 - 1 + 0.09375, R_1 = 1.09375.
     [found] = critic_gae(
@@ -52,7 +52,7 @@ def test_what_was_cut_off_is_worth_what_the_critic_says() -> None:
     assert_is(found.returns, 1.09375, 2.375, 2.5, 8)
 
 
-def test_turns_are_steps_where_asked() -> None:
+def test_level_turn_makes_turns_the_time_steps() -> None:
     # Turns of 2, 1 and 3 tokens; rewards within a turn are summed: 1, 0, 2 + 2 = 4. Their first tokens' values are 1, 3
     # and 2; the others' (9) are not read. gamma = lam = 1/2.
     #   A_3 = 4 - 2 = 2, R_3 = 4;  A_2 = 0 + 1 - 3 + 1/4 2 = -1.5, R_2 = 1.5;
@@ -91,7 +91,7 @@ def test_whitening_is_over_all_tokens_of_the_batch_and_unbiased() -> None:
 
 @settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(0, 1), st.data())
-def test_at_lam_1_returns_are_discounted_sums_whatever_the_critic_says(
+def test_returns_at_lam_1_are_discounted_sums_for_any_values(
     rewards: list[float], gamma: float, data: st.DataObject
 ) -> None:
     n = len(rewards)
@@ -103,7 +103,7 @@ def test_at_lam_1_returns_are_discounted_sums_whatever_the_critic_says(
         assert float(found.returns[t]) == pytest.approx(total, abs=1e-5)
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_mismatched_shapes_and_decreasing_turns_raise_train_error() -> None:
     with pytest.raises(TrainError, match=r"shapes \[\(2,\), \(1,\), \(2,\)\]"):
         critic_gae([f(0, 0)], [f(0)], [i(0, 0)], [0.0])
     with pytest.raises(TrainError, match="order of time"):

@@ -30,7 +30,7 @@ def floats(*values: float) -> Any:
     return np.array(values, np.float32)
 
 
-def test_the_teachers_word_by_hand() -> None:
+def test_reverse_kl_advantages_by_hand() -> None:
     # A token that the teacher finds half as likely loses ln 2; a hopeless one is bounded.
     found = reverse_kl(
         floats(math.log(0.5), math.log(0.2), -0.1, -50.0), floats(math.log(0.25), math.log(0.2), -90, -1)
@@ -38,14 +38,14 @@ def test_the_teachers_word_by_hand() -> None:
     assert found.tolist() == pytest.approx([-math.log(2), 0.0, -20.0, 20.0], abs=1e-6)
 
 
-def test_its_mean_under_the_student_is_the_reverse_divergence() -> None:
+def test_mean_under_the_student_is_the_negative_reverse_kl() -> None:
     student, teacher = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
     word = reverse_kl(np.log(student).astype(np.float32), np.log(teacher).astype(np.float32))
     # KL = 0.5 ln 2.5 + 0.3 ln 1 + 0.2 ln 0.4 = 0.3 ln 2.5.
     assert float((student * word).sum()) == pytest.approx(-0.3 * math.log(2.5), abs=1e-6)
 
 
-def test_only_sampled_tokens_are_told_and_rewards_are_added(row: Callable[..., Any]) -> None:
+def test_only_sampled_tokens_get_advantages_and_rewards_are_added(row: Callable[..., Any]) -> None:
     made = row(5, [2, 4], advantage=3.0)
     sampled = floats(0, 0, -1.0, 0, -2.0)
     made = replace(made, sample=replace(made.sample, rollout_logprobs=sampled))
@@ -86,7 +86,7 @@ class Scorer(ScriptedClient):
         return np.concatenate([[0.0], -token_ids[1:] / 100]).astype(np.float32)
 
 
-def test_a_teacher_is_asked_within_its_context_and_again_after_a_failure(row: Callable[..., Any]) -> None:
+def test_a_teacher_scores_within_its_context_and_retries_once(row: Callable[..., Any]) -> None:
     recovered: list[str] = []
 
     async def recover(error: InferenceError) -> None:
@@ -107,7 +107,7 @@ def test_a_teacher_is_asked_within_its_context_and_again_after_a_failure(row: Ca
         asyncio.run(ask(9))
 
 
-def test_a_teacher_shares_the_tokenizer(tmp_path: Path) -> None:
+def test_a_teacher_with_another_tokenizer_raises_config_error(tmp_path: Path) -> None:
     student = chat_model(tmp_path / "student", size=16)
     same = chat_model(tmp_path / "same", size=16)
     other = chat_model(tmp_path / "other", "llama3_1", size=16)
@@ -134,7 +134,7 @@ def test_a_teacher_alone_needs_no_groups_and_leaves_none_out() -> None:
         ({"credit": "turns"}, "algorithm.credit is 'turns'"),
     ],
 )
-def test_what_reads_rewards_does_not_go_with_a_teacher_alone(given: dict[str, Any], message: str) -> None:
+def test_reward_options_without_reward_coef_raise_validation_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=f"{message}, but algorithm.distill.reward_coef is 0"):
         AlgorithmConfig.model_validate({"distill": {"teacher": "t"}, **given})
     AlgorithmConfig.model_validate({"distill": {"teacher": "t", "reward_coef": 0.5}, **given})
@@ -151,7 +151,7 @@ def test_what_reads_rewards_does_not_go_with_a_teacher_alone(given: dict[str, An
         ),
     ],
 )
-def test_who_cannot_teach_is_named(rollout: dict[str, Any], message: str) -> None:
+def test_an_invalid_teacher_raises_validation_error(rollout: dict[str, Any], message: str) -> None:
     given = {
         "name": "n",
         "steps": 1,

@@ -125,7 +125,7 @@ def test_remax_subtracts_the_greedy_reward() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - WITHOUT_GROUPS))
-def test_groups_that_teach_nothing_have_zero(name: str) -> None:
+def test_dead_groups_have_advantage_zero(name: str) -> None:
     data = {"lengths": torch.arange(1, 9), "components": {"score": REWARDS}}
     reads = inspect.signature(ADVANTAGES[name]).parameters
     found = ADVANTAGES[name](REWARDS, GROUPS, **{key: value for key, value in data.items() if key in reads})
@@ -142,7 +142,7 @@ def test_groups_that_teach_nothing_have_zero(name: str) -> None:
     assert nothing.values.shape == (0,)
 
 
-def test_whitening_uses_the_unbiased_variance_of_what_is_kept() -> None:
+def test_whitening_uses_the_unbiased_variance_of_masked_elements() -> None:
     # Kept: 1, 3: mean 2, variance (1 + 1) / 1 = 2.
     found = whitened(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]), eps=0.0)
     assert found.tolist() == pytest.approx([-1 / math.sqrt(2), 0.0, 1 / math.sqrt(2)])
@@ -231,7 +231,7 @@ def test_every_estimator_names_its_paper_and_is_a_page() -> None:
         ({"advantage": "math:cos"}, "which takes (x); it is called with (rewards, groups)"),
     ],
 )
-def test_what_is_wrong_is_named_before_work_starts(given: dict[str, object], message: str) -> None:
+def test_invalid_estimator_options_raise_validation_error(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
         AlgorithmConfig.model_validate(given)
 

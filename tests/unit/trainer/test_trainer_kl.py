@@ -60,7 +60,7 @@ def collected(*members: Trajectory) -> StepTrajectories:
     return collect([TrajectoryGroup("g", "t", list(members))])
 
 
-def test_what_tokens_pay_by_hand() -> None:
+def test_reward_penalties_by_hand() -> None:
     # k1: log p - log p_ref = 1, -0.5 | 2; times 0.1. Mean 2.5 / 3; two trajectories pay 0.25 / 2 on average.
     own = {("a", 1): torch.tensor([-1.0, -1.0]), ("b", 1): torch.tensor([-1.0])}
     ref = {("a", 1): torch.tensor([-2.0, -0.5]), ("b", 1): torch.tensor([-3.0])}
@@ -76,7 +76,7 @@ def test_what_tokens_pay_by_hand() -> None:
 
 
 @pytest.mark.parametrize("branches", [1, 2])
-def test_each_turn_pays_for_its_own_tokens(branches: int) -> None:
+def test_turn_rewards_are_reduced_by_the_penalties_of_their_tokens(branches: int) -> None:
     one = trajectory("a", 1.0, branches=branches)
     samples = to_samples(one).rows
     assert len(samples) == branches
@@ -107,7 +107,7 @@ class Fixed:
         return found
 
 
-def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
+def test_a_reward_penalty_changes_which_groups_have_a_gradient() -> None:
     """Equal rewards, but one trajectory's first token is likelier than in the reference by 0.5: it pays 0.25."""
     before = collected(trajectory("a", 1.0), trajectory("b", 1.0))
     algorithm = AlgorithmConfig(advantage_options={"norm_by_std": False})
@@ -130,7 +130,7 @@ def test_a_penalty_in_the_reward_decides_which_groups_teach() -> None:
     assert held.term(found.rows) is None
 
 
-def test_where_nothing_was_sampled_the_coefficient_stays() -> None:
+def test_the_coefficient_stays_without_sampled_tokens() -> None:
     held = guard({"where": "reward", "estimator": "k1", "target": 0.1}, Fixed())
     found = held.reward_penalties(collected(), None)  # type: ignore[arg-type]
     assert held.step(found.metrics) == {"kl/coef": 0.5}
@@ -138,7 +138,7 @@ def test_where_nothing_was_sampled_the_coefficient_stays() -> None:
 
 
 @pytest.mark.parametrize("branches", [1, 2])
-def test_with_a_critic_each_token_pays_for_itself(branches: int) -> None:
+def test_with_a_critic_penalties_are_subtracted_token_by_token(branches: int) -> None:
     """A critic that expects nothing: advantages are what is still to come, 1 at the end less what tokens pay."""
     before = collected(trajectory("a", 1.0, branches=branches))
     samples = before.samples[0]
@@ -152,7 +152,7 @@ def test_with_a_critic_each_token_pays_for_itself(branches: int) -> None:
     assert told.tolist() == pytest.approx([0.0, 0.1, 0.3, 0.6], abs=1e-6)
 
 
-def test_the_coefficient_goes_on_where_a_checkpoint_left_it(tmp_path: Path) -> None:
+def test_the_adapted_coefficient_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     held = guard({"target": 0.1}, Fixed())
     # 0.3 is three times the target: the error is cut off at 0.2; 0.5 * (1 + 0.2 * 1,000 / 10,000).
     assert held.step({"kl/value": 0.3, "batch/trajectories": 1000.0}) == {"kl/coef": 0.5}
@@ -214,7 +214,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"])
-def test_the_gradient_of_the_loss_has_the_penaltys_beside_it(
+def test_the_loss_term_adds_the_gradient_of_the_penalty(
     model_dir: Models, rows: list[TrainRow], estimator: str
 ) -> None:
     term = term_of(rows, model_dir(seed=1), estimator)
@@ -242,7 +242,7 @@ def test_the_gradient_of_the_loss_has_the_penaltys_beside_it(
     assert [name for name in metrics if meaning(name) is None] == []
 
 
-def test_splits_and_rejected_tokens(model_dir: Models, rows: list[TrainRow]) -> None:
+def test_the_loss_term_ignores_splits_and_rejected_tokens(model_dir: Models, rows: list[TrainRow]) -> None:
     term = term_of(rows, model_dir(seed=1))
     _, [whole] = update(model_dir(), rows, term)
     _, [split] = update(model_dir(), rows, term, budget=1)
@@ -254,7 +254,7 @@ def test_splits_and_rejected_tokens(model_dir: Models, rows: list[TrainRow]) -> 
     assert metrics["train/tokens"] == pytest.approx(9 * (1 - metrics["correction/rejected"]))
 
 
-def test_the_reference_is_the_initial_model_and_stays_it(model_dir: Models, rows: list[TrainRow]) -> None:
+def test_the_reference_keeps_the_initial_weights(model_dir: Models, rows: list[TrainRow]) -> None:
     config = PolicyConfig(model=ModelConfig(path=model_dir(), device="cpu"), optim=OptimConfig(lr=0.01))
     learner = TorchLearner.create(config, 10)
     held = KLGuard.open(
@@ -283,7 +283,7 @@ def test_the_reference_is_the_initial_model_and_stays_it(model_dir: Models, rows
     assert isinstance(held.reference, FrozenReference)
 
 
-def test_an_engine_that_still_has_the_initial_weights_is_asked() -> None:
+def test_initial_weights_in_the_engine_serve_as_the_reference() -> None:
     class Adapted:
         """A learner whose adapters can be switched off."""
 
@@ -305,7 +305,7 @@ def test_an_engine_that_still_has_the_initial_weights_is_asked() -> None:
     assert learner.on
 
 
-def test_another_reference_must_be_a_model_of_the_same_words(tmp_path: Path) -> None:
+def test_a_reference_with_another_vocabulary_raises_config_error(tmp_path: Path) -> None:
     def model(name: str, vocabulary: dict[str, int] | None) -> Path:
         folder = tmp_path / name
         folder.mkdir()
@@ -334,12 +334,12 @@ def test_another_reference_must_be_a_model_of_the_same_words(tmp_path: Path) -> 
         ({"kl": {"coef": 0.1, "where": "reward"}, "advantage": "gdpo"}, "set it to loss"),
     ],
 )
-def test_what_is_wrong_is_named_before_work_starts(given: dict[str, Any], message: str) -> None:
+def test_invalid_kl_configuration_raises_validation_error(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
         AlgorithmConfig.model_validate(given)
 
 
-def test_rows_without_advantage_are_idle_unless_the_loss_holds_them() -> None:
+def test_rows_without_advantage_are_skipped_unless_penalised_in_the_loss() -> None:
     assert AlgorithmConfig().idle_at_zero
     assert not AlgorithmConfig(kl=KLConfig(coef=0.1)).idle_at_zero
     assert AlgorithmConfig(kl=KLConfig(coef=0.1, where="reward")).idle_at_zero

@@ -69,7 +69,7 @@ def test_gradients_do_not_depend_on_micro_batches(
             torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
-def test_ratio_other_than_one(model_dir: Models, row: Row) -> None:
+def test_old_logprobs_give_the_ratio(model_dir: Models, row: Row) -> None:
     """Old log-probabilities of older weights: the loss is that of the ratios computed apart."""
     learner = make_learner(model_dir("qwen3"), lr=5e-2)
     rows = [row(12, seed=n, name=f"t{n}", advantage=1.0 if n % 2 else -1.0) for n in range(4)]
@@ -94,7 +94,7 @@ def test_ratio_other_than_one(model_dir: Models, row: Row) -> None:
     assert second.loss < first.loss
 
 
-def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_there(model_dir: Models, row: Row) -> None:
+def test_ratio_is_one_without_old_logprobs_and_has_a_gradient(model_dir: Models, row: Row) -> None:
     learner = make_learner(model_dir("qwen3"))
     batches = pack([row(10, advantage=2.0)], 100)
     stats = learner.forward_backward(batches, PolicyObjective(), 5.0)
@@ -119,7 +119,7 @@ def test_the_gap_to_the_rollout_is_measured(model_dir: Models, row: Row) -> None
     assert stats.means["gap_kl"] == pytest.approx((shift.exp() - 1 - shift).mean().item(), abs=1e-5)
 
 
-def test_it_learns_a_toy_objective(model_dir: Models, row: Row) -> None:
+def test_a_toy_objective_is_learned(model_dir: Models, row: Row) -> None:
     """Rewarding one of two continuations makes it likely, under both optimizers."""
     good = row(4, 1, ids=[5, 6, 7, 11], name="good", advantage=1.0)
     bad = row(4, 1, ids=[5, 6, 7, 12], name="bad", advantage=-1.0)
@@ -158,7 +158,7 @@ class _Poison:
         return LossSums((scores.logprobs * float("inf")).sum())
 
 
-def test_non_finite_gradients_change_nothing_and_are_loud(
+def test_non_finite_gradients_skip_the_step_and_are_logged(
     model_dir: Models, row: Row, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = make_learner(model_dir("qwen3"))
@@ -219,7 +219,7 @@ def test_save_and_load_continue_bit_for_bit(model_dir: Models, row: Row, tmp_pat
         assert torch.equal(got, want)
 
 
-def test_broken_checkpoints_are_named(model_dir: Models, tmp_path: Path) -> None:
+def test_broken_checkpoints_raise_checkpoint_error(model_dir: Models, tmp_path: Path) -> None:
     learner = make_learner(model_dir("qwen3"))
     with pytest.raises(CheckpointError, match=r"lacks optimizer\.pt"):
         learner.load(tmp_path)
@@ -236,7 +236,7 @@ def test_broken_checkpoints_are_named(model_dir: Models, tmp_path: Path) -> None
         learner.load(tmp_path / "c")
 
 
-def test_bad_settings_are_named(model_dir: Models) -> None:
+def test_invalid_settings_raise_train_error(model_dir: Models) -> None:
     with pytest.raises(TrainError, match="total_steps is 0"):
         make_learner(model_dir("qwen3"), 0)
     with pytest.raises(TrainError, match=r"model\.device is 'warp'"):
@@ -244,7 +244,7 @@ def test_bad_settings_are_named(model_dir: Models) -> None:
     assert pick_device("cpu") == torch.device("cpu")
 
 
-def test_updates_combined(model_dir: Models, row: Row) -> None:
+def test_update_metrics_combine_updates_by_tokens(model_dir: Models, row: Row) -> None:
     learner = make_learner(model_dir("qwen3"), lr=5e-2)
     updates = []
     for length in (8, 20):

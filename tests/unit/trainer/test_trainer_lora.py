@@ -75,7 +75,7 @@ def served(model: CausalLM, ids: np.ndarray) -> torch.Tensor:
     return logits[:-1].float().log_softmax(-1).gather(1, picked)[:, 0]
 
 
-def test_only_the_adapters_train_and_they_begin_as_nothing(base: Path, rows: list[TrainRow]) -> None:
+def test_only_adapters_train_and_start_at_zero(base: Path, rows: list[TrainRow]) -> None:
     learner = learner_of(base)
     plain = load_model(base)
     with torch.no_grad():
@@ -101,7 +101,7 @@ def test_only_the_adapters_train_and_they_begin_as_nothing(base: Path, rows: lis
     assert sum(each.numel() for each in exported.values()) == sum(4 * sum(weights[name].shape) for name in targets)
 
 
-def test_server_trainer_peft_and_merged_model_are_one(
+def test_server_trainer_peft_and_merged_model_agree(
     base: Path, rows: list[TrainRow], tmp_path: Path, peft: Any
 ) -> None:
     learner = trained(learner_of(base, {"alpha": 3.0}), rows, 4)
@@ -129,7 +129,7 @@ def test_server_trainer_peft_and_merged_model_are_one(
     assert float((theirs[-len(mine) :] - mine).abs().max()) < 1e-4
 
 
-def test_packing_is_exact_with_adapters_that_are_something(base: Path, rows: list[TrainRow]) -> None:
+def test_packing_is_exact_with_trained_adapters(base: Path, rows: list[TrainRow]) -> None:
     learner = trained(learner_of(base, gradient_checkpointing=True), rows, 4)
     alone = torch.cat([logprobs(learner, [each]) for each in rows])
     assert float((alone - logprobs(learner, rows)).abs().max()) < 1e-5
@@ -165,12 +165,12 @@ def test_new_adapters_are_equal_and_a_saved_one_continues(base: Path, rows: list
         ({"path": "nowhere"}, r"model\.lora\.path is .*nowhere.* cannot be read as the settings of an adapter"),
     ],
 )
-def test_what_cannot_be_adapted_is_named(base: Path, lora: dict[str, Any], message: str) -> None:
+def test_unadaptable_targets_raise_train_error(base: Path, lora: dict[str, Any], message: str) -> None:
     with pytest.raises(TrainError, match=message):
         learner_of(base, lora)
 
 
-def test_broken_and_other_adapters_are_named(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+def test_broken_and_mismatched_adapters_are_refused(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
     learner_of(base).save(tmp_path)
     with pytest.raises(CheckpointError, match="an adapter of another rank or other targets"):
         learner_of(base, {"rank": 2}).load(tmp_path)
@@ -194,7 +194,7 @@ def test_broken_and_other_adapters_are_named(base: Path, rows: list[TrainRow], t
         learner_of(base).load(tmp_path)
 
 
-def test_every_end_of_a_name_has_to_mean_a_layer(base: Path) -> None:
+def test_every_target_must_match_a_layer(base: Path) -> None:
     with pytest.raises(TrainError, match=r"model\.lora\.targets is \['q_proj', 'nope'\]: .* ends in 'nope'"):
         learner_of(base, {"targets": ["q_proj", "nope"]})
 
@@ -214,9 +214,7 @@ def test_adapters_are_tried_without_the_weights(base: Path, rows: list[TrainRow]
             try_adapters(base, lora)
 
 
-def test_what_a_server_computes_in_is_decided_by_the_model_under_the_adapter(
-    base: Path, rows: list[TrainRow], tmp_path: Path
-) -> None:
+def test_serving_dtype_is_that_of_the_model_under_the_adapter(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
     half = tmp_path / "half"
     save_model(make_model("qwen3", initializer_range=0.1).bfloat16(), half)
     trained(learner_of(half), rows, 1).save(tmp_path / "saved")

@@ -170,7 +170,7 @@ def test_dro_pulls_towards_the_old_policy() -> None:
     assert LOSSES["dro"].idle_at_zero is False
 
 
-def test_covariance_and_what_is_selected() -> None:
+def test_covariance_selects_tokens() -> None:
     # Means: log p -2, A 0. Products: 1*1, 0*0, -1*-1, 0*0, and (1)(-2) = -2 cancels nothing: mean of A is 0.
     logprobs, advantages = numbers(-1.0, -2.0, -3.0, -2.0), numbers(1.0, 0.0, -1.0, 0.0)
     assert covariance(logprobs, advantages).tolist() == [1.0, 0.0, 1.0, 0.0]
@@ -209,7 +209,7 @@ def data_of(name: str, count: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"ppo_clip"}))
-def test_differs_from_ppo_away_from_ratio_one_and_not_at_it(name: str) -> None:
+def test_losses_equal_ppo_at_ratio_one_only(name: str) -> None:
     ratios, advantages = [1.3, 1.6, 0.3, 0.4, 3.0, 2.5, 0.9, 1.05], [1.0, 1.0, -2.0, -2.0, -1.0, -1.0, 0.5, 0.5]
     _, mine = loss(name, ratios, advantages, **data_of(name, 8))
     _, ppo = loss("ppo_clip", ratios, advantages)
@@ -240,7 +240,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_extreme_ratios_stay_finite_and_nothing_gives_nothing(name: str) -> None:
+def test_extreme_ratios_and_empty_batches_stay_finite(name: str) -> None:
     logprobs = torch.tensor([0.0, -300.0, -1e-9, -300.0], requires_grad=True)
     old = torch.tensor([-300.0, 0.0, -1e-9, -300.0])
     result = LOSSES[name].function(
@@ -262,7 +262,7 @@ def test_span_means_are_those_of_each_span() -> None:
     assert found.tolist() == [2.0, 10.0, 4.0, 2.0, 4.0, 4.0]
 
 
-def test_the_default_is_bit_for_bit_what_it_was() -> None:
+def test_ppo_clip_equals_its_plain_formula_bit_for_bit() -> None:
     """PPO's clipping as the trainer had it before it could choose: the same operations in the same order."""
     generator = torch.Generator().manual_seed(0)
     old = -torch.rand(500, generator=generator) * 3

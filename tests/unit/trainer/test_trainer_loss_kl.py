@@ -45,7 +45,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: kl_estimate(name, x, reference), (logprobs,))
 
 
-def test_extremes_are_bounded() -> None:
+def test_extreme_log_ratios_are_bounded() -> None:
     logprobs = torch.tensor([-300.0, 0.0], requires_grad=True)
     value = kl_estimate("k3", logprobs, torch.tensor([0.0, -300.0]))
     # The first is cut off at 10; the second is e^-20 - 1 + 20.

@@ -52,7 +52,7 @@ def test_ipo_by_hand() -> None:
     assert float(ipo_loss(tensor(7.0, 5.0), beta=0.1).sums["margin"]) == pytest.approx(1.2)
 
 
-def test_the_likelihood_of_what_was_chosen_by_hand() -> None:
+def test_rpo_term_by_hand() -> None:
     # -0.5 (-6/3 + -2/4).
     assert float(rpo_term(tensor(-6.0, -2.0), torch.tensor([3, 4]), coef=0.5)) == pytest.approx(1.25)
 

@@ -90,11 +90,11 @@ def test_advantages_per_token_and_greedy_temperature(row: Callable[..., TrainRow
         ({"weight": float("inf")}, "not finite"),
     ],
 )
-def test_bad_rows_are_named(row: Callable[..., TrainRow], change: dict[str, object], message: str) -> None:
+def test_invalid_rows_raise_train_error(row: Callable[..., TrainRow], change: dict[str, object], message: str) -> None:
     with pytest.raises(TrainError, match=f"row 1 .*{message}"):
         pack([row(6), row(6, **change)], 10)
 
 
-def test_bad_budget() -> None:
+def test_a_budget_below_one_raises_train_error() -> None:
     with pytest.raises(TrainError, match="max_tokens_per_micro_batch is 0"):
         pack([], 0)

@@ -75,7 +75,7 @@ def test_logprobs_entropy_and_gradients_equal_the_plain_forward(
 
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(2, 20), min_size=1, max_size=8), budget=st.integers(1, 80))
-def test_packing_never_changes_what_is_computed(
+def test_packing_keeps_scores_and_gradients(
     model_dir: Callable[..., Path], row: Row, lengths: list[int], budget: int
 ) -> None:
     policy = load_model(model_dir("qwen3"))
@@ -90,7 +90,7 @@ def test_packing_never_changes_what_is_computed(
             torch.testing.assert_close(got, torch.cat([alone[n] for n in batch.rows]), atol=1e-5, rtol=1e-5)
 
 
-def test_a_change_in_one_segment_does_not_reach_another(model_dir: Callable[..., Path], row: Row) -> None:
+def test_segments_are_independent(model_dir: Callable[..., Path], row: Row) -> None:
     policy = load_model(model_dir("qwen3"))
     first = row(10, seed=1)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_bfloat16_compute_keeps_float32_parameters(model_dir: Callable[..., Path
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in rough.model.parameters())
 
 
-def test_ids_outside_the_vocabulary_are_named(model_dir: Callable[..., Path], row: Row) -> None:
+def test_ids_outside_the_vocabulary_raise_train_error(model_dir: Callable[..., Path], row: Row) -> None:
     policy = load_model(model_dir("qwen3"))
     with pytest.raises(TrainError, match="holds the id 61, but the model's vocabulary has 61"):
         policy.forward(pack([row(4, ids=[1, 2, 61, 3])], 10)[0])
@@ -201,7 +201,7 @@ def test_models_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_model_whose_output_is_not_understood_is_refused(model_dir: Callable[..., Path]) -> None:
+def test_a_model_with_unsupported_logit_transforms_is_refused(model_dir: Callable[..., Path]) -> None:
     """The proof has teeth: a scale behind the output matrix that no configuration key announces."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("granite"))
     model.config.logits_scaling = 3.0
@@ -213,7 +213,7 @@ def test_a_model_whose_output_is_not_understood_is_refused(model_dir: Callable[.
     hook.remove()
 
 
-def test_a_missing_model_is_named(tmp_path: Path) -> None:
+def test_a_missing_model_raises_train_error(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"model\.path is .*nothing.*no config\.json"):
         load_model(tmp_path / "nothing")
     (tmp_path / "config.json").write_text("{}")
@@ -221,7 +221,7 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_policy_knows_its_device(model_dir: Callable[..., Path]) -> None:
+def test_policy_reports_its_device(model_dir: Callable[..., Path]) -> None:
     policy: Policy = load_model(model_dir("qwen3"))
     assert policy.device == torch.device("cpu")
     assert policy.vocab_size == 61

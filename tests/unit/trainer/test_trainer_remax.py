@@ -42,7 +42,7 @@ def build(*groups: TrajectoryGroup, **config: Any) -> Experience:
     return build_experience(collect(groups), algorithm, temperature=1.0)
 
 
-def test_each_reward_less_the_greedy_one_also_in_a_group_of_one() -> None:
+def test_remax_subtracts_the_greedy_reward_in_groups_of_one_too() -> None:
     found = build(group("a", [1.0, 0.0], [greedy("a", 0.25)]), group("b", [2.0], [greedy("b", 0.5)]))
     assert [(row.sample.trajectory_id, row.advantage) for row in found.rows] == [
         ("a/0", 0.75),
@@ -56,7 +56,7 @@ def test_each_reward_less_the_greedy_one_also_in_a_group_of_one() -> None:
     assert [name for name in found.metrics if meaning(name) is None] == []
 
 
-def test_a_group_whose_members_earned_what_the_greedy_one_did_teaches_nothing() -> None:
+def test_rewards_equal_to_the_greedy_one_have_no_gradient() -> None:
     same = group("a", [1.0, 1.0], [greedy("a", 1.0)])
     # Equal rewards that differ from the greedy one teach.
     other = group("b", [1.0, 1.0], [greedy("b", 0.0)])
@@ -73,7 +73,7 @@ def test_groups_without_a_greedy_rollout_are_left_out_and_counted() -> None:
         build(group("a", [1.0, 0.0], [greedy("a", 0.0, error="InferenceError: gone")]))
 
 
-def test_roles_have_baselines_of_their_own() -> None:
+def test_each_role_has_its_baseline() -> None:
     """Two solvers of the greedy episode are one baseline, their mean; a frozen policy's reward is none."""
     members = [
         replace(played("a/0", 1.0, "a/solver"), agent="solver"),
@@ -106,7 +106,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def test_what_fits_is_known_before_work_starts() -> None:
+def test_invalid_remax_configurations_raise() -> None:
     alone = {"env": {"name": "lookup"}, "group_size": 1}
     assert TrainConfig.model_validate({**BASE, "rollout": alone, "algorithm": {"advantage": "remax"}})
     with pytest.raises(

@@ -277,7 +277,7 @@ def test_short_common_beginnings_are_repeated() -> None:
         assert len(batch.segments) == segments
 
 
-def test_the_update_counts_what_it_computes(model_dir: Callable[..., Path]) -> None:
+def test_the_update_counts_packed_tokens(model_dir: Callable[..., Path]) -> None:
     """Four rows of 20 + 5 tokens with one prompt, two epochs; recomputed log-probabilities share it, too."""
     rows = [row_of([*range(20), *[40 + n] * 5], 3 * n + 1) for n in range(4)]
     algorithm = AlgorithmConfig(epochs=2, old_logprobs="recompute")

@@ -25,7 +25,7 @@ FORKED = Tree((1.0, 0.0, 0.5), ((0, 1, 2), (0, 3, 4), (0, 3, 5)), 6)
 CHAIN = Tree((0.0,), ((0, 1),), 2)
 
 
-def test_tree_value_is_what_each_stretch_adds() -> None:
+def test_tree_value_is_the_gain_of_each_stretch() -> None:
     # Means: 0.5 and 0, so the state that both begin in is worth 0.25. Turn 0 is worth 0.5, turns 1 and 2 are worth 1,
     # turn 3 0.25, turn 4 0 and turn 5 0.5.
     forked, chain = tree_value([FORKED, CHAIN], norm_by_std=False)
@@ -76,7 +76,7 @@ def grown(draw: st.DrawFn) -> Tree:
 
 
 @given(trees=st.lists(grown(), min_size=1, max_size=3), shift=st.floats(-2, 2, width=32), norm=st.booleans())
-def test_tree_value_telescopes_and_ignores_what_all_earned(trees: list[Tree], shift: float, norm: bool) -> None:
+def test_tree_value_telescopes_and_ignores_common_rewards(trees: list[Tree], shift: float, norm: bool) -> None:
     found = tree_value(trees, norm_by_std=False)
     root = sum(tree.mean for tree in trees) / len(trees)
     for tree, advantages in zip(trees, found, strict=True):
@@ -146,14 +146,14 @@ def test_the_credit_of_trajectories_is_that_of_their_trees() -> None:
         ({"name": "gigpo", "gamma": 0.5}, [(0.75 + 0.5) / 2, 1.0, 0.0, 0.5]),
     ],
 )
-def test_returns_of_an_episode_that_its_agent_forked_are_those_of_its_ways(credit: Any, expected: list[float]) -> None:
+def test_returns_of_a_forked_episode_are_those_of_its_branches(credit: Any, expected: list[float]) -> None:
     config = AlgorithmConfig.model_validate({"credit": credit})
     found = assign_credit([forked()], step_rewards([forked()], {}), config.credit)
     assert isinstance(found, (ReturnCredit, StateCredit))
     assert found.returns[0].tolist() == expected
 
 
-def test_the_last_turn_of_each_way_has_its_share() -> None:
+def test_the_last_turn_of_each_branch_has_its_share() -> None:
     for credit, expected in (("last", [0.0, 1.0, 0.0, 1.0]), ({"name": "discounted", "gamma": 0.5}, [0.5, 1, 0, 1])):
         config = AlgorithmConfig.model_validate({"credit": credit})
         found = assign_credit([forked()], step_rewards([forked()], {}), config.credit)
@@ -172,7 +172,7 @@ def test_a_critic_refuses_an_episode_that_its_agent_forked() -> None:
         value_rows(step_rewards([forked()], {}), samples, {}, values, config.chosen_advantage(), temperature=1.0)
 
 
-def test_a_reward_that_is_not_finite_is_named() -> None:
+def test_a_non_finite_reward_raises_train_error() -> None:
     for function in TREE_CREDITS.values():
         with pytest.raises(TrainError, match=r"branches are \[nan\]"):
             function([Tree((float("nan"),), ((0,),), 1)])

@@ -106,7 +106,7 @@ def test_rollout_logprobs_are_used_as_they_were_recorded(model_dir: Models, rows
     assert watched.recomputed == 0
 
 
-def test_one_update_recomputes_nothing(model_dir: Models, rows) -> None:
+def test_a_single_update_recomputes_no_logprobs(model_dir: Models, rows) -> None:
     watched = Watched(model_dir())
     update(watched, rows, old_logprobs="recompute")
     [(batches, _)] = watched.steps
@@ -134,7 +134,7 @@ def test_each_epoch_sees_every_row_once_and_deals_anew(model_dir: Models, rows) 
         assert normalizer == sum(trained[key] for key in part)
 
 
-def test_a_step_without_rows_changes_nothing(model_dir: Models) -> None:
+def test_a_step_without_rows_keeps_the_weights(model_dir: Models) -> None:
     watched = Watched(model_dir())
     before = [parameter.clone() for parameter in watched.learner.policy.model.parameters()]
     update(watched, [])

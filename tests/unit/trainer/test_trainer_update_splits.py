@@ -72,7 +72,7 @@ def gradient(path: Path, rows: list[TrainRow], budget: int, ranks: int, given: d
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_splits_change_nothing(model_dir: Callable[..., Path], rows: list[TrainRow], name: str) -> None:
+def test_splits_keep_gradients(model_dir: Callable[..., Path], rows: list[TrainRow], name: str) -> None:
     options = {"share": 0.2} if name in ("clip_cov", "kl_cov") else {}
     given = {"loss": name, "loss_options": options, "entropy_coef": 0.01}
     whole, one = gradient(model_dir(), rows, 1000, 1, given)

@@ -12,7 +12,7 @@ def f(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def test_without_clipping_it_is_half_the_squared_error() -> None:
+def test_unclipped_value_loss_is_half_the_squared_error() -> None:
     # 1/2 (1 - 3)^2 = 2 with weight 1, 1/2 (2 - 1)^2 = 1/2 with weight 4: 2 + 2 = 4; unweighted 2.5.
     for old in (None, f(9, 9)):
         found = value_loss(f(1, 2), f(3, 1), f(1, 4), old_values=old)
@@ -21,7 +21,7 @@ def test_without_clipping_it_is_half_the_squared_error() -> None:
         assert float(found.sums["critic/clip_fraction"]) == 0
 
 
-def test_a_value_does_not_profit_from_moving_further_than_the_clip_range() -> None:
+def test_value_clipping_by_hand() -> None:
     # clip = 1/2, old value 0, return 2:
     #   V = 1:    clipped to 1/2, (1/2 - 2)^2 = 2.25 > (1 - 2)^2 = 1: the larger counts, 1.125, without gradient;
     #   V = 1/4:  not clipped, (1.75)^2 = 3.0625: 1.53125;
@@ -48,5 +48,5 @@ def test_the_gradient_is_that_of_the_formula() -> None:
     assert torch.autograd.gradcheck(loss, (values,))
 
 
-def test_no_token_is_no_loss() -> None:
+def test_value_loss_of_no_tokens_is_zero() -> None:
     assert float(value_loss(f(), f(), f(), old_values=f(), clip=0.2).loss) == 0

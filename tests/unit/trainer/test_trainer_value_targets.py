@@ -82,7 +82,7 @@ def by_first_id(found: Experience) -> dict[int, tuple[list[float], list[float], 
     }  # type: ignore[return-value]
 
 
-def test_time_runs_over_branches_and_leaves_out_what_was_not_sampled() -> None:
+def test_time_runs_over_branches_and_skips_observations() -> None:
     # In time: 21 22 (A), 41 (B), 23 (A). The states before them end in 6, 21, 8 and 7: values 0.6, 2.1, 0.8, 0.7.
     # Rewards: 1 on 22 (the last of its turn), 2 on 41, the score 4 on 23. At lam = 1 and gamma = 1/2 returns are
     #   G(23) = 4, G(41) = 2 + 2 = 4, G(22) = 1 + 2 = 3, G(21) = 1.5, and advantages the returns less the values.
@@ -106,7 +106,7 @@ def test_time_runs_over_branches_and_leaves_out_what_was_not_sampled() -> None:
     assert critic.asked == 1
 
 
-def test_an_open_end_is_worth_what_the_critic_says_of_the_last_state() -> None:
+def test_truncated_episodes_bootstrap_from_the_last_state() -> None:
     # The state after the end of A's row ends in 9: 0.9. G(23) = 4 + 0.45, G(41) = 2 + 2.225, G(22) = 1 + 2.1125.
     _, found = experience([interleaved(StopReason.MAX_TURNS)], Reader(StopReason.MAX_TURNS))
     rows = by_first_id(found)
@@ -135,7 +135,7 @@ def test_an_open_end_is_worth_what_the_critic_says_of_the_last_state() -> None:
     assert by_first_id(cut)[8][2] == pytest.approx([0, 6], abs=1e-5)
 
 
-def test_asked_once_per_turn_only_first_tokens_have_returns() -> None:
+def test_level_turn_gives_returns_to_first_tokens_only() -> None:
     # Turns are steps: G = 4, 2 + 2, 1 + 2 for A's last, B's and A's first; values 0.7, 0.8 and 0.6.
     _, found = experience([interleaved()], Reader(), level="turn")
     advantages, _, returns = by_first_id(found)[5]
@@ -155,7 +155,7 @@ def test_no_group_is_left_out() -> None:
     assert found.metrics["batch/groups"] == 2
 
 
-def test_each_token_pays_for_itself() -> None:
+def test_penalties_are_subtracted_token_by_token() -> None:
     # 21 pays 1, 41 pays 1/2: G(23) = 4, G(41) = 2 - 1/2 + 2 = 3.5, G(22) = 1 + 1.75, G(21) = -1 + 1.375.
     config = AlgorithmConfig.model_validate({"advantage": "gae", "advantage_options": {"whiten": False, "gamma": 0.5}})
     collected = collect([TrajectoryGroup("g", "task", [interleaved()])])
@@ -171,7 +171,7 @@ def test_each_token_pays_for_itself() -> None:
     assert rows[8][2] == pytest.approx([0, 3.5], abs=1e-5)
 
 
-def test_nothing_is_no_failure() -> None:
+def test_no_trajectories_give_no_rows() -> None:
     _, found = experience([], Reader())
     assert found.rows == []
     assert torch.equal(token_rewards(torch.zeros(0), torch.zeros(0).long()), torch.zeros(0).double())

@@ -72,7 +72,7 @@ def transport(
     opened.close()
 
 
-async def test_every_replica_gets_the_bits(transport: WeightWriter, model_dir: Callable[..., Path]) -> None:
+async def test_every_replica_loads_identical_weights(transport: WeightWriter, model_dir: Callable[..., Path]) -> None:
     policy = load_model(model_dir("qwen3"))
     replicas = [ReadingReplica(), ReadingReplica()]
     for version in (1, 2, 3):
@@ -130,7 +130,7 @@ async def test_a_replica_that_serves_another_version_is_an_error(
         await transport.sync(policy.named_weights(), [ReadingReplica(), ReadingReplica(6)], 7)
 
 
-def test_what_a_killed_process_left_is_removed(writer: SharedMemoryWriter) -> None:
+def test_files_of_a_killed_process_are_removed(writer: SharedMemoryWriter) -> None:
     code = (
         "import os; from turnwise.trainer.weight_sync import SharedMemoryWriter as W;"
         "w = W(); (w.directory / 'x').write_text('x'); print(w.directory, flush=True); os.kill(os.getpid(), 9)"

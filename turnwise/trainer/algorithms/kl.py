@@ -51,7 +51,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "abs": absolute, "k2": k2, "k3": k3}
-"""Estimators by name. A name with ``+`` behind it has the gradient of k2 and the value of its own."""
+"""Estimators by name. A name followed by ``+`` has the gradient of k2 and the value of the estimator."""
 
 
 def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Advantages of the turns of forked episodes: what a turn was worth, from the branches that go on after it."""
+"""Advantages of the turns of forked episodes: what a turn was worth, from the branches that continue after it."""
 
 from __future__ import annotations
 

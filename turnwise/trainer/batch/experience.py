@@ -27,7 +27,7 @@ class StepTrajectories:
         trajectories: Those without an error and with sampled tokens.
         samples: Per trajectory its rows, in the order of leaves; each has a trained token.
         metrics: Input metrics by name.
-        baselines: Reward of the greedy rollout by group id, where there was one.
+        baselines: Reward of the greedy rollout by group id, of groups that had one.
         penalties: By row, the KL penalty of each trained token in the reward, shape [N]; may be empty.
     """
 
@@ -178,7 +178,7 @@ def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str,
 
 
 def _role_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
-    """Return mean rewards and turns by role, where there are several; a frozen policy's name is appended."""
+    """Return mean rewards and turns by role, if several; a frozen policy's name is appended."""
     roles: defaultdict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         if trajectory.error is None:

@@ -1,7 +1,7 @@
 """From training rows to packed micro-batches.
 
-Everything rests on one array: sorted by ids, each row's common prefix with the one before it. A row then brings
-``length - prefix`` tokens of its own, and the common prefix of any two rows is the smallest one between them. Lowering
+Everything rests on one array: sorted by ids, each row's common prefix with the one before it. A row then adds
+``length - prefix`` tokens, and the common prefix of any two rows is the smallest one between them. Lowering
 a prefix shares less and is always correct.
 """
 

@@ -92,7 +92,7 @@ def _single_branch(branches: Sequence[BranchRewards], samples: Sequence[TrainSam
 def token_rewards(rewards: Tensor, turns: Tensor) -> Tensor:
     """Place each turn's reward on its last token. Shapes [turns], [n] -> [n]; turns must be non-decreasing.
 
-    The reward of a turn without a trained token goes to the last token before it, or is dropped where there is none.
+    The reward of a turn without a trained token goes to the last token before it, or is dropped if none.
     """
     laid = torch.zeros(len(turns), dtype=torch.float64)
     # How many tokens there are up to the end of each turn; the last of them is one before that.

@@ -356,7 +356,7 @@ class RankModel:
             scores = [self.root(batch, entropy=False)[0].cpu() for batch in batches]
             for _ in range(passes - len(batches)):
                 self.root(IDLE, entropy=False)
-            # What the last pass gathered would be taken for current after an update.
+            # Weights that the last pass gathered would otherwise still be used after an update.
             self.root.reshard()
         return scores
 

@@ -292,9 +292,8 @@ def find_engine(name: str) -> type[Learner]:
     Raises:
         RegistryError: No such learner, or the reference is none.
     """
-    found = _loaded(find(name, ENGINES, "engine"))
-    _check(name, found)
-    engine: type[Learner] = found
+    engine: type[Learner] = _loaded(find(name, ENGINES, "engine"))
+    _check(name, engine)
     return engine
 
 

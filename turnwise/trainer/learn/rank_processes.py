@@ -111,7 +111,7 @@ class RankProcesses:
     """The rank processes of one learner, where the current placement starts them, one process group among them.
 
     Each has one socket to this process. All get a call at the same time and answer it before the next one. They end
-    with this process, and with each other: a group that lacks a rank cannot go on.
+    with this process, and with each other: a group that lacks a rank cannot continue.
 
     Attributes:
         launcher: Starts a process, with the signature of ``subprocess.Popen``.
@@ -213,7 +213,7 @@ class RankProcesses:
                 for link in ready:
                     rank = open_links[id(link)]
                     answers[rank] = self._receive(rank, calls[rank])
-        except BaseException:  # also an interrupt: an answer left unread would be taken for that of the next call
+        except BaseException:  # also an interrupt: the next call would read the answer of this one
             self._lose()
             raise
         for rank in sorted(answers):

@@ -125,7 +125,7 @@ def _correct_rows(
 ) -> _StepRows:
     """Correct the rows, and compute the old policy's log-probabilities.
 
-    They are None where a single update makes them those of its own forward pass (ratio 1).
+    They are None for a single update, whose own forward pass gives them (ratio 1).
     """
     several = algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None
     old: Mapping[RowKey, Tensor] | None = None

@@ -139,7 +139,7 @@ def _call_head(
     entropy: bool,
     tile_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Score by calling the head on tiles of states, checkpointed where there are several."""
+    """Score by calling the head on tiles of states, checkpointed if several."""
     # A peft layer exposes the weight of the layer that it wraps.
     assert isinstance(head.weight, Tensor)
     rows = max(1, tile_bytes // (4 * head.weight.shape[0]))

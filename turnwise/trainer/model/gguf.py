@@ -80,8 +80,8 @@ def _packaged(name: str, packages: Path | None) -> Path:
     try:
         distribution = _distribution(name, packages)
     except PackageNotFoundError:
-        place = "" if packages is None else f" in {packages}"
-        raise ConfigError(f"the package {name} is not installed{place}: {remedy}") from None
+        folder = "" if packages is None else f" in {packages}"
+        raise ConfigError(f"the package {name} is not installed{folder}: {remedy}") from None
     if distribution.version != package.version:
         raise ConfigError(
             f"the package {name} is installed in version {distribution.version}, not {package.version}: {remedy}"

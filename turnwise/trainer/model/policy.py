@@ -257,7 +257,7 @@ class Policy:
 def rotary_positions(batch: MicroBatch, vision: VisionTower, features: Mapping[str, Features]) -> Tensor:
     """Return the positions of a micro-batch's tokens for M-RoPE, int64 of shape [3, 1, T].
 
-    A segment goes on where its parent ends. ``features`` are the model inputs of images by digest.
+    A segment continues where its parent ends. ``features`` are the model inputs of images by digest.
     """
     ends: list[int] = []
     parts: list[npt.NDArray[np.int64]] = []
