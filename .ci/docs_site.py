@@ -31,18 +31,18 @@ def page_of(path: str) -> str:
     return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path.replace('/', '-')}.md"
 
 
-def relinked(text: str, path: str, wanted: Callable[[str], object]) -> str:
-    """Return the Markdown of a file of the repository with links to pages of the site; other files are ``wanted``."""
+def relinked(text: str, path: str, add_link: Callable[[str], object]) -> str:
+    """Return the Markdown of a file of the repository with links to pages of the site; other files are ``add_link``."""
     here = posixpath.dirname(page_of(path))
 
     def link(match: re.Match[str]) -> str:
         target, anchor = match[1], match[2] or ""
         if "://" in target or target.startswith("mailto:"):
             return match[0]
-        found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
-        if not found.startswith("docs/"):
-            wanted(found)
-        return posixpath.relpath(page_of(found), here or ".") + (anchor if found.endswith(".md") else "")
+        resolved = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        if not resolved.startswith("docs/"):
+            add_link(resolved)
+        return posixpath.relpath(page_of(resolved), here or ".") + (anchor if resolved.endswith(".md") else "")
 
     parts, end = [], 0
     for fence in _FENCE.finditer(text):
@@ -51,14 +51,14 @@ def relinked(text: str, path: str, wanted: Callable[[str], object]) -> str:
     return "".join([*parts, _LINK.sub(link, text[end:])])
 
 
-def source_page(path: str, wanted: Callable[[str], object]) -> str:
+def source_page(path: str, add_link: Callable[[str], object]) -> str:
     """Return the page of a file or folder of the repository."""
     file = ROOT / path
     if file.is_dir():
-        members = sorted(each for each in file.iterdir() if each.is_file() and each.suffix in CODE)
-        return f"{UNSEARCHED}# {path}\n\n" + "\n\n".join(f"## {each.name}\n\n{_block(each)}" for each in members)
+        members = sorted(path for path in file.iterdir() if path.is_file() and path.suffix in CODE)
+        return f"{UNSEARCHED}# {path}\n\n" + "\n\n".join(f"## {member.name}\n\n{_block(member)}" for member in members)
     if file.suffix == ".md":
-        return relinked(file.read_text(encoding="utf-8"), path, wanted)
+        return relinked(file.read_text(encoding="utf-8"), path, add_link)
     return f"{UNSEARCHED}# {path}\n\n{_block(file)}"
 
 
@@ -85,7 +85,7 @@ def reference() -> dict[str, str]:
 
 def on_config(config: Any) -> Any:
     """Add the Python reference to the navigation."""
-    [section] = [each["Reference"] for each in config["nav"] if "Reference" in each]
+    [section] = [entry["Reference"] for entry in config["nav"] if "Reference" in entry]
     section.append({"Python": [{room: f"reference/{room}.md"} for room in reference()]})
     return config
 

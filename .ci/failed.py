@@ -18,11 +18,11 @@ _GROUP = re.compile(r"@[^\]@]*$")
 
 def main() -> int:
     """Return 0 when there are such tests, and not too many of them."""
-    file, most = Path(sys.argv[1]), int(sys.argv[2])
+    file, limit = Path(sys.argv[1]), int(sys.argv[2])
     noted = json.loads(file.read_text()) if file.is_file() else {}
     failed = sorted({_GROUP.sub("", name) for name in noted})
     # A file that could not be collected has no test to run again.
-    if not 0 < len(failed) <= most or not all("::" in name for name in failed):
+    if not 0 < len(failed) <= limit or not all("::" in name for name in failed):
         return 1
     file.write_text(json.dumps(dict.fromkeys(failed, True)))
     print("\n".join(failed))  # noqa: T201

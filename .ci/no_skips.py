@@ -15,10 +15,10 @@ def main(path: str, *kinds: str) -> int:
     wrong = 0
     for case in cases:
         for kind in kinds or ("skipped", "failure", "error"):
-            for found in case.iter(kind):
+            for outcome in case.iter(kind):
                 wrong += 1
                 name = f"{case.get('classname')}::{case.get('name')}"
-                print(f"{kind}: {name}: {found.get('message', '')}", file=sys.stderr)  # noqa: T201
+                print(f"{kind}: {name}: {outcome.get('message', '')}", file=sys.stderr)  # noqa: T201
     print(f"{path}: {len(cases)} tests, {wrong} {' or '.join(kinds) or 'skipped or failed'}")  # noqa: T201
     return 0 if cases and not wrong else 1
 

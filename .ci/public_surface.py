@@ -80,19 +80,19 @@ def sources() -> dict[str, ast.Module]:
     return {module: ast.parse(file.read_text(encoding="utf-8")) for module, file in dotted.items()}
 
 
-def imported(trees: Mapping[str, ast.Module], places: Places) -> dict[str, Any]:
+def imported(trees: Mapping[str, ast.Module], locations: Places) -> dict[str, Any]:
     """Import modules; what cannot be imported here (an optional dependency is missing) is noted."""
-    found = {}
+    modules_by_name = {}
     for name, tree in trees.items():
         # A program that is sent to a sandbox as text begins without being asked.
         program = any(isinstance(node, ast.Expr) and ast.unparse(node) == "main()" for node in tree.body)
         if NOT_IMPORTED.search(name) or program:
             continue
         try:
-            found[name] = importlib.import_module(name)
+            modules_by_name[name] = importlib.import_module(name)
         except (ImportError, SystemExit) as error:
-            places.setdefault("not imported", []).append(f"{name}: {error}")
-    return found
+            locations.setdefault("not imported", []).append(f"{name}: {error}")
+    return modules_by_name
 
 
 def plain(text: str) -> str:
@@ -115,36 +115,36 @@ def signature(function: Any) -> str:
 
 def members(cls: type) -> Iterator[tuple[str, str]]:
     """Yield the public members of a class, inherited ones included, with what they are."""
-    own = {name for each in cls.__mro__ if each.__module__.startswith("turnwise") for name in vars(each)}
-    for name in sorted(own):
+    names = {name for base in cls.__mro__ if base.__module__.startswith("turnwise") for name in vars(base)}
+    for name in sorted(names):
         if name.startswith("_") and name != "__init__":
             continue
-        found = inspect.getattr_static(cls, name)
-        if isinstance(found, (staticmethod, classmethod)):
-            yield name, f"{type(found).__name__}{signature(found.__func__)}"
-        elif isinstance(found, property):
-            yield name, f"property -> {plain(str(((found.fget and found.fget.__annotations__) or {}).get('return')))}"
-        elif inspect.isfunction(found):
-            yield name, f"{'async ' if inspect.iscoroutinefunction(found) else ''}{signature(found)}"
+        member = inspect.getattr_static(cls, name)
+        if isinstance(member, (staticmethod, classmethod)):
+            yield name, f"{type(member).__name__}{signature(member.__func__)}"
+        elif isinstance(member, property):
+            yield name, f"property -> {plain(str(((member.fget and member.fget.__annotations__) or {}).get('return')))}"
+        elif inspect.isfunction(member):
+            yield name, f"{'async ' if inspect.iscoroutinefunction(member) else ''}{signature(member)}"
     for name, kind in sorted(annotations(cls).items()):
-        if not name.startswith("_") and name not in own:
+        if not name.startswith("_") and name not in names:
             yield name, plain(str(kind))
 
 
 def annotations(cls: type) -> dict[str, Any]:
     """Return what a class and those above it annotate."""
-    inherited = [each for each in reversed(cls.__mro__) if each.__module__.startswith("turnwise")]
-    return {name: kind for each in inherited for name, kind in vars(each).get("__annotations__", {}).items()}
+    inherited = [base for base in reversed(cls.__mro__) if base.__module__.startswith("turnwise")]
+    return {name: kind for base in inherited for name, kind in vars(base).get("__annotations__", {}).items()}
 
 
 def fields(cls: type) -> dict[str, str]:
     """Return the fields of a dataclass with types and defaults."""
-    found = {}
-    for each in dataclasses.fields(cls):
-        default = "" if each.default is dataclasses.MISSING else f" = {plain(repr(each.default))}"
-        made = "" if each.default_factory is dataclasses.MISSING else " = made"
-        found[each.name] = f"{plain(str(each.type))}{default or made}"
-    return found
+    by_field = {}
+    for data_field in dataclasses.fields(cls):
+        default = "" if data_field.default is dataclasses.MISSING else f" = {plain(repr(data_field.default))}"
+        default_factory = "" if data_field.default_factory is dataclasses.MISSING else " = made"
+        by_field[data_field.name] = f"{plain(str(data_field.type))}{default or default_factory}"
+    return by_field
 
 
 def described(value: Any) -> Any:
@@ -152,15 +152,15 @@ def described(value: Any) -> Any:
     from pydantic import BaseModel
 
     if isinstance(value, type) and issubclass(value, enum.Enum):
-        return {"enum": {name: each.value for name, each in value.__members__.items()}}
+        return {"enum": {name: member.value for name, member in value.__members__.items()}}
     if isinstance(value, type) and issubclass(value, BaseModel):
         return {"section": sorted(value.model_fields), "members": dict(section_members(value))}
     if isinstance(value, type):
-        bases = [each.__name__ for each in value.__bases__ if each is not object]
-        about: dict[str, Any] = {"class": bases, "members": dict(members(value))}
+        bases = [base.__name__ for base in value.__bases__ if base is not object]
+        description: dict[str, Any] = {"class": bases, "members": dict(members(value))}
         if dataclasses.is_dataclass(value):
-            about["fields"] = fields(value)
-        return about
+            description["fields"] = fields(value)
+        return description
     if inspect.isroutine(value):
         return f"{'async ' if inspect.iscoroutinefunction(value) else ''}def {signature(value)}"
     if isinstance(value, (str, int, float)):
@@ -175,28 +175,28 @@ def section_members(cls: type) -> Iterator[tuple[str, str]]:
     return ((name, text) for name, text in members(cls) if name not in vars(BaseModel) and "(" in text)
 
 
-def public_names(modules: Mapping[str, Any], places: Places) -> Iterator[tuple[str, Any]]:
+def public_names(modules: Mapping[str, Any], locations: Places) -> Iterator[tuple[str, Any]]:
     """Yield the names in the ``__all__`` of the package and its sub-packages."""
     for name, module in modules.items():
-        for each in vars(module).get("__all__", ()) if hasattr(module, "__path__") else ():
-            places.setdefault(f"public {each}", []).append(name)
-            yield each, getattr(module, each)
+        for exported in vars(module).get("__all__", ()) if hasattr(module, "__path__") else ():
+            locations.setdefault(f"public {exported}", []).append(name)
+            yield exported, getattr(module, exported)
 
 
 def by_name(values: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     """Return what names stand for; things of one name stand beside each other."""
-    found: dict[str, list[Any]] = {}
+    variants: dict[str, list[Any]] = {}
     for name, value in values:
-        about, known = described(value), found.setdefault(name, [])
-        if about not in known:
-            known.append(about)
+        description, same_name = described(value), variants.setdefault(name, [])
+        if description not in same_name:
+            same_name.append(description)
     return {
-        name: known[0] if len(known) == 1 else dict(enumerate(sorted(known, key=json.dumps), 1))
-        for name, known in sorted(found.items())
+        name: same_name[0] if len(same_name) == 1 else dict(enumerate(sorted(same_name, key=json.dumps), 1))
+        for name, same_name in sorted(variants.items())
     }
 
 
-def documented_names(places: Places) -> Iterator[tuple[str, Any]]:
+def documented_names(locations: Places) -> Iterator[tuple[str, Any]]:
     """Yield the names that documents and examples import or refer to."""
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     files += [file for suffix in ("py", "yaml", "md") for file in (ROOT / "examples").rglob(f"*.{suffix}")]
@@ -204,15 +204,15 @@ def documented_names(places: Places) -> Iterator[tuple[str, Any]]:
         text = file.read_text(encoding="utf-8")
         pairs = set(re.findall(r"\b(turnwise(?:\.[a-z_0-9]+)+)[.:]([A-Za-z]\w*)", text))
         for module, names in re.findall(r"from (turnwise[\w.]*) import (\([^)]*\)|[^\n;`]*)", text):
-            pairs |= {(module, each) for each in re.findall(r"(?<!as )\b[A-Za-z]\w*", names) if each != "as"}
+            pairs |= {(module, name) for name in re.findall(r"(?<!as )\b[A-Za-z]\w*", names) if name != "as"}
         for module, name in sorted(pairs):
             try:
                 value = getattr(importlib.import_module(module), name)
             except (ImportError, AttributeError):
-                places.setdefault("documents name what is not there", []).append(f"{file.name}: {module} {name}")
+                locations.setdefault("documents name what is not there", []).append(f"{file.name}: {module} {name}")
                 continue
             if not inspect.ismodule(value):
-                places.setdefault(f"documented {name}", []).append(f"{file.name}: {module}")
+                locations.setdefault(f"documented {name}", []).append(f"{file.name}: {module}")
                 yield name, value
 
 
@@ -220,9 +220,11 @@ def error_names(modules: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the package's errors with what they derive from."""
     from turnwise.errors import TurnwiseError
 
-    every = {each for module in modules.values() for each in vars(module).values() if isinstance(each, type)}
-    named = sorted((each for each in every if issubclass(each, TurnwiseError)), key=lambda each: each.__name__)
-    return {each.__name__: [base.__name__ for base in each.__bases__] for each in named}
+    classes = {
+        candidate for module in modules.values() for candidate in vars(module).values() if isinstance(candidate, type)
+    }
+    errors = sorted((cls for cls in classes if issubclass(cls, TurnwiseError)), key=lambda cls: cls.__name__)
+    return {error.__name__: [base.__name__ for base in error.__bases__] for error in errors}
 
 
 # Configurations.
@@ -234,25 +236,25 @@ def models_in(annotation: Any) -> list[type]:
 
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [each for inner in typing.get_args(annotation) for each in models_in(inner)]
+    return [model for inner in typing.get_args(annotation) for model in models_in(inner)]
 
 
 def config_keys(section: type, prefix: str, above: tuple[type, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each key of a section and of those inside of it, with its type, bounds and default."""
     from pydantic import BaseModel
 
-    for name, each in section.model_fields.items():  # type: ignore[attr-defined]
-        key = f"{prefix}{each.alias or name}"
-        inner = models_in(each.annotation)
-        about: dict[str, Any] = {"type": type_name(each.annotation, inner)}
-        about |= {f"bound {index}": plain(repr(bound)) for index, bound in enumerate(each.metadata)}
-        if each.is_required():
-            about["required"] = True
+    for name, info in section.model_fields.items():  # type: ignore[attr-defined]
+        key = f"{prefix}{info.alias or name}"
+        inner = models_in(info.annotation)
+        facts: dict[str, Any] = {"type": type_name(info.annotation, inner)}
+        facts |= {f"bound {index}": plain(repr(bound)) for index, bound in enumerate(info.metadata)}
+        if info.is_required():
+            facts["required"] = True
         else:
-            default = each.get_default(call_default_factory=True)
-            about["default"] = "a section" if isinstance(default, BaseModel) else plain(repr(default))
-        yield key, about
-        text = str(each.annotation)
+            default = info.get_default(call_default_factory=True)
+            facts["default"] = "a section" if isinstance(default, BaseModel) else plain(repr(default))
+        yield key, facts
+        text = str(info.annotation)
         nested = "[]." if re.match(r"(typing\.)?(list|tuple|Sequence)\b|list\[", text) else "."
         nested = ".*." if "dict[" in text or "Mapping[" in text else nested
         for one in inner:
@@ -265,35 +267,36 @@ def type_name(annotation: Any, inner: list[type]) -> str:
     """Return a type's text; sections inside of it are called so, whatever their classes are called."""
     text = annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)
     text = plain(text)
-    for each in inner:
-        text = re.sub(rf"\b{each.__name__}\b", "section", text)
+    for model in inner:
+        text = re.sub(rf"\b{model.__name__}\b", "section", text)
     return text
 
 
-def configurations(modules: Mapping[str, Any], places: Places) -> dict[str, Any]:
+def configurations(modules: Mapping[str, Any], locations: Places) -> dict[str, Any]:
     """Return the keys of the configurations that files hold, and of every section by its class's own keys."""
     from pydantic import BaseModel
 
     every = {
-        each.__name__: each
+        candidate.__name__: candidate
         for module in modules.values()
-        for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, BaseModel) and each.__module__.startswith("turnwise")
+        for candidate in vars(module).values()
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+        if candidate.__module__.startswith("turnwise")
     }
-    found: dict[str, Any] = {root: dict(config_keys(every[root], "")) for root in ROOTS if root in every}
-    reached = {each for root in ROOTS if root in every for each in below(every[root])}
-    for name, each in sorted(every.items()):
-        places[f"section {name}"] = [each.__module__]
-        if each not in reached and not name.startswith("_") and each is not BaseModel:
-            found[name] = dict(config_keys(each, ""))
-    return found
+    keys: dict[str, Any] = {root: dict(config_keys(every[root], "")) for root in ROOTS if root in every}
+    reached = {section for root in ROOTS if root in every for section in below(every[root])}
+    for name, section in sorted(every.items()):
+        locations[f"section {name}"] = [section.__module__]
+        if section not in reached and not name.startswith("_") and section is not BaseModel:
+            keys[name] = dict(config_keys(section, ""))
+    return keys
 
 
 def below(section: type) -> Iterator[type]:
     """Yield a section and those inside of it."""
     yield section
-    for each in section.model_fields.values():  # type: ignore[attr-defined]
-        for one in models_in(each.annotation):
+    for info in section.model_fields.values():  # type: ignore[attr-defined]
+        for one in models_in(info.annotation):
             if one is not section:
                 yield from below(one)
 
@@ -315,19 +318,19 @@ def commands() -> dict[str, Any]:
         if isinstance(value, typer.Typer)
     )
     group = typer.main.get_command(app)
-    return {"": command(group)} | {name: command(each) for name, each in group.commands.items()}  # type: ignore[attr-defined]
+    return {"": command(group)} | {name: command(subcommand) for name, subcommand in group.commands.items()}  # type: ignore[attr-defined]
 
 
-def command(found: Any) -> dict[str, Any]:
+def command(click_command: Any) -> dict[str, Any]:
     """Return the help of a command, and its options and arguments."""
-    about = {"help": found.help}
-    for each in found.params:
-        kept = ("default", "help", "required", "multiple", "nargs", "min", "max", "metavar", "envvar", "hidden")
-        said = {key: value for key in kept if (value := vars(each).get(key)) not in (None, False)}
-        kind = vars(each).get("type_descriptor", vars(each).get("type"))
+    facts = {"help": click_command.help}
+    for parameter in click_command.params:
+        facets = ("default", "help", "required", "multiple", "nargs", "min", "max", "metavar", "envvar", "hidden")
+        options = {key: value for key in facets if (value := vars(parameter).get(key)) not in (None, False)}
+        kind = vars(parameter).get("type_descriptor", vars(parameter).get("type"))
         annotation = re.sub(r"\w+\(annotation=(.*), parameter_info=.*", r"\1", str(kind))
-        about[" ".join([*each.opts, *each.secondary_opts])] = said | {"type": plain(annotation)}
-    return about
+        facts[" ".join([*parameter.opts, *parameter.secondary_opts])] = options | {"type": plain(annotation)}
+    return facts
 
 
 # Names that stand in the code as texts.
@@ -347,53 +350,53 @@ def texts(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def matching(trees: Mapping[str, ast.Module], pattern: re.Pattern[str], kind: str, places: Places) -> list[str]:
+def matching(trees: Mapping[str, ast.Module], pattern: re.Pattern[str], kind: str, locations: Places) -> list[str]:
     """Return the texts in the code that match a pattern as a whole."""
-    found = set()
+    matches = set()
     for module, tree in trees.items():
         for text in texts(tree):
             if pattern.fullmatch(text):
-                found.add(text)
-                places.setdefault(f"{kind} {text}", []).append(module)
-    return sorted(found)
+                matches.add(text)
+                locations.setdefault(f"{kind} {text}", []).append(module)
+    return sorted(matches)
 
 
-def environment_variables(trees: Mapping[str, ast.Module], places: Places) -> list[str]:
+def environment_variables(trees: Mapping[str, ast.Module], locations: Places) -> list[str]:
     """Return the environment variables that the code names."""
-    found = set(matching(trees, re.compile(r"TURNWISE_[A-Z_]+"), "variable", places))
+    variables = set(matching(trees, re.compile(r"TURNWISE_[A-Z_]+"), "variable", locations))
     for tree in trees.values():
         for node in ast.walk(tree):
-            said: ast.expr | None = None
+            argument: ast.expr | None = None
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
-                said = node.slice
+                argument = node.slice
             elif isinstance(node, ast.Call) and re.match(r"os\.(environ\.\w+|getenv)$", ast.unparse(node.func)):
-                said = node.args[0] if node.args else None
-            if isinstance(said, ast.Constant) and isinstance(said.value, str):
-                found.add(said.value)
-    return sorted(found)
+                argument = node.args[0] if node.args else None
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                variables.add(argument.value)
+    return sorted(variables)
 
 
-def routes(trees: Mapping[str, ast.Module], places: Places) -> list[str]:
+def routes(trees: Mapping[str, ast.Module], locations: Places) -> list[str]:
     """Return the routes of servers and the paths that clients ask, as they stand in the code."""
-    found = set(matching(trees, ROUTE, "route", places))
+    declared = set(matching(trees, ROUTE, "route", locations))
     for module, tree in trees.items():
         for node in ast.walk(tree):
             parts = list(node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else ())
-            said = [each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-            paths = [each for each in said if each.startswith("/")]
+            said = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            paths = [text for text in said if text.startswith("/")]
             if paths and METHODS & set(said):
-                found.add(f"{next(each for each in said if each in METHODS)} {paths[0]}")
+                declared.add(f"{next(text for text in said if text in METHODS)} {paths[0]}")
             if isinstance(node, ast.match_case) and isinstance(node.pattern, ast.MatchSequence):
                 pattern = re.sub(r"(?<![\w'])\*?[a-z_]+(?![\w'])", "*", ast.unparse(node.pattern))
                 if METHODS & set(re.findall(r"[A-Z]+", pattern)) or "runners" in " ".join(texts(tree)):
-                    found.add(pattern)
-                    places.setdefault(f"route {pattern}", []).append(module)
-    return sorted(found)
+                    declared.add(pattern)
+                    locations.setdefault(f"route {pattern}", []).append(module)
+    return sorted(declared)
 
 
-def constants(trees: Mapping[str, ast.Module], places: Places, wanted: str) -> dict[str, int]:
+def constants(trees: Mapping[str, ast.Module], locations: Places, suffix: str) -> dict[str, int]:
     """Return constants by the ending of their names, and how often each is written."""
-    found: dict[str, int] = {}
+    values: dict[str, int] = {}
     for module, tree in trees.items():
         for node in tree.body:
             target = (
@@ -405,16 +408,16 @@ def constants(trees: Mapping[str, ast.Module], places: Places, wanted: str) -> d
             )
             if (
                 isinstance(target, ast.Name)
-                and re.fullmatch(rf"_?(\w+_)?{wanted}", target.id)
+                and re.fullmatch(rf"_?(\w+_)?{suffix}", target.id)
                 and node.value is not None
             ):
                 text = f"{target.id} = {ast.unparse(node.value)}"
-                found[text] = found.get(text, 0) + 1
-                places.setdefault(f"constant {text}", []).append(module)
-    return found
+                values[text] = values.get(text, 0) + 1
+                locations.setdefault(f"constant {text}", []).append(module)
+    return values
 
 
-def registries(modules: Mapping[str, Any], places: Places) -> dict[str, Any]:
+def registries(modules: Mapping[str, Any], locations: Places) -> dict[str, Any]:
     """Return the names that each registry holds."""
     mappings: dict[int, tuple[str, Mapping[str, Any]]] = {}
     for module, loaded in modules.items():
@@ -422,13 +425,19 @@ def registries(modules: Mapping[str, Any], places: Places) -> dict[str, Any]:
             # A registry is written in capitals; it is imported elsewhere under the same name.
             if isinstance(value, Mapping) and value and name.lstrip("_").isupper() and module != PACKAGE.name:
                 mappings.setdefault(id(value), (f"{module}.{name}", value))
-    found: dict[str, Any] = {}
+    registered: dict[str, Any] = {}
     for kind, probe in REGISTRIES.items():
-        same = [(place, each) for place, each in mappings.values() if probe and set(probe) <= set(map(str, each))]
-        places[f"registry {kind}"] = [place for place, _ in same]
-        keys = sorted({str(name) for _, each in same for name in each})
-        found[kind] = {key: " | ".join(sorted({entry(each[key]) for _, each in same if key in each})) for key in keys}
-    return found
+        same = [
+            (location, mapping)
+            for location, mapping in mappings.values()
+            if probe and set(probe) <= set(map(str, mapping))
+        ]
+        locations[f"registry {kind}"] = [location for location, _ in same]
+        keys = sorted({str(name) for _, mapping in same for name in mapping})
+        registered[kind] = {
+            key: " | ".join(sorted({entry(mapping[key]) for _, mapping in same if key in mapping})) for key in keys
+        }
+    return registered
 
 
 def entry(value: Any) -> str:
@@ -440,10 +449,10 @@ def entry(value: Any) -> str:
 
 def metric_names(modules: Mapping[str, Any], trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
     """Return the documented names of metrics, and every text in the code that begins as one."""
-    known = next(vars(each)["METRICS"] for each in modules.values() if "METRICS" in vars(each))
-    begins = sorted({name.partition("/")[0] for name in known})
+    metrics = next(vars(module)["METRICS"] for module in modules.values() if "METRICS" in vars(module))
+    begins = sorted({name.partition("/")[0] for name in metrics})
     pattern = re.compile(rf"({'|'.join(begins)})/[\w*./{{}}]*")
-    return {"documented": sorted(known), "in the code": matching(trees, pattern, "metric", {})}
+    return {"documented": sorted(metrics), "in the code": matching(trees, pattern, "metric", {})}
 
 
 # Runs.
@@ -475,23 +484,23 @@ def normal(name: str) -> str:
     return re.sub(r"\d+", "N", name)
 
 
-def shape(value: Any, key: str, found: dict[str, set[str]]) -> None:
+def shape(value: Any, key: str, keys: dict[str, set[str]]) -> None:
     """Note the keys of a JSON value with the types of what they hold."""
     if isinstance(value, dict):
-        found.setdefault(key or ".", set()).add("object")
-        for name, each in value.items():
-            shape(each, f"{key}.{normal(str(name))}", found)
+        keys.setdefault(key or ".", set()).add("object")
+        for name, element in value.items():
+            shape(element, f"{key}.{normal(str(name))}", keys)
     elif isinstance(value, list):
-        found.setdefault(key or ".", set()).add("list")
-        for each in value:
-            shape(each, f"{key}[]", found)
+        keys.setdefault(key or ".", set()).add("list")
+        for element in value:
+            shape(element, f"{key}[]", keys)
     else:
-        found.setdefault(key or ".", set()).add("number" if type(value) in (int, float) else type(value).__name__)
+        keys.setdefault(key or ".", set()).add("number" if type(value) in (int, float) else type(value).__name__)
 
 
 def run_files(folder: Path) -> dict[str, Any]:
     """Return the files of runs, each with the keys of what it holds."""
-    found: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
     for file in sorted(folder.rglob("*")):
         if file.is_dir():
             continue
@@ -499,10 +508,10 @@ def run_files(folder: Path) -> dict[str, Any]:
         keys: dict[str, set[str]] = {}
         for kind, value in read_values(file):
             shape(value, kind, keys)
-        kept = found.setdefault(name, {})
+        shapes_of_file = shapes.setdefault(name, {})
         for key, kinds in keys.items():
-            kept[key] = sorted({*kept.get(key, ()), *kinds})
-    return found
+            shapes_of_file[key] = sorted({*shapes_of_file.get(key, ()), *kinds})
+    return shapes
 
 
 def read_values(file: Path) -> Iterator[tuple[str, Any]]:
@@ -512,8 +521,12 @@ def read_values(file: Path) -> Iterator[tuple[str, Any]]:
     if file.suffix == ".jsonl":
         for line in file.read_text(encoding="utf-8").splitlines():
             value = json.loads(line)
-            told = value if isinstance(value, dict) else {}
-            kinds = [f"{key}={told[key]}" for key in ("event", "kind", "type") if isinstance(told.get(key), str)]
+            fields_by_name = value if isinstance(value, dict) else {}
+            kinds = [
+                f"{key}={fields_by_name[key]}"
+                for key in ("event", "kind", "type")
+                if isinstance(fields_by_name.get(key), str)
+            ]
             yield "".join(kinds[:1]), value
     elif file.suffix == ".json":
         yield "", json.loads(file.read_text(encoding="utf-8"))
@@ -532,42 +545,42 @@ def read_values(file: Path) -> Iterator[tuple[str, Any]]:
 
 def dump(runs: Path | None) -> dict[str, Any]:
     """Return all of it."""
-    places: Places = {}
+    locations: Places = {}
     trees = sources()
-    modules = imported(trees, places)
+    modules = imported(trees, locations)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found = {
-        "public names": by_name(public_names(modules, places)),
-        "documented names": by_name(documented_names(places)),
+    surface = {
+        "public names": by_name(public_names(modules, locations)),
+        "documented names": by_name(documented_names(locations)),
         "errors": error_names(modules),
-        "configurations": configurations(modules, places),
+        "configurations": configurations(modules, locations),
         "commands": commands(),
         "metrics": metric_names(modules, trees),
-        "registries": registries(modules, places),
-        "routes": [each for each in routes(trees, places) if "/" in each or "[" in each],
-        "environment variables": environment_variables(trees, places),
+        "registries": registries(modules, locations),
+        "routes": [route for route in routes(trees, locations) if "/" in route or "[" in route],
+        "environment variables": environment_variables(trees, locations),
         "entry points": {
-            "groups": matching(trees, re.compile(r"turnwise\.(extensions|plugins)"), "group", places),
+            "groups": matching(trees, re.compile(r"turnwise\.(extensions|plugins)"), "group", locations),
             "scripts": sorted(project["scripts"]),
         },
         "extras": sorted(project["optional-dependencies"]),
-        "file names": matching(trees, FILE_NAME, "file", places),
-        "format versions": constants(trees, places, "VERSIONS?"),
+        "file names": matching(trees, FILE_NAME, "file", locations),
+        "format versions": constants(trees, locations, "VERSIONS?"),
     }
     if runs is not None:
         make_runs(runs)
-        found["runs"] = run_files(runs)
-    return {**found, "places": {name: sorted(set(each)) for name, each in sorted(places.items())}}
+        surface["runs"] = run_files(runs)
+    return {**surface, "places": {name: sorted(set(paths)) for name, paths in sorted(locations.items())}}
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a value with the way to each."""
     if isinstance(value, dict) and value:
-        for name, each in value.items():
-            yield from flat(each, f"{key} / {name}" if key else name)
+        for name, element in value.items():
+            yield from flat(element, f"{key} / {name}" if key else name)
     elif isinstance(value, list) and value and key:
-        for each in value:
-            yield f"{key} / {json.dumps(each)}", True
+        for element in value:
+            yield f"{key} / {json.dumps(element)}", True
     else:
         yield key, value
 
@@ -575,20 +588,27 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return what differs, a line each: renamed (the same under another name), gone, new and changed."""
     lines: list[str] = []
-    for section in [*old, *(each for each in new if each not in old)]:
-        before, after = old.get(section, {}), new.get(section, {})
-        if section == "places" or before == after:
+    for section in [*old, *(key for key in new if key not in old)]:
+        old_section, new_section = old.get(section, {}), new.get(section, {})
+        if section == "places" or old_section == new_section:
             continue
-        if isinstance(before, dict) and isinstance(after, dict):
-            gone, come = [each for each in before if each not in after], [each for each in after if each not in before]
+        if isinstance(old_section, dict) and isinstance(new_section, dict):
+            gone, come = (
+                [name for name in old_section if name not in new_section],
+                [name for name in new_section if name not in old_section],
+            )
             for name in list(gone):
-                same = [each for each in come if after[each] == before[name] and isinstance(before[name], dict)]
+                same = [
+                    each
+                    for each in come
+                    if new_section[each] == old_section[name] and isinstance(old_section[name], dict)
+                ]
                 if len(same) == 1:
                     lines.append(f"{section}: {name} -> {same[0]}")
                     come.remove(same[0])
-                    before = {key: each for key, each in before.items() if key != name}
-                    after = {key: each for key, each in after.items() if key != same[0]}
-        one, other = dict(flat(before, section)), dict(flat(after, section))
+                    old_section = {key: element for key, element in old_section.items() if key != name}
+                    new_section = {key: element for key, element in new_section.items() if key != same[0]}
+        one, other = dict(flat(old_section, section)), dict(flat(new_section, section))
         lines += [f"- {key}" for key in one if key not in other]
         lines += [f"+ {key}" for key in other if key not in one]
         lines += [f"! {key}: {one[key]!r} -> {other[key]!r}" for key in one if key in other and one[key] != other[key]]
@@ -600,13 +620,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, metavar="DIR", help="add the files of small runs, made in DIR")
     parser.add_argument("--diff", type=Path, nargs=2, metavar=("OLD", "NEW"), help="compare two dumps")
-    given = parser.parse_args()
-    if given.diff:
-        old, new = (json.loads(each.read_text(encoding="utf-8")) for each in given.diff)
+    arguments = parser.parse_args()
+    if arguments.diff:
+        old, new = (json.loads(path.read_text(encoding="utf-8")) for path in arguments.diff)
         lines = differences(old, new)
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         return int(bool(lines))
-    json.dump(dump(given.runs), sys.stdout, indent=1, ensure_ascii=False, default=str)
+    json.dump(dump(arguments.runs), sys.stdout, indent=1, ensure_ascii=False, default=str)
     sys.stdout.write("\n")
     return 0
 

@@ -133,7 +133,7 @@ def test_key_of_another_section_is_pointed_to() -> None:
     assert "did you mean optim.lr?" in problem(Config, overrides=["lr=1"])
 
 
-def test_unknown_key_without_a_near_one_lists_what_is_known() -> None:
+def test_unknown_key_without_a_near_key_lists_the_known_keys() -> None:
     message = problem(Config, overrides=["optim.zzzzzz=1"])
     assert "known keys here: lr, name, betas" in message
 
@@ -184,14 +184,14 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         assert part in message
 
 
-def test_missing_keys_say_what_they_mean() -> None:
+def test_missing_keys_are_explained() -> None:
     message = problem(Required)
     assert "path: missing; it is required (a folder with a model)" in message
     assert "steps: missing" in message
 
 
 @pytest.mark.parametrize(
-    ("text", "place"),
+    ("text", "position"),
     [
         ("a: [1, 2\nb: 3\n", "config.yaml:2"),
         ("a: 1\na: 2\n", "config.yaml:2"),
@@ -200,8 +200,8 @@ def test_missing_keys_say_what_they_mean() -> None:
         ("name: a\n? [x, y]\n: 1\n", "config.yaml:2"),
     ],
 )
-def test_broken_yaml_names_file_and_line(tmp_path: Path, text: str, place: str) -> None:
-    assert place in problem(Config, write(tmp_path, text))
+def test_broken_yaml_names_file_and_line(tmp_path: Path, text: str, position: str) -> None:
+    assert position in problem(Config, write(tmp_path, text))
 
 
 def test_yaml_runs_no_code(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_overrides_alone_become_plain_values() -> None:
     assert type(values["a"]["b"]) is str
 
 
-def test_paths_count_from_the_file_that_says_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     file = write(tmp_path, "evals: [{path: data/a}]\nout: ../out\n")
@@ -254,7 +254,7 @@ def test_paths_count_from_the_file_that_says_them(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("rest", ["", ":make", ":make?n=3&split=a:b"])
-def test_a_file_in_a_reference_counts_from_the_file_that_says_it(tmp_path: Path, rest: str) -> None:
+def test_file_in_a_reference_is_relative_to_its_file(tmp_path: Path, rest: str) -> None:
     class Source(Strict):
         tasks: ConfigReference
 
@@ -334,7 +334,7 @@ def test_a_config_dumps_and_loads_equal(tmp_path_factory: pytest.TempPathFactory
 
 
 @given(st.dictionaries(_texts, _json, max_size=4))
-def test_what_is_written_is_read_back_equal(value: dict[str, Any]) -> None:
+def test_written_values_are_read_back_equal(value: dict[str, Any]) -> None:
     assert read_yaml(write_yaml(value)) == value
 
 
@@ -347,8 +347,8 @@ def test_a_dumped_config_means_the_same_elsewhere(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     config = load_config(Config)
     (tmp_path / "run").mkdir()
-    again = load_config(Config, write(tmp_path / "run", dump_config(config)))
-    assert again == config
+    reloaded = load_config(Config, write(tmp_path / "run", dump_config(config)))
+    assert reloaded == config
 
 
 @given(st.lists(_texts, max_size=4))

@@ -170,11 +170,11 @@ def test_what_failed_in_a_group_is_run_again_alone(tmp_path: Path) -> None:
         "def test_sound(): pass\n"
     )
     pytest_in = [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", str(tmp_path)]
-    known = {**PLAIN, "PYTEST_ADDOPTS": ""}
+    environment = {**PLAIN, "PYTEST_ADDOPTS": ""}
     first = subprocess.run(
         [*pytest_in, "-n", "1", "--dist", "loadgroup"],
         cwd=tmp_path,
-        env=known,
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -184,8 +184,10 @@ def test_what_failed_in_a_group_is_run_again_alone(tmp_path: Path) -> None:
     failed = [sys.executable, str(ROOT / ".ci" / "failed.py"), str(noted)]
     named = subprocess.run([*failed, "2"], capture_output=True, text=True, check=False)
     assert (named.returncode, named.stdout) == (0, "test_it.py::test_grouped[a@b]\ntest_it.py::test_other\n")
-    again = ["--last-failed", "--last-failed-no-failures", "none", "-n", "0"]
-    second = subprocess.run([*pytest_in, *again], cwd=tmp_path, env=known, capture_output=True, text=True, check=False)
+    rerun = ["--last-failed", "--last-failed-no-failures", "none", "-n", "0"]
+    second = subprocess.run(
+        [*pytest_in, *rerun], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert "\n2 failed in " in second.stdout, second.stdout + second.stderr
     assert subprocess.run([*failed, "1"], capture_output=True, check=False).returncode == 1, "too many"
 
@@ -224,5 +226,5 @@ def test_no_document_speaks_of_the_machine_it_was_written_on() -> None:
     files += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "turnwise").rglob("*.py"), *(ROOT / "examples").rglob("*")]
     for file in files:
         if file.is_file() and file.suffix in (".md", ".py", ".yaml", ".jinja", ""):
-            found = re.search(r"/work/|/root/|/home/\w+", file.read_text(errors="replace"))
-            assert found is None, f"{file.relative_to(ROOT)} names {found and found.group()!r}"
+            match = re.search(r"/work/|/root/|/home/\w+", file.read_text(errors="replace"))
+            assert match is None, f"{file.relative_to(ROOT)} names {match and match.group()!r}"

@@ -40,7 +40,7 @@ def test_importing_the_package_takes_under_three_tenths_of_a_second() -> None:
 
 
 @pytest.mark.parametrize("name", ["Env", "ToolEnv", "function_tool", "Task", "Session", "RolloutConfig", "check_env"])
-def test_what_needs_no_torch_imports_none(name: str) -> None:
+def test_rooms_without_torch_import_none(name: str) -> None:
     loaded = json.loads(child(f"from turnwise import {name}; import sys, json; print(json.dumps(sorted(sys.modules)))"))
     assert not {"torch", "transformers", "renderers", "ray"} & set(loaded)
 
@@ -72,8 +72,8 @@ def test_no_name_of_the_lookup_environment_stands_outside_its_file() -> None:
         if file == registration:
             # The table of shipped environments names each of them once.
             text = re.sub(r"\"lookup\": f\"{_BASIC}\.lookup:LookupEnv\"", "", text)
-        found = special.search(text)
-        assert found is None, f"{file.relative_to(ROOT)} says {found and found.group()!r}"
+        match = special.search(text)
+        assert match is None, f"{file.relative_to(ROOT)} says {match and match.group()!r}"
 
 
 def test_every_package_is_python_and_every_module_says_what_it_is() -> None:
@@ -83,10 +83,10 @@ def test_every_package_is_python_and_every_module_says_what_it_is() -> None:
         assert "TODO" not in docstring, f"{file.relative_to(ROOT)}: {docstring}"
 
 
-def test_nothing_is_left_to_do() -> None:
+def test_code_has_no_open_todos() -> None:
     for file in sorted(PACKAGE.rglob("*.py")):
-        found = re.search(r"\b(TODO|FIXME|XXX)\b", file.read_text())
-        assert found is None, f"{file.relative_to(ROOT)} says {found and found.group()}"
+        match = re.search(r"\b(TODO|FIXME|XXX)\b", file.read_text())
+        assert match is None, f"{file.relative_to(ROOT)} says {match and match.group()}"
 
 
 def test_the_version_is_that_of_the_project() -> None:
@@ -96,7 +96,7 @@ def test_the_version_is_that_of_the_project() -> None:
 def test_every_extra_that_an_error_names_exists() -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     # Metadata has names in this form, and pip before 23.3 installs nothing for another one.
-    assert [each for each in extras if "_" in each or each != each.lower()] == []
+    assert [extra for extra in extras if "_" in extra or extra != extra.lower()] == []
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "MissingExtraError":

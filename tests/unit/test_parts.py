@@ -22,9 +22,9 @@ def taken(monkeypatch: pytest.MonkeyPatch, part: str | None) -> list[str]:
     monkeypatch.delenv(PART, raising=False)
     if part:
         monkeypatch.setenv(PART, part)
-    found, left = in_part([item(name) for name in GROUPS])
-    assert sorted(each.nodeid for each in [*found, *left]) == sorted(GROUPS)
-    return [each.nodeid for each in found]
+    selected, deselected = in_part([item(name) for name in GROUPS])
+    assert sorted(test_item.nodeid for test_item in [*selected, *deselected]) == sorted(GROUPS)
+    return [test_item.nodeid for test_item in selected]
 
 
 def test_parts_together_are_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,14 +25,14 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(extensions, "_loaded", set())
     monkeypatch.setattr(extensions, "_done", {})
     monkeypatch.setattr(sys, "path", [*sys.path])
-    kept, losses, advantages = set(sys.modules), dict(LOSSES), dict(ADVANTAGES)
+    modules, losses, advantages = set(sys.modules), dict(LOSSES), dict(ADVANTAGES)
     yield
-    for name in set(sys.modules) - kept:
+    for name in set(sys.modules) - modules:
         if name.startswith(("ext_", "turnwise_file_")):
             del sys.modules[name]
-    for known, before in ((LOSSES, losses), (ADVANTAGES, advantages)):
-        known.clear()
-        known.update(before)
+    for registry, entries in ((LOSSES, losses), (ADVANTAGES, advantages)):
+        registry.clear()
+        registry.update(entries)
 
 
 def package(folder: Path, name: str, code: str, *, entry: str | None = None) -> None:
@@ -102,7 +102,7 @@ def test_a_broken_module_is_named_with_cause_and_remedy(tmp_path, monkeypatch, c
             load_config(AlgorithmConfig)
 
 
-def test_what_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+def test_missing_extensions_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(MODULES, "ext_nowhere.at_all")
     with pytest.raises(ConfigError, match=r"No module named 'ext_nowhere'; install its package, put its folder on"):
         load_extensions()
@@ -110,13 +110,13 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=r"no such file: .*none\.py; fix it"):
         load_extensions()
     # To a person at the command line it is one sentence; the version is told all the same.
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         main(["view", str(tmp_path)])
-    assert left.value.code == 1
+    assert exited.value.code == 1
     assert "none.py" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         main(["version"])
-    assert left.value.code == 0
+    assert exited.value.code == 0
 
 
 @pytest.mark.parametrize(("code", "message"), [("raise OSError('disk')", "OSError: disk"), ("start = 3", "is a int")])
@@ -137,7 +137,7 @@ def test_registering_a_name() -> None:
     with pytest.raises(RegistryError, match=r"the loss name 'ext_mine' is taken by .*mine.*; .*ppo_clip_loss needs"):
         register_loss("ext_mine", ppo_clip_loss)
     with pytest.raises(RegistryError, match=r"taken by"):
-        register_loss("ext_mine", lambda *given: mine(*given, 1))
+        register_loss("ext_mine", lambda *arguments: mine(*arguments, 1))
     with pytest.raises(RegistryError, match=r"'a\.b' cannot be the name of the loss"):
         register_loss("a.b", mine)
 

@@ -22,7 +22,7 @@ def surface() -> ModuleType:
     return module
 
 
-def test_what_differs_is_told_and_where_it_stands_is_not(surface: ModuleType) -> None:
+def test_differences_are_listed_and_locations_are_not(surface: ModuleType) -> None:
     old = {
         "errors": {"A": ["E"], "B": ["E"]},
         "names": {"Old": {"class": [], "fields": {"x": "int"}}, "f": "def (x)", "Gone": {"class": []}},

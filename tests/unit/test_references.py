@@ -26,10 +26,10 @@ def test_a_class_is_found_by_either_form(reference: str) -> None:
 
 def test_a_class_is_found_in_a_file_and_only_loaded_once(tmp_path: Path) -> None:
     file = write(tmp_path, "class Outer:\n    class Inner:\n        pass\n", "mine.py")
-    found = load_class_from_fqn(f"{file}:Outer", "env")
-    assert found is load_class_from_fqn(f"{file}:Outer", "env")
-    assert load_object(f"{file}:Outer.Inner", "env") is found.Inner
-    assert (module_label(found.__module__), module_label("collections"), module_label("turnwise_file_no")) == (
+    cls = load_class_from_fqn(f"{file}:Outer", "env")
+    assert cls is load_class_from_fqn(f"{file}:Outer", "env")
+    assert load_object(f"{file}:Outer.Inner", "env") is cls.Inner
+    assert (module_label(cls.__module__), module_label("collections"), module_label("turnwise_file_no")) == (
         "mine.py", "collections", "turnwise_file_no",
     )  # fmt: skip
 
@@ -59,7 +59,7 @@ def test_a_file_that_was_imported_as_a_module_is_not_run_again(tmp_path: Path, m
         ("/no/such/file.py:X", ["no such file: /no/such/file.py"]),
     ],
 )
-def test_a_wrong_reference_says_what_is_wrong(reference: str, parts: list[str]) -> None:
+def test_wrong_reference_raises_with_the_reason(reference: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_class_from_fqn(reference, "env")
     for part in parts:

@@ -33,8 +33,8 @@ class TestStableHash:
 
     def test_same_in_another_process(self):
         code = "from turnwise.seeding import stable_hash; print(stable_hash('a', 1, 2.5, None, True, b'x'))"
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert int(found.stdout) == stable_hash("a", 1, 2.5, None, True, b"x")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert int(done.stdout) == stable_hash("a", 1, 2.5, None, True, b"x")
 
     def test_types_and_borders_count(self):
         values = [("ab", "c"), ("a", "bc"), ("abc",), (1,), ("1",), (1.0,), (True,), (None,), (b"1",), (), ("",)]

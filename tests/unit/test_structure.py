@@ -291,7 +291,7 @@ def test_the_longest_chain_is_found() -> None:
     assert (figure.count, figure.limit, figure.detail[0]) == (21, LONGEST_CHAIN, "m0")
 
 
-def test_what_a_function_imports_is_no_part_of_a_chain() -> None:
+def test_imports_inside_functions_are_no_part_of_a_chain() -> None:
     assert late_lines("import a\n\ndef f():\n    import b\n\nimport c\n") == {3, 4}
 
 
@@ -422,7 +422,7 @@ def test_no_config_key_is_there_that_nothing_reads(tree: Tree, sections: list[ty
     assert not unread, f"config keys that nothing reads: {', '.join(unread)}"
 
 
-def test_every_section_refuses_unknown_keys_and_says_what_each_means(sections: list[type[BaseModel]]) -> None:
+def test_every_section_refuses_unknown_keys_and_describes_its_keys(sections: list[type[BaseModel]]) -> None:
     for section in sections:
         name = section.__name__
         if name.startswith("_"):
@@ -495,7 +495,7 @@ def references(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield from ROLE.findall(node.value.value)
 
 
-def test_what_docstrings_name_is_there(tree: Tree) -> None:
+def test_names_in_docstrings_exist(tree: Tree) -> None:
     trees = {module_of(path): parsed(text) for path, text in tree.package()}
     names = {module: names_in(syntax) for module, syntax in trees.items()}
     for module, syntax in trees.items():

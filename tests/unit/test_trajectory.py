@@ -75,7 +75,7 @@ def test_owners_are_chosen_after_filtering() -> None:
     assert samples.unowned_tokens == 1
 
 
-def test_rows_are_cut_and_what_is_cut_is_counted() -> None:
+def test_rows_are_cut_and_cut_tokens_counted() -> None:
     samples = to_samples(forked(), max_tokens=3)
     [row] = samples.rows
     assert row.input_ids.tolist() == [1, 2, 3]
@@ -98,15 +98,15 @@ def test_bytes_hold_everything_exactly() -> None:
     group = TrajectoryGroup("g", "t", [forked()], failed=2)
     data = group.to_bytes()
     assert b"\n" not in data
-    again = TrajectoryGroup.from_bytes(data)
-    assert again.to_bytes() == data
-    assert (again.failed, again.trajectories[0].rewards) == (2, forked().rewards)
-    for mine, theirs in zip(forked().segments, again.trajectories[0].segments, strict=True):
-        np.testing.assert_array_equal(mine.token_ids, theirs.token_ids)
-        assert mine.token_ids.dtype == theirs.token_ids.dtype
-        if mine.logprobs is not None:
-            np.testing.assert_array_equal(mine.logprobs, theirs.logprobs)
-        assert (mine.weight_versions, mine.finish_reason) == (theirs.weight_versions, theirs.finish_reason)
+    copy = TrajectoryGroup.from_bytes(data)
+    assert copy.to_bytes() == data
+    assert (copy.failed, copy.trajectories[0].rewards) == (2, forked().rewards)
+    for original, theirs in zip(forked().segments, copy.trajectories[0].segments, strict=True):
+        np.testing.assert_array_equal(original.token_ids, theirs.token_ids)
+        assert original.token_ids.dtype == theirs.token_ids.dtype
+        if original.logprobs is not None:
+            np.testing.assert_array_equal(original.logprobs, theirs.logprobs)
+        assert (original.weight_versions, original.finish_reason) == (theirs.weight_versions, theirs.finish_reason)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
@@ -120,14 +120,14 @@ def test_every_logprob_survives_bit_for_bit(values: list[float]) -> None:
     np.testing.assert_array_equal(again.view(np.int32) & 0x7FFFFFFF, logprobs.view(np.int32) & 0x7FFFFFFF)
 
 
-def test_what_is_not_finite_is_refused() -> None:
+def test_numbers_that_are_not_finite_are_refused() -> None:
     trajectory = forked()
     trajectory.rewards.append((None, "bad", float("nan")))
     with pytest.raises(FormatError, match="reward is not finite"):
         trajectory.to_bytes()
     trajectory = forked()
-    bad = sampled(5, 4, 1)
-    trajectory.segments[5] = Segment(5, 4, "sampled", bad.token_ids, (), "t", np.array([np.inf], np.float32))
+    segment = sampled(5, 4, 1)
+    trajectory.segments[5] = Segment(5, 4, "sampled", segment.token_ids, (), "t", np.array([np.inf], np.float32))
     with pytest.raises(FormatError, match="segment 5"):
         trajectory.to_bytes()
 

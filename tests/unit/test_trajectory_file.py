@@ -64,31 +64,31 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def same(found: list[Trajectory], numbers: range) -> None:
-    assert [each.to_bytes() for each in found] == [trajectory(number).to_bytes() for number in numbers]
+def same(trajectories: list[Trajectory], numbers: range) -> None:
+    assert [read_back.to_bytes() for read_back in trajectories] == [trajectory(number).to_bytes() for number in numbers]
 
 
 def entries(path: Path) -> list[TrajectoryEntry]:
-    with TrajectoryFile(path) as found:
-        return list(found.entries)
+    with TrajectoryFile(path) as opened:
+        return list(opened.entries)
 
 
-def test_what_was_written_is_read_whole_or_one_by_one(file: Path) -> None:
+def test_written_trajectories_are_read_together_or_singly(file: Path) -> None:
     same(list(read_trajectories(file)), range(20))
-    with TrajectoryFile(file) as found:
-        assert [each.id for each in found.entries] == [trajectory(number).id for number in range(20)]
-        assert found.read(found.entries[18]).to_bytes() == trajectory(18).to_bytes()
-        [entry] = found.entries.find("0-g1/5")
+    with TrajectoryFile(file) as opened:
+        assert [entry.id for entry in opened.entries] == [trajectory(number).id for number in range(20)]
+        assert opened.read(opened.entries[18]).to_bytes() == trajectory(18).to_bytes()
+        [entry] = opened.entries.find("0-g1/5")
         assert (entry.failed, entry.reward, entry.turns, entry.sampled_tokens) == (True, 5 / 8, 1, 30)
-        assert found.at(entry.offset).error == "EnvError: gone"
+        assert opened.at(entry.offset).error == "EnvError: gone"
         with pytest.raises(FormatError, match=r"there is no intact trajectory at byte 1$"):
-            found.at(1)
-    first, *_, last = record_bytes(file)
+            opened.at(1)
+    first, *_, last_record = record_bytes(file)
     # The system prompt and the tools stand in the dictionary.
-    assert len(last) < 0.7 * len(first)
+    assert len(last_record) < 0.7 * len(first)
 
 
-def test_it_is_read_while_it_is_written_and_continued_by_another_process(file: Path) -> None:
+def test_file_is_read_while_written_and_continued_by_another_process(file: Path) -> None:
     writer = TrajectoryWriter(file)
     writer.write(trajectory(20))
     same(list(read_trajectories(file)), range(21))
@@ -101,18 +101,18 @@ def test_it_is_read_while_it_is_written_and_continued_by_another_process(file: P
 
 
 def test_a_torn_record_is_cut_off_and_no_other_is_lost(file: Path) -> None:
-    whole = file.read_bytes()
-    begins = len(whole) - len(record_bytes(file)[-1])
-    for cut in (*range(begins + 1, begins + 40), len(whole) - 1):
+    content = file.read_bytes()
+    begins = len(content) - len(record_bytes(file)[-1])
+    for cut in (*range(begins + 1, begins + 40), len(content) - 1):
         for tail in (b"", b"\xaa" * 7):
-            file.write_bytes(whole[:cut] + tail)
+            file.write_bytes(content[:cut] + tail)
             assert len(list(read_trajectories(file))) == 19
             assert len(entries(file)) == 19
     writer = TrajectoryWriter(file)
-    assert (writer.size, writer.torn) == (begins, len(whole) - 1 + 7 - begins)
+    assert (writer.size, writer.torn) == (begins, len(content) - 1 + 7 - begins)
     writer.write(trajectory(19))
     writer.close()
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
     same(list(read_trajectories(file)), range(20))
     assert len(entries(file)) == 20
 
@@ -120,42 +120,44 @@ def test_a_torn_record_is_cut_off_and_no_other_is_lost(file: Path) -> None:
 @pytest.mark.parametrize("left", ["nothing", "half", "torn", "nonsense", "another file's"])
 def test_an_index_that_is_lost_or_late_is_completed(file: Path, left: str) -> None:
     index = index_path(file)
-    good, before = index.read_bytes(), entries(file)
-    lines = good.splitlines(keepends=True)
+    intact, entries_before = index.read_bytes(), entries(file)
+    lines = intact.splitlines(keepends=True)
     if left == "nothing":
         index.unlink()
     elif left == "another file's":
         index.write_bytes(b"".join(line.replace(b"[", b"[1", 1) for line in lines))
     else:
-        index.write_bytes({"half": b"".join(lines[:9]), "torn": good[:-9], "nonsense": b"{}\nx\n"}[left])
-    assert entries(file) == before
+        index.write_bytes({"half": b"".join(lines[:9]), "torn": intact[:-9], "nonsense": b"{}\nx\n"}[left])
+    assert entries(file) == entries_before
     TrajectoryWriter(file).close()
-    assert index.read_bytes() == good
+    assert index.read_bytes() == intact
 
 
 def test_damage_that_no_kill_explains_is_named(file: Path) -> None:
-    places = [place for place, _ in located_trajectories(file)]
+    locations = [location for location, _ in located_trajectories(file)]
     spoil(file, 7)
-    with pytest.raises(FormatError, match=rf"the {places[7].length} bytes at {places[7].offset} are damaged, and"):
+    with pytest.raises(
+        FormatError, match=rf"the {locations[7].length} bytes at {locations[7].offset} are damaged, and"
+    ):
         list(read_trajectories(file))
-    with TrajectoryFile(file) as found, pytest.raises(FormatError, match="not those that were written"):
-        found.read(found.entries[7])
+    with TrajectoryFile(file) as opened, pytest.raises(FormatError, match="not those that were written"):
+        opened.read(opened.entries[7])
     # The others are whole, and what is written goes behind them.
     writer = TrajectoryWriter(file)
-    assert [writer.holds(place) for place in places] == [number != 7 for number in range(20)]
+    assert [writer.holds(location) for location in locations] == [number != 7 for number in range(20)]
     assert len(list(writer.locations(0))) == 19
     writer.close()
 
 
 def test_a_damaged_dictionary_is_named(file: Path) -> None:
     data = bytearray(file.read_bytes())
-    place = data.index(b"TWZ\x01D")
-    data[place + 60] ^= 1
+    offset = data.index(b"TWZ\x01D")
+    data[offset + 60] ^= 1
     file.write_bytes(bytes(data))
-    with TrajectoryFile(file) as found:
-        assert found.read(found.entries[3]).id == "0-g0/3"
-        with pytest.raises(FormatError, match=rf"the dictionary at byte {place} is damaged"):
-            found.read(found.entries[19])
+    with TrajectoryFile(file) as opened:
+        assert opened.read(opened.entries[3]).id == "0-g0/3"
+        with pytest.raises(FormatError, match=rf"the dictionary at byte {offset} is damaged"):
+            opened.read(opened.entries[19])
 
 
 @pytest.mark.parametrize(
@@ -176,26 +178,26 @@ def test_another_file_is_refused_and_left_alone(tmp_path: Path, content: bytes, 
 
 def test_a_void_trajectory_is_in_none_of_the_readers(file: Path) -> None:
     writer = TrajectoryWriter(file)
-    places = list(writer.locations(0))
-    writer.invalidate(places[4])
-    writer.invalidate(places[19])
-    assert not writer.holds(places[4])
+    locations = list(writer.locations(0))
+    writer.invalidate(locations[4])
+    writer.invalidate(locations[19])
+    assert not writer.holds(locations[4])
     writer.write(trajectory(4))
     writer.close()
-    kept = [*range(4), *range(5, 19), 4]
-    assert [each.id for each in read_trajectories(file)] == [trajectory(number).id for number in kept]
-    assert [each.id for each in entries(file)] == [trajectory(number).id for number in kept]
+    numbers = [*range(4), *range(5, 19), 4]
+    assert [row.id for row in read_trajectories(file)] == [trajectory(number).id for number in numbers]
+    assert [entry.id for entry in entries(file)] == [trajectory(number).id for number in numbers]
 
 
-def test_what_is_truncated_is_gone_and_written_anew(file: Path) -> None:
+def test_truncated_trajectories_are_gone_and_can_be_rewritten(file: Path) -> None:
     writer = TrajectoryWriter(file)
     # Before the dictionary, too.
     writer.truncate(list(writer.locations(0))[2].offset)
     for number in range(30, 50):
         writer.write(trajectory(number))
     writer.close()
-    assert [each.id for each in entries(file)] == [trajectory(n).id for n in (0, 1, *range(30, 50))]
-    assert [each.id for each in read_trajectories(file)] == [each.id for each in entries(file)]
+    assert [entry.id for entry in entries(file)] == [trajectory(n).id for n in (0, 1, *range(30, 50))]
+    assert [row.id for row in read_trajectories(file)] == [row.id for row in entries(file)]
 
 
 def test_threads_may_write_side_by_side(tmp_path: Path) -> None:
@@ -208,12 +210,12 @@ def test_threads_may_write_side_by_side(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     writer.close()
-    assert {each.id for each in read_trajectories(path)} == {trajectory(number).id for number in range(40)}
-    assert {each.id for each in entries(path)} == {trajectory(number).id for number in range(40)}
+    assert {row.id for row in read_trajectories(path)} == {trajectory(number).id for number in range(40)}
+    assert {entry.id for entry in entries(path)} == {trajectory(number).id for number in range(40)}
 
 
-def test_what_cannot_be_written_is_named_and_writes_nothing(file: Path) -> None:
-    before = file.read_bytes()
+def test_unwritable_trajectory_raises_and_writes_nothing(file: Path) -> None:
+    content = file.read_bytes()
     writer = TrajectoryWriter(file)
     one = trajectory(0)
     wrong = replace(one.segments[1], logprobs=np.full(30, np.nan, np.float32))
@@ -222,4 +224,4 @@ def test_what_cannot_be_written_is_named_and_writes_nothing(file: Path) -> None:
     with pytest.raises(FormatError, match="cannot be written as JSON"):
         writer.write(replace(one, metrics={"what": object()}))  # type: ignore[dict-item]
     writer.close()
-    assert file.read_bytes() == before
+    assert file.read_bytes() == content

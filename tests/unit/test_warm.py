@@ -29,7 +29,9 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_it_gets_what_it_is_given(warm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_command_gets_its_arguments_and_environment(
+    warm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not warm:
         monkeypatch.setenv(COLD, "1")
     reader, writer = os.pipe()
@@ -43,14 +45,14 @@ def test_it_gets_what_it_is_given(warm: bool, tmp_path: Path, monkeypatch: pytes
     os.close(reader)
     os.close(writer)
     assert (process.returncode, err) == (7, "told\n")
-    shown = json.loads(out)
-    opened = shown.pop("open")
+    output = json.loads(out)
+    opened = output.pop("open")
     # One is that of the listing itself.
     assert {0, 1, 2, reader} <= set(opened)
     assert len(opened) == 5
-    assert shown == {
+    assert output == {
         "argv": ["-c", "a", "b c"], "cwd": str(tmp_path), "word": "said", "path": ["", "/nowhere"],
-        "main": "__main__", "parent": os.getpid(), "session": process.pid, "files": shown["files"], "said": "heard",
+        "main": "__main__", "parent": os.getpid(), "session": process.pid, "files": output["files"], "said": "heard",
         "warm": warm,
     }  # fmt: skip
 
@@ -68,7 +70,7 @@ def test_signals_and_errors_end_it_as_ever() -> None:
         assert words in done.stderr
 
 
-def test_what_carries_a_warm_process_leaves_none() -> None:
+def test_warm_process_ends_with_its_parent() -> None:
     with WarmPopen([sys.executable, "-m", "turnwise", "mcp", "lookup"], stdin=subprocess.PIPE) as process:
         host = psutil.Process(process.pid)
         wait_until(lambda: len(host.children()) == 1, "its warm process")

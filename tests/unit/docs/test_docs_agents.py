@@ -23,10 +23,10 @@ SECTIONS = [
 @pytest.mark.parametrize(("name", "heading"), SECTIONS)
 def test_the_code_runs(name, heading) -> None:
     for code in blocks(section(name, heading), "python"):
-        found: dict = {}
-        exec(code, found)
-        for made in (each for each in found.values() if isinstance(each, RolloutFunction)):
-            assert isinstance(made.make_agent(), Agent)
+        namespace: dict = {}
+        exec(code, namespace)
+        for function in (candidate for candidate in namespace.values() if isinstance(candidate, RolloutFunction)):
+            assert isinstance(function.make_agent(), Agent)
 
 
 def test_the_yaml_is_read() -> None:

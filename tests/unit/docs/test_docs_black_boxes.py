@@ -26,17 +26,17 @@ def test_every_key_placeholder_and_recipe_is_there() -> None:
     assert sorted(rows("| placeholder | what |")) == sorted(PLACEHOLDERS)
     for name in rows("| recipe | how it is run"):
         for variable in recipe_of(name).env:
-            known = ("MSWEA_", "IS_SANDBOX", "ANTHROPIC_", "CLAUDE_CODE_SUBAGENT", "OPENCODE_DISABLE_")
-            assert variable in PAGE or variable.startswith(known), variable
+            prefixes = ("MSWEA_", "IS_SANDBOX", "ANTHROPIC_", "CLAUDE_CODE_SUBAGENT", "OPENCODE_DISABLE_")
+            assert variable in PAGE or variable.startswith(prefixes), variable
 
 
-def test_the_recipe_of_ones_own_runs(tmp_path: Path) -> None:
+def test_custom_recipe_of_the_page_runs(tmp_path: Path) -> None:
     (code,) = blocks(PAGE, "python")
-    found: dict[str, Any] = {}
-    exec(code, found)
-    assert isinstance(found["MINE"], Recipe)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    assert isinstance(namespace["MINE"], Recipe)
     program = tmp_path / "my-agent"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    recipe = resolve_recipe(BlackBoxConfig(recipe=found["MINE"], env={"PATH": str(tmp_path)}))
+    recipe = resolve_recipe(BlackBoxConfig(recipe=namespace["MINE"], env={"PATH": str(tmp_path)}))
     assert recipe.command == (str(program), "--task", "{prompt}")

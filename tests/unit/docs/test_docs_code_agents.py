@@ -30,14 +30,14 @@ def test_the_tables_name_the_tools_and_their_keys() -> None:
     table = TEXT.partition("| Tool | What it does |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(SHIPPED)
     rows = TEXT.partition("| Tool | Key | Meaning | Default |")[2].partition("\n\n")[0].strip().splitlines()[1:]
-    said: dict[str, dict[str, str]] = {name: {} for name in CONFIGS}
+    described: dict[str, dict[str, str]] = {name: {} for name in CONFIGS}
     for row in rows:
         tools, keys, _, default = (cell.strip() for cell in row.strip("|").split("|"))
         for tool in re.findall(r"`(\w+)`", tools):
-            said[tool] |= dict(zip(re.findall(r"`(\w+)`", keys), default.split(", "), strict=True))
+            described[tool] |= dict(zip(re.findall(r"`(\w+)`", keys), default.split(", "), strict=True))
     for name, model in CONFIGS.items():
-        assert set(said[name]) == set(model.model_fields)
-        for key, default in said[name].items():
+        assert set(described[name]) == set(model.model_fields)
+        for key, default in described[name].items():
             if default.isdigit():
                 assert model.model_fields[key].default == int(default), (name, key)
 
@@ -47,7 +47,7 @@ async def test_the_environment_runs_with_the_tools_of_its_configuration() -> Non
     names: dict[str, Any] = {"__name__": "docs_code_agents"}
     exec(compile(block, "docs/tools.md", "exec"), names)
     first = yaml.safe_load(blocks(TEXT, "yaml")[0])
-    assert [str(each) for each in ToolsConfig.model_validate(first["env"]["tools"]).named][::2] == ["shell", "submit"]
+    assert [str(tool) for tool in ToolsConfig.model_validate(first["env"]["tools"]).named][::2] == ["shell", "submit"]
     async with some_boxes() as manager:
         env = names["Workshop"]()
         env.sandboxes = manager

@@ -32,9 +32,9 @@ def settings(section: str) -> dict[str, str]:
 )
 def test_the_settings_are_those_of_the_constructor(name):
     parameters = inspect.signature(env_class(name)).parameters
-    said = settings(SECTIONS[name])
-    assert list(said) == list(parameters)
-    for key, default in said.items():
+    described = settings(SECTIONS[name])
+    assert list(described) == list(parameters)
+    for key, default in described.items():
         if default.isdigit():
             assert parameters[key].default == int(default), key
 
@@ -51,21 +51,21 @@ def test_the_sections_of_environments_with_a_score_are_in_the_table():
 def test_task_sources_load():
     sources = re.findall(r"--tasks '(turnwise\.[^']+)'", TEXT)
     assert len(sources) >= 2
-    made = [source for source in sources if "path=" not in source]
-    assert made
-    for source in made:
+    loadable = [source for source in sources if "path=" not in source]
+    assert loadable
+    for source in loadable:
         assert next(islice(iter_tasks(source), 1)).prompt
 
 
 def test_the_rows_of_a_configuration(tmp_path):
     [block] = re.findall(r"```yaml\n(.*?)```", SECTIONS["math"], re.DOTALL)
-    given = yaml.safe_load(block)["tasks"]
+    rows = yaml.safe_load(block)["tasks"]
     file = tmp_path / "train.jsonl"
     file.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    [task] = iter_tasks(SourceConfig(**{**given, "source": str(file)}))
+    [task] = iter_tasks(SourceConfig(**{**rows, "source": str(file)}))
     assert task.data["answer"] == "2"
 
 
-def test_the_step_to_read_is_as_short_as_it_says():
+def test_step_to_read_has_the_stated_length():
     assert "a `step` of 21 lines" in SECTIONS["guess_number"]
     assert len(inspect.getsource(GuessNumberEnv.step).splitlines()) == 21

@@ -35,7 +35,7 @@ async def test_the_driver_of_the_page_works() -> None:
     messages, _ = await reset_env(env, None, seed=1)
     assert messages == [{"role": "user", "content": "5 left"}]
     results = [await step_env(env, {"role": "assistant", "content": ""}) for _ in range(5)]
-    assert [each.terminated for each in results] == [False] * 4 + [True]
+    assert [step.terminated for step in results] == [False] * 4 + [True]
     await close_env(env)
 
 
@@ -57,9 +57,9 @@ def test_every_setting_is_described_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section(PAGE, "Settings"), re.MULTILINE))
     parameters = inspect.signature(env_class("reasoning-gym:chain_sum")).parameters
     assert list(rows) == list(parameters)
-    said = {"kwargs": "`{}`", "python": "none", "system_prompt": "the framework's"}
+    described = {"kwargs": "`{}`", "python": "none", "system_prompt": "the framework's"}
     for name, parameter in parameters.items():
-        assert rows[name] == (said.get(name) or f"{parameter.default:.0f}")
+        assert rows[name] == (described.get(name) or f"{parameter.default:.0f}")
 
 
 def test_the_configurations_of_the_page_are_valid() -> None:
@@ -70,13 +70,13 @@ def test_the_configurations_of_the_page_are_valid() -> None:
     sources = yaml.safe_load(second)
     train, test = load_tasks(sources["tasks"]), load_tasks(sources["evaluation"]["tasks"])
     assert (len(train), len(test)) == (5000, 200)
-    assert not {each.id for each in train} & {each.id for each in test}
+    assert not {task.id for task in train} & {task.id for task in test}
     assert test[0].data["seed"] - train[0].data["seed"] == 2 * 500_000_000
 
 
 def test_the_table_of_exports_is_complete() -> None:
     text = section(PAGE, "Environments for other frameworks")
-    first, second = (each for each in text.split("\n\n") if each.startswith("|"))
+    first, second = (block for block in text.split("\n\n") if block.startswith("|"))
     assert re.findall(r"^\| `(\w+)` \|", first, re.MULTILINE) == list(FORMS)
     assert re.findall(r"`(\w+)`", second.splitlines()[0]) == list(FORMS)
 
@@ -90,4 +90,4 @@ def test_the_commands_of_the_page_export(tmp_path, monkeypatch) -> None:
     for line in lines:
         done = CliRunner().invoke(app, shlex.split(line)[1:])
         assert done.exit_code == 0, done.output
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["Dice-mcp", "calculator-gymnasium", "path", "retail"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Dice-mcp", "calculator-gymnasium", "path", "retail"]

@@ -38,27 +38,27 @@ async def test_its_agent_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "Nobody.\n"
 
 
-def test_the_keys_that_it_names_are_there() -> None:
+def test_keys_of_the_gateway_page_exist() -> None:
     for name in re.findall(r"`limits\.(\w+)`", TEXT):
         assert name in GatewayLimits.model_fields
     for name in re.findall(r"([\w.]+)=true", TEXT):
         section, _, key = name.rpartition(".")
-        known = {"": GatewayConfig, "renderer": RendererConfig, "limits": GatewayLimits}[section].model_fields
-        assert key in known
+        fields = {"": GatewayConfig, "renderer": RendererConfig, "limits": GatewayLimits}[section].model_fields
+        assert key in fields
 
 
-def test_it_names_every_setting_of_a_session() -> None:
+def test_gateway_page_names_every_setting_of_a_session() -> None:
     (listed,) = re.findall(r"its own settings: (.*?)\. Each means", " ".join(TEXT.split()))
     assert set(re.findall(r"`(\w+)`", listed)) == SETTINGS
     # Each means what the gateway's key means.
     assert set(GatewayConfig.model_fields) >= SETTINGS
 
 
-async def test_the_routes_that_it_names_are_there() -> None:
+async def test_routes_of_the_gateway_page_exist() -> None:
     line = {"role": "assistant", "content": "Done."}
     async with serving(lambda _: line) as served:
-        about = {"id": "a", "episode_id": "e", "group_id": "g", "task_id": "t", "partition": "val", "seconds": 60}
-        opened = await served.open(**about)
+        session = {"id": "a", "episode_id": "e", "group_id": "g", "task_id": "t", "partition": "val", "seconds": 60}
+        opened = await served.open(**session)
         routes = sorted(set(re.findall(r"`(GET|POST) (/[\w/]+)`", TEXT)))
         assert len(routes) == 5
         for method, path in routes:
@@ -67,8 +67,8 @@ async def test_the_routes_that_it_names_are_there() -> None:
             # Each needs a session: what is said of one that is not there is said by the route.
             url = path.replace("ID", "a" if method == "GET" or path.endswith("rewards") else "none")
             async with served.http.request(method, url, json={"value": 1.0}, headers=headers) as answer:
-                told = await answer.text()
-            assert "is not a route" not in told, (method, path)
+                reply_text = await answer.text()
+            assert "is not a route" not in reply_text, (method, path)
         for path in re.findall(r"`(?:/s/TOKEN)?(/v1/[\w/]+)`", TEXT):
             body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Go."}], "input": "Go."}
             method = "GET" if path.endswith("models") else "POST"
@@ -89,12 +89,12 @@ def test_every_program_s_behaviour_names_a_test_that_is_there() -> None:
         assert named[1] in files, row
         assert named[2] in _tests(files[named[1]]), row
     # And each test of what a program does stands in the table.
-    told = set(re.findall(r"::(test_\w+)", table))
+    named_tests = set(re.findall(r"::(test_\w+)", table))
     for name in ("claude_code", "codex", "other_programs"):
-        assert _tests(files[f"test_gateway_{name}.py"]) <= told
+        assert _tests(files[f"test_gateway_{name}.py"]) <= named_tests
 
 
 def _tests(file: Path) -> set[str]:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [each.name for each in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(each, functions)]
-    return {name for name in found if name.startswith("test_")}
+    names = [node.name for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, functions)]
+    return {name for name in names if name.startswith("test_")}

@@ -23,12 +23,12 @@ def test_every_hook_and_attribute_is_on_the_page_and_its_code_runs() -> None:
         assert len(block.splitlines()) <= 20
         names: dict = {}
         exec(block, names)
-        assert any(isinstance(each, type) and issubclass(each, turnwise.Hooks) for each in names.values())
+        assert any(isinstance(value, type) and issubclass(value, turnwise.Hooks) for value in names.values())
 
 
 def test_the_sections_on_the_page_are_the_defaults() -> None:
     [filtering] = map(yaml.safe_load, blocks(section("replay-and-durability.md", "Dynamic filtering"), "yaml"))
     [curriculum] = map(yaml.safe_load, blocks(section("tasks-and-rewards.md", "Curriculum"), "yaml"))
-    said = ReplayConfig.model_validate(filtering["replay"])
-    assert said == ReplayConfig.model_validate({"filter_groups": {}})
+    described = ReplayConfig.model_validate(filtering["replay"])
+    assert described == ReplayConfig.model_validate({"filter_groups": {}})
     assert CurriculumConfig.model_validate(curriculum["curriculum"]) == CurriculumConfig()

@@ -18,11 +18,13 @@ CODE = blocks(PAGE, "python")
 
 
 def test_every_key_of_the_agent_is_told() -> None:
-    told = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", PAGE.split("### An episode")[0], re.M))))
-    assert told == set(inspect.signature(LangGraphAgent).parameters)
+    described = set(
+        re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", PAGE.split("### An episode")[0], re.M)))
+    )
+    assert described == set(inspect.signature(LangGraphAgent).parameters)
 
 
-def test_every_end_is_one() -> None:
+def test_every_end_of_the_page_is_a_stop_reason() -> None:
     rows = re.findall(
         r"^\| [^|]+\| ([^|]+) \|$",
         section("external-agents.md", "Stop reasons of graphs").split("**Interrupts")[0],

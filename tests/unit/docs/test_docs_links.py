@@ -26,15 +26,15 @@ PAGES = [
 
 def broken(file: Path) -> list[str]:
     """The relative links of a page whose file or anchor is missing."""
-    found = []
+    broken_links = []
     for link in links(file.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
         target = file.parent / path if path else file
         if "://" in link or link.startswith("mailto:"):
             continue
         if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
-            found.append(link)
-    return found
+            broken_links.append(link)
+    return broken_links
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -112,7 +112,7 @@ def is_key(model: type[BaseModel], path: list[str]) -> bool:
     field = model.model_fields.get(path[0])
     if field is None or len(path) == 1:
         return field is not None
-    return any(is_key(each, path[1:]) for each in models_in(field.annotation))
+    return any(is_key(model, path[1:]) for model in models_in(field.annotation))
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -21,11 +21,11 @@ def rows(section: str) -> dict[str, str]:
 
 
 def test_every_metric_has_its_row() -> None:
-    said = {name: text.replace("&#124;", "|") for name, text in rows("Names").items()}
-    wrong = {name: text for name, text in METRICS.items() if said.get(name) != text}
+    described = {name: text.replace("&#124;", "|") for name, text in rows("Names").items()}
+    wrong = {name: text for name, text in METRICS.items() if described.get(name) != text}
     lines = "\n".join(f"| `{name}` | {text.replace('|', '&#124;')} |" for name, text in wrong.items())
     assert not wrong, f"docs/metrics.md, under the heading of its first part, should have these rows:\n{lines}"
-    assert said.keys() <= METRICS.keys(), f"nothing logs {said.keys() - METRICS.keys()}: remove the rows"
+    assert described.keys() <= METRICS.keys(), f"nothing logs {described.keys() - METRICS.keys()}: remove the rows"
 
 
 def test_every_warning_has_its_row() -> None:
@@ -33,12 +33,12 @@ def test_every_warning_has_its_row() -> None:
 
 
 def test_the_code_of_the_python_page() -> None:
-    first, own = blocks(API, "python")
+    first, second = blocks(API, "python")
     assert len([line for line in first.splitlines() if line.strip()]) <= 20
     names: dict = {"__name__": "docs"}
     exec(first, names)
     assert isinstance(names["ask"], RolloutFunction)
-    exec(own, names)
+    exec(second, names)
     trainer = turnwise.Trainer({"steps": 1}, model="m", env="lookup")
     assert trainer.plan(names["hardest_first"]).loop is names["hardest_first"]
     for name in re.findall(r"`\"(\w+)\"`", API):

@@ -37,37 +37,37 @@ IMPORTED = re.compile(r"^ *from (turnwise[\w.]*) import (?:\(([^)]*)\)|([^\n(]*)
 
 @functools.cache
 def files() -> tuple[str, ...]:
-    found = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
-    return tuple("/" + path.relative_to(ROOT).as_posix() for path in found if "__pycache__" not in path.parts)
+    paths = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
+    return tuple("/" + path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts)
 
 
 def missing_paths(text: str) -> list[str]:
     """The files and folders that a page names in code or links to, and that are not in the repository."""
-    found = []
+    missing = []
     for code in (*CODE.findall(text), *(link.removeprefix("../") for link in links(text))):
         for path in FILE.findall(code):
             if path in PLACEHOLDERS or ELSEWHERE.match(path) or f"/{path}" in files():
                 continue
             if path.partition("/")[0] in FOLDERS or not any(file.endswith(f"/{path}") for file in files()):
-                found.append(path)
-        found += [folder for folder in FOLDER.findall(code) if not (ROOT / folder).is_dir()]
-    return found
+                missing.append(path)
+        missing += [folder for folder in FOLDER.findall(code) if not (ROOT / folder).is_dir()]
+    return missing
 
 
 @functools.cache
 def top_level(file: Path) -> dict[str, ast.AST]:
     """What stands at the top level of a module, by name; names of the package include those that it loads lazily."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    found: dict[str, ast.AST] = {}
+    definitions: dict[str, ast.AST] = {}
     for node in ast.walk(tree) if file.name == "__init__.py" else tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found[node.name] = node
+            definitions[node.name] = node
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name: node for alias in node.names}
+            definitions |= {alias.asname or alias.name: node for alias in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
-    return found
+            definitions |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    return definitions
 
 
 def is_there(parts: list[str]) -> bool:
@@ -85,7 +85,7 @@ def is_there(parts: list[str]) -> bool:
     if node is None or len(rest) == 1 or not isinstance(node, ast.ClassDef):
         return node is not None
     # An inherited member is found by running the page, not here.
-    return bool(node.bases) or rest[1] in {name for each in node.body for name in names_of(each)}
+    return bool(node.bases) or rest[1] in {name for statement in node.body for name in names_of(statement)}
 
 
 def names_of(node: ast.AST) -> Iterator[str]:
@@ -97,16 +97,16 @@ def names_of(node: ast.AST) -> Iterator[str]:
 
 def missing_names(text: str) -> list[str]:
     """The dotted names of a page, in code or not, that the package does not have."""
-    found = []
+    missing = []
     for match in DOTTED.finditer(text):
         parts = [*match[1].strip(".").split("."), *([match[2]] if match[2] else [])]
         if not is_there(parts):
-            found.append(match[0])
+            missing.append(match[0])
     for module, several, one in IMPORTED.findall(text):
-        names = [each.partition(" as ")[0].strip() for each in re.sub("#.*", "", several or one).split(",")]
+        names = [imported.partition(" as ")[0].strip() for imported in re.sub("#.*", "", several or one).split(",")]
         parts = module.split(".")[1:]
-        found += [f"{module}.{name}" for name in names if name and not is_there([*parts, name])]
-    return found
+        missing += [f"{module}.{name}" for name in names if name and not is_there([*parts, name])]
+    return missing
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -150,21 +150,21 @@ def test_a_name_that_is_not_there_is_found(text: str, missing: list[str]) -> Non
 
 def test_the_rooms_are_those_of_the_linter() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    [layers] = [each["layers"] for each in tool["importlinter"]["contracts"] if each["type"] == "layers"]
-    level = {name.strip().removeprefix("turnwise."): at for at, each in enumerate(layers) for name in each.split("|")}
+    [layers] = [contract["layers"] for contract in tool["importlinter"]["contracts"] if contract["type"] == "layers"]
+    level = {name.strip().removeprefix("turnwise."): at for at, layer in enumerate(layers) for name in layer.split("|")}
     rooms = {name: at for name, at in level.items() if (ROOT / "turnwise" / name).is_dir()}
     text = section("concepts.md", "The rooms")
-    drawn = [
+    diagram = [
         name for name in re.findall(r"(?:^ |  )([a-z]+)(?=:|  )", text.split("```")[1], re.MULTILINE) if name in rooms
     ]
-    assert sorted(drawn) == sorted(rooms)
-    assert [rooms[name] for name in drawn] == sorted(rooms.values())
-    told = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
-    assert sorted(told) == sorted(rooms)
-    assert [rooms[name] for name in told] == sorted(rooms.values(), reverse=True)
+    assert sorted(diagram) == sorted(rooms)
+    assert [rooms[name] for name in diagram] == sorted(rooms.values())
+    listed = re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)
+    assert sorted(listed) == sorted(rooms)
+    assert [rooms[name] for name in listed] == sorted(rooms.values(), reverse=True)
 
 
-def test_what_is_added_is_named_where_the_table_says() -> None:
+def test_table_names_where_things_are_added() -> None:
     rows = re.findall(
         r"^\| an? (.*?) \|(.*?)\|(.*?)\|(.*)\|$", section("concepts.md", "Where to add what"), re.MULTILINE
     )

@@ -30,22 +30,22 @@ def blocks(kind: str) -> list[str]:
     return blocks_of(PAGE, kind)
 
 
-def test_every_configuration_of_the_page_is_one() -> None:
-    found = [yaml.safe_load(block) for block in blocks("yaml")]
-    named = [each for each in found if "name" in each]
-    assert [each["name"] for each in named] == list(KINDS)
-    for each in named:
-        KINDS[each["name"]].model_validate(each)
-    (pairs,) = [each for each in found if list(each) == ["trajectories"]]
+def test_every_configuration_of_the_page_is_valid() -> None:
+    sections = [yaml.safe_load(block) for block in blocks("yaml")]
+    named = [config for config in sections if "name" in config]
+    assert [config["name"] for config in named] == list(KINDS)
+    for config in named:
+        KINDS[config["name"]].model_validate(config)
+    (pairs,) = [config for config in sections if list(config) == ["trajectories"]]
     PairingConfig.model_validate(pairs["trajectories"])
-    (distill,) = [each for each in found if "algorithm" in each]
+    (distill,) = [config for config in sections if "algorithm" in config]
     rollout = {"env": {"name": "lookup"}, **distill["rollout"]}
     rest = {"name": "n", "steps": 1, "policies": {"main": {"model": {"path": "m"}}}, "rollout": rollout}
     assert TrainConfig.model_validate({**distill, **rest}).algorithm.distill is not None
 
 
 def test_every_default_of_the_dpo_block_is_the_default() -> None:
-    block = next(yaml.safe_load(each) for each in blocks("yaml") if "name: dpo" in each)
+    block = next(yaml.safe_load(block_text) for block_text in blocks("yaml") if "name: dpo" in block_text)
     for name in ("beta", "loss", "label_smoothing", "length_normalised", "nll_coef", "pairs"):
         assert block[name] == DPOConfig.model_fields[name].default, name
 
@@ -77,6 +77,6 @@ def test_the_page_names_every_tensor_of_a_padded_batch() -> None:
     mask = torch.tensor([False, True]).numpy()
     ids = as_ids([1, 2])
     sample = TrainSample(ids, mask, ids.astype("float32"), ids, ids, "t", "g", 0)
-    said = set(re.findall(r"`(\w+)`", section("algorithms.md", "Padded batches for other trainers")))
+    described = set(re.findall(r"`(\w+)`", section("algorithms.md", "Padded batches for other trainers")))
     batch = turnwise.collate_padded([sample], advantages=[1.0])
-    assert set(batch.tensors()) <= said
+    assert set(batch.tensors()) <= described

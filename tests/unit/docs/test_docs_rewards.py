@@ -84,11 +84,11 @@ def test_the_tables_name_all_that_there_is():
         "data"
     }
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", shipped, re.MULTILINE))
-    wanted = {
+    expected = {
         name: reference.partition(":")[2] for name, reference in loading.REWARDS.items() if isinstance(reference, str)
     }
-    groups = {name for name in wanted if wanted[name] in ("RankBy", "PairwiseJudge")}
-    assert rows == {name: cls for name, cls in wanted.items() if name not in groups}
+    groups = {name for name in expected if expected[name] in ("RankBy", "PairwiseJudge")}
+    assert rows == {name: cls for name, cls in expected.items() if name not in groups}
     assert all(f"`{name}`" in PAGE for name in groups)
 
 

@@ -22,10 +22,10 @@ BLOCKS = blocks(TEXT, "python")
 
 @pytest.fixture(scope="module")
 def names() -> dict:
-    found: dict = {"__name__": "docs_sessions"}
+    namespace: dict = {"__name__": "docs_sessions"}
     for block in BLOCKS:
-        exec(compile(block, "docs/agents.md", "exec"), found)
-    return found
+        exec(compile(block, "docs/agents.md", "exec"), namespace)
+    return namespace
 
 
 def test_the_session_that_is_described(names: dict) -> None:
@@ -46,22 +46,22 @@ def test_the_tool_responses_that_are_described(names: dict, family: str) -> None
 
 def test_the_table_holds_every_reason_and_no_other() -> None:
     table = TEXT.partition("| reason |")[2].partition("\n\n")[0]
-    told = {name.partition(":")[0] for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)}
-    given = {"reasoning_dropped", "bridge_unproven"}
+    described = {name.partition(":")[0] for name in re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)}
+    reasons = {"reasoning_dropped", "bridge_unproven"}
     for module in (forks, token_session):
         lines = re.findall(r"^ +return .*", Path(module.__file__).read_text(encoding="utf-8"), re.MULTILINE)
-        given |= {name for line in lines for name in re.findall(r'(?:return|else) "(\w+)"', line)}
-    assert told == given
+        reasons |= {name for line in lines for name in re.findall(r'(?:return|else) "(\w+)"', line)}
+    assert described == reasons
 
 
-def test_the_table_of_names_that_agents_give_holds_them_all() -> None:
+def test_table_lists_every_fork_name_of_agents() -> None:
     table = TEXT.partition("| what the agent did |")[2].partition("\n\n")[0]
-    told = set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE))
-    given = set()
+    described = set(re.findall(r"^\| `([^`]+)`", table, re.MULTILINE))
+    names_in_code = set()
     for file in Path(context.__file__).parent.glob("*.py"):
         source = file.read_text(encoding="utf-8")
-        given |= set(re.findall(r'fork\b.*?= ?.*?"(\w+)"', source))
-    assert told == given
+        names_in_code |= set(re.findall(r'fork\b.*?= ?.*?"(\w+)"', source))
+    assert described == names_in_code
 
 
 def test_the_policies_are_those_of_the_configuration() -> None:

@@ -40,11 +40,11 @@ async def test_the_environment_that_is_described(answer: str, turns: int, reward
     outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))
     await runner.close()
     assert outcome.error is None
-    found = {each.agent: each.reward for each in outcome.trajectories}
-    assert found == (rewards or {"seller": 0.0, "buyer": 0.0})
+    earned = {trajectory.agent: trajectory.reward for trajectory in outcome.trajectories}
+    assert earned == (rewards or {"seller": 0.0, "buyer": 0.0})
 
 
-def test_what_the_table_and_the_section_name_is_there() -> None:
+def test_names_of_table_and_section_exist() -> None:
     table = TEXT.partition("| `rollout.compare` |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(get_args(Compare))
     frozen, _, _, league = map(yaml.safe_load, blocks(TEXT, "yaml"))

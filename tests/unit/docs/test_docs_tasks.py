@@ -39,7 +39,7 @@ def test_the_rows_on_the_page_are_tasks() -> None:
 
 def test_the_keys_on_the_page_are_those_that_there_are() -> None:
     [block] = blocks("yaml")
-    sources = sources_of([SourceConfig.model_validate(each) for each in yaml.safe_load(block)["tasks"]])
+    sources = sources_of([SourceConfig.model_validate(row) for row in yaml.safe_load(block)["tasks"]])
     assert [source.weight for source in sources] == [3, 1]
     table = section(NAME, "Keys of a source")
     named = {name for row in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}

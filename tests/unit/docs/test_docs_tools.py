@@ -27,13 +27,13 @@ NAMED = re.compile(r"`(test_\w+\.py)((?:::\w+)+)`")
 
 def named_tests(file: Path) -> set[str]:
     """The tests of a file, as pytest writes them."""
-    found = set()
+    names = set()
     for node in ast.parse(file.read_text()).body:
         members = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"::{node.name}" if isinstance(node, ast.ClassDef) else ""
-        functions = [each for each in members if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        found |= {f"{prefix}::{each.name}" for each in functions if each.name.startswith("test_")}
-    return found
+        functions = [member for member in members if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        names |= {f"{prefix}::{function.name}" for function in functions if function.name.startswith("test_")}
+    return names
 
 
 def rows() -> list[list[str]]:
@@ -108,7 +108,7 @@ def test_the_functions_that_are_described(folder: Path) -> None:
     assert (read.max_output.amount, read.max_output.unit, read.max_output.keep) == (500, "tokens", "head")
 
 
-def test_the_mcp_configuration_is_one(folder: Path) -> None:
+def test_mcp_configuration_of_the_page_is_valid(folder: Path) -> None:
     loaded = load_config(RolloutConfig, folder / "mcp.yaml")
     first, second = loaded.env.tools.mcp
     assert (first.scope, second.prefix, second.include) == ("episode", "web_", ["search"])

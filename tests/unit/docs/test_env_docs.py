@@ -31,8 +31,8 @@ def test_the_code_on_gymnasium_runs(number, tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    wanted = (["assistant: team_of(person='ana')", "assistant: my answer"], ["SPFF"])[number]
-    assert all(each in done.stdout for each in wanted)
+    expected = (["assistant: team_of(person='ana')", "assistant: my answer"], ["SPFF"])[number]
+    assert all(line in done.stdout for line in expected)
 
 
 def test_every_argument_of_from_gymnasium_is_described():
@@ -66,7 +66,7 @@ def test_the_code_on_wrappers_runs(tmp_path, monkeypatch):
         exec(compile(code, PAGE, "exec"), {"__name__": "page"})
     [text] = blocks(section(PAGE, "Wrappers"), "yaml")
     config = RolloutConfig(**yaml.safe_load(text)["rollout"])
-    assert [each.name for each in config.env.wrappers] == ["turn_limit", "shape_reward"]
+    assert [wrapper.name for wrapper in config.env.wrappers] == ["turn_limit", "shape_reward"]
     page = section(PAGE, "Wrappers")
     for name, cls in wrappers._WRAPPERS.items():
         assert f"| `{name}` | `{cls.__name__}(env, " in page

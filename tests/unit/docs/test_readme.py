@@ -33,7 +33,7 @@ def test_an_environment_with_a_tool_has_twenty_lines_at_most(code: str) -> None:
     assert code == HELLO.read_text()
 
 
-async def test_it_passes_the_checker() -> None:
+async def test_environment_of_the_readme_passes_the_checker() -> None:
     report = await check_env(DICE)
     assert report.ok, report.findings
 

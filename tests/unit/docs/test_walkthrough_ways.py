@@ -32,62 +32,62 @@ class Stop:
 
 def ways(page: str) -> dict[str, list[Stop]]:
     """The lists of a page by their headings; an item that cannot be read is an error."""
-    found: dict[str, list[Stop]] = {}
+    stops_by_heading: dict[str, list[Stop]] = {}
     for heading, text in re.findall(r"^## (The way of [^\n]+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL):
         items = list(ITEM.finditer(text))
         numbers = [int(number) for number in re.findall(r"^(\d+)\. ", text, re.MULTILINE)]
         assert numbers == list(range(1, len(items) + 1)), f"{heading}: an item is not `path` `function`"
-        found[heading] = [Stop(item["path"], item["function"], item["link"]) for item in items]
-    return found
+        stops_by_heading[heading] = [Stop(item["path"], item["function"], item["link"]) for item in items]
+    return stops_by_heading
 
 
 def definition(text: str, name: str) -> ast.AST | None:
     """The function or class of a file, a method as ``Class.method``."""
-    found: ast.AST = ast.parse(text)
+    node: ast.AST = ast.parse(text)
     for part in name.split("."):
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        inner = [node for node in ast.iter_child_nodes(found) if isinstance(node, kinds) and node.name == part]
+        inner = [node for node in ast.iter_child_nodes(node) if isinstance(node, kinds) and node.name == part]
         if not inner:
             return None
-        found = inner[0]
-    return found
+        node = inner[0]
+    return node
 
 
 def called(node: ast.AST, name: str) -> tuple[int, int] | None:
     """Where a definition calls a function first: line and column."""
-    last = name.rpartition(".")[2]
-    names = {last} | ({name.split(".")[-2]} if last == "__init__" else set())
-    places = [
-        (each.lineno, each.col_offset)
-        for each in ast.walk(node)
-        if isinstance(each, ast.Call)
-        and (each.func.id if isinstance(each.func, ast.Name) else getattr(each.func, "attr", None)) in names
+    short_name = name.rpartition(".")[2]
+    names = {short_name} | ({name.split(".")[-2]} if short_name == "__init__" else set())
+    lines = [
+        (call.lineno, call.col_offset)
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call)
+        and (call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", None)) in names
     ]
-    return min(places) if places else None
+    return min(lines) if lines else None
 
 
 def broken(stops: list[Stop], texts: dict[str, str]) -> list[str]:
     """What does not hold of a way, given the files' texts."""
     nodes = [definition(texts.get(stop.path, ""), stop.function) for stop in stops]
-    found = [f"{stop.path} has no {stop.function}" for stop, node in zip(stops, nodes, strict=True) if node is None]
+    problems = [f"{stop.path} has no {stop.function}" for stop, node in zip(stops, nodes, strict=True) if node is None]
     paths = [stop.path for number, stop in enumerate(stops) if number == 0 or stops[number - 1].path != stop.path]
-    found += [f"{path} is entered again" for path in sorted(set(paths)) if paths.count(path) > 1]
+    problems += [f"{path} is entered again" for path in sorted(set(paths)) if paths.count(path) > 1]
     placed: dict[int, tuple[int, int]] = {}
     for number, stop in enumerate(stops[1:], start=1):
-        before = stops[number - 1]
+        previous = stops[number - 1]
         if stop.link is not None:
-            missing = [path for path in (before.path, stop.path) if stop.link not in texts.get(path, "")]
-            found += [f"{path} does not name {stop.link}" for path in missing]
+            missing = [path for path in (previous.path, stop.path) if stop.link not in texts.get(path, "")]
+            problems += [f"{path} does not name {stop.link}" for path in missing]
             continue
-        callers = [(i, place) for i in range(number) if (node := nodes[i]) and (place := called(node, stop.function))]
+        callers = [(i, line) for i in range(number) if (node := nodes[i]) and (line := called(node, stop.function))]
         if not callers:
-            found.append(f"no function before it on the list calls {stop.function}")
+            problems.append(f"no function before it on the list calls {stop.function}")
             continue
-        caller, place = callers[-1]
-        if place < placed.get(caller, (0, 0)):
-            found.append(f"{stops[caller].function} calls {stop.function} before what stands above it")
-        placed[caller] = place
-    return found
+        caller, line = callers[-1]
+        if line < placed.get(caller, (0, 0)):
+            problems.append(f"{stops[caller].function} calls {stop.function} before what stands above it")
+        placed[caller] = line
+    return problems
 
 
 def test_the_way_of_a_reward_is_there() -> None:
@@ -95,7 +95,7 @@ def test_the_way_of_a_reward_is_there() -> None:
 
 
 @pytest.mark.parametrize("heading", ways(PAGE))
-def test_each_way_leads_from_file_to_file(heading: str) -> None:
+def test_walks_lead_from_file_to_file(heading: str) -> None:
     stops = ways(PAGE)[heading]
     assert len(stops) > 1
     missing = sorted({stop.path for stop in stops if not (ROOT / stop.path).is_file()})
