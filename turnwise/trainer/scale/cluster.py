@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from turnwise.placement.devices import number_of
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.scale.memory import Sharded, tensor_parallel
+from turnwise.trainer.scale.memory import ModelSharding, tensor_parallel
 
 DEVICES: Final[Mapping[str, float]] = {
     "a100-40": 40,
@@ -116,7 +116,7 @@ class Placement:
         Where no device is named, servers of ``separate_async`` follow the trainer's devices (at ``first_free`` or
         later), as that mode is meant for, and those of other modes share them in turn.
         """
-        ranks, inference = Sharded.of(config.policy).ranks, config.inference
+        ranks, inference = ModelSharding.of(config.policy).ranks, config.inference
         trainer = tuple(range(ranks)) if ranks > 1 else (number_of(config.policy.model.device) or 0,)
         width, count = tensor_parallel(inference), len(inference.urls) or inference.replicas
         gpus = [] if inference.engine == "builtin" else inference.server.gpus

@@ -49,29 +49,29 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class ModelSharding:
     """How the trainer's engine spreads a model.
 
     Attributes:
         ranks: Processes that hold a share each; 1 where nothing is sharded.
-        half: Whether weights are gathered in bfloat16.
-        away: Whether shares are in main memory while a device computes.
-        together: Ranks that compute each micro-batch together, a slice of its tokens each.
+        bfloat16: Whether weights are gathered in bfloat16.
+        cpu_offload: Whether shares are in main memory while a device computes.
+        sequence_parallel: Ranks that compute each micro-batch together, a slice of its tokens each.
     """
 
     ranks: int = 1
-    half: bool = False
-    away: bool = False
-    together: int = 1
+    bfloat16: bool = False
+    cpu_offload: bool = False
+    sequence_parallel: int = 1
 
     @classmethod
-    def of(cls, policy: PolicyConfig) -> Sharded:
+    def of(cls, policy: PolicyConfig) -> ModelSharding:
         """Return what ``policies.main.engine`` and its options say; every engine but ``fsdp`` shards nothing."""
         if policy.engine != "fsdp":
             return cls()
         options: Mapping[str, Any] = policy.engine_options
-        half, away = bool(options.get("mixed_precision")), bool(options.get("cpu_offload"))
-        return cls(int(options.get("ranks", 2)), half, away, int(options.get("sequence_parallel", 1)))
+        bfloat16, cpu_offload = bool(options.get("mixed_precision")), bool(options.get("cpu_offload"))
+        return cls(int(options.get("ranks", 2)), bfloat16, cpu_offload, int(options.get("sequence_parallel", 1)))
 
 
 def optimizer_bytes(shape: ModelShape, optim: OptimConfig) -> int:
@@ -131,7 +131,7 @@ def loss_bytes(shape: ModelShape, tokens: int) -> float:
     return _TILES * min(4.0 * tokens * shape.vocabulary, _LOGITS_TILE)
 
 
-def add_trained(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: Sharded) -> None:
+def add_trained(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding) -> None:
     """Add what a device of the trainer holds of the policy between micro-batches: weights, gradients, optimizer state.
 
     In float32 ``4 N`` of weights, ``4 N`` of gradients and the optimizer's state, each over the ranks (Rajbhandari et
@@ -143,15 +143,15 @@ def add_trained(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded
     if lora is not None:
         trained = float(shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets))
         state = 8 * trained
-        if not sharded.away:
+        if not sharded.cpu_offload:
             memory.add("adapters", 4 * trained / ranks)
-    if not sharded.away:
+    if not sharded.cpu_offload:
         memory.add("weights", 4 * shape.parameters / ranks)
         memory.add("gradients", 4 * trained / ranks)
         memory.add("optimizer states", state / ranks)
 
 
-def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: Sharded, tokens: int) -> None:
+def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding, tokens: int) -> None:
     """Add what a device of the trainer holds while it computes a micro-batch of so many tokens.
 
     Weights to compute with: under autocast bfloat16 copies of the layers' matrices (``2 N``), which it keeps until the
@@ -160,20 +160,20 @@ def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: S
     3.4).
     """
     model = policy.model
-    half = model.compute_dtype == "bfloat16"
+    bfloat16 = model.compute_dtype == "bfloat16"
     if sharded.ranks > 1:
-        number = 2 if sharded.half else 4
+        number = 2 if sharded.bfloat16 else 4
         memory.add("gathered weights", number * (shape.embeddings + 2 * shape.layer))
-        memory.add("gathered gradients", (4 + 2 * sharded.half) * max(shape.layer, shape.embeddings))
-    if half and not (sharded.ranks > 1 and sharded.half):
+        memory.add("gathered gradients", (4 + 2 * sharded.bfloat16) * max(shape.layer, shape.embeddings))
+    if bfloat16 and not (sharded.ranks > 1 and sharded.bfloat16):
         memory.add("bfloat16 weights", 2 * shape.layer_matrices)
     # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
-    slice_ = -(-tokens // sharded.together)
-    memory.add("activations", activation_bytes(shape, model, slice_, model.gradient_checkpointing))
-    memory.add("logits", loss_bytes(shape, slice_))
+    tokens_of_rank = -(-tokens // sharded.sequence_parallel)
+    memory.add("activations", activation_bytes(shape, model, tokens_of_rank, model.gradient_checkpointing))
+    memory.add("logits", loss_bytes(shape, tokens_of_rank))
 
 
-def add_critic(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: Sharded) -> None:
+def add_critic(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding) -> None:
     """Add a separate critic: weights, gradients and optimizer state, over the ranks like the policy.
 
     A shared critic is a head on the policy's model, of ``hidden + 1`` numbers.
@@ -185,18 +185,18 @@ def add_critic(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded:
     frozen = 0 if shape.tied else shape.hidden * shape.vocabulary
     trained = shape.parameters - frozen
     state = optimizer_bytes(shape, policy.optim) - 8 * frozen
-    if not sharded.away:
+    if not sharded.cpu_offload:
         memory.add("critic", (4 * shape.parameters + 4 * trained + state) / sharded.ranks)
 
 
-def reference_bytes(shape: ModelShape, config: TrainConfig, sharded: Sharded) -> float:
+def reference_bytes(shape: ModelShape, config: TrainConfig, sharded: ModelSharding) -> float:
     """Return the bytes of the KL reference on a device of the trainer: ``4 N`` of weights, over the ranks.
 
     Of adapters that started at zero it is the policy without them, and takes nothing.
     """
     kl, lora = config.algorithm.kl, config.policy.model.lora
     bare = kl is not None and kl.reference == "initial" and lora is not None and lora.path is None
-    return 0.0 if kl is None or bare or sharded.away else 4 * shape.parameters / sharded.ranks
+    return 0.0 if kl is None or bare or sharded.cpu_offload else 4 * shape.parameters / sharded.ranks
 
 
 def trainer_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> Memory:
@@ -208,7 +208,7 @@ def trainer_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | 
         critic: The critic's, if it is another model.
     """
     policy, memory = config.policy, Memory()
-    sharded = Sharded.of(policy)
+    sharded = ModelSharding.of(policy)
     add_trained(memory, shape, policy, sharded)
     add_step(memory, shape, policy, sharded, config.batch.max_tokens_per_micro_batch)
     if policy.critic is not None:
@@ -268,12 +268,12 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[str, f
     the last one is removed: ``8 N``, or of adapters as much of them. Each rank of the engine ``fsdp`` loads the whole
     model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each.
     """
-    lora, sharded = config.policy.model.lora, Sharded.of(config.policy)
+    lora, sharded = config.policy.model.lora, ModelSharding.of(config.policy)
     sent = shape.parameters if lora is None else shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
     yield "two versions of the weights on their way to servers", 8.0 * sent
     if sharded.ranks > 1:
         yield "each rank that loads the model, as many at a time as there is room for", 4.0 * shape.parameters
-    if sharded.away:
+    if sharded.cpu_offload:
         yield (
             "shares and optimizer states of all ranks",
             8.0 * shape.parameters + optimizer_bytes(shape, config.policy.optim),

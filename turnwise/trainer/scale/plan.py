@@ -13,7 +13,7 @@ from turnwise.trainer.scale.cluster import ClusterConfig, Placement
 from turnwise.trainer.scale.memory import (
     CHECKPOINTING,
     Memory,
-    Sharded,
+    ModelSharding,
     activation_bytes,
     adapter_memory,
     main_memory,
@@ -85,7 +85,7 @@ class PolicyMemory:
             yield "lower inference.kv_tokens"
         if inference.engine != "builtin" and "served weights" in memory.parts:
             yield "raise inference.server.tensor_parallel"
-        if "reference" in memory.parts and Sharded.of(self._config.policy).ranks == 1:
+        if "reference" in memory.parts and ModelSharding.of(self._config.policy).ranks == 1:
             yield "set algorithm.kl.offload: true"
 
     def lines(self) -> Iterator[str]:
