@@ -11,20 +11,20 @@ from turnwise.agents.core import Episode
 from turnwise.errors import AgentError, BudgetExceeded, shown
 from turnwise.types import StopReason
 
-_ACTING: contextvars.ContextVar[Episode] = contextvars.ContextVar("turnwise_episode")
+_EPISODE: contextvars.ContextVar[Episode] = contextvars.ContextVar("turnwise_episode")
 _NAME = "reward"
 
 
 @contextlib.contextmanager
-def acting(episode: Episode) -> Iterator[None]:
+def use_episode(episode: Episode) -> Iterator[None]:
     """Make an episode current for this block, its tasks, and threads of
     :meth:`turnwise.agents.core.Episode.in_thread`.
     """
-    token = _ACTING.set(episode)
+    token = _EPISODE.set(episode)
     try:
         yield
     finally:
-        _ACTING.reset(token)
+        _EPISODE.reset(token)
 
 
 def current_episode() -> Episode:
@@ -33,7 +33,7 @@ def current_episode() -> Episode:
     Raises:
         AgentError: There is none, or the thread was started without the agent's context.
     """
-    episode = _ACTING.get(None)
+    episode = _EPISODE.get(None)
     if episode is None:
         raise AgentError(
             "no episode runs here: call this inside of an agent; a thread that you start needs the agent's context "
@@ -79,7 +79,7 @@ def emit_reward(
             episode.count({name: _number(value, f"emit_reward: {name!r}")}, turn)
 
 
-async def settle(episode: Episode, result: object) -> None:
+async def apply_result(episode: Episode, result: object) -> None:
     """Apply the return value of an agent's code.
 
     Args:

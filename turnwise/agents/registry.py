@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
 
 from turnwise.agents.core import Agent, Episode
-from turnwise.agents.outcome import acting, settle
+from turnwise.agents.outcome import apply_result, use_episode
 from turnwise.errors import AgentError, RegistryError, TurnwiseError
 from turnwise.plugins import load_object, references
 
@@ -258,11 +258,11 @@ class FunctionAgent(Agent):
         if self._llm is not None:
             arguments[self._llm] = await llm_of(episode)
         arguments = {name: value for name, value in arguments.items() if name in self._given}
-        with acting(episode):
-            await settle(episode, await called(episode, self._function, **arguments, **self._config))
+        with use_episode(episode):
+            await apply_result(episode, await call_function(episode, self._function, **arguments, **self._config))
 
 
-async def called(episode: Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+async def call_function(episode: Episode, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call an agent's function: on the event loop if async, else in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)

@@ -83,7 +83,7 @@ def show(
     from rich.console import Console
 
     from turnwise.envs.catalogue import describe, first_observation
-    from turnwise.envs.registration import own_tasks
+    from turnwise.envs.registration import default_task_source
     from turnwise.errors import RegistryError
 
     info = describe(env)
@@ -91,7 +91,7 @@ def show(
         raise RegistryError(info.problem)
     console = Console()
     spec = env_spec(env, config, functions, tool_config, mcp)
-    _print_info(info, tasks or own_tasks(env, spec.config), console)
+    _print_info(info, tasks or default_task_source(env, spec.config), console)
     _print_observation(asyncio.run(first_observation(spec, tasks)), console)
     if not check:
         return

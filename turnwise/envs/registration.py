@@ -137,7 +137,7 @@ def register(name: str, entry_point: type[Env] | str | None = None, /, **config:
                 f"the environment name {name!r} is taken by {known.reference}; {entry.reference} needs another name"
             )
         _ENVS[name] = entry
-        announce(name)
+        register_with_gymnasium(name)
         return cls
 
     if entry_point is None:
@@ -165,7 +165,7 @@ def register_prefix(prefix: str, reference: str) -> None:
     _PREFIXES[prefix] = reference
 
 
-def announce(*names: str) -> None:
+def register_with_gymnasium(*names: str) -> None:
     """Register environments with Gymnasium as ``turnwise/<name>-v0``, if it is imported.
 
     Args:
@@ -193,7 +193,7 @@ def env_prefixes() -> list[str]:
     return sorted(_PREFIXES)
 
 
-def own_tasks(name: str, config: Mapping[str, Any]) -> str | None:
+def default_task_source(name: str, config: Mapping[str, Any]) -> str | None:
     """Return the source of an environment's own tasks in a configuration, or None. Raises RegistryError."""
     cls = env_class(name)
     return cls.default_tasks if cls.tasks_of is None else cls.tasks_of(config)

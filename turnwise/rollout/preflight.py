@@ -11,7 +11,7 @@ import numpy as np
 
 from turnwise.chat.renderer import shipped_templates
 from turnwise.envs.core import Env, close_env
-from turnwise.envs.registration import env_class, make, own_tasks
+from turnwise.envs.registration import default_task_source, env_class, make
 from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
@@ -39,7 +39,7 @@ def task_source(tasks: Sources | None, rollout: RolloutConfig, key: str) -> Sour
     """Return the configured tasks, else the environment's own."""
     if tasks is not None:
         return tasks
-    default = own_tasks(rollout.env.name, rollout.env.config)
+    default = default_task_source(rollout.env.name, rollout.env.config)
     if default is None:
         raise ConfigError(
             f"{key}: missing, and the environment {rollout.env.name!r} has no default_tasks: name a file of tasks, or "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,7 +19,6 @@ class MCPServerConfig(BaseModel):
         command: Program and arguments of a server on standard input and output.
         env: Environment variables of that process, besides HOME, PATH and the like. ``{secret_env: NAME}`` passes a
             variable of this process and redacts its value from errors.
-        cwd: Its working directory.
         url: URL of a streamable HTTP server, such as ``http://127.0.0.1:8000/mcp``.
         headers: HTTP headers of every request; ``{secret_env: NAME}`` as in ``env``.
         include: Names of the tools that are offered; by default all.
@@ -28,14 +28,17 @@ class MCPServerConfig(BaseModel):
         concurrent: Whether calls of one episode may run at the same time.
         media: Kinds of media in results besides text: ``image``, ``audio``.
         timeout: Seconds per call; then the model gets the error ``timeout``.
-        connect_timeout: Seconds for connecting and listing the tools.
     """
 
     model_config = ConfigDict(extra="forbid")
 
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "connect_timeout": "a server has 30 s to connect and list its tools",
+        "cwd": "the server starts in the run's working directory: name paths in command, or let it change the folder",
+    }
+
     command: Annotated[list[str], Field(min_length=1)] | None = None
     env: dict[str, str | dict[str, str]] = {}
-    cwd: ConfigPath | None = None
     url: str | None = None
     headers: dict[str, str | dict[str, str]] = {}
     include: list[str] | None = None
@@ -44,16 +47,15 @@ class MCPServerConfig(BaseModel):
     concurrent: bool = False
     media: list[Literal["image", "audio"]] = []
     timeout: Seconds = 60.0
-    connect_timeout: Seconds = 30.0
 
     @model_validator(mode="after")
-    def _one_way_in(self) -> Self:
+    def _check_transport(self) -> Self:
         if (self.command is None) == (self.url is None):
             raise ValueError("exactly one of command (a program and its arguments) and url (an http address)")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"a url that begins with http:// or https://, not {self.url!r}")
-        if self.url is not None and (self.env or self.cwd is not None):
-            raise ValueError("env and cwd only with command: a server with a url is not started here")
+        if self.url is not None and self.env:
+            raise ValueError("env only with command: a server with a url is not started here")
         if self.command is not None and self.headers:
             raise ValueError("headers only with url")
         return self
@@ -94,7 +96,7 @@ class ToolsConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _names_alone(cls, value: Any) -> Any:
+    def _list_of_names(cls, value: Any) -> Any:
         return {"named": value} if isinstance(value, list) else value
 
 

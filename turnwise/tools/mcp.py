@@ -38,6 +38,8 @@ try:
 except ImportError as missing:
     raise MissingExtraError("mcp", "mcp", "using the tools of an MCP server") from missing
 
+CONNECT_S: Final = 30.0
+"""Seconds for connecting to a server and listing its tools."""
 _CLOSE_S: Final = 10.0
 _REASON_S: Final = 0.2
 _LOG_END: Final = 500
@@ -60,7 +62,7 @@ class Endpoint:
         config = self.config
         if config.command:
             parameters = StdioServerParameters(
-                command=config.command[0], args=config.command[1:], env=self._values["env"], cwd=config.cwd
+                command=config.command[0], args=config.command[1:], env=self._values["env"]
             )
             return _watched(stdio_client(parameters, errlog=log), gone)
         return _http(config.url or "", self._values["headers"], config.timeout, gone)
@@ -117,7 +119,7 @@ class Connection:
         found: list[mcp_types.Tool] = []
         cursor: str | None = None
         try:
-            async with asyncio.timeout(self._endpoint.config.connect_timeout):
+            async with asyncio.timeout(CONNECT_S):
                 for _ in range(_MOST_PAGES):
                     page = await client.list_tools(cursor=cursor)
                     found += page.tools
@@ -125,9 +127,7 @@ class Connection:
                     if cursor is None:
                         return found
         except TimeoutError:
-            raise self._endpoint.error(
-                f"did not list its tools within {self._endpoint.config.connect_timeout:g} s"
-            ) from None
+            raise self._endpoint.error(f"did not list its tools within {CONNECT_S:g} s") from None
         except (MCPError, ValidationError) as error:
             raise self._endpoint.error("did not list its tools", error) from None
         raise self._endpoint.error(f"lists its tools on more than {_MOST_PAGES} pages")
@@ -192,7 +192,7 @@ class Connection:
         # A call was abandoned. Does the server still answer?
         config = self._endpoint.config
         try:
-            async with asyncio.timeout(min(config.connect_timeout, config.timeout)):
+            async with asyncio.timeout(min(CONNECT_S, config.timeout)):
                 await client.list_tools()
         except (MCPError, TimeoutError):
             return False
@@ -205,10 +205,10 @@ class Connection:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
         ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep(ready), name=f"mcp {self._endpoint.name}")
-        wait = self._endpoint.config.connect_timeout
+
         try:
             waiting: set[asyncio.Future[Any]] = {ready, self._keeper}
-            await asyncio.wait(waiting, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, timeout=CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:  # also a cancellation: the connection is ended
             self._keeper.cancel()
             await self._end()
@@ -219,7 +219,7 @@ class Connection:
         error = keeper.exception() if keeper.done() and not keeper.cancelled() else None
         keeper.cancel()  # it waits for a server that has had its time
         await self._end()
-        why = "cannot be reached" if error is not None else f"was not connected within {wait:g} s"
+        why = "cannot be reached" if error is not None else f"was not connected within {CONNECT_S:g} s"
         raise self._endpoint.error(f"{why}{tail}", error)
 
     async def _keep(self, ready: asyncio.Future[Client]) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs.core import Env, close_env, fork_env, reset_env, schemas, score_env, step_env
-from turnwise.envs.registration import EnvSpec, env_class, make, own_tasks, register_prefix
+from turnwise.envs.registration import EnvSpec, default_task_source, env_class, make, register_prefix
 from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError
 from turnwise.ext.checks.environment.forks import shared
 from turnwise.ext.frameworks.export.core import export_env
@@ -473,7 +473,7 @@ def test_rows_of_a_framework_s_dataset_are_tasks(python, monkeypatch) -> None:
     assert len(list(tasks("tiny:countdown", size=260, python=python))) == 260
     core.foreign_class.cache_clear()
     env = make("tiny:countdown", python=python, kwargs={"padding": 1})
-    assert own_tasks("tiny:countdown", {"python": python, "kwargs": {"padding": 1}}) == env.default_tasks
+    assert default_task_source("tiny:countdown", {"python": python, "kwargs": {"padding": 1}}) == env.default_tasks
     core.foreign_class.cache_clear()
     assert load_tasks(env.default_tasks)[300].prompt == "from 303 "
 

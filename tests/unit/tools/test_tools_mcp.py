@@ -180,7 +180,7 @@ class TestBadConfigurations:
             ({"command": ["x"], "url": "http://x"}, "exactly one of command"),
             ({"command": []}, "at least 1 item"),
             ({"url": "localhost:8000"}, "begins with http://"),
-            ({"url": "http://x", "env": {"A": "b"}}, "env and cwd only with command"),
+            ({"url": "http://x", "env": {"A": "b"}}, "env only with command"),
             ({"command": ["x"], "headers": {"A": "b"}}, "headers only with url"),
             ({"command": ["x"], "timeout": 0}, "greater than 0"),
         ],
@@ -204,10 +204,11 @@ class TestBadConfigurations:
         with pytest.raises(EnvError, match=r"(?s)cannot be reached \(its standard error ends with: usage: me\)"):
             await toolbox(command=command).tools()
 
-    async def test_a_program_that_says_nothing(self) -> None:
+    async def test_a_program_that_says_nothing(self, monkeypatch) -> None:
+        monkeypatch.setattr("turnwise.tools.mcp.CONNECT_S", 0.5)
         command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
         with pytest.raises(EnvError, match=r"was not connected within 0\.5 s"):
-            await toolbox(command=command, connect_timeout=0.5).tools()
+            await toolbox(command=command).tools()
 
     async def test_a_tool_that_it_does_not_have(self) -> None:
         async with toolbox(command=COMMAND, include=["ecko"]) as box:

@@ -15,7 +15,7 @@ import orjson
 
 from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, from_gymnasium
-from turnwise.envs.registration import EnvSpec, announce, make
+from turnwise.envs.registration import EnvSpec, make, register_with_gymnasium
 from turnwise.errors import EnvError, TaskError, shown, undo_on_error
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import load_tasks
@@ -410,4 +410,4 @@ def _arguments(arguments: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
-announce()
+register_with_gymnasium()

@@ -91,13 +91,13 @@ def check_env(
 
 def load_rows(spec: EnvSpec, tasks: str | None, limit: int | None) -> tuple[str | None, list[Task] | None]:
     """Return the task source that is looked at, and the tasks that are played. Raises TaskError without any."""
-    from turnwise.envs.registration import own_tasks
+    from turnwise.envs.registration import default_task_source
     from turnwise.errors import TaskError
     from turnwise.ext.checks.environment.core import DEFAULT_TASKS
     from turnwise.tasks.reader import load_tasks
 
     if tasks is None and limit is not None:
-        tasks = own_tasks(spec.id, spec.config)
+        tasks = default_task_source(spec.id, spec.config)
     rows = None if tasks is None else load_tasks(tasks, limit=limit or DEFAULT_TASKS)
     if rows == []:
         raise TaskError(f"--tasks {tasks}: it contains no tasks")

@@ -71,7 +71,7 @@ def mcp(
     import sys
     from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 
-    from turnwise.envs.registration import own_tasks
+    from turnwise.envs.registration import default_task_source
     from turnwise.ext.frameworks.mcp_server import EnvServer
 
     def stdout_to_stderr() -> AbstractContextManager[object]:
@@ -80,7 +80,7 @@ def mcp(
 
     with stdout_to_stderr():
         spec = env_spec(env, config, functions, tool_config, mcp)
-        queue = _queue(own_tasks(env, spec.config) if tasks is None else tasks, task)
+        queue = _queue(default_task_source(env, spec.config) if tasks is None else tasks, task)
 
     async def serve() -> None:
         async with spec.toolbox() as toolbox:

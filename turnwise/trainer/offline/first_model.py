@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from turnwise.chat.model_dir import limit_new_tokens
 from turnwise.config import ConfigReference, ConfigSource, write_yaml
 from turnwise.envs.demonstrations import solved_conversation
-from turnwise.envs.registration import EnvSpec, own_tasks, run_name
+from turnwise.envs.registration import EnvSpec, default_task_source, run_name
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import iter_tasks
@@ -172,7 +172,7 @@ def training_config(plan: FirstModel, max_tokens_per_turn: int) -> str:
     env: dict[str, Any] = {"name": _REFERENCE.validate_python(plan.env.id)}
     if plan.env.config:
         env["config"] = plan.env.config
-    named = plan.tasks or own_tasks(plan.env.id, plan.env.config)
+    named = plan.tasks or default_task_source(plan.env.id, plan.env.config)
     task_source = None if named is None else _SOURCE.validate_python(named)
     config = {
         "name": run_name(plan.env.id),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from turnwise.agents.core import Agent, Episode
-from turnwise.agents.outcome import acting, emit_reward, settle
+from turnwise.agents.outcome import apply_result, emit_reward, use_episode
 from turnwise.agents.registry import (
     LLM,
     Attempt,
@@ -16,7 +16,7 @@ from turnwise.agents.registry import (
     Rollout,
     RolloutFunction,
     RolloutMode,
-    called,
+    call_function,
     llm_of,
     rollout,
     rollout_of,
@@ -81,8 +81,8 @@ class LitAgent(Agent, Generic[RowT]):
         resources: NamedResources = {"main_llm": await llm_of(episode)}
         older = "rollout_id" in inspect.signature(method).parameters
         arguments = (rollout.rollout_id, resources) if older else (resources, rollout)
-        with acting(episode):
-            await settle(episode, await called(episode, method, row_of(episode), *arguments))
+        with use_episode(episode):
+            await apply_result(episode, await call_function(episode, method, row_of(episode), *arguments))
 
 
 def _method(cls: type[LitAgent[Any]], kind: str) -> str | None:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from turnwise.agents.core import Agent, Episode
-from turnwise.agents.outcome import acting
+from turnwise.agents.outcome import use_episode
 from turnwise.agents.registry import register_agent
 from turnwise.chat.template_text import TemplateText
 from turnwise.errors import AgentError, RenderError, SessionError, shown
@@ -424,7 +424,7 @@ class LoopAgent(Agent):
         loop = self._cls(**arguments, **self._own)
         row = {"tools_kwargs": {}, **episode.task.data, "uid": episode.id, "agent_name": episode.task.agent}
         messages = [dict(message) for message in episode.observation]
-        with acting(episode):
+        with use_episode(episode):
             result = await loop.run(server.sampling_params(), **row, raw_prompt=messages)
         self._settle(episode, session, result)
 

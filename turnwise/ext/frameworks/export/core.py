@@ -16,7 +16,7 @@ from turnwise.envs.catalogue import describe, first_observation
 from turnwise.envs.core import Env
 from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
 from turnwise.envs.multi_agent import MultiAgentEnv
-from turnwise.envs.registration import EnvSpec, env_class, own_tasks
+from turnwise.envs.registration import EnvSpec, default_task_source, env_class
 from turnwise.errors import ConfigError, TaskError, shown
 from turnwise.ext.frameworks.export.inspect_task import inspect_files
 from turnwise.ext.frameworks.export.openenv import openenv_files
@@ -143,7 +143,7 @@ def load_exported(folder: str | Path) -> ExportedEnv:
 
 
 def _read(spec: EnvSpec, source: str | None) -> Any:
-    source = source or own_tasks(spec.id, spec.config)
+    source = source or default_task_source(spec.id, spec.config)
     return () if source is None else iter_tasks(source)
 
 
