@@ -436,12 +436,12 @@ class Episode:
         if self.final is not None or self.stop_reason is not StopReason.COMPLETED:
             return self.final
         main = self._sessions.get("main")
-        last = main.last if main is not None else None
-        return last if last is not None and not last.get("tool_calls") else None
+        last_message = main.last if main is not None else None
+        return last_message if last_message is not None and not last_message.get("tool_calls") else None
 
     def _last_turn(self, agent: str) -> str | None:
-        last = self._sessions[agent].last if agent in self._sessions else None
-        return None if last is None else last["turn_id"]
+        last_message = self._sessions[agent].last if agent in self._sessions else None
+        return None if last_message is None else last_message["turn_id"]
 
     async def _act(self, function: Callable[..., Awaitable[T]], action: Action, agent: str) -> T:
         """Pass a message or call to the environment, or repeat the recorded answer before a fork."""
@@ -491,10 +491,10 @@ def fit_results(
 ) -> list[Message]:
     """Cut a turn's tool results (``share`` for a single call) to the room left plus ``spare``."""
     session, count_tokens, limits = episode.sessions.get(agent), episode.count_tokens, episode.limits
-    left = None if session is None or turn is None or not calls else session.context_left(turn)
-    if left is None or count_tokens is None:
+    context_left = None if session is None or turn is None or not calls else session.context_left(turn)
+    if context_left is None or count_tokens is None:
         return messages
-    room = tool_result_budget(left + spare, limits.context_length, limits.max_tokens_per_turn, calls)
+    room = tool_result_budget(context_left + spare, limits.context_length, limits.max_tokens_per_turn, calls)
     fitted, cut = fit_messages(messages, room // calls if share else room, count_tokens)
     if cut:
         episode.count({"tool_answers_cut": float(cut)}, turn, agent=agent)

@@ -58,29 +58,29 @@ def truncate_tool_results(texts: Sequence[str], room: int, count_tokens: CountTo
     sizes = [count_tokens(text) for text in texts]
     if sum(sizes) <= room:
         return list(texts)
-    found = list(texts)
-    left = room
+    fitted = list(texts)
+    remaining = room
     for number, index in enumerate(sorted(range(len(texts)), key=sizes.__getitem__)):
-        share = left // (len(texts) - number)
+        share = remaining // (len(texts) - number)
         if sizes[index] > share:
-            found[index] = OutputLimit(share, "tokens").cut(texts[index], count_tokens)
+            fitted[index] = OutputLimit(share, "tokens").cut(texts[index], count_tokens)
             sizes[index] = share
-        left -= sizes[index]
-    return found
+        remaining -= sizes[index]
+    return fitted
 
 
 def fit_messages(messages: Sequence[Message], room: int, count_tokens: CountTokens) -> tuple[list[Message], int]:
     """Apply :func:`truncate_tool_results` to messages; return them and the number of results cut."""
-    places = [
+    indices = [
         index
         for index, message in enumerate(messages)
         if message["role"] == "tool" and isinstance(message.get("content"), str)
     ]
-    texts = [str(messages[index]["content"]) for index in places]
-    found: list[Message] = list(messages)
+    texts = [str(messages[index]["content"]) for index in indices]
+    fitted: list[Message] = list(messages)
     cut = 0
-    for index, before, after in zip(places, texts, truncate_tool_results(texts, room, count_tokens), strict=True):
-        if after != before:
-            found[index] = {**messages[index], "content": after}
+    for index, text, shortened in zip(indices, texts, truncate_tool_results(texts, room, count_tokens), strict=True):
+        if shortened != text:
+            fitted[index] = {**messages[index], "content": shortened}
             cut += 1
-    return found, cut
+    return fitted, cut

@@ -64,14 +64,14 @@ def emit_reward(
     """
     episode = current_episode()
     main = episode.sessions.get("main")
-    last = None if main is None else main.last
-    turn = None if last is None else last["turn_id"]
+    last_message = None if main is None else main.last
+    turn = None if last_message is None else last_message["turn_id"]
     if not isinstance(reward, Mapping):
         episode.reward(_number(reward, "emit_reward"), turn)
         return
     if primary_key not in reward:
-        known = ", ".join(map(repr, reward))
-        raise AgentError(f"emit_reward: primary_key is {primary_key!r}: it must be one of {known or 'no names at all'}")
+        names = ", ".join(map(repr, reward))
+        raise AgentError(f"emit_reward: primary_key is {primary_key!r}: it must be one of {names or 'no names at all'}")
     for name, value in reward.items():
         if name == primary_key:
             episode.reward(_number(value, f"emit_reward: {name!r}"), turn, name=name)
@@ -103,13 +103,13 @@ async def apply_result(episode: Episode, result: object) -> None:
 
 async def _per_turn(episode: Episode, values: list[Any] | tuple[Any, ...]) -> None:
     main = episode.sessions.get("main")
-    taken = [] if main is None else await episode.list_turns(main)
-    if len(values) != len(taken):
+    turns = [] if main is None else await episode.list_turns(main)
+    if len(values) != len(turns):
         raise AgentError(
-            f"the agent returned {len(values)} rewards ({shown(values)}), but took {len(taken)} turns: return one for "
+            f"the agent returned {len(values)} rewards ({shown(values)}), but took {len(turns)} turns: return one for "
             "each turn in order (None where there is none), or a single number for the episode"
         )
-    for turn, value in zip(taken, values, strict=True):
+    for turn, value in zip(turns, values, strict=True):
         if value is not None:
             episode.reward(_number(value, f"the agent returned for turn {turn}"), turn)
 
@@ -146,7 +146,7 @@ def budget_spent(error: BaseException | None) -> BudgetExceeded | None:
     """Return the BudgetExceeded in an agent's error: itself, its cause, or part of a group."""
     while error is not None and not isinstance(error, BudgetExceeded):
         if isinstance(error, BaseExceptionGroup):
-            found = [budget_spent(each) for each in error.exceptions]
-            return found[0] if all(found) else None
+            budgets = [budget_spent(part) for part in error.exceptions]
+            return budgets[0] if all(budgets) else None
         error = error.__cause__
     return error

@@ -93,8 +93,8 @@ class TurnsAgent(Agent):
 
     def policies(self) -> frozenset[str]:
         """The policies that play."""
-        others = frozenset() if self._others is None else frozenset({self._others})
-        return others | frozenset(self._policies.values())
+        untrained = frozenset() if self._others is None else frozenset({self._others})
+        return untrained | frozenset(self._policies.values())
 
     async def run(self, episode: Episode) -> None:
         """Run one episode."""
@@ -103,12 +103,12 @@ class TurnsAgent(Agent):
         # All at once: an agent that never acts has a trajectory too, which holds its reward.
         policies = self._cast(agents, episode.seed)
         sessions = {name: episode.session_for(name, policies[name]) for name in agents}
-        said: dict[str, list[Message]] = {name: [] for name in agents}
+        histories: dict[str, list[Message]] = {name: [] for name in agents}
         heard = episode.observation
         while True:
             if turn not in sessions:
                 raise AgentError(f"it is {turn!r}'s turn, none of those that reset named: {', '.join(agents)}")
-            messages = said[turn]
+            messages = histories[turn]
             messages.extend(heard)
             message = await sessions[turn].chat(messages, _offered(episode, turn))
             if message["finish_reason"] == "length" and not message.get("tool_calls"):

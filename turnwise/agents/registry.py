@@ -46,10 +46,10 @@ def register_agent(name: str) -> Callable[[R], R]:
         reference = _reference(agent)
         if not name or any(mark in name for mark in ":./"):
             raise RegistryError(f"{name!r} cannot be the name of {reference}: ':', '.' and '/' mark references")
-        taken = _AGENTS.get(name)
-        known = taken if taken is None or isinstance(taken, str) else _reference(taken)
-        if known is not None and known != reference:
-            raise RegistryError(f"agent name {name!r} is taken by {known}; {reference} needs another name")
+        holder = _AGENTS.get(name)
+        owner = holder if holder is None or isinstance(holder, str) else _reference(holder)
+        if owner is not None and owner != reference:
+            raise RegistryError(f"agent name {name!r} is taken by {owner}; {reference} needs another name")
         _AGENTS[name] = agent
         return agent
 
@@ -58,10 +58,12 @@ def register_agent(name: str) -> Callable[[R], R]:
 
 def find_agent(name: str) -> Registered:
     """Return the factory of a name or reference."""
-    found = _AGENTS.get(name)
-    if found is None and not any(mark in name for mark in ":./"):
+    registered = _AGENTS.get(name)
+    if registered is None and not any(mark in name for mark in ":./"):
         raise unknown_agent(name, ())
-    agent = load_object(found or name, "agent") if found is None or isinstance(found, str) else found
+    agent = registered
+    if agent is None or isinstance(agent, str):
+        agent = load_object(agent or name, "agent")
     if isinstance(agent, AgentMaker) or (isinstance(agent, type) and issubclass(agent, Agent)):
         return agent
     remedy = " (put @rollout of turnwise.agents above it)" if inspect.isroutine(agent) else ""
@@ -92,13 +94,13 @@ def make_agent(name: str, **config: Any) -> Agent:
         raise AgentError(f"agent {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def unknown_agent(name: str, others: Collection[str]) -> RegistryError:
+def unknown_agent(name: str, further_names: Collection[str]) -> RegistryError:
     """Return the error for an unknown agent."""
-    known = sorted({*_AGENTS, *others})
-    close = difflib.get_close_matches(name, known, n=1)
+    names = sorted({*_AGENTS, *further_names})
+    close = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return RegistryError(
-        f"no agent is called {name!r}{hint} Known: {', '.join(known)}. One that is not registered is named by a "
+        f"no agent is called {name!r}{hint} Known: {', '.join(names)}. One that is not registered is named by a "
         "reference: pkg.mod:Class, pkg.mod:function or path/to/file.py:Class"
     )
 
@@ -204,8 +206,8 @@ def row_of(episode: Episode) -> dict[str, Any]:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# What a function is given by the names of its parameters.
-_GIVEN = frozenset({"episode", "task", "llm", "rollout"})
+# Parameters that an episode fills, by name.
+_FILLED = frozenset({"episode", "task", "llm", "rollout"})
 
 
 class RolloutFunction(Generic[P, T]):
@@ -217,7 +219,7 @@ class RolloutFunction(Generic[P, T]):
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function = function
-        self._llm, self._given = _read(function)
+        self._llm, self._filled = _read_signature(function)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -226,15 +228,15 @@ class RolloutFunction(Generic[P, T]):
 
     def make_agent(self, **config: Any) -> Agent:
         """Return the agent; its configuration becomes keyword arguments of the function."""
-        given = dict.fromkeys(self._given)
+        arguments = dict.fromkeys(self._filled)
         name = self._function.__qualname__
-        if clash := sorted(self._given & config.keys()):
+        if clash := sorted(self._filled & config.keys()):
             raise AgentError(f"agent function {name}: config sets {', '.join(clash)}, which each episode passes itself")
         try:
-            inspect.signature(self._function).bind(**given, **config)
+            inspect.signature(self._function).bind(**arguments, **config)
         except TypeError as error:
             raise AgentError(f"agent function {name} does not take its configuration {config}: {error}") from error
-        return FunctionAgent(self._function, self._given, self._llm, config)
+        return FunctionAgent(self._function, self._filled, self._llm, config)
 
 
 class FunctionAgent(Agent):
@@ -245,10 +247,10 @@ class FunctionAgent(Agent):
     """
 
     def __init__(
-        self, function: Callable[..., Any], given: frozenset[str], llm: str | None, config: dict[str, Any]
+        self, function: Callable[..., Any], filled: frozenset[str], llm: str | None, config: dict[str, Any]
     ) -> None:
         self._function = function
-        self._given = given
+        self._filled = filled
         self._llm = llm
         self._config = config
 
@@ -257,7 +259,7 @@ class FunctionAgent(Agent):
         arguments: dict[str, Any] = {"episode": episode, "task": row_of(episode), "rollout": rollout_of(episode)}
         if self._llm is not None:
             arguments[self._llm] = await llm_of(episode)
-        arguments = {name: value for name, value in arguments.items() if name in self._given}
+        arguments = {name: value for name, value in arguments.items() if name in self._filled}
         with use_episode(episode):
             await apply_result(episode, await call_function(episode, self._function, **arguments, **self._config))
 
@@ -291,13 +293,13 @@ def rollout(target: Any = None, /) -> Any:
         return RolloutFunction(target)
 
     def decorate(function: Callable[P, T]) -> RolloutFunction[P, T]:
-        made = RolloutFunction(function)
-        return made if target is None else register_agent(target)(made)
+        agent_function = RolloutFunction(function)
+        return agent_function if target is None else register_agent(target)(agent_function)
 
     return decorate
 
 
-def _read(function: Callable[..., Any]) -> tuple[str | None, frozenset[str]]:
+def _read_signature(function: Callable[..., Any]) -> tuple[str | None, frozenset[str]]:
     """Return the parameter that takes the LLM, and all that an episode fills."""
     where = f"@rollout on {function.__qualname__ if inspect.isroutine(function) else repr(function)}"
     parameters = inspect.signature(function).parameters
@@ -309,7 +311,7 @@ def _read(function: Callable[..., Any]) -> tuple[str | None, frozenset[str]]:
             f"{where} takes a prompt_template, but prompts are not tuned here: give the prompt as config of the agent "
             "under another name, and take 'llm' or 'episode'"
         )
-    typed = [name for name, each in parameters.items() if _is_llm(each.annotation)]
+    typed = [name for name, parameter in parameters.items() if _is_llm(parameter.annotation)]
     llm = "llm" if "llm" in parameters else typed[0] if typed else None
     if "episode" not in parameters and not ("task" in parameters and llm is not None):
         raise AgentError(
@@ -318,7 +320,7 @@ def _read(function: Callable[..., Any]) -> tuple[str | None, frozenset[str]]:
         )
     if "episode" in parameters and not inspect.iscoroutinefunction(function):
         raise AgentError(f"{where}: it takes an episode, whose methods are awaited: write 'async def'")
-    return llm, frozenset(name for name in parameters if name in _GIVEN or name == llm)
+    return llm, frozenset(name for name in parameters if name in _FILLED or name == llm)
 
 
 def _is_llm(annotation: object) -> bool:

@@ -31,17 +31,17 @@ def policy_of(agent: str, roles: Mapping[str, str]) -> str:
     return roles.get(agent) or roles.get(role_of(agent), MAIN)
 
 
-def check_played(agents: Iterable[str], roles: Mapping[str, str], known: Collection[str]) -> None:
+def check_played(agents: Iterable[str], roles: Mapping[str, str], policies: Collection[str]) -> None:
     """Check that the policy of each agent of an environment is known.
 
     Raises:
         ConfigError: One is not.
     """
     for agent in agents:
-        if (policy := policy_of(agent, roles)) not in known:
+        if (policy := policy_of(agent, roles)) not in policies:
             raise ConfigError(
                 f"rollout.roles: the environment's agent {agent!r} has the policy {policy!r}, which does not exist: "
-                f"map the role {role_of(agent)!r} to one of {', '.join(known)}"
+                f"map the role {role_of(agent)!r} to one of {', '.join(policies)}"
             )
 
 

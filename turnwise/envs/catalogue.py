@@ -68,14 +68,14 @@ def describe(name: str) -> EnvInfo:
     """Return the description of an environment; what cannot be imported is described by its ``problem``."""
     try:
         cls = env_class(name)
-        names = [*cls.tool_methods, *(as_tool(each).name for each in _declared(cls))]
+        names = [*cls.tool_methods, *(as_tool(tool).name for tool in _declared(cls))]
     except TurnwiseError as error:
         return EnvInfo(name, problem=str(error))
     return EnvInfo(
         name=name,
         reference=f"{cls.__module__}:{cls.__qualname__}",
         summary=_summary(cls),
-        config=", ".join(_parameter(each) for each in inspect.signature(cls).parameters.values()),
+        config=", ".join(_parameter(parameter) for parameter in inspect.signature(cls).parameters.values()),
         tools=tuple(names),
         tasks=cls.default_tasks,
     )

@@ -9,7 +9,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Gen
 from concurrent.futures import Executor
 from typing import Any, ClassVar, Literal, ParamSpec, Self, TypeAlias, TypeVar, cast
 
-from turnwise.envs.forking import Memo, Script, answered, check_answer, copied, described, equip, refusal
+from turnwise.envs.forking import (
+    Memo,
+    Script,
+    check_answer,
+    comparable_answer,
+    copy_env,
+    describe_action,
+    equip,
+    why_not_forkable,
+)
 from turnwise.envs.results import Observation as Observation
 from turnwise.envs.results import ResetResult as ResetResult
 from turnwise.envs.results import Score as Score
@@ -33,21 +42,21 @@ def tool_methods(cls: type) -> dict[str, FunctionTool]:
     Raises:
         ToolSchemaError: A method replaces a tool without being one, or two tools have one name.
     """
-    found: dict[str, FunctionTool] = {}
+    by_attribute: dict[str, FunctionTool] = {}
     for base in reversed(cls.__mro__):
         for attribute, value in vars(base).items():
             inner = value.__func__ if isinstance(value, staticmethod) else value
             if isinstance(inner, FunctionTool):
-                found[attribute] = inner
-            elif attribute in found and value is None:
-                del found[attribute]
-            elif attribute in found and attribute in vars(cls):
+                by_attribute[attribute] = inner
+            elif attribute in by_attribute and value is None:
+                del by_attribute[attribute]
+            elif attribute in by_attribute and attribute in vars(cls):
                 raise ToolSchemaError(
                     f"{cls.__qualname__}.{attribute} replaces a tool of {base.__mro__[1].__qualname__} without being "
                     f"one: decorate it with @function_tool, or write {attribute} = None to take the tool away"
                 )
     by_name: dict[str, FunctionTool] = {}
-    for attribute, tool in found.items():
+    for attribute, tool in by_attribute.items():
         if tool.name in by_name:
             raise ToolSchemaError(f"{cls.__qualname__}.{attribute}: another of its tools is called {tool.name!r} too")
         by_name[tool.name] = tool
@@ -191,7 +200,7 @@ class Env(SandboxOwner):
         """
         if self.forks == "replay":
             return await replay(self)
-        fork: Self = await copied(self, self.fork_shares, self._fork_state)
+        fork: Self = await copy_env(self, self.fork_shares, self._fork_state)
         return fork
 
     async def _fork_state(self, fork: Any, memo: Memo) -> None:
@@ -211,16 +220,16 @@ class Env(SandboxOwner):
         Raises:
             ToolSchemaError: An entry of ``tools`` is not a tool, or two tools have one name.
         """
-        found: dict[str, Tool] = dict(self.tool_methods)
+        tools: dict[str, Tool] = dict(self.tool_methods)
         for item in self.tools:
             tool = as_tool(item)
-            if found.get(tool.name, tool) is not tool:
+            if tools.get(tool.name, tool) is not tool:
                 raise ToolSchemaError(
                     f"{type(self).__qualname__} has two tools called {tool.name!r}: rename one with "
                     '@function_tool("other_name")'
                 )
-            found[tool.name] = tool
-        return found
+            tools[tool.name] = tool
+        return tools
 
     def add_tools(self, tools: Sequence[Tool]) -> None:
         """Add tools of the configuration.
@@ -289,7 +298,7 @@ async def step_env(env: Env, action: Message, *, executor: Executor | None = Non
     conversation += as_messages(result.observation)
     env._running = env._running and not (result.terminated or result.truncated)
     if env._script is not None:
-        env._script.steps.append((action, answered(result)))
+        env._script.steps.append((action, comparable_answer(result)))
     return result
 
 
@@ -306,7 +315,7 @@ async def call_env(env: Env, call: ToolCall, *, executor: Executor | None = None
     answer: Message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
     conversation += [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
     if env._script is not None:
-        env._script.steps.append((call, answered(response)))
+        env._script.steps.append((call, comparable_answer(response)))
     return response
 
 
@@ -338,7 +347,7 @@ async def fork_env(env: Env, *, executor: Executor | None = None) -> Env:
         EnvError: The environment cannot be forked, or not now.
     """
     _use_executor(env, executor)
-    if (why := refusal(env)) is not None:
+    if (why := why_not_forkable(env)) is not None:
         raise EnvError(f"{type(env).__qualname__} cannot fork: {why}")
     return await run_method(env, env.fork)
 
@@ -454,10 +463,10 @@ async def replay(env: Env) -> Env:
         check_answer(env, "reset", messages, script.first)
         for number, (action, recorded) in enumerate(script.steps, 1):
             if isinstance(action, ToolCall):
-                answer = answered(await call_env(fork, action, executor=env.executor))
+                answer = comparable_answer(await call_env(fork, action, executor=env.executor))
             else:
-                answer = answered(await step_env(fork, action, executor=env.executor))
-            check_answer(env, described(number, action), answer, recorded)
+                answer = comparable_answer(await step_env(fork, action, executor=env.executor))
+            check_answer(env, describe_action(number, action), answer, recorded)
     except BaseException:  # also a cancellation: what was made is closed
         await close_env(fork)
         raise

@@ -24,18 +24,18 @@ async def conversation(env: E, task: Task, seed: int, plan: Callable[[E], Sequen
         plan: Makes the plan when the episode has begun: calls of tools, and last the answer, which is written down and
             not played.
     """
-    messages, _ = await reset_env(env, task, seed=seed)
-    said: list[Message] = list(messages)
+    first_messages, _ = await reset_env(env, task, seed=seed)
+    messages: list[Message] = list(first_messages)
     for number, move in enumerate(plan(env)):
         if isinstance(move, str):
-            said.append({"role": "assistant", "content": move})
+            messages.append({"role": "assistant", "content": move})
             continue
         call = ToolCall(f"call{number}", move.name, move.arguments)
-        said.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        result = await step_env(env, said[-1])
-        said += as_messages(result.observation)
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        result = await step_env(env, messages[-1])
+        messages += as_messages(result.observation)
     await close_env(env)
-    return _record(env, said)
+    return _record(env, messages)
 
 
 async def solved_conversation(env: Env, task: Task | None, seed: int) -> dict[str, Any]:
@@ -50,17 +50,17 @@ async def solved_conversation(env: Env, task: Task | None, seed: int) -> dict[st
         EnvError: The environment has no reference solution (``solve``), or it does not end the episode.
     """
     try:
-        messages, _ = await reset_env(env, task, seed=seed)
-        said: list[Message] = list(messages)
+        first_messages, _ = await reset_env(env, task, seed=seed)
+        messages: list[Message] = list(first_messages)
         for message, result in await play_solution(env):
-            said += [message, *as_messages(result.observation)]
-        return _record(env, said)
+            messages += [message, *as_messages(result.observation)]
+        return _record(env, messages)
     finally:
         await close_env(env)
 
 
-def _record(env: Env, said: Sequence[Message]) -> dict[str, Any]:
-    return {"messages": [wire(message) for message in said], "tools": [schema.to_json() for schema in schemas(env)]}
+def _record(env: Env, messages: Sequence[Message]) -> dict[str, Any]:
+    return {"messages": [wire(message) for message in messages], "tools": [schema.to_json() for schema in schemas(env)]}
 
 
 def wire(message: Message) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Copies of running environments: the two ways in which ``Env.fork`` makes an independent one in the same state.
+"""Forks of running environments: how ``Env.fork`` makes an independent one in the same state.
 
 ``copy``: attributes are copied deeply, sandboxes and instances of tools are forked. ``replay``: a new environment is
 reset with the same task and seed and takes the recorded actions again; accepted only with equal answers.
@@ -36,7 +36,7 @@ Memo = dict[int, Any]
 
 @dataclass(slots=True)
 class Script:
-    """What an environment was given in this episode, and what it answered; kept where it forks by replay.
+    """The actions of an episode and their answers; kept where the environment forks by replay.
 
     Attributes:
         task: The task of the reset.
@@ -51,7 +51,7 @@ class Script:
     steps: list[tuple[Message | ToolCall, Any]] = field(default_factory=list)
 
 
-def refusal(env: Any) -> str | None:
+def why_not_forkable(env: Any) -> str | None:
     """Return why an environment cannot fork now, or None."""
     if env.forks is None:
         return "its class says that it cannot (forks = None)"
@@ -64,21 +64,23 @@ def refusal(env: Any) -> str | None:
     return None
 
 
-async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], Any], known: Memo | None = None) -> Any:
+async def copy_env(
+    env: Any, shared: Collection[str], fork_state: Callable[[Any, Memo], Any], copies: Memo | None = None
+) -> Any:
     """Return a deep copy of an environment.
 
     Args:
         env: The environment.
-        kept: Names of attributes that the copy shares.
-        carry: Called with the copy and the memo; what cannot be copied as an attribute is made there.
-        known: Copies that are made already.
+        shared: Names of attributes that the copy shares.
+        fork_state: Called with the copy and the memo; what cannot be copied as an attribute is made there.
+        copies: Copies that are made already.
 
     Raises:
         EnvError: An attribute cannot be copied, or a sandbox cannot be forked.
     """
-    made = object.__new__(type(env))
+    fork = object.__new__(type(env))
     sandboxes: list[tuple[SandboxManager, Sandbox]] = []
-    memo: Memo = {id(env): made} | (known or {})
+    memo: Memo = {id(env): fork} | (copies or {})
     # Where copy.deepcopy keeps the originals of what it has copied.
     originals = memo[id(memo)] = []
     copied_of: dict[str, tuple[Any, list[Any]]] = {}
@@ -87,38 +89,38 @@ async def copied(env: Any, kept: Collection[str], carry: Callable[[Any, Memo], A
             forked = await _forked(env, manager, sandbox)
             sandboxes.append((manager, forked))
             memo[id(sandbox)] = forked
-        made._in_use = tuple(sandboxes)
+        fork._in_use = tuple(sandboxes)
         _share_tools(env, memo)
         # Messages do not change.
-        made.conversation = memo[id(env.conversation)] = list(env.conversation)
-        kept = SHARED | frozenset(kept)
+        fork.conversation = memo[id(env.conversation)] = list(env.conversation)
+        shared = SHARED | frozenset(shared)
         for name, value in attributes(env):
             if name in env.uncopied:
                 continue
-            if name in kept:
-                object.__setattr__(made, name, value)
+            if name in shared:
+                object.__setattr__(fork, name, value)
                 continue
-            before = len(originals)
-            object.__setattr__(made, name, _copy(env, name, value, memo))
-            copied_of[name] = value, originals[before:]
-        for name, (value, inside) in copied_of.items():
-            _refuse_shared(env, name, [value, *gc.get_referents(*inside)], memo)
-        await carry(made, memo)
+            count = len(originals)
+            object.__setattr__(fork, name, _copy(env, name, value, memo))
+            copied_of[name] = value, originals[count:]
+        for name, (value, children) in copied_of.items():
+            _refuse_shared(env, name, [value, *gc.get_referents(*children)], memo)
+        await fork_state(fork, memo)
     except BaseException:  # also a cancellation: what was forked is closed
         for manager, sandbox in sandboxes:
             await manager.release(sandbox)
         raise
     if env._own_manager is not None:
         env._own_manager.users += 1
-    return made
+    return fork
 
 
 async def _forked(env: Any, manager: SandboxManager, sandbox: Sandbox) -> Sandbox:
     try:
-        [made] = await manager.fork(sandbox)
+        [fork] = await manager.fork(sandbox)
     except SandboxError as error:
         raise EnvError(f"{type(env).__qualname__} cannot fork: its sandbox cannot: {error}") from error
-    return made
+    return fork
 
 
 def _share_tools(env: Any, memo: Memo) -> None:
@@ -144,18 +146,18 @@ def attributes(env: Any) -> Iterator[tuple[str, Any]]:
 
 def _refuse_shared(env: Any, name: str, values: list[Any], memo: Memo) -> None:
     """Refuse what a deep copy leaves as it is although it refers to the original, among an attribute's values."""
-    for held in values:
-        kind = type(held)
+    for member in values:
+        kind = type(member)
         if kind is FunctionType:
-            _no_closure(env, f"its attribute {name!r}", held)
-        elif kind is weakref.ref and memo.get(id(held()), held()) is not held():
+            _no_closure(env, f"its attribute {name!r}", member)
+        elif kind is weakref.ref and memo.get(id(member()), member()) is not member():
             raise EnvError(
-                f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(held)}, a weak reference, "
-                "which in a fork would still be one to the original's object: use a plain reference, or write fork()"
+                f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(member)}, a weak "
+                "reference, which in a fork would still be one to the original's object: use a plain reference, or write fork()"
             )
         elif kind is TemporaryDirectory:
             raise EnvError(
-                f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(held)}, a folder that a "
+                f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(member)}, a folder that a "
                 "fork would share and that the first close() removes: keep files in a sandbox "
                 "(await self.open_sandbox()), which is forked, or write fork()"
             )
@@ -170,18 +172,18 @@ def _no_closure(env: Any, name: str, function: Any) -> None:
         )
 
 
-def _refers(held: Any, env: Any, depth: int = 4) -> bool:
+def _refers(member: Any, env: Any, depth: int = 4) -> bool:
     """Whether a value is an environment, or a function or method that was made with it."""
-    if held is env:
+    if member is env:
         return True
-    if type(held) is MethodType:
-        return held.__self__ is env
-    if type(held) is not FunctionType or not depth:
+    if type(member) is MethodType:
+        return member.__self__ is env
+    if type(member) is not FunctionType or not depth:
         return False
     # A cell is empty until its variable is set.
-    cells = [value for cell in held.__closure__ or () for value in gc.get_referents(cell)]
-    bound = (*cells, *(held.__defaults__ or ()), *(held.__kwdefaults__ or {}).values())
-    return any(_refers(each, env, depth - 1) for each in bound)
+    cells = [value for cell in member.__closure__ or () for value in gc.get_referents(cell)]
+    bound = (*cells, *(member.__defaults__ or ()), *(member.__kwdefaults__ or {}).values())
+    return any(_refers(bound_value, env, depth - 1) for bound_value in bound)
 
 
 def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
@@ -192,9 +194,9 @@ def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
         return value
     if type(value) is random.Random:
         # A hundred times as fast as the copy of its 625 numbers.
-        made = memo[id(value)] = random.Random()
-        made.setstate(value.getstate())
-        return made
+        duplicate = memo[id(value)] = random.Random()
+        duplicate.setstate(value.getstate())
+        return duplicate
     try:
         return copy.deepcopy(value, memo)
     except Exception as error:  # an environment's objects: what copying one raises is named
@@ -205,8 +207,8 @@ def _copy(env: Any, name: str, value: Any, memo: Memo) -> Any:
         ) from error
 
 
-def answered(result: Any) -> Any:
-    """Return what a step or a single call answered, for comparison with what another one does."""
+def comparable_answer(result: Any) -> Any:
+    """Return the answer of a step or a single call in a form that compares."""
     if isinstance(result, ToolResponse):
         return [result.content(), result.reward]
     observation = result.observation
@@ -222,7 +224,7 @@ def equip(env: Any, fork: Any) -> None:
     fork.count_tokens = env.count_tokens
 
 
-def described(number: int, action: Message | ToolCall) -> str:
+def describe_action(number: int, action: Message | ToolCall) -> str:
     """Return how an error names a replayed action."""
     if isinstance(action, ToolCall):
         return f"call {number} ({action.name})"

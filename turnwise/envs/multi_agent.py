@@ -62,14 +62,14 @@ class MultiAgentEnv(ToolEnv):
 
     def tell(self, agent: str, observation: Observation) -> None:
         """Queue an observation for an agent's next turn."""
-        self._known(agent, "tell")
+        self._check_agent(agent, "tell")
         self._inbox.setdefault(agent, []).extend(as_messages(observation))
 
     def pay(self, agent: str, value: float, name: str = "step") -> None:
         """Reward an agent for its last action."""
-        self._known(agent, "pay")
-        own = self._paid.setdefault(agent, {})
-        own[name] = own.get(name, 0.0) + finite(value, f"{type(self).__qualname__}.pay({agent!r}):")
+        self._check_agent(agent, "pay")
+        payments = self._paid.setdefault(agent, {})
+        payments[name] = payments.get(name, 0.0) + finite(value, f"{type(self).__qualname__}.pay({agent!r}):")
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Begin an episode with the first agent's observation."""
@@ -81,84 +81,84 @@ class MultiAgentEnv(ToolEnv):
             raise EnvError(
                 f"{type(self).__qualname__}.begin returned None: it must return the name of the agent that acts first"
             )
-        self._next(first, "begin")
+        self._set_turn(first, "begin")
         tools = {agent: self.tools_of(agent) for agent in self.agents}
         limited = {agent: sorted(names) for agent, names in tools.items() if names is not None}
         info: dict[str, Any] = {"agents": list(self.agents), "turn": self.turn}
-        return self._heard(), info | ({"tools": limited} if limited else {})
+        return self._take_observation(), info | ({"tools": limited} if limited else {})
 
     async def step(self, action: Message) -> StepResult:
         """Take a message of the current agent."""
-        agent = self._acting()
+        agent = self._current_agent()
         if action.get("tool_calls"):
-            calls = [self._allowed(agent, call) for call in action["tool_calls"]]
+            calls = [self._check_tool(agent, call) for call in action["tool_calls"]]
             result = await super().step({**action, "tool_calls": calls})
             return result._replace(info={**result.info, "turn": agent})
         await self._open()
-        self._next(await run_method(self, self.move, agent, action), "move")
+        self._set_turn(await run_method(self, self.move, agent, action), "move")
         if self.turn is None:
-            return await self._end(agent, action)
-        own, others = self._earned(agent)
-        info = {"rewards": own, "agent_rewards": others, "turn": self.turn}
-        return StepResult(self._heard(), sum(own.values()), False, False, info)
+            return await self._end_episode(agent, action)
+        rewards, other_rewards = self._take_payments(agent)
+        info = {"rewards": rewards, "agent_rewards": other_rewards, "turn": self.turn}
+        return StepResult(self._take_observation(), sum(rewards.values()), False, False, info)
 
     async def call(self, call: ToolCall) -> ToolResponse:
         """Execute a call of the current agent."""
-        return await super().call(self._allowed(self._acting(), call))
+        return await super().call(self._check_tool(self._current_agent(), call))
 
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - ``payoff`` knows what was said
         """Return :meth:`payoff` and the payments since the last move, which no step can report after a limit."""
-        found = self.payoff()
+        payoff = self.payoff()
         where = f"{type(self).__qualname__}.payoff returned"
-        parts = agent_parts(await found if inspect.isawaitable(found) else found, "score", where)
+        parts = agent_parts(await payoff if inspect.isawaitable(payoff) else payoff, "score", where)
         for agent, scores in parts.items():
-            self._known(agent, "payoff")
+            self._check_agent(agent, "payoff")
             for part, value in scores.items():
                 self.pay(agent, value, part)
         paid, self._paid = self._paid, {}
         return ScoreParts(agents=paid)
 
-    async def _end(self, agent: str, action: Message) -> StepResult:
+    async def _end_episode(self, agent: str, action: Message) -> StepResult:
         self._over = True
         parts: ScoreParts = await score_env(self, action)
         for name, scores in agent_parts(parts.agents, "score").items():
             for part, value in scores.items():
                 self.pay(name, value, part)
-        own, others = self._earned(agent)
-        own |= parts
-        info = {"rewards": own, "agent_rewards": others, "metrics": parts.metrics}
-        return StepResult([], sum(own.values()), True, False, info)
+        rewards, other_rewards = self._take_payments(agent)
+        rewards |= parts
+        info = {"rewards": rewards, "agent_rewards": other_rewards, "metrics": parts.metrics}
+        return StepResult([], sum(rewards.values()), True, False, info)
 
-    def _earned(self, agent: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    def _take_payments(self, agent: str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
         """Return the payments since the last step, of the actor and of the others."""
         paid, self._paid = self._paid, {}
         return paid.pop(agent, {}), paid
 
-    def _acting(self) -> str:
+    def _current_agent(self) -> str:
         if self.turn is None:
             raise EnvError(f"{type(self).__qualname__}: no episode runs: call reset() first")
         return self.turn
 
-    def _next(self, turn: Any, method: str) -> None:
+    def _set_turn(self, turn: Any, method: str) -> None:
         if turn is not None:
-            self._known(turn, method)
+            self._check_agent(turn, method)
         self.turn = turn
 
-    def _heard(self) -> list[Message]:
-        agent = self._acting()
-        heard = self._inbox.pop(agent, [])
-        if not heard:
+    def _take_observation(self) -> list[Message]:
+        agent = self._current_agent()
+        messages = self._inbox.pop(agent, [])
+        if not messages:
             raise EnvError(f"{type(self).__qualname__}: {agent!r} acts next, but has no observation: use tell()")
-        return heard
+        return messages
 
-    def _known(self, agent: Any, method: str) -> None:
+    def _check_agent(self, agent: Any, method: str) -> None:
         if agent not in self.agents:
-            known = ", ".join(self.agents) or "none: set `agents`"
+            names = ", ".join(self.agents) or "none: set `agents`"
             raise EnvError(
-                f"{type(self).__qualname__}.{method} names {shown(agent)}, which is not one of the agents: {known}"
+                f"{type(self).__qualname__}.{method} names {shown(agent)}, which is not one of the agents: {names}"
             )
 
-    def _allowed(self, agent: str, call: ToolCall) -> ToolCall:
+    def _check_tool(self, agent: str, call: ToolCall) -> ToolCall:
         """Return a call as executed: another agent's tool is answered by an error."""
         names = self.tools_of(agent)
         if names is None or call.name in names or call.error is not None:

@@ -76,8 +76,9 @@ class EnvSpec:
 
     def __post_init__(self) -> None:
         numbered = {str(number): wrapper for number, wrapper in enumerate(self.wrappers)}
-        given = {"config": self.config, "tools": self.tools, "wrappers": numbered}
-        for key, value in ((f"{part}[{key!r}]", value) for part, each in given.items() for key, value in each.items()):
+        sections = {"config": self.config, "tools": self.tools, "wrappers": numbered}
+        values = ((f"{part}[{key!r}]", value) for part, section in sections.items() for key, value in section.items())
+        for key, value in values:
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
@@ -127,22 +128,23 @@ def register(name: str, entry_point: type[Env] | str | None = None, /, **config:
     if not name or ":" in name or name.endswith(".py"):
         raise RegistryError(f"{name!r} is not a name for an environment: references hold a ':', names do not")
 
-    def enter(cls: Any) -> Any:
+    def register_class(cls: Any) -> Any:
         if not isinstance(cls, str) and not (isinstance(cls, type) and issubclass(cls, Env)):
             raise RegistryError(f"environment {name!r} is {cls!r}: it must be a subclass of turnwise.Env")
         entry = _Entry(cls, config)
-        known = _ENVS.get(name)
-        if known is not None and known.reference != entry.reference:
+        registered = _ENVS.get(name)
+        if registered is not None and registered.reference != entry.reference:
             raise RegistryError(
-                f"the environment name {name!r} is taken by {known.reference}; {entry.reference} needs another name"
+                f"the environment name {name!r} is taken by {registered.reference}; {entry.reference} needs another "
+                "name"
             )
         _ENVS[name] = entry
         register_with_gymnasium(name)
         return cls
 
     if entry_point is None:
-        return enter
-    enter(entry_point)
+        return register_class
+    register_class(entry_point)
     return None
 
 
@@ -213,18 +215,18 @@ def make(name: str, /, **config: Any) -> Env:
     cls: Callable[..., Env] = _load(name, entry)
     merged = {**entry.config, **config}
     try:
-        _check_names(cls, *merged)
+        _check_arguments(cls, *merged)
     except TypeError as error:
         signature = _signature(cls)
-        takes = [each for each in signature.parameters if each not in ("args", "kwargs")]
-        hints = "".join(nearest(each, takes) for each in merged if each not in takes)
+        takes = [parameter for parameter in signature.parameters if parameter not in ("args", "kwargs")]
+        hints = "".join(nearest(key, takes) for key in merged if key not in takes)
         raise RegistryError(
             f"environment {name!r} does not take {merged}: {error}{hints}; its configuration is {signature}"
         ) from error
-    made = cls(**merged)
-    if made.forks == "replay":
-        made._maker = functools.partial(make, name, **config)
-    return made
+    env = cls(**merged)
+    if env.forks == "replay":
+        env._maker = functools.partial(make, name, **config)
+    return env
 
 
 def env_class(name: str) -> type[Env]:
@@ -251,13 +253,13 @@ def _entry(name: str) -> _Entry:
         raise RegistryError(
             f"there is no environment {name!r}{nearest(name, _ENVS)}; registered are {', '.join(env_names())}; any "
             f"other is made by pkg.module:Class or path/to/file.py:Class, those of other frameworks by "
-            f"{', '.join(f'{each}:NAME' for each in env_prefixes())}"
+            f"{', '.join(f'{family}:NAME' for family in env_prefixes())}"
         )
     return _Entry(name, {})
 
 
 @functools.lru_cache(maxsize=256)
-def _check_names(cls: Callable[..., Env], *names: str) -> None:
+def _check_arguments(cls: Callable[..., Env], *names: str) -> None:
     """Check that a class takes keyword arguments of these names, cached like the signature. Raises TypeError."""
     _signature(cls).bind(**dict.fromkeys(names))
 

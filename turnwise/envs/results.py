@@ -137,10 +137,10 @@ def agent_parts(value: Any, name: str, where: str = "rewards of agents") -> dict
     if value is not None and not isinstance(value, Mapping):
         raise EnvError(f"{where} is {shown(value)}: it must be a dict from agents to numbers or named parts")
     return {
-        agent: {part: finite(each, f"{where}[{agent!r}][{part!r}]") for part, each in named_numbers(
-            given if isinstance(given, Mapping) else {name: given}, f"{where}[{agent!r}]"
+        agent: {part: finite(number, f"{where}[{agent!r}][{part!r}]") for part, number in named_numbers(
+            rewards if isinstance(rewards, Mapping) else {name: rewards}, f"{where}[{agent!r}]"
         ).items()}
-        for agent, given in named_numbers(value, where).items()
+        for agent, rewards in named_numbers(value, where).items()
     }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class ToolEnv(Env):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "reset" in vars(cls):
-            cls.reset = _beginning(cls.reset)  # type: ignore[method-assign]
+            cls.reset = _begin_first(cls.reset)  # type: ignore[method-assign]
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> MaybeAwaitable[ResetResult]:  # noqa: ARG002
         """Start an episode with the task's prompt.
@@ -133,8 +133,8 @@ class ToolEnv(Env):
         Raises:
             ConfigError: Names collide; all that do are listed, each with both places.
         """
-        own = [(tool, f"{type(self).__qualname__}: {place_of(tool)}") for tool in super().toolset().values()]
-        check_names([*own, *((tool, place_of(tool)) for tool in tools)])
+        env_tools = [(tool, f"{type(self).__qualname__}: {place_of(tool)}") for tool in super().toolset().values()]
+        check_names([*env_tools, *((tool, place_of(tool)) for tool in tools)])
         self.loaded_tools = tuple(tools)
 
     def toolset(self) -> dict[str, Tool]:
@@ -216,7 +216,7 @@ class ToolEnv(Env):
         self.invalid_in_a_row = 0 if usable else self.invalid_in_a_row + 1
 
 
-def _beginning(reset: Callable[..., Any]) -> Callable[..., Any]:
+def _begin_first(reset: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``reset`` to begin an episode."""
 
     @functools.wraps(reset)
@@ -227,17 +227,17 @@ def _beginning(reset: Callable[..., Any]) -> Callable[..., Any]:
     return begin
 
 
-def _with_calls(last: StepResult, calls: Mapping[str, Any]) -> StepResult:
+def _with_calls(final: StepResult, calls: Mapping[str, Any]) -> StepResult:
     """Return the final step, with the rewards and metrics of its message's calls."""
     added = {
         part: {
-            name: calls[part].get(name, 0.0) + last.info[part].get(name, 0.0)
-            for name in {**calls[part], **last.info[part]}
+            name: calls[part].get(name, 0.0) + final.info[part].get(name, 0.0)
+            for name in {**calls[part], **final.info[part]}
         }
         for part in ("rewards", "metrics")
     }
-    info = {**last.info, **added, **({"tool_notes": calls["tool_notes"]} if "tool_notes" in calls else {})}
-    return last._replace(reward=last.reward + sum(calls["rewards"].values()), info=info)
+    info = {**final.info, **added, **({"tool_notes": calls["tool_notes"]} if "tool_notes" in calls else {})}
+    return final._replace(reward=final.reward + sum(calls["rewards"].values()), info=info)
 
 
 def _answer(outcome: Outcome) -> Message:

@@ -32,7 +32,7 @@ from turnwise.envs.core import (
     score_env,
     step_env,
 )
-from turnwise.envs.forking import Memo, copied
+from turnwise.envs.forking import Memo, copy_env
 from turnwise.envs.results import check_score
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, ConfigError, EnvError, ToolSchemaError, shown
@@ -46,7 +46,7 @@ from turnwise.tools.secrets import Secret
 from turnwise.types import Message, StopReason, ToolCall
 
 
-class _Forwarded:
+class _ForwardedAttribute:
     """An attribute of the wrapped environment; set through the wrapper only if ``writable``."""
 
     def __init__(self, *, writable: bool = False) -> None:
@@ -64,8 +64,8 @@ class _Forwarded:
         setattr(wrapper.env, self._name, value)
 
 
-def _forwarded(*, writable: bool = False) -> Any:
-    return _Forwarded(writable=writable)
+def _forward(*, writable: bool = False) -> Any:
+    return _ForwardedAttribute(writable=writable)
 
 
 class Wrapper(Env):
@@ -79,25 +79,25 @@ class Wrapper(Env):
 
     env: Env
 
-    tools: Sequence[Any] = _forwarded()
-    score_range: ClassVar[tuple[float, float] | None] = _forwarded()
-    floor: ClassVar[float | None] = _forwarded()
-    default_tasks: ClassVar[str | None] = _forwarded()
-    secrets: Sequence[Secret] = _forwarded()
-    executor: Executor | None = _forwarded(writable=True)
-    count_tokens: CountTokens | None = _forwarded(writable=True)
-    sandboxes: SandboxManager | None = _forwarded(writable=True)
-    guest_mounts: tuple[Mount, ...] = _forwarded(writable=True)
-    lost_thread: bool = _forwarded(writable=True)
+    tools: Sequence[Any] = _forward()
+    score_range: ClassVar[tuple[float, float] | None] = _forward()
+    floor: ClassVar[float | None] = _forward()
+    default_tasks: ClassVar[str | None] = _forward()
+    secrets: Sequence[Secret] = _forward()
+    executor: Executor | None = _forward(writable=True)
+    count_tokens: CountTokens | None = _forward(writable=True)
+    sandboxes: SandboxManager | None = _forward(writable=True)
+    guest_mounts: tuple[Mount, ...] = _forward(writable=True)
+    lost_thread: bool = _forward(writable=True)
 
     _sandbox: Sandbox | None = None
     _pending: asyncio.Future[ScoreParts] | None = None
 
     def __new__(cls, env: Env, *_args: Any, **_kwargs: Any) -> Wrapper:
         """Make a wrapper, as a ToolEnv where the wrapped environment is one."""
-        made: Any = cls
-        made = super().__new__(_around_tools(made) if isinstance(env, ToolEnv) else cls)
-        return cast("Wrapper", made)
+        wrapper_class: Any = _with_tool_interface(cls) if isinstance(env, ToolEnv) else cls
+        wrapper: Any = super().__new__(wrapper_class)
+        return cast("Wrapper", wrapper)
 
     def __init__(self, env: Env) -> None:
         if not isinstance(env, Env):
@@ -165,11 +165,11 @@ class Wrapper(Env):
         """Return the wrapper, with a copy of its own attributes, around a fork of the wrapped environment."""
         inner = await fork_env(self.env)
         try:
-            made: Env = await copied(self, self.fork_shares, _carry_nothing, {id(self.env): inner})
+            fork: Env = await copy_env(self, self.fork_shares, _carry_nothing, {id(self.env): inner})
         except BaseException:  # also a cancellation: what was forked is closed
             await close_env(inner)
             raise
-        return made
+        return fork
 
     async def close(self) -> None:
         """Close the wrapped environment."""
@@ -191,11 +191,11 @@ class Wrapper(Env):
         self.env.add_tools(tools)
 
 
-async def _carry_nothing(made: Any, memo: Memo) -> None:
+async def _carry_nothing(fork: Any, memo: Memo) -> None:
     """Carry nothing to the fork of a wrapper: tools are the wrapped environment's."""
 
 
-class _ToolFace(ToolEnv):
+class _ToolInterface(ToolEnv):
     """ToolEnv interface of a wrapper around one."""
 
     env: ToolEnv
@@ -209,7 +209,7 @@ class _ToolFace(ToolEnv):
         return self.env.invalid_in_a_row
 
 
-async def ask(env: Env, method: str, *args: Any, executor: Executor | None = None) -> Any:
+async def call_by_name(env: Env, method: str, *args: Any, executor: Executor | None = None) -> Any:
     """Call a public method that an environment's class defines, through all wrappers.
 
     Args:
@@ -223,10 +223,10 @@ async def ask(env: Env, method: str, *args: Any, executor: Executor | None = Non
         EnvError: It raised.
     """
     inner = env.unwrapped if isinstance(env, Wrapper) else env
-    own = [name for name in dir(type(inner)) if not name.startswith("_") and name not in dir(Env)]
-    if method not in own:
-        close = difflib.get_close_matches(method, own, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(own) or 'no methods'}"
+    methods = [name for name in dir(type(inner)) if not name.startswith("_") and name not in dir(Env)]
+    if method not in methods:
+        close = difflib.get_close_matches(method, methods, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(methods) or 'no methods'}"
         raise AgentError(f"{type(inner).__qualname__} has no method {method!r}{hint}")
     if executor is not None:
         inner.executor = executor
@@ -235,11 +235,11 @@ async def ask(env: Env, method: str, *args: Any, executor: Executor | None = Non
 
 
 @functools.cache
-def _around_tools(cls: Any) -> Any:
+def _with_tool_interface(cls: Any) -> Any:
     if issubclass(cls, ToolEnv):
         return cls
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls, _ToolFace), names)
+    return type(cls.__name__, (cls, _ToolInterface), names)
 
 
 Shape: TypeAlias = Callable[[float, dict[str, Any], "Message | None"], Any]
@@ -287,9 +287,9 @@ class TimeLimit(Wrapper):
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
         """Reset, and start the clock."""
-        begun = await super().reset(task, seed=seed)
+        messages, info = await super().reset(task, seed=seed)
         self._deadline = asyncio.get_running_loop().time() + self._seconds
-        return begun
+        return messages, info
 
     async def step(self, action: Message) -> StepResult:
         """Run a step within the remaining time."""
@@ -345,7 +345,7 @@ class TruncateObservations(Wrapper):
     async def step(self, action: Message) -> StepResult:
         """Cut the answers to a message."""
         result = await super().step(action)
-        return result._replace(observation=[self._message(each) for each in as_messages(result.observation)])
+        return result._replace(observation=[self._message(message) for message in as_messages(result.observation)])
 
     async def call(self, call: ToolCall) -> ToolResponse:
         """Cut the answer to a call."""
@@ -384,7 +384,7 @@ class ShapeReward(Wrapper):
         result = await super().step(action)
         named = result.info.get("rewards")
         parts = dict(named) if named is not None else {"step": result.reward} if result.reward else {}
-        parts = await self._shaped(result.reward, result.info, action, parts)
+        parts = await self._shape_parts(result.reward, result.info, action, parts)
         return result._replace(reward=sum(parts.values()), info={**result.info, "rewards": parts})
 
     async def call(self, call: ToolCall) -> ToolResponse:
@@ -393,25 +393,25 @@ class ShapeReward(Wrapper):
         if response.reward is None:
             return response
         action: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        parts = await self._shaped(response.reward, {}, action, {"call": response.reward})
+        parts = await self._shape_parts(response.reward, {}, action, {"call": response.reward})
         return replace(response, reward=sum(parts.values()))
 
     async def score(self, final: Message | None) -> Score:
         """Shape the score of an episode that no step scored."""
         parts: ScoreParts = await score_env(self.env, final)
-        shaped = await self._shaped(sum(parts.values()), {"rewards": dict(parts)}, final, dict(parts))
+        shaped = await self._shape_parts(sum(parts.values()), {"rewards": dict(parts)}, final, dict(parts))
         return ScoreParts(shaped, parts.metrics, parts.agents, parts.notes)
 
-    async def _shaped(
+    async def _shape_parts(
         self, reward: float, info: dict[str, Any], action: Message | None, parts: dict[str, float]
     ) -> dict[str, float]:
-        found: Any = self._shape(reward, info, action)
-        found = await found if inspect.isawaitable(found) else found
+        shaped: Any = self._shape(reward, info, action)
+        shaped = await shaped if inspect.isawaitable(shaped) else shaped
         try:
-            checked = check_score(found, self)
+            checked = check_score(shaped, self)
         except EnvError as error:
-            raise EnvError(f"the reward shaping function returned {shown(found)}: {error}") from error
-        if isinstance(found, Mapping):
+            raise EnvError(f"the reward shaping function returned {shown(shaped)}: {error}") from error
+        if isinstance(shaped, Mapping):
             return dict(checked)
         difference = checked["score"] - reward
         return {**parts, "shaping": parts.get("shaping", 0.0) + difference} if difference else parts
@@ -457,9 +457,9 @@ class RecordTranscript(Wrapper):
     async def call(self, call: ToolCall) -> ToolResponse:
         """Record a call and its answer."""
         response = await super().call(call)
-        said: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        action: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         answer: Message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
-        self._note([said, answer], {} if response.reward is None else {f"tool/{call.name}": response.reward})
+        self._note([action, answer], {} if response.reward is None else {f"tool/{call.name}": response.reward})
         return response
 
     async def score(self, final: Message | None) -> Score:
@@ -553,7 +553,7 @@ def wrap(env: Env, name: str, /, **config: Any) -> Wrapper:
     try:
         inspect.signature(cls.__init__).bind(None, env, **config)
     except TypeError as error:
-        takes = [each for each in inspect.signature(cls.__init__).parameters if each not in ("self", "env")]
-        hints = "".join(nearest(each, takes) for each in config if each not in takes)
+        takes = [name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "env")]
+        hints = "".join(nearest(key, takes) for key in config if key not in takes)
         raise ConfigError(f"wrapper {name!r} does not take {config}: {error}{hints}; it takes {takes}") from error
     return cls(env, **config)

@@ -8,7 +8,7 @@ from support.agents.context_episodes import page, play, reads, say
 from support.chat.model_dirs import renderer_for
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.agents.context.config import DropConfig
-from turnwise.agents.context.conversation import droppable, dropped
+from turnwise.agents.context.conversation import drop_results, droppable_results
 from turnwise.types import ToolCall
 
 DONE = say("42")
@@ -25,10 +25,10 @@ def talk(*answers: str):
 
 def test_the_last_answers_stay_and_the_oldest_go_first():
     messages = talk(*[page(n) for n in range(5)])
-    assert droppable(messages, DropConfig(keep=2)) == [2, 4, 6]
-    assert droppable(messages, DropConfig(keep=9)) == []
+    assert droppable_results(messages, DropConfig(keep=2)) == [2, 4, 6]
+    assert droppable_results(messages, DropConfig(keep=9)) == []
     # The last one was not read yet.
-    assert droppable(messages, DropConfig(keep=0)) == [2, 4, 6, 8]
+    assert droppable_results(messages, DropConfig(keep=0)) == [2, 4, 6, 8]
 
 
 def test_answers_that_nobody_read_stay_however_many_they_are():
@@ -36,25 +36,25 @@ def test_answers_that_nobody_read_stay_however_many_they_are():
     calls = [ToolCall(f"d{n}", "read", {"number": n}) for n in range(3)]
     messages.append({"role": "assistant", "content": "", "tool_calls": calls})
     messages += [{"role": "tool", "tool_call_id": call.id, "content": page(7)} for call in calls]
-    assert droppable(messages, DropConfig(keep=0)) == [2]
-    assert droppable(messages, DropConfig(keep=1)) == [2]
+    assert droppable_results(messages, DropConfig(keep=0)) == [2]
+    assert droppable_results(messages, DropConfig(keep=1)) == [2]
 
 
 def test_short_answers_notes_and_excluded_tools_stay():
     config = DropConfig(keep=0, note="gone: {tool}")
     messages = talk("short", page(1), page(2), page(3))
-    assert droppable(messages, config) == [4, 6]
-    after = dropped(messages, [4, 6], config)
+    assert droppable_results(messages, config) == [4, 6]
+    after = drop_results(messages, [4, 6], config)
     assert [after[index]["content"] for index in (4, 6)] == ["gone: read"] * 2
     assert messages[4]["content"] == page(1), "what was sent is left alone"
-    assert droppable(after, config) == []
-    assert droppable(messages, DropConfig(keep=0, exclude=["read"])) == []
+    assert droppable_results(after, config) == []
+    assert droppable_results(messages, DropConfig(keep=0, exclude=["read"])) == []
 
 
 def test_an_image_is_dropped_though_it_has_no_text():
     messages = talk("x", page(1))
     messages[2] = {**messages[2], "content": [{"type": "image", "image": "..."}]}
-    assert droppable(messages, DropConfig(keep=0)) == [2]
+    assert droppable_results(messages, DropConfig(keep=0)) == [2]
 
 
 @pytest.mark.parametrize("renderer", [ToyRenderer(), renderer_for("qwen3"), renderer_for("mistral")])

@@ -137,11 +137,11 @@ class _AgentConfig(BaseModel):
     context: ContextConfig
 
 
-def read_context(given: Mapping[str, Any] | ContextConfig | None) -> ContextConfig:
+def read_context(section: Mapping[str, Any] | ContextConfig | None) -> ContextConfig:
     """Validate the ``context`` section of an agent."""
-    if isinstance(given, ContextConfig):
-        return given
-    data = {"context": {} if given is None else given}
+    if isinstance(section, ContextConfig):
+        return section
+    data = {"context": {} if section is None else section}
     try:
         agent: _AgentConfig = _AgentConfig.model_validate(data)
     except ValidationError as error:

@@ -11,30 +11,30 @@ from turnwise.tools.response import failure
 from turnwise.types import Message, ToolSchema, text_of
 
 
-def droppable(messages: Sequence[Message], config: DropConfig) -> list[int]:
+def droppable_results(messages: Sequence[Message], config: DropConfig) -> list[int]:
     """Return the indices of tool results that may be dropped, oldest first.
 
     Results after the last assistant message are unread and stay, as do those no longer than their note.
     """
-    names = _tools(messages)
-    last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
+    names = _tools_of_results(messages)
+    last_turn = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=0)
     answers = [index for index in names if names[index] not in config.exclude]
     old = answers[: max(0, len(answers) - config.keep)]
     return [
         index
         for index in old
-        if index < last
+        if index < last_turn
         and (_has_media(messages[index]) or len(text_of(messages[index])) > len(_note(config, names[index])))
     ]
 
 
-def dropped(messages: Sequence[Message], places: Sequence[int], config: DropConfig) -> list[Message]:
+def drop_results(messages: Sequence[Message], indices: Sequence[int], config: DropConfig) -> list[Message]:
     """Replace the results at these indices by notes; each call keeps its result message."""
-    names = _tools(messages)
-    found = list(messages)
-    for index in places:
-        found[index] = {**messages[index], "content": _note(config, names[index])}
-    return found
+    names = _tools_of_results(messages)
+    shortened = list(messages)
+    for index in indices:
+        shortened[index] = {**messages[index], "content": _note(config, names[index])}
+    return shortened
 
 
 def _note(config: DropConfig, tool: str) -> str:
@@ -46,22 +46,22 @@ def _has_media(message: Message) -> bool:
     return isinstance(content, list) and any(part.get("type", "text") != "text" for part in content)
 
 
-def _tools(messages: Sequence[Message]) -> dict[int, str]:
+def _tools_of_results(messages: Sequence[Message]) -> dict[int, str]:
     """Return the tool of each result, by index."""
     called: dict[str, str] = {}
-    found = {}
+    tools = {}
     for index, message in enumerate(messages):
         called.update((call.id, call.name) for call in message.get("tool_calls") or ())
         if message["role"] == "tool":
-            found[index] = message.get("name") or called.get(message.get("tool_call_id", ""), "the tool")
-    return found
+            tools[index] = message.get("name") or called.get(message.get("tool_call_id", ""), "the tool")
+    return tools
 
 
 _SHARE = 8
 
 
 @dataclass(slots=True)
-class Compacted:
+class Compaction:
     """Result of a compaction.
 
     Attributes:
@@ -77,7 +77,7 @@ class Compacted:
     turn: str | None = None
 
 
-async def compacted(talk: Conversation, config: CompactionConfig) -> Compacted:
+async def compact_conversation(talk: Conversation, config: CompactionConfig) -> Compaction:
     """Ask for a summary of a conversation and return its replacement.
 
     The request extends the branch. Where it does not fit after the last turns, it goes before them, and they stay
@@ -88,13 +88,13 @@ async def compacted(talk: Conversation, config: CompactionConfig) -> Compacted:
     keep = min(config.keep_turns, len(turns) - 1)
     kept_from = turns[-keep] if keep > 0 else len(talk.messages)
     room = _room(talk, config)
-    asked = _question(talk, turns, room, config)
-    if asked is None:
-        return Compacted(talk.messages)
-    end, question = asked
+    request = _question(talk, turns, room, config)
+    if request is None:
+        return Compaction(talk.messages)
+    end, question = request
     behind = talk.messages[end:]
     params = replace(talk.session.params, max_tokens=room)
-    result, fork = Compacted(talk.messages), talk.fork
+    result, fork = Compaction(talk.messages), talk.fork
     for _ in range(config.attempts):
         message = await talk.session.chat(question, talk.tools, params, fork=fork or "compaction")
         fork = None
@@ -103,8 +103,8 @@ async def compacted(talk: Conversation, config: CompactionConfig) -> Compacted:
         if text and not calls:
             beginning = _with_summary(talk.head, config.summary.replace("{summary}", text))
             cut = message["finish_reason"] == "length"
-            return Compacted([*beginning, *talk.messages[min(kept_from, end) :]], True, cut, result.turn)
-        question = [*question, message, *(_refused(call.id, call.name) for call in calls)]
+            return Compaction([*beginning, *talk.messages[min(kept_from, end) :]], True, cut, result.turn)
+        question = [*question, message, *(_refusal(call.id, call.name) for call in calls)]
         if calls:
             # The model is to read what became of its calls, so the conversation continues from here.
             result.messages = [*question, *behind]
@@ -116,8 +116,8 @@ async def compacted(talk: Conversation, config: CompactionConfig) -> Compacted:
 
 
 def _room(talk: Conversation, config: CompactionConfig) -> int:
-    wanted = [config.max_tokens or max(1, talk.limit // _SHARE), talk.session.limits.max_tokens_per_turn]
-    return min(tokens for tokens in wanted if tokens is not None)
+    limits = [config.max_tokens or max(1, talk.limit // _SHARE), talk.session.limits.max_tokens_per_turn]
+    return min(tokens for tokens in limits if tokens is not None)
 
 
 def _question(
@@ -133,16 +133,16 @@ def _question(
 
 def _with_summary(head: Sequence[Message], text: str) -> list[Message]:
     """Append a summary to the last user message of a head: many chat templates refuse two user messages in a row."""
-    last = head[-1] if head else None
-    if last is None or last["role"] != "user":
+    last_message = head[-1] if head else None
+    if last_message is None or last_message["role"] != "user":
         return [*head, {"role": "user", "content": text}]
-    content = last.get("content")
+    content = last_message.get("content")
     if isinstance(content, list):
-        return [*head[:-1], {**last, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}]
-    return [*head[:-1], {**last, "content": f"{content}\n\n{text}" if content else text}]
+        return [*head[:-1], {**last_message, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}]
+    return [*head[:-1], {**last_message, "content": f"{content}\n\n{text}" if content else text}]
 
 
-def _refused(call_id: str, name: str) -> Message:
+def _refusal(call_id: str, name: str) -> Message:
     answer = failure("unusable_call", "this call was not executed: write the requested summary as text", tool=name)
     return {"role": "tool", "tool_call_id": call_id, "name": name, "content": answer.content()}
 
@@ -204,56 +204,56 @@ class Conversation:
 
         Computed only from half a context on: below that, results are not cut.
         """
-        config, before = self._config.drop_tool_results, self.messages[:-1]
+        config, answered = self._config.drop_tool_results, self.messages[:-1]
         room = self.session.context_left(self._turn) if self._turn is not None else None
         if config is None or room is None or room > self.limit // 2:
             return 0
         # The answers that are to come are among the last ones.
-        places = droppable(self.messages, config.model_copy(update={"keep": max(0, config.keep - calls)}))
-        return max(0, self.measure(before) - self.measure(dropped(before, places, config))) if places else 0
+        indices = droppable_results(self.messages, config.model_copy(update={"keep": max(0, config.keep - calls)}))
+        return max(0, self.measure(answered) - self.measure(drop_results(answered, indices, config))) if indices else 0
 
     async def _make_room(self) -> None:
         if self._config.drop_tool_results is not None:
-            self._drop(self._config.drop_tool_results)
+            self._drop_results(self._config.drop_tool_results)
         compaction = self._config.compaction
         if compaction is not None and self._compacts:
             size = self.measure(self.messages)
             if size > compaction.above * self.limit:
                 await self._compact(compaction, size)
 
-    def _drop(self, config: DropConfig) -> None:
-        places = droppable(self.messages, config)
-        if not places:
+    def _drop_results(self, config: DropConfig) -> None:
+        indices = droppable_results(self.messages, config)
+        if not indices:
             return
         size = self.measure(self.messages)
         if size <= config.begins * self.limit:
             return
         if config.until is not None:
-            places = places[: self._enough(places, config, config.until * self.limit)]
-        shorter = dropped(self.messages, places, config)
+            indices = indices[: self._count_to_drop(indices, config, config.until * self.limit)]
+        shorter = drop_results(self.messages, indices, config)
         saved = size - self.measure(shorter)
         if saved > 0:
             self.messages, self.fork = shorter, "dropped_tool_results"
-            self._count(dropped_results=len(places), tokens_saved=saved)
+            self._count(dropped_results=len(indices), tokens_saved=saved)
 
-    def _enough(self, places: Sequence[int], config: DropConfig, most: float) -> int:
-        """Return how many results must go to fit ``most`` tokens; all if that fails."""
-        low, high = 1, len(places)
+    def _count_to_drop(self, indices: Sequence[int], config: DropConfig, budget: float) -> int:
+        """Return how many results must go to fit ``budget`` tokens; all if that fails."""
+        low, high = 1, len(indices)
         while low < high:
             middle = (low + high) // 2
-            if self.measure(dropped(self.messages, places[:middle], config)) <= most:
+            if self.measure(drop_results(self.messages, indices[:middle], config)) <= budget:
                 high = middle
             else:
                 low = middle + 1
         return low
 
     async def _compact(self, config: CompactionConfig, size: int) -> None:
-        result = await compacted(self, config)
+        result = await compact_conversation(self, config)
         if result.turn is not None:
             # Else nothing was asked: a fork that is to come has its own name.
             self.fork, self._turn = "compaction", result.turn
-        left = self.measure(result.messages) if result.done else size
-        if left >= size:
+        new_size = self.measure(result.messages) if result.done else size
+        if new_size >= size:
             # Another attempt would give much the same: the conversation continues as long as there is room.
             self._compacts = False
             self._count(failed_compactions=1)
@@ -261,7 +261,7 @@ class Conversation:
                 self.messages = list(result.messages)
             return
         self.messages = list(result.messages)
-        self._count(compactions=1, tokens_saved=size - left, cut_summaries=int(result.cut))
+        self._count(compactions=1, tokens_saved=size - new_size, cut_summaries=int(result.cut))
 
-    def _count(self, **found: int) -> None:
-        self._episode.count({f"context/{name}": float(value) for name, value in found.items() if value}, self._turn)
+    def _count(self, **counts: int) -> None:
+        self._episode.count({f"context/{name}": float(value) for name, value in counts.items() if value}, self._turn)

@@ -32,7 +32,7 @@ class Team:
         self._config = config
         self._environment = asyncio.Lock()
         if config.sub_agent is not None:
-            _check(config.sub_agent, [tool.name for tool in episode.tools])
+            _check_config(config.sub_agent, [tool.name for tool in episode.tools])
 
     def main(self) -> Conversation:
         """Start the main agent's conversation."""
@@ -45,35 +45,35 @@ class Team:
             EpisodeOver: The environment ended the episode.
             TurnwiseError: The failure of a sub-agent or of the environment.
         """
-        calls, own = message.get("tool_calls") or (), self._config.sub_agent
-        if own is None or not calls:
+        calls, sub_agent = message.get("tool_calls") or (), self._config.sub_agent
+        if sub_agent is None or not calls:
             return await self._step(talk, message)
-        given = {tool.name for tool in talk.tools}
-        known = {tool.name for tool in self._episode.tools}
+        offered = {tool.name for tool in talk.tools}
+        env_tools = {tool.name for tool in self._episode.tools}
         answers: dict[str, Message] = {}
-        delegated, left = [], []
+        delegated, env_calls = [], []
         for call in calls:
-            if call.name == own.name and own.name in given:
+            if call.name == sub_agent.name and sub_agent.name in offered:
                 delegated.append(call)
-            elif call.name in known - given:
-                response = failure("unknown_tool", f"there is no tool {call.name!r}", available=sorted(given))
+            elif call.name in env_tools - offered:
+                response = failure("unknown_tool", f"there is no tool {call.name!r}", available=sorted(offered))
                 answers[call.id] = _answer(call, response)
             else:
-                left.append(call)
+                env_calls.append(call)
         work: list[Coroutine[Any, Any, list[Message]]] = []
-        if left:
-            work.append(self._step(talk, {**message, "tool_calls": left}))
+        if env_calls:
+            work.append(self._step(talk, {**message, "tool_calls": env_calls}))
         if delegated:
-            runner = self._delegation(talk.depth, own)
-            work += [_delegated(runner, call) for call in delegated]
+            runner = self._delegating_runner(talk.depth, sub_agent)
+            work += [_run_delegation(runner, call) for call in delegated]
         further: list[Message] = []
-        for heard in await _together(work):
-            for each in heard:
-                call_id = each.get("tool_call_id")
-                if each["role"] == "tool" and call_id is not None:
-                    answers[call_id] = each
+        for heard in await _gather(work):
+            for reply_message in heard:
+                call_id = reply_message.get("tool_call_id")
+                if reply_message["role"] == "tool" and call_id is not None:
+                    answers[call_id] = reply_message
                 else:
-                    further.append(each)
+                    further.append(reply_message)
         ordered = [answers[call.id] for call in calls if call.id in answers]
         heard, spare = [*ordered, *further], talk.spare(len(calls))
         return fit_results(self._episode, heard, message["turn_id"], len(calls), "main", spare=spare)
@@ -92,28 +92,28 @@ class Team:
     def _conversation(
         self, head: Sequence[Message], tools: Sequence[ToolSchema], depth: int, fork: str | None = None
     ) -> Conversation:
-        own = self._config.sub_agent
-        if own is not None and depth < own.max_depth:
-            tools = [*tools, schema_of(own)]
+        sub_agent = self._config.sub_agent
+        if sub_agent is not None and depth < sub_agent.max_depth:
+            tools = [*tools, schema_of(sub_agent)]
         return Conversation(self._episode, self._config, head, tools, depth=depth, fork=fork)
 
-    def _delegation(self, depth: int, own: SubAgentConfig) -> ToolRunner:
+    def _delegating_runner(self, depth: int, sub_agent: SubAgentConfig) -> ToolRunner:
         async def delegate(task: str) -> ToolResponse:
             if not task.strip():
-                return failure("invalid_arguments", "'task' is empty: say what is to be done", tool=own.name)
-            response = await self._work(task, depth + 1, own)
+                return failure("invalid_arguments", "'task' is empty: say what is to be done", tool=sub_agent.name)
+            response = await self._run_sub_agent(task, depth + 1, sub_agent)
             self._episode.count({"context/sub_agents": 1.0})
             if response.error is not None:
                 self._episode.count({"context/failed_sub_agents": 1.0})
             return response
 
-        return ToolRunner({own.name: FunctionTool(delegate, schema=schema_of(own), max_output=None)})
+        return ToolRunner({sub_agent.name: FunctionTool(delegate, schema=schema_of(sub_agent), max_output=None)})
 
-    async def _work(self, task: str, depth: int, own: SubAgentConfig) -> ToolResponse:
-        head: list[Message] = [{"role": "system", "content": own.prompt}, {"role": "user", "content": task}]
-        tools = [tool for tool in self._episode.tools if own.tools is None or tool.name in own.tools]
+    async def _run_sub_agent(self, task: str, depth: int, sub_agent: SubAgentConfig) -> ToolResponse:
+        head: list[Message] = [{"role": "system", "content": sub_agent.prompt}, {"role": "user", "content": task}]
+        tools = [tool for tool in self._episode.tools if sub_agent.tools is None or tool.name in sub_agent.tools]
         talk = self._conversation(head, tools, depth, fork="sub_agent")
-        for _ in range(own.max_turns):
+        for _ in range(sub_agent.max_turns):
             try:
                 message = await talk.ask()
             except BudgetExceeded as error:
@@ -128,30 +128,31 @@ class Team:
             if message["finish_reason"] == "length":
                 return failure("max_tokens", "the sub-agent's answer was cut off", said=text)
             return ToolResponse(text) if text else failure("no_answer", "the sub-agent ended without an answer")
-        return failure("max_turns", f"the sub-agent gave no answer within {own.max_turns} turns")
+        return failure("max_turns", f"the sub-agent gave no answer within {sub_agent.max_turns} turns")
 
 
-def _check(own: SubAgentConfig, known: Sequence[str]) -> None:
-    if own.name in known:
+def _check_config(sub_agent: SubAgentConfig, env_tools: Sequence[str]) -> None:
+    if sub_agent.name in env_tools:
         raise AgentError(
-            f"context.sub_agent.name is {own.name!r}, and the environment has a tool of that name: give it another name"
+            f"context.sub_agent.name is {sub_agent.name!r}, and the environment has a tool of that name: give it "
+            "another name"
         )
-    unknown = [name for name in own.tools or () if name not in known]
+    unknown = [name for name in sub_agent.tools or () if name not in env_tools]
     if unknown:
         raise AgentError(
             f"context.sub_agent.tools names {unknown[0]!r}, which the environment does not have; it has "
-            f"{', '.join(known) or 'no tools'}"
+            f"{', '.join(env_tools) or 'no tools'}"
         )
 
 
-def schema_of(own: SubAgentConfig) -> ToolSchema:
+def schema_of(sub_agent: SubAgentConfig) -> ToolSchema:
     """Return the schema of the delegating tool."""
     task = {"type": "string", "description": "What to do, with everything that must be known for it."}
     parameters = {"type": "object", "properties": {"task": task}, "required": ["task"], "additionalProperties": False}
-    return ToolSchema(own.name, own.description, parameters)
+    return ToolSchema(sub_agent.name, sub_agent.description, parameters)
 
 
-async def _delegated(runner: ToolRunner, call: ToolCall) -> list[Message]:
+async def _run_delegation(runner: ToolRunner, call: ToolCall) -> list[Message]:
     return [_answer(call, (await runner.run(call)).response)]
 
 
@@ -159,9 +160,9 @@ def _answer(call: ToolCall, response: ToolResponse) -> Message:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
 
 
-async def _together(work: Sequence[Coroutine[Any, Any, list[Message]]]) -> list[list[Message]]:
+async def _gather(work: Sequence[Coroutine[Any, Any, list[Message]]]) -> list[list[Message]]:
     """Await all; on failure or cancellation, cancel the rest."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

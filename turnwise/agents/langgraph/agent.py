@@ -18,14 +18,14 @@ from langgraph.types import Command, Interrupt
 
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.langgraph.chat_model import ChatTurnwise
-from turnwise.agents.langgraph.messages import graph_messages, own_message, text_of_value
+from turnwise.agents.langgraph.messages import graph_messages, session_message, text_of_value
 from turnwise.agents.langgraph.run import EpisodeOver, GraphRun, tools_of
 from turnwise.errors import AgentError, shown
 from turnwise.model.canonical import canonical_tools
 from turnwise.plugins import load_object
 from turnwise.types import Message, StopReason, text_of
 
-_GIVEN: Final = ("model", "tools")
+_FILLED: Final = ("model", "tools")
 
 
 class GraphFactory:
@@ -37,55 +37,56 @@ class GraphFactory:
 
     def __init__(self, graph: Any, options: Mapping[str, Any]) -> None:
         self._name = graph if isinstance(graph, str) else shown(graph)
-        self._made = load_object(graph, "graph") if isinstance(graph, str) else graph
+        self._source = load_object(graph, "graph") if isinstance(graph, str) else graph
         self._options = dict(options)
         self._graphs: dict[Any, Runnable[Any, Any]] = {}
-        if isinstance(self._made, StateGraph):
-            self._made = self._made.compile()
-        if isinstance(self._made, Runnable):
+        if isinstance(self._source, StateGraph):
+            self._source = self._source.compile()
+        if isinstance(self._source, Runnable):
             if self._options:
                 raise AgentError(
                     f"graph {self._name}: options {sorted(self._options)} are for a function that makes one"
                 )
             return
-        if not callable(self._made):
+        if not callable(self._source):
             raise AgentError(
-                f"graph {self._name} is a {type(self._made).__name__}: it must be a graph of LangGraph, or a function "
-                "that makes one of model and tools"
+                f"graph {self._name} is a {type(self._source).__name__}: it must be a graph of LangGraph, or a "
+                "function that makes one of model and tools"
             )
-        self._given = self._check(self._made)
+        self._filled = self._check(self._source)
 
     async def graph_for(self, episode: Episode) -> Runnable[Any, Any]:
         """Return the graph for the tools of an episode."""
-        if isinstance(self._made, Runnable):
-            return self._made
+        if isinstance(self._source, Runnable):
+            return self._source
         key = canonical_tools(episode.tools)
         if key not in self._graphs:
-            given = {"model": ChatTurnwise(), "tools": tools_of(episode.tools)}
-            made = self._made(**{name: given[name] for name in self._given}, **self._options)
-            if inspect.isawaitable(made):
-                made = await made
-            if isinstance(made, StateGraph):
-                made = made.compile()
-            if not isinstance(made, Runnable):
-                raise AgentError(f"graph {self._name} made a {type(made).__name__}: it must return a compiled graph")
-            self._graphs[key] = made
+            arguments = {"model": ChatTurnwise(), "tools": tools_of(episode.tools)}
+            graph = self._source(**{name: arguments[name] for name in self._filled}, **self._options)
+            if inspect.isawaitable(graph):
+                graph = await graph
+            if isinstance(graph, StateGraph):
+                graph = graph.compile()
+            if not isinstance(graph, Runnable):
+                raise AgentError(f"graph {self._name} made a {type(graph).__name__}: it must return a compiled graph")
+            self._graphs[key] = graph
         return self._graphs[key]
 
     def _check(self, function: Any) -> list[str]:
         """Return which of ``model`` and ``tools`` a function takes."""
         parameters = inspect.signature(function).parameters.values()
-        named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        given = [name for name in _GIVEN if (name in named or takes_all) and name not in self._options]
-        unknown = sorted(self._options.keys() - named) if not takes_all else []
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        taken_parameters = [name for name in _FILLED if (name in named or takes_all) and name not in self._options]
+        unknown = sorted(self._options.keys() - named.keys()) if not takes_all else []
         if unknown:
             raise AgentError(f"graph {self._name} takes no option {unknown[0]!r}; it takes {', '.join(sorted(named))}")
-        needed = {each.name for each in parameters if each.default is each.empty and each.name in named}
-        missing = sorted(needed - {*given, *self._options})
+        needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
+        missing = sorted(needed - {*taken_parameters, *self._options})
         if missing:
             raise AgentError(f"graph {self._name} needs {missing[0]!r}: give it under options")
-        return given
+        return taken_parameters
 
 
 INTERRUPTS = "__interrupt__"
@@ -157,7 +158,7 @@ class LangGraphAgent(Agent):
         run = GraphRun(episode)
         play = _Play(graph, run, self._config(episode), self._context, self._interrupts)
         try:
-            with run.entered():
+            with run.as_current():
                 await self._play(play, run)
         except EpisodeOver:
             pass
@@ -218,15 +219,15 @@ class LangGraphAgent(Agent):
             if message.get("finish_reason") == "length" and not message.get("tool_calls"):
                 episode.finish(StopReason.MAX_TOKENS, final=message)
                 return
-            said = await run.step(answer if isinstance(answer, BaseMessage) else message)
+            observation = await run.step(answer if isinstance(answer, BaseMessage) else message)
             if episode.ended:
                 return
             if play.keeps:
-                state = self.inputs(said, {})
+                state = self.inputs(observation, {})
                 continue
             plain = output if isinstance(output, Mapping) else {}
-            before = plain.get(self._messages_key or "")
-            messages = [*(before or [*messages, _as_message(answer)]), *said]
+            history = plain.get(self._messages_key or "")
+            messages = [*(history or [*messages, _as_message(answer)]), *observation]
             state = self.inputs(messages, {key: plain[key] for key in plain if key != INTERRUPTS})
         # Each round asks the model at least once; one that does not would never end.
         episode.finish(StopReason.MAX_TURNS)
@@ -258,7 +259,7 @@ class _Play:
         self._graph = graph
         self._run = run
         self._config = config
-        self._given = {} if context is None else {"context": context}
+        self._context = {} if context is None else {"context": context}
         self._interrupts = interrupts
         saver = graph.checkpointer if isinstance(graph, Pregel) else None
         self._saver = saver if isinstance(saver, BaseCheckpointSaver) else None
@@ -267,16 +268,16 @@ class _Play:
     async def run(self, state: Any) -> Any:
         """Return the graph's output, None where it ended the episode."""
         while True:
-            output = await self._graph.ainvoke(state, self._config, **self._given)
-            waiting = _waiting(output)
-            if not waiting:
+            output = await self._graph.ainvoke(state, self._config, **self._context)
+            interrupts = _interrupts(output)
+            if not interrupts:
                 return output
             if self._interrupts is None:
                 if not self._run.ended:
                     self._run.episode.finish(StopReason.INTERRUPTED)
                 return None
             answers: dict[str, Any] = {}
-            for interrupt in waiting:
+            for interrupt in interrupts:
                 answers[interrupt.id] = await self._answer(interrupt.value)
                 if self._run.ended:
                     return None
@@ -288,29 +289,29 @@ class _Play:
         message: BaseMessage | Message = (
             value if isinstance(value, AIMessage) else {"role": "assistant", "content": text_of_value(value)}
         )
-        said = await self._run.step(message)
-        return "\n".join(text_of_value(each) for each in said)
+        observation = await self._run.step(message)
+        return "\n".join(text_of_value(message_part) for message_part in observation)
 
     async def forget(self) -> None:
         if self._saver is not None:
             await self._saver.adelete_thread(self._config["configurable"]["thread_id"])
 
 
-def _waiting(output: Any) -> Sequence[Interrupt]:
-    found = output.get(INTERRUPTS) if isinstance(output, Mapping) else None
-    return list(found or ())
+def _interrupts(output: Any) -> Sequence[Interrupt]:
+    interrupts = output.get(INTERRUPTS) if isinstance(output, Mapping) else None
+    return list(interrupts or ())
 
 
 def _final(answer: BaseMessage | str, run: GraphRun) -> Message | None:
     """Return the answer as a message; None for the prebuilt graph's recursion-limit message."""
     if isinstance(answer, str):
         return {"role": "assistant", "content": answer}
-    found = run.known.turn_of(answer)
-    message = own_message(answer, run.known, "main" if found is None else found[0])
-    if found is not None and isinstance(answer, AIMessage):
-        if text_of(message) == GAVE_UP != text_of(found[1]):
+    turn = run.issued.turn_of(answer)
+    message = session_message(answer, run.issued, "main" if turn is None else turn[0])
+    if turn is not None and isinstance(answer, AIMessage):
+        if text_of(message) == GAVE_UP != text_of(turn[1]):
             return None
-        message["turn_id"], message["finish_reason"] = found[1]["turn_id"], found[1]["finish_reason"]
+        message["turn_id"], message["finish_reason"] = turn[1]["turn_id"], turn[1]["finish_reason"]
     return message
 
 

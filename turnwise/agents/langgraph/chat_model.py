@@ -22,9 +22,9 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from turnwise.agents.langgraph.messages import REASONING, Known, own_message
+from turnwise.agents.langgraph.messages import REASONING, IssuedTurns, session_message
 from turnwise.agents.langgraph.request import ModelRequest, read_model_request, schema_format, schema_of
-from turnwise.agents.langgraph.run import GraphRun, blocked, current_run, iterated
+from turnwise.agents.langgraph.run import GraphRun, current_run, iterate_blocking, run_blocking
 from turnwise.chat.formats.live import LiveTurn
 from turnwise.errors import InferenceError, SessionError, shown
 from turnwise.gateway.dialects.core import Reader
@@ -37,42 +37,46 @@ from turnwise.types import Message, TokenDelta, text_of
 T = TypeVar("T")
 
 
-async def conversation(
-    messages: Sequence[BaseMessage], known: Known, agent: str, run: GraphRun | None
+async def session_messages(
+    messages: Sequence[BaseMessage], issued: IssuedTurns, agent: str, run: GraphRun | None
 ) -> list[Message]:
     """Convert a graph's messages, with an answer for each tool call.
 
     Args:
         messages: The graph's messages.
-        known: Turns and calls issued to the graph.
+        issued: Turns and calls issued to the graph.
         agent: Session that is asked.
         run: The episode; None outside of one.
     """
-    own = [own_message(message, known, agent) for message in messages]
+    converted = [session_message(message, issued, agent) for message in messages]
     # From behind: what is put in moves what follows.
-    for place in reversed(range(len(messages) - 1)):
-        message = messages[place]
+    for index in reversed(range(len(messages) - 1)):
+        message = messages[index]
         if isinstance(message, AIMessage) and message.invalid_tool_calls:
-            end = next((at for at in range(place + 1, len(own)) if own[at]["role"] != "tool"), len(own))
-            order = [call.id for call in own[place].get("tool_calls") or ()]
-            own[place + 1 : end] = await _all_answers(own[place + 1 : end], order, message, agent, known, run)
-    return own
+            end = next(
+                (at for at in range(index + 1, len(converted)) if converted[at]["role"] != "tool"), len(converted)
+            )
+            order = [call.id for call in converted[index].get("tool_calls") or ()]
+            converted[index + 1 : end] = await _complete_answers(
+                converted[index + 1 : end], order, message, agent, issued, run
+            )
+    return converted
 
 
-async def _all_answers(
-    answers: list[Message], order: list[str], message: AIMessage, agent: str, known: Known, run: GraphRun | None
+async def _complete_answers(
+    answers: list[Message], order: list[str], message: AIMessage, agent: str, issued: IssuedTurns, run: GraphRun | None
 ) -> list[Message]:
     """Return the answers to a message's calls in order, including those the graph did not give."""
     named = {answer.get("tool_call_id") for answer in answers}
-    found = list(answers)
+    complete = list(answers)
     for broken in message.invalid_tool_calls:
         call_id = broken.get("id") or ""
-        call = known.calls.get(call_id)
+        call = issued.calls.get(call_id)
         own_id = call_id if call is None else call.named(agent)
         if own_id not in named:
             answer = await run.refusal(call) if run is not None and call is not None else _plain_refusal(broken)
-            found.append({**answer, "tool_call_id": own_id})
-    return sorted(found, key=lambda answer: _place(answer, order))
+            complete.append({**answer, "tool_call_id": own_id})
+    return sorted(complete, key=lambda answer: _place(answer, order))
 
 
 def _place(answer: Message, order: list[str]) -> int:
@@ -128,13 +132,15 @@ class ChatTurnwise(BaseChatModel):
     max_retries: Annotated[int, Field(ge=0)] | None = None
     streaming: bool = False
 
-    _known: Known = PrivateAttr(default_factory=Known)
+    _issued: IssuedTurns = PrivateAttr(default_factory=IssuedTurns)
     _loop: asyncio.AbstractEventLoop | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_key(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if name != "api_key"} if isinstance(given, dict) else given
+    def _without_key(cls, values: Any) -> Any:
+        return (
+            {name: value for name, value in values.items() if name != "api_key"} if isinstance(values, dict) else values
+        )
 
     @model_validator(mode="after")
     def _ask_always(self) -> Self:
@@ -204,7 +210,7 @@ class ChatTurnwise(BaseChatModel):
         parser: Runnable[Any, Any]
         if method == "function_calling":
             name = schema_of(schema).name
-            asked = self.bind_tools([schema], tool_choice=name, **traced, **kwargs)
+            model_call = self.bind_tools([schema], tool_choice=name, **traced, **kwargs)
             parser = (
                 PydanticToolsParser(tools=[model], first_tool_only=True)
                 if model is not None
@@ -212,16 +218,16 @@ class ChatTurnwise(BaseChatModel):
             )
         elif method in ("json_schema", "json_mode"):
             form = schema_format(schema) if method == "json_schema" else {"type": "json_object"}
-            asked = self.bind(response_format=form, **traced, **kwargs)
+            model_call = self.bind(response_format=form, **traced, **kwargs)
             parser = JsonOutputParser() if model is None else PydanticOutputParser(pydantic_object=model)
         else:
-            known = "json_schema, function_calling or json_mode"
-            raise SessionError(f"with_structured_output: method is {shown(method)}: it must be {known}")
+            methods = "json_schema, function_calling or json_mode"
+            raise SessionError(f"with_structured_output: method is {shown(method)}: it must be {methods}")
         if not include_raw:
-            return asked | parser
+            return model_call | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
         unread = RunnablePassthrough.assign(parsed=lambda _: None)
-        return RunnableMap(raw=asked) | parsed.with_fallbacks([unread], exception_key="parsing_error")
+        return RunnableMap(raw=model_call) | parsed.with_fallbacks([unread], exception_key="parsing_error")
 
     def get_num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text inside a message."""
@@ -243,7 +249,7 @@ class ChatTurnwise(BaseChatModel):
         node = _node(run_manager)
         run = self._run()
         work = self._ask(run, messages, self._read_request(run, stop, kwargs), node)
-        return run.block(work) if run is not None else blocked(work, self._loop)
+        return run.block(work) if run is not None else run_blocking(work, self._loop)
 
     async def _agenerate(
         self,
@@ -255,7 +261,7 @@ class ChatTurnwise(BaseChatModel):
         run = self._run()
         work = self._ask(run, messages, self._read_request(run, stop, kwargs), _node(run_manager))
         if run is not None:
-            return await run.here(work)
+            return await run.run_on_loop(work)
         self._loop = asyncio.get_running_loop()
         return await work
 
@@ -269,7 +275,7 @@ class ChatTurnwise(BaseChatModel):
         run = self._run()
         request = self._read_request(run, stop, kwargs)
         chunks = self._chunks(run, messages, request, _node(run_manager))
-        return iterated(chunks, self._loop if run is None else run.loop)
+        return iterate_blocking(chunks, self._loop if run is None else run.loop)
 
     async def _astream(
         self,
@@ -281,8 +287,8 @@ class ChatTurnwise(BaseChatModel):
         run = self._run()
         request = self._read_request(run, stop, kwargs)
         node = _node(run_manager)
-        if run is not None and not run.at_home:
-            result = await run.here(self._ask(run, messages, request, node))
+        if run is not None and not run.on_own_loop:
+            result = await run.run_on_loop(self._ask(run, messages, request, node))
             yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
             return
         if run is None:
@@ -301,14 +307,14 @@ class ChatTurnwise(BaseChatModel):
             yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
             return
         with run.working() if run is not None else contextlib.nullcontext():
-            for left in reversed(range((self.max_retries or 0) + 1)):
-                begun = False
+            for retries_left in reversed(range((self.max_retries or 0) + 1)):
+                streaming = False
                 try:
-                    async for chunk in self._pieces(run, session, messages, request, node):
-                        begun = True
+                    async for chunk in self._stream_turn(run, session, messages, request, node):
+                        streaming = True
                         yield chunk
                 except InferenceError as error:
-                    if begun or not left or not error.retryable:
+                    if streaming or not retries_left or not error.retryable:
                         raise
                 else:
                     return
@@ -317,22 +323,22 @@ class ChatTurnwise(BaseChatModel):
         self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
     ) -> ChatResult:
         with run.working() if run is not None else contextlib.nullcontext():
-            message = await self._retried(lambda: self._record(run, messages, request, node))
+            message = await self._ask_with_retries(lambda: self._record(run, messages, request, node))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    async def _retried(self, asking: Callable[[], Awaitable[AIMessage]]) -> AIMessage:
+    async def _ask_with_retries(self, asking: Callable[[], Awaitable[AIMessage]]) -> AIMessage:
         """Ask within the time limit, again where the engine failed: nothing was recorded then."""
-        for left in reversed(range((self.max_retries or 0) + 1)):
+        for retries_left in reversed(range((self.max_retries or 0) + 1)):
             try:
                 async with asyncio.timeout(self.timeout) as limit:
                     return await asking()
             except TimeoutError as error:
                 if not limit.expired():
                     raise
-                if not left:
+                if not retries_left:
                     raise self._too_slow() from error
             except InferenceError as error:
-                if not left or not error.retryable:
+                if not retries_left or not error.retryable:
                     raise
         raise AssertionError("unreachable")
 
@@ -342,7 +348,7 @@ class ChatTurnwise(BaseChatModel):
             "max_retries"
         )
 
-    async def _timely(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+    async def _within_timeout(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yield items, all of them within the time limit."""
         until = None if self.timeout is None else asyncio.get_running_loop().time() + self.timeout
         while True:
@@ -362,32 +368,32 @@ class ChatTurnwise(BaseChatModel):
         self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
     ) -> AIMessage:
         session = self._session(run)
-        asked = await conversation(messages, self._known_to(run), self._name(run), run)
+        prompt = await session_messages(messages, self._issued_by(run), self._name(run), run)
         if isinstance(session, TextSession):
-            answer = await session.chat(asked, request.tools, request.params, template_args=request.template_args)
+            answer = await session.chat(prompt, request.tools, request.params, template_args=request.template_args)
             metrics = session.turn_metrics.get(answer["turn_id"], {})
             sizes = [int(metrics.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
         elif session.recorded_as != "tokens":
             # Sessions recorded elsewhere return whole messages, without their tokens.
             answer = await session.chat(
-                asked, request.tools, request.params, fork=request.fork, template_args=request.template_args
+                prompt, request.tools, request.params, fork=request.fork, template_args=request.template_args
             )
             sizes = [0, 0, 0]
         else:
             done = await session.record(
-                asked, request.tools, request.params, fork=request.fork, template_args=request.template_args
+                prompt, request.tools, request.params, fork=request.fork, template_args=request.template_args
             )
             answer, opened = done.message, done.placement
             sizes = [opened.prompt_tokens, len(done.completion.token_ids), opened.known_tokens]
         return self._to_message(run, session, answer, request, node, _usage(*sizes))
 
-    async def _pieces(
+    async def _stream_turn(
         self, run: GraphRun | None, session: Session, messages: list[BaseMessage], request: ModelRequest, node: str
     ) -> AsyncIterator[ChatGenerationChunk]:
         """Stream settled text, then the calls and the finish reason."""
-        known = self._known_to(run)
-        message_id = known.stream_id(session.id)
-        asked = await conversation(messages, known, self._name(run), run)
+        issued = self._issued_by(run)
+        message_id = issued.stream_id(session.id)
+        prompt = await session_messages(messages, issued, self._name(run), run)
         reader = session.renderer
         if request.template_args:
             reader = reader.under(template_arguments(request.template_args))
@@ -395,10 +401,10 @@ class ChatTurnwise(BaseChatModel):
         live: LiveTurn | None = None
         usage, streamed = _usage(0, 0, 0), {"text": 0, "reasoning": 0}
         stream = session.stream(
-            asked, request.tools, request.params, fork=request.fork, template_args=request.template_args
+            prompt, request.tools, request.params, fork=request.fork, template_args=request.template_args
         )
         async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]
-            async for item in self._timely(items):
+            async for item in self._within_timeout(items):
                 if isinstance(item, PromptPlacement):
                     usage = _usage(item.prompt_tokens, 0, item.known_tokens)
                     live = reader.live(item.tail, stops) if isinstance(reader, Reader) else None
@@ -408,11 +414,11 @@ class ChatTurnwise(BaseChatModel):
                         streamed[piece.kind] += len(piece.text)
                         yield _chunk(message_id, piece.kind, piece.text)
                 else:
-                    last = _as_chunk(self._to_message(run, session, item, request, node, usage, message_id))
-                    last.content = text_of(item)[streamed["text"] :]
+                    final_chunk = _as_chunk(self._to_message(run, session, item, request, node, usage, message_id))
+                    final_chunk.content = text_of(item)[streamed["text"] :]
                     thoughts = (item.get("reasoning_content") or "")[streamed["reasoning"] :]
-                    last.additional_kwargs = {REASONING: thoughts} if thoughts else {}
-                    yield ChatGenerationChunk(message=last)
+                    final_chunk.additional_kwargs = {REASONING: thoughts} if thoughts else {}
+                    yield ChatGenerationChunk(message=final_chunk)
 
     def _to_message(
         self,
@@ -425,11 +431,11 @@ class ChatTurnwise(BaseChatModel):
         message_id: str | None = None,
     ) -> AIMessage:
         name = message_id or f"{session.id}/{answer['turn_id']}"
-        usable, unusable = self._known_to(run).say(
+        usable, unusable = self._issued_by(run).register_turn(
             answer, agent=self._name(run), message_id=name, offered=request.offered
         )
         if run is not None:
-            run.sampled(self.agent, answer, node, usage["output_tokens"])
+            run.record_node(self.agent, answer, node, usage["output_tokens"])
         thoughts = answer.get("reasoning_content")
         return AIMessage(
             content=text_of(answer),
@@ -450,8 +456,8 @@ class ChatTurnwise(BaseChatModel):
     def _run(self) -> GraphRun | None:
         return None if self.session is not None else current_run()
 
-    def _known_to(self, run: GraphRun | None) -> Known:
-        return self._known if run is None else run.known
+    def _issued_by(self, run: GraphRun | None) -> IssuedTurns:
+        return self._issued if run is None else run.issued
 
     def _name(self, run: GraphRun | None) -> str:
         return "main" if run is None else self.agent
@@ -462,8 +468,8 @@ class ChatTurnwise(BaseChatModel):
         assert self.session is not None
         return self.session
 
-    def _read_request(self, run: GraphRun | None, stop: list[str] | None, given: dict[str, Any]) -> ModelRequest:
-        own = {
+    def _read_request(self, run: GraphRun | None, stop: list[str] | None, arguments: dict[str, Any]) -> ModelRequest:
+        defaults = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -472,7 +478,7 @@ class ChatTurnwise(BaseChatModel):
             "seed": self.seed,
             "template_args": self.template_args,
         }
-        return read_model_request({**own, **given}, stop or self.stop, self._session(run).params)
+        return read_model_request({**defaults, **arguments}, stop or self.stop, self._session(run).params)
 
 
 def _node(manager: AsyncCallbackManagerForLLMRun | CallbackManagerForLLMRun | None) -> str:
@@ -484,12 +490,12 @@ def _node(manager: AsyncCallbackManagerForLLMRun | CallbackManagerForLLMRun | No
     return "/".join(name for name in names if not name.isdigit())
 
 
-def _usage(prompt: int, sampled: int, known: int) -> UsageMetadata:
+def _usage(prompt: int, sampled: int, cached: int) -> UsageMetadata:
     return UsageMetadata(
         input_tokens=prompt,
         output_tokens=sampled,
         total_tokens=prompt + sampled,
-        input_token_details={"cache_read": known},
+        input_token_details={"cache_read": cached},
     )
 
 
@@ -503,14 +509,14 @@ def _as_chunk(message: BaseMessage) -> AIMessageChunk:
     assert isinstance(message, AIMessage)
     calls = [
         tool_call_chunk(
-            name=call["name"], args=json.dumps(call["args"], ensure_ascii=False), id=call["id"], index=place
+            name=call["name"], args=json.dumps(call["args"], ensure_ascii=False), id=call["id"], index=index
         )
-        for place, call in enumerate(message.tool_calls)
+        for index, call in enumerate(message.tool_calls)
     ]
     # Chunks are read again when they are joined: arguments given as text count as none, whatever they contain.
     calls += [
-        tool_call_chunk(name=call["name"], args=json.dumps(call["args"] or ""), id=call["id"], index=place)
-        for place, call in enumerate(message.invalid_tool_calls, len(calls))
+        tool_call_chunk(name=call["name"], args=json.dumps(call["args"] or ""), id=call["id"], index=index)
+        for index, call in enumerate(message.invalid_tool_calls, len(calls))
     ]
     return AIMessageChunk(
         content=message.content,

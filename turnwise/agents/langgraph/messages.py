@@ -41,7 +41,7 @@ _CHAT_ROLES: dict[str, Role] = {
 
 
 @dataclass(frozen=True, slots=True)
-class KnownCall:
+class IssuedCall:
     """A tool call as issued to a graph.
 
     Attributes:
@@ -58,14 +58,14 @@ class KnownCall:
         return self.call.id if agent == self.agent else graph_call_id(self.call.id, self.agent)
 
 
-class Known:
+class IssuedTurns:
     """Turns by message id and calls by call id, as issued to a graph."""
 
     __slots__ = ("_streams", "calls", "turns")
 
     def __init__(self) -> None:
         self.turns: dict[str, tuple[str, Message]] = {}
-        self.calls: dict[str, KnownCall] = {}
+        self.calls: dict[str, IssuedCall] = {}
         self._streams = 0
 
     def stream_id(self, session_id: str) -> str:
@@ -78,8 +78,8 @@ class Known:
         call = self.calls.get(message.tool_call_id) if isinstance(message, ToolMessage) else None
         return self.turns.get((message.id if call is None else call.message_id) or "")
 
-    def say(
-        self, said: Message, *, agent: str, message_id: str, offered: frozenset[str]
+    def register_turn(
+        self, message: Message, *, agent: str, message_id: str, offered: frozenset[str]
     ) -> tuple[list[GraphCall], list[InvalidToolCall]]:
         """Register a turn; return its calls as the graph sees them.
 
@@ -87,54 +87,54 @@ class Known:
         them.
 
         Args:
-            said: The turn.
+            message: The turn.
             agent: Its session.
             message_id: The id of its message.
             offered: Names of the tools offered; empty where there were none.
         """
-        self.turns[message_id] = (agent, said)
+        self.turns[message_id] = (agent, message)
         usable: list[GraphCall] = []
         unusable: list[InvalidToolCall] = []
-        for call in said.get("tool_calls") or ():
-            given = graph_call_id(call.id, agent)
+        for call in message.get("tool_calls") or ():
+            graph_id = graph_call_id(call.id, agent)
             error = call.error
-            told = not offered or call.name in offered
-            if error is None and not told:
+            offered_tool = not offered or call.name in offered
+            if error is None and not offered_tool:
                 error = f"there is no tool {shown(call.name)}"
-            self.calls[given] = KnownCall(agent, call, message_id, told)
+            self.calls[graph_id] = IssuedCall(agent, call, message_id, offered_tool)
             if error is None:
-                usable.append(tool_call(name=call.name, args=call.arguments, id=given))
+                usable.append(tool_call(name=call.name, args=call.arguments, id=graph_id))
             else:
                 args = call.raw or json.dumps(call.arguments, ensure_ascii=False)
-                unusable.append(invalid_tool_call(name=call.name, args=args, id=given, error=error))
+                unusable.append(invalid_tool_call(name=call.name, args=args, id=graph_id, error=error))
         return usable, unusable
 
-    def own_calls(self, message: AIMessage, agent: str) -> list[ToolCall]:
+    def session_calls(self, message: AIMessage, agent: str) -> list[ToolCall]:
         """Return a message's calls in their own form, in order."""
-        calls = [self._own_call(call["id"], call["name"], call["args"], agent) for call in message.tool_calls]
+        calls = [self._session_call(call["id"], call["name"], call["args"], agent) for call in message.tool_calls]
         for broken in message.invalid_tool_calls:
-            known = self.calls.get(broken.get("id") or "")
-            if known is not None:
-                calls.append(_in_session(known, agent))
+            issued_call = self.calls.get(broken.get("id") or "")
+            if issued_call is not None:
+                calls.append(_call_in_session(issued_call, agent))
             else:
                 error = broken.get("error") or "it could not be parsed"
                 calls.append(
                     ToolCall(broken.get("id") or "", broken.get("name") or "", {}, broken.get("args") or "", error)
                 )
-        found = self.turns.get(message.id or "")
-        if found is None or len(calls) < 2:
+        turn = self.turns.get(message.id or "")
+        if turn is None or len(calls) < 2:
             return calls
-        places = {call.id: place for place, call in enumerate(found[1].get("tool_calls") or ())}
-        return sorted(calls, key=lambda call: places.get(call.id, len(places)))
+        order = {call.id: index for index, call in enumerate(turn[1].get("tool_calls") or ())}
+        return sorted(calls, key=lambda call: order.get(call.id, len(order)))
 
-    def _own_call(self, call_id: str | None, name: str, arguments: dict[str, Any], agent: str) -> ToolCall:
-        known = self.calls.get(call_id or "")
-        if known is not None:
-            own = _in_session(known, agent)
-            if (own.name, own.arguments) == (name, arguments):
-                return own
+    def _session_call(self, call_id: str | None, name: str, arguments: dict[str, Any], agent: str) -> ToolCall:
+        issued_call = self.calls.get(call_id or "")
+        if issued_call is not None:
+            call = _call_in_session(issued_call, agent)
+            if (call.name, call.arguments) == (name, arguments):
+                return call
             # A graph may have edited it; its id still identifies the call.
-            call_id = own.id
+            call_id = call.id
         return ToolCall(call_id or "", name, arguments, json.dumps(arguments, ensure_ascii=False, default=str))
 
 
@@ -143,23 +143,23 @@ def graph_call_id(call_id: str, agent: str) -> str:
     return call_id if agent == "main" else f"{agent}/{call_id}"
 
 
-def _in_session(known: KnownCall, agent: str) -> ToolCall:
+def _call_in_session(issued_call: IssuedCall, agent: str) -> ToolCall:
     """Return a call as a session knows it; other sessions did not sample it."""
-    return known.call if known.agent == agent else replace(known.call, id=known.named(agent))
+    return issued_call.call if issued_call.agent == agent else replace(issued_call.call, id=issued_call.named(agent))
 
 
-def own_message(message: BaseMessage, known: Known, agent: str = "main") -> Message:
+def session_message(message: BaseMessage, issued: IssuedTurns, agent: str = "main") -> Message:
     """Convert a LangChain message.
 
     Args:
         message: Any but ``RemoveMessage``.
-        known: Turns and calls issued to the graph.
+        issued: Turns and calls issued to the graph.
         agent: Session that receives it.
     """
     if isinstance(message, AIMessage):
-        return _own_assistant(message, known, agent)
+        return _assistant_message(message, issued, agent)
     if isinstance(message, ToolMessage):
-        call = known.calls.get(message.tool_call_id)
+        call = issued.calls.get(message.tool_call_id)
         named = message.tool_call_id if call is None else call.named(agent)
         answer: Message = {"role": "tool", "tool_call_id": named, "content": _content(message.content)}
         if message.name:
@@ -177,13 +177,13 @@ def own_message(message: BaseMessage, known: Known, agent: str = "main") -> Mess
     if role is None:
         kind = message.role if isinstance(message, ChatMessage) else message.type
         raise AgentError(f"a message of kind {shown(kind)} cannot be sent to a model: use system, human, ai or tool")
-    own: Message = {"role": role, "content": _content(message.content)}
+    converted: Message = {"role": role, "content": _content(message.content)}
     if message.name and role != "assistant":
-        own["name"] = message.name
-    return own
+        converted["name"] = message.name
+    return converted
 
 
-def _own_assistant(message: AIMessage, known: Known, agent: str) -> Message:
+def _assistant_message(message: AIMessage, issued: IssuedTurns, agent: str) -> Message:
     content = message.content
     thoughts = str(message.additional_kwargs.get(REASONING) or "")
     if not isinstance(content, str):
@@ -195,12 +195,12 @@ def _own_assistant(message: AIMessage, known: Known, agent: str) -> Message:
             elif kind not in _CALL_BLOCKS:
                 parts.append(block)
         content = "".join(map(_text_of_block, parts)) if all(map(_is_text, parts)) else parts
-    own: Message = {"role": "assistant", "content": _content(content)}
+    converted: Message = {"role": "assistant", "content": _content(content)}
     if message.tool_calls or message.invalid_tool_calls:
-        own["tool_calls"] = known.own_calls(message, agent)
+        converted["tool_calls"] = issued.session_calls(message, agent)
     if thoughts:
-        own["reasoning_content"] = thoughts
-    return own
+        converted["reasoning_content"] = thoughts
+    return converted
 
 
 def _is_text(block: str | dict[str, Any]) -> bool:

@@ -45,41 +45,45 @@ class ModelRequest:
         return frozenset(tool.name for tool in self.tools)
 
 
-def read_model_request(given: Mapping[str, Any], stop: Sequence[str] | None, session: SamplingParams) -> ModelRequest:
+def read_model_request(
+    arguments: Mapping[str, Any], stop: Sequence[str] | None, session: SamplingParams
+) -> ModelRequest:
     """Parse the parameters of a request.
 
     Args:
-        given: Keyword arguments; None counts as not given.
+        arguments: Keyword arguments; None counts as not given.
         stop: Stop strings.
         session: The session's sampling.
     """
-    given = {name: value for name, value in given.items() if value is not None and name not in _MEANS_NOTHING}
-    unknown = sorted(given.keys() - {*SAMPLING, *_OTHER})
+    arguments = {name: value for name, value in arguments.items() if value is not None and name not in _MEANS_NOTHING}
+    unknown = sorted(arguments.keys() - {*SAMPLING, *_OTHER})
     if unknown:
         raise SessionError(
-            f"ChatTurnwise takes no {unknown[0]!r} ({shown(given[unknown[0]])}): it takes stop, "
+            f"ChatTurnwise takes no {unknown[0]!r} ({shown(arguments[unknown[0]])}): it takes stop, "
             f"{', '.join((*SAMPLING, *_OTHER))}"
         )
-    tools = tuple(schema_of(tool) for tool in given.get("tools") or ())
-    changes: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
+    tools = tuple(schema_of(tool) for tool in arguments.get("tools") or ())
+    changes: dict[str, Any] = {name: arguments[name] for name in SAMPLING if name in arguments}
     if stop:
         changes["stop"] = tuple(stop)
-    if given.keys() & {"tool_choice", "parallel_tool_calls", "response_format"}:
-        tools, changes["guide"] = _held(given, tools)
+    if arguments.keys() & {"tool_choice", "parallel_tool_calls", "response_format"}:
+        tools, changes["guide"] = _constrain(arguments, tools)
     params = replace(session, **changes) if changes else None
-    return ModelRequest(tools, params, given.get("template_args"), given.get("fork"))
+    return ModelRequest(tools, params, arguments.get("template_args"), arguments.get("fork"))
 
 
-def _held(given: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], Any]:
+def _constrain(arguments: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> tuple[tuple[ToolSchema, ...], Any]:
     names = [tool.name for tool in tools]
-    parallel = given.get("parallel_tool_calls", True)
+    parallel = arguments.get("parallel_tool_calls", True)
     try:
-        choice = read_choice(Fields({"tool_choice": _choice(given.get("tool_choice"), names)}))
-        answer = FormatField("response_format", _response_format(given.get("response_format")), nested=True)
-        held = read_response_format(tools, choice, answer, _ABILITIES, single="" if parallel else "parallel_tool_calls")
+        choice = read_choice(Fields({"tool_choice": _choice(arguments.get("tool_choice"), names)}))
+        answer = FormatField("response_format", _response_format(arguments.get("response_format")), nested=True)
+        constraint = read_response_format(
+            tools, choice, answer, _ABILITIES, single="" if parallel else "parallel_tool_calls"
+        )
     except ApiError as error:
         raise SessionError(f"ChatTurnwise: {error.message}") from error
-    return held.tools, held.guide
+    return constraint.tools, constraint.guide
 
 
 def _choice(value: Any, names: Sequence[str]) -> Any:

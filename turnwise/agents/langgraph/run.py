@@ -17,10 +17,10 @@ from langchain_core.tools import BaseTool
 from pydantic import Field
 
 from turnwise.agents.core import Episode
-from turnwise.agents.langgraph.messages import Known, KnownCall, graph_call_id, graph_messages, own_message
+from turnwise.agents.langgraph.messages import IssuedCall, IssuedTurns, graph_call_id, graph_messages, session_message
 from turnwise.envs.core import as_messages, schemas
 from turnwise.envs.registration import make
-from turnwise.envs.wrappers import ask
+from turnwise.envs.wrappers import call_by_name
 from turnwise.errors import AgentError, TurnwiseError, shown
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, ToolCall, ToolSchema
@@ -37,14 +37,14 @@ class GraphRun:
     """The run of a graph in one episode; chat model and tools find it by :func:`current_run`.
 
     Attributes:
-        known: Turns and calls issued to the graph.
+        issued: Turns and calls issued to the graph.
         nodes: Node of each turn, by session and turn id: names from the outermost graph inwards, joined by ``/``.
         loop: Event loop of the episode.
     """
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        self.known = Known()
+        self.issued = IssuedTurns()
         self.nodes: dict[tuple[str, str], str] = {}
         self.failure: Exception | None = None
         self.loop = asyncio.get_running_loop()
@@ -67,17 +67,17 @@ class GraphRun:
         Returns:
             The environment's messages; see :attr:`ended` for the end.
         """
-        found = self.known.turn_of(message) if isinstance(message, BaseMessage) else None
-        name = agent or (found[0] if found is not None else "main")
-        own = own_message(message, self.known, name) if isinstance(message, BaseMessage) else message
-        if own["role"] != "assistant":
-            own = {"role": "assistant", "content": own.get("content")}
-        if found is not None and found[0] == name:
-            said = found[1]
-            own["turn_id"], own["finish_reason"] = said["turn_id"], said["finish_reason"]
-        if own.get("tool_calls"):
-            own = {**own, "tool_calls": [self._held(call, name) for call in own["tool_calls"]]}
-        result = await self._watched(self.episode.step(own, agent=name))
+        turn = self.issued.turn_of(message) if isinstance(message, BaseMessage) else None
+        name = agent or (turn[0] if turn is not None else "main")
+        action = session_message(message, self.issued, name) if isinstance(message, BaseMessage) else message
+        if action["role"] != "assistant":
+            action = {"role": "assistant", "content": action.get("content")}
+        if turn is not None and turn[0] == name:
+            sampled_message = turn[1]
+            action["turn_id"], action["finish_reason"] = sampled_message["turn_id"], sampled_message["finish_reason"]
+        if action.get("tool_calls"):
+            action = {**action, "tool_calls": [self._mark_unoffered(call, name) for call in action["tool_calls"]]}
+        result = await self._run_watched(self.episode.step(action, agent=name))
         return graph_messages(as_messages(result.observation), name)
 
     async def call(self, call_id: str | None, name: str, arguments: dict[str, Any]) -> ToolResponse:
@@ -88,35 +88,35 @@ class GraphRun:
             name: The tool.
             arguments: Its arguments.
         """
-        known = self.known.calls.get(call_id or "")
-        if known is None:
-            return await self._watched(self.episode.call(ToolCall(call_id or "", name, arguments)))
-        call = known.call
+        issued_call = self.issued.calls.get(call_id or "")
+        if issued_call is None:
+            return await self._run_watched(self.episode.call(ToolCall(call_id or "", name, arguments)))
+        call = issued_call.call
         if (call.name, call.arguments) != (name, arguments):
             call = ToolCall(call.id, name, arguments)
-        return await self._watched(self.episode.call(call, agent=known.agent))
+        return await self._run_watched(self.episode.call(call, agent=issued_call.agent))
 
-    async def refusal(self, known: KnownCall) -> Message:
+    async def refusal(self, issued_call: IssuedCall) -> Message:
         """Return the environment's answer to a call of a tool that was not offered, cached."""
-        key = (known.agent, known.call.id)
+        key = (issued_call.agent, issued_call.call.id)
         if key not in self._refusals:
-            call = self._held(known.call, known.agent)
+            call = self._mark_unoffered(issued_call.call, issued_call.agent)
             if self.episode.tools:
-                response = await self._watched(self.episode.call(call, agent=known.agent))
+                response = await self._run_watched(self.episode.call(call, agent=issued_call.agent))
             else:
                 response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
             self._refusals[key] = {"role": "tool", "name": call.name, "content": response.content()}
         return self._refusals[key]
 
-    def _held(self, call: ToolCall, agent: str) -> ToolCall:
+    def _mark_unoffered(self, call: ToolCall, agent: str) -> ToolCall:
         """Return a session's call for the environment; tools that were not offered are not executed."""
-        known = self.known.calls.get(graph_call_id(call.id, agent))
+        issued_call = self.issued.calls.get(graph_call_id(call.id, agent))
         if (
-            known is None
-            or known.agent != agent
-            or known.offered
+            issued_call is None
+            or issued_call.agent != agent
+            or issued_call.offered
             or call.error is not None
-            or call.name != known.call.name
+            or call.name != issued_call.call.name
         ):
             return call
         # The environment itself reports unknown tools.
@@ -129,7 +129,7 @@ class GraphRun:
         Raises:
             EnvError: The environment has no such method, or it raised.
         """
-        return await self._watched(ask(self.episode.env, method, value))
+        return await self._run_watched(call_by_name(self.episode.env, method, value))
 
     def reward(self, name: str, value: float, message: BaseMessage | None = None) -> None:
         """Note a reward on the turn of a message, or on the one whose call it answers.
@@ -142,14 +142,14 @@ class GraphRun:
         if message is None:
             self.episode.note(name, value)
             return
-        found = self.known.turn_of(message)
-        if found is None:
+        turn = self.issued.turn_of(message)
+        if turn is None:
             raise AgentError(f"reward {name!r}: no turn of this episode has the message {message.id!r}")
-        self.episode.note(name, value, found[1]["turn_id"], agent=found[0])
+        self.episode.note(name, value, turn[1]["turn_id"], agent=turn[0])
 
-    def sampled(self, agent: str, said: Message, node: str, tokens: int) -> None:
+    def record_node(self, agent: str, message: Message, node: str, tokens: int) -> None:
         """Record the node of a turn."""
-        turn = said["turn_id"]
+        turn = message["turn_id"]
         self.nodes[agent, turn] = node
         if node:
             self.episode.count({f"node/{node}/turns": 1.0, f"node/{node}/tokens": float(tokens)}, turn, agent=agent)
@@ -162,7 +162,7 @@ class GraphRun:
                 self.episode.count({f"node/{node}/reward": reward.value}, reward.turn_id, agent=reward.agent)
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         """Make this the current run in the context."""
         token = _RUN.set(self)
         try:
@@ -171,19 +171,19 @@ class GraphRun:
             _RUN.reset(token)
 
     @property
-    def at_home(self) -> bool:
+    def on_own_loop(self) -> bool:
         """Whether the caller is on the episode's event loop."""
         return asyncio.get_running_loop() is self.loop
 
-    async def here(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run_on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Await work on the episode's loop, from any loop."""
-        if self.at_home:
+        if self.on_own_loop:
             return await work
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def block(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work from a thread, such as a plain node's."""
-        return blocked(work, self.loop)
+        return run_blocking(work, self.loop)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -214,15 +214,15 @@ class GraphRun:
     async def close(self) -> None:
         """Cancel what the graph left: siblings of failed branches, threads waiting for the model."""
         self._closed = True
-        left = [task for task in self._working if task is not asyncio.current_task()]
-        for task in left:
+        pending = [task for task in self._working if task is not asyncio.current_task()]
+        for task in pending:
             task.cancel()
-        if left:
-            await asyncio.wait(left)
+        if pending:
+            await asyncio.wait(pending)
 
-    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_watched(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return await self.here(self._tracked(work))
+            return await self.run_on_loop(self._run_tracked(work))
         except EpisodeOver:
             raise
         except TurnwiseError as error:
@@ -230,7 +230,7 @@ class GraphRun:
             self.failure = self.failure or error
             raise
 
-    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _run_tracked(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             with self.working():
                 return await work
@@ -238,7 +238,7 @@ class GraphRun:
             work.close()
 
 
-def blocked(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None) -> T:
+def run_blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None) -> T:
     """Run work to its end from a thread without an event loop.
 
     Args:
@@ -255,7 +255,7 @@ def blocked(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None
     return asyncio.run_coroutine_threadsafe(work, loop).result()
 
 
-def iterated(items: AsyncGenerator[T, None], loop: asyncio.AbstractEventLoop | None) -> Iterator[T]:
+def iterate_blocking(items: AsyncGenerator[T, None], loop: asyncio.AbstractEventLoop | None) -> Iterator[T]:
     """Iterate over an asynchronous generator from a thread without an event loop.
 
     Args:
@@ -263,22 +263,22 @@ def iterated(items: AsyncGenerator[T, None], loop: asyncio.AbstractEventLoop | N
         loop: Its loop; None for a new one.
     """
     _refuse_event_loop()
-    own = loop is None or not loop.is_running()
-    running = asyncio.new_event_loop() if loop is None or own else loop
-    thread = threading.Thread(target=running.run_forever, daemon=True) if own else None
-    found: queue.SimpleQueue[list[T]] = queue.SimpleQueue()
-    wanted = asyncio.Semaphore(0)
+    own_loop = loop is None or not loop.is_running()
+    running = asyncio.new_event_loop() if loop is None or own_loop else loop
+    thread = threading.Thread(target=running.run_forever, daemon=True) if own_loop else None
+    results: queue.SimpleQueue[list[T]] = queue.SimpleQueue()
+    demand = asyncio.Semaphore(0)
 
     async def feed() -> None:
         try:
             async with contextlib.aclosing(items):
                 # No item is made before it is wanted: a reader that leaves early leaves nothing committed.
-                await wanted.acquire()
+                await demand.acquire()
                 async for item in items:
-                    found.put([item])
-                    await wanted.acquire()
+                    results.put([item])
+                    await demand.acquire()
         finally:
-            found.put([])
+            results.put([])
 
     if thread is not None:
         thread.start()
@@ -286,8 +286,8 @@ def iterated(items: AsyncGenerator[T, None], loop: asyncio.AbstractEventLoop | N
     one: list[T] = []
     try:
         while True:
-            running.call_soon_threadsafe(wanted.release)
-            one = found.get()
+            running.call_soon_threadsafe(demand.release)
+            one = results.get()
             if not one:
                 fed.result()
                 return
@@ -295,7 +295,7 @@ def iterated(items: AsyncGenerator[T, None], loop: asyncio.AbstractEventLoop | N
     finally:
         fed.cancel()
         while one:
-            one = found.get()
+            one = results.get()
         if thread is not None:
             running.call_soon_threadsafe(running.stop)
             thread.join()

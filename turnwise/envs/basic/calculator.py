@@ -31,17 +31,17 @@ class Problem:
     @property
     def question(self) -> str:
         """The problem in words."""
-        said = ", then ".join(f"{WORDS[sign]} {number}" for sign, number in self.steps)
-        return f"Take {self.start}, {said}. What is the result?"
+        operations = ", then ".join(f"{WORDS[sign]} {number}" for sign, number in self.steps)
+        return f"Take {self.start}, {operations}. What is the result?"
 
     @property
     def results(self) -> list[int]:
         """The result of each operation."""
-        found = [self.start]
+        values = [self.start]
         for sign, number in self.steps:
-            value = found[-1]
-            found.append(value + number if sign == "+" else value - number if sign == "-" else value * number)
-        return found[1:]
+            value = values[-1]
+            values.append(value + number if sign == "+" else value - number if sign == "-" else value * number)
+        return values[1:]
 
     @property
     def answer(self) -> int:
@@ -81,13 +81,13 @@ def problem(seed: int, *, operations: int = 2, largest: int = 99, split: str = "
         raise TaskError(f"calculator has no split {split!r}: {', '.join(SPLITS)}")
     rng = random.Random(stable_hash("calculator", seed))
     while True:
-        drawn = Problem(rng.randint(2, largest), ())
-        while len(drawn.steps) < operations:
-            longer = Problem(drawn.start, (*drawn.steps, (rng.choice(list(WORDS)), rng.randint(2, largest))))
+        candidate = Problem(rng.randint(2, largest), ())
+        while len(candidate.steps) < operations:
+            longer = Problem(candidate.start, (*candidate.steps, (rng.choice(list(WORDS)), rng.randint(2, largest))))
             if 0 <= longer.answer <= 50 * largest:
-                drawn = longer
-        if (stable_hash(drawn.question) % 4 == 0) == (split == "test"):
-            return drawn
+                candidate = longer
+        if (stable_hash(candidate.question) % 4 == 0) == (split == "test"):
+            return candidate
 
 
 class CalculatorEnv(ToolEnv):
@@ -129,9 +129,9 @@ class CalculatorEnv(ToolEnv):
 
 
 def _check(error: type[EnvError | TaskError], operations: Any, largest: Any) -> None:
-    for name, value, least in (("operations", operations, 1), ("largest", largest, 5)):
-        if type(value) is not int or value < least:
-            raise error(f"calculator: {name} is {shown(value)}: it must be a whole number of at least {least}")
+    for name, value, minimum in (("operations", operations, 1), ("largest", largest, 5)):
+        if type(value) is not int or value < minimum:
+            raise error(f"calculator: {name} is {shown(value)}: it must be a whole number of at least {minimum}")
 
 
 def tasks(
@@ -140,5 +140,5 @@ def tasks(
     """Yield ``n`` problems of a split."""
     _check(TaskError, operations, largest)
     for index in range(n):
-        found = problem(stable_hash(split, seed, index), operations=operations, largest=largest, split=split)
-        yield Task(f"calculator-{split}-{seed}-{index}", found.question, found.to_data())
+        drawn_problem = problem(stable_hash(split, seed, index), operations=operations, largest=largest, split=split)
+        yield Task(f"calculator-{split}-{seed}-{index}", drawn_problem.question, drawn_problem.to_data())

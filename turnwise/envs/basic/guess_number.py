@@ -43,14 +43,14 @@ class GuessNumberEnv(Env):
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Hide the task's ``data["number"]``, or one drawn from the seed."""
-        given = None if task is None else task.data.get("number")
-        if given is not None and (type(given) is not int or not self.low <= given <= self.high):
+        number = None if task is None else task.data.get("number")
+        if number is not None and (type(number) is not int or not self.low <= number <= self.high):
             name = None if task is None else task.id
             raise TaskError(
-                f"task {name!r}: data['number'] is {shown(given)}: it must be a whole number from {self.low} to "
+                f"task {name!r}: data['number'] is {shown(number)}: it must be a whole number from {self.low} to "
                 f"{self.high}"
             )
-        self.number = random.Random(seed).randint(self.low, self.high) if given is None else given
+        self.number = random.Random(seed).randint(self.low, self.high) if number is None else number
         self.left, self.found, self._over = self.guesses, False, False
         text = (
             f"I hide a whole number from {self.low} to {self.high}. You have {self.guesses} guesses; after each I say "
@@ -68,14 +68,14 @@ class GuessNumberEnv(Env):
         self.found = guess == self.number
         self._over = self.found or self.left == 0
         if self.found:
-            said = "correct"
+            answer = "correct"
         elif self._over:
-            said = f"no guess is left; it was {self.number}"
+            answer = f"no guess is left; it was {self.number}"
         elif guess is None:
-            said = f"Answer with one whole number from {self.low} to {self.high}; {self.left} left"
+            answer = f"Answer with one whole number from {self.low} to {self.high}; {self.left} left"
         else:
-            said = f"{'higher' if guess < self.number else 'lower'}; {self.left} left"
-        observation: list[Message] = [{"role": "user", "content": said}]
+            answer = f"{'higher' if guess < self.number else 'lower'}; {self.left} left"
+        observation: list[Message] = [{"role": "user", "content": answer}]
         if action.get("tool_calls"):
             observation = _refusals(action) + observation
         return StepResult(observation, float(self.found), self._over, False, {})

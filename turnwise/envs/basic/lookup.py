@@ -43,12 +43,12 @@ def table(seed: int, *, person: str | None = None, split: str = "train") -> Tabl
     if split not in SPLITS or person not in (None, *NAMES):
         raise TaskError(f"lookup has no person={person!r} or no split={split!r}: people {NAMES}, splits {SPLITS}")
     rng = random.Random(stable_hash("lookup", seed))
-    asked = person or rng.choice(NAMES)
+    asked_person = person or rng.choice(NAMES)
     while True:
         teams = {name: rng.choice(TEAMS) for name in NAMES}
         managers = {team: rng.choice(NAMES) for team in TEAMS}
         if (stable_hash(*teams.values(), *managers.values()) % 4 == 0) == (split == "test"):
-            return Table(asked, teams, managers)
+            return Table(asked_person, teams, managers)
 
 
 class LookupEnv(ToolEnv):
