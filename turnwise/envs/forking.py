@@ -153,7 +153,8 @@ def _refuse_shared(env: Any, name: str, values: list[Any], memo: Memo) -> None:
         elif kind is weakref.ref and memo.get(id(member()), member()) is not member():
             raise EnvError(
                 f"{type(env).__qualname__} cannot fork: its attribute {name!r} holds {shown(member)}, a weak "
-                "reference, which in a fork would still be one to the original's object: use a plain reference, or write fork()"
+                "reference, which in a fork would still be one to the original's object: use a plain reference, or "
+                "write fork()"
             )
         elif kind is TemporaryDirectory:
             raise EnvError(

@@ -15,7 +15,7 @@ from turnwise.tasks.core import Task
 from turnwise.tools.core import AgentData, Tool
 from turnwise.tools.execute import Outcome, ToolRunner
 from turnwise.tools.response import ToolResponse, call_counts
-from turnwise.tools.selection import check_names, place_of, selected, tools_kwargs
+from turnwise.tools.selection import check_names, place_of, select_tools, tools_kwargs
 from turnwise.types import Message, StopReason, ToolCall
 
 
@@ -148,7 +148,7 @@ class ToolEnv(Env):
             return self._runner.tools
         tools = {**super().toolset(), **{tool.name: tool for tool in self.loaded_tools}}
         self._tools_kwargs = tools_kwargs(tools, self._task)
-        return selected(tools, self._task)
+        return select_tools(tools, self._task)
 
     async def extra_rewards(self) -> dict[str, float]:
         """Return the rewards of BaseTool instances, as ``tool/<name>``."""

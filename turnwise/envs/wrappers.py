@@ -95,7 +95,8 @@ class Wrapper(Env):
 
     def __new__(cls, env: Env, *_args: Any, **_kwargs: Any) -> Wrapper:
         """Make a wrapper, as a ToolEnv where the wrapped environment is one."""
-        wrapper_class: Any = _with_tool_interface(cls) if isinstance(env, ToolEnv) else cls
+        wrapper_class: Any = cls
+        wrapper_class = _with_tool_interface(wrapper_class) if isinstance(env, ToolEnv) else wrapper_class
         wrapper: Any = super().__new__(wrapper_class)
         return cast("Wrapper", wrapper)
 

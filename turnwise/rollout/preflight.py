@@ -21,7 +21,7 @@ from turnwise.tasks.config import Sources
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks, load_mix
 from turnwise.tools.core import Tool
-from turnwise.tools.selection import Toolbox, selected
+from turnwise.tools.selection import Toolbox, select_tools
 from turnwise.types import Message, ToolSchema
 
 # The agent that offers the model no tools, whatever the environment has.
@@ -111,7 +111,7 @@ class _PromptTools:
                 # Each row may have its own configuration, and every toolset keeps an environment alive.
                 self._toolsets.clear()
             self._toolsets[key] = self._toolset(task)
-        return [tool.schema for tool in selected(self._toolsets[key], task).values()]
+        return [tool.schema for tool in select_tools(self._toolsets[key], task).values()]
 
     def _toolset(self, task: Task) -> dict[str, Tool]:
         name = task.env or self._rollout.env.name

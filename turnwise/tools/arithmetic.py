@@ -60,11 +60,11 @@ class _Parser:
         value = self._sum()
         if self._next < len(self._tokens):
             token = self._tokens[self._next]
-            after = self._tokens[self._next - 1]
+            following = self._tokens[self._next - 1]
             if token == ")":
                 raise ToolError(f"a parenthesis closes that never opened in {shown(self._text)}")
-            percent = " (a percent sign is part of the number before it)" if after == "%" else ""
-            raise ToolError(f"there is no operator between {after!r} and {token!r} in {shown(self._text)}{percent}")
+            percent = " (a percent sign is part of the number before it)" if following == "%" else ""
+            raise ToolError(f"there is no operator between {following!r} and {token!r} in {shown(self._text)}{percent}")
         return value
 
     def _peek(self) -> str:
@@ -142,13 +142,13 @@ class _Deeper:
         if self._parser._depth > _MAX_DEPTH:
             raise ToolError(f"the expression is nested more than {_MAX_DEPTH} deep")
 
-    def __exit__(self, *about: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._parser._depth -= 1
 
 
 def _tokens(text: str) -> list[str]:
     plain = text.translate(_WRITTEN)
-    found: list[str] = []
+    tokens: list[str] = []
     position = len(plain) - len(plain.lstrip())
     while position < len(plain):
         match = _TOKEN.match(plain, position)
@@ -157,9 +157,9 @@ def _tokens(text: str) -> list[str]:
                 f"{shown(text[position : position + 20])} cannot be evaluated: write numbers, + - * / ** and "
                 "parentheses only"
             )
-        found.append(match["number"] or match["sign"])
+        tokens.append(match["number"] or match["sign"])
         position = match.end()
-    return found
+    return tokens
 
 
 def _number(token: str) -> Fraction:

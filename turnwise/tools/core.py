@@ -46,11 +46,11 @@ _TOOLS: dict[str, FunctionTool] = {}
 
 def register_tool(tool: FunctionTool) -> None:
     """Register a tool; a reloaded function replaces itself, another of the same name raises RegistryError."""
-    known = _TOOLS.get(tool.name)
-    if known is not None and (_place(known) != _place(tool) or _stand_side_by_side(known, tool)):
+    registered = _TOOLS.get(tool.name)
+    if registered is not None and (_place(registered) != _place(tool) or _stand_side_by_side(registered, tool)):
         raise RegistryError(
-            f"the tool name {tool.name!r} is taken by {_place(known)}{_line(known)}; {_place(tool)}{_line(tool)} needs "
-            "another one: write "
+            f"the tool name {tool.name!r} is taken by {_place(registered)}{_line(registered)}; "
+            f"{_place(tool)}{_line(tool)} needs another one: write "
             '@function_tool("other_name")'
         )
     _TOOLS[tool.name] = tool
@@ -58,13 +58,13 @@ def register_tool(tool: FunctionTool) -> None:
 
 def get_tool(name: str) -> FunctionTool:
     """Return the tool of this name; RegistryError suggests near misses."""
-    found = _TOOLS.get(name)
-    if found is None:
+    registered = _TOOLS.get(name)
+    if registered is None:
         raise RegistryError(
             f"there is no tool {name!r}{nearest(name, [*_TOOLS, *SHIPPED])}; decorate a function with @function_tool "
             f"and import its module, or name one that ships: {', '.join(SHIPPED)}"
         )
-    return found
+    return registered
 
 
 def tool_names() -> list[str]:
@@ -72,9 +72,9 @@ def tool_names() -> list[str]:
     return sorted(_TOOLS)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` with near misses among the known names, or an empty text."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
@@ -397,11 +397,11 @@ class BaseTool:
             EnvError: It cannot.
         """
         cls = type(self)
-        held = [name for name, value in vars(self).items() if isinstance(value, Mapping) and instance_id in value]
+        stores = [name for name, value in vars(self).items() if isinstance(value, Mapping) and instance_id in value]
         plain = cls.create is BaseTool.create and cls.release is BaseTool.release
-        if plain and not held:
+        if plain and not stores:
             return uuid.uuid4().hex
-        state = f"state of its instance in {held[0]!r}" if plain else "instances of its own (create or release)"
+        state = f"state of its instance in {stores[0]!r}" if plain else "instances of its own (create or release)"
         raise EnvError(
             f"tool {self.name!r} cannot fork: {cls.__qualname__} has {state}: write "
             "fork(instance_id, agent_data) in it, which returns the id of a new instance in the same state"
@@ -471,9 +471,9 @@ def as_tool(item: Any) -> Tool:
 @functools.cache
 def shipped(name: str) -> BaseTool:
     """Return the unconfigured tool that ships under a name, shared by all episodes. Raises KeyError."""
-    made = load_object(SHIPPED[name], "tool")()
-    assert isinstance(made, BaseTool)
-    return made
+    tool = load_object(SHIPPED[name], "tool")()
+    assert isinstance(tool, BaseTool)
+    return tool
 
 
 @functools.lru_cache(maxsize=1024)
@@ -534,15 +534,15 @@ def check_media(env: str, tools: Mapping[str, Tool], takes: Collection[str]) -> 
             )
 
 
-def undeclared(tool: Tool, response: ToolResponse) -> EnvError | None:
+def undeclared_media(tool: Tool, response: ToolResponse) -> EnvError | None:
     """Return the error of a response with undeclared media, or None."""
-    given = (("image", response.image), ("video", response.video), ("audio", response.audio))
-    found = [kind for kind, items in given if items and kind not in tool.media]
-    if not found:
+    media = (("image", response.image), ("video", response.video), ("audio", response.audio))
+    kinds = [kind for kind, items in media if items and kind not in tool.media]
+    if not kinds:
         return None
-    listed = ", ".join(map(repr, found))
+    listed = ", ".join(map(repr, kinds))
     return EnvError(
-        f"tool {tool.name!r} returned {', '.join(found)}, which it does not declare: write media=({listed},) in "
+        f"tool {tool.name!r} returned {', '.join(kinds)}, which it does not declare: write media=({listed},) in "
         "@function_tool, or as an attribute of the BaseTool, so that a model that cannot take it is refused before "
         "the rollout starts"
     )

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
 from turnwise.errors import EnvError, ToolError, TurnwiseError, shown
-from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest, undeclared
+from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest, undeclared_media
 from turnwise.tools.response import (
     INVALID_CALLS,
     NOTE,
@@ -249,7 +249,7 @@ class ToolRunner:
         Raises:
             EnvError: An instance cannot be forked.
         """
-        made = ToolRunner(
+        fork = ToolRunner(
             tools,
             owner=owner,
             executor=self._executor,
@@ -260,9 +260,9 @@ class ToolRunner:
             data=replace(copy.deepcopy(self.data, memo), request_id=uuid.uuid4().hex),
         )
         if self._opened:
-            await made._instances.fork(self._instances)
-            made._opened = True
-        return made
+            await fork._instances.fork(self._instances)
+            fork._opened = True
+        return fork
 
     async def run(self, call: ToolCall) -> Outcome:
         """Execute one call; ToolError becomes a response, any other TurnwiseError of a tool is raised.
@@ -289,11 +289,11 @@ class ToolRunner:
         if len(calls) == 1 or not any(self._overlaps(call) for call in calls):
             return [await self.run(call) for call in calls]
         # Tasks start in call order, and the lock is first come, first served: so stateful calls keep their order.
-        found = await asyncio.gather(*(self.run(call) for call in calls), return_exceptions=True)
-        outcomes = [each for each in found if isinstance(each, Outcome)]
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
+        results = await asyncio.gather(*(self.run(call) for call in calls), return_exceptions=True)
+        outcomes = [result for result in results if isinstance(result, Outcome)]
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
         return outcomes
 
     async def rewards(self) -> dict[str, float]:
@@ -368,7 +368,7 @@ class ToolRunner:
 
     def _check(self, tool: Tool, response: ToolResponse) -> None:
         if response.image or response.video or response.audio:
-            wrong = undeclared(tool, response)
+            wrong = undeclared_media(tool, response)
             if wrong is not None:
                 raise wrong
         if response.notes:

@@ -116,16 +116,16 @@ class Connection:
     async def list_tools(self) -> list[mcp_types.Tool]:
         """Return the server's tools. Raises EnvError."""
         client = await self.open()
-        found: list[mcp_types.Tool] = []
+        tools: list[mcp_types.Tool] = []
         cursor: str | None = None
         try:
             async with asyncio.timeout(CONNECT_S):
                 for _ in range(_MOST_PAGES):
                     page = await client.list_tools(cursor=cursor)
-                    found += page.tools
+                    tools += page.tools
                     cursor = page.next_cursor
                     if cursor is None:
-                        return found
+                        return tools
         except TimeoutError:
             raise self._endpoint.error(f"did not list its tools within {CONNECT_S:g} s") from None
         except (MCPError, ValidationError) as error:
@@ -386,9 +386,9 @@ class MCPServer:
 
     async def close(self) -> None:
         """Close all connections."""
-        left = [connection for connection, _ in self._of_episodes.values()]
+        connections = [connection for connection, _ in self._of_episodes.values()]
         self._of_episodes.clear()
-        for connection in (self._shared, *left):
+        for connection in (self._shared, *connections):
             await connection.close()
 
 
@@ -415,10 +415,10 @@ class MCPTool(BaseTool):
     ) -> tuple[str, ToolResponse]:
         """Open the episode's connection, with ``scope: episode``."""
         agent_data = agent_data or AgentData()
-        made, response = await super().create(instance_id)
+        instance, response = await super().create(instance_id)
         await self._server.join(agent_data.request_id)
-        self._episodes[made] = agent_data.request_id
-        return made, response
+        self._episodes[instance] = agent_data.request_id
+        return instance, response
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **_: Any
@@ -442,8 +442,8 @@ class MCPTool(BaseTool):
                 "(scope: episode), and MCP has no request that copies its state: leave it out, or use scope: run for a "
                 "server that keeps none"
             )
-        made, _ = await self.create(agent_data=agent_data)
-        return made
+        instance, _ = await self.create(agent_data=agent_data)
+        return instance
 
     async def release(self, instance_id: str, **_: Any) -> None:
         """Release the episode's connection."""

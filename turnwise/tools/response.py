@@ -73,21 +73,21 @@ class OutputLimit:
     def _cut_characters(self, text: str) -> str:
         # The longest marker that can come is reserved, so that the count in it may have fewer digits.
         markers = 2 if self.keep == "middle" else 1
-        kept = self.amount - markers * len(_between(len(text)))
-        return _kept(text, kept, self.keep) if kept >= 2 else _bare(text, self.amount, self.keep)
+        size = self.amount - markers * len(_marker(len(text)))
+        return _cut_marked(text, size, self.keep) if size >= 2 else _cut_bare(text, self.amount, self.keep)
 
     def _cut_tokens(self, text: str, count: CountTokens) -> str:
         # Texts that are far too long are cut by characters first: tokenizers take time in the length of a text.
-        most = _LONGEST * self.amount + 1024
-        if len(text) <= most:
+        longest = _LONGEST * self.amount + 1024
+        if len(text) <= longest:
             tokens = count(text)
             if tokens <= self.amount:
                 return text
         else:
-            tokens = most
-        largest = min(len(text), most)
-        found = self._search(lambda size: _kept(text, size, self.keep), largest, tokens, count)
-        return found or self._search(lambda size: _bare(text, size, self.keep), largest, tokens, count)
+            tokens = longest
+        largest = min(len(text), longest)
+        marked = self._search(lambda size: _cut_marked(text, size, self.keep), largest, tokens, count)
+        return marked or self._search(lambda size: _cut_bare(text, size, self.keep), largest, tokens, count)
 
     def _search(self, shorter: Callable[[int], str], largest: int, tokens: int, count: CountTokens) -> str:
         """Return the longest text within the limit; each is counted, as longer texts may have fewer tokens."""
@@ -124,16 +124,16 @@ def _characters(amount: int) -> OutputLimit:
     return OutputLimit(amount)
 
 
-def _kept(text: str, size: int, keep: Keep) -> str:
+def _cut_marked(text: str, size: int, keep: Keep) -> str:
     head, tail = _span(len(text), size, keep)
     if keep == "ends":
-        return text[:head] + _between(tail - head) + text[tail:]
-    before = f"[... {head} characters cut ...]\n" if head else ""
-    after = f"\n[... {len(text) - tail} characters cut ...]" if tail < len(text) else ""
-    return before + text[head:tail] + after
+        return text[:head] + _marker(tail - head) + text[tail:]
+    head_marker = f"[... {head} characters cut ...]\n" if head else ""
+    tail_marker = f"\n[... {len(text) - tail} characters cut ...]" if tail < len(text) else ""
+    return head_marker + text[head:tail] + tail_marker
 
 
-def _bare(text: str, size: int, keep: Keep) -> str:
+def _cut_bare(text: str, size: int, keep: Keep) -> str:
     # Two ends without a marker between them would read as one text.
     head, tail = _span(len(text), size, "head" if keep == "ends" else keep)
     return text[head:tail]
@@ -149,7 +149,7 @@ def _span(length: int, size: int, keep: Keep) -> tuple[int, int]:
     return start, start + size
 
 
-def _between(count: int) -> str:
+def _marker(count: int) -> str:
     return f"\n[... {count} characters cut ...]\n"
 
 
@@ -202,9 +202,9 @@ class ToolResponse:
             if media is not None and not isinstance(media, list):
                 raise EnvError(f"ToolResponse.{name} is {shown(media)}: it must be a list or None")
         if self.image:
-            self.image = [_uri(each, f"ToolResponse.image[{number}]") for number, each in enumerate(self.image)]
+            self.image = [_uri(medium, f"ToolResponse.image[{number}]") for number, medium in enumerate(self.image)]
         if self.video:
-            self.video = [_frames(each, f"ToolResponse.video[{number}]") for number, each in enumerate(self.video)]
+            self.video = [_frames(medium, f"ToolResponse.video[{number}]") for number, medium in enumerate(self.video)]
         if self.reward is not None:
             self.reward = _finite(self.reward, "ToolResponse.reward")
         if not isinstance(self.metrics, Mapping):
@@ -213,8 +213,8 @@ class ToolResponse:
             raise EnvError(f"ToolResponse.notes is {shown(self.notes)}: it must be a dict of texts")
         if self.metrics or self.notes:
             numbers = {str(name): _number(value) for name, value in self.metrics.items()}
-            others = {str(name): value for name, value in self.metrics.items() if numbers[str(name)] is None}
-            self.notes = {str(name): _noted(value) for name, value in {**self.notes, **others}.items()}
+            texts = {str(name): value for name, value in self.metrics.items() if numbers[str(name)] is None}
+            self.notes = {str(name): _noted(value) for name, value in {**self.notes, **texts}.items()}
             self.metrics = {name: number for name, number in numbers.items() if number is not None}
 
     def content(self) -> str | list[dict[str, Any]]:
@@ -382,10 +382,10 @@ def content_block(part: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def as_media(label: str, kinds: Iterable[str]) -> frozenset[str]:
     """Return declared kinds of media; ToolSchemaError if one is unknown."""
-    found = frozenset((kinds,) if isinstance(kinds, str) else kinds)
-    unknown = sorted(found - set(MEDIA))
+    kind_set = frozenset((kinds,) if isinstance(kinds, str) else kinds)
+    unknown = sorted(kind_set - set(MEDIA))
     if unknown:
         raise ToolSchemaError(
             f"{label}: media names {', '.join(map(repr, unknown))}: allowed are {', '.join(MEDIA)} (text always is)"
         )
-    return found
+    return kind_set

@@ -17,8 +17,8 @@ _TEXT: Final = "example"
 def example_arguments(schema: ToolSchema) -> dict[str, Any] | None:
     """Return minimal arguments that a schema allows, or None if none were found."""
     parameters = schema.parameters
-    found = _example(parameters, parameters.get("$defs", {}), _DEPTH)
-    return found if isinstance(found, dict) and validator_of(parameters).is_valid(found) else None
+    example = _example(parameters, parameters.get("$defs", {}), _DEPTH)
+    return example if isinstance(example, dict) and validator_of(parameters).is_valid(example) else None
 
 
 def _example(schema: Any, definitions: Mapping[str, Any], depth: int) -> Any:
@@ -78,9 +78,9 @@ def random_arguments(schema: ToolSchema, rng: random.Random, words: Sequence[str
     validator = validator_of(parameters)
     draw = _Draw(rng, words, parameters.get("$defs", {}))
     for _ in range(_TRIES):
-        found = draw.value(parameters, _DRAWN_DEPTH)
-        if isinstance(found, dict) and validator.is_valid(found):
-            return found
+        arguments = draw.value(parameters, _DRAWN_DEPTH)
+        if isinstance(arguments, dict) and validator.is_valid(arguments):
+            return arguments
     return example_arguments(schema)
 
 
@@ -119,8 +119,8 @@ class _Draw:
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
         prefix = list(schema.get("prefixItems", ()))
-        least = max(schema.get("minItems", 0), len(prefix))
-        count = self._rng.randint(least, max(least, min(schema.get("maxItems", _MOST_ITEMS), _MOST_ITEMS)))
+        minimum = max(schema.get("minItems", 0), len(prefix))
+        count = self._rng.randint(minimum, max(minimum, min(schema.get("maxItems", _MOST_ITEMS), _MOST_ITEMS)))
         items = [*prefix, *[schema.get("items", {})] * count][:count]
         return [self.value(item, depth - 1) for item in items]
 
@@ -133,15 +133,15 @@ class _Draw:
         step = schema.get("multipleOf", 1 if kind == "integer" else None)
         if step is None:
             return self._rng.uniform(low, high)
-        least, most = math.ceil(low / step), math.floor(high / step)
-        drawn: float = step * self._rng.randint(least, max(least, most))
-        return drawn
+        lowest, highest = math.ceil(low / step), math.floor(high / step)
+        number: float = step * self._rng.randint(lowest, max(lowest, highest))
+        return number
 
     def _text(self, schema: Mapping[str, Any]) -> str:
-        least = schema.get("minLength", 0)
+        minimum = schema.get("minLength", 0)
         if self._words and self._rng.random() < 0.5:
             text = self._rng.choice(self._words)
         else:
             text = "".join(self._rng.choices(_LETTERS, k=self._rng.randint(1, 12)))
-        text = text.ljust(least, "x")
+        text = text.ljust(minimum, "x")
         return text[: schema.get("maxLength", len(text))]

@@ -30,8 +30,8 @@ from turnwise.types import ToolSchema
 
 def dialect_of(schema: Mapping[str, Any]) -> type[Validator]:
     """Return the validator class of a schema's ``$schema``, by default draft 2020-12."""
-    found: type[Validator] = validator_for(schema, default=Draft202012Validator)
-    return found
+    validator: type[Validator] = validator_for(schema, default=Draft202012Validator)
+    return validator
 
 
 def validator_of(schema: Mapping[str, Any]) -> Validator:
@@ -40,7 +40,7 @@ def validator_of(schema: Mapping[str, Any]) -> Validator:
     return dialect_of(schema)(schema, registry=Registry())
 
 
-def unresolved(schema: Mapping[str, Any]) -> str | None:
+def dangling_reference(schema: Mapping[str, Any]) -> str | None:
     """Return a dangling reference of a valid schema, or None."""
     dialect = schema.get("$schema")
     specification = DRAFT202012 if dialect is None else specification_with(dialect, default=DRAFT202012)
@@ -55,12 +55,12 @@ def unresolved(schema: Mapping[str, Any]) -> str | None:
         seen.add(id(contents))
         for reference in [contents[key] for key in ("$ref", "$dynamicRef") if isinstance(contents.get(key), str)]:
             try:
-                found = resolver.lookup(reference)
+                target = resolver.lookup(reference)
             except Unresolvable:
                 return str(reference)
             # It may lead to a place where no schema is looked for otherwise.
-            waiting.append((specification.create_resource(found.contents), found.resolver))
-        waiting += [(each, resolver.in_subresource(each)) for each in resource.subresources()]
+            waiting.append((specification.create_resource(target.contents), target.resolver))
+        waiting += [(subresource, resolver.in_subresource(subresource)) for subresource in resource.subresources()]
     return None
 
 
@@ -88,7 +88,7 @@ def quick_check(schema: Mapping[str, Any]) -> Test | None:
 
     Plain are strings, numbers, booleans, null, arrays and objects with size limits, enums of texts, and unions of such.
     """
-    return _object(schema) if schema.get("type") == "object" else None
+    return _object_test(schema) if schema.get("type") == "object" else None
 
 
 def _compile(schema: Any) -> Test | None:
@@ -96,77 +96,81 @@ def _compile(schema: Any) -> Test | None:
         return None
     keywords = set(schema) - _NOTES
     if not keywords:
-        return _anything
+        return _always
     if keywords == {"anyOf"}:
-        return _any_of([_compile(each) for each in schema["anyOf"]])
+        return _union_test([_compile(alternative) for alternative in schema["anyOf"]])
     if "enum" in keywords or "const" in keywords:
-        return _texts(schema, keywords)
+        return _enum_test(schema, keywords)
     kind = schema.get("type")
     if kind == "object":
-        return _object(schema)
+        return _object_test(schema)
     if kind == "array":
-        return _array(schema) if keywords <= {"type", *_ARRAY} else None
+        return _array_test(schema) if keywords <= {"type", *_ARRAY} else None
     if kind in ("integer", "number") and keywords & _BOUNDS:
-        return _bounded(schema, frozenset(_TYPES[kind])) if keywords <= {"type", *_BOUNDS} else None
+        return _range_test(schema, frozenset(_TYPES[kind])) if keywords <= {"type", *_BOUNDS} else None
     if kind == "string" and keywords & _LENGTHS:
-        return _long(schema) if keywords <= {"type", *_LENGTHS} else None
-    return _of_types(kind) if keywords == {"type"} else None
+        return _length_test(schema) if keywords <= {"type", *_LENGTHS} else None
+    return _type_test(kind) if keywords == {"type"} else None
 
 
-def _anything(value: Any) -> bool:  # noqa: ARG001 - a test
+def _always(value: Any) -> bool:  # noqa: ARG001 - a test
     return True
 
 
-def _any_of(tests: list[Test | None]) -> Test | None:
-    found = [test for test in tests if test is not None]
-    return (lambda value: any(test(value) for test in found)) if len(found) == len(tests) else None
+def _union_test(tests: list[Test | None]) -> Test | None:
+    compiled = [test for test in tests if test is not None]
+    return (lambda value: any(test(value) for test in compiled)) if len(compiled) == len(tests) else None
 
 
-def _of_types(kind: Any) -> Test | None:
+def _type_test(kind: Any) -> Test | None:
     names = kind if isinstance(kind, list) else [kind]
     if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
         return None
     # By type: 0 and 1 are not booleans of a schema, although they equal them.
-    types = frozenset(each for name in names for each in _TYPES[name])
+    types = frozenset(accepted for name in names for accepted in _TYPES[name])
     return lambda value: type(value) in types
 
 
-def _texts(schema: Mapping[str, Any], keywords: set[str]) -> Test | None:
+def _enum_test(schema: Mapping[str, Any], keywords: set[str]) -> Test | None:
     texts = schema["enum"] if "enum" in keywords else [schema["const"]]
     allowed = ({"enum"}, {"enum", "type"}, {"const"}, {"const", "type"})
     if keywords not in allowed or not all(isinstance(text, str) for text in texts):
         return None
     if schema.get("type", "string") != "string":
         return None
-    known = frozenset(texts)
-    return lambda value: type(value) is str and value in known
+    accepted = frozenset(texts)
+    return lambda value: type(value) is str and value in accepted
 
 
-def _bounded(schema: Mapping[str, Any], types: frozenset[type]) -> Test:
-    least, most = schema.get("minimum", -_INFINITE), schema.get("maximum", _INFINITE)
+def _range_test(schema: Mapping[str, Any], types: frozenset[type]) -> Test:
+    minimum, maximum = schema.get("minimum", -_INFINITE), schema.get("maximum", _INFINITE)
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
     return lambda value: (
         type(value) in types
-        and least <= value <= most
+        and minimum <= value <= maximum
         and (above is None or value > above)
         and (below is None or value < below)
     )
 
 
-def _long(schema: Mapping[str, Any]) -> Test:
-    least, most = schema.get("minLength", 0), schema.get("maxLength", _INFINITE)
-    return lambda value: type(value) is str and least <= len(value) <= most
+def _length_test(schema: Mapping[str, Any]) -> Test:
+    minimum, maximum = schema.get("minLength", 0), schema.get("maxLength", _INFINITE)
+    return lambda value: type(value) is str and minimum <= len(value) <= maximum
 
 
-def _array(schema: Mapping[str, Any]) -> Test | None:
+def _array_test(schema: Mapping[str, Any]) -> Test | None:
     item = _compile(schema.get("items", {}))
     if item is None:
         return None
-    least, most = schema.get("minItems", 0), schema.get("maxItems", _INFINITE)
-    return lambda value: type(value) is list and least <= len(value) <= most and all(item(each) for each in value)
+    minimum, maximum = schema.get("minItems", 0), schema.get("maxItems", _INFINITE)
+
+    def fits(value: Any) -> bool:
+        return type(value) is list and minimum <= len(value) <= maximum and all(map(item, value))
+
+    return fits
 
 
-def _object(schema: Mapping[str, Any]) -> Test | None:
+def _object_test(schema: Mapping[str, Any]) -> Test | None:
     if set(schema) - {"type"} - _OBJECT - _NOTES:
         return None
     tests: dict[str, Test] = {}
@@ -175,21 +179,21 @@ def _object(schema: Mapping[str, Any]) -> Test | None:
         if test is None:
             return None
         tests[name] = test
-    others = schema.get("additionalProperties", True)
-    other: Test | None = _anything if others is True else None
-    if others is not True and others is not False:
-        other = _compile(others)
+    additional = schema.get("additionalProperties", True)
+    other: Test | None = _always if additional is True else None
+    if additional is not True and additional is not False:
+        other = _compile(additional)
         if other is None:
             return None
     required = frozenset(schema.get("required", ()))
-    least, most = schema.get("minProperties", 0), schema.get("maxProperties", _INFINITE)
+    minimum, maximum = schema.get("minProperties", 0), schema.get("maxProperties", _INFINITE)
 
     def fits(value: Any) -> bool:
-        if type(value) is not dict or not required <= value.keys() or not least <= len(value) <= most:
+        if type(value) is not dict or not required <= value.keys() or not minimum <= len(value) <= maximum:
             return False
-        for name, each in value.items():
+        for name, member in value.items():
             test = tests.get(name, other)
-            if test is None or not test(each):
+            if test is None or not test(member):
                 return False
         return True
 
@@ -252,8 +256,8 @@ def detached(value: Any) -> Any:
     """Copy nested dicts and lists; their leaves are shared."""
     kind = type(value)
     if kind is dict:
-        return {key: detached(each) if type(each) in _CONTAINERS else each for key, each in value.items()}
-    return [detached(each) for each in value] if kind is list else value
+        return {key: detached(member) if type(member) in _CONTAINERS else member for key, member in value.items()}
+    return [detached(member) for member in value] if kind is list else value
 
 
 def _argument_error(errors: list[ValidationError]) -> ArgumentError:
@@ -311,16 +315,14 @@ def as_schema(
     text = body.get("description") if description is None else description
     if not isinstance(text, str | None):
         raise ToolSchemaError(f"tool {label!r}: its description is {shown(text)}: write a string")
-    return ToolSchema(label, text or "", _checked_parameters(label, body.get("parameters")))
+    return ToolSchema(label, text or "", _check_parameters(label, body.get("parameters")))
 
 
-def _checked_parameters(label: str, given: Any) -> dict[str, Any]:
-    given = given or {"type": "object", "properties": {}}
-    if not isinstance(given, Mapping):
-        raise ToolSchemaError(
-            f"tool {label!r}: its parameters are {shown(given)}: write a JSON schema of type 'object'"
-        )
-    parameters = copy.deepcopy(dict(given))
+def _check_parameters(label: str, body: Any) -> dict[str, Any]:
+    body = body or {"type": "object", "properties": {}}
+    if not isinstance(body, Mapping):
+        raise ToolSchemaError(f"tool {label!r}: its parameters are {shown(body)}: write a JSON schema of type 'object'")
+    parameters = copy.deepcopy(dict(body))
     if parameters.get("type") != "object":
         raise ToolSchemaError(
             f"tool {label!r}: its parameters are of type {parameters.get('type')!r}: write a JSON schema of type "
@@ -332,7 +334,7 @@ def _checked_parameters(label: str, given: Any) -> dict[str, Any]:
         raise ToolSchemaError(
             f"tool {label!r}: its parameters are not a JSON schema: {error.message} at {error.json_path}"
         ) from error
-    nowhere = unresolved(parameters)
+    nowhere = dangling_reference(parameters)
     if nowhere is not None:
         raise ToolSchemaError(
             f"tool {label!r}: its parameters refer to {nowhere!r}, which they do not define: add it under $defs"
@@ -364,7 +366,7 @@ def function_schema(
     parameters = _parameters(fn, label)
     hints = hints_of(fn, label, namespace)
     hidden = injected_parameters(parameters, hints)
-    parameters = [each for each in parameters if each.name not in hidden]
+    parameters = [parameter for parameter in parameters if parameter.name not in hidden]
     fields: dict[str, Any] = {}
     for parameter in parameters:
         fields[parameter.name] = _annotation(label, parameter, hints, texts.get(parameter.name))
@@ -379,19 +381,20 @@ def function_schema(
         schema["required"] = required
     if "$defs" in plain:
         schema["$defs"] = plain["$defs"]
-    found = ToolSchema(label, summary if description is None else description, schema)
-    return found, Arguments(found, adapter, closed=True)
+    tool_schema = ToolSchema(label, summary if description is None else description, schema)
+    return tool_schema, Arguments(tool_schema, adapter, closed=True)
 
 
 def arguments_of(fn: Callable[..., Any], schema: ToolSchema, *, namespace: Namespace | None = None) -> Arguments:
     """Return the argument checker of a function with a given schema; ToolSchemaError if they do not match."""
     signature = inspect.signature(fn).parameters.values()
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature)
-    parameters = [each for each in signature if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature)
+    stars = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    parameters = [parameter for parameter in signature if parameter.kind not in stars]
     hints = hints_of(fn, schema.name, namespace)
     hidden = injected_parameters(parameters, hints)
-    parameters = [each for each in _without_self(parameters) if each.name not in hidden]
-    names = [each.name for each in parameters]
+    parameters = [parameter for parameter in _without_self(parameters) if parameter.name not in hidden]
+    names = [parameter.name for parameter in parameters]
     properties = schema.parameters.get("properties", {})
     extra = [name for name in properties if name not in names]
     if extra and not takes_any:
@@ -399,19 +402,19 @@ def arguments_of(fn: Callable[..., Any], schema: ToolSchema, *, namespace: Names
             f"tool {schema.name!r}: its schema has {', '.join(map(repr, extra))}, which {fn.__qualname__} does not "
             "take: add parameters, or **arguments"
         )
-    needed = [each.name for each in parameters if each.default is each.empty]
+    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     missing = [name for name in needed if name not in schema.parameters.get("required", ())]
     if missing:
         raise ToolSchemaError(
             f"tool {schema.name!r}: {fn.__qualname__} needs {', '.join(map(repr, missing))}, which the schema does not "
             "require: list it under 'required', or give the parameter a default"
         )
-    fields = {each.name: plain_hint(hints.get(each.name, Any), schema.name) for each in parameters}
+    fields = {parameter.name: plain_hint(hints.get(parameter.name, Any), schema.name) for parameter in parameters}
     if takes_any:
         fields |= dict.fromkeys(extra, Any)
-    kept = [each for each in parameters if each.name in properties]
-    kept += [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=None) for each in extra]
-    adapter, _ = _adapter(schema.name, kept, {each.name: fields[each.name] for each in kept})
+    filled = [parameter for parameter in parameters if parameter.name in properties]
+    filled += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra]
+    adapter, _ = _adapter(schema.name, filled, {parameter.name: fields[parameter.name] for parameter in filled})
     return Arguments(schema, adapter, closed=True)
 
 
@@ -459,20 +462,20 @@ def _annotation(label: str, parameter: inspect.Parameter, hints: Mapping[str, An
     annotation = plain_hint(hints[parameter.name], label)
     if parameter.default is None and annotation is not Any:
         annotation = Union[annotation, None]  # noqa: UP007 - the operand may be a form that | does not take
-    if text and not _described(annotation):
+    if text and not _has_description(annotation):
         annotation = typing.Annotated[annotation, Field(description=text)]
     return annotation
 
 
-def _described(annotation: Any) -> bool:
+def _has_description(annotation: Any) -> bool:
     metadata = annotation.__metadata__ if get_origin(annotation) is typing.Annotated else ()
-    return any(isinstance(each, FieldInfo) and each.description for each in metadata)
+    return any(isinstance(note, FieldInfo) and note.description for note in metadata)
 
 
 def _adapter(
     label: str, parameters: list[inspect.Parameter], fields: dict[str, Any]
 ) -> tuple[TypeAdapter[Any], dict[str, Any]]:
-    required = {each.name for each in parameters if each.default is each.empty}
+    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
     try:
         keys = {key: Required[hint] if key in required else NotRequired[hint] for key, hint in fields.items()}
         adapter: TypeAdapter[Any] = TypeAdapter(_TypedDict("Arguments", keys))

@@ -36,7 +36,7 @@ class Secrets:
     __slots__ = ("_pattern",)
 
     def __init__(self, declared: Iterable[Secret] = (), *holders: Any) -> None:
-        values = {os.environ.get(each, "") if isinstance(each, str) else each.get_secret_value() for each in declared}
+        values = {_secret_value(secret) for secret in declared}
         for holder in holders:
             _collect(holder, values, _DEPTH)
         forms = {form for value in values if value for form in _forms(value)}
@@ -51,22 +51,26 @@ class Secrets:
     def scrub(self, error: BaseException) -> None:
         """Redact the arguments of an exception in place."""
         if self._pattern is not None:
-            error.args = tuple(self.redact(each) if isinstance(each, str) else each for each in error.args)
+            error.args = tuple(self.redact(text) if isinstance(text, str) else text for text in error.args)
 
     def cause(self, error: BaseException) -> BaseException | None:
         """Return an exception's cause if its traceback shows no secret."""
         return error if self._pattern is None or not self._pattern.search(str(error)) else None
 
 
+def _secret_value(secret: Secret) -> str:
+    return os.environ.get(secret, "") if isinstance(secret, str) else secret.get_secret_value()
+
+
 def check_secrets(label: str, secrets: Iterable[Secret]) -> tuple[Secret, ...]:
     """Validate declared secrets; ToolSchemaError unless they are names and SecretStr values."""
-    found: tuple[Any, ...] = ("",) if isinstance(secrets, (str, SecretStr)) else tuple(secrets)
-    if not all(isinstance(each, SecretStr) or (isinstance(each, str) and each) for each in found):
+    declared: tuple[Any, ...] = ("",) if isinstance(secrets, (str, SecretStr)) else tuple(secrets)
+    if not all(isinstance(secret, SecretStr) or (isinstance(secret, str) and secret) for secret in declared):
         raise ToolSchemaError(
             f"{label}: secrets must be a list of names of environment variables or of SecretStr values, such as "
             'secrets=["SEARCH_API_KEY"]'
         )
-    return found
+    return declared
 
 
 def with_secrets(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -84,25 +88,27 @@ def _read(value: Any, where: str) -> Any:
                     "another one"
                 )
             return SecretStr(os.environ[name])
-        return {key: _read(each, f"{where}.{key}") for key, each in value.items()}
-    return [_read(each, f"{where}[{index}]") for index, each in enumerate(value)] if isinstance(value, list) else value
+        return {key: _read(member, f"{where}.{key}") for key, member in value.items()}
+    if isinstance(value, list):
+        return [_read(member, f"{where}[{index}]") for index, member in enumerate(value)]
+    return value
 
 
-def _collect(value: Any, found: set[str], depth: int) -> None:
+def _collect(value: Any, secrets: set[str], depth: int) -> None:
     if isinstance(value, SecretStr):
-        found.add(value.get_secret_value())
+        secrets.add(value.get_secret_value())
     elif isinstance(value, SecretBytes):
-        found.add(value.get_secret_value().decode("utf-8", "replace"))
+        secrets.add(value.get_secret_value().decode("utf-8", "replace"))
     elif depth and isinstance(value, Mapping):
-        for each in value.values():
-            _collect(each, found, depth - 1)
+        for member in value.values():
+            _collect(member, secrets, depth - 1)
     elif depth and isinstance(value, (list, tuple, set, frozenset)):
-        for each in value:
-            _collect(each, found, depth - 1)
+        for member in value:
+            _collect(member, secrets, depth - 1)
     elif depth and isinstance(value, BaseModel):
-        _collect(dict(value), found, depth - 1)
+        _collect(dict(value), secrets, depth - 1)
     elif depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        _collect({each.name: getattr(value, each.name) for each in dataclasses.fields(value)}, found, depth - 1)
+        _collect({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, secrets, depth - 1)
 
 
 def _forms(value: str) -> set[str]:

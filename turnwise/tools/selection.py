@@ -59,32 +59,32 @@ class Instances:
 
     def kwargs(self, name: str, which: str) -> dict[str, Any]:
         """Return the keyword arguments of a method, by a key such as ``execute_kwargs``."""
-        given = dict(self._kwargs.get(name, {}).get(which, {}))
+        arguments = dict(self._kwargs.get(name, {}).get(which, {}))
         tool = self._tools.get(name)
         if tool is None:
-            return given
-        named, takes_any = taken_by(tool, which)
+            return arguments
+        named, takes_any = parameters_of(tool, which)
         if which == "create_kwargs" and ("create_kwargs" in named or takes_any):
             # As one dict too. Where it is the only way in, the names in it are not arguments.
-            whole = dict(given)
-            given = given if takes_any else {key: value for key, value in given.items() if key in named}
-            given.setdefault("create_kwargs", whole)
+            complete = dict(arguments)
+            arguments = arguments if takes_any else {key: value for key, value in arguments.items() if key in named}
+            arguments.setdefault("create_kwargs", complete)
         if "agent_data" in named or (which == "execute_kwargs" and takes_any):
-            given.setdefault("agent_data", self._data)
-        return given
+            arguments.setdefault("agent_data", self._data)
+        return arguments
 
     async def create(self) -> None:
         """Create all instances; on EnvError those created before are released."""
         for name, tool in self._tools.items():
             async with undo_on_error_async(self.release):
-                made = await self._foreign(name, "create", None)
-                if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], str)):
+                created = await self._run_hook(name, "create", None)
+                if not (isinstance(created, tuple) and len(created) == 2 and isinstance(created[0], str)):
                     raise EnvError(
-                        f"{type(tool).__qualname__}.create returned {made!r}: it must return (instance_id, "
+                        f"{type(tool).__qualname__}.create returned {created!r}: it must return (instance_id, "
                         "ToolResponse)"
                     )
-            self._ids[name] = made[0]
-            response = as_response(name, made[1])
+            self._ids[name] = created[0]
+            response = as_response(name, created[1])
             if response.reward is not None:
                 self._created_rewards[name] = response.reward
 
@@ -93,19 +93,19 @@ class Instances:
         self._created_rewards = dict(parent._created_rewards)
         for name, instance in parent._ids.items():
             async with undo_on_error_async(self.release):
-                made = await self._foreign(name, "fork", instance)
-                if not isinstance(made, str) or made == instance:
+                fork_id = await self._run_hook(name, "fork", instance)
+                if not isinstance(fork_id, str) or fork_id == instance:
                     raise EnvError(
-                        f"{type(self._tools[name]).__qualname__}.fork returned {made!r}: it must return the id of "
+                        f"{type(self._tools[name]).__qualname__}.fork returned {fork_id!r}: it must return the id of "
                         "a new instance"
                     )
-            self._ids[name] = made
+            self._ids[name] = fork_id
 
     async def rewards(self) -> dict[str, float]:
         """Return the non-zero ``calc_reward`` values as ``tool/<name>``; EnvError if one raises or is not finite."""
         values = dict(self._created_rewards)
         for name, instance in self._ids.items():
-            value = await self._foreign(name, "calc_reward", instance)
+            value = await self._run_hook(name, "calc_reward", instance)
             # A ToolResponse holds numbers to their contract.
             reward = ToolResponse(reward=value).reward
             values[name] = values.get(name, 0.0) + (reward or 0.0)
@@ -117,14 +117,14 @@ class Instances:
         while self._ids:
             name, instance = self._ids.popitem()
             try:
-                await self._foreign(name, "release", instance)
+                await self._run_hook(name, "release", instance)
             except (TurnwiseError, asyncio.CancelledError) as error:
                 failed.append(error)
         cancelled = [error for error in failed if isinstance(error, asyncio.CancelledError)]
         if failed:
             raise (cancelled or failed)[0]
 
-    async def _foreign(self, name: str, method: str, instance: str | None) -> Any:
+    async def _run_hook(self, name: str, method: str, instance: str | None) -> Any:
         tool = self._tools[name]
         methods: dict[str, Callable[..., Any]] = {
             "create": tool.create,
@@ -133,9 +133,9 @@ class Instances:
             "release": tool.release,
         }
         try:
-            given = {"agent_data": self._data} if method == "fork" else self.kwargs(name, f"{method}_kwargs")
-            found: Any = methods[method](instance, **given)
-            return await found if inspect.isawaitable(found) else found
+            arguments = {"agent_data": self._data} if method == "fork" else self.kwargs(name, f"{method}_kwargs")
+            result: Any = methods[method](instance, **arguments)
+            return await result if inspect.isawaitable(result) else result
         except TurnwiseError as error:
             self._secrets().scrub(error)
             raise
@@ -145,7 +145,7 @@ class Instances:
             raise EnvError(secrets.redact(text)) from secrets.cause(error)
 
 
-def taken_by(tool: BaseTool, which: str) -> tuple[frozenset[str], bool]:
+def parameters_of(tool: BaseTool, which: str) -> tuple[frozenset[str], bool]:
     """Return the parameter names of a key's method (such as ``execute_kwargs``), and whether it takes others."""
     kind = type(tool)
     methods: dict[str, Callable[..., Any]] = {
@@ -154,31 +154,33 @@ def taken_by(tool: BaseTool, which: str) -> tuple[frozenset[str], bool]:
         "calc_reward_kwargs": kind.calc_reward,
         "release_kwargs": kind.release,
     }
-    return _takes(methods[which])
+    return _parameters_of(methods[which])
 
 
 @functools.lru_cache(maxsize=1024)
-def _takes(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+def _parameters_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     parameters = inspect.signature(method).parameters.values()
-    return frozenset(each.name for each in parameters), any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return frozenset(parameter.name for parameter in parameters), any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+    )
 
 
 _BASE: tuple[str, ...] = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _FUNCTION: tuple[str, ...] = ("execute_kwargs",)
-_TAKEN: frozenset[str] = frozenset(("self", "instance_id", "parameters", "agent_data"))
+_RESERVED: frozenset[str] = frozenset(("self", "instance_id", "parameters", "agent_data"))
 """What a tool's methods are given by others than the task."""
 
 
-def selected(tools: Mapping[str, Tool], task: Task | None) -> dict[str, Tool]:
+def select_tools(tools: Mapping[str, Tool], task: Task | None) -> dict[str, Tool]:
     """Return the tools that a task selects, in the environment's order; by default all.
 
     The selection is the list of names in ``data["tool_selection"]`` or ``data["extra_info"]["tool_selection"]``; an
     empty one offers no tools. Raises TaskError if it is malformed or names an unknown tool.
     """
-    found = _said(task, "tool_selection")
-    if task is None or found is None:
+    entry = _task_entry(task, "tool_selection")
+    if task is None or entry is None:
         return dict(tools)
-    where, names = found
+    where, names = entry
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise TaskError(f"{where} is {shown(names)}: it must be a list of tool names")
     _check_known(where, names, tools)
@@ -191,29 +193,29 @@ def tools_kwargs(tools: Mapping[str, Tool], task: Task | None) -> dict[str, dict
     They are in ``data["tools_kwargs"]`` or ``data["extra_info"]["tools_kwargs"]``, where a null (of columnar files) is
     no entry. Raises TaskError if they are malformed, name an unknown tool or parameter, or lack a required one.
     """
-    found = _said(task, "tools_kwargs")
-    given: dict[str, dict[str, dict[str, Any]]] = {}
+    entry = _task_entry(task, "tools_kwargs")
+    by_tool: dict[str, dict[str, dict[str, Any]]] = {}
     where = "" if task is None else f"task {task.id!r}"
-    if found is not None:
-        where, value = found
-        given = _read(where, value, tools)
+    if entry is not None:
+        where, value = entry
+        by_tool = _read_kwargs(where, value, tools)
     for name, tool in tools.items():
         if task is not None and isinstance(tool, FunctionTool):
-            _check_injected(f"{where}", name, tool, given.get(name, {}).get("execute_kwargs", {}))
-    return given
+            _check_injected(f"{where}", name, tool, by_tool.get(name, {}).get("execute_kwargs", {}))
+    return by_tool
 
 
-def _said(task: Task | None, key: str) -> tuple[str, Any] | None:
+def _task_entry(task: Task | None, key: str) -> tuple[str, Any] | None:
     if task is None:
         return None
     info = task.data.get("extra_info")
-    places = {f"data[{key!r}]": task.data.get(key)}
+    values = {f"data[{key!r}]": task.data.get(key)}
     if isinstance(info, Mapping):
-        places[f"data['extra_info'][{key!r}]"] = info.get(key)
-    said = [(f"task {task.id!r}: {place}", value) for place, value in places.items() if value is not None]
-    if len(said) > 1:
-        raise TaskError(f"task {task.id!r} sets {' and '.join(places)}: keep one of them")
-    return said[0] if said else None
+        values[f"data['extra_info'][{key!r}]"] = info.get(key)
+    set_values = [(f"task {task.id!r}: {key_path}", value) for key_path, value in values.items() if value is not None]
+    if len(set_values) > 1:
+        raise TaskError(f"task {task.id!r} sets {' and '.join(values)}: keep one of them")
+    return set_values[0] if set_values else None
 
 
 def _check_known(where: str, names: Any, tools: Mapping[str, Tool]) -> None:
@@ -225,18 +227,20 @@ def _check_known(where: str, names: Any, tools: Mapping[str, Tool]) -> None:
         )
 
 
-def _read(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str, dict[str, dict[str, Any]]]:
+def _read_kwargs(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str, dict[str, dict[str, Any]]]:
     wrong = (
         f"{where} is {shown(value)}: it must be an object from tool names to objects such as {{create_kwargs: {{...}}}}"
     )
-    if not isinstance(value, Mapping) or not all(each is None or isinstance(each, Mapping) for each in value.values()):
+    if not isinstance(value, Mapping) or not all(
+        parts is None or isinstance(parts, Mapping) for parts in value.values()
+    ):
         raise TaskError(wrong)
-    said = {name: each for name, each in value.items() if each is not None}
-    _check_known(where, said, tools)
-    given: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, parts in said.items():
+    tool_parts = {name: parts for name, parts in value.items() if parts is not None}
+    _check_known(where, tool_parts, tools)
+    by_tool: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, parts in tool_parts.items():
         allowed = _FUNCTION if isinstance(tools[name], FunctionTool) else _BASE
-        given[name] = {}
+        by_tool[name] = {}
         for key, arguments in parts.items():
             if arguments is None:
                 continue
@@ -244,37 +248,37 @@ def _read(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str, dict[s
                 raise TaskError(
                     f"{where}[{name!r}] has {key!r}{nearest(key, allowed)}: allowed are {', '.join(allowed)}"
                 )
-            if not isinstance(arguments, Mapping) or not all(isinstance(each, str) for each in arguments):
+            if not isinstance(arguments, Mapping) or not all(isinstance(parts, str) for parts in arguments):
                 raise TaskError(f"{where}[{name!r}][{key!r}] is {shown(arguments)}: it must be an object")
-            _check_taken(f"{where}[{name!r}][{key!r}]", tools[name], key, arguments)
+            _check_arguments(f"{where}[{name!r}][{key!r}]", tools[name], key, arguments)
             # Copies: the row is shared, and a tool may change what it is given.
-            given[name][key] = detached(dict(arguments))
-    return given
+            by_tool[name][key] = detached(dict(arguments))
+    return by_tool
 
 
-def _check_taken(where: str, tool: Tool, key: str, arguments: Mapping[str, Any]) -> None:
+def _check_arguments(where: str, tool: Tool, key: str, arguments: Mapping[str, Any]) -> None:
     if isinstance(tool, FunctionTool):
         return  # see _check_injected
-    named, takes_any = taken_by(tool, key)
+    named, takes_any = parameters_of(tool, key)
     takes_any = takes_any or key in named
-    unknown = [each for each in arguments if each in _TAKEN or not (takes_any or each in named)]
+    unknown = [name for name in arguments if name in _RESERVED or not (takes_any or name in named)]
     if unknown:
         method = f"{type(tool).__qualname__}.{key.removesuffix('_kwargs')}"
         raise TaskError(
             f"{where} has {', '.join(map(repr, unknown))}, which {method} does not take from a task: it takes "
-            f"{', '.join(sorted(named - _TAKEN)) or 'nothing'}"
+            f"{', '.join(sorted(named - _RESERVED)) or 'nothing'}"
         )
 
 
 def _check_injected(where: str, name: str, tool: FunctionTool, arguments: Mapping[str, Any]) -> None:
-    unknown = [each for each in arguments if each not in tool.injected]
+    unknown = [parameter for parameter in arguments if parameter not in tool.injected]
     if unknown:
         takes = ", ".join(tool.injected) or "none"
         raise TaskError(
             f"{where}[{name!r}]['execute_kwargs'] has {', '.join(map(repr, unknown))}: the Injected parameters of "
             f"{tool.fn.__qualname__} are {takes}"
         )
-    missing = [each for each, needed in tool.injected.items() if needed and each not in arguments]
+    missing = [parameter for parameter, needed in tool.injected.items() if needed and parameter not in arguments]
     if missing:
         raise TaskError(
             f"{where}: the tool {name!r} needs {', '.join(map(repr, missing))}: give it in "
@@ -293,18 +297,18 @@ def load_function_tools(path: str | Path) -> list[FunctionTool]:
     """
     file = Path(path).expanduser().resolve()
     module = load_file(file, "function_tool_path")
-    found: dict[int, FunctionTool] = {
+    tools: dict[int, FunctionTool] = {
         id(value): value for value in vars(module).values() if isinstance(value, FunctionTool)
     }
     modules = _imported_modules(module, file)
     registered = (get_tool(name) for name in tool_names())
-    found |= {id(tool): tool for tool in registered if tool.fn.__module__ in modules}
-    if not found:
+    tools |= {id(tool): tool for tool in registered if tool.fn.__module__ in modules}
+    if not tools:
         raise ConfigError(
             f"function_tool_path: {file} has no tools: write @function_tool above its functions (functions without it "
             "are not offered)"
         )
-    return list(found.values())
+    return list(tools.values())
 
 
 def _imported_modules(module: ModuleType, file: Path) -> set[str]:
@@ -330,7 +334,8 @@ def load_tool_config(path: str | Path) -> list[BaseTool]:
     entries = load_config(ToolFile, file).tools
     lines = _entry_lines(file)
     return [
-        _made(entry, f"{file}:{line}: tools.{n}") for n, (entry, line) in enumerate(zip(entries, lines, strict=True))
+        _make_tool(entry, f"{file}:{line}: tools.{n}")
+        for n, (entry, line) in enumerate(zip(entries, lines, strict=True))
     ]
 
 
@@ -340,25 +345,26 @@ def _entry_lines(file: Path) -> list[int]:
     return [item.start_mark.line + 1 for item in listed.value]
 
 
-def _made(entry: ToolEntry, where: str) -> BaseTool:
+def _make_tool(entry: ToolEntry, where: str) -> BaseTool:
     kind = entry.config.get("type", "native")
     if kind != "native":
         remedy = "list the server under tools.mcp of the run's configuration" if kind == "mcp" else "write 'native'"
         raise ConfigError(f"{where}.config.type is {shown(kind)}: only 'native' is supported; {remedy}")
     try:
-        found = load_object(entry.class_name, "class_name")
+        tool_class = load_object(entry.class_name, "class_name")
     except ConfigError as error:
         raise ConfigError(f"{where}.{error}") from error
-    if not (isinstance(found, type) and issubclass(found, BaseTool)):
+    if not (isinstance(tool_class, type) and issubclass(tool_class, BaseTool)):
         raise ConfigError(
-            f"{where}.class_name {entry.class_name!r} is {shown(found)}: it must be a subclass of turnwise.BaseTool"
+            f"{where}.class_name {entry.class_name!r} is {shown(tool_class)}: it must be a subclass of "
+            "turnwise.BaseTool"
         )
     # Read here already: a class may look into what it is given before it calls super().__init__().
     config = with_secrets(entry.config, f"{where}.config")
     secrets = Secrets((), config)
     try:
         schema = None if entry.tool_schema is None else OpenAIFunctionToolSchema.model_validate(entry.tool_schema)
-        return found(config=config, tool_schema=schema)
+        return tool_class(config=config, tool_schema=schema)
     except (ConfigError, ToolSchemaError) as error:
         raise ConfigError(secrets.redact(f"{where}: {error}")) from secrets.cause(error)
     except Exception as error:  # noqa: BLE001 - a class of the user's: whatever it raises is named
@@ -373,27 +379,29 @@ def named_tool(item: str | NamedToolConfig) -> Tool:
         if not config:
             return as_tool(name)
         if name not in SHIPPED:
-            known = ", ".join(SHIPPED)
+            configurable = ", ".join(SHIPPED)
             raise ConfigError(
-                f"tools.named: {name!r} takes no config{nearest(name, SHIPPED)}; tools with a config: {known}"
+                f"tools.named: {name!r} takes no config{nearest(name, SHIPPED)}; tools with a config: {configurable}"
             )
-        made = load_object(SHIPPED[name], "tool")(with_secrets(config, f"tools.named: {name!r}.config"))
+        tool = load_object(SHIPPED[name], "tool")(with_secrets(config, f"tools.named: {name!r}.config"))
     except RegistryError as error:
         raise ConfigError(f"tools.named: {error}") from error
-    assert isinstance(made, BaseTool)
-    return made
+    assert isinstance(tool, BaseTool)
+    return tool
 
 
 def check_names(tools: Iterable[tuple[Tool, str]], error: type[Exception] = ConfigError) -> list[Tool]:
     """Return (tool, location) pairs without repetitions; raise ``error`` for different tools of one name."""
     named: dict[str, dict[int, tuple[Tool, str]]] = {}
-    for tool, place in tools:
-        named.setdefault(tool.name, {}).setdefault(id(tool), (tool, place))
-    taken = {name: list(found.values()) for name, found in named.items() if len(found) > 1}
-    if taken:
-        lines = [f"  {name!r}: {', and '.join(place for _, place in found)}" for name, found in taken.items()]
+    for tool, location in tools:
+        named.setdefault(tool.name, {}).setdefault(id(tool), (tool, location))
+    clashes = {name: list(namesakes.values()) for name, namesakes in named.items() if len(namesakes) > 1}
+    if clashes:
+        lines = [
+            f"  {name!r}: {', and '.join(location for _, location in namesakes)}" for name, namesakes in clashes.items()
+        ]
         raise error("several tools have one name: rename or leave out all but one of each\n" + "\n".join(lines))
-    return [tool for found in named.values() for tool, _ in found.values()]
+    return [tool for namesakes in named.values() for tool, _ in namesakes.values()]
 
 
 def place_of(tool: Tool) -> str:
@@ -437,17 +445,17 @@ class Toolbox:
 
     async def _load(self) -> list[Tool]:
         config = self._config
-        found: list[tuple[Tool, str]] = [(named_tool(item), f"tools.named: {item}") for item in config.named]
+        tools: list[tuple[Tool, str]] = [(named_tool(item), f"tools.named: {item}") for item in config.named]
         if config.function_tool_path is not None:
-            found += [(tool, place_of(tool)) for tool in load_function_tools(config.function_tool_path)]
+            tools += [(tool, place_of(tool)) for tool in load_function_tools(config.function_tool_path)]
         if config.tool_config_path is not None:
-            place = str(config.tool_config_path)
-            found += [(tool, f"{place_of(tool)} of {place}") for tool in load_tool_config(config.tool_config_path)]
+            path = str(config.tool_config_path)
+            tools += [(tool, f"{place_of(tool)} of {path}") for tool in load_tool_config(config.tool_config_path)]
         if config.mcp:
             from turnwise.tools.mcp import MCPServer
 
             for server_config in config.mcp:
                 server = MCPServer(server_config)
                 self._stack.push_async_callback(server.close)
-                found += [(tool, f"the MCP server {server.name}") for tool in await server.tools()]
-        return check_names(found)
+                tools += [(tool, f"the MCP server {server.name}") for tool in await server.tools()]
+        return check_names(tools)

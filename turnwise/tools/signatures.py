@@ -55,15 +55,15 @@ def plain_hint(annotation: Any, label: str, above: tuple[Any, ...] = ()) -> Any:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is typing.Annotated:
         inner = plain_hint(arguments[0], label, above)
-        metadata = [Field(description=each) if isinstance(each, str) else each for each in arguments[1:]]
+        metadata = [Field(description=part) if isinstance(part, str) else part for part in arguments[1:]]
         if inner is arguments[0] and all(new is old for new, old in zip(metadata, arguments[1:], strict=True)):
             return annotation
-        return reduce(lambda hint, each: typing.Annotated[hint, each], metadata, inner)
+        return reduce(lambda hint, part: typing.Annotated[hint, part], metadata, inner)
     if origin is None or origin is typing.Literal or not arguments:
         return annotation
     if origin in (Required, NotRequired):
         return plain_hint(arguments[0], label, above)
-    converted = tuple(plain_hint(each, label, above) for each in arguments)
+    converted = tuple(plain_hint(part, label, above) for part in arguments)
     if all(new is old for new, old in zip(converted, arguments, strict=True)):
         return annotation
     if origin in (Union, types.UnionType):
@@ -81,7 +81,7 @@ def _typed_dict(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
     for key, hint in hints.items():
         inner = plain_hint(hint, label, (*above, annotation))
         fields[key] = Required[inner] if _is_required(hint, key in annotation.__required_keys__) else NotRequired[inner]
-    return _named(_TypedDict(annotation.__name__, fields), annotation)
+    return _copy_docs(_TypedDict(annotation.__name__, fields), annotation)
 
 
 def _is_required(hint: Any, default: bool) -> bool:
@@ -101,18 +101,18 @@ def _dataclass(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
         hints = typing_extensions.get_type_hints(annotation, include_extras=True)
     except NameError:
         return annotation  # pydantic may resolve the names, or names the missing one
-    given = [each for each in dataclasses.fields(annotation) if each.init]
-    inner = {each.name: plain_hint(hints[each.name], label, (*above, annotation)) for each in given}
-    if all(inner[each.name] is hints[each.name] for each in given):
+    init_fields = [item for item in dataclasses.fields(annotation) if item.init]
+    inner = {item.name: plain_hint(hints[item.name], label, (*above, annotation)) for item in init_fields}
+    if all(inner[item.name] is hints[item.name] for item in init_fields):
         return annotation
     fields: dict[str, Any] = {}
-    for each in given:
-        if each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
-            fields[each.name] = Required[inner[each.name]]
+    for item in init_fields:
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            fields[item.name] = Required[inner[item.name]]
         else:
-            fields[each.name] = NotRequired[_with_default(inner[each.name], each.default)]
-    found = _named(_TypedDict(annotation.__name__, fields), annotation)
-    return typing.Annotated[found, AfterValidator(lambda values: annotation(**values))]
+            fields[item.name] = NotRequired[_with_default(inner[item.name], item.default)]
+    typed_dict = _copy_docs(_TypedDict(annotation.__name__, fields), annotation)
+    return typing.Annotated[typed_dict, AfterValidator(lambda values: annotation(**values))]
 
 
 def _with_default(hint: Any, default: Any) -> Any:
@@ -124,12 +124,12 @@ def _with_default(hint: Any, default: Any) -> Any:
         return hint
 
 
-def _named(made: Any, annotation: Any) -> Any:
+def _copy_docs(typed_dict: Any, annotation: Any) -> Any:
     text = annotation.__doc__ or ""
     # What the decorator of dataclasses writes by itself describes nothing.
     generated = text.startswith(f"{annotation.__name__}(") and dataclasses.is_dataclass(annotation)
-    made.__module__, made.__doc__ = annotation.__module__, None if generated else text or None
-    return made
+    typed_dict.__module__, typed_dict.__doc__ = annotation.__module__, None if generated else text or None
+    return typed_dict
 
 
 T = TypeVar("T")
@@ -149,11 +149,15 @@ Injected = Annotated[T, _MARK]
 
 def injected_parameters(parameters: Sequence[inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, bool]:
     """Return the names of injected parameters, and whether each is required."""
-    return {each.name: each.default is each.empty for each in parameters if _marked(hints.get(each.name))}
+    return {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if _is_injected(hints.get(parameter.name))
+    }
 
 
-def _marked(hint: Any) -> bool:
-    return get_origin(hint) is Annotated and any(each is _MARK for each in get_args(hint)[1:])
+def _is_injected(hint: Any) -> bool:
+    return get_origin(hint) is Annotated and any(mark is _MARK for mark in get_args(hint)[1:])
 
 
 _SECTION: Final = re.compile(
@@ -197,21 +201,21 @@ def plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema without titles and with definitions inlined; recursive ones stay under ``$defs``."""
     inliner = _Inliner(schema.get("$defs", {}), {})
     plain: dict[str, Any] = inliner.plain({key: value for key, value in schema.items() if key != "$defs"}, ())
-    if inliner.kept:
-        plain["$defs"] = inliner.kept
+    if inliner.recursive:
+        plain["$defs"] = inliner.recursive
     return plain
 
 
 @dataclass(slots=True)
 class _Inliner:
     definitions: dict[str, Any]
-    kept: dict[str, Any]
+    recursive: dict[str, Any]
 
     def plain(self, schema: Any, above: tuple[str, ...]) -> Any:
         if not isinstance(schema, dict):
             return schema
         if "$ref" in schema:
-            return self._referred(schema, above)
+            return self._inline_reference(schema, above)
         result: dict[str, Any] = {}
         for key, value in schema.items():
             if key in ("title", "discriminator"):
@@ -219,40 +223,40 @@ class _Inliner:
             if key in _ONE:
                 value = self.plain(value, above)
             elif key in _MANY:
-                value = [self.plain(each, above) for each in value]
+                value = [self.plain(subschema, above) for subschema in value]
             elif key in _NAMED:
-                value = {name: self.plain(each, above) for name, each in value.items()}
+                value = {name: self.plain(subschema, above) for name, subschema in value.items()}
             result[key] = value
         return result
 
-    def _referred(self, schema: dict[str, Any], above: tuple[str, ...]) -> dict[str, Any]:
+    def _inline_reference(self, schema: dict[str, Any], above: tuple[str, ...]) -> dict[str, Any]:
         name = schema["$ref"].removeprefix("#/$defs/")
-        beside = {key: value for key, value in schema.items() if key not in ("$ref", "title")}
-        if self._holds_itself(name):
-            if name not in self.kept:
-                self.kept[name] = {}
-                self.kept[name] = self.plain(self.definitions[name], above)
-            return {"$ref": schema["$ref"], **beside}
+        siblings = {key: value for key, value in schema.items() if key not in ("$ref", "title")}
+        if self._is_recursive(name):
+            if name not in self.recursive:
+                self.recursive[name] = {}
+                self.recursive[name] = self.plain(self.definitions[name], above)
+            return {"$ref": schema["$ref"], **siblings}
         inner: dict[str, Any] = self.plain(self.definitions[name], (*above, name))
-        return {**inner, **beside}
+        return {**inner, **siblings}
 
-    def _holds_itself(self, name: str) -> bool:
+    def _is_recursive(self, name: str) -> bool:
         seen: set[str] = set()
         waiting = list(_references(self.definitions[name]))
         while waiting:
-            found = waiting.pop()
-            if found == name:
+            name_inside = waiting.pop()
+            if name_inside == name:
                 return True
-            if found not in seen:
-                seen.add(found)
-                waiting.extend(_references(self.definitions[found]))
+            if name_inside not in seen:
+                seen.add(name_inside)
+                waiting.extend(_references(self.definitions[name_inside]))
         return False
 
 
 def _references(schema: Any) -> list[str]:
     if isinstance(schema, dict):
-        own = [schema["$ref"].removeprefix("#/$defs/")] if isinstance(schema.get("$ref"), str) else []
-        return own + [name for value in schema.values() for name in _references(value)]
+        references = [schema["$ref"].removeprefix("#/$defs/")] if isinstance(schema.get("$ref"), str) else []
+        return references + [name for value in schema.values() for name in _references(value)]
     if isinstance(schema, list):
         return [name for value in schema for name in _references(value)]
     return []

@@ -61,11 +61,11 @@ class _World:
             self.env = env if isinstance(env, gymnasium.Env) else env()
         if not isinstance(self.env, gymnasium.Env):
             raise ConfigError(f"{shown(self.env)} is not a gymnasium.Env: give one, its id or its factory function")
-        known = WORLDS.get(self.env.spec.name) if self.env.spec is not None else None
+        world = WORLDS.get(self.env.spec.name) if self.env.spec is not None else None
         self.space = self.env.action_space
-        self.names = _names(self.space, known.actions if known is not None and actions is None else actions or ())
-        self.rules = instructions if instructions is not None else known.rules if known is not None else ""
-        self._render = _renderer(render, None if known is None else known.render)
+        self.names = _names(self.space, world.actions if world is not None and actions is None else actions or ())
+        self.rules = instructions if instructions is not None else world.rules if world is not None else ""
+        self._render = _renderer(render, None if world is None else world.render)
         self.observation: Any = None
         self.over = False
 
@@ -152,17 +152,17 @@ class GymnasiumEnv(Env):
             raise EnvError(f"{type(self).__qualname__}: the episode is over: call reset() first")
         answers = [_no_tool(call) for call in action.get("tool_calls") or ()]
         try:
-            chosen = self._action(text_of(action))
+            parsed = self._action(text_of(action))
         except (ToolError, ValueError) as error:
             self._invalid += 1
-            said: list[Message] = answers or [{"role": "user", "content": str(error)}]
+            complaint: list[Message] = answers or [{"role": "user", "content": str(error)}]
             spent = 0 < self._max_invalid <= self._invalid
             info: dict[str, Any] = {"metrics": {"invalid_actions": 1.0}, **self.world.seen()}
             return StepResult(
-                said, 0.0, False, spent, {**info, "stop_reason": StopReason.INVALID_CALLS} if spent else info
+                complaint, 0.0, False, spent, {**info, "stop_reason": StopReason.INVALID_CALLS} if spent else info
             )
         self._invalid = 0
-        text, reward, terminated, truncated = self.world.step(chosen)
+        text, reward, terminated, truncated = self.world.step(parsed)
         observation: list[Message] = [*answers, {"role": "user", "content": text}]
         return StepResult(observation, reward, terminated, truncated, self.world.seen())
 
@@ -248,8 +248,8 @@ class GymnasiumToolEnv(ToolEnv):
         info: dict[str, Any] = {"metrics": {"invalid_actions": 1.0}, **self.world.seen()}
         if spent:
             info["stop_reason"] = StopReason.INVALID_CALLS
-        said: Message = {"role": "user", "content": "Call a tool to act."}
-        return StepResult([said], 0.0, False, spent, info)
+        reminder: Message = {"role": "user", "content": "Call a tool to act."}
+        return StepResult([reminder], 0.0, False, spent, info)
 
     def _tools(self) -> list[FunctionTool]:
         space, names = self.world.space, self.world.names
@@ -336,38 +336,38 @@ def _names(space: Any, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _renderer(render: Render | str | None, known: Render | None) -> Render | None:
+def _renderer(render: Render | str | None, default: Render | None) -> Render | None:
     if render is None:
-        return known
+        return default
     if render == "ansi":
         return ansi_text
-    found: Render = load_object(render, "render function") if isinstance(render, str) else render
-    return found
+    loaded: Render = load_object(render, "render function") if isinstance(render, str) else render
+    return loaded
 
 
 def _said(text: str, space: Any) -> Any:
     """Return the action in a message: JSON where it parses and no text is wanted, else the text."""
-    said = _tagged(text)
-    if said is None:
+    answer = _tagged(text)
+    if answer is None:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        said = _LABEL.sub("", lines[-1]) if lines else ""
+        answer = _LABEL.sub("", lines[-1]) if lines else ""
     if isinstance(space, gymnasium.spaces.Text):
-        return said
+        return answer
     try:
-        return json.loads(said)
+        return json.loads(answer)
     except (ValueError, RecursionError):
-        return said.rstrip(".!")
+        return answer.rstrip(".!")
 
 
 def _tagged(text: str) -> str | None:
     # One pass: a text of nothing but opening tags costs no more than another one.
-    found, opened = None, -1
+    answer, opened = None, -1
     for tag in _TAG.finditer(text):
         if not tag[1]:
             opened = tag.end()
         elif opened >= 0:
-            found, opened = text[opened : tag.start()].strip(), -1
-    return found
+            answer, opened = text[opened : tag.start()].strip(), -1
+    return answer
 
 
 def _no_tool(call: ToolCall) -> Message:

@@ -26,7 +26,7 @@ def value_text(space: Any, value: Any) -> str:
     if isinstance(space, spaces.Dict):
         return "\n".join(f"{name}: {value_text(inner, value[name])}" for name, inner in space.spaces.items())
     if isinstance(space, spaces.Tuple):
-        return ", ".join(value_text(inner, each) for inner, each in zip(space.spaces, value, strict=True))
+        return ", ".join(value_text(inner, component) for inner, component in zip(space.spaces, value, strict=True))
     if isinstance(space, spaces.Text):
         return str(value)
     return json.dumps(_rounded(plain_value(value)), ensure_ascii=False)
@@ -39,7 +39,7 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): plain_value(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_value(each) for each in value]
+        return [plain_value(component) for component in value]
     return value
 
 
@@ -48,7 +48,7 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.6g}")
     if isinstance(value, dict):
         return {name: _rounded(inner) for name, inner in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list) else value
+    return [_rounded(component) for component in value] if isinstance(value, list) else value
 
 
 def space_schema(space: Any, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def space_schema(space: Any, names: Sequence[str] = ()) -> dict[str, Any]:
         items = [space_schema(inner) for inner in space.spaces]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
     if isinstance(space, spaces.Dict):
-        inner = {name: space_schema(each) for name, each in space.spaces.items()}
+        inner = {name: space_schema(component) for name, component in space.spaces.items()}
         return {"type": "object", "properties": inner, "required": list(inner), "additionalProperties": False}
     raise EnvError(f"the space {space} cannot be expressed in JSON: give your own render= and parse= functions")
 
@@ -73,10 +73,10 @@ def space_schema(space: Any, names: Sequence[str] = ()) -> dict[str, Any]:
 def _array_schema(space: Any) -> dict[str, Any]:
     shape = space.shape
     if isinstance(space, spaces.Box):
-        whole = np.issubdtype(space.dtype, np.integer)
+        is_integer = np.issubdtype(space.dtype, np.integer)
         # A schema is one for all elements; the exact bounds are checked where the value is read.
         low, high = float(np.min(space.low)), float(np.max(space.high))
-        schema: dict[str, Any] = {"type": "integer" if whole else "number"}
+        schema: dict[str, Any] = {"type": "integer" if is_integer else "number"}
         schema |= {"minimum": low} if math.isfinite(low) else {}
         schema |= {"maximum": high} if math.isfinite(high) else {}
     elif isinstance(space, spaces.MultiBinary):
@@ -106,10 +106,10 @@ def value_from_json(space: Any, value: Any, names: Sequence[str] = ()) -> Any:
     Raises:
         ToolError: It does not fit; the message tells the model what does.
     """
-    found = _converted(space, value, names)
-    if found is None or not space.contains(found):
+    converted = _converted(space, value, names)
+    if converted is None or not space.contains(converted):
         raise ToolError(f"{shown(value)} is not an action: write {space_hint(space, names)}")
-    return found
+    return converted
 
 
 def _converted(space: Any, value: Any, names: Sequence[str]) -> Any:
@@ -120,7 +120,7 @@ def _converted(space: Any, value: Any, names: Sequence[str]) -> Any:
     if isinstance(space, spaces.Text):
         return value if isinstance(value, str) else None
     if isinstance(space, spaces.Tuple) and isinstance(value, (list, tuple)) and len(value) == len(space.spaces):
-        return tuple(_converted(inner, each, ()) for inner, each in zip(space.spaces, value, strict=True))
+        return tuple(_converted(inner, component, ()) for inner, component in zip(space.spaces, value, strict=True))
     if isinstance(space, spaces.Dict) and isinstance(value, Mapping) and set(value) == set(space.spaces):
         return {name: _converted(inner, value[name], ()) for name, inner in space.spaces.items()}
     return None
@@ -128,11 +128,11 @@ def _converted(space: Any, value: Any, names: Sequence[str]) -> Any:
 
 def _array(space: Any, value: Any) -> Any:
     try:
-        given = np.asarray(value)
-        array = np.asarray(given, dtype=np.float64)
+        raw = np.asarray(value)
+        array = np.asarray(raw, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         return None
-    if given.dtype == np.bool_ or array.shape != space.shape:
+    if raw.dtype == np.bool_ or array.shape != space.shape:
         return None
     # Cast only where nothing is lost: 1.5 is not a whole number, 1e300 no float32.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -155,13 +155,13 @@ def _index(space: Any, value: Any, names: Sequence[str]) -> int | None:
 
 def ansi_text(_observation: Any, env: Any) -> str:
     """Return ``env.render()`` as text; coloured parts in brackets."""
-    drawn = env.render()
-    if not isinstance(drawn, str):
+    picture = env.render()
+    if not isinstance(picture, str):
         raise EnvError(
-            f"env.render() returned {shown(drawn)}, not text: make the environment with render_mode='ansi', or give a "
-            "render= function"
+            f"env.render() returned {shown(picture)}, not text: make the environment with render_mode='ansi', or "
+            "give a render= function"
         )
-    return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", drawn)).strip("\n")
+    return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", picture)).strip("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +189,21 @@ def _taxi(observation: Any, env: Any) -> str:
     waiting = "in the taxi" if passenger == len(_STOPS) else f"at {_STOPS[passenger]}"
     grid = [[cell.decode() for cell in line] for line in env.unwrapped.desc]
     grid[1 + row][1 + 2 * column] = "T"
-    drawn = "\n".join("".join(line) for line in grid)
+    picture = "\n".join("".join(line) for line in grid)
     return (
-        f"{drawn}\nThe taxi T is at row {row}, column {column}. The passenger is {waiting}. "
+        f"{picture}\nThe taxi T is at row {row}, column {column}. The passenger is {waiting}. "
         f"The destination is {_STOPS[goal]}."
     )
 
 
 def _blackjack(observation: Any, _env: Any) -> str:
-    own, dealer, ace = (int(each) for each in observation)
-    held = "with" if ace else "without"
-    return f"You hold {own}, {held} a usable ace. The dealer shows {'an ace' if dealer == 1 else dealer}."
+    total, dealer, ace = (int(number) for number in observation)
+    with_ace = "with" if ace else "without"
+    return f"You hold {total}, {with_ace} a usable ace. The dealer shows {'an ace' if dealer == 1 else dealer}."
 
 
 def _cart_pole(observation: Any, _env: Any) -> str:
-    position, speed, angle, turning = (float(each) for each in observation)
+    position, speed, angle, turning = (float(number) for number in observation)
     return (
         f"cart position {position:.4f}, cart velocity {speed:.4f}, pole angle {angle:.4f} rad, "
         f"pole angular velocity {turning:.4f} rad/s"

@@ -66,7 +66,7 @@ class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
 
     def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
         """Return messages as JSON values."""
-        return [plain(as_message(each)) for each in sample_n]
+        return [plain(as_message(action)) for action in sample_n]
 
     def from_jsonable(self, sample_n: list[Any]) -> list[Any]:
         """Invert :meth:`to_jsonable`."""
@@ -104,7 +104,9 @@ class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
 
     def contains(self, x: Any) -> bool:
         """Whether it is a tuple of messages that are JSON."""
-        if not isinstance(x, tuple) or not all(isinstance(each, dict) and each.get("role") in _ROLES for each in x):
+        if not isinstance(x, tuple) or not all(
+            isinstance(message, dict) and message.get("role") in _ROLES for message in x
+        ):
             return False
         try:
             orjson.dumps(x)
@@ -114,11 +116,11 @@ class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
 
     def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
         """Return conversations as lists."""
-        return [list(each) for each in sample_n]
+        return [list(observation) for observation in sample_n]
 
     def from_jsonable(self, sample_n: list[Any]) -> list[Any]:
         """Invert :meth:`to_jsonable`."""
-        return [tuple(each) for each in sample_n]
+        return [tuple(observation) for observation in sample_n]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObservationSpace)
@@ -284,9 +286,9 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
             TaskError: ``options["task"]`` is unknown.
         """
         super().reset(seed=seed)
-        drawn = int(self.np_random.integers(2**31))
+        random_seed = int(self.np_random.integers(2**31))
         task = self._task((options or {}).get("task"))
-        messages, info = self._run(reset_env(self._env, task, seed=drawn if seed is None else seed))
+        messages, info = self._run(reset_env(self._env, task, seed=random_seed if seed is None else seed))
         self.action_space.tools = tuple(schemas(self._env))
         self.conversation = list(messages)
         return self._observed(messages), {**_comparable(info), "task_id": None if task is None else task.id}
@@ -338,20 +340,20 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
             self._loop = _Loop()
         return self._loop.run(work)
 
-    def _task(self, wanted: Any) -> Task | None:
-        if wanted is None:
+    def _task(self, chosen: Any) -> Task | None:
+        if chosen is None:
             return self._tasks[int(self.np_random.integers(len(self._tasks)))] if self._tasks else None
-        if isinstance(wanted, Task):
-            return wanted
-        if isinstance(wanted, dict):
-            return Task.from_record(wanted, where="options['task']", default_id="options")
-        named = next((task for task in self._tasks if task.id == wanted), None)
+        if isinstance(chosen, Task):
+            return chosen
+        if isinstance(chosen, dict):
+            return Task.from_record(chosen, where="options['task']", default_id="options")
+        named = next((task for task in self._tasks if task.id == chosen), None)
         if named is not None:
             return named
-        if isinstance(wanted, int) and not isinstance(wanted, bool) and 0 <= wanted < len(self._tasks):
-            return self._tasks[wanted]
+        if isinstance(chosen, int) and not isinstance(chosen, bool) and 0 <= chosen < len(self._tasks):
+            return self._tasks[chosen]
         raise TaskError(
-            f"options['task'] is {shown(wanted)}: there are {len(self._tasks)} tasks; give a number below that, an id, "
+            f"options['task'] is {shown(chosen)}: there are {len(self._tasks)} tasks; give a number below that, an id, "
             "a Task or a row"
         )
 
@@ -376,20 +378,20 @@ def _made(env: str | EnvSpec | Env | Callable[[], Env], config: dict[str, Any]) 
         raise EnvError(
             f"configuration {config} was given beside {shown(env)}: it applies to an environment's name only"
         )
-    found = env if isinstance(env, Env) else env.make() if isinstance(env, EnvSpec) else env()
-    if not isinstance(found, Env):
-        raise EnvError(f"{shown(env)} made {shown(found)}: it must make an environment (a turnwise.Env)")
-    return found
+    instance = env if isinstance(env, Env) else env.make() if isinstance(env, EnvSpec) else env()
+    if not isinstance(instance, Env):
+        raise EnvError(f"{shown(env)} made {shown(instance)}: it must make an environment (a turnwise.Env)")
+    return instance
 
 
 def _tasks(env: Env, source: TaskSource | None, limit: int) -> list[Task]:
     source = env.default_tasks if source is None else source
     if source is None:
         return []
-    found = load_tasks(source, limit=limit)
-    if not found:
+    loaded = load_tasks(source, limit=limit)
+    if not loaded:
         raise TaskError(f"tasks={source!r}: it contains no tasks")
-    return found
+    return loaded
 
 
 def _comparable(info: dict[str, Any]) -> dict[str, Any]:

@@ -75,42 +75,42 @@ class ReadyPart:
     inline: bool
 
 
-def _as_part(name: str, given: Any) -> Part:
+def _as_part(name: str, definition: Any) -> Part:
     where = f"rubric part {name!r}"
-    if isinstance(given, Part):
-        return given
-    if isinstance(given, tuple):
-        if len(given) != 2:
-            raise ConfigError(f"{where} is {shown(given)}: a tuple is (function, weight)")
-        return Part(given[0], weight=given[1])
-    if not isinstance(given, Mapping):
-        return Part(given)
-    known = [each.name for each in fields(Part)]
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"{where} has no field {key!r}{nearest(str(key), known)}; fields are {', '.join(known)}")
-    if "function" not in given:
+    if isinstance(definition, Part):
+        return definition
+    if isinstance(definition, tuple):
+        if len(definition) != 2:
+            raise ConfigError(f"{where} is {shown(definition)}: a tuple is (function, weight)")
+        return Part(definition[0], weight=definition[1])
+    if not isinstance(definition, Mapping):
+        return Part(definition)
+    names = [part_field.name for part_field in fields(Part)]
+    for key in definition:
+        if key not in names:
+            raise ConfigError(f"{where} has no field {key!r}{nearest(str(key), names)}; fields are {', '.join(names)}")
+    if "function" not in definition:
         raise ConfigError(f"{where} has no function: write function: pkg.module:name, or the name of a shipped one")
-    return Part(**given)
+    return Part(**definition)
 
 
-def ready_part(name: str, given: Any, timeout: float | None) -> ReadyPart:
+def ready_part(name: str, definition: Any, timeout: float | None) -> ReadyPart:
     """Validate and load one part.
 
     Args:
         name: Its name.
-        given: Its value in the rubric.
+        definition: Its value in the rubric.
         timeout: The rubric's, in seconds, or None.
     """
     where = f"rubric part {name!r}"
-    part = _as_part(name, given)
+    part = _as_part(name, definition)
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: its name must be a non-empty string")
     weight = _number(part.weight, f"{where}: weight")
     function = load_function(part.function, part.arguments, where)
-    own = function.timeout if isinstance(function, RewardFunction) else None
+    own_timeout = function.timeout if isinstance(function, RewardFunction) else None
     own_inline = isinstance(function, RewardFunction) and function.inline
-    chosen = next((each for each in (part.timeout, timeout, own) if each is not None), DEFAULT_TIMEOUT)
+    chosen = next((seconds for seconds in (part.timeout, timeout, own_timeout) if seconds is not None), DEFAULT_TIMEOUT)
     limit = _number(chosen, f"{where}: timeout")
     if limit <= 0:
         raise ConfigError(f"{where}: timeout is {limit:g}: it must be above 0 seconds")
@@ -141,19 +141,19 @@ def _wanted(function: Callable[..., Any], where: str) -> dict[str, bool]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {label} cannot be called as a reward function: {error}") from error
     fixed = function.keywords if isinstance(function, functools.partial) else {}
-    wanted: dict[str, bool] = {}
-    for each in parameters:
-        if each.kind in (each.VAR_POSITIONAL, each.POSITIONAL_ONLY):
-            star = "*" if each.kind is each.VAR_POSITIONAL else ""
+    required: dict[str, bool] = {}
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
             raise ConfigError(
-                f"{where}: {label} takes {star}{each.name} by position, but reward functions are called by name: name "
-                f"any of {', '.join(GIVEN)}, or entries of task.data"
+                f"{where}: {label} takes {star}{parameter.name} by position, but reward functions are called by name: "
+                f"name any of {', '.join(GIVEN)}, or entries of task.data"
             )
-        if each.kind is each.VAR_KEYWORD:
-            wanted.update(dict.fromkeys(GIVEN, True))
-        elif each.name not in fixed:
-            wanted[each.name] = each.default is each.empty
-    return wanted
+        if parameter.kind is parameter.VAR_KEYWORD:
+            required.update(dict.fromkeys(GIVEN, True))
+        elif parameter.name not in fixed:
+            required[parameter.name] = parameter.default is parameter.empty
+    return required
 
 
 def _names(value: str | Sequence[str], where: str) -> tuple[str, ...]:
@@ -214,14 +214,14 @@ class Attempt:
             wanted: Name to whether it is required.
             function: Its name in messages.
         """
-        given: dict[str, Any] = {name: getattr(self, name) for name in wanted if name in GIVEN}
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in wanted if name in GIVEN}
         for name, required in wanted.items():
-            if name in given:
+            if name in arguments:
                 continue
             if name in self.more:
-                given[name] = self.more[name]
+                arguments[name] = self.more[name]
             elif name in self.data:
-                given[name] = self.data[name]
+                arguments[name] = self.data[name]
             elif required:
                 row = "there is no task" if self.task is None else f"the data of task {self.task.id!r} has "
                 columns = "" if self.task is None else ", ".join(map(repr, self.data)) or "no entries"
@@ -229,7 +229,7 @@ class Attempt:
                     f"reward function {function} takes {name!r}, which is neither one of {', '.join(GIVEN)} nor in "
                     f"task.data ({row}{columns}{nearest(name, [*GIVEN, *self.data])})"
                 )
-        return given
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class Rubric:
         """
         if not parts:
             raise ConfigError("a rubric needs at least one reward function")
-        ready = [ready_part(name, given, timeout) for name, given in parts.items()]
+        ready = [ready_part(name, definition, timeout) for name, definition in parts.items()]
         self._parts = in_order({part.name: part for part in ready})
         self._lone = False
 
@@ -306,8 +306,8 @@ class Rubric:
         errors = {str(value): None for value in values.values() if isinstance(value, EnvError)}
         if errors:
             raise EnvError("; ".join(errors))
-        found = {name: value for name, value in values.items() if not isinstance(value, EnvError)}
-        return self._gather(found, time.monotonic() - started)
+        scores = {name: value for name, value in values.items() if not isinstance(value, EnvError)}
+        return self._gather(scores, time.monotonic() - started)
 
     def _gather(self, values: Mapping[str, _Value], seconds: float) -> ScoreParts:
         if self._lone:

@@ -47,58 +47,63 @@ class PerLoop(Generic[T]):
     async def get(self) -> T:
         """Return this loop's value. Raises the error of opening it; the next call retries."""
         loop = asyncio.get_running_loop()
-        held = self._held.get(loop)
-        if held is None:
-            for ended in [other for other in self._held if other.is_closed()]:
-                del self._held[ended]
-            held = self._held[loop] = _Held(asyncio.ensure_future(self._opened()))
-            held.keeper = self._keep(loop, held)
-            await anext(held.keeper)
+        resource = self._held.get(loop)
+        if resource is None:
+            for closed_loop in [other for other in self._held if other.is_closed()]:
+                del self._held[closed_loop]
+            resource = self._held[loop] = _Held(asyncio.ensure_future(self._opened()))
+            resource.keeper = self._keep(loop, resource)
+            await anext(resource.keeper)
         try:
             # Shielded: one waiter may be cancelled while others wait for the same value.
-            return await asyncio.shield(held.opened)
+            return await asyncio.shield(resource.opened)
         except BaseException:  # also a cancellation: what could not be opened is opened anew
-            if held.opened.done() and self._held.get(loop) is held:
+            if resource.opened.done() and self._held.get(loop) is resource:
                 del self._held[loop]
             raise
 
     async def close(self) -> None:
         """Close this loop's value; the next :meth:`get` opens another. Idempotent."""
         loop = asyncio.get_running_loop()
-        held = self._held.get(loop)
-        if held is not None:
-            await self._end(loop, held)
+        resource = self._held.get(loop)
+        if resource is not None:
+            await self._end(loop, resource)
 
     async def drop(self, value: T) -> bool:
         """Close this loop's value if it is still this one; return whether it was."""
         loop = asyncio.get_running_loop()
-        held = self._held.get(loop)
-        if held is None or not held.opened.done() or held.opened.cancelled() or held.opened.exception() is not None:
+        resource = self._held.get(loop)
+        if (
+            resource is None
+            or not resource.opened.done()
+            or resource.opened.cancelled()
+            or resource.opened.exception() is not None
+        ):
             return False
-        if held.ended or held.opened.result() is not value:
+        if resource.ended or resource.opened.result() is not value:
             return False
-        await self._end(loop, held)
+        await self._end(loop, resource)
         return True
 
     async def _opened(self) -> T:
         return await self._open()
 
-    async def _keep(self, loop: asyncio.AbstractEventLoop, held: _Held[T]) -> AsyncGenerator[None, None]:
+    async def _keep(self, loop: asyncio.AbstractEventLoop, resource: _Held[T]) -> AsyncGenerator[None, None]:
         try:
             yield
         finally:
-            await self._end(loop, held)
+            await self._end(loop, resource)
 
-    async def _end(self, loop: asyncio.AbstractEventLoop, held: _Held[T]) -> None:
+    async def _end(self, loop: asyncio.AbstractEventLoop, resource: _Held[T]) -> None:
         # In any order: a loop that ends closes all that it keeps at the same time, and one may hold another.
-        if held.ended:
+        if resource.ended:
             return
-        held.ended = True
-        if self._held.get(loop) is held:
+        resource.ended = True
+        if self._held.get(loop) is resource:
             del self._held[loop]
-        await asyncio.wait([held.opened])
-        if not held.opened.cancelled() and held.opened.exception() is None:
-            await self._close(held.opened.result())
+        await asyncio.wait([resource.opened])
+        if not resource.opened.cancelled() and resource.opened.exception() is None:
+            await self._close(resource.opened.result())
 
 
 _AGAIN = frozenset((408, 409, 425, 429))
@@ -165,12 +170,12 @@ class Endpoint:
         self._url = url.rstrip("/")
         self._timeout = _above(timeout, f"{what}: timeout")
         self._retry_wait = _above(retry_wait, f"{what}: retry_wait")
-        self._retries = _count(retries, f"{what}: retries", least=0)
-        self._concurrency = _count(concurrency, f"{what}: concurrency", least=1)
+        self._retries = _count(retries, f"{what}: retries", minimum=0)
+        self._concurrency = _count(concurrency, f"{what}: concurrency", minimum=1)
         rate = None if requests_per_minute is None else _above(requests_per_minute, f"{what}: requests_per_minute")
         self._spacing = 0.0 if rate is None else 60.0 / rate
         self._key_name = api_key_env
-        self._hidden = [SecretStr(each) for each in (self._key(), parts.password) if each]
+        self._hidden = [SecretStr(secret) for secret in (self._key(), parts.password) if secret]
         # Without user and password, which a URL may hold.
         self.name = f"{what} at {parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
         self._links = PerLoop(self._open, _close)
@@ -228,9 +233,9 @@ class Endpoint:
                 text = (await answer.read()).decode("utf-8", "replace")
                 if answer.status == 200:
                     return text, 200, None
-                again = answer.status in _AGAIN or answer.status >= 500
+                repeatable = answer.status in _AGAIN or answer.status >= 500
                 story = f"it returned {answer.status}: {_said(text)}"
-                return story, answer.status, _retry_after(answer.headers.get("Retry-After")) if again else None
+                return story, answer.status, _retry_after(answer.headers.get("Retry-After")) if repeatable else None
         except TimeoutError:
             return f"no answer within {self._timeout:g} s", None, 0.0
         except aiohttp.ClientError as error:
@@ -285,17 +290,17 @@ def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's format."""
     wire = []
     for message in canonical_messages(messages):
-        told = message.to_template()
+        plain = message.to_template()
         if message.media:
-            told["content"] = [
+            plain["content"] = [
                 {"type": "text", "text": part} if isinstance(part, str) else image_part(part.data)
                 for part in message.parts()
             ]
-        for call in told.get("tool_calls", ()):
+        for call in plain.get("tool_calls", ()):
             function = call["function"]
             if not isinstance(function["arguments"], str):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        wire.append(told)
+        wire.append(plain)
     return wire
 
 
@@ -332,7 +337,7 @@ def _above(value: Any, where: str) -> float:
     return float(value)
 
 
-def _count(value: Any, where: str, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{where} is {shown(value)}: it must be an integer of at least {least}")
+def _count(value: Any, where: str, *, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{where} is {shown(value)}: it must be an integer of at least {minimum}")
     return value

@@ -46,31 +46,31 @@ def centred_ranks(values: Sequence[float]) -> list[float]:
     if len(values) < 2:
         return [0.0] * len(values)
     ordered = sorted(values)
-    places: dict[float, tuple[int, int]] = {}
-    for place, value in enumerate(ordered):
-        first, _ = places.get(value, (place, place))
-        places[value] = first, place
-    return [sum(places[value]) / 2 / (len(values) - 1) - 0.5 for value in values]
+    positions: dict[float, tuple[int, int]] = {}
+    for position, value in enumerate(ordered):
+        first, _ = positions.get(value, (position, position))
+        positions[value] = first, position
+    return [sum(positions[value]) / 2 / (len(values) - 1) - 0.5 for value in values]
 
 
 def conversation_of(trajectory: Trajectory) -> list[Message]:
     """Return the messages of a trajectory's last branch."""
     if not trajectory.segments:
         return []
-    said = [each for segment in trajectory.path(len(trajectory.segments) - 1) for each in segment.messages]
-    return [_message(each) for each in said]
+    messages = [message for segment in trajectory.path(len(trajectory.segments) - 1) for message in segment.messages]
+    return [_message(message) for message in messages]
 
 
 def answer_of(trajectory: Trajectory) -> str:
     """Return the text of a trajectory's last message, or ""."""
-    said = [message for message in conversation_of(trajectory) if message["role"] == "assistant"]
-    return text_of(said[-1]) if said else ""
+    answers = [message for message in conversation_of(trajectory) if message["role"] == "assistant"]
+    return text_of(answers[-1]) if answers else ""
 
 
 def _message(record: Mapping[str, Any]) -> Message:
     message: Message = {"role": record["role"], "content": record.get("content")}
     if record.get("tool_calls"):
-        message["tool_calls"] = [_call(each) for each in record["tool_calls"]]
+        message["tool_calls"] = [_call(call) for call in record["tool_calls"]]
     if record.get("tool_call_id"):
         message["tool_call_id"] = record["tool_call_id"]
     return message
@@ -79,8 +79,8 @@ def _message(record: Mapping[str, Any]) -> Message:
 def _call(record: Mapping[str, Any]) -> ToolCall:
     function = record["function"]
     arguments = function["arguments"]
-    known = isinstance(arguments, dict)
-    return ToolCall(record["id"], function["name"], arguments if known else {}, "" if known else str(arguments))
+    parsed = isinstance(arguments, dict)
+    return ToolCall(record["id"], function["name"], arguments if parsed else {}, "" if parsed else str(arguments))
 
 
 class RankBy:
@@ -99,7 +99,7 @@ class RankBy:
 
     def __call__(self, task: Task, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:  # noqa: ARG002
         """Rank the trajectories."""
-        ranks = centred_ranks([self._sign * self._value(each) for each in trajectories])
+        ranks = centred_ranks([self._sign * self._value(trajectory) for trajectory in trajectories])
         return [{self._name: rank} for rank in ranks]
 
     def _value(self, trajectory: Trajectory) -> float:
@@ -108,8 +108,8 @@ class RankBy:
         if self._metric == "answer_length":
             return float(len(answer_of(trajectory)))
         if self._metric not in trajectory.metrics:
-            known = ", ".join(["reward", "answer_length", *sorted(trajectory.metrics)])
-            raise EnvError(f"rank_by: trajectory {trajectory.id} has no metric {self._metric!r}; it has {known}")
+            names = ", ".join(["reward", "answer_length", *sorted(trajectory.metrics)])
+            raise EnvError(f"rank_by: trajectory {trajectory.id} has no metric {self._metric!r}; it has {names}")
         return float(trajectory.metrics[self._metric])
 
 
@@ -152,14 +152,14 @@ class PairwiseJudge:
 
     async def __call__(self, task: Task, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
         """Compare the answers and rank them."""
-        answers = [answer_of(each) for each in trajectories]
+        answers = [answer_of(trajectory) for trajectory in trajectories]
         pairs = self._pairs(len(answers))
-        worth = await asyncio.gather(*(self._compare(task, answers[one], answers[other]) for one, other in pairs))
+        outcomes = await asyncio.gather(*(self._compare(task, answers[one], answers[other]) for one, other in pairs))
         won: list[list[float]] = [[] for _ in answers]
-        for (one, other), share in zip(pairs, worth, strict=True):
+        for (one, other), share in zip(pairs, outcomes, strict=True):
             won[one].append(share)
             won[other].append(1.0 - share)
-        shares = [sum(each) / len(each) if each else 0.5 for each in won]
+        shares = [sum(points) / len(points) if points else 0.5 for points in won]
         return [{self._name: rank} for rank in centred_ranks([round(share, 9) for share in shares])]
 
     async def close(self) -> None:
@@ -184,8 +184,8 @@ class PairwiseJudge:
 
 
 def _read(text: str) -> Verdict:
-    found, value = find_json(text)
-    winner = value.get("winner") if found and isinstance(value, dict) else None
+    is_json, value = find_json(text)
+    winner = value.get("winner") if is_json and isinstance(value, dict) else None
     winner = winner.strip().casefold() if isinstance(winner, str) else None
     if winner not in _WORTH:
         raise ValueError('it has no "winner" of "A", "B" or "tie"')

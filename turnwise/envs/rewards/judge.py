@@ -93,13 +93,13 @@ class Verdicts:
             read: Parses a verdict.
             options: Request options.
         """
-        for name, value, least in (
+        for name, value, minimum in (
             ("attempts", options.attempts, 1),
             ("max_tokens", options.max_tokens, 1),
             ("cache_size", options.cache_size, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"judge: {name} is {shown(value)}: it must be an integer of at least {least}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ConfigError(f"judge: {name} is {shown(value)}: it must be an integer of at least {minimum}")
         if options.structured not in get_args(Structured):
             raise ConfigError(f"judge: structured is {shown(options.structured)}: it must be auto, always or never")
         if not isinstance(model, str) or not model:
@@ -164,25 +164,29 @@ class Verdicts:
 
     async def _ask(self, question: str, key: str) -> Verdict:
         first = {"role": "user", "content": question}
-        messages, said, why = [first], "", ""
+        messages, answer, why = [first], "", ""
         for _ in range(self._attempts):
-            said, cut = await self._complete(messages)
+            answer, cut = await self._complete(messages)
             try:
                 if cut:
                     # What was quoted or weighed before the end must not pass for the verdict.
                     raise ValueError(f"it was truncated at max_tokens ({self._body['max_tokens']})")
-                verdict = self._read(_THOUGHT.sub("", said))
+                verdict = self._read(_THOUGHT.sub("", answer))
             except ValueError as error:
                 why = str(error)
                 form = orjson.dumps(self._schema).decode()
-                again = f"That is not a verdict: {why}. Answer only with one JSON object of this schema: {form}"
-                messages = [first, {"role": "assistant", "content": said[-4000:]}, {"role": "user", "content": again}]
+                correction = f"That is not a verdict: {why}. Answer only with one JSON object of this schema: {form}"
+                messages = [
+                    first,
+                    {"role": "assistant", "content": answer[-4000:]},
+                    {"role": "user", "content": correction},
+                ]
                 continue
             self._keep(key, verdict)
             return verdict
         tries = "1 try" if self._attempts == 1 else f"{self._attempts} tries"
-        last = self._endpoint.redact(f"{why}; the last answer was {shown(said, 200)}")
-        raise EnvError(f"{self._label} returned no verdict in {tries}: {last}")
+        problem = self._endpoint.redact(f"{why}; the last answer was {shown(answer, 200)}")
+        raise EnvError(f"{self._label} returned no verdict in {tries}: {problem}")
 
     async def _complete(self, messages: list[dict[str, str]]) -> _Said:
         body = {**self._body, "messages": messages}
@@ -213,8 +217,8 @@ class Verdicts:
         return _Said(content if isinstance(content, str) else "", cut)
 
     def _key(self, question: str) -> str:
-        asked = [self._endpoint.name, self._body, self._schema, question]
-        text = orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)
+        identity = [self._endpoint.name, self._body, self._schema, question]
+        text = orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def _keep(self, key: str, verdict: Verdict) -> None:
@@ -234,8 +238,8 @@ class Verdicts:
         """Read the file, or check that it can be created, before the first verdict is paid for."""
         if path.exists():
             self._load(path)
-        place = path if path.exists() else next(each for each in path.absolute().parents if each.exists())
-        if not os.access(place, os.W_OK) or not (place.is_dir() or place == path):
+        existing = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+        if not os.access(existing, os.W_OK) or not (existing.is_dir() or existing == path):
             raise ConfigError(f"judge: cache_file {path} cannot be written: choose a writable folder")
 
     def _load(self, path: Path) -> None:
@@ -314,8 +318,8 @@ class Question:
 
 
 def _inside(text: Any, name: str) -> str:
-    kept = str(text).replace(f"</{name}", f"<\\/{name}")
-    return f"<{name}>\n{kept}\n</{name}>"
+    escaped = str(text).replace(f"</{name}", f"<\\/{name}")
+    return f"<{name}>\n{escaped}\n</{name}>"
 
 
 class Judge(RewardFunction):
@@ -372,16 +376,16 @@ class Judge(RewardFunction):
         """Grade the answer."""
         if final is None:
             return self._without, {"cached": 0.0}
-        before = messages[:-1] if messages and messages[-1] is final else messages
+        history = messages[:-1] if messages and messages[-1] is final else messages
         reference = None
         if self._column is not None:
-            reference = "\n".join(str(each) for each in gold_answers(data, self._column, "judge"))
+            reference = "\n".join(str(answer) for answer in gold_answers(data, self._column, "judge"))
         question = self._question.render(
             {
                 "task": task,
                 "data": data,
                 "messages": messages,
-                "conversation": transcript(before),
+                "conversation": transcript(history),
                 "answer": text,
                 "reference": reference,
                 "criteria": self._criteria,
@@ -389,16 +393,16 @@ class Judge(RewardFunction):
                 "high": f"{self._high:g}",
             }
         )
-        verdict, known = await self._verdicts.ask(question)
-        return (verdict["score"] - self._low) / (self._high - self._low), {"cached": float(known)}
+        verdict, cached = await self._verdicts.ask(question)
+        return (verdict["score"] - self._low) / (self._high - self._low), {"cached": float(cached)}
 
     async def close(self) -> None:
         """Close the cache file and this event loop's connections."""
         await self._verdicts.close()
 
     def _read(self, text: str) -> Verdict:
-        found, value = find_json(text)
-        score = value.get("score") if found and isinstance(value, dict) else None
+        is_json, value = find_json(text)
+        score = value.get("score") if is_json and isinstance(value, dict) else None
         if score is None:
             marked = _SCORE.findall(text)
             score = marked[-1] if marked else None
@@ -410,7 +414,7 @@ class Judge(RewardFunction):
             raise ValueError("its score is not a number")
         if not self._low <= number <= self._high:
             raise ValueError(f"its score is {number:g}, not from {self._low:g} to {self._high:g}")
-        reasoning = value.get("reasoning") if found and isinstance(value, dict) else None
+        reasoning = value.get("reasoning") if is_json and isinstance(value, dict) else None
         return {"score": number, "reasoning": str(reasoning or "")}
 
 

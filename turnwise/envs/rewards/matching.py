@@ -77,16 +77,16 @@ def normalize(text: str, how: Normalization) -> str:
     if how == "words":
         bare = text.translate(_PUNCTUATION)
         # An answer that is nothing else, such as the choice A or a sign, keeps it: it is not the same as none.
-        text = next((each for each in (_ARTICLES.sub(" ", bare), bare) if each.strip()), text)
+        text = next((shortened for shortened in (_ARTICLES.sub(" ", bare), bare) if shortened.strip()), text)
     return " ".join(text.split())
 
 
 def check_normalization(how: str, where: str) -> Normalization:
     """Check a normalisation's name and return it. Raises ConfigError."""
-    for each in get_args(Normalization):
-        if how == each:
-            known: Normalization = each
-            return known
+    for name in get_args(Normalization):
+        if how == name:
+            normalization: Normalization = name
+            return normalization
     raise ConfigError(f"{where}: normalize is {shown(how)}: it must be one of {', '.join(get_args(Normalization))}")
 
 
@@ -95,21 +95,21 @@ def gold_answers(data: Mapping[str, Any], column: str, where: str) -> Sequence[A
     if column not in data:
         raise EnvError(f"{where}: task.data has no {column!r}; it has {', '.join(map(repr, data)) or 'no entries'}")
     value = data[column]
-    found = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not found or any(each is None for each in found):
+    answers = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not answers or any(answer is None for answer in answers):
         raise EnvError(f"{where}: task.data[{column!r}] is {shown(value)}: it must hold the right answer, or several")
-    return found
+    return answers
 
 
 def _matcher(pattern: re.Pattern[str]) -> Extract:
     def last(text: str) -> str | None:
-        found: re.Match[str] | None = None
-        for found in pattern.finditer(text):  # noqa: B007 - the last one is wanted
+        match: re.Match[str] | None = None
+        for match in pattern.finditer(text):  # noqa: B007 - the last one is wanted
             pass
-        if found is None:
+        if match is None:
             return None
         group = "answer" if "answer" in pattern.groupindex else 1 if pattern.groups else 0
-        value: str | None = found.group(group)
+        value: str | None = match.group(group)
         return None if value is None else value.strip()
 
     return last
@@ -121,14 +121,14 @@ def _last_line(text: str) -> str | None:
 
 
 def _last_hash(text: str) -> str | None:
-    found = _HASH.findall(text)
-    return found[-1].strip() if found else None
+    answers = _HASH.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 def _last_boxed(text: str) -> str | None:
     # One pass: a text of nothing but opening boxes costs no more than another one.
     opened: list[int] = []
-    last = -1
+    last_start = -1
     answer: str | None = None
     for brace in _BRACES.finditer(text):
         token = brace.group()
@@ -136,8 +136,8 @@ def _last_boxed(text: str) -> str | None:
             opened.append(-1 if token == "{" else brace.end())
         elif token == "}" and opened:
             start = opened.pop()
-            if start > last:
-                last, answer = start, text[start : brace.start()].strip()
+            if start > last_start:
+                last_start, answer = start, text[start : brace.start()].strip()
     return answer
 
 
@@ -172,7 +172,7 @@ class ExactMatch(RewardFunction):
         if answer is None:
             return 0.0
         answer = normalize(answer, self._how)
-        return float(any(answer == normalize(str(each).strip(), self._how) for each in gold))
+        return float(any(answer == normalize(str(right).strip(), self._how) for right in gold))
 
 
 class Regex(RewardFunction):
@@ -230,8 +230,8 @@ class JSONSchema(RewardFunction):
     def __call__(self, text: str, data: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
         """Validate the JSON. The metric ``valid_json`` is 1 if there was any."""
         validator = self._validator or self._own(data)
-        found, value = find_json(text)
-        if not found:
+        is_json, value = find_json(text)
+        if not is_json:
             return 0.0, {"valid_json": 0.0}
         try:
             if validator.is_valid(value):
@@ -261,10 +261,10 @@ class JSONSchema(RewardFunction):
         if not isinstance(properties, Mapping) or not properties or not isinstance(value, Mapping):
             return 0.0
         # Evolved, the schemas of properties keep the definitions that they refer to.
-        held = sum(
+        satisfied = sum(
             name in value and validator.evolve(schema=inner).is_valid(value[name]) for name, inner in properties.items()
         )
-        return 0.5 * held / len(properties)
+        return 0.5 * satisfied / len(properties)
 
 
 def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
@@ -287,17 +287,17 @@ def find_json(text: str) -> tuple[bool, Any]:
 
 def _last_value(text: str) -> tuple[bool, Any]:
     decoder = json.JSONDecoder(parse_constant=_no_constant)
-    position, found, value = 0, False, None
+    position, is_json, value = 0, False, None
     for _ in range(_MOST_STARTS):
-        starts = [place for place in (text.find("{", position), text.find("[", position)) if place >= 0]
+        starts = [start for start in (text.find("{", position), text.find("[", position)) if start >= 0]
         if not starts:
             break
         try:
             value, position = decoder.raw_decode(text, min(starts))
-            found = True
+            is_json = True
         except (ValueError, RecursionError):
             position = min(starts) + 1
-    return found, value
+    return is_json, value
 
 
 def _no_constant(name: str) -> Any:
@@ -352,29 +352,29 @@ def parse_number(text: str) -> Number | None:
     if len(text) > 2 * _MOST_CHARACTERS:
         return None
     for candidate in (text, _WRAPPING.sub("", text)):
-        found = _NUMBER.fullmatch(candidate)
-        if found is not None:
-            return _read(found)
+        match = _NUMBER.fullmatch(candidate)
+        if match is not None:
+            return _read(match)
     return None
 
 
 def last_number(text: str) -> Number | None:
     """Return the last number in a text, or None."""
-    found: re.Match[str] | None = None
-    for found in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
+    match: re.Match[str] | None = None
+    for match in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
         pass
-    return None if found is None else _read(found)
+    return None if match is None else _read(match)
 
 
-def _read(found: re.Match[str]) -> Number | None:
-    if len(found.group()) > _MOST_CHARACTERS:
+def _read(match: re.Match[str]) -> Number | None:
+    if len(match.group()) > _MOST_CHARACTERS:
         return None
-    value = _value(found["value"])
+    value = _value(match["value"])
     if value is None:
         return None
-    signs = f"{found['sign'] or ''}{found['sign2'] or ''}"
+    signs = f"{match['sign'] or ''}{match['sign2'] or ''}"
     negative = sum(sign in "-\N{MINUS SIGN}" for sign in signs) % 2
-    return Number(-value if negative else value, found["percent"] is not None)
+    return Number(-value if negative else value, match["percent"] is not None)
 
 
 def _value(text: str) -> Fraction | None:
@@ -392,7 +392,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def _fraction(text: str) -> Fraction | None:
-    before, command, rest = text.partition("\\")
+    prefix, command, rest = text.partition("\\")
     if not command:
         numbers = [int(digits) for digits in _PARTS_OF_FRACTION.findall(text)]
     elif "{" in rest:
@@ -401,13 +401,13 @@ def _fraction(text: str) -> Fraction | None:
         numbers = [int(digits) for digits in re.findall(r"-?\d+" if body.startswith("{") else r"^\d|-?\d+", body)]
     else:
         numbers = [int(digit) for digit in rest if digit.isdigit()]
-    *whole, above, below = numbers
-    if command and before.strip():
-        whole = [int(before)]
+    *integers, above, below = numbers
+    if command and prefix.strip():
+        integers = [int(prefix)]
     if below == 0:
         return None
     value = Fraction(above, below)
-    return whole[0] + value if whole else value
+    return integers[0] + value if integers else value
 
 
 class Numeric(RewardFunction):
@@ -445,9 +445,9 @@ class Numeric(RewardFunction):
 
     def __call__(self, text: str, data: Mapping[str, Any]) -> float:
         """Compare the number."""
-        gold = [self._gold(each) for each in gold_answers(data, self._column, "numeric")]
+        gold = [self._gold(column_value) for column_value in gold_answers(data, self._column, "numeric")]
         answer = self._answer(text)
-        return 0.0 if answer is None else float(any(self._equal(answer, each) for each in gold))
+        return 0.0 if answer is None else float(any(self._equal(answer, column_value) for column_value in gold))
 
     def _answer(self, text: str) -> Number | None:
         if self._extract is not None:
@@ -472,7 +472,7 @@ class Numeric(RewardFunction):
     def _equal(self, answer: Number, gold: Number) -> bool:
         limit = max(self._tolerance, self._relative * abs(gold.value))
         if answer.percent and not gold.percent:
-            return any(abs(each - gold.value) <= limit for each in (answer.value, answer.value / 100))
+            return any(abs(candidate - gold.value) <= limit for candidate in (answer.value, answer.value / 100))
         if gold.percent and not answer.percent:
             return abs(answer.value - gold.value) <= limit or abs(100 * answer.value - gold.value) <= limit
         return abs(answer.value - gold.value) <= limit
@@ -480,13 +480,13 @@ class Numeric(RewardFunction):
 
 def _marked(text: str) -> Number | None:
     r"""Return the number of a marked answer: all of it, or the only one in it (``12 apples``, but not ``12\pi``)."""
-    whole = parse_number(text)
-    if whole is not None:
-        return whole
-    found = list(itertools.islice(_NUMBER.finditer(text), 2))
-    if len(found) != 1:
+    number = parse_number(text)
+    if number is not None:
+        return number
+    matches = list(itertools.islice(_NUMBER.finditer(text), 2))
+    if len(matches) != 1:
         return None
-    start, end = found[0].span()
+    start, end = matches[0].span()
     # Only the end of the text before it: a search of all of it would be quadratic for a text of spaces.
     another = _FUNCTION_BEFORE.search(text[max(0, start - 20) : start]) or _FACTOR_AFTER.match(text, end)
-    return None if another else _read(found[0])
+    return None if another else _read(matches[0])

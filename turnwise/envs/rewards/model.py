@@ -147,7 +147,7 @@ def _check_classifier(directory: Path) -> None:
     except (OSError, orjson.JSONDecodeError) as error:
         raise ConfigError(f"{where}, whose config.json cannot be read: {error}") from error
     named = config.get("architectures") if isinstance(config, dict) else None
-    if not any("ForSequenceClassification" in str(each) for each in named or ()):
+    if not any("ForSequenceClassification" in str(architecture) for architecture in named or ()):
         raise ConfigError(f"{where}, which is not a sequence classifier (its architecture: {shown(named)})")
 
 

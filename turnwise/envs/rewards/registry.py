@@ -49,11 +49,11 @@ def _loaded(function: Any) -> Any:
     return load_object(function, "reward function") if isinstance(function, str) else function
 
 
-def load_function(given: Callable[..., Any] | str, arguments: Mapping[str, Any], where: str) -> Any:
+def load_function(function: Callable[..., Any] | str, arguments: Mapping[str, Any], where: str) -> Any:
     """Load a reward function.
 
     Args:
-        given: The function, a built-in name, or a reference.
+        function: The function, a built-in name, or a reference.
         arguments: Of a class's constructor, or keyword arguments of every call of a function.
         where: Its owner, for messages.
 
@@ -62,11 +62,11 @@ def load_function(given: Callable[..., Any] | str, arguments: Mapping[str, Any],
     """
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         raise ConfigError(f"{where}: arguments is {shown(arguments)}: it must be a dict from names to values")
-    if not isinstance(given, str):
-        return _with(given, arguments)
-    if given not in REWARDS and not any(mark in given for mark in ":./"):
+    if not isinstance(function, str):
+        return _with(function, arguments)
+    if function not in REWARDS and not any(mark in function for mark in ":./"):
         raise ConfigError(
-            f"{where}: there is no reward function {given!r}{nearest(given, REWARDS)}; known are "
+            f"{where}: there is no reward function {function!r}{nearest(function, REWARDS)}; known are "
             f"{', '.join(REWARDS)}; any other is pkg.module:function or path/to/file.py:function"
         )
     try:
@@ -74,7 +74,7 @@ def load_function(given: Callable[..., Any] | str, arguments: Mapping[str, Any],
     except TypeError as error:
         raise ConfigError(f"{where}: arguments is {shown(arguments)}, which is not JSON: {error}") from error
     try:
-        return _shared(REWARDS.get(given, given), key)
+        return _shared(REWARDS.get(function, function), key)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

@@ -71,7 +71,7 @@ class Symbolic(RewardFunction):
 
     async def __call__(self, text: str, data: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
         """Compare the answer."""
-        gold = [_gold(each) for each in gold_answers(data, self._column, "symbolic")]
+        gold = [_gold(column_value) for column_value in gold_answers(data, self._column, "symbolic")]
         answer = self._answer(text)
         if not answer:
             return 0.0, {"undecided": 0.0}
@@ -165,8 +165,8 @@ class _Pool:
                 self._all.discard(process)
                 code = await process.wait()
                 errors.seek(0)
-                said = errors.read()[-2000:].decode("utf-8", "replace").strip()
-                raise EnvError(f"symbolic: a comparison process did not start (exit status {code}): {said}")
+                log = errors.read()[-2000:].decode("utf-8", "replace").strip()
+                raise EnvError(f"symbolic: a comparison process did not start (exit status {code}): {log}")
         return process
 
 

@@ -15,8 +15,10 @@ _MEMORY = 4 * 2**30
 def main() -> None:
     """Answer requests until the end of standard input."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY if most == resource.RLIM_INFINITY else min(_MEMORY, most), most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (_MEMORY if hard_limit == resource.RLIM_INFINITY else min(_MEMORY, hard_limit), hard_limit)
+    )
     logging.disable(logging.CRITICAL)
     from math_verify import parse
 
@@ -39,9 +41,9 @@ def _compare(gold: list[str], answer: str) -> dict[str, Any]:
         unreadable = [text for text, parsed in right if not parsed]
         if unreadable:
             return {"verdict": "gold", "text": unreadable[0]}
-        said = parse(answer, parsing_timeout=0)
-        equal = any(verify(parsed, said, timeout_seconds=0) for _, parsed in right)
-        return {"verdict": "equal" if equal else "different", "found": bool(said)}
+        attempt = parse(answer, parsing_timeout=0)
+        equal = any(verify(parsed, attempt, timeout_seconds=0) for _, parsed in right)
+        return {"verdict": "equal" if equal else "different", "found": bool(attempt)}
     except (MemoryError, RecursionError, OverflowError) as error:
         return {"verdict": "undecided", "text": type(error).__name__}
 
