@@ -228,8 +228,8 @@ class ForkGate:
 
 
 _REMEDY = (
-    "an agent whose episodes are forked must repeat itself when it sees the same answers (no clock, no randomness of "
-    "its own, nothing done to the environment or its sandbox but through episode.step and episode.call)"
+    "an agent whose episodes are forked must repeat itself when it sees the same answers (no clock, no "
+    "unseeded randomness, nothing done to the environment or its sandbox but through episode.step and episode.call)"
 )
 
 

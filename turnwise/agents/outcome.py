@@ -49,7 +49,7 @@ def emit_reward(
     attributes: Mapping[str, Any] | None = None,  # noqa: ARG001 - of other tools' signature; nothing reads it here
     propagate: bool = True,  # noqa: ARG001 - the same
 ) -> None:
-    """Reward the agent's last turn, or the episode where there is none yet.
+    """Reward the agent's last turn, or the episode before its first turn.
 
     Rewards add up with each other and with the return value, and replace the environment's score.
 
@@ -107,7 +107,7 @@ async def _per_turn(episode: Episode, values: list[Any] | tuple[Any, ...]) -> No
     if len(values) != len(turns):
         raise AgentError(
             f"the agent returned {len(values)} rewards ({shown(values)}), but took {len(turns)} turns: return one for "
-            "each turn in order (None where there is none), or a single number for the episode"
+            "each turn in order (None for no reward), or a single number for the episode"
         )
     for turn, value in zip(turns, values, strict=True):
         if value is not None:
@@ -127,7 +127,7 @@ def _number(value: object, what: str) -> float:
 
 @contextlib.contextmanager
 def within_budget(episode: Episode) -> Iterator[None]:
-    """Let a spent budget of turns or tokens end one episode: the block is left, and its forks go on.
+    """Let a spent budget of turns or tokens end one episode: the block is left, and its forks continue.
 
     Without it a spent budget ends the agent, and so all forks of its episode.
     """

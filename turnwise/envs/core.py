@@ -190,7 +190,7 @@ class Env(SandboxOwner):
     async def fork(self) -> Env:
         """Return an independent environment in the same state of its episode; call it through :func:`fork_env`.
 
-        By default its attributes are copied deeply, but for ``fork_shares``, the task, tools and what the runner set;
+        By default its attributes are copied deeply, except ``fork_shares``, the task, tools and what the runner set;
         references to the environment and to its sandboxes become those of the fork. A class that overrides it calls
         ``super().fork()`` and mends the result, or makes another one.
 

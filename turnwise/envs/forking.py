@@ -124,7 +124,7 @@ async def _forked(env: Any, manager: SandboxManager, sandbox: Sandbox) -> Sandbo
 
 
 def _share_tools(env: Any, memo: Memo) -> None:
-    """Let copies refer to the same tools: but for a bound method, they hold nothing of an episode."""
+    """Let copies refer to the same tools: only a bound method holds anything of an episode."""
     for tool in () if "tools" in env.uncopied else env.tools:
         _no_closure(env, "tools", tool.fn if isinstance(tool, FunctionTool) else tool)
         bound = inspect.ismethod(tool) or (isinstance(tool, FunctionTool) and inspect.ismethod(tool.fn))

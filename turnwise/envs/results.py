@@ -203,7 +203,7 @@ def check_step(result: Any, env: object) -> StepResult:
         )
     observation, reward, terminated, truncated, info = result
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        # numpy's bools are fine, 0.0 or {} in the place of a flag is a result in the wrong order.
+        # numpy's bools are fine, 0.0 or {} instead of a flag is a result in the wrong order.
         if flag is None or (isinstance(flag, (int, float, str, Mapping)) and not isinstance(flag, bool)):
             raise EnvError(f"{where} returned {name}={flag!r}: it must be True or False")
     if not isinstance(info, dict):

@@ -155,7 +155,7 @@ class ToolEnv(Env):
         return {} if self._runner is None else await self._runner.rewards()
 
     async def _fork_state(self, fork: Any, memo: Memo) -> None:
-        """Give a fork the tools of the episode, with instances of its own.
+        """Give a fork the tools of the episode, with new instances.
 
         Raises:
             EnvError: An instance of a tool cannot be forked.

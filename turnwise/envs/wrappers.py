@@ -163,7 +163,7 @@ class Wrapper(Env):
         return self.env.supports_fork
 
     async def fork(self) -> Env:
-        """Return the wrapper, with a copy of its own attributes, around a fork of the wrapped environment."""
+        """Return the wrapper, with a copy of its attributes, around a fork of the wrapped environment."""
         inner = await fork_env(self.env)
         try:
             fork: Env = await copy_env(self, self.fork_shares, _carry_nothing, {id(self.env): inner})

@@ -387,7 +387,7 @@ class BaseTool:
         """Create an instance in the state of another one, for a fork of its episode, and return its id.
 
         A tool without state (that overrides neither ``create`` nor ``release``, and has no attribute with an entry for
-        the instance) needs none of its own.
+        the instance) needs no further one.
 
         Args:
             instance_id: The instance.
@@ -401,7 +401,7 @@ class BaseTool:
         plain = cls.create is BaseTool.create and cls.release is BaseTool.release
         if plain and not stores:
             return uuid.uuid4().hex
-        state = f"state of its instance in {stores[0]!r}" if plain else "instances of its own (create or release)"
+        state = f"state of its instance in {stores[0]!r}" if plain else "its own instances (create or release)"
         raise EnvError(
             f"tool {self.name!r} cannot fork: {cls.__qualname__} has {state}: write "
             "fork(instance_id, agent_data) in it, which returns the id of a new instance in the same state"

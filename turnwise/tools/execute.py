@@ -239,11 +239,11 @@ class ToolRunner:
             self._opened = True
 
     async def fork(self, owner: object, tools: Mapping[str, Tool], memo: dict[int, Any]) -> ToolRunner:
-        """Return the runner of a forked episode, with instances of its own.
+        """Return the runner of a forked episode, with new instances.
 
         Args:
             owner: Its environment.
-            tools: Its tools by name: the same ones, but for methods of the environment.
+            tools: Its tools by name: the same ones, except methods of the environment.
             memo: Copies by the id of the original; the episode's AgentData is added.
 
         Raises:

@@ -434,7 +434,7 @@ class MCPTool(BaseTool):
         """Join the shared connection, with ``scope: run``.
 
         Raises:
-            EnvError: The episode has a connection of its own, whose state only the server could copy.
+            EnvError: The episode has its own connection, whose state only the server could copy.
         """
         if self._server.config.scope == "episode":
             raise EnvError(
@@ -454,7 +454,7 @@ def response_of(result: mcp_types.CallToolResult) -> ToolResponse:
     """Convert a call's result to a response.
 
     Texts, embedded texts and links are joined by line breaks; images and audio become ``data:`` URLs. Structured
-    content is shown, as JSON, where there is no text.
+    content is shown, as JSON, if the result has no text.
     """
     texts: list[str] = []
     media: dict[str, list[str]] = {"image": [], "audio": []}

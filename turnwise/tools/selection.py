@@ -367,7 +367,7 @@ def _make_tool(entry: ToolEntry, where: str) -> BaseTool:
         return tool_class(config=config, tool_schema=schema)
     except (ConfigError, ToolSchemaError) as error:
         raise ConfigError(secrets.redact(f"{where}: {error}")) from secrets.cause(error)
-    except Exception as error:  # noqa: BLE001 - a class of the user's: whatever it raises is named
+    except Exception as error:  # noqa: BLE001 - a user's class: whatever it raises is named
         text = f"{where}: {entry.class_name} cannot be made with (config=..., tool_schema=...): "
         raise ConfigError(secrets.redact(f"{text}{type(error).__name__}: {error}")) from secrets.cause(error)
 

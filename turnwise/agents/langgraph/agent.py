@@ -174,14 +174,14 @@ class LangGraphAgent(Agent):
             run.count_rewards()
             await play.forget()
 
-    def inputs(self, messages: Sequence[AnyMessage], before: Mapping[str, Any]) -> Any:
+    def inputs(self, messages: Sequence[AnyMessage], previous: Mapping[str, Any]) -> Any:
         """Return the input of a run; for subclasses with other state schemas.
 
         Args:
             messages: The conversation.
-            before: Output of the previous run where the graph has no checkpointer; empty for the first.
+            previous: Output of the previous run where the graph has no checkpointer; empty for the first.
         """
-        state = {**before}
+        state = {**previous}
         if self._messages_key is not None:
             state[self._messages_key] = list(messages)
         if self._question_key is not None:

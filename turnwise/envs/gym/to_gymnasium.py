@@ -340,20 +340,20 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
             self._loop = _Loop()
         return self._loop.run(work)
 
-    def _task(self, chosen: Any) -> Task | None:
-        if chosen is None:
+    def _task(self, option: Any) -> Task | None:
+        if option is None:
             return self._tasks[int(self.np_random.integers(len(self._tasks)))] if self._tasks else None
-        if isinstance(chosen, Task):
-            return chosen
-        if isinstance(chosen, dict):
-            return Task.from_record(chosen, where="options['task']", default_id="options")
-        named = next((task for task in self._tasks if task.id == chosen), None)
+        if isinstance(option, Task):
+            return option
+        if isinstance(option, dict):
+            return Task.from_record(option, where="options['task']", default_id="options")
+        named = next((task for task in self._tasks if task.id == option), None)
         if named is not None:
             return named
-        if isinstance(chosen, int) and not isinstance(chosen, bool) and 0 <= chosen < len(self._tasks):
-            return self._tasks[chosen]
+        if isinstance(option, int) and not isinstance(option, bool) and 0 <= option < len(self._tasks):
+            return self._tasks[option]
         raise TaskError(
-            f"options['task'] is {shown(chosen)}: there are {len(self._tasks)} tasks; give a number below that, an id, "
+            f"options['task'] is {shown(option)}: there are {len(self._tasks)} tasks; give a number below that, an id, "
             "a Task or a row"
         )
 

@@ -62,11 +62,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPart:
-    """A validated, loaded :class:`Part`; ``wanted`` are its parameters, ``label`` its name in messages."""
+    """A validated, loaded :class:`Part`; ``parameters`` maps its parameters to whether they are required, ``label`` its name in messages."""
 
     name: str
     function: Callable[..., Any]
-    wanted: Mapping[str, bool]
+    parameters: Mapping[str, bool]
     label: str
     weight: float
     timeout: float
@@ -110,15 +110,17 @@ def ready_part(name: str, definition: Any, timeout: float | None) -> ReadyPart:
     function = load_function(part.function, part.arguments, where)
     own_timeout = function.timeout if isinstance(function, RewardFunction) else None
     own_inline = isinstance(function, RewardFunction) and function.inline
-    chosen = next((seconds for seconds in (part.timeout, timeout, own_timeout) if seconds is not None), DEFAULT_TIMEOUT)
-    limit = _number(chosen, f"{where}: timeout")
+    timeout_s = next(
+        (seconds for seconds in (part.timeout, timeout, own_timeout) if seconds is not None), DEFAULT_TIMEOUT
+    )
+    limit = _number(timeout_s, f"{where}: timeout")
     if limit <= 0:
         raise ConfigError(f"{where}: timeout is {limit:g}: it must be above 0 seconds")
-    wanted = _wanted(function, where)
+    parameters = _required_parameters(function, where)
     return ReadyPart(
         name=name,
         function=function,
-        wanted=wanted,
+        parameters=parameters,
         label=f"{name!r} ({describe(function)})",
         weight=weight,
         timeout=limit,
@@ -133,7 +135,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _wanted(function: Callable[..., Any], where: str) -> dict[str, bool]:
+def _required_parameters(function: Callable[..., Any], where: str) -> dict[str, bool]:
     """Return a function's parameters, each with whether it is required."""
     label = describe(function)
     try:
@@ -207,15 +209,15 @@ class Attempt:
     env: Env
     more: Mapping[str, Any] = field(default_factory=dict)
 
-    def arguments(self, wanted: Mapping[str, bool], function: str) -> dict[str, Any]:
+    def arguments(self, parameters: Mapping[str, bool], function: str) -> dict[str, Any]:
         """Return the arguments of a function by name.
 
         Args:
-            wanted: Name to whether it is required.
+            parameters: Name to whether it is required.
             function: Its name in messages.
         """
-        arguments: dict[str, Any] = {name: getattr(self, name) for name in wanted if name in GIVEN}
-        for name, required in wanted.items():
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in parameters if name in GIVEN}
+        for name, required in parameters.items():
             if name in arguments:
                 continue
             if name in self.more:
@@ -369,19 +371,19 @@ async def _evaluate(
     part: ReadyPart, attempt: Attempt, running: Mapping[str, asyncio.Future[_Value | EnvError]]
 ) -> _Value | EnvError:
     """Return a part's value or error; raises only on cancellation."""
-    before: dict[str, _Value] = {}
+    needed: dict[str, _Value] = {}
     for name in (*part.only_if, *part.multiply_by):
         value = await running[name]
         if isinstance(value, EnvError):
             return value
-        before[name] = value
-    if any(before[name].total <= 0 for name in part.only_if):
+        needed[name] = value
+    if any(needed[name].total <= 0 for name in part.only_if):
         return _Value(0.0)
     try:
         result = await call_function(
             part.function,
             (),
-            attempt.arguments(part.wanted, part.label),
+            attempt.arguments(part.parameters, part.label),
             env=attempt.env,
             what=f"reward function {part.label}",
             timeout=part.timeout,
@@ -391,7 +393,7 @@ async def _evaluate(
     except EnvError as error:
         return error
     for name in part.multiply_by:
-        factor = before[name].total
+        factor = needed[name].total
         named = None if value.named is None else {key: factor * number for key, number in value.named.items()}
         value = _Value(factor * value.total, named, value.metrics)
     return value
@@ -457,9 +459,9 @@ def _read(result: Any, label: str) -> _Value:
     if isinstance(result, tuple):
         if len(result) != 2:
             raise EnvError(f"{where} {shown(result)}: a tuple is (number, metrics)")
-        result, given = result
+        result, numbers = result
         metrics = {
-            key: finite(value, f"{where} the metric {key!r}:") for key, value in named_numbers(given, where).items()
+            key: finite(value, f"{where} the metric {key!r}:") for key, value in named_numbers(numbers, where).items()
         }
     if not isinstance(result, Mapping):
         return _Value(finite(result, where), None, metrics)

@@ -145,7 +145,7 @@ class _Pool:
                 await writer.drain()
             return await reader.readline()
         except BaseException:  # also a cancellation
-            # This answer has no waiter any more, and must not be taken for the next one.
+            # This answer has no waiter any more, and must not be read as the next one.
             _kill(process)
             self._all.discard(process)
             raise
