@@ -62,7 +62,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPart:
-    """A validated, loaded :class:`Part`; ``parameters`` maps its parameters to whether they are required, ``label`` its name in messages."""
+    """A validated, loaded :class:`Part`.
+
+    Attributes:
+        parameters: Its function's parameters, each with whether it is required.
+        label: Its name in messages.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -113,7 +118,7 @@ def ready_part(name: str, definition: Any, timeout: float | None) -> ReadyPart:
     timeout_s = next(
         (seconds for seconds in (part.timeout, timeout, own_timeout) if seconds is not None), DEFAULT_TIMEOUT
     )
-    limit = _number(timeout_s, f"{where}: timeout")
+    limit = _number(timeouts[0] if timeouts else DEFAULT_TIMEOUT, f"{where}: timeout")
     if limit <= 0:
         raise ConfigError(f"{where}: timeout is {limit:g}: it must be above 0 seconds")
     parameters = _required_parameters(function, where)
