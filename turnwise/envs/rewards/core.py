@@ -115,9 +115,7 @@ def ready_part(name: str, definition: Any, timeout: float | None) -> ReadyPart:
     function = load_function(part.function, part.arguments, where)
     own_timeout = function.timeout if isinstance(function, RewardFunction) else None
     own_inline = isinstance(function, RewardFunction) and function.inline
-    timeout_s = next(
-        (seconds for seconds in (part.timeout, timeout, own_timeout) if seconds is not None), DEFAULT_TIMEOUT
-    )
+    timeouts = [seconds for seconds in (part.timeout, timeout, own_timeout) if seconds is not None]
     limit = _number(timeouts[0] if timeouts else DEFAULT_TIMEOUT, f"{where}: timeout")
     if limit <= 0:
         raise ConfigError(f"{where}: timeout is {limit:g}: it must be above 0 seconds")

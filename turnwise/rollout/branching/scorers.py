@@ -99,12 +99,12 @@ def _loaded(config: ScorerConfig) -> ReadyPart:
         ready = ready_part("scorer", part, None)
     except ConfigError as error:
         raise ConfigError(f"{_WHERE}: {error}; {ENVIRONMENT!r} and {LIKELIHOOD!r} are scorers besides") from error
-    if ready.wanted.get("env"):
+    if ready.parameters.get("env"):
         raise ConfigError(
             f"{_WHERE} {config.function!r} takes 'env', but a branch is scored without its environment: take any of "
             f"{', '.join(name for name in (*GIVEN, *MORE) if name != 'env')}, or entries of task.data"
         )
-    if "trajectories" in ready.wanted:
+    if "trajectories" in ready.parameters:
         raise ConfigError(
             f"{_WHERE} {config.function!r} compares trajectories, but a scorer gives a number to one: choose judge, "
             "reward_model or a function of one trajectory"
