@@ -108,7 +108,7 @@ async def test_unusable_calls_in_a_row_end_the_episode_as_they_do_in_a_step() ->
     assert trajectory.metrics["tool_calls"] == trajectory.metrics["tool_errors"] == 2
 
 
-async def test_a_usable_call_between_them_begins_the_count_anew() -> None:
+async def test_usable_call_resets_the_count_of_invalid_single_calls() -> None:
     trajectory, _ = await run(BAD, GOOD, BAD, GOOD)
     assert trajectory.stop_reason is StopReason.COMPLETED
     assert LOG == ["unknown_tool", "add 1", "answered", "unknown_tool", "add 1", "answered", "score None"]

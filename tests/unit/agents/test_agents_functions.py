@@ -94,13 +94,13 @@ async def test_a_function_of_an_episode() -> None:
 
 async def test_a_function_of_a_task_and_a_model() -> None:
     trajectory = await play(proxied, ["42"], partition="val", temperature=0.7, max_tokens_per_turn=9)
-    [(on_loop, task, llm, about)] = SEEN
+    [(on_loop, task, llm, attempt)] = SEEN
     assert not on_loop
     assert task == {"id": "t1", "prompt": "say 42", "answer": "42"}
     assert llm.sampling_parameters == {"temperature": 0.7, "top_p": 1.0, "max_tokens": 9}
     assert llm.get_base_url("r", "a") == llm.endpoint == f"{llm.anthropic_endpoint}/v1"
-    assert (about.mode, about.input, about.attempt.sequence_id) == ("val", task, 1)
-    assert trajectory.id == about.attempt.attempt_id == f"{about.rollout_id}.0"
+    assert (attempt.mode, attempt.input, attempt.attempt.sequence_id) == ("val", task, 1)
+    assert trajectory.id == attempt.attempt.attempt_id == f"{attempt.rollout_id}.0"
     assert trajectory.rewards == [(None, "reward", 1.0)]
     assert [segment.kind for segment in trajectory.segments] == ["context", "sampled"]
 
@@ -122,7 +122,7 @@ async def test_a_model_by_its_type_and_a_reward_that_is_emitted() -> None:
         (lambda: make_agent("json:JSONDecoder"), "must be a subclass of turnwise.Agent"),
     ],
 )
-def test_what_cannot_be_an_agent_says_why(make, message) -> None:
+def test_invalid_agent_functions_raise_errors_with_the_reason(make, message) -> None:
     with pytest.raises(AgentError) as raised:
         make()
     assert message in str(raised.value)
@@ -185,7 +185,7 @@ async def test_rewards_that_are_returned(what, rewards) -> None:
         ("vector", "of type ndarray is not a reward"),
     ],
 )
-async def test_what_is_no_reward_is_an_error(what, message) -> None:
+async def test_invalid_return_values_raise_agent_errors(what, message) -> None:
     trajectory = await play(returns, ["a", "b"], config={"what": what})
     assert message in trajectory.error
     assert trajectory.stop_reason is StopReason.ERROR
@@ -226,16 +226,16 @@ async def test_the_environment_is_asked_only_where_the_agent_gave_nothing() -> N
     env = f"{__name__}:Scored"
     assert (await play(native, ["x"], env=env)).rewards == [(None, "reward", 0.75)]
     assert SEEN == ["got x"]
-    asked = await play(returns, ["x", "y"], env=env, config={"what": "none"})
-    assert asked.rewards == [(None, "score", 0.125)]
+    scored = await play(returns, ["x", "y"], env=env, config={"what": "none"})
+    assert scored.rewards == [(None, "score", 0.125)]
     assert SEEN == ["got x", "scored"]
 
 
 async def test_two_judges_are_an_error() -> None:
     env = f"{__name__}:Scored"
     assert (await play(steps_and_returns, ["x"], env=env)).rewards == [("t0", "score", 0.125)]
-    both = await play(steps_and_returns, ["x"], env=env, config={"reward": 1.0})
-    assert "the environment has scored this episode already" in both.error
+    outcome = await play(steps_and_returns, ["x"], env=env, config={"reward": 1.0})
+    assert "the environment has scored this episode already" in outcome.error
 
 
 async def test_emitted_rewards_add_up_and_name_their_metrics() -> None:

@@ -45,20 +45,20 @@ async def played(task: Task, env: str, lines, *, agent: str = "react", renderer=
 
 
 def digests(trajectory) -> list[str]:
-    return [each.digest for segment in trajectory.segments for each in segment.media]
+    return [medium.digest for segment in trajectory.segments for medium in segment.media]
 
 
-async def test_an_agent_is_shown_what_a_tool_returns_and_answers_it() -> None:
+async def test_agent_sees_and_answers_the_image_of_a_tool() -> None:
     [task] = tasks(1, split="test")
     trajectory = await played(task, "picture", [LOOK, "red 4"])
     assert trajectory.error is None, trajectory.error
-    told = chart(trajectory.seed, split="test")
-    [shown] = [each for segment in trajectory.segments for each in segment.media]
-    assert shown.data == draw(told)
-    assert image_size(shown.data) == (64, 16)
+    drawn_chart = chart(trajectory.seed, split="test")
+    [picture] = [medium for segment in trajectory.segments for medium in segment.media]
+    assert picture.data == draw(drawn_chart)
+    assert image_size(picture.data) == (64, 16)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(trajectory))
-    assert image_label(shown.data) in console.export_text()
+    assert image_label(picture.data) in console.export_text()
 
 
 async def test_a_task_names_a_picture_beside_its_file(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ async def test_a_task_names_a_picture_beside_its_file(tmp_path: Path) -> None:
     file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     for task in load_tasks(str(file)):
         assert b"iVBOR" not in orjson.dumps(task.to_record()) or task.id == "uri"
-        again = Task.from_record(orjson.loads(orjson.dumps(task.to_record())))
-        trajectory = await played(again, f"{__name__}:Says", ["red"])
+        reread = Task.from_record(orjson.loads(orjson.dumps(task.to_record())))
+        trajectory = await played(reread, f"{__name__}:Says", ["red"])
         assert digests(trajectory) == [Media("image", PNG, 0, 1).digest]
-    [task] = [each for each in load_tasks(str(file)) if each.id == "path"]
+    [task] = [row for row in load_tasks(str(file)) if row.id == "path"]
     (tmp_path / "boards" / "1.png").unlink()
     with pytest.raises(TaskError, match=r"rows\.jsonl:1: .*path is 'boards/1\.png': .* cannot be read"):
         load_tasks(str(file))
@@ -98,7 +98,7 @@ def test_rows_without_an_image_are_named(part, said, tmp_path: Path) -> None:
         Task.from_record(row, folder=tmp_path)
 
 
-async def test_a_model_of_text_is_refused_before_an_episode_or_ends_it_by_name() -> None:
+async def test_text_model_is_refused_for_images_by_name() -> None:
     with pytest.raises(ConfigError, match="its tool 'look' returns image, but the renderer of this model accepts text"):
         await played(Task("t", ""), "picture", ["red"], renderer=renderer_for("qwen3"))
     task = Task("t", [{"role": "user", "content": [image_part(PNG)]}])

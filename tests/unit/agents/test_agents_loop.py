@@ -85,7 +85,7 @@ class Single(AgentLoopBase):
         )
 
 
-async def test_a_loop_of_one_turn() -> None:
+async def test_single_turn_loop_records_one_turn() -> None:
     trajectory = await play("test-loop-single", ["42"], temperature=0.8, max_turns=3)
     [(params, row, config)] = SEEN
     assert params == {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -147,8 +147,8 @@ class WithTools(AgentLoopBase):
         return [AgentLoopOutput(prompt_ids=prompt, response_ids=response, response_mask=mask)]
 
 
-def calls(*made: ToolCall) -> dict[str, Any]:
-    return {"role": "assistant", "content": "", "tool_calls": list(made)}
+def calls(*tool_calls: ToolCall) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": list(tool_calls)}
 
 
 LINES = [
@@ -160,7 +160,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "llama3_1"])
-async def test_a_loop_with_tools_is_recorded_as_it_sampled(family) -> None:
+async def test_loop_with_tools_is_recorded_as_sampled(family) -> None:
     trajectory = await play(WithTools, LINES, env="lookup", family=family)
     assert trajectory.error is None
     assert [TABLE.teams[TABLE.person], TABLE.answer] == SEEN
@@ -221,7 +221,7 @@ async def test_an_output_that_is_none_ends_in_an_error(monkeypatch, make, messag
     assert trajectory.stop_reason is StopReason.ERROR
 
 
-async def test_of_several_outputs_the_last_one_is_scored(monkeypatch) -> None:
+async def test_last_of_several_outputs_is_scored(monkeypatch) -> None:
     def make(self, prompt, output):
         return [answer(prompt, output, reward_score=0.25), answer(prompt, output, reward_score=0.5)]
 
@@ -233,9 +233,9 @@ async def test_of_several_outputs_the_last_one_is_scored(monkeypatch) -> None:
 class Asks(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         raised = []
-        for given in ({"repetition_penalty": 1.2}, {"n": 2}, {"beams": 3}, {"temperature": 0.1}):
+        for params in ({"repetition_penalty": 1.2}, {"n": 2}, {"beams": 3}, {"temperature": 0.1}):
             try:
-                await self.server_manager.generate(prompt_ids=[1, 2], sampling_params=sampling_params | given)
+                await self.server_manager.generate(prompt_ids=[1, 2], sampling_params=sampling_params | params)
             except Exception as error:
                 raised.append(str(error))
         try:

@@ -21,19 +21,19 @@ TEXTS = st.tuples(st.text(max_size=5), st.integers(0, 60)).map(lambda pair: pair
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(TEXTS, max_size=5), st.integers(-5, 300))
-def test_they_fit_and_only_long_ones_are_cut(texts, room):
+def test_results_fit_the_room_and_only_long_texts_are_cut(texts, room):
     count = renderer_for("qwen3").count
-    found = truncate_tool_results(texts, room, count)
-    assert len(found) == len(texts)
+    fitted = truncate_tool_results(texts, room, count)
+    assert len(fitted) == len(texts)
     if room < len(texts):
-        assert found == texts
+        assert fitted == texts
         return
-    assert sum(map(count, found)) <= max(room, 0)
+    assert sum(map(count, fitted)) <= max(room, 0)
     if sum(map(count, texts)) <= room:
-        assert found == texts
-    for before, after in zip(texts, found, strict=True):
-        if count(before) <= room // max(1, len(texts)):
-            assert after == before
+        assert fitted == texts
+    for text, shortened in zip(texts, fitted, strict=True):
+        if count(text) <= room // max(1, len(texts)):
+            assert shortened == text
 
 
 def test_most_texts_are_never_counted():
@@ -50,9 +50,9 @@ def test_only_texts_of_tools_are_cut():
         {"role": "tool", "content": "z" * 500},
         {"role": "tool", "content": parts},
     ]
-    found, cut = fit_messages(messages, 100, len)
-    assert (found[0], found[2], cut) == (messages[0], messages[2], 1)
-    assert len(found[1]["content"]) == 100
+    fitted, cut = fit_messages(messages, 100, len)
+    assert (fitted[0], fitted[2], cut) == (messages[0], messages[2], 1)
+    assert len(fitted[1]["content"]) == 100
     assert len(messages[1]["content"]) == 500, "the environment's own message is left alone"
 
 
@@ -82,7 +82,7 @@ class CallByCall(Agent):
                 return
 
 
-async def test_calls_that_come_one_by_one_share_the_room_of_their_message():
+async def test_single_calls_share_the_room_of_their_message():
     renderer = renderer_for("qwen3")
     calls = [ToolCall("", "read", {"words": 2000}) for _ in range(3)]
     lines = [{"role": "assistant", "content": "", "tool_calls": calls}, "done"]

@@ -69,8 +69,8 @@ ASKER, RIGHT, WRONG = ["What is it?"], [calls("look"), "42"], ["41"]
 
 def scripted(renderer: ToyRenderer, **lines: list) -> ScriptedClient:
     """Each session says its own lines, by the last letter of its name (``r`` for the asker)."""
-    said = {"r": ASKER, "0": RIGHT, "1": WRONG, **lines}
-    return ScriptedClient(renderer, lambda request: said[request.session_id[-1]][request.number])
+    replies = {"r": ASKER, "0": RIGHT, "1": WRONG, **lines}
+    return ScriptedClient(renderer, lambda request: replies[request.session_id[-1]][request.number])
 
 
 async def run(*, folder=None, broken: str = "", agent: dict | None = None, lines: dict | None = None, **limits):
@@ -81,18 +81,18 @@ async def run(*, folder=None, broken: str = "", agent: dict | None = None, lines
         agent=SpecConfig(name="turns", config=agent or {}),
         **limits,
     )
-    kept = LedgerClient(client, folder / "ledger.jsonl") if folder else client
-    runner = EpisodeRunner(settings, kept, renderer, context_length=5000)
+    recorder = LedgerClient(client, folder / "ledger.jsonl") if folder else client
+    runner = EpisodeRunner(settings, recorder, renderer, context_length=5000)
     outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))
     await runner.close()
     return outcome, client
 
 
 def rewards(outcome: EpisodeOutcome) -> dict[str, list]:
-    return {each.agent: each.rewards for each in outcome.trajectories}
+    return {trajectory.agent: trajectory.rewards for trajectory in outcome.trajectories}
 
 
-async def test_each_has_its_own_conversation_tools_and_rewards(tmp_path) -> None:
+async def test_agents_have_separate_conversations_tools_and_rewards(tmp_path) -> None:
     outcome, client = await run(folder=tmp_path)
     assert outcome.error is None
     assert rewards(outcome) == {
@@ -100,7 +100,7 @@ async def test_each_has_its_own_conversation_tools_and_rewards(tmp_path) -> None
         "solver/0": [("t1", "score", 1.0)],
         "solver/1": [("t0", "score", 0.0)],
     }
-    assert [each.group_id for each in outcome.trajectories] == ["g/asker", "g/solver", "g/solver"]
+    assert [trajectory.group_id for trajectory in outcome.trajectories] == ["g/asker", "g/solver", "g/solver"]
     offered = {request.session_id[-1]: "look" in request.text for request in client.requests}
     assert offered == {"r": False, "0": True, "1": True}
     second = next(request for request in client.requests if request.session_id.endswith("/1"))
@@ -112,8 +112,8 @@ async def test_each_has_its_own_conversation_tools_and_rewards(tmp_path) -> None
 async def test_a_tool_of_another_agent_is_answered_and_not_run() -> None:
     outcome, client = await run(lines={"r": [calls("look"), *ASKER]})
     assert outcome.error is None
-    asked = [request for request in client.requests if request.session_id.endswith("asker")]
-    assert "asker has no tool 'look'; it has none" in asked[1].text.replace("\\", "")
+    requests = [request for request in client.requests if request.session_id.endswith("asker")]
+    assert "asker has no tool 'look'; it has none" in requests[1].text.replace("\\", "")
     assert outcome.trajectories[0].metrics["tool_errors"] == 1
 
 
@@ -127,7 +127,7 @@ class Paid(Riddle):
         return "it says 42"
 
 
-async def test_what_a_tool_paid_is_not_lost_where_a_limit_ends_the_episode() -> None:
+async def test_tool_payments_count_when_a_limit_ends_the_episode() -> None:
     env = Paid()
     await env.reset(seed=0)
     await env.step({"role": "assistant", "content": "What is it?"})
@@ -139,25 +139,25 @@ async def test_what_a_tool_paid_is_not_lost_where_a_limit_ends_the_episode() -> 
     await env.step(calls("look"))
     moved = await env.step({"role": "assistant", "content": "42"})
     assert moved.info["rewards"] == {"read": 0.25}
-    last = await env.step({"role": "assistant", "content": "41"})
-    assert last.info["rewards"] == {"score": 0.0}
-    assert last.info["agent_rewards"] == {"asker": {"asked": 0.5, "fun": 2.0}, "solver/0": {"score": 1.0}}
+    final = await env.step({"role": "assistant", "content": "41"})
+    assert final.info["rewards"] == {"score": 0.0}
+    assert final.info["agent_rewards"] == {"asker": {"asked": 0.5, "fun": 2.0}, "solver/0": {"score": 1.0}}
 
 
-async def test_the_budget_of_one_ends_the_episode_for_all() -> None:
+async def test_spent_budget_of_an_agent_ends_the_episode_for_all() -> None:
     outcome, _ = await run(lines={"0": [calls("look")] * 9}, max_turns=3)
     assert outcome.error is None
-    assert {each.stop_reason for each in outcome.trajectories} == {StopReason.MAX_TURNS}
+    assert {trajectory.stop_reason for trajectory in outcome.trajectories} == {StopReason.MAX_TURNS}
     # It is paid off as it stands: nobody answered. Who never spoke is there, with nothing sampled.
     assert rewards(outcome) == {"asker": [(None, "fun", 2.0)], "solver/0": [], "solver/1": []}
-    assert [each.sampled_tokens > 0 for each in outcome.trajectories] == [True, True, False]
+    assert [trajectory.sampled_tokens > 0 for trajectory in outcome.trajectories] == [True, True, False]
 
 
-async def test_a_failure_of_one_is_an_error_of_all_and_nothing_is_scored() -> None:
+async def test_failure_of_an_agent_is_an_unscored_error_of_all() -> None:
     outcome, _ = await run(lines={"1": [InferenceError("the server is gone")]})
     assert isinstance(outcome.error, InferenceError)
-    assert all("the server is gone" in (each.error or "") for each in outcome.trajectories)
-    assert not any(name == "fun" for each in outcome.trajectories for _, name, _ in each.rewards)
+    assert all("the server is gone" in (trajectory.error or "") for trajectory in outcome.trajectories)
+    assert not any(name == "fun" for trajectory in outcome.trajectories for _, name, _ in trajectory.rewards)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ async def test_a_failure_of_one_is_an_error_of_all_and_nothing_is_scored() -> No
         ("payoff", "Riddle.payoff names 'solver', which is not one of the agents"),
     ],
 )
-async def test_what_an_environment_gets_wrong_is_named(broken: str, words: str) -> None:
+async def test_contract_violations_of_multi_agent_environments_are_named(broken: str, words: str) -> None:
     outcome, _ = await run(broken=broken)
     assert isinstance(outcome.error, EnvError)
     assert words in str(outcome.error)
@@ -202,15 +202,15 @@ def test_who_plays_whom() -> None:
     assert by_role._cast(("asker", "solver/0", "solver/1"), 1) == {
         "asker": None, "solver/0": "old", "solver/1": "main",
     }  # fmt: skip
-    drawn = [make_agent("turns", others="old")._cast(("x", "y"), seed) for seed in range(40)]
-    assert {tuple(sorted(each.items())) for each in drawn} == {
+    casts = [make_agent("turns", others="old")._cast(("x", "y"), seed) for seed in range(40)]
+    assert {tuple(sorted(cast.items())) for cast in casts} == {
         (("x", None), ("y", "old")), (("x", "old"), ("y", None)),
     }  # fmt: skip
 
 
-async def test_an_environment_of_one_is_played_as_by_react() -> None:
+async def test_single_agent_environment_is_played_as_by_react() -> None:
     renderer = ToyRenderer()
-    left = []
+    records = []
     for agent in ("turns", "react"):
         client = ScriptedClient(renderer, ["1", "1", "1", "1", "1", "1"])
         settings = RolloutConfig(
@@ -219,7 +219,9 @@ async def test_an_environment_of_one_is_played_as_by_react() -> None:
         runner = EpisodeRunner(settings, client, renderer, context_length=5000)
         outcome = await runner.run(EpisodeSpec(Task("t", "", {"stones": 7}), "g"))
         assert outcome.error is None
-        left.append([(each.agent, each.rewards, len(each.segments)) for each in outcome.trajectories])
+        records.append(
+            [(trajectory.agent, trajectory.rewards, len(trajectory.segments)) for trajectory in outcome.trajectories]
+        )
         await runner.close()
-    assert left[0] == left[1]
-    assert left[0][0][0] == "main"
+    assert records[0] == records[1]
+    assert records[0][0][0] == "main"

@@ -16,14 +16,14 @@ ASK = "Summarise!"
 
 def summarising(lines, summary="pages {n} were read"):
     """Go through the lines; where the prompt ends with the question, say the next summary."""
-    left, summaries = list(lines), [0]
+    remaining, summaries = list(lines), [0]
 
     def script(request):
         if request.text.rpartition("Read it all.")[2].count(ASK) and ASK in request.text[-400:]:
             line = summary[summaries[0]] if isinstance(summary, list) else summary.replace("{n}", str(summaries[0]))
             summaries[0] += 1
             return line
-        return left.pop(0)
+        return remaining.pop(0)
 
     return script
 
@@ -33,7 +33,7 @@ def compaction(**changes):
 
 
 @pytest.mark.parametrize("renderer", [ToyRenderer(), renderer_for("qwen3"), renderer_for("llama3_1")])
-async def test_it_goes_on_from_summary_after_summary(tmp_path, renderer):
+async def test_conversation_continues_across_several_summaries(tmp_path, renderer):
     played = await play(tmp_path, renderer, summarising([*reads(*range(14)), DONE]), compaction(), context_length=3000)
     trajectory = played.trajectory
     assert (trajectory.error, trajectory.stop_reason, trajectory.reward) == (None, "completed", 4.5)
@@ -41,10 +41,15 @@ async def test_it_goes_on_from_summary_after_summary(tmp_path, renderer):
     assert done >= 2
     assert trajectory.forks() == {"compaction": done}
     assert played.counted()["tokens_saved"] > 1000
-    last = played.prompts[-1]
-    assert last.count("[So far:") == 1, "the second summary stands in the place of the first"
-    assert f"[So far: pages {int(done) - 1} were read]" in last
-    assert last.index("You read.") < last.index("Read it all.") < last.index("[So far:") < last.index("page ")
+    final_prompt = played.prompts[-1]
+    assert final_prompt.count("[So far:") == 1, "the second summary stands in the place of the first"
+    assert f"[So far: pages {int(done) - 1} were read]" in final_prompt
+    assert (
+        final_prompt.index("You read.")
+        < final_prompt.index("Read it all.")
+        < final_prompt.index("[So far:")
+        < final_prompt.index("page ")
+    )
     assert trajectory.metrics["turns"] == 15 + done
 
 
@@ -52,23 +57,23 @@ async def test_the_question_extends_the_branch_and_the_last_turns_stay(tmp_path)
     played = await play(
         tmp_path, ToyRenderer(), summarising([*reads(*range(6)), DONE]), compaction(keep_turns=2), context_length=3000
     )
-    [asked] = [number for number, prompt in enumerate(played.prompts) if ASK in prompt]
-    assert played.prompts[asked].startswith(played.prompts[asked - 1])
-    after = played.prompts[asked + 1]
-    assert after.count("page ") == 2
-    assert ASK not in after
+    [question] = [number for number, prompt in enumerate(played.prompts) if ASK in prompt]
+    assert played.prompts[question].startswith(played.prompts[question - 1])
+    next_prompt = played.prompts[question + 1]
+    assert next_prompt.count("page ") == 2
+    assert ASK not in next_prompt
 
 
 async def test_a_turn_with_several_calls_stays_whole(tmp_path):
-    both = say("", ("read", {"number": 1}), ("read", {"number": 2}))
+    two_calls = say("", ("read", {"number": 1}), ("read", {"number": 2}))
     played = await play(
-        tmp_path, ToyRenderer(), summarising([both, both, both, DONE]), compaction(), context_length=3000
+        tmp_path, ToyRenderer(), summarising([two_calls, two_calls, two_calls, DONE]), compaction(), context_length=3000
     )
     assert played.trajectory.reward == 2.5
     for path in (played.trajectory.path(leaf) for leaf in played.trajectory.leaves()):
-        said = [message for segment in path[:-1] for message in segment.messages]
-        calls = sum(len(message.get("tool_calls") or ()) for message in said)
-        assert sum(message["role"] == "tool" for message in said) == calls
+        messages = [message for segment in path[:-1] for message in segment.messages]
+        calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+        assert sum(message["role"] == "tool" for message in messages) == calls
 
 
 async def test_a_question_without_room_leaves_the_last_turn_out(tmp_path):
@@ -135,15 +140,15 @@ async def test_an_empty_summary_is_asked_for_again_and_then_given_up(tmp_path, e
     assert played.trajectory.error is None
     assert played.trajectory.stop_reason == "context_overflow", "it goes on as long as there is room, and then it ends"
     assert played.counted() == {"failed_compactions": 1}
-    again = await play(
+    retried = await play(
         tmp_path / "again",
         ToyRenderer(),
         summarising([*reads(*range(6)), DONE], [empty, "pages"]),
         compaction(),
         context_length=3000,
     )
-    assert again.counted()["compactions"] == 1
-    assert "[So far: pages]" in again.prompts[-1]
+    assert retried.counted()["compactions"] == 1
+    assert "[So far: pages]" in retried.prompts[-1]
 
 
 async def test_a_summary_that_a_limit_cut_is_used_and_counted(tmp_path):
@@ -193,7 +198,7 @@ async def test_all_tokens_of_a_session_are_bounded_over_its_branches(tmp_path):
     assert played.trajectory.metrics["branches"] >= 2
 
 
-async def test_results_are_dropped_first_and_what_is_left_is_summarised(tmp_path):
+async def test_results_are_dropped_before_the_rest_is_summarised(tmp_path):
     context = {"drop_tool_results": {"keep": 1, "above": 0.5, "note": "(gone)"}, **compaction(above=0.55)}
     lines = [say(f"I now read the page of number {n}, slowly", ("read", {"number": n})) for n in range(30)]
     played = await play(tmp_path, ToyRenderer(), summarising([*lines, DONE]), context, context_length=2500)
@@ -225,11 +230,11 @@ async def test_reasoning_that_the_template_drops_is_in_no_later_prompt(tmp_path)
 
 
 async def test_branches_give_a_trajectory_no_more_weight(tmp_path):
-    whole = await play(tmp_path / "whole", ToyRenderer(), [*reads(*range(8)), DONE], None, context_length=9000)
+    unbranched = await play(tmp_path / "whole", ToyRenderer(), [*reads(*range(8)), DONE], None, context_length=9000)
     parted = await play(
         tmp_path / "parted", ToyRenderer(), summarising([*reads(*range(8)), DONE]), compaction(), context_length=3000
     )
-    rows = [(row.trained_tokens, name) for name, played in (("whole", whole), ("parted", parted))
+    rows = [(row.trained_tokens, name) for name, played in (("whole", unbranched), ("parted", parted))
             for row in to_samples(played.trajectory).rows]  # fmt: skip
     assert len(rows) > 2
     weights, normalizer = loss_weights([tokens for tokens, _ in rows], [name for _, name in rows], "trajectory_mean")

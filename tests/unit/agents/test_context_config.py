@@ -26,18 +26,18 @@ from turnwise.errors import ConfigError
         ("yes", ["context", "'yes'", "a section"]),
     ],
 )
-def test_what_is_wrong_is_told(context, words):
+def test_wrong_context_settings_raise_config_errors(context, words):
     with pytest.raises(ConfigError) as caught:
         make_agent("react", context=context)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_nothing_is_done_by_default():
+def test_context_is_unchanged_by_default():
     assert read_context(None) == ContextConfig()
     assert ReActAgent() is not None
 
 
-def test_dropping_begins_where_it_is_to_end_unless_it_is_said():
+def test_drop_begins_defaults_to_its_end():
     assert DropConfig().begins == 0.0
     assert DropConfig(until=0.5).begins == 0.5
     assert DropConfig(until=0.5, above=0.8).begins == 0.8

@@ -44,14 +44,14 @@ def test_short_answers_notes_and_excluded_tools_stay():
     config = DropConfig(keep=0, note="gone: {tool}")
     messages = talk("short", page(1), page(2), page(3))
     assert droppable_results(messages, config) == [4, 6]
-    after = drop_results(messages, [4, 6], config)
-    assert [after[index]["content"] for index in (4, 6)] == ["gone: read"] * 2
+    shortened = drop_results(messages, [4, 6], config)
+    assert [shortened[index]["content"] for index in (4, 6)] == ["gone: read"] * 2
     assert messages[4]["content"] == page(1), "what was sent is left alone"
-    assert droppable_results(after, config) == []
+    assert droppable_results(shortened, config) == []
     assert droppable_results(messages, DropConfig(keep=0, exclude=["read"])) == []
 
 
-def test_an_image_is_dropped_though_it_has_no_text():
+def test_image_results_are_dropped():
     messages = talk("x", page(1))
     messages[2] = {**messages[2], "content": [{"type": "image", "image": "..."}]}
     assert droppable_results(messages, DropConfig(keep=0)) == [2]
@@ -70,11 +70,11 @@ async def test_a_run_that_drops_at_once_keeps_its_prompts_small(tmp_path, render
     assert trajectory.forks() == {"dropped_tool_results": 7}
     assert played.counted()["dropped_results"] == 7
     saved = played.counted()["tokens_saved"]
-    whole = await play(tmp_path / "whole", renderer, [*reads(*range(8)), DONE], None, context_length=10_000)
-    assert whole.sizes[-1] - played.sizes[-1] == saved, "what is told as saved is what the last prompt has less"
+    undropped = await play(tmp_path / "whole", renderer, [*reads(*range(8)), DONE], None, context_length=10_000)
+    assert undropped.sizes[-1] - played.sizes[-1] == saved, "what is told as saved is what the last prompt has less"
 
 
-async def test_rewards_stand_on_the_turns_that_earned_them(tmp_path):
+async def test_rewards_stay_on_their_turns_after_dropping(tmp_path):
     played = await play(tmp_path, ToyRenderer(), [*reads(1, 2, 3, 4), DONE], {"drop_tool_results": {"keep": 0}})
     expected = [(f"t{n}", "tool/read", 0.25) for n in range(4)]
     assert played.trajectory.rewards == [*expected, ("t4", "score", 1.0)]
@@ -100,30 +100,30 @@ async def test_until_a_share_no_more_goes_than_must(tmp_path):
         assert min(size, forked) > 0.6 * 3000 - len(page(0)) - 100
 
 
-async def test_what_must_stay_is_not_dropped_and_the_context_ends_as_it_does(tmp_path):
+async def test_undroppable_results_stay_and_the_context_overflows(tmp_path):
     context = {"drop_tool_results": {"keep": 30}}
     played = await play(tmp_path, ToyRenderer(), [*reads(*range(12)), DONE], context, context_length=1500)
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "context_overflow")
     assert played.counted() == {}
 
 
-async def test_nothing_is_done_where_nothing_is_configured(tmp_path):
+async def test_context_is_unchanged_without_configuration(tmp_path):
     played = await play(tmp_path, ToyRenderer(), [*reads(1, 2), DONE], None)
     assert played.trajectory.forks() == {}
     assert played.counted() == {}
 
 
-async def test_each_call_has_one_answer_in_every_prompt(tmp_path):
+async def test_every_prompt_has_one_answer_per_call(tmp_path):
     context = {"drop_tool_results": {"keep": 1, "note": "(gone)"}}
-    both = say("", ("read", {"number": 1}), ("read", {"number": 2}))
-    played = await play(tmp_path, ToyRenderer(), [both, both, *reads(3), DONE], context)
+    two_calls = say("", ("read", {"number": 1}), ("read", {"number": 2}))
+    played = await play(tmp_path, ToyRenderer(), [two_calls, two_calls, *reads(3), DONE], context)
     for path in (played.trajectory.path(leaf) for leaf in played.trajectory.leaves()):
-        said = [message for segment in path[:-1] for message in segment.messages]
-        calls = sum(len(message.get("tool_calls") or ()) for message in said)
-        assert sum(message["role"] == "tool" for message in said) == calls
+        messages = [message for segment in path[:-1] for message in segment.messages]
+        calls = sum(len(message.get("tool_calls") or ()) for message in messages)
+        assert sum(message["role"] == "tool" for message in messages) == calls
 
 
-async def test_reasoning_that_the_template_drops_forks_beside_it(tmp_path):
+async def test_dropped_reasoning_and_dropped_results_fork_separately(tmp_path):
     renderer = renderer_for("qwen3")
     script = [say("", ("read", {"number": n}), thought=f"thinking {n}") for n in range(5)]
     context = {"drop_tool_results": {"keep": 1}}

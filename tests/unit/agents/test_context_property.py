@@ -66,10 +66,12 @@ def assert_answered(played: Played) -> None:
     """In no prompt a call has another number of answers than one; only a branch's last turn may have none yet."""
     trajectory = played.trajectory
     for leaf in trajectory.leaves():
-        said = [message for segment in trajectory.path(leaf) for message in segment.messages]
-        for index, message in enumerate(said[:-1]):
+        messages = [message for segment in trajectory.path(leaf) for message in segment.messages]
+        for index, message in enumerate(messages[:-1]):
             calls = len(message.get("tool_calls") or ())
-            answers = len(list(itertools.takewhile(lambda each: each["role"] == "tool", said[index + 1 :])))
+            answers = len(
+                list(itertools.takewhile(lambda following: following["role"] == "tool", messages[index + 1 :]))
+            )
             if message["role"] == "assistant":
                 assert answers == calls
 

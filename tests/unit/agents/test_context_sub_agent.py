@@ -27,7 +27,7 @@ def give(*tasks: str):
 
 def acting(main, **subs):
     """Go through the lines of whoever asks: sub-agents are known by the first word of their task."""
-    lines = {"": list(main), **{name: list(each) for name, each in subs.items()}}
+    lines = {"": list(main), **{name: list(script) for name, script in subs.items()}}
 
     async def script(request):
         await asyncio.sleep(0)
@@ -45,8 +45,8 @@ async def act(folder, script, context=None, *, renderer=None, **more) -> Played:
 
 def heard(played: Played) -> list[dict]:
     """The errors that the main agent reads in its last prompt."""
-    last = [each for each in played.trajectory.segments if each.messages][-2]
-    return [json.loads(m["content"])["error"] for m in last.messages if m["role"] == "tool"]
+    answered = [segment for segment in played.trajectory.segments if segment.messages][-2]
+    return [json.loads(m["content"])["error"] for m in answered.messages if m["role"] == "tool"]
 
 
 @pytest.mark.parametrize("renderer", [ToyRenderer(), renderer_for("qwen3")])
@@ -68,7 +68,7 @@ async def test_its_last_message_is_the_answer_of_the_call(tmp_path, renderer):
 
 
 async def test_several_work_at_the_same_time_and_answers_keep_the_order_of_calls(tmp_path):
-    inside, both = [], asyncio.Event()
+    inside, all_inside = [], asyncio.Event()
     plain = acting(
         [say("", ("delegate", {"task": "alpha"}), ("read", {"number": 5}), ("delegate", {"task": "beta"})), DONE]
     )
@@ -79,19 +79,19 @@ async def test_several_work_at_the_same_time_and_answers_keep_the_order_of_calls
         name = "alpha" if "alpha" in request.text else "beta"
         inside.append(name)
         if len(inside) == 2:
-            both.set()
-        await both.wait()
+            all_inside.set()
+        await all_inside.wait()
         return say(f"{name} is done")
 
     played = await act(tmp_path, script)
     assert played.trajectory.error is None
-    last = played.prompts[-1]
-    assert last.index("alpha is done") < last.index("page 5") < last.index("beta is done")
+    final_prompt = played.prompts[-1]
+    assert final_prompt.index("alpha is done") < final_prompt.index("page 5") < final_prompt.index("beta is done")
     assert played.trajectory.forks() == {"sub_agent": 2}
     assert ("t0", "tool/read", 0.25) in played.trajectory.rewards
 
 
-async def test_the_same_task_twice_is_two_turns_of_one_context(tmp_path):
+async def test_equal_tasks_are_two_turns_of_one_context(tmp_path):
     script = acting([give("alpha", "alpha"), DONE], alpha=[say("one"), say("two")])
     played = await act(tmp_path, script)
     assert played.trajectory.error is None
@@ -118,7 +118,7 @@ async def test_a_call_that_cannot_be_used_is_answered_by_an_error(tmp_path, argu
         (reads(1, 2, 3), {"context_length": 450}, "context_overflow"),
     ],
 )
-async def test_what_ended_a_sub_agent_is_its_answer(tmp_path, lines, limits, word):
+async def test_sub_agent_limits_are_answered_as_errors(tmp_path, lines, limits, word):
     context = {"sub_agent": {"prompt": "You help.", "max_turns": 3}}
     played = await act(tmp_path, acting([give("alpha"), DONE], alpha=lines), context, **limits)
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "completed")
@@ -129,7 +129,7 @@ async def test_what_ended_a_sub_agent_is_its_answer(tmp_path, lines, limits, wor
 @pytest.mark.parametrize(
     ("limits", "reason"), [({"max_turns": 3}, "max_turns"), ({"max_total_tokens": 900}, "max_tokens")]
 )
-async def test_what_all_of_them_share_ends_the_episode_when_it_is_spent(tmp_path, limits, reason):
+async def test_spent_shared_budget_ends_the_episode(tmp_path, limits, reason):
     script = acting([give("alpha"), DONE], alpha=reads(1, 2, 3, 4))
     played = await act(tmp_path, script, **limits)
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, reason)
@@ -138,7 +138,7 @@ async def test_what_all_of_them_share_ends_the_episode_when_it_is_spent(tmp_path
 async def test_a_server_that_fails_a_sub_agent_fails_the_episode_and_nobody_goes_on(tmp_path):
     waiting = asyncio.Event()
     plain = acting([give("alpha", "beta"), DONE])
-    ended = []
+    finished = []
 
     async def script(request):
         if "You help." not in request.text:
@@ -150,13 +150,13 @@ async def test_a_server_that_fails_a_sub_agent_fails_the_episode_and_nobody_goes
             waiting.set()
             await asyncio.Event().wait()
         finally:
-            ended.append("beta")
+            finished.append("beta")
 
     played = await act(tmp_path, script)
     assert played.trajectory.stop_reason == "error"
     assert "the server is gone" in played.trajectory.error
     assert played.trajectory.rewards == []
-    assert ended == ["beta"]
+    assert finished == ["beta"]
 
 
 class Ending(Library):
@@ -202,24 +202,24 @@ async def test_steps_of_an_environment_do_not_overlap(tmp_path):
 
 
 async def test_a_cancelled_episode_leaves_no_sub_agent(tmp_path):
-    ended, begun = [], asyncio.Event()
+    finished, started = [], asyncio.Event()
     plain = acting([give("alpha", "beta"), DONE])
 
     async def script(request):
         if "You help." not in request.text:
             return await plain(request)
         try:
-            begun.set()
+            started.set()
             await asyncio.Event().wait()
         finally:
-            ended.append(1)
+            finished.append(1)
 
     task = asyncio.ensure_future(act(tmp_path, script))
-    await begun.wait()
+    await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert len(ended) == 2
+    assert len(finished) == 2
 
 
 async def test_sub_agents_have_the_tools_that_they_are_given(tmp_path):
@@ -232,7 +232,7 @@ async def test_sub_agents_have_the_tools_that_they_are_given(tmp_path):
     assert [name for _, name, _ in played.trajectory.rewards] == ["score"]
 
 
-async def test_depth_is_bounded_by_what_is_offered(tmp_path):
+async def test_max_depth_withholds_the_delegating_tool(tmp_path):
     context = {"sub_agent": {"prompt": "You help.", "max_depth": 2}}
     script = acting(
         [give("alpha"), DONE], alpha=[give("beta"), say("beta did it")], beta=[give("gamma"), say("I was refused")]
@@ -282,7 +282,7 @@ async def test_a_sub_agent_drops_and_summarises_in_its_own_conversation(tmp_path
     assert played.trajectory.forks() == {"sub_agent": 1, "dropped_tool_results": 3}
 
 
-async def test_an_answer_that_is_too_long_is_cut_to_what_the_main_conversation_has_left(tmp_path):
+async def test_long_sub_agent_answer_is_cut_to_the_remaining_room(tmp_path):
     script = acting([*reads(1), give("alpha", "beta"), DONE], alpha=[say("a" * 900)], beta=[say("b" * 900)])
     played = await act(tmp_path, script, context_length=1400)
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "completed")

@@ -20,7 +20,7 @@ def final(text):
     return {"role": "assistant", "content": text}
 
 
-def test_operations_are_applied_one_after_the_other():
+def test_operations_are_applied_in_order():
     problem = Problem(2, (("+", 3), ("*", 4), ("-", 5)))
     assert problem.question == "Take 2, plus 3, then times 4, then minus 5. What is the result?"
     # (2 + 3) * 4 - 5, and not 2 + 3 * 4 - 5.
@@ -30,13 +30,13 @@ def test_operations_are_applied_one_after_the_other():
 
 def test_the_seed_decides_everything_and_numbers_stay_in_range():
     assert calculator.problem(5) == calculator.problem(5)
-    drawn = [calculator.problem(seed, operations=3, largest=30) for seed in range(300)]
-    assert len(set(drawn)) > 290
-    for problem in drawn:
+    problems = [calculator.problem(seed, operations=3, largest=30) for seed in range(300)]
+    assert len(set(problems)) > 290
+    for problem in problems:
         assert len(problem.steps) == 3
         assert all(2 <= number <= 30 for number in (problem.start, *(number for _, number in problem.steps)))
         assert all(0 <= result <= 50 * 30 for result in problem.results)
-    assert {sign for problem in drawn for sign, _ in problem.steps} == {"+", "-", "*"}
+    assert {sign for problem in problems for sign, _ in problem.steps} == {"+", "-", "*"}
 
 
 def test_no_problem_is_in_both_splits():
@@ -87,19 +87,19 @@ def test_settings_out_of_range_are_named():
 async def test_only_the_right_number_alone_is_worth_1():
     env = make("calculator")
     task = Task("t", "?", {"start": 1200, "steps": [["*", 2], ["-", 40]]})
-    for said, worth in {
+    for answer, score in {
         "2360": 1.0, " 2,360. ": 1.0, "2360.0": 1.0,
         "2361": 0.0, "-2360": 0.0, "I think it is 2360.": 0.0, "2360 or 2361": 0.0, "1200*2-40": 0.0, "": 0.0,
     }.items():  # fmt: skip
         messages, _ = await reset_env(env, task, seed=0)
         assert messages == [{"role": "user", "content": "Take 1200, times 2, then minus 40. What is the result?"}]
-        result = await step_env(env, final(said))
-        assert (result.reward, result.terminated) == (worth, True), said
+        result = await step_env(env, final(answer))
+        assert (result.reward, result.terminated) == (score, True), answer
     await reset_env(env, task, seed=0)
     assert await score_env(env, None) == {"score": 0.0}
 
 
-async def test_the_tool_calculates_and_says_what_is_wrong():
+async def test_calculate_tool_returns_values_and_names_errors():
     env = make("calculator")
     await reset_env(env, seed=0)
     result = await step_env(env, call("1200 * 2"))
@@ -113,9 +113,9 @@ async def test_the_tool_calculates_and_says_what_is_wrong():
 async def test_without_a_task_the_seed_draws_the_problem():
     env = make("calculator", operations=4, largest=50)
     first, _ = await reset_env(env, seed=3)
-    again, _ = await reset_env(env, seed=3)
+    repeated, _ = await reset_env(env, seed=3)
     other, _ = await reset_env(env, seed=4)
-    assert first == again != other
+    assert first == repeated != other
     assert first[0]["content"].count("then") == 3
     free = [(await reset_env(env))[0][0]["content"] for _ in range(5)]
     assert len(set(free)) > 1

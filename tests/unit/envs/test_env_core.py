@@ -20,10 +20,10 @@ class Given(Env):
 
     def _give(self, name):
         self.calls.append((name, threading.current_thread()))
-        found = self.results.get(name)
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        result = self.results.get(name)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def reset(self, task=None, *, seed=None):
         return self._give("reset")
@@ -85,7 +85,7 @@ class TestInvoke:
 
     @KINDS
     @pytest.mark.parametrize("raised", [ValueError("why"), StopIteration("why"), SystemExit("why"), KeyError("why")])
-    async def test_what_it_raises_is_an_env_error_that_names_it(self, kind, raised):
+    async def test_exceptions_of_methods_become_env_errors_with_their_name(self, kind, raised):
         with pytest.raises(EnvError, match=rf"{kind.__name__}\.step raised \w+: .*(why|StopIteration)") as error:
             await step_env(kind(step=raised), ACTION)
         assert error.value.__cause__ is not None
@@ -224,7 +224,7 @@ class TestToolMethods:
 
         assert not Owner.tool_methods["pure"].is_method
 
-    def test_a_tool_that_is_replaced_without_being_one(self):
+    def test_attribute_replacing_a_tool_raises_schema_error(self):
         class Parent(Env):
             @function_tool
             def tool(self) -> str:
@@ -247,7 +247,7 @@ class TestToolMethods:
 
         assert Child.tool_methods == {}
 
-    def test_two_tools_of_one_name(self):
+    def test_two_tools_with_equal_names_raise_schema_error(self):
         with pytest.raises(ToolSchemaError, match="another of its tools is called 'same'"):
 
             class Owner(Env):

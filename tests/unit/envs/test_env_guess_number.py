@@ -49,7 +49,7 @@ def test_when_no_guess_is_left_the_episode_ends_without_a_reward():
 
 
 @pytest.mark.parametrize("text", ["", "forty", "between 39 and 41", "4.5", "40,5", "1" * 400, "\\boxed{}", "40 40"])
-def test_what_is_no_guess_is_used_up_all_the_same(text):
+def test_invalid_guesses_count_as_guesses(text):
     env = begun()
     answer, result = said(env, text)
     assert answer == "Answer with one whole number from 1 to 100; 3 left"
@@ -124,6 +124,6 @@ def test_any_texts_end_in_time_or_in_a_guess(number, texts):
             break
 
 
-def test_it_stays_an_example_to_read_and_its_step_is_plain():
+def test_guess_number_stays_short_with_a_plain_step():
     assert len(inspect.getsource(guess_number).splitlines()) <= 130
     assert not inspect.iscoroutinefunction(GuessNumberEnv.step)

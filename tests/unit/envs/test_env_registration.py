@@ -32,7 +32,7 @@ def test_by_name_with_defaults_and_overrides():
     assert "registration_test" in env_names()
 
 
-def test_shipped_ones_and_references():
+def test_shipped_environments_and_references_are_made():
     assert type(make("lookup")) is LookupEnv
     assert type(make("turnwise.envs.basic.lookup:LookupEnv")) is LookupEnv
     assert type(make(f"{__name__}:Unregistered")) is Unregistered
@@ -62,7 +62,7 @@ def test_unknown_names(name, words):
         make(name)
 
 
-def test_a_configuration_it_does_not_take():
+def test_unknown_configuration_raises_registry_error():
     with pytest.raises(
         RegistryError, match=r"'registration_test' does not take .*did you mean 'colour'.*size: int, colour"
     ):

@@ -49,20 +49,20 @@ def called(name: str, **arguments: Any) -> Message:
 
 def actions(env: Env) -> list[Message]:
     calls = some_calls(env)
-    return [*({"role": "assistant", "content": "", "tool_calls": [each]} for each in calls), LAST]  # type: ignore[list-item]
+    return [*({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls), LAST]  # type: ignore[list-item]
 
 
 def seen(result: StepResult) -> list[Any]:
     return [list(result.observation), *result[1:4], result.info.get("rewards")]
 
 
-async def play(env: Env, chosen: Sequence[Message]) -> list[Any]:
-    found = []
-    for action in chosen:
+async def play(env: Env, moves: Sequence[Message]) -> list[Any]:
+    answers = []
+    for action in moves:
         if not env._running:
             break
-        found.append(seen(await step_env(env, action)))
-    return found
+        answers.append(seen(await step_env(env, action)))
+    return answers
 
 
 def first_task(env: Env) -> Task | None:
@@ -78,17 +78,17 @@ async def fork_at_random(name: str, seed: int) -> None:
         for env in envs:
             env.max_invalid_calls = 0  # type: ignore[attr-defined]
             await reset_env(env, task, seed=seed)
-        chosen = [draw.choice(actions(envs[0])[:-1]) for _ in range(4)] + [LAST]
-        played_alone = await play(envs[1], chosen)
+        moves = [draw.choice(actions(envs[0])[:-1]) for _ in range(4)] + [LAST]
+        played_alone = await play(envs[1], moves)
         # Before any of the steps that the episode has: no environment gets away without a fork.
         turn = draw.randrange(min(4, len(played_alone)))
-        played = await play(envs[0], chosen[:turn])
+        played = await play(envs[0], moves[:turn])
         envs += [await fork_env(envs[0]), await fork_env(envs[0])]
         same, other = envs[2:]
         assert not list(shared(envs[0], same))
         await play(other, [draw.choice(actions(other)) for _ in range(3)])
-        assert played + await play(same, chosen[turn:]) == played_alone
-        assert played + await play(envs[0], chosen[turn:]) == played_alone
+        assert played + await play(same, moves[turn:]) == played_alone
+        assert played + await play(envs[0], moves[turn:]) == played_alone
     finally:
         for env in envs:
             await close_env(env)
@@ -130,8 +130,8 @@ class Counter(ToolEnv):
         return float(self.total)
 
 
-async def started(env: Env, **given: Any) -> Env:
-    await reset_env(env, None, seed=0, **given)
+async def started(env: Env, **config: Any) -> Env:
+    await reset_env(env, None, seed=0, **config)
     return env
 
 
@@ -151,7 +151,7 @@ async def test_forks_go_on_independently() -> None:
     assert (await step_env(fork, LAST)).reward == 8
 
 
-async def test_wrappers_fork_with_what_they_wrap(tmp_path: Any) -> None:
+async def test_wrappers_fork_with_their_environment(tmp_path: Any) -> None:
     env = await started(
         wrap(wrap(Counter(), "turn_limit", max_turns=2), "record_transcript", path=tmp_path / "t.jsonl")
     )
@@ -176,9 +176,9 @@ class Pad(BaseTool):
         self.forkable = forkable
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
-        made, response = await super().create(instance_id)
-        self.lines[made] = []
-        return made, response
+        instance, response = await super().create(instance_id)
+        self.lines[instance] = []
+        return instance, response
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         self.lines[instance_id].append(parameters["text"])
@@ -187,9 +187,9 @@ class Pad(BaseTool):
     async def fork(self, instance_id: str, agent_data: AgentData) -> str:
         if not self.forkable:
             return await super().fork(instance_id, agent_data)
-        made, _ = await self.create()
-        self.lines[made] = list(self.lines[instance_id])
-        return made
+        instance, _ = await self.create()
+        self.lines[instance] = list(self.lines[instance_id])
+        return instance
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         del self.lines[instance_id]
@@ -239,8 +239,8 @@ async def test_instances_of_tools_fork_and_are_released_once() -> None:
     env = await started(Padded(pad))
     await step_env(env, called("pad", text="a"))
     fork = await fork_env(env)
-    found = [await step_env(one, called("pad", text=text)) for one, text in ((env, "b"), (fork, "c"))]
-    assert [each.observation[0]["content"] for each in found] == ["a/b", "a/c"]
+    results = [await step_env(one, called("pad", text=text)) for one, text in ((env, "b"), (fork, "c"))]
+    assert [result.observation[0]["content"] for result in results] == ["a/b", "a/c"]
     assert len(pad.lines) == 2
     for one in (env, fork):
         await close_env(one)
@@ -267,7 +267,7 @@ class Lazy(Pad):
         return await super().execute(instance_id, parameters, **kwargs)
 
 
-async def test_a_tool_that_keeps_state_of_an_instance_it_did_not_create_is_named() -> None:
+async def test_tool_with_state_but_no_create_is_refused_by_name() -> None:
     env = await started(Padded(Lazy(forkable=False)))
     await close_env(await fork_env(env))
     await step_env(env, called("pad", text="a"))
@@ -341,7 +341,7 @@ class Never(Counter):
         (Never(), "its class says that it cannot"),
     ],
 )
-async def test_what_cannot_fork_is_named(env: Env, why: str) -> None:
+async def test_unforkable_environments_raise_errors_by_name(env: Env, why: str) -> None:
     await started(env)
     with pytest.raises(EnvError, match=why):
         await fork_env(env)
@@ -351,12 +351,12 @@ async def test_slots_are_copied() -> None:
     env = await started(Slotted())
     fork = await fork_env(env)
     assert fork.state() == env.state() == ([1], [2])
-    for mine, other in zip(env.state(), fork.state(), strict=True):
-        mine.append(3)
+    for value, other in zip(env.state(), fork.state(), strict=True):
+        value.append(3)
         assert 3 not in other
 
 
-async def test_what_has_not_begun_cannot_fork() -> None:
+async def test_environment_without_a_running_episode_cannot_fork() -> None:
     with pytest.raises(EnvError, match="no episode runs"):
         await fork_env(Counter())
 
@@ -381,10 +381,10 @@ async def test_replay_leads_another_environment_to_the_same_state() -> None:
     await step_env(env, called("add", n=1))
     await call_env(env, ToolCall("c", "add", {"n": 2}))
     fork = await fork_env(env)
-    again = await fork_env(fork)
-    found = [seen(await step_env(one, called("add", n=3))) for one in (env, fork, again)]
-    assert found[0] == found[1] == found[2]
-    assert len({id(one.rows) for one in (env, fork, again)}) == 3
+    second_fork = await fork_env(fork)
+    answers = [seen(await step_env(one, called("add", n=3))) for one in (env, fork, second_fork)]
+    assert answers[0] == answers[1] == answers[2]
+    assert len({id(one.rows) for one in (env, fork, second_fork)}) == 3
 
 
 async def test_a_replay_that_is_answered_otherwise_is_refused() -> None:
@@ -403,24 +403,24 @@ class Leaky(Counter):
     fork_shares = ()
 
     async def fork(self) -> Env:
-        made = await super().fork()
-        made.notes = self.notes  # type: ignore[attr-defined]
-        return made
+        fork = await super().fork()
+        fork.notes = self.notes  # type: ignore[attr-defined]
+        return fork
 
 
 class Hidden(Counter):
     """Shares what is inside of functions, of its own and of a tool."""
 
     def __init__(self) -> None:
-        said: list[str] = []
-        kept: dict[str, int] = {}
+        texts: list[str] = []
+        counts: dict[str, int] = {}
 
         def say(text: str) -> int:
             """Say something."""
-            said.append(text)
+            texts.append(text)
             return 0
 
-        self.count = [lambda: kept]
+        self.count = [lambda: counts]
         self.tools = [function_tool(say)]
 
 
@@ -432,20 +432,20 @@ class Heavy(Counter):
 
 
 def test_a_slow_copy_is_named() -> None:
-    said = slow_copy(Heavy(), 0.7)
-    assert said is not None
-    assert "a fork takes 0.7 s" in said
-    assert "the copy of 'corpus', which holds 24," in said
+    warning = slow_copy(Heavy(), 0.7)
+    assert warning is not None
+    assert "a fork takes 0.7 s" in warning
+    assert "the copy of 'corpus', which holds 24," in warning
     assert slow_copy(Heavy(), 0.01) is slow_copy(Counter(), 0.7) is None
 
 
-async def test_the_checker_finds_what_forks_share() -> None:
+async def test_checker_reports_state_shared_by_forks() -> None:
     report = await check_env(Leaky)
-    messages = [each.message for each in report.errors]
+    messages = [message.message for message in report.errors]
     assert "a fork and its original share Leaky.notes, which can change" in messages
-    assert any("answered differently after its fork received other messages" in each for each in messages)
-    messages = [each.message for each in (await check_env(Hidden)).warnings]
-    assert [each for each in messages if "fork" in each] == [
+    assert any("answered differently after its fork received other messages" in message for message in messages)
+    messages = [message.message for message in (await check_env(Hidden)).warnings]
+    assert [message for message in messages if "fork" in message] == [
         f"functions in Hidden.{name} have variables that a fork shares with its original, and can change"
         for name in ("count", "tools")
     ]
@@ -498,11 +498,11 @@ async def test_a_shell_session_goes_on_in_a_fork() -> None:
 async def test_the_last_of_forks_closes_the_sandbox_manager() -> None:
     env = await started(Bench())
     fork = await fork_env(env)
-    again = await fork_env(fork)
+    second_fork = await fork_env(fork)
     manager = env._own_manager
     assert manager is not None
     for one in (env, fork):
         await close_env(one)
-    assert await told(again, "shell", command="echo here") == "here"
-    await close_env(again)
+    assert await told(second_fork, "shell", command="echo here") == "here"
+    await close_env(second_fork)
     assert not manager.users

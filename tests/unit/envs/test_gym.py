@@ -72,15 +72,15 @@ def test_every_shipped_environment_passes_the_checker_of_gymnasium(name):
     ],
 )
 def test_the_ids_are_there_whatever_was_imported_first(code):
-    said = child(
+    printed = child(
         f"{code}\nenv = gymnasium.make('turnwise/lookup-v0')\nprint(env.reset(seed=1)[0][0]['content']); env.close()"
         "\nimport sys; print([each for each in sys.meta_path if 'Gymnasium' in type(each).__name__])"
     )
-    assert said.startswith("Who manages ")
-    assert said.endswith("[]\n")
+    assert printed.startswith("Who manages ")
+    assert printed.endswith("[]\n")
 
 
-def test_the_module_form_imports_what_it_names():
+def test_gymnasium_module_form_imports_the_named_module():
     code = (
         "import gymnasium\nenv = gymnasium.make('turnwise.envs.gym.to_gymnasium:turnwise/lookup-v0')\n"
         "print(env.reset(seed=1)[0][0]['content'])\nenv.close()"
@@ -92,7 +92,7 @@ def test_importing_the_package_imports_no_gymnasium():
     assert child("import turnwise, sys; print('gymnasium' in sys.modules)") == "False\n"
 
 
-def test_what_is_registered_later_has_an_id_too():
+def test_environments_registered_later_have_gymnasium_ids():
     register("later.one", LookupEnv)
     env = gymnasium.make("turnwise/later.one-v0")
     assert isinstance(env.unwrapped.env, LookupEnv)
@@ -116,10 +116,10 @@ def test_an_episode_step_by_step_and_its_conversation():
         observation, *_ = env.step({"role": "assistant", "content": "", "tool_calls": [call]})
         observation, reward, terminated, truncated, _ = env.step(observation[0]["content"])
         assert (observation, reward, terminated, truncated) == ((), 1.0, True, False)
-        shown = env.render()
-        assert shown.splitlines()[0].startswith("user: Who manages ")
-        assert f"assistant: team_of(person='{person}')" in shown
-        assert "tool: " in shown
+        rendered = env.render()
+        assert rendered.splitlines()[0].startswith("user: Who manages ")
+        assert f"assistant: team_of(person='{person}')" in rendered
+        assert "tool: " in rendered
 
 
 def test_seeds_decide_the_task_and_the_world():
@@ -128,7 +128,7 @@ def test_seeds_decide_the_task_and_the_world():
     second = [other.reset(seed=3), other.reset(), other.reset(), other.reset(seed=3)]
     assert first == second
     assert first[0] == first[3]
-    assert len({str(each) for each in first}) == 3
+    assert len({str(observation) for observation in first}) == 3
     one.close()
     other.close()
 
@@ -152,15 +152,15 @@ def test_a_truncated_episode_is_scored_in_its_last_step():
     env.close()
 
 
-async def test_it_works_inside_a_running_loop_and_leaves_no_thread():
-    before = threading.active_count()
+async def test_adapter_works_inside_a_running_loop_and_leaves_no_thread():
+    threads_before = threading.active_count()
     env = to_gymnasium("lookup")
     observation, _ = env.reset(seed=1)
     assert observation[0]["role"] == "user"
-    assert threading.active_count() == before + 1
+    assert threading.active_count() == threads_before + 1
     env.close()
     env.close()
-    assert threading.active_count() == before
+    assert threading.active_count() == threads_before
     observation, _ = env.reset(seed=1)
     env.close()
 
@@ -194,7 +194,7 @@ def test_vectors_of_environments():
     envs.close()
 
 
-def test_what_is_wrong_is_told():
+def test_wrong_arguments_raise_errors():
     with pytest.raises(EnvError, match="render_mode is 'human'"):
         to_gymnasium("lookup", render_mode="human")
     with pytest.raises(RegistryError, match="does not take"):
@@ -206,9 +206,9 @@ def test_what_is_wrong_is_told():
     env = to_gymnasium("lookup", tasks=[Task("a", "x", {"person": "ana"})])
     assert env.reset(options={"task": "a"})[1]["task_id"] == "a"
     assert env.reset(options={"task": {"id": "b", "prompt": "y"}})[1]["task_id"] == "b"
-    for wanted in (1, "b", 1.5, [1], True):
+    for option in (1, "b", 1.5, [1], True):
         with pytest.raises(TaskError, match=r"there are 1 tasks"):
-            env.reset(options={"task": wanted})
+            env.reset(options={"task": option})
     for action in (3, {"role": "user"}, {"tool_calls": [3]}, {"tool_calls": 3}, {"content": 3}):
         with pytest.raises(EnvError):
             env.step(action)
@@ -232,7 +232,7 @@ def test_closing_before_the_first_reset_closes_the_environment_and_once():
     assert inner.closed == 2
 
 
-def test_what_is_no_environment_or_no_observation_is_told():
+def test_invalid_environments_and_observations_raise_errors():
     with pytest.raises(EnvError, match="made 3: it must make an environment"):
         to_gymnasium(lambda: 3)
 
@@ -246,7 +246,7 @@ def test_what_is_no_environment_or_no_observation_is_told():
     env.close()
 
 
-def test_an_error_of_the_environment_is_raised_and_it_can_be_reset():
+def test_environment_error_is_raised_and_reset_works_after():
     env = to_gymnasium(lambda: SingleTurnEnv(lambda task, final: 1 / 0))
     with pytest.raises(EnvError, match="got no task"):
         env.reset()
@@ -300,7 +300,7 @@ def test_the_space_of_observations():
     assert space == ObservationSpace()
 
 
-def test_the_class_is_what_ids_name():
+def test_gymnasium_ids_name_the_adapter_class():
     env = gymnasium.make("turnwise/lookup-v0")
     assert isinstance(env.unwrapped, GymnasiumAdapter)
     assert env.spec.id == "turnwise/lookup-v0"

@@ -40,8 +40,12 @@ def says(text):
     return {"role": "assistant", "content": text}
 
 
-def calls(*made):
-    return {"role": "assistant", "content": "", "tool_calls": [ToolCall(f"c{n}", *each) for n, each in enumerate(made)]}
+def calls(*named_calls):
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [ToolCall(f"c{n}", *named_call) for n, named_call in enumerate(named_calls)],
+    }
 
 
 def message(name, tools):
@@ -58,7 +62,7 @@ async def test_an_episode_is_the_raw_environment_step_by_step(env_id, tools):
         expected, _ = raw.reset(seed=seed)
         observation, info = await reset_env(env, None, seed=seed)
         assert info["observation"] == plain_value(expected)
-        assert [each["role"] for each in observation] == ["system", "user"]
+        assert [message["role"] for message in observation] == ["system", "user"]
         done = False
         while not done:
             action = int(rng.integers(raw.action_space.n))
@@ -78,22 +82,22 @@ async def test_an_episode_is_the_raw_environment_step_by_step(env_id, tools):
     raw.close()
 
 
-async def test_what_the_model_reads_of_each_world():
-    shown = {}
+async def test_rendered_text_of_each_world():
+    texts = {}
     for env_id in NAMES:
         env = from_gymnasium(env_id)
         (system, first), _ = await reset_env(env, None, seed=1)
-        shown[env_id] = (system["content"], first["content"])
+        texts[env_id] = (system["content"], first["content"])
         await close_env(env)
-    assert shown["FrozenLake-v1"][1] == "PFFF\nFHFH\nFFFH\nHFFG"
-    assert "one of: left, down, right, up" in shown["FrozenLake-v1"][0]
-    assert re.search(r"The taxi T is at row \d, column \d\. The passenger is at", shown["Taxi-v4"][1])
-    assert re.search(r"[ |:]T[ |:]", shown["Taxi-v4"][1])
-    assert re.match(r"You hold \d+, with(out)? a usable ace\. The dealer shows", shown["Blackjack-v1"][1])
-    assert shown["CartPole-v1"][1].startswith("cart position ")
+    assert texts["FrozenLake-v1"][1] == "PFFF\nFHFH\nFFFH\nHFFG"
+    assert "one of: left, down, right, up" in texts["FrozenLake-v1"][0]
+    assert re.search(r"The taxi T is at row \d, column \d\. The passenger is at", texts["Taxi-v4"][1])
+    assert re.search(r"[ |:]T[ |:]", texts["Taxi-v4"][1])
+    assert re.match(r"You hold \d+, with(out)? a usable ace\. The dealer shows", texts["Blackjack-v1"][1])
+    assert texts["CartPole-v1"][1].startswith("cart position ")
 
 
-async def test_the_drawing_of_gymnasium_keeps_what_its_colours_say():
+async def test_ansi_render_brackets_coloured_parts():
     env = make("gymnasium", env_id="FrozenLake-v1", kwargs={"render_mode": "ansi"}, render="ansi")
     observation, _ = await reset_env(env, None, seed=1)
     assert observation[-1]["content"] == "[S]FFF\nFHFH\nFFFH\nHFFG"
@@ -147,7 +151,7 @@ async def test_a_call_where_there_are_no_tools_is_answered():
     env = from_gymnasium("FrozenLake-v1")
     await reset_env(env, None, seed=1)
     result = await step_env(env, calls(("go", {})))
-    assert [each["tool_call_id"] for each in result.observation] == ["c0"]
+    assert [message["tool_call_id"] for message in result.observation] == ["c0"]
     assert "unknown_tool" in result.observation[0]["content"]
     await close_env(env)
 
@@ -157,7 +161,7 @@ async def test_actions_after_the_end_are_not_taken():
     await reset_env(env, None, seed=1)
     result = await step_env(env, calls(("stick", {}), ("hit", {}), ("nothing", {})))
     assert result.terminated
-    assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1", "c2"]
+    assert [message["tool_call_id"] for message in result.observation] == ["c0", "c1", "c2"]
     assert "the episode is over" in result.observation[1]["content"]
     assert result.reward in (-1.0, 0.0, 1.0)
     await close_env(env)
@@ -217,17 +221,17 @@ async def test_every_space_has_a_text_a_schema_and_a_way_back(space):
 
 @pytest.mark.parametrize("space", SPACES, ids=repr)
 async def test_every_space_is_acted_in_by_text_and_by_tool(space):
-    wanted = space.sample()
-    text = wanted if isinstance(wanted, str) else json.dumps(plain_value(wanted))
+    sample = space.sample()
+    text = sample if isinstance(sample, str) else json.dumps(plain_value(sample))
     by_text, by_tool = from_gymnasium(Odd(space)), from_gymnasium(Odd(space), tools=True)
     assert [schema.name for schema in schemas(by_tool)] == ["act"]
-    made = calls(("act", {"action": plain_value(wanted)}))
-    for env, action in ((by_text, says(f"<action>{text}</action>")), (by_tool, made)):
+    message = calls(("act", {"action": plain_value(sample)}))
+    for env, action in ((by_text, says(f"<action>{text}</action>")), (by_tool, message)):
         await reset_env(env, Task("a", "", {"options": {"level": 2}}), seed=1)
         assert env.world.env.options == {"level": 2}
         results = [await step_env(env, action) for _ in range(3)]
-        assert [(each.reward, each.truncated) for each in results] == [(0.5, False), (0.5, False), (0.5, True)]
-        assert [plain_value(each) for each in env.world.env.taken] == [plain_value(wanted)] * 3
+        assert [(result.reward, result.truncated) for result in results] == [(0.5, False), (0.5, False), (0.5, True)]
+        assert [plain_value(result) for result in env.world.env.taken] == [plain_value(sample)] * 3
         await close_env(env)
 
 
@@ -245,7 +249,7 @@ async def test_an_action_that_is_none_is_told_to_the_model_and_ends_nothing(spac
     await close_env(env)
 
 
-async def test_a_whole_number_with_a_point_is_one():
+async def test_float_with_integer_value_is_an_integer_action():
     env = from_gymnasium(Odd(gymnasium.spaces.Discrete(3)), tools=True)
     await reset_env(env, None, seed=1)
     await step_env(env, calls(("act", {"action": 1.0})))
@@ -254,13 +258,13 @@ async def test_a_whole_number_with_a_point_is_one():
 
 
 def test_a_text_of_opening_tags_costs_no_more_than_its_length():
-    before = time.process_time()
+    started = time.process_time()
     assert _said("<action>" * 30_000 + "2", gymnasium.spaces.Discrete(3)) == "<action>" * 30_000 + "2"
-    assert time.process_time() - before < 2
+    assert time.process_time() - started < 2
     assert _said("<action>1</action> <ACTION>2</ACTION> <action>", gymnasium.spaces.Discrete(3)) == 2
 
 
-async def test_functions_of_ones_own_show_and_read():
+async def test_custom_render_and_parse_functions_are_used():
     env = from_gymnasium(
         "FrozenLake-v1",
         render=lambda observation, env: f"cell {observation} of {env.observation_space.n}",

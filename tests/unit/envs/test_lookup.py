@@ -45,8 +45,8 @@ def test_no_table_is_in_both_splits():
     assert len(train) == len(test) == 200
     assert not train & test
     # Not by luck: the content of a table says where it belongs.
-    assert all(lookup.stable_hash(*each) % 4 for each in train)
-    assert not any(lookup.stable_hash(*each) % 4 for each in test)
+    assert all(lookup.stable_hash(*cells) % 4 for cells in train)
+    assert not any(lookup.stable_hash(*cells) % 4 for cells in test)
 
 
 def test_tasks_have_stable_ids_and_questions():
@@ -101,13 +101,13 @@ async def test_without_a_seed_episodes_differ():
 
 
 def test_the_two_tools_and_their_short_schemas():
-    found = schemas(make("lookup"))
-    assert [(schema.name, list(schema.parameters["properties"])) for schema in found] == [
+    tool_schemas = schemas(make("lookup"))
+    assert [(schema.name, list(schema.parameters["properties"])) for schema in tool_schemas] == [
         ("team_of", ["person"]),
         ("manager_of", ["team"]),
     ]
 
 
-def test_it_stays_an_example_to_read():
+def test_lookup_stays_short():
     assert len(inspect.getsource(lookup).splitlines()) <= 105
     assert asyncio.iscoroutinefunction(lookup.LookupEnv.step)

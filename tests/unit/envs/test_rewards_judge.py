@@ -44,13 +44,13 @@ class Server:
         self.busy += 1
         self.busiest = max(self.busiest, self.busy)
         try:
-            said = self.answer(self.asked[-1])
-            said = await said if isinstance(said, Awaitable) else said
+            answer = self.answer(self.asked[-1])
+            answer = await answer if isinstance(answer, Awaitable) else answer
         finally:
             self.busy -= 1
-        if isinstance(said, web.StreamResponse):
-            return said
-        return web.json_response({"choices": [{"message": {"role": "assistant", "content": said}}]})
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": answer}}]})
 
 
 def verdict(score: Any) -> str:
@@ -63,15 +63,15 @@ def failing(status: int, text: str = "no", **headers: str) -> web.Response:
 
 @pytest_asyncio.fixture
 async def server():
-    made = Server()
+    fake = Server()
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", made.chat)
+    app.router.add_post("/v1/chat/completions", fake.chat)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield made
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield fake
     await runner.cleanup()
 
 
@@ -79,14 +79,14 @@ def judge(server: Server, **options: Any) -> Judge:
     return Judge(server.url, "grader", **{"retry_wait": 0.001, **options})
 
 
-async def ask(made: Judge, text: str = "Paris", task: Task = TASK) -> tuple[float, dict[str, float]]:
+async def ask(grader: Judge, text: str = "Paris", task: Task = TASK) -> tuple[float, dict[str, float]]:
     final = {"role": "assistant", "content": text}
-    return await made(task, final, text, [*task.messages(), final], task.data)
+    return await grader(task, final, text, [*task.messages(), final], task.data)
 
 
 def in_turn(*answers: Any) -> Callable[[dict[str, Any]], Any]:
-    left = list(answers)
-    return lambda body: left.pop(0)() if callable(left[0]) else left.pop(0)
+    remaining = list(answers)
+    return lambda body: remaining.pop(0)() if callable(remaining[0]) else remaining.pop(0)
 
 
 async def test_a_verdict_becomes_a_number_from_0_to_1(server):
@@ -119,8 +119,8 @@ async def test_verdicts_are_read_tolerantly(server, text, value):
 
 async def test_another_scale_and_template(server):
     server.answer = lambda body: verdict(4)
-    made = judge(server, low=1, high=5, template="{{ task.id }}|{{ answer }}|{{ data.answer }}|{{ low }}-{{ high }}")
-    assert (await ask(made))[0] == 0.75
+    grader = judge(server, low=1, high=5, template="{{ task.id }}|{{ answer }}|{{ data.answer }}|{{ low }}-{{ high }}")
+    assert (await ask(grader))[0] == 0.75
     assert server.asked[0]["messages"] == [{"role": "user", "content": "t|Paris|Paris|1-5"}]
 
 
@@ -134,9 +134,9 @@ async def test_an_answer_cannot_close_its_tag(server):
 async def test_nonsense_is_asked_about_again_and_then_an_error(server):
     server.answer = in_turn("I love it!", verdict(11), verdict(6))
     assert (await ask(judge(server)))[0] == 0.6
-    again = server.asked[1]["messages"]
-    assert [message["role"] for message in again] == ["user", "assistant", "user"]
-    assert "its score is not a number" in again[2]["content"]
+    messages = server.asked[1]["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert "its score is not a number" in messages[2]["content"]
     assert "its score is 11, not from 0 to 10" in server.asked[2]["messages"][2]["content"]
 
     server.answer = lambda body: "splendid"
@@ -163,7 +163,7 @@ async def test_scores_that_are_none_are_never_numbers(server, score):
         ("score: 1,000", "stop"),
     ],
 )
-async def test_what_is_weighed_or_cut_off_is_no_verdict(server, text, reason):
+async def test_truncated_or_unmarked_scores_are_no_verdict(server, text, reason):
     said = {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
     server.answer = lambda body: web.json_response(said)
     with pytest.raises(EnvError, match="returned no verdict in 2 tries"):
@@ -175,10 +175,10 @@ async def test_a_cache_that_cannot_be_written_is_refused_before_anybody_is_asked
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written: choose a writable folder"):
         judge(server, cache_file=str(tmp_path / "file" / "verdicts.jsonl"))
-    made = judge(server, cache_file=str(tmp_path / "new" / "verdicts.jsonl"))
+    grader = judge(server, cache_file=str(tmp_path / "new" / "verdicts.jsonl"))
     assert not (tmp_path / "new").exists()
-    await ask(made)
-    await made.close()
+    await ask(grader)
+    await grader.close()
     assert (tmp_path / "new" / "verdicts.jsonl").stat().st_size
 
 
@@ -186,9 +186,9 @@ async def test_a_server_without_structured_answers_is_asked_without(server):
     server.answer = lambda body: (
         failing(400, "response_format is not supported") if "response_format" in body else verdict(3)
     )
-    made = judge(server)
-    assert (await ask(made))[0] == 0.3
-    assert (await ask(made, "London"))[0] == 0.3
+    grader = judge(server)
+    assert (await ask(grader))[0] == 0.3
+    assert (await ask(grader, "London"))[0] == 0.3
     assert ["response_format" in body for body in server.asked] == [True, False, False]
     with pytest.raises(EndpointError, match="response_format is not supported"):
         await ask(judge(server, structured="always"))
@@ -196,7 +196,7 @@ async def test_a_server_without_structured_answers_is_asked_without(server):
     assert "response_format" not in server.asked[-1]
 
 
-async def test_what_passes_is_tried_again(server):
+async def test_transient_failures_are_retried(server):
     server.answer = in_turn(lambda: failing(500), lambda: failing(429), lambda: failing(503), verdict(5))
     assert (await ask(judge(server)))[0] == 0.5
     assert len(server.asked) == 4
@@ -238,8 +238,8 @@ async def test_retry_after_is_kept_to(server, form):
 
 
 async def test_requests_are_spaced_and_bounded(server):
-    made = judge(server, requests_per_minute=1200)
-    await asyncio.gather(*(ask(made, f"answer {n}") for n in range(6)))
+    grader = judge(server, requests_per_minute=1200)
+    await asyncio.gather(*(ask(grader, f"answer {n}") for n in range(6)))
     gaps = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
     assert server.times[-1] - server.times[0] >= 5 * 0.05 - 0.03, gaps
 
@@ -263,14 +263,14 @@ async def test_requests_are_spaced_and_bounded(server):
 
 async def test_equal_questions_are_asked_once(server, tmp_path):
     file = tmp_path / "verdicts.jsonl"
-    made = judge(server, cache_file=str(file))
-    values = await asyncio.gather(*(ask(made) for _ in range(5)))
+    grader = judge(server, cache_file=str(file))
+    values = await asyncio.gather(*(ask(grader) for _ in range(5)))
     assert [value for value, _ in values] == [0.8] * 5
     assert sum(metrics["cached"] for _, metrics in values) == 4
-    assert (await ask(made))[1] == {"cached": 1.0}
+    assert (await ask(grader))[1] == {"cached": 1.0}
     assert len(server.asked) == 1
-    await ask(made, "London")
-    await made.close()
+    await ask(grader, "London")
+    await grader.close()
     file.write_bytes(file.read_bytes() + b'{"key": "half a li')
 
     later = judge(server, cache_file=str(file))
@@ -289,26 +289,26 @@ async def test_equal_questions_are_asked_once(server, tmp_path):
 
 async def test_a_failure_is_not_kept_and_reaches_everybody(server):
     server.answer = lambda body: "nonsense"
-    made = judge(server, attempts=1)
-    results = await asyncio.gather(*(ask(made) for _ in range(3)), return_exceptions=True)
+    grader = judge(server, attempts=1)
+    results = await asyncio.gather(*(ask(grader) for _ in range(3)), return_exceptions=True)
     assert [type(result) for result in results] == [EnvError] * 3
     assert len(server.asked) == 1
     server.answer = lambda body: verdict(5)
-    assert (await ask(made))[0] == 0.5
+    assert (await ask(grader))[0] == 0.5
 
 
 async def test_who_gives_up_waiting_does_not_stop_the_others(server):
-    asked, release = asyncio.Event(), asyncio.Event()
+    requested, release = asyncio.Event(), asyncio.Event()
 
     async def wait() -> str:
-        asked.set()
+        requested.set()
         await release.wait()
         return verdict(5)
 
     server.answer = lambda body: wait()
-    made = judge(server)
-    impatient, patient = asyncio.create_task(ask(made)), asyncio.create_task(ask(made))
-    await asked.wait()
+    grader = judge(server)
+    impatient, patient = asyncio.create_task(ask(grader)), asyncio.create_task(ask(grader))
+    await requested.wait()
     impatient.cancel()
     release.set()
     assert (await patient)[0] == 0.5
@@ -319,21 +319,21 @@ async def test_who_gives_up_waiting_does_not_stop_the_others(server):
 async def test_the_key_is_sent_and_never_shown(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server.answer = lambda body: failing(401, f"Incorrect API key provided: {KEY}")
-    made = judge(server, api_key_env="JUDGE_KEY")
+    grader = judge(server, api_key_env="JUDGE_KEY")
     with pytest.raises(EnvError) as error:
-        await ask(made)
+        await ask(grader)
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
-    assert KEY not in f"{error.value!r} {made.__dict__!r}"
+    assert KEY not in f"{error.value!r} {grader.__dict__!r}"
     assert "Incorrect API key provided: ***" in str(error.value)
     server.answer = lambda body: f"score: {KEY}"
     with pytest.raises(EnvError) as error:
         await ask(judge(server, api_key_env="JUDGE_KEY", attempts=1))
     assert KEY not in str(error.value)
-    made = judge(server, api_key_env="JUDGE_KEY", attempts=1)
+    grader = judge(server, api_key_env="JUDGE_KEY", attempts=1)
     monkeypatch.setenv("JUDGE_KEY", "sk-the-next-one-9876543210")
     server.answer = lambda body: "score: sk-the-next-one-9876543210"
     with pytest.raises(EnvError, match=r"score: \*\*\*"):
-        await ask(made)
+        await ask(grader)
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match="environment variable 'JUDGE_KEY', which is not set"):
         judge(server, api_key_env="JUDGE_KEY")
@@ -376,8 +376,8 @@ async def test_a_template_that_cannot_be_rendered_is_an_error(server):
 
 
 async def test_without_an_answer_nobody_is_asked(server):
-    made = judge(server, without_answer=-1.0)
-    assert (await made(TASK, None, "", TASK.messages(), TASK.data))[0] == -1.0
+    grader = judge(server, without_answer=-1.0)
+    assert (await grader(TASK, None, "", TASK.messages(), TASK.data))[0] == -1.0
     assert not server.asked
 
 

@@ -49,7 +49,7 @@ from turnwise.errors import ConfigError, EnvError
         (r"regex:\d+", "1 22", "22"),
     ],
 )
-def test_where_answers_are_found(form, text, answer):
+def test_extractors_find_answers(form, text, answer):
     assert extract_answer(text, form) == answer
 
 
@@ -148,8 +148,8 @@ def test_regex():
     ],
 )  # fmt: skip
 def test_numbers_are_read_exactly(text, value):
-    found = parse_number(text)
-    assert (None if found is None else found.value) == value
+    number = parse_number(text)
+    assert (None if number is None else number.value) == value
 
 
 @given(st.fractions(max_denominator=10**6))
@@ -203,7 +203,7 @@ def test_no_text_makes_the_functions_raise(text):
         ("8", ["7", 8], True),
     ],
 )
-def test_numeric_takes_the_marked_number_else_the_last_one(text, gold, right):
+def test_numeric_prefers_the_marked_number_to_the_last(text, gold, right):
     if isinstance(gold, Fraction):
         gold = "1/3"
         assert Numeric(relative=1e-3)(text, {"answer": gold}) == 1
@@ -216,7 +216,7 @@ def test_numeric_takes_the_marked_number_else_the_last_one(text, gold, right):
     [("50%", "50", 1), ("50%", "0.5", 1), ("0.5", "50%", 1), ("50", "50%", 1), ("50%", "50%", 1),
      ("50%", "0.5%", 0), (r"50\%", 50, 1)],
 )  # fmt: skip
-def test_a_percent_sign_on_one_side_may_mean_either(answer, gold, right):
+def test_percent_sign_on_one_side_matches_both_readings(answer, gold, right):
     assert Numeric()(answer, {"answer": gold}) == right
 
 
@@ -276,20 +276,20 @@ def test_any_object_is_found_behind_prose(value):
 
 
 def test_json_schema():
-    whole = JSONSchema(SCHEMA)
-    assert whole('{"name": "a", "age": 3}', {}) == (1.0, {"valid_json": 1.0})
-    assert whole('{"name": "a", "age": -3}', {}) == (0.0, {"valid_json": 1.0})
-    assert whole("none", {}) == (0.0, {"valid_json": 0.0})
+    exact = JSONSchema(SCHEMA)
+    assert exact('{"name": "a", "age": 3}', {}) == (1.0, {"valid_json": 1.0})
+    assert exact('{"name": "a", "age": -3}', {}) == (0.0, {"valid_json": 1.0})
+    assert exact("none", {}) == (0.0, {"valid_json": 0.0})
     partial = JSONSchema(SCHEMA, partial=True)
     assert partial('{"name": "a", "age": -3}', {})[0] == 0.25
     assert partial('{"name": 1}', {})[0] == 0.0
     assert partial("[1]", {})[0] == 0.0
-    own = JSONSchema()
-    assert own("[1]", {"schema": {"type": "array"}})[0] == 1.0
+    by_task = JSONSchema()
+    assert by_task("[1]", {"schema": {"type": "array"}})[0] == 1.0
     with pytest.raises(EnvError, match="must be a JSON schema"):
-        own("[1]", {})
+        by_task("[1]", {})
     with pytest.raises(EnvError, match="is not a JSON schema"):
-        own("[1]", {"schema": {"type": "arr"}})
+        by_task("[1]", {"schema": {"type": "arr"}})
     with pytest.raises(ConfigError, match="schema is not a JSON schema"):
         JSONSchema({"type": "objekt"})
 

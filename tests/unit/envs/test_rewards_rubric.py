@@ -51,7 +51,7 @@ async def test_weights_are_applied_and_values_are_metrics():
     assert parts.metrics == {"rubric/correct": 1.0, "rubric/short": 1.0, "rubric/logged": 1.0}
 
 
-async def test_functions_get_what_they_name():
+async def test_functions_get_arguments_by_parameter_name():
     seen = {}
 
     def everything(task, final, text, messages, data, env, wanted, absent="default"):
@@ -122,11 +122,11 @@ async def test_a_lone_scorer_needs_no_name():
     async def parts(task, final):
         return {"a": 1.0, "b": 0.5}
 
-    for scorer, wanted in ((correct, {"score": 1.0}), (parts, {"a": 1.0, "b": 0.5})):
+    for scorer, expected in ((correct, {"score": 1.0}), (parts, {"a": 1.0, "b": 0.5})):
         env = make("single_turn", scorer=scorer)
         await reset_env(env, TASK)
         result = await step_env(env, FINAL)
-        assert (result.reward, result.info) == (sum(wanted.values()), {"rewards": wanted, "metrics": {}})
+        assert (result.reward, result.info) == (sum(expected.values()), {"rewards": expected, "metrics": {}})
 
 
 # Gates and products.
@@ -182,8 +182,8 @@ def test_the_score_is_the_weighted_sum_whatever_the_order_of_dependences(values,
             lambda value=value: value, weights[index], only_if=gate or (), multiply_by=factor or (), inline=True
         )
     shuffled = data.draw(st.permutations(list(parts)))
-    found = asyncio.run(score({name: parts[name] for name in shuffled}))
-    assert found == pytest.approx(expected)
+    score_parts = asyncio.run(score({name: parts[name] for name in shuffled}))
+    assert score_parts == pytest.approx(expected)
 
 
 # Failures are errors that name the function, never numbers.
@@ -237,10 +237,10 @@ async def test_every_failure_names_the_function(function, words):
 
 async def test_a_function_that_does_not_heed_its_cancellation_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(core, "CANCEL_GRACE_S", 0.05)
-    free, begun = asyncio.Event(), asyncio.Event()
+    free, started = asyncio.Event(), asyncio.Event()
 
     async def stubborn(text):
-        begun.set()
+        started.set()
         while not free.is_set():
             try:
                 await free.wait()
@@ -258,9 +258,9 @@ async def test_a_function_that_does_not_heed_its_cancellation_holds_nobody_up(mo
         with pytest.raises(EnvError, match=r"took longer than 0.05 s \(timeout\)"):
             await asyncio.wait_for(score({"bad": Part(function, timeout=0.05)}), 30)
     # Nor does it hold up who cancels the episode.
-    begun.clear()
+    started.clear()
     running = asyncio.create_task(score({"bad": Part(stubborn, timeout=1000)}))
-    await begun.wait()
+    await started.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(running, 30)
@@ -268,16 +268,16 @@ async def test_a_function_that_does_not_heed_its_cancellation_holds_nobody_up(mo
 
 
 async def test_all_failures_are_told_and_the_others_run_to_their_end():
-    ended = []
+    finished = []
 
     async def slow(text):
         await asyncio.sleep(0.02)
-        ended.append(text)
+        finished.append(text)
         return 1.0
 
     with pytest.raises(EnvError, match=r"'one'.*broken inside; .*'two'.*broken inside"):
         await score({"one": raises, "two": raises, "slow": slow})
-    assert ended == ["4"]
+    assert finished == ["4"]
 
 
 async def test_a_thread_past_its_time_out_is_lost_and_the_environment_not_used_again():
@@ -291,16 +291,16 @@ async def test_a_thread_past_its_time_out_is_lost_and_the_environment_not_used_a
 
 
 async def test_all_functions_run_at_the_same_time():
-    both = threading.Barrier(3, timeout=20)
+    barrier = threading.Barrier(3, timeout=20)
     met = asyncio.Event()
 
     def plain(text):
-        both.wait()
+        barrier.wait()
         return 1
 
     async def first(text):
         met.set()
-        await asyncio.to_thread(both.wait)
+        await asyncio.to_thread(barrier.wait)
         return 1
 
     async def second(text):
@@ -360,7 +360,7 @@ def starred(*texts):
         ({"a": 3}, "cannot be called"),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_name(parts, words):
+def test_unusable_parts_raise_config_errors_by_name(parts, words):
     with pytest.raises(ConfigError, match=words):
         Rubric(parts)
 

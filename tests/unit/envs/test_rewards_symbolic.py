@@ -53,11 +53,11 @@ async def test_answers_are_compared_by_meaning(gold, text, right):
 async def test_a_hostile_answer_holds_nothing_up():
     compare = Symbolic(cpu_seconds=0.5)
     async with asyncio.timeout(90):
-        hostile, *others = await asyncio.gather(
+        hostile, *plain = await asyncio.gather(
             compare(HOSTILE, {"answer": "3"}), *(compare(rf"\boxed{{{n}}}", {"answer": "3"}) for n in range(6))
         )
     assert hostile == (0.0, {"undecided": 1.0})
-    assert [value for value, _ in others] == [0, 0, 0, 1, 0, 0]
+    assert [value for value, _ in plain] == [0, 0, 0, 1, 0, 0]
 
 
 async def test_waiting_behind_hostile_answers_is_no_time_out():
@@ -77,7 +77,7 @@ async def test_a_wall_clock_time_out_is_an_error_and_ends_the_process():
     with pytest.raises(EnvError, match=r"'math' .*took longer than 0.5 s"):
         await score_env(env, {"role": "assistant", "content": HOSTILE})
     assert await Symbolic()(r"\boxed{3}", {"answer": "3"}) == (1.0, {"undecided": 0.0})
-    assert all(each.status() != psutil.STATUS_ZOMBIE for each in workers())
+    assert all(worker.status() != psutil.STATUS_ZOMBIE for worker in workers())
 
 
 async def test_a_process_that_somebody_killed_is_replaced():

@@ -52,7 +52,7 @@ async def test_calls_are_answered_though_no_tool_was_offered():
     assert "unknown_tool" in result.observation[0]["content"]
 
 
-async def test_what_is_missing_is_named():
+async def test_missing_scorer_or_task_is_named():
     with pytest.raises(EnvError, match="scorer=function"):
         SingleTurnEnv()
     with pytest.raises(EnvError, match="got no task"):

@@ -29,7 +29,7 @@ class Plain(Base):
     def solve(self):
         (one,) = yield tool_call("add", a=1)
         two, three = yield [tool_call("add", a=int(text_of(one))), tool_call("add", a=2, b=2)]
-        self.seen = [text_of(each) for each in (one, two, three)]
+        self.seen = [text_of(message) for message in (one, two, three)]
         yield {"content": "so", "tool_calls": [ToolCall("mine", "add", {"a": 1})]}
         yield "6"
         raise AssertionError("nobody asks for more")
@@ -59,7 +59,7 @@ async def test_every_kind_of_move():
     assert moves[-1][1].reward == 1.0
 
 
-async def test_an_async_one():
+async def test_async_solution_is_played():
     _, moves = await played(Async)
     assert [result.reward for _, result in moves] == [0.0, 1.0]
 
@@ -69,7 +69,7 @@ def solving(solve):
 
 
 @pytest.mark.parametrize("move", [3, None, [], [3], ("a",), {"role": "user", "content": "x"}, {"tool_calls": ["x"]}])
-async def test_what_is_no_move_is_told(move):
+async def test_invalid_moves_raise_env_errors(move):
     def solve(self):
         yield move
 
@@ -77,7 +77,7 @@ async def test_what_is_no_move_is_told(move):
         await played(solving(solve))
 
 
-async def test_what_is_no_solution_is_told():
+async def test_invalid_solutions_raise_env_errors():
     def stops(self):
         yield tool_call("add", a=1)
 

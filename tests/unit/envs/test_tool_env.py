@@ -73,7 +73,7 @@ def says(*calls, content=""):
     message = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
-            each if isinstance(each, ToolCall) else ToolCall(f"c{number}", *each) for number, each in enumerate(calls)
+            call if isinstance(call, ToolCall) else ToolCall(f"c{number}", *call) for number, call in enumerate(calls)
         ]
     return message
 
@@ -159,7 +159,7 @@ class TestStep:
         with pytest.raises(EnvError, match="the episode has not begun: call reset"):
             await Counter().step(says(UP))
 
-    async def test_a_cut_off_message_without_calls_is_a_final_one(self):
+    async def test_truncated_message_without_calls_is_final(self):
         env = await begun()
         result = await env.step({"role": "assistant", "content": "0 and", "finish_reason": "length", "tool_calls": []})
         assert result.terminated
@@ -197,7 +197,7 @@ class TestInvalidCalls:
         with pytest.raises(EnvError, match="over"):
             await env.step(says(UP))
 
-    async def test_one_usable_call_starts_the_count_anew(self):
+    async def test_usable_call_resets_the_count_of_invalid_calls(self):
         env = await begun()
         for _ in range(3):
             for _ in range(2):
@@ -270,7 +270,7 @@ class TestEpisodes:
         assert (await reset_env(env, seed=1))[0][0]["content"] == "count async"
         assert (await env.step(says(UP))).observation[0]["content"] == "2"
 
-    async def test_a_close_of_ones_own_releases_them_all_the_same(self):
+    async def test_overridden_close_still_releases_tools(self):
         class Closing(Counter):
             def close(self):
                 raise OSError("stuck")
@@ -342,7 +342,7 @@ class TestTasksKwargs:
     @pytest.mark.parametrize(
         ("given", "words"), [({"sack": {}}, "names 'sack', but the tools are up"), ([1], "must be an object")]
     )
-    async def test_wrong_ones_are_named(self, given, words):
+    async def test_wrong_tool_kwargs_raise_task_errors(self, given, words):
         env = await begun(task=Task("row-3", "hi", {"tools_kwargs": given}))
         with pytest.raises(TaskError, match=f"task 'row-3'.*{words}"):
             await env.step(says(UP))
@@ -424,7 +424,7 @@ CALLS = st.builds(
 
 @settings(max_examples=examples(120), deadline=None)
 @given(st.lists(st.lists(CALLS, min_size=1, max_size=4), min_size=1, max_size=3))
-def test_whatever_is_called_step_answers_it(messages):
+def test_step_answers_every_kind_of_call(messages):
     async def main():
         env = Counter()
         env.max_invalid_calls = 0

@@ -53,8 +53,8 @@ class Chatty(Env):
         return "go " * 20, {}
 
     def step(self, action):
-        over = text_of(action) == "stop"
-        return StepResult("on " * 200, 0.5, over, False, {"rewards": {"step": 0.5}, "metrics": {"m": 1.0}})
+        stopped = text_of(action) == "stop"
+        return StepResult("on " * 200, 0.5, stopped, False, {"rewards": {"step": 0.5}, "metrics": {"m": 1.0}})
 
     def score(self, final):
         return {"late": 2.0}
@@ -98,7 +98,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("number", range(len(ALL)))
-async def test_around_an_environment_with_tools_it_is_one_and_the_doctor_finds_nothing(number, tmp_path):
+async def test_wrapper_of_a_tool_env_is_a_tool_env_and_passes_the_checker(number, tmp_path):
     wrapped = ALL[number](make("lookup"), tmp_path)
     assert isinstance(wrapped, ToolEnv)
     assert isinstance(wrapped, Wrapper)
@@ -110,7 +110,7 @@ async def test_around_an_environment_with_tools_it_is_one_and_the_doctor_finds_n
 
 
 @pytest.mark.parametrize("number", range(len(ALL)))
-async def test_around_one_without_tools_it_is_none(number, tmp_path):
+async def test_wrapper_of_a_plain_env_is_no_tool_env(number, tmp_path):
     wrapped = ALL[number](Chatty(), tmp_path)
     assert not isinstance(wrapped, ToolEnv)
     await reset_env(wrapped, None, seed=1)
@@ -121,7 +121,7 @@ async def test_around_one_without_tools_it_is_none(number, tmp_path):
     await close_env(wrapped)
 
 
-async def test_all_of_them_together_score_once_and_release_once(tmp_path):
+async def test_all_wrappers_together_score_and_release_once(tmp_path):
     events = []
 
     class Kept(BaseTool):
@@ -147,7 +147,7 @@ async def test_all_of_them_together_score_once_and_release_once(tmp_path):
     assert set(env.toolset()) == {"look", "wait", "kept"}
     await reset_env(env, None, seed=1)
     result = await step_env(env, says("", "kept", "look", "none"))
-    assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1", "c2"]
+    assert [message["tool_call_id"] for message in result.observation] == ["c0", "c1", "c2"]
     assert result.info["rewards"] == {"tool/kept": 0.125, "tool/look": 0.25}
     result = await step_env(env, says("done"))
     assert result.info["rewards"] == {"score": 1.0, "tool/kept": 0.5}
@@ -158,7 +158,7 @@ async def test_all_of_them_together_score_once_and_release_once(tmp_path):
     assert record["reward"] == 1.875
 
 
-async def test_a_turn_limit_truncates_at_the_last_turn_and_not_what_ended():
+async def test_turn_limit_truncates_at_the_last_turn_unless_terminated():
     env = TurnLimit(Chatty(), 2)
     for _ in range(2):
         await reset_env(env, None, seed=1)
@@ -168,8 +168,8 @@ async def test_a_turn_limit_truncates_at_the_last_turn_and_not_what_ended():
         assert second.reward == 0.5
     await reset_env(env, None, seed=1)
     await step_env(env, says("a"))
-    last = await step_env(env, says("stop"))
-    assert (last.terminated, last.truncated) == (True, False)
+    final = await step_env(env, says("stop"))
+    assert (final.terminated, final.truncated) == (True, False)
 
 
 async def test_a_time_limit_ends_a_step_that_does_not_end_and_answers_its_calls():
@@ -178,7 +178,7 @@ async def test_a_time_limit_ends_a_step_that_does_not_end_and_answers_its_calls(
     await reset_env(env, None, seed=1)
     result = await step_env(env, says("", "wait", "look"))
     assert (result.terminated, result.truncated, result.info["stop_reason"]) == (False, True, "timeout")
-    assert [each["tool_call_id"] for each in result.observation] == ["c0", "c1"]
+    assert [message["tool_call_id"] for message in result.observation] == ["c0", "c1"]
     assert "the episode's 0.05 s are used up" in result.observation[0]["content"]
     assert inner.cancelled
     await close_env(env)
@@ -198,27 +198,27 @@ async def test_a_time_limit_holds_for_single_calls():
 
 
 async def test_a_time_limit_does_not_cut_the_scoring_of_an_answer():
-    begun, gate = asyncio.Event(), asyncio.Event()
+    started, gate = asyncio.Event(), asyncio.Event()
     count = 0
 
     async def slow(task, final):
         nonlocal count
         count += 1
-        begun.set()
+        started.set()
         await gate.wait()
         return 1.0
 
     env = TimeLimit(SingleTurnEnv(slow), 0.05)
     await reset_env(env, Task("a", "hi"), seed=1)
     stepping = asyncio.ensure_future(step_env(env, says("a")))
-    await begun.wait()
+    await started.wait()
     asyncio.get_running_loop().call_later(0.1, gate.set)
     result = await stepping
     assert (result.reward, result.terminated, result.truncated) == (1.0, True, False)
     assert count == 1
 
 
-async def test_a_time_limit_that_passed_between_steps_truncates_the_next_one():
+async def test_time_limit_passed_between_steps_truncates_the_next_step():
     env = TimeLimit(Chatty(), 1e-9)
     await reset_env(env, None, seed=1)
     result = await step_env(env, says("a"))
@@ -228,13 +228,13 @@ async def test_a_time_limit_that_passed_between_steps_truncates_the_next_one():
 
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_a_score_that_a_cancelled_step_began_is_taken_once(depth):
-    begun, gate = asyncio.Event(), asyncio.Event()
+    started, gate = asyncio.Event(), asyncio.Event()
     count = 0
 
     async def slow(task, final):
         nonlocal count
         count += 1
-        begun.set()
+        started.set()
         await gate.wait()
         return 0.75
 
@@ -243,7 +243,7 @@ async def test_a_score_that_a_cancelled_step_began_is_taken_once(depth):
         env = Wrapper(env)
     await reset_env(env, Task("a", "hi"), seed=1)
     stepping = asyncio.ensure_future(step_env(env, says("a")))
-    await begun.wait()
+    await started.wait()
     stepping.cancel()
     with pytest.raises(asyncio.CancelledError):
         await stepping
@@ -289,7 +289,7 @@ async def test_parts_of_an_observation_are_cut_each():
     assert len(answer["content"][1]["image"]) == 500
 
 
-async def test_a_shaped_reward_is_what_the_function_says_and_names_the_difference():
+async def test_shaped_reward_is_the_functions_and_names_the_difference():
     seen = []
 
     async def minus(reward, info, action):
@@ -332,7 +332,7 @@ async def test_transcripts_hold_episodes_line_by_line(tmp_path):
     await close_env(env)
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["task_id"], first["seed"], first["terminated"], first["reward"]) == ("one", 3, True, 1.0)
-    assert [each["role"] for each in first["messages"]] == [
+    assert [message["role"] for message in first["messages"]] == [
         "user",
         "assistant",
         "tool",
@@ -343,7 +343,7 @@ async def test_transcripts_hold_episodes_line_by_line(tmp_path):
     assert first["messages"][1]["tool_calls"][0]["name"] == "team_of"
     assert first["messages"][-1]["content"] == played[-1][0]["content"]
     assert (second["task_id"], second["terminated"], second["rewards"]) == ("two", False, {"score": 0.0})
-    assert [each["role"] for each in second["messages"]] == ["user", "assistant", "tool"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
 
 
 @pytest.mark.parametrize("person", ["\ud800", 2**70])
@@ -367,7 +367,7 @@ async def test_a_transcript_that_cannot_be_written_is_an_error_and_the_environme
     assert inner.closed == 1
 
 
-def test_what_is_wrong_is_told():
+def test_wrong_wrapper_settings_raise_config_errors():
     for wrong in (0, -1, 1.5, True, "3"):
         with pytest.raises(ConfigError, match="max_turns is"):
             TurnLimit(Chatty(), wrong)

@@ -78,11 +78,11 @@ def test_values_are_exact(expression):
 
 
 @pytest.mark.parametrize("expression", PROBLEMS)
-def test_what_is_wrong_is_said(expression):
-    with pytest.raises(ToolError) as found:
+def test_invalid_expressions_raise_tool_errors(expression):
+    with pytest.raises(ToolError) as caught:
         evaluate(expression)
-    assert PROBLEMS[expression] in str(found.value)
-    assert len(str(found.value)) < 300
+    assert PROBLEMS[expression] in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 def test_no_expression_takes_long():
@@ -103,16 +103,16 @@ def expressions(draw, depth=4):
     """A text, and its value as Python's fractions have it (None: a division by zero stands in it)."""
     if depth == 0 or draw(st.booleans()):
         number = draw(st.integers(0, 999))
-        places = draw(st.integers(0, 2))
-        return (f"{number / 10**places:.{places}f}", Fraction(number, 10**places))
-    left, one = draw(expressions(depth=depth - 1))
+        spaces = draw(st.integers(0, 2))
+        return (f"{number / 10**spaces:.{spaces}f}", Fraction(number, 10**spaces))
+    operand, one = draw(expressions(depth=depth - 1))
     right, other = draw(expressions(depth=depth - 1))
     sign = draw(st.sampled_from("+-*/"))
     space = draw(st.sampled_from(["", " "]))
     if one is None or other is None or (sign == "/" and other == 0):
-        return (f"({left}{space}{sign}{space}{right})", None)
+        return (f"({operand}{space}{sign}{space}{right})", None)
     value = {"+": one + other, "-": one - other, "*": one * other, "/": one / other if other else None}[sign]
-    return (f"({left}{space}{sign}{space}{right})", value)
+    return (f"({operand}{space}{sign}{space}{right})", value)
 
 
 @given(expressions())
@@ -136,7 +136,7 @@ def test_any_text_has_a_value_or_a_tool_error(text):
 
 
 @given(st.integers(-(10**18), 10**18), st.integers(0, 8))
-def test_a_number_that_ends_is_written_so_that_it_is_read_back(number, places):
+def test_finite_decimals_round_trip(number, places):
     value = Fraction(number, 10**places)
     if len(str(abs(number))) <= 12:
         assert read_number(write_number(value)) == value
@@ -150,7 +150,7 @@ def test_numbers_that_do_not_end_are_rounded():
     assert write_number(Fraction(1, 10**20)) == "1e-20"
 
 
-def test_what_is_read_as_one_number():
+def test_read_number_accepts_single_numbers():
     for text, value in {"$1,200.": 1200, " 42 ": 42, "50%": 50, "-3": -3, "- 3": -3, "42.0": 42, "+7": 7}.items():
         assert read_number(text) == value
     assert read_number("3/4") == Fraction(3, 4)

@@ -53,7 +53,7 @@ class TestDecorator:
         assert (core_third.name, core_third.schema.description) == ("core_keyword", "said here")
         assert (core_third.timeout, core_third.concurrent, core_third.max_output) == (2.0, False, 10)
 
-    async def test_what_is_decorated_stays_callable(self):
+    async def test_decorated_functions_stay_callable(self):
         assert core_bare(1) == 2
         assert await core_other(3) == 3
         assert core_bare.__name__ == "core_bare"
@@ -132,9 +132,9 @@ class TestRegistry:
         assert get_tool("core_bare") is core_bare
 
     def test_the_same_function_again_is_fine(self):
-        again = FunctionTool(core_bare.fn)
-        register_tool(again)
-        assert get_tool("core_bare") is again
+        same_tool = FunctionTool(core_bare.fn)
+        register_tool(same_tool)
+        assert get_tool("core_bare") is same_tool
         register_tool(core_bare)
 
     def test_unknown_names_get_the_nearest(self):
@@ -241,13 +241,13 @@ class TestToolResponse:
 
 
 @given(st.text(max_size=300), st.integers(1, 200))
-def test_truncation_keeps_head_and_tail_and_counts_what_is_gone(text, limit):
-    found = OutputLimit(limit).cut(text)
-    assert len(found) <= max(limit, 0)
+def test_truncation_keeps_head_and_tail_and_counts_removed_characters(text, limit):
+    shortened = OutputLimit(limit).cut(text)
+    assert len(shortened) <= max(limit, 0)
     if len(text) <= limit:
-        assert found == text
-    elif "characters cut ...]" in found and "characters cut" not in text:
-        head, _, rest = found.partition("\n[... ")
+        assert shortened == text
+    elif "characters cut ...]" in shortened and "characters cut" not in text:
+        head, _, rest = shortened.partition("\n[... ")
         count, _, tail = rest.partition(" characters cut ...]\n")
         assert text.startswith(head)
         assert text.endswith(tail)
@@ -255,4 +255,4 @@ def test_truncation_keeps_head_and_tail_and_counts_what_is_gone(text, limit):
         assert tail
         assert len(head) + int(count) + len(tail) == len(text)
     else:
-        assert found == text[:limit]
+        assert shortened == text[:limit]

@@ -25,8 +25,8 @@ WAIT = 20.0
 
 
 def runner(*tools, **keywords):
-    found = [as_tool(tool) for tool in tools]
-    return ToolRunner({tool.name: tool for tool in found}, **keywords)
+    tools = [as_tool(tool) for tool in tools]
+    return ToolRunner({tool.name: tool for tool in tools}, **keywords)
 
 
 def call(name, *, call_id="c", **arguments):
@@ -124,7 +124,7 @@ class TestAnswers:
         assert len(outcome.response.text) < 4500
 
     async def test_a_path_is_short_too(self):
-        def deep(places: dict[str, int]) -> str:
+        def deep(points: dict[str, int]) -> str:
             return ""
 
         outcome = await runner(deep).run(call("deep", places={"k" * 100_000: "x"}))
@@ -285,7 +285,7 @@ class TestReturnValues:
 
 
 class TestConcurrency:
-    async def test_functions_of_one_message_run_together(self):
+    async def test_function_tools_of_a_message_run_concurrently(self):
         together = asyncio.Barrier(3)
 
         async def meet(n: int) -> int:
@@ -306,7 +306,7 @@ class TestConcurrency:
         outcomes = await runner(meet).run_all([call("meet", n=n) for n in range(3)])
         assert [outcome.response.text for outcome in outcomes] == ["0", "1", "2"]
 
-    async def test_stateful_tools_run_one_at_a_time_in_call_order(self):
+    async def test_stateful_tools_run_sequentially_in_call_order(self):
         running, log = [], []
 
         class Owner:
@@ -336,10 +336,10 @@ class TestConcurrency:
             return "beside"
 
         tools = {"slow": Owner.slow, "threaded": Owner.threaded, "quick": Owner.quick, "beside": as_tool(beside)}
-        made = ToolRunner(tools, owner=Owner())
+        tool_runner = ToolRunner(tools, owner=Owner())
         names = ["slow", "beside", "threaded", "slow", "quick", "threaded", "beside", "slow"]
         calls = [call(name, call_id=str(n), **({} if name == "beside" else {"n": n})) for n, name in enumerate(names)]
-        outcomes = await made.run_all(calls)
+        outcomes = await tool_runner.run_all(calls)
         assert [outcome.call.id for outcome in outcomes] == [str(n) for n in range(8)]
         assert [outcome.response.error for outcome in outcomes] == [None] * 8
         assert log == [0, 2, 3, 4, 5, 7]
@@ -355,8 +355,8 @@ class TestConcurrency:
                 log.append(("out", n))
                 return ""
 
-        made = ToolRunner({"slow": Owner.slow}, owner=Owner())
-        await asyncio.gather(*(made.run(call("slow", n=n)) for n in range(4)))
+        tool_runner = ToolRunner({"slow": Owner.slow}, owner=Owner())
+        await asyncio.gather(*(tool_runner.run(call("slow", n=n)) for n in range(4)))
         assert log == [(side, n) for n in range(4) for side in ("in", "out")]
 
     async def test_a_method_that_is_declared_concurrent(self):
@@ -372,7 +372,7 @@ class TestConcurrency:
         outcomes = await ToolRunner({"meet": Owner.meet}, owner=Owner()).run_all([call("meet"), call("meet")])
         assert [outcome.response.text for outcome in outcomes] == ["met", "met"]
 
-    async def test_a_tool_may_call_another_one_of_its_episode(self):
+    async def test_tool_may_call_another_tool_of_its_episode(self):
         class Owner:
             made: ToolRunner
 
@@ -389,7 +389,7 @@ class TestConcurrency:
         async with asyncio.timeout(WAIT):
             assert (await owner.made.run(call("outer"))).response.text == "outer inner"
 
-    async def test_an_error_of_one_waits_for_the_others(self):
+    async def test_error_of_a_call_is_raised_after_all_calls_end(self):
         finished = []
 
         async def breaks() -> str:
@@ -426,29 +426,29 @@ class TestConcurrency:
         def where() -> str:
             return str(threading.get_ident())
 
-        made = runner(where, executor=executor)
-        texts = {(await made.run(call("where"))).response.text for _ in range(3)}
+        tool_runner = runner(where, executor=executor)
+        texts = {(await tool_runner.run(call("where"))).response.text for _ in range(3)}
         assert texts == {str(executor.submit(threading.get_ident).result(WAIT))}
         executor.shutdown()
         with pytest.raises(EnvError, match="rejected the call"):
-            await made.run(call("where"))
+            await tool_runner.run(call("where"))
 
 
 class TestTimeouts:
     async def test_an_async_tool_is_really_cancelled(self):
-        ended = []
+        finished = []
 
         @function_tool(timeout=0.01)
         async def hangs() -> str:
             try:
                 await asyncio.Event().wait()
             finally:
-                ended.append(1)
+                finished.append(1)
             return ""
 
-        made = runner(hangs)
-        outcome = await made.run(call("hangs"))
-        assert (outcome.response.error, made.lost, ended) == ("timeout", 0, [1])
+        tool_runner = runner(hangs)
+        outcome = await tool_runner.run(call("hangs"))
+        assert (outcome.response.error, tool_runner.lost, finished) == ("timeout", 0, [1])
         assert outcome.usable
         assert "0.01 s" in error_of(outcome.response)["message"]
 
@@ -478,9 +478,9 @@ class TestTimeouts:
                     await release.wait()
             return ""
 
-        made = runner(stubborn)
-        assert (await made.run(call("stubborn"))).response.error == "timeout"
-        assert made.lost == 1
+        tool_runner = runner(stubborn)
+        assert (await tool_runner.run(call("stubborn"))).response.error == "timeout"
+        assert tool_runner.lost == 1
         release.set()
 
     @pytest.mark.parametrize("kind", [ToolThreads, ThreadPoolExecutor])
@@ -497,25 +497,25 @@ class TestTimeouts:
             ran.append(1)
             return ""
 
-        made = runner(hangs, FunctionTool(after, concurrent=False), executor=executor)
-        outcome = await made.run(call("hangs"))
-        assert (outcome.response.error, made.lost) == ("timeout", 1)
+        tool_runner = runner(hangs, FunctionTool(after, concurrent=False), executor=executor)
+        outcome = await tool_runner.run(call("hangs"))
+        assert (outcome.response.error, tool_runner.lost) == ("timeout", 1)
         # Nothing else of the episode runs beside a thread that nobody can stop.
-        later = await made.run_all([call("after"), call("nothing")])
-        assert [each.response.error for each in later] == ["timeout", "unknown_tool"]
+        later = await tool_runner.run_all([call("after"), call("nothing")])
+        assert [outcome.response.error for outcome in later] == ["timeout", "unknown_tool"]
         assert ran == []
         release.set()
         executor.shutdown()
 
     @pytest.mark.parametrize("ends", ["time-out", "cancelled"])
-    async def test_a_tool_that_holds_a_process_ends_it(self, ends):
-        begun = asyncio.Event()
+    async def test_interrupted_tool_runs_its_cleanup(self, ends):
+        started = asyncio.Event()
         # Started before the call: how long that takes is the machine's affair, not the tool's.
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
 
         @function_tool(timeout=0.2 if ends == "time-out" else WAIT)
         async def shell() -> str:
-            begun.set()
+            started.set()
             try:
                 await process.wait()
             finally:
@@ -523,10 +523,10 @@ class TestTimeouts:
                 await process.wait()
             return ""
 
-        made = runner(shell)
-        task = asyncio.ensure_future(made.run(call("shell")))
+        tool_runner = runner(shell)
+        task = asyncio.ensure_future(tool_runner.run(call("shell")))
         async with asyncio.timeout(WAIT):
-            await begun.wait()
+            await started.wait()
             if ends == "cancelled":
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -535,18 +535,18 @@ class TestTimeouts:
                 assert (await task).response.error == "timeout"
         # The call was answered after the tool had cleaned up, not while it did.
         assert process.returncode == -signal.SIGKILL
-        assert made.lost == 0
+        assert tool_runner.lost == 0
 
     async def test_a_call_that_waited_for_a_thread_is_not_lost(self):
         executor = ToolThreads(1)
         release = threading.Event()
         blocker = executor.submit(release.wait, WAIT)
-        made = runner(FunctionTool(lambda: "x", name="f", timeout=0.01), executor=executor)
-        assert (await made.run(call("f"))).response.error == "timeout"
-        assert made.lost == 0
+        tool_runner = runner(FunctionTool(lambda: "x", name="f", timeout=0.01), executor=executor)
+        assert (await tool_runner.run(call("f"))).response.error == "timeout"
+        assert tool_runner.lost == 0
         release.set()
         blocker.result(WAIT)
-        assert (await made.run(call("f"))).response.text == "x"
+        assert (await tool_runner.run(call("f"))).response.text == "x"
         executor.shutdown()
 
     async def test_the_episodes_time_out_serves_tools_without_their_own(self):
@@ -557,41 +557,41 @@ class TestTimeouts:
         assert (await runner(hangs, timeout=0.01).run(call("hangs"))).response.error == "timeout"
 
     async def test_cancelling_the_episode_cancels_the_tool(self):
-        begun, ended = asyncio.Event(), []
+        started, finished = asyncio.Event(), []
 
         @function_tool(timeout=WAIT)
         async def hangs() -> str:
-            begun.set()
+            started.set()
             try:
                 await asyncio.Event().wait()
             finally:
-                ended.append(1)
+                finished.append(1)
             return ""
 
         task = asyncio.ensure_future(runner(hangs).run_all([call("hangs"), call("hangs")]))
         async with asyncio.timeout(WAIT):
-            await begun.wait()
+            await started.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        assert ended == [1, 1]
+        assert finished == [1, 1]
 
     async def test_cancelling_the_episode_gives_its_thread_up(self):
         executor = ToolThreads(1)
-        begun, release = threading.Event(), threading.Event()
+        started, release = threading.Event(), threading.Event()
 
         def hangs() -> str:
-            begun.set()
+            started.set()
             release.wait(WAIT)
             return ""
 
-        made = runner(hangs, executor=executor)
-        task = asyncio.ensure_future(made.run(call("hangs")))
-        await asyncio.to_thread(begun.wait, WAIT)
+        tool_runner = runner(hangs, executor=executor)
+        task = asyncio.ensure_future(tool_runner.run(call("hangs")))
+        await asyncio.to_thread(started.wait, WAIT)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (made.lost, executor.lost) == (1, 1)
+        assert (tool_runner.lost, executor.lost) == (1, 1)
         release.set()
         executor.shutdown()
 
@@ -599,22 +599,22 @@ class TestTimeouts:
 class TestBaseTools:
     async def test_created_once_released_once(self):
         tool = Base()
-        made = runner(tool)
-        outcomes = await made.run_all([call("base", x=1), call("base"), call("base", x="no")])
+        tool_runner = runner(tool)
+        outcomes = await tool_runner.run_all([call("base", x=1), call("base"), call("base", x="no")])
         assert [outcome.response.error for outcome in outcomes] == [None, None, "invalid_arguments"]
         assert (outcomes[0].response.reward, outcomes[0].response.metrics) == (0.5, {"n": 1.0})
-        assert await made.rewards() == {"tool/base": 0.25}
-        await made.close()
-        await made.close()
+        assert await tool_runner.rewards() == {"tool/base": 0.25}
+        await tool_runner.close()
+        await tool_runner.close()
         assert [entry[0] for entry in tool.log] == ["create", "execute", "execute", "calc_reward", "release"]
         with pytest.raises(EnvError, match="after the end"):
-            await made.run(call("base"))
+            await tool_runner.run(call("base"))
 
     async def test_created_once_by_calls_that_come_together(self):
         tool = Base()
         tool.concurrent = True
-        made = runner(tool)
-        await asyncio.gather(*(made.run(call("base")) for _ in range(5)))
+        tool_runner = runner(tool)
+        await asyncio.gather(*(tool_runner.run(call("base")) for _ in range(5)))
         assert [entry[0] for entry in tool.log].count("create") == 1
 
     async def test_instances_of_two_episodes_are_two(self):
@@ -630,47 +630,47 @@ class TestBaseTools:
     async def test_kwargs_of_the_task_reach_every_method(self):
         tool = Base()
         kwargs = {f"{name}_kwargs": {"from": name} for name in ("create", "execute", "calc_reward", "release")}
-        made = runner(tool, tools_kwargs={"base": kwargs})
-        await made.run(call("base"))
-        await made.rewards()
-        await made.close()
+        tool_runner = runner(tool, tools_kwargs={"base": kwargs})
+        await tool_runner.run(call("base"))
+        await tool_runner.rewards()
+        await tool_runner.close()
         create, execute, calc_reward, release = (entry[-1] for entry in tool.log)
         assert create == {"from": "create", "create_kwargs": {"from": "create"}}
-        assert execute == {"from": "execute", "agent_data": made.data}
+        assert execute == {"from": "execute", "agent_data": tool_runner.data}
         assert (calc_reward, release) == ({"from": "calc_reward"}, {"from": "release"})
 
     async def test_a_failing_create_releases_the_others_and_is_an_env_error(self):
         log = []
-        made = runner(Base("one", log), Base("two", log, create=OSError("no disk")))
+        tool_runner = runner(Base("one", log), Base("two", log, create=OSError("no disk")))
         with pytest.raises(EnvError, match=r"Base\.create of tool 'two' raised OSError: no disk"):
-            await made.run(call("one"))
+            await tool_runner.run(call("one"))
         assert [entry[:2] for entry in log] == [("create", "one"), ("create", "two"), ("release", "one")]
-        await made.close()
+        await tool_runner.close()
         assert len(log) == 3
 
     async def test_a_failing_release_does_not_keep_the_others(self):
         log = []
-        made = runner(Base("one", log), Base("two", log, release=OSError("stuck")), Base("three", log))
-        await made.open()
+        tool_runner = runner(Base("one", log), Base("two", log, release=OSError("stuck")), Base("three", log))
+        await tool_runner.open()
         with pytest.raises(EnvError, match=r"Base\.release of tool 'two' raised OSError"):
-            await made.close()
-        await made.close()
+            await tool_runner.close()
+        await tool_runner.close()
         assert sorted(entry[1] for entry in log if entry[0] == "release") == ["one", "three", "two"]
 
     async def test_a_cancelled_release_does_not_keep_the_others_either(self):
-        log, begun = [], asyncio.Event()
+        log, started = [], asyncio.Event()
 
         class Slow(Base):
             async def release(self, instance_id, **kwargs):
-                begun.set()
+                started.set()
                 await asyncio.Event().wait()
 
         # Released in the reverse order of their creation.
-        made = runner(Base("one", log), Slow("two", log))
-        await made.open()
-        task = asyncio.ensure_future(made.close())
+        tool_runner = runner(Base("one", log), Slow("two", log))
+        await tool_runner.open()
+        task = asyncio.ensure_future(tool_runner.close())
         async with asyncio.timeout(WAIT):
-            await begun.wait()
+            await started.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -678,9 +678,9 @@ class TestBaseTools:
 
     async def test_a_failing_execute_is_answered_and_still_released(self):
         tool = Base(execute=ValueError("bad state"))
-        made = runner(tool)
-        assert (await made.run(call("base"))).response.error == "tool_error"
-        await made.close()
+        tool_runner = runner(tool)
+        assert (await tool_runner.run(call("base"))).response.error == "tool_error"
+        await tool_runner.close()
         assert tool.log[-1][0] == "release"
 
     async def test_a_failing_calc_reward_is_an_env_error(self):
@@ -706,9 +706,9 @@ class TestBaseTools:
             async def calc_reward(self, instance_id, **kwargs):
                 return {"first": 0.5, "second": 0.0, "third": None}[self.name]
 
-        made = runner(Quiet("first"), Quiet("second"), Quiet("third"))
-        await made.open()
-        assert await made.rewards() == {"tool/first": 1.5}
+        tool_runner = runner(Quiet("first"), Quiet("second"), Quiet("third"))
+        await tool_runner.open()
+        assert await tool_runner.rewards() == {"tool/first": 1.5}
 
 
 JSON = st.recursive(
@@ -743,14 +743,14 @@ async def failing() -> str:
 @given(st.lists(CALLS, max_size=8))
 def test_any_calls_get_as_many_answers_in_their_order(calls):
     async def main():
-        made = runner(add, upper, failing, Base())
-        outcomes = await made.run_all(calls)
-        await made.close()
+        tool_runner = runner(add, upper, failing, Base())
+        outcomes = await tool_runner.run_all(calls)
+        await tool_runner.close()
         return outcomes
 
     outcomes = asyncio.run(main())
     assert [outcome.call for outcome in outcomes] == calls or all(
-        outcome.call is made for outcome, made in zip(outcomes, calls, strict=True)
+        outcome.call is tool_runner for outcome, tool_runner in zip(outcomes, calls, strict=True)
     )
     for outcome in outcomes:
         content = outcome.response.content()

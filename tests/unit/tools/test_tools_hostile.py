@@ -63,11 +63,11 @@ class World(ToolEnv):
 
 class TestArgumentsThatAreChanged:
     @pytest.mark.parametrize("name", ["spoil_object", "spoil_any", "spoil_given"])
-    async def test_the_conversation_stays_what_was_sampled(self, name):
+    async def test_hostile_tools_leave_the_conversation_unchanged(self, name):
         renderer = renderer_for("qwen3")
         call = ToolCall("", name, {"items": [[1], 2], "by_name": {"a": {"b": 1}}})
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        client = ScriptedClient(renderer, [said, "done"], tools=[each.schema for each in World().toolset().values()])
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        client = ScriptedClient(renderer, [message, "done"], tools=[tool.schema for tool in World().toolset().values()])
         config = RolloutConfig.model_validate({"env": {"name": "tools_hostile"}})
         outcome = await EpisodeRunner(config, client, renderer, context_length=9000).run(
             EpisodeSpec(Task("t", ""), "g")
@@ -76,7 +76,7 @@ class TestArgumentsThatAreChanged:
         assert (trajectory.error, trajectory.metrics["tool_errors"], trajectory.metrics["forks"]) == (None, 0, 0)
         assert "spoiled" not in client.requests[1].text
 
-    async def test_what_a_task_gives_is_each_episodes_own(self):
+    async def test_task_arguments_are_copied_per_episode(self):
         class Keeps(BaseTool):
             async def create(self, instance_id=None, *, rows=None, **kwargs):
                 rows.append("more")
@@ -85,11 +85,11 @@ class TestArgumentsThatAreChanged:
         tools = {"keeps": Keeps({}, {"name": "keeps", "parameters": {"type": "object", "properties": {}}})}
         task = Task("t", "go", {"tools_kwargs": {"keeps": {"create_kwargs": {"rows": ["one"]}}}})
         for _ in range(2):
-            given = tools_kwargs(tools, task)
-            runner = ToolRunner(tools, tools_kwargs=given)
+            schema = tools_kwargs(tools, task)
+            runner = ToolRunner(tools, tools_kwargs=schema)
             await runner.open()
             await runner.close()
-            assert given["keeps"]["create_kwargs"]["rows"] == ["one", "more"]
+            assert schema["keeps"]["create_kwargs"]["rows"] == ["one", "more"]
         assert task.data["tools_kwargs"]["keeps"]["create_kwargs"]["rows"] == ["one"]
 
 
@@ -120,41 +120,41 @@ class TestArgumentsOfTasksThatNoMethodTakes:
         with pytest.raises(TaskError, match=words):
             env.toolset()
 
-    def test_what_is_taken_passes(self):
-        given = {"create_kwargs": {"wanted": "x"}, "execute_kwargs": {"limit": 4}}
-        assert tools_kwargs({"narrow": Narrow()}, Task("t", "go", {"tools_kwargs": {"narrow": given}})) == {
-            "narrow": given
+    def test_accepted_task_arguments_pass(self):
+        schema = {"create_kwargs": {"wanted": "x"}, "execute_kwargs": {"limit": 4}}
+        assert tools_kwargs({"narrow": Narrow()}, Task("t", "go", {"tools_kwargs": {"narrow": schema}})) == {
+            "narrow": schema
         }
 
 
 class TestReferencesInSchemas:
-    def test_one_that_leads_nowhere_is_refused_when_the_tool_is_made(self):
+    def test_dangling_reference_is_refused_at_construction(self):
         for reference in ("#/$defs/point", "other.json", "#point"):
-            given = {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": reference}]}}}
+            schema = {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, {"$ref": reference}]}}}
             with pytest.raises(
                 ToolSchemaError, match=f"refer to {re.escape(repr(reference))}, which they do not define"
             ):
-                as_schema({"name": "x", "parameters": given.copy()})
+                as_schema({"name": "x", "parameters": schema.copy()})
 
-    def test_one_behind_another(self):
-        given = {
+    def test_dangling_reference_behind_another_is_refused(self):
+        schema = {
             "type": "object",
             "properties": {"a": {"$ref": "#/elsewhere/first"}},
             "elsewhere": {"first": {"items": {"$ref": "#/elsewhere/second"}}},
         }
         with pytest.raises(ToolSchemaError, match="refer to '#/elsewhere/second'"):
-            as_schema({"name": "x", "parameters": given})
-        given["elsewhere"]["second"] = {"type": "integer"}
-        assert as_schema({"name": "x", "parameters": given}).parameters == given
+            as_schema({"name": "x", "parameters": schema})
+        schema["elsewhere"]["second"] = {"type": "integer"}
+        assert as_schema({"name": "x", "parameters": schema}).parameters == schema
 
     def test_a_property_of_that_name_is_none(self):
-        given = {
+        schema = {
             "type": "object",
             "properties": {"$ref": {"type": "string", "default": {"$ref": "no"}}, "a": {"$ref": "#/properties/%24ref"}},
         }
-        assert as_schema({"name": "x", "parameters": given}).parameters == given
+        assert as_schema({"name": "x", "parameters": schema}).parameters == schema
 
-    def test_nothing_is_fetched(self):
+    def test_references_are_never_fetched(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(0)
             address = f"http://127.0.0.1:{server.getsockname()[1]}/schema.json"
@@ -169,11 +169,11 @@ class TestReferencesInSchemas:
                 return ToolResponse("fine"), None, {}
 
         pair = {"type": "array", "items": [{"type": "integer"}, {"type": "string"}], "additionalItems": False}
-        given = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"pair": pair}}
-        tool = Pair({}, {"name": "pair", "parameters": given})
-        assert tool.schema.parameters == given
+        schema = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"pair": pair}}
+        tool = Pair({}, {"name": "pair", "parameters": schema})
+        assert tool.schema.parameters == schema
         runner = ToolRunner({"pair": tool})
-        answers = [(await runner.run(ToolCall("c", "pair", {"pair": each}))).response for each in ([1, "a"], ["a", 1])]
+        answers = [(await runner.run(ToolCall("c", "pair", {"pair": tool}))).response for tool in ([1, "a"], ["a", 1])]
         assert [answer.error for answer in answers] == [None, "invalid_arguments"]
 
 
@@ -186,7 +186,7 @@ class TestReferencesInSchemas:
         ({"name": "x", "parameters": ["a"]}, r"its parameters are \['a'\]"),
     ],
 )
-def test_what_is_no_schema(source, words):
+def test_invalid_schemas_raise_schema_errors(source, words):
     with pytest.raises(ToolSchemaError, match=words):
         as_schema(source)
 
@@ -207,7 +207,7 @@ class TestToolsThatEndThings:
         assert "SystemExit: out of here" in second.response.text
         await asyncio.sleep(0)
 
-    async def test_in_create_it_is_an_error_of_the_tool(self):
+    async def test_error_in_create_is_an_env_error_of_the_tool(self):
         class Leaves(BaseTool):
             async def create(self, instance_id=None, **kwargs):
                 sys.exit(2)
@@ -261,7 +261,7 @@ class TestAuthorsAreTold:
         with pytest.raises(EnvError, match=r"ToolResponse.metrics is \[1\]: it must be a dict"):
             ToolResponse(metrics=[1])
 
-    def test_of_two_functions_of_one_name_in_one_file(self, tmp_path):
+    def test_two_functions_of_equal_name_raise_config_error(self, tmp_path):
         file = tmp_path / "hostile_twice.py"
         file.write_text(
             "from turnwise import function_tool\n\n@function_tool\ndef hostile_twice(a: int): ...\n\n"

@@ -56,18 +56,18 @@ class TestWhatIsKept:
     )
     @pytest.mark.parametrize("unit", ["characters", "tokens"])
     def test_a_part_and_markers_that_count_the_rest(self, keep, pattern, unit):
-        found = OutputLimit(100, unit, keep).cut(self.TEXT, len)
-        assert re.fullmatch(pattern, found, re.DOTALL)
-        bare = MARKER.sub("", found).replace("\n", "")
-        assert len(bare) + sum(int(count) for count in MARKER.findall(found)) == len(self.TEXT)
-        assert 80 < len(found) <= 100
+        shortened = OutputLimit(100, unit, keep).cut(self.TEXT, len)
+        assert re.fullmatch(pattern, shortened, re.DOTALL)
+        bare = MARKER.sub("", shortened).replace("\n", "")
+        assert len(bare) + sum(int(count) for count in MARKER.findall(shortened)) == len(self.TEXT)
+        assert 80 < len(shortened) <= 100
 
     def test_the_middle_is_the_middle(self):
         text = numbered(1000)
-        found = OutputLimit(200, "characters", "middle").cut(text)
-        before, after = (int(count) for count in MARKER.findall(found))
-        assert abs(before - after) <= 1
-        assert found.split("\n")[1] == text[before : len(text) - after]
+        shortened = OutputLimit(200, "characters", "middle").cut(text)
+        head_count, tail_count = (int(count) for count in MARKER.findall(shortened))
+        assert abs(head_count - tail_count) <= 1
+        assert shortened.split("\n")[1] == text[head_count : len(text) - tail_count]
 
     def test_a_limit_without_room_for_a_marker_keeps_bare_text(self):
         assert [OutputLimit(3, unit, keep).cut("abcdefghi", len) for unit in ("characters", "tokens") for keep in
@@ -79,8 +79,8 @@ class TestWhatIsKept:
 
     def test_without_a_model_tokens_are_estimated(self):
         assert (estimated_tokens(""), estimated_tokens("abcde"), estimated_tokens("数据")) == (0, 2, 2)
-        found = OutputLimit(30, "tokens").cut("x" * 1000)
-        assert 100 < len(found) <= 120
+        shortened = OutputLimit(30, "tokens").cut("x" * 1000)
+        assert 100 < len(shortened) <= 120
 
 
 class TestRefusals:
@@ -105,23 +105,23 @@ class TestRefusals:
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(FAMILIES), TEXTS, LIMITS)
-def test_a_cut_text_keeps_its_limit_when_it_is_encoded_again(family, text, limit):
+def test_cut_text_stays_within_its_limit_when_encoded(family, text, limit):
     count = renderer_for(family).count
-    found = limit.cut(text, count)
-    size = count(found) if limit.unit == "tokens" else len(found)
+    shortened = limit.cut(text, count)
+    size = count(shortened) if limit.unit == "tokens" else len(shortened)
     assert size <= limit.amount
     whole = count(text) if limit.unit == "tokens" else len(text)
     if whole <= limit.amount:
-        assert found == text
+        assert shortened == text
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.integers(60, 400), st.sampled_from(["ends", "head", "tail", "middle"]))
-def test_what_may_be_kept_is_kept(amount, keep):
+def test_cut_text_uses_most_of_its_limit(amount, keep):
     count = renderer_for("qwen3").count
-    found = OutputLimit(amount, "tokens", keep).cut(numbered(2000), count)
-    assert MARKER.search(found)
-    assert 0.85 * amount - 4 <= count(found) <= amount
+    shortened = OutputLimit(amount, "tokens", keep).cut(numbered(2000), count)
+    assert MARKER.search(shortened)
+    assert 0.85 * amount - 4 <= count(shortened) <= amount
 
 
 def test_few_counts_for_a_long_text():
@@ -138,7 +138,7 @@ def test_few_counts_for_a_long_text():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_renderer_counts_what_a_message_takes(family):
+def test_renderer_counts_the_tokens_of_a_message(family):
     renderer = renderer_for(family)
     escaped = renderer.escaped
     for text in ("", "plain words", "a <|im_end|> b <tool_call> c [|over|] d <|eot_id|>", "数据 🙂"):
@@ -178,7 +178,7 @@ async def test_results_and_error_texts_keep_the_limit_of_their_tool(fails):
     await runner.close()
 
 
-async def test_a_text_that_a_tool_marks_as_an_error_keeps_it_too():
+async def test_error_texts_are_limited_too():
     def fails() -> ToolResponse:
         return ToolResponse("x" * 5000, error="http_500")
 

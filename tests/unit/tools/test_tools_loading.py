@@ -157,7 +157,7 @@ class TestFunctionFiles:
             ("def f(a: int) -> int:\n    return a\n", r"bad\.py has no tools: write @function_tool"),
         ],
     )
-    def test_what_is_wrong_with_a_file_is_said_with_its_line(self, tmp_path, text: str, words: str) -> None:
+    def test_broken_tool_files_are_reported_with_their_line(self, tmp_path, text: str, words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             load_function_tools(written(tmp_path / "bad.py", text))
 
@@ -210,14 +210,14 @@ class TestYaml:
             ("  - class_name: [\n", r"tools\.yaml:3:1: not YAML"),
         ],
     )
-    def test_what_is_wrong_is_said_with_its_line(self, tmp_path, entry: str, words: str) -> None:
+    def test_wrong_tool_entries_are_reported_with_their_line(self, tmp_path, entry: str, words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             load_tool_config(yaml_of(tmp_path, entry))
 
-    def test_the_second_of_two_is_the_wrong_one(self, tmp_path) -> None:
-        good = "  - class_name: base.py:Kept" + SCHEMA.format(name="k")
+    def test_error_names_the_line_of_the_wrong_entry(self, tmp_path) -> None:
+        valid = "  - class_name: base.py:Kept" + SCHEMA.format(name="k")
         with pytest.raises(ConfigError, match=r"tools\.yaml:14: tools\.1\.class_name"):
-            load_tool_config(yaml_of(tmp_path, good, "\n  - class_name: base.py:Missing\n"))
+            load_tool_config(yaml_of(tmp_path, valid, "\n  - class_name: base.py:Missing\n"))
 
 
 class TestTogether:
@@ -234,9 +234,9 @@ class TestTogether:
         with pytest.raises(ConfigError) as error:
             await loaded(function_tool_path=path, tool_config_path=yaml_of(tmp_path, *entries))
         text = str(error.value)
-        for name, place in (("load_a", "load_a.py:8"), ("load_b", "load_a.py:13")):
+        for name, location in (("load_a", "load_a.py:8"), ("load_b", "load_a.py:13")):
             line = next(line for line in text.splitlines() if line.startswith(f"  '{name}'"))
-            assert place in line
+            assert location in line
             assert "Kept of" in line
             assert "tools.yaml" in line
 
@@ -263,14 +263,14 @@ class TestTogether:
         ):
             Loud().add_tools(tools)
 
-    async def test_the_same_function_listed_and_loaded_is_one_tool(self, tmp_path) -> None:
+    async def test_function_listed_and_loaded_is_a_single_tool(self, tmp_path) -> None:
         tools = await loaded(function_tool_path=functions(tmp_path, "load_same", "load_same_too"))
         env = ToolEnv()
         env.tools = [tools[0]]
         env.add_tools(tools)
         assert list(env.toolset()) == ["load_same", "load_same_too"]
 
-    async def test_an_environment_without_tools_refuses_them(self, tmp_path) -> None:
+    async def test_environment_without_tool_calls_refuses_loaded_tools(self, tmp_path) -> None:
         spec = EnvSpec(
             "single_turn",
             {"scorer": "turnwise.envs.basic.task_env:only_tools"},
@@ -349,7 +349,7 @@ class TestSelection:
         assert '"unknown_tool"' in result.observation[0]["content"]
         assert '"available": ["sel_count"]' in result.observation[0]["content"]
 
-    async def test_the_place_where_verl_has_it(self) -> None:
+    async def test_selection_in_extra_info_is_read(self) -> None:
         info = {"tool_selection": ["sel_find"], "tools_kwargs": FULL | {"sel_count": None}}
         env = await begun(Task("t", "hi", {"extra_info": info}), sel_find, sel_count)
         result = await step_env(env, says("sel_find", query="ana"))
@@ -385,7 +385,7 @@ class TestSelection:
             ),
         ],
     )
-    async def test_what_does_not_fit_is_an_error_before_the_first_request(self, data, words) -> None:
+    async def test_wrong_selections_fail_before_the_first_request(self, data, words) -> None:
         env = await begun(Task("row-7", "hi", data), sel_count, Purse())
         with pytest.raises(TaskError, match=words) as error:
             schemas(env)
@@ -393,21 +393,21 @@ class TestSelection:
 
 
 class TestInjected:
-    def test_the_model_is_told_nothing_of_them(self) -> None:
+    def test_injected_parameters_are_hidden_from_the_model(self) -> None:
         assert sel_find.schema.parameters["properties"] == {"query": {"type": "string"}}
         assert sel_find.injected == {"table": True, "limit": False}
 
-    async def test_the_model_cannot_set_them(self) -> None:
-        made = ToolRunner({"sel_find": sel_find}, tools_kwargs=FULL)
-        outcome = await made.run(ToolCall("c", "sel_find", {"query": "a", "table": "secrets"}))
+    async def test_model_cannot_set_injected_parameters(self) -> None:
+        tool_runner = ToolRunner({"sel_find": sel_find}, tools_kwargs=FULL)
+        outcome = await tool_runner.run(ToolCall("c", "sel_find", {"query": "a", "table": "secrets"}))
         assert outcome.response.error == "invalid_arguments"
 
-    async def test_one_that_is_needed_and_not_given(self) -> None:
+    async def test_missing_injected_argument_raises_task_error(self) -> None:
         env = await begun(Task("row-1", "hi"), sel_find)
         with pytest.raises(TaskError, match=r"task 'row-1': the tool 'sel_find' needs 'table'"):
             schemas(env)
 
-    async def test_methods_and_given_schemas_take_them_too(self) -> None:
+    async def test_methods_and_explicit_schemas_take_injected_parameters(self) -> None:
         class Env(ToolEnv):
             @function_tool(schema={"name": "sel_look", "parameters": {"type": "object", "properties": {}}})
             def look(self, where: Injected[str]) -> str:
@@ -456,15 +456,15 @@ class TestBaseToolArguments:
         with pytest.raises(AttributeError, match="agent_data has no 'metrics': it has request_id"):
             _ = data.metrics
 
-    async def test_create_kwargs_as_one_dict_only(self) -> None:
+    async def test_create_kwargs_parameter_receives_all_arguments(self) -> None:
         class Old(Purse):
             async def create(self, instance_id=None, create_kwargs=None):
                 self.log.append(create_kwargs)
                 return "id", ToolResponse()
 
         tool = Old()
-        made = ToolRunner({"purse": tool}, tools_kwargs={"purse": {"create_kwargs": {"gold": 1}}})
-        await made.open()
+        tool_runner = ToolRunner({"purse": tool}, tools_kwargs={"purse": {"create_kwargs": {"gold": 1}}})
+        await tool_runner.open()
         assert tool.log == [{"gold": 1}]
 
 

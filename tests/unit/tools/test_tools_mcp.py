@@ -60,7 +60,7 @@ async def test_schemas_stay_whole_and_results_are_mapped() -> None:
         ]  # fmt: skip
 
 
-async def test_a_server_that_dies_in_a_call_is_one_error_and_the_next_call_connects_anew() -> None:
+async def test_server_death_is_a_single_error_and_the_next_call_reconnects() -> None:
     async with toolbox(command=COMMAND) as box:
         runner = await runner_of(box)
         assert (await answer(runner, "count")).text == "1"
@@ -113,7 +113,7 @@ async def test_a_call_that_takes_too_long_is_answered_and_the_connection_goes_on
         assert (await answer(runner, "count")).text == "1"
 
 
-async def test_a_server_that_hangs_is_left_for_a_new_one() -> None:
+async def test_hanging_server_is_replaced() -> None:
     async with toolbox(command=COMMAND, timeout=0.5) as box:
         runner = await runner_of(box)
         runner.tools["count"].timeout = 60
@@ -137,7 +137,7 @@ async def test_a_server_that_starts_more_slowly_than_calls_may_take_is_connected
     assert not _children()
 
 
-async def test_what_a_server_writes_on_standard_error_does_not_fill_the_disk() -> None:
+async def test_standard_error_of_a_server_is_bounded() -> None:
     async with toolbox(command=COMMAND) as box:
         runner = await runner_of(box)
         assert (await answer(runner, "shout")).text == "said"
@@ -210,17 +210,17 @@ class TestBadConfigurations:
         with pytest.raises(EnvError, match=r"was not connected within 0\.5 s"):
             await toolbox(command=command).tools()
 
-    async def test_a_tool_that_it_does_not_have(self) -> None:
+    async def test_include_of_an_unknown_tool_raises_config_error(self) -> None:
         async with toolbox(command=COMMAND, include=["ecko"]) as box:
             with pytest.raises(ConfigError, match=r"include names 'ecko'; did you mean 'echo'\?; its tools are echo"):
                 await box.tools()
 
-    def test_a_tool_whose_schema_refers_to_what_is_not_in_it(self) -> None:
+    def test_external_schema_references_raise_config_error(self) -> None:
         schema = {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/a.json"}}}
         with pytest.raises(ConfigError, match=r"refer to 'http://127.0.0.1:9/a.json', .*or leave it out with include"):
             MCPTool(MCPServer(MCPServerConfig(command=["x"])), mcp_types.Tool(name="t", input_schema=schema))
 
-    def test_what_lets_somebody_in_is_not_in_the_name(self) -> None:
+    def test_credentials_are_not_in_the_server_name(self) -> None:
         server = MCPServer(MCPServerConfig(url="https://me:pass@example.org/mcp?token=abc#x"))
         assert server.name == "https://example.org/mcp"
 
@@ -244,8 +244,8 @@ async def test_secrets_reach_the_server_and_no_error(monkeypatch) -> None:
         runner = await runner_of(box)
         assert (await answer(runner, "variable", text="KEY")).text == "k-123456"
         assert (await answer(runner, "variable", text="OTHER")).text == "plain"
-        told = await answer(runner, "fail", text="the key k-123456 is wrong")
-        assert "the key *** is wrong" in told.text
+        reply_text = await answer(runner, "fail", text="the key k-123456 is wrong")
+        assert "the key *** is wrong" in reply_text.text
     show = [sys.executable, "-c", "import os, sys; print(os.environ['KEY'], file=sys.stderr); sys.exit(1)"]
     with pytest.raises(EnvError) as error:
         await toolbox(command=show, env=env).tools()
@@ -280,12 +280,12 @@ async def test_through_the_runner_a_dying_server_is_a_recorded_failure_and_the_r
     producer = await RolloutProducer.create(config, ScriptedClient(renderer, script), None, parts)
     [group] = await producer.gather([RolloutRequest(Task("t", "go"))])
     await producer.close()
-    failed, good = written
+    failed, success = written
     assert failed.error.startswith("EnvError: MCP server")
     assert failed.rewards == []
-    assert (good.error, good.attempt) == (None, 1)
-    assert group.trajectories == [good]
-    assert good.segments[2].messages[0]["content"] == "1"
+    assert (success.error, success.attempt) == (None, 1)
+    assert group.trajectories == [success]
+    assert success.segments[2].messages[0]["content"] == "1"
     assert not _children()
 
 

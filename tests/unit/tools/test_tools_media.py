@@ -81,39 +81,39 @@ async def producer(env, lines=(CALL, "done"), renderer=None):
 
 
 @pytest.mark.parametrize(("env", "kinds"), [("Declares", "image"), ("HasCamera", "image, video")])
-async def test_a_renderer_that_cannot_place_it_is_named_before_any_episode(env, kinds):
+async def test_unsupported_media_are_refused_before_any_episode(env, kinds):
     words = f"{env}': its tool 'shot' returns {kinds}, but the renderer of this model accepts text only: leave"
     with pytest.raises(ConfigError, match=words):
         await producer(env)
     assert counts == {"made": 1, "reset": 0, "closed": 1}
 
 
-async def test_a_renderer_that_places_it_is_no_error():
+async def test_supported_media_are_accepted():
     class Sees(ToyRenderer):
         def __init__(self):
             super().__init__()
             self.media = frozenset(["image"])
 
-    made, _ = await producer("Declares", renderer=Sees())
-    await made.close()
+    rollouts, _ = await producer("Declares", renderer=Sees())
+    await rollouts.close()
     with pytest.raises(ConfigError, match=r"returns video, but .* accepts text, image only"):
         await producer("HasCamera", renderer=Sees())
 
 
-async def test_an_environment_that_only_a_task_names_ends_its_episode_before_it_begins():
-    made, written = await producer("Plain")
-    [group] = await made.gather([RolloutRequest(Task("t", "", env=f"{__name__}:Declares"))])
-    await made.close()
+async def test_task_environment_with_unsupported_media_fails_at_reset():
+    rollouts, written = await producer("Plain")
+    [group] = await rollouts.gather([RolloutRequest(Task("t", "", env=f"{__name__}:Declares"))])
+    await rollouts.close()
     assert (group.failed, len(written)) == (1, 1), "it would fail again: no second attempt"
     assert "returns image" in written[0].error
     assert counts["reset"] == 0
     assert counts["made"] == counts["closed"] == 2
 
 
-async def test_what_was_not_declared_ends_the_episode_with_its_name():
-    made, written = await producer("Hides")
-    [group] = await made.gather([RolloutRequest(Task("t", ""))])
-    await made.close()
+async def test_undeclared_media_end_the_episode_by_name():
+    rollouts, written = await producer("Hides")
+    [group] = await rollouts.gather([RolloutRequest(Task("t", ""))])
+    await rollouts.close()
     assert (group.failed, len(written)) == (1, 2)
     for trajectory in written:
         assert "tool 'shot' returned image, audio, which it does not declare: write media=(" in trajectory.error
@@ -121,17 +121,17 @@ async def test_what_was_not_declared_ends_the_episode_with_its_name():
 
 
 async def test_empty_lists_are_no_media_and_the_first_environment_is_used():
-    made, _ = await producer("Plain")
-    [group] = await made.gather([RolloutRequest(Task("t", ""), group_size=2)])
-    await made.close()
-    assert [each.reward for each in group.trajectories] == [1.0, 1.0]
+    rollouts, _ = await producer("Plain")
+    [group] = await rollouts.gather([RolloutRequest(Task("t", ""), group_size=2)])
+    await rollouts.close()
+    assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0]
     assert counts == {"made": 2, "reset": 2, "closed": 2}
 
 
 async def test_an_environment_that_cannot_be_made_is_said_by_its_episodes():
-    made, written = await producer("Broken")
-    [group] = await made.gather([RolloutRequest(Task("t", ""))])
-    await made.close()
+    rollouts, written = await producer("Broken")
+    [group] = await rollouts.gather([RolloutRequest(Task("t", ""))])
+    await rollouts.close()
     assert group.failed == 1
     assert "no disk" in written[0].error
 

@@ -48,19 +48,19 @@ SCHEMAS = st.recursive(
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_they_fit_the_schema(schema, seed):
     tool = of(value=schema)
-    found = random_arguments(tool, random.Random(seed), ["word", "other"])
-    assert found is not None
-    jsonschema.validate(found, tool.parameters)
+    arguments = random_arguments(tool, random.Random(seed), ["word", "other"])
+    assert arguments is not None
+    jsonschema.validate(arguments, tool.parameters)
 
 
 def test_they_vary_are_decided_by_the_seed_and_take_words_of_the_conversation():
     tool = of(where={"type": "string"}, times={"type": "integer", "minimum": 1, "maximum": 3})
-    drawn = [random_arguments(tool, random.Random(seed), ["kitchen"]) for seed in range(60)]
-    assert drawn == [random_arguments(tool, random.Random(seed), ["kitchen"]) for seed in range(60)]
-    assert {each["times"] for each in drawn} == {1, 2, 3}
-    places = {each["where"] for each in drawn}
-    assert "kitchen" in places
-    assert len(places) > 10
+    samples = [random_arguments(tool, random.Random(seed), ["kitchen"]) for seed in range(60)]
+    assert samples == [random_arguments(tool, random.Random(seed), ["kitchen"]) for seed in range(60)]
+    assert {sample["times"] for sample in samples} == {1, 2, 3}
+    locations = {sample["where"] for sample in samples}
+    assert "kitchen" in locations
+    assert len(locations) > 10
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_they_vary_are_decided_by_the_seed_and_take_words_of_the_conversation():
         ({"type": "string", "pattern": "^example$"}, {"value": "example"}),
     ],
 )
-def test_what_cannot_be_drawn_is_the_plain_example_or_nothing(schema, found):
+def test_undrawable_schemas_give_the_plain_example_or_none(schema, found):
     tool = ToolSchema(
         "t", "", {"type": "object", "properties": {"value": schema}, "required": ["value"], "$defs": {"missing": False}}
     )

@@ -118,18 +118,18 @@ class TestHints:
             ),
         ],
     )
-    def test_one_hint(self, hint, schema):
+    def test_single_hint_gives_its_schema(self, hint, schema):
         assert of(hint) == schema
 
     def test_nested_typed_dicts_of_both_kinds(self):
-        found = of(list[Newer] | None)
-        assert found["anyOf"][0]["items"]["properties"]["inner"] == of(Point)
+        result = of(list[Newer] | None)
+        assert result["anyOf"][0]["items"]["properties"]["inner"] == of(Point)
 
     def test_a_dataclass_is_in_place_with_its_defaults(self):
-        found = of(Box)
-        assert found["required"] == ["corner"]
-        assert found["properties"]["corner"]["prefixItems"] == [{"type": "number"}, {"type": "number"}]
-        assert found["properties"]["colour"] == {"type": "string", "enum": ["red", "blue"], "default": "red"}
+        result = of(Box)
+        assert result["required"] == ["corner"]
+        assert result["properties"]["corner"]["prefixItems"] == [{"type": "number"}, {"type": "number"}]
+        assert result["properties"]["colour"] == {"type": "string", "enum": ["red", "blue"], "default": "red"}
 
     def test_a_model_that_holds_itself_keeps_a_definition(self):
         def fn(person: Person):
@@ -159,7 +159,7 @@ class TestHints:
 
         schema = parameters(fn)
         assert schema["required"] == ["a"]
-        assert {name: each.get("default", "none") for name, each in schema["properties"].items()} == {
+        assert {name: body.get("default", "none") for name, body in schema["properties"].items()} == {
             "a": "none",
             "b": 3,
             "c": "blue",
@@ -230,7 +230,7 @@ class TestDocstrings:
 
         schema, _ = function_schema(fn)
         assert schema.description == "Tell the weather.\n\nIt may rain."
-        texts = {name: each.get("description") for name, each in schema.parameters["properties"].items()}
+        texts = {name: body.get("description") for name, body in schema.parameters["properties"].items()}
         assert texts == {"city": 'Where, such as "Paris: north".', "days": "How long.", "unit": "own text"}
 
     def test_no_docstring_is_fine(self):
@@ -333,7 +333,7 @@ class TestGivenSchemas:
             ToolSchema("f", "d", FULL),
         ],
     )
-    def test_nothing_is_lost(self, form):
+    def test_schema_keeps_all_keywords(self, form):
         assert as_schema(form) == ToolSchema("f", "d", self.FULL)
 
     def test_a_pydantic_object_in_openais_form(self):
@@ -403,7 +403,7 @@ class TestArguments:
         def fn(box: Box, point: Point, colours: list[Colour], ratio: float, count: int, person: Person | None = None):
             pass
 
-        given = {
+        arguments = {
             "box": {"corner": [1, 2.5], "colour": "blue"},
             "point": {"x": 3},
             "colours": ["red"],
@@ -411,13 +411,13 @@ class TestArguments:
             "count": 3.0,
             "person": {"name": "a", "age": 3},
         }
-        found = self.convert(fn, given)
-        assert found["box"] == Box((1.0, 2.5), Colour.BLUE)
-        assert found["point"] == {"x": 3}
-        assert found["colours"] == [Colour.RED]
-        assert (found["ratio"], type(found["ratio"])) == (2.0, float)
-        assert (found["count"], type(found["count"])) == (3, int)
-        assert found["person"] == Person(name="a", age=3)
+        result = self.convert(fn, arguments)
+        assert result["box"] == Box((1.0, 2.5), Colour.BLUE)
+        assert result["point"] == {"x": 3}
+        assert result["colours"] == [Colour.RED]
+        assert (result["ratio"], type(result["ratio"])) == (2.0, float)
+        assert (result["count"], type(result["count"])) == (3, int)
+        assert result["person"] == Person(name="a", age=3)
 
     def test_defaults_are_left_to_the_function(self):
         def fn(a: int, b: int = 2):
@@ -438,7 +438,7 @@ class TestArguments:
             ({"a": "9" * 10_000}, "$.a", "integer"),
         ],
     )
-    def test_what_does_not_fit(self, given, path, word):
+    def test_unfitting_arguments_raise_argument_errors(self, given, path, word):
         def fn(a: int, b: list[Point] = []):  # noqa: B006
             pass
 
@@ -484,11 +484,11 @@ def test_any_json_either_parses_or_is_an_argument_error(value):
         pass
 
     try:
-        found = function_schema(fn)[1].parse(value)
+        result = function_schema(fn)[1].parse(value)
     except ArgumentError as error:
         assert error.path.startswith("$")  # noqa: PT017 - either outcome is right
     else:
-        assert set(found) <= {"a", "b"}
+        assert set(result) <= {"a", "b"}
 
 
 def test_examples_respect_bounds():
@@ -502,7 +502,7 @@ def test_examples_respect_bounds():
         pass
 
     schema, arguments = function_schema(fn)
-    found = example_arguments(schema)
-    assert found is not None
-    assert found["a"] == 5
-    arguments.parse(found)
+    result = example_arguments(schema)
+    assert result is not None
+    assert result["a"] == 5
+    arguments.parse(result)

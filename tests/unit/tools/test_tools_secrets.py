@@ -84,7 +84,7 @@ class TestTexts:
         for form in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
             assert form not in redact(f"{around}{form}{around}")
 
-    def test_it_is_found_wherever_it_is_held(self):
+    def test_secrets_are_found_in_nested_holders(self):
         @dataclasses.dataclass
         class Inner:
             key: SecretStr
@@ -93,15 +93,15 @@ class TestTexts:
         class Model(pydantic.BaseModel):
             token: pydantic.SecretBytes
 
-        held = {
+        holder = {
             "a": [Inner(SecretStr("one"))],
             "b": ({"c": Model(token=b"two")},),
             "d": "three",
             "e": {SecretStr("four")},
         }
-        assert Secrets([], held).redact("one two three four") == "*** *** three ***"
+        assert Secrets([], holder).redact("one two three four") == "*** *** three ***"
 
-    def test_longer_secrets_first_and_empty_ones_never(self):
+    def test_longer_secrets_are_redacted_first_and_empty_never(self):
         assert Secrets([SecretStr("ab"), SecretStr("abcd"), SecretStr("")]).redact("abcd ab x") == "*** *** x"
 
     def test_names_are_read_from_the_environment_and_never_guessed(self, monkeypatch):
@@ -175,11 +175,11 @@ class TestErrors:
             raise kind(f"no {KEY}")
 
         tool = function_tool("fails", secrets=[NAME] if declared == "tool" else ())(fails)
-        given = {
+        options = {
             "owner": {"secrets": [SecretStr(KEY)]},
             "kwargs": {"tools_kwargs": {"x": {"execute_kwargs": {"k": SecretStr(KEY)}}}},
         }
-        assert_clean(await answer(tool, **given.get(declared, {})))
+        assert_clean(await answer(tool, **options.get(declared, {})))
 
     async def test_a_secret_is_gone_before_the_text_is_cut(self):
         @function_tool("fails", secrets=[NAME], max_output=20)
@@ -249,9 +249,9 @@ async def test_neither_model_nor_trajectory_sees_a_secret(final):
     config = RolloutConfig.model_validate({"env": {"name": f"{__name__}:Leaky"}})
     outcome = await EpisodeRunner(config, client, renderer, context_length=5000).run(EpisodeSpec(Task("t", ""), "g"))
     [trajectory] = outcome.trajectories
-    shown = "".join(request.text for request in client.requests)
-    assert "postgres://user:***@host" in shown
-    for text in (shown, trajectory.error, traced(outcome.error), repr(trajectory)):
+    prompts = "".join(request.text for request in client.requests)
+    assert "postgres://user:***@host" in prompts
+    for text in (prompts, trajectory.error, traced(outcome.error), repr(trajectory)):
         assert "db-password" not in text
         assert KEY not in text
         assert repr(KEY)[1:-1] not in text

@@ -82,12 +82,12 @@ LEAVES = [
 def containers(inner: st.SearchStrategy[Hint]) -> st.SearchStrategy[Hint]:
     fields = st.dictionaries(st.sampled_from(["x", "y_1", "title", "type"]), inner, min_size=1, max_size=3)
     return st.one_of(
-        inner.map(lambda each: Hint(list[each.hint], st.lists(each.values, max_size=2))),
+        inner.map(lambda hint: Hint(list[hint.hint], st.lists(hint.values, max_size=2))),
         inner.map(
-            lambda each: Hint(dict[str, each.hint], st.dictionaries(st.text(max_size=2), each.values, max_size=2))
+            lambda hint: Hint(dict[str, hint.hint], st.dictionaries(st.text(max_size=2), hint.values, max_size=2))
         ),
-        inner.map(lambda each: Hint(Optional[each.hint], each.values | st.none())),  # noqa: UP045
-        inner.map(lambda each: Hint(Annotated[each.hint, "what it is"], each.values)),
+        inner.map(lambda hint: Hint(Optional[hint.hint], hint.values | st.none())),  # noqa: UP045
+        inner.map(lambda hint: Hint(Annotated[hint.hint, "what it is"], hint.values)),
         st.tuples(inner, inner).map(
             lambda pair: Hint(tuple[pair[0].hint, pair[1].hint], st.tuples(pair[0].values, pair[1].values).map(list))
         ),
@@ -100,22 +100,22 @@ def containers(inner: st.SearchStrategy[Hint]) -> st.SearchStrategy[Hint]:
 def typed_dict(fields: dict[str, Hint]) -> Hint:
     required, *rest = fields
     hints = {required: typing.Required[fields[required].hint], **{name: fields[name].hint for name in rest}}
-    made = typing.TypedDict(f"Typed{next(NUMBERS)}", hints, total=False)
+    built = typing.TypedDict(f"Typed{next(NUMBERS)}", hints, total=False)
     optional = {name: fields[name].values for name in rest}
-    return Hint(made, st.fixed_dictionaries({required: fields[required].values}, optional=optional))
+    return Hint(built, st.fixed_dictionaries({required: fields[required].values}, optional=optional))
 
 
 def data_class(fields: dict[str, Hint]) -> Hint:
-    made = dataclasses.make_dataclass(f"Data{next(NUMBERS)}", [(name, each.hint) for name, each in fields.items()])
-    made.__module__ = __name__
-    return Hint(made, st.fixed_dictionaries({name: each.values for name, each in fields.items()}))
+    built = dataclasses.make_dataclass(f"Data{next(NUMBERS)}", [(name, hint.hint) for name, hint in fields.items()])
+    built.__module__ = __name__
+    return Hint(built, st.fixed_dictionaries({name: hint.values for name, hint in fields.items()}))
 
 
 def model(fields: dict[str, Hint]) -> Hint:
     # Pydantic itself takes no typing.TypedDict on Python 3.11, wherever in a model it stands.
-    taken = {name: each for name, each in fields.items() if takes(each.hint)} or {"x": LEAVES[0]}
-    made = pydantic.create_model(f"Model{next(NUMBERS)}", **{name: (each.hint, ...) for name, each in taken.items()})
-    return Hint(made, st.fixed_dictionaries({name: each.values for name, each in taken.items()}))
+    allowed = {name: hint for name, hint in fields.items() if takes(hint.hint)} or {"x": LEAVES[0]}
+    built = pydantic.create_model(f"Model{next(NUMBERS)}", **{name: (hint.hint, ...) for name, hint in allowed.items()})
+    return Hint(built, st.fixed_dictionaries({name: hint.values for name, hint in allowed.items()}))
 
 
 def takes(hint: Any) -> bool:
@@ -137,14 +137,14 @@ def signature(hints: list[Hint], optional: list[bool]):
     scope: dict[str, Any] = {}
     exec(f"def fn(*, {', '.join(listed)}): pass" if listed else "def fn(): pass", scope)
     scope["fn"].__module__ = __name__
-    scope["fn"].__annotations__ = {name: each.hint for name, each in zip(names, hints, strict=True)}
+    scope["fn"].__annotations__ = {name: hint.hint for name, hint in zip(names, hints, strict=True)}
     return scope["fn"], names
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(SIGNATURES, st.data())
-def test_a_schema_that_says_what_the_types_say(drawn, data):
-    hints, optional = [each for each, _ in drawn], [left_out for _, left_out in drawn]
+def test_schema_equals_that_of_the_types(drawn, data):
+    hints, optional = [hint for hint, _ in drawn], [left_out for _, left_out in drawn]
     fn, names = signature(hints, optional)
     schema, arguments = function_schema(fn)
     parameters = schema.parameters
@@ -153,10 +153,12 @@ def test_a_schema_that_says_what_the_types_say(drawn, data):
     assert as_schema(schema.to_json()) == schema
     assert "$ref" not in str(parameters)
     assert list(parameters["properties"]) == names
-    assert parameters.get("required", []) == [name for name, left in zip(names, optional, strict=True) if not left]
+    assert parameters.get("required", []) == [
+        name for name, omitted in zip(names, optional, strict=True) if not omitted
+    ]
 
     validator = jsonschema.Draft202012Validator(parameters)
-    from_types = {name: data.draw(each.values) for name, each in zip(names, hints, strict=True)}
+    from_types = {name: data.draw(hint.values) for name, hint in zip(names, hints, strict=True)}
     validator.validate(from_types)
     assert list(arguments.parse(from_types)) == names
 
@@ -199,7 +201,7 @@ class TestDataclasses:
     def test_texts_limits_and_typed_dicts_inside_are_kept(self):
         schema, arguments = self.of(list[Trip] | None)
         trip = schema.parameters["properties"]["value"]["anyOf"][0]["items"]
-        place = {
+        point = {
             "type": "object",
             "properties": {
                 "city": {"type": "string", "description": "its name"},
@@ -211,7 +213,7 @@ class TestDataclasses:
             "type": "object",
             "description": "A way between places.",
             "properties": {
-                "stops": {"type": "array", "items": place, "minItems": 1, "description": "in order"},
+                "stops": {"type": "array", "items": point, "minItems": 1, "description": "in order"},
                 "seats": {"type": "integer", "minimum": 1, "maximum": 9, "default": 2, "description": "free ones"},
                 "notes": {"type": "array", "items": {"type": "string"}},
             },
@@ -234,7 +236,7 @@ class TestDataclasses:
             arguments.parse({"value": value})
         assert error.value.path == path
 
-    def test_one_that_holds_itself(self):
+    def test_recursive_schema_keeps_definitions(self):
         _, arguments = self.of(Node)
         assert arguments.parse({"value": {"inner": [{"inner": []}]}}) == {"value": Node([Node([])])}
 
@@ -245,7 +247,7 @@ class Node:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "qwen3_6", "llama3_1", "glm4moe"])
-def test_nothing_is_lost_between_the_function_and_the_prompt(family):
+def test_prompt_has_all_details_of_the_function(family):
     @function_tool
     def plan(
         trip: Trip, colours: list[Literal["red", "blue"]], limit: Annotated[float, annotated_types.Gt(0)] | None = None
@@ -259,9 +261,9 @@ def test_nothing_is_lost_between_the_function_and_the_prompt(family):
 
     renderer = renderer_for(family)
     prompt = renderer.decode(renderer.render(canonical_messages([{"role": "user", "content": "Go."}]), [plan.schema]))
-    found = [each for each in objects_in(prompt) if "plan" in (each.get("name"), each.get("function", {}).get("name"))]
-    if found:
-        function = found[0].get("function", found[0])
+    tools = [hint for hint in objects_in(prompt) if "plan" in (hint.get("name"), hint.get("function", {}).get("name"))]
+    if tools:
+        function = tools[0].get("function", tools[0])
         assert {key: function[key] for key in ("name", "description", "parameters")} == plan.schema.to_json()[
             "function"
         ]
@@ -274,15 +276,15 @@ def test_nothing_is_lost_between_the_function_and_the_prompt(family):
 
 def objects_in(text: str) -> list[dict[str, Any]]:
     """Every JSON object in a text that stands in no other."""
-    found, position = [], 0
+    tools, position = [], 0
     decoder = json.JSONDecoder()
     while (start := text.find("{", position)) >= 0:
         try:
             value, position = decoder.raw_decode(text, start)
-            found.append(value)
+            tools.append(value)
         except json.JSONDecodeError:
             position = start + 1
-    return found
+    return tools
 
 
 def words_of(schema: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from turnwise.tools import ToolThreads
 WAIT = 20.0
 
 
-def test_runs_calls_and_raises_what_they_raise():
+def test_threads_return_results_and_raise_exceptions():
     threads = ToolThreads(2)
     assert [threads.submit(pow, 2, n).result(WAIT) for n in range(20)] == [2**n for n in range(20)]
     with pytest.raises(ZeroDivisionError):
@@ -29,17 +29,17 @@ def test_as_many_at_once_as_there_are_workers():
     threads.shutdown()
 
 
-def test_a_lost_thread_gives_its_place_away_and_is_counted_until_it_ends():
+def test_lost_thread_frees_its_slot_and_is_counted_until_its_end():
     threads = ToolThreads(1)
-    begun, release, thread = threading.Event(), threading.Event(), []
+    started, release, thread = threading.Event(), threading.Event(), []
 
     def stuck():
         thread.append(threading.current_thread())
-        begun.set()
+        started.set()
         return release.wait(WAIT)
 
     future = threads.submit(stuck)
-    assert begun.wait(WAIT)
+    assert started.wait(WAIT)
     waiting = threads.submit(lambda: "went on")
     assert threads.abandon(future)
     assert threads.lost == 1
@@ -52,16 +52,16 @@ def test_a_lost_thread_gives_its_place_away_and_is_counted_until_it_ends():
     threads.shutdown()
 
 
-def test_what_has_not_begun_or_is_done_is_not_lost():
+def test_pending_and_finished_calls_are_not_lost():
     threads = ToolThreads(1)
-    begun, release = threading.Event(), threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def stuck():
-        begun.set()
+        started.set()
         return release.wait(WAIT)
 
     running = threads.submit(stuck)
-    assert begun.wait(WAIT)
+    assert started.wait(WAIT)
     queued = threads.submit(pow, 2, 2)
     assert not threads.abandon(queued)
     with pytest.raises(CancelledError):
@@ -77,9 +77,9 @@ def test_what_has_not_begun_or_is_done_is_not_lost():
 def test_no_more_than_so_many_are_lost():
     threads = ToolThreads(4, max_lost=2)
     release = threading.Event()
-    begun = threading.Barrier(3)
-    stuck = [threads.submit(lambda: (begun.wait(WAIT), release.wait(WAIT))) for _ in range(2)]
-    begun.wait(WAIT)
+    started = threading.Barrier(3)
+    stuck = [threads.submit(lambda: (started.wait(WAIT), release.wait(WAIT))) for _ in range(2)]
+    started.wait(WAIT)
     assert all(threads.abandon(future) for future in stuck)
     with pytest.raises(EnvError, match="2 tool threads are stuck in calls"):
         threads.submit(pow, 2, 2)
@@ -97,11 +97,11 @@ def test_shutdown():
         threads.submit(pow, 2, 2)
 
 
-def test_shutdown_cancels_what_has_not_begun():
+def test_shutdown_cancels_pending_calls():
     threads = ToolThreads(1)
-    begun, release = threading.Event(), threading.Event()
-    running = threads.submit(lambda: (begun.set(), release.wait(WAIT)))
-    assert begun.wait(WAIT)
+    started, release = threading.Event(), threading.Event()
+    running = threads.submit(lambda: (started.set(), release.wait(WAIT)))
+    assert started.wait(WAIT)
     queued = threads.submit(pow, 2, 2)
     threads.shutdown(wait=False, cancel_futures=True)
     assert queued.cancelled()
@@ -109,7 +109,7 @@ def test_shutdown_cancels_what_has_not_begun():
     running.result(WAIT)
 
 
-def test_at_least_one_worker():
+def test_pool_has_a_worker_at_minimum():
     with pytest.raises(ValueError, match="max_workers is 0"):
         ToolThreads(0)
 
@@ -121,25 +121,25 @@ def test_a_lost_thread_does_not_keep_the_process_alive():
         "future = ToolThreads(1).submit(lambda: (begun.set(), threading.Event().wait()))\n"
         "assert begun.wait(20)\nprint('end')\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout == "end\n"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert completed.stdout == "end\n"
 
 
 def test_a_place_that_was_lost_is_given_to_the_next_call_also_after_calls_had_to_wait():
     # One call waits while another runs, is taken, and hangs: nothing of that may be counted as an idle thread.
     threads = ToolThreads(1)
-    go, begun, stuck = threading.Event(), threading.Event(), threading.Event()
+    go, started, stuck = threading.Event(), threading.Event(), threading.Event()
     first = threads.submit(go.wait, WAIT)
-    second = threads.submit(lambda: (begun.set(), stuck.wait(WAIT)))
+    second = threads.submit(lambda: (started.set(), stuck.wait(WAIT)))
     go.set()
     assert first.result(WAIT)
-    assert begun.wait(WAIT)
+    assert started.wait(WAIT)
     assert threads.abandon(second)
     assert threads.submit(pow, 2, 3).result(WAIT) == 8
     # And the other way round: what waited when the place was lost.
-    begun.clear()
-    third = threads.submit(lambda: (begun.set(), stuck.wait(WAIT)))
-    assert begun.wait(WAIT)
+    started.clear()
+    third = threads.submit(lambda: (started.set(), stuck.wait(WAIT)))
+    assert started.wait(WAIT)
     fourth = threads.submit(pow, 3, 2)
     assert threads.abandon(third)
     assert fourth.result(WAIT) == 9

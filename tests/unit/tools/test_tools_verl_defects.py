@@ -166,7 +166,7 @@ class TestCallsInsideReasoning:
         assert trajectory.stop_reason is StopReason.COMPLETED
 
     @pytest.mark.parametrize("family", list(CALLS))
-    async def test_a_call_behind_it_is_executed(self, family):
+    async def test_call_after_reasoning_is_executed(self, family):
         opened = "" if family == "qwen3_6" else "<think>\n"
         first = ids(family, f"{opened}Hm.\n</think>\n\n{CALLS[family]}")
         trajectory, _ = await episode([first, "done"], family=family)
@@ -185,7 +185,7 @@ class TestMalformedCalls:
     )
 
     @pytest.mark.parametrize("text", BROKEN)
-    async def test_the_model_reads_what_is_wrong_and_may_go_on(self, text):
+    async def test_model_reads_errors_and_continues(self, text):
         trajectory, client = await episode([ids("qwen3", text), called("add", a=1, b=2), "done"])
         assert len(client.requests) == 3, "the episode went on"
         refused, right = answers(trajectory)
@@ -193,44 +193,44 @@ class TestMalformedCalls:
         assert (right, ran) == ("3", [(1, 2)])
         assert (trajectory.reward, trajectory.metrics["tool_errors"]) == (1.0, 1.0)
 
-    async def test_so_many_in_a_row_end_it_by_name(self):
+    async def test_invalid_calls_in_a_row_end_the_episode_by_name(self):
         trajectory, client = await episode([ids("qwen3", self.BROKEN[0])] * 9)
         assert (len(client.requests), trajectory.stop_reason, trajectory.error) == (3, StopReason.INVALID_CALLS, None)
 
     @pytest.mark.parametrize("family", list(CALLS))
-    async def test_one_that_a_length_limit_cut_is_not_executed_and_is_said(self, family):
-        whole = ids(family, CALLS[family])
+    async def test_call_cut_by_a_length_limit_is_not_executed(self, family):
+        full_ids = ids(family, CALLS[family])
         opened = ids(family, "</think>\n\n")[:-1] if family == "qwen3_6" else []
-        for kept in range(2, len(whole) - 1, 3):
-            sampled = [*opened, *whole[:kept]]
+        for length in range(2, len(full_ids) - 1, 3):
+            sampled = [*opened, *full_ids[:length]]
             trajectory, _ = await episode([sampled], family=family, max_tokens_per_turn=len(sampled))
             assert trajectory.segments[-1].finish_reason == "length"
             if ran:
                 # Only a call that is complete, but for its closing mark, may be taken as one.
                 assert ran == [(1, 2)]
-                assert kept >= len(whole) - 3
+                assert length >= len(full_ids) - 3
                 ran.clear()
             else:
                 assert trajectory.stop_reason is StopReason.MAX_TOKENS
 
 
 class TestParallelCalls:
-    async def test_every_one_is_executed_and_answered_in_order(self):
+    async def test_all_calls_are_executed_and_answered_in_order(self):
         calls = [ToolCall("", "add", {"a": number, "b": 100}) for number in range(6)]
         calls.insert(3, ToolCall("", "nothing", {}))
-        said = {"role": "assistant", "content": "", "tool_calls": calls}
-        trajectory, client = await episode([said, "done"])
-        given = answers(trajectory)
-        assert given[:3] + given[4:] == [str(number + 100) for number in range(6)]
-        assert json.loads(given[3])["error"]["type"] == "unknown_tool"
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        trajectory, client = await episode([message, "done"])
+        texts = answers(trajectory)
+        assert texts[:3] + texts[4:] == [str(number + 100) for number in range(6)]
+        assert json.loads(texts[3])["error"]["type"] == "unknown_tool"
         prompt = client.requests[1].text
-        places = [prompt.index(f"<tool_response>\n{text}\n</tool_response>") for text in given]
-        assert places == sorted(places)
+        positions = [prompt.index(f"<tool_response>\n{text}\n</tool_response>") for text in texts]
+        assert positions == sorted(positions)
         assert ran == [(number, 100) for number in range(6)]
 
 
 class TestLongAnswers:
-    async def test_one_that_would_overflow_the_context_is_cut_by_tokens_and_read(self):
+    async def test_overflowing_result_is_cut_by_tokens(self):
         trajectory, client = await episode([called("read", words=3000), "done"], context_length=3000)
         [answer] = answers(trajectory)
         assert answer.startswith("word0 word1 ")
@@ -240,28 +240,28 @@ class TestLongAnswers:
         assert (trajectory.stop_reason, trajectory.reward) == (StopReason.COMPLETED, 1.0)
         assert trajectory.metrics["tool_answers_cut"] == 1.0
 
-    async def test_several_share_what_is_left_and_short_ones_stay_whole(self):
+    async def test_results_share_the_remaining_room_and_short_texts_stay_whole(self):
         calls = [ToolCall("", "read", {"words": words}) for words in (3000, 2, 2000)]
-        said = {"role": "assistant", "content": "", "tool_calls": calls}
-        trajectory, _ = await episode([said, "done"], context_length=3000)
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        trajectory, _ = await episode([message, "done"], context_length=3000)
         first, second, third = answers(trajectory)
         assert second == "word0 word1"
         count = renderer_for("qwen3").count
         assert abs(count(first) - count(third)) < 40
         assert (trajectory.stop_reason, trajectory.metrics["tool_answers_cut"]) == (StopReason.COMPLETED, 2.0)
 
-    async def test_what_fits_is_left_alone_and_an_exact_fit_is_kept(self):
+    async def test_fitting_results_are_unchanged(self):
         lines = [called("read", words=60), "done"]
-        whole, client = await episode(lines)
-        [answer] = answers(whole)
+        full_ids, client = await episode(lines)
+        [answer] = answers(full_ids)
         needed = len(client.requests[1].prompt)
         for context_length in (needed + 1, needed + 200, needed + 2000):
             trajectory, client = await episode(lines, context_length=context_length)
             assert len(client.requests) == 2
-            [given] = answers(trajectory)
-            assert given.startswith("word0 ")
+            [texts] = answers(trajectory)
+            assert texts.startswith("word0 ")
             assert (
-                (given == answer) == (context_length == needed + 2000) == ("tool_answers_cut" not in trajectory.metrics)
+                (texts == answer) == (context_length == needed + 2000) == ("tool_answers_cut" not in trajectory.metrics)
             )
             [sample] = to_samples(trajectory).rows
             prompt = client.requests[1].prompt
@@ -300,8 +300,8 @@ async def test_the_model_reads_the_whole_schema():
     config = RolloutConfig.model_validate({"env": {"name": "tools_defects_deep"}})
     await EpisodeRunner(config, client, renderer, context_length=5000).run(EpisodeSpec(Task("t", ""), "g"))
     text = client.requests[0].text
-    shown = json.JSONDecoder().raw_decode(text, text.index('{"type": "function"'))[0]
-    assert shown["function"]["parameters"]["properties"] == {
+    tool_schema = json.JSONDecoder().raw_decode(text, text.index('{"type": "function"'))[0]
+    assert tool_schema["function"]["parameters"]["properties"] == {
         "pairs": {
             "type": "array",
             "items": {
@@ -324,7 +324,7 @@ async def test_the_model_reads_the_whole_schema():
 
 
 class TestBaseTools:
-    async def test_one_instance_lives_through_the_episode(self):
+    async def test_instance_of_a_tool_lives_through_the_episode(self):
         lines = [called("count"), called("count"), called("add", a=1, b=1), called("count"), "done"]
         trajectory, _ = await episode(lines)
         assert [text for text in answers(trajectory) if "count" in text] == ["count 1", "count 2", "count 3"]
@@ -347,7 +347,7 @@ class TestBaseTools:
         producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer))
         [group] = await producer.gather([RolloutRequest(Task("t", ""), group_size=2)])
         await producer.close()
-        with_tools, without = sorted(group.trajectories, key=lambda each: each.id)
+        with_tools, without = sorted(group.trajectories, key=lambda trajectory: trajectory.id)
         turns = [turn.turn_id for turn in with_tools.turns()]
         assert with_tools.rewards == [
             (turns[0], "tool/count", 0.25),
@@ -365,12 +365,12 @@ class TestBaseTools:
 class TestMetricsThatAreNoNumbers:
     @pytest.mark.parametrize("last", [False, True])
     async def test_they_are_kept_and_counted_and_the_episode_goes_on(self, last):
-        both = {
+        metrics = {
             "role": "assistant",
             "content": "",
             "tool_calls": [ToolCall("", "search", {}), ToolCall("", "count", {})],
         }
-        trajectory, _ = await episode([both, "done"] if last else [called("search"), "done"], world=Reports)
+        trajectory, _ = await episode([metrics, "done"] if last else [called("search"), "done"], world=Reports)
         assert (trajectory.stop_reason, trajectory.error, trajectory.reward) == (
             (StopReason.COMPLETED, None, 11.75) if last else (StopReason.COMPLETED, None, 1.5)
         )

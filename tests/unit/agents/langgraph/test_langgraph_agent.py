@@ -230,7 +230,7 @@ async def test_map_and_reduce() -> None:
     assert trajectory.forks() == {"restart": 3}
 
 
-async def test_an_environment_that_talks_is_talked_to_until_it_ends() -> None:
+async def test_graph_runs_again_until_a_dialogue_environment_ends() -> None:
     def make(model):
         async def ask(state: MessagesState) -> dict[str, Any]:
             return {"messages": [await model.ainvoke(state["messages"])]}
@@ -261,7 +261,7 @@ async def test_the_environment_as_a_node_of_the_graph(saver: InMemorySaver | Non
     assert saver is None or not saver.storage
 
 
-async def test_a_checkpointer_keeps_the_state_between_the_runs_of_one_episode_only() -> None:
+async def test_checkpointer_keeps_state_within_one_episode() -> None:
     saver = InMemorySaver()
     seen: list[int] = []
 
@@ -279,7 +279,7 @@ async def test_a_checkpointer_keeps_the_state_between_the_runs_of_one_episode_on
     assert not saver.storage
 
 
-async def test_a_graph_that_was_built_before_any_episode_finds_the_one_it_runs_in() -> None:
+async def test_graph_built_at_import_finds_its_running_episode() -> None:
     tools = env_tools(WORLD)
     graph = create_agent(ChatTurnwise(), tools)
     settings = RolloutConfig.model_validate(
@@ -301,7 +301,7 @@ async def test_a_graph_that_was_built_before_any_episode_finds_the_one_it_runs_i
             assert answer["content"] == trajectory.episode_id[2]
 
 
-async def test_rewards_of_ones_own_are_noted_on_the_turn_of_a_message() -> None:
+async def test_graph_rewards_are_noted_on_the_turn_of_a_message() -> None:
     def make(model):
         async def ask(state: MessagesState) -> dict[str, Any]:
             answer = await model.ainvoke(state["messages"])
@@ -372,7 +372,7 @@ async def test_the_prebuilt_graph_that_gives_up_in_the_models_name_is_max_turns_
     ("limits", "reason"), [({"max_turns": 2}, StopReason.MAX_TURNS), ({"max_total_tokens": 60}, StopReason.MAX_TOKENS)]
 )
 @pytest.mark.parametrize("graph", [react, agent, loop, scouts])
-async def test_what_is_spent_is_seen_through_every_graph(graph: Any, limits: Any, reason: StopReason) -> None:
+async def test_spent_budget_ends_every_kind_of_graph(graph: Any, limits: Any, reason: StopReason) -> None:
     trajectory, outcome = await play(graph, lambda _: calls(ADD), limits=limits)
     assert (trajectory.stop_reason, outcome.error) == (reason, None)
     assert LOG[-1] == "score"
@@ -469,25 +469,25 @@ async def test_a_graph_that_goes_on_after_the_end_is_stopped_without_an_error() 
 
 
 async def test_cancelling_an_episode_ends_its_branches_and_its_threads() -> None:
-    asked, ended = asyncio.Event(), []
+    requested, finished = asyncio.Event(), []
 
     async def script(request):
-        asked.set()
+        requested.set()
         try:
             await asyncio.Event().wait()
         finally:
-            ended.append(request.number)
+            finished.append(request.number)
 
     task = asyncio.create_task(play(loop, script))
-    await asked.wait()
+    await requested.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ended == [0]
+    assert finished == [0]
 
 
 async def test_a_branch_whose_sibling_failed_is_ended_with_the_episode() -> None:
-    ended = []
+    finished = []
 
     def make(model, tools):
         async def waits(state: MessagesState) -> dict[str, Any]:
@@ -503,8 +503,8 @@ async def test_a_branch_whose_sibling_failed_is_ended_with_the_episode() -> None
         try:
             await asyncio.Event().wait()
         finally:
-            ended.append(request.number)
+            finished.append(request.number)
 
     trajectory, _ = await play(make, script)
     assert "left True behind" in str(trajectory.error)
-    assert ended == [0]
+    assert finished == [0]

@@ -97,8 +97,8 @@ async def test_calls_reasoning_and_unusable_calls_come_and_go_without_a_fork() -
     assert first.additional_kwargs["reasoning_content"] == "hm"
     assert {"type": "reasoning", "reasoning": "hm"} in first.content_blocks
     # Copied as checkpoints and reducers copy, and with its blocks as content.
-    again = AIMessage.model_validate(first.model_dump() | {"content": first.content_blocks})
-    answer = await bound.ainvoke([QUESTION, again, ToolMessage("3", tool_call_id="c00000000")])
+    copied = AIMessage.model_validate(first.model_dump() | {"content": first.content_blocks})
+    answer = await bound.ainvoke([QUESTION, copied, ToolMessage("3", tool_call_id="c00000000")])
     assert answer.text == "done"
     assert session.metrics()["forks"] == 0
     [_, _, context, _] = session.segments()
@@ -108,9 +108,9 @@ async def test_calls_reasoning_and_unusable_calls_come_and_go_without_a_fork() -
 
 def sampled(renderer: ToyRenderer, turn: Any, raw: str) -> list[int]:
     """The ids of a turn whose second call is not JSON."""
-    said = [THINK, *renderer.text(turn["reasoning_content"]), THINK_END, *renderer.text(turn["content"])]
-    said += [CALL, *renderer.text('{"name": "add", "arguments": {"a": 1, "b": 2}}'), CALL_END]
-    return [*said, CALL, *renderer.text(raw), CALL_END, END]
+    ids = [THINK, *renderer.text(turn["reasoning_content"]), THINK_END, *renderer.text(turn["content"])]
+    ids += [CALL, *renderer.text('{"name": "add", "arguments": {"a": 1, "b": 2}}'), CALL_END]
+    return [*ids, CALL, *renderer.text(raw), CALL_END, END]
 
 
 @pytest.mark.parametrize("form", [add, ADD_DICT, ADD_DICT["function"] | {"title": "add"}])
@@ -145,13 +145,13 @@ async def test_a_forced_call_is_held_to_a_grammar(choice: Any, most: int | None)
     assert guide.tag
 
 
-async def test_at_most_one_call() -> None:
+async def test_parallel_tool_calls_false_allows_one_call() -> None:
     model, client = made(["x"], family="qwen3", guides=True)
     await model.bind_tools([add], parallel_tool_calls=False).ainvoke([QUESTION])
     assert client.requests[0].params.guide.most == 1
 
 
-async def test_what_nothing_can_be_held_to_is_an_error_that_says_so() -> None:
+async def test_unsupported_constraints_raise_session_errors() -> None:
     model, client = made(["x"], family="qwen3")
     with pytest.raises(StructuredOutputError, match="does not support structured output"):
         await model.bind_tools([add], tool_choice="any").ainvoke([QUESTION])
@@ -176,15 +176,15 @@ async def test_what_nothing_can_be_held_to_is_an_error_that_says_so() -> None:
 async def test_structured_output(schema: Any, method: Any) -> None:
     line = '{"value": 3}' if method != "function_calling" else calls((schema_name(schema), {"value": 3}))
     model, client = made([line, line], family="qwen3", guides=True)
-    found = await model.with_structured_output(schema, method=method).ainvoke([QUESTION])
-    assert found == (Answer(value=3) if schema is Answer else {"value": 3})
+    answer = await model.with_structured_output(schema, method=method).ainvoke([QUESTION])
+    assert answer == (Answer(value=3) if schema is Answer else {"value": 3})
     guide: Guide = client.requests[0].params.guide
     if method == "json_schema":
         assert guide.schema is not None
         assert guide.schema["properties"]["value"]["type"] == "integer"
     assert guide.tag
     raw = await model.with_structured_output(schema, method=method, include_raw=True).ainvoke([QUESTION])
-    assert raw["parsed"] == found
+    assert raw["parsed"] == answer
     assert isinstance(raw["raw"], AIMessage)
 
 
@@ -201,10 +201,10 @@ async def test_structured_output_that_cannot_be_read_is_told_beside_the_answer()
         model.with_structured_output(Answer, method="magic")
 
 
-async def test_a_stream_says_the_same_and_says_it_early() -> None:
+async def test_stream_yields_the_same_message_incrementally() -> None:
     turn = {**calls(("add", {"a": 1, "b": 2}), text="let me see"), "reasoning_content": "hm"}
     model, _ = made([turn], family="qwen3")
-    whole = await model.bind_tools([add]).ainvoke([QUESTION])
+    invoked = await model.bind_tools([add]).ainvoke([QUESTION])
     model, _ = made([turn], family="qwen3")
     chunks = [chunk async for chunk in model.bind_tools([add]).astream([QUESTION])]
     assert len([chunk for chunk in chunks if chunk.text]) > 2
@@ -214,8 +214,8 @@ async def test_a_stream_says_the_same_and_says_it_early() -> None:
         joined += chunk
     assert isinstance(joined, AIMessageChunk)
     for name in ("text", "tool_calls", "invalid_tool_calls", "additional_kwargs"):
-        assert getattr(joined, name) == getattr(whole, name), name
-    assert joined.usage_metadata == whole.usage_metadata
+        assert getattr(joined, name) == getattr(invoked, name), name
+    assert joined.usage_metadata == invoked.usage_metadata
     assert joined.response_metadata["turn_id"] == "t0"
     assert joined.response_metadata["finish_reason"] == "tool_calls"
     # What was streamed is a turn like any other.
@@ -269,12 +269,12 @@ def test_plain_calls_work_without_any_loop() -> None:
     assert model.invoke([QUESTION]).text == "a"
 
 
-async def test_outside_of_an_episode_it_says_what_it_needs() -> None:
+async def test_model_outside_an_episode_names_its_needs() -> None:
     with pytest.raises(AgentError, match=r"ChatTurnwise\(session=...\)"):
         await ChatTurnwise().ainvoke([QUESTION])
 
 
-async def test_nothing_is_answered_from_a_cache() -> None:
+async def test_langchain_caches_are_not_used() -> None:
     from langchain_core.caches import InMemoryCache
     from langchain_core.globals import set_llm_cache
 
@@ -350,7 +350,7 @@ async def test_requests_that_failed_are_repeated_and_recorded_once(streaming: bo
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_what_fails_too_often_or_for_good_is_the_callers(streaming: bool) -> None:
+async def test_permanent_or_repeated_failures_are_raised(streaming: bool) -> None:
     model = of(Slow(["slow", "slow"]), timeout=0.05, max_retries=1, streaming=streaming)
     with pytest.raises(InferenceError, match=r"no answer within timeout=0.05 s; nothing was recorded"):
         await model.ainvoke([QUESTION])
@@ -368,13 +368,13 @@ async def test_a_stream_that_has_begun_is_not_repeated() -> None:
     client = Slow([InferenceError("gone")], after=10)
     stream = of(client, max_retries=3).astream([QUESTION])
     with pytest.raises(InferenceError, match="gone"):
-        [each.text async for each in stream]
+        [chunk.text async for chunk in stream]
     assert client.asked == 1
 
 
 def test_a_stream_in_plain_code_comes_in_pieces() -> None:
     model, _ = made(["well then, this is it", "more of the same"], family="qwen3")
-    pieces = [each.text for each in model.stream([QUESTION]) if each.text]
+    pieces = [chunk.text for chunk in model.stream([QUESTION]) if chunk.text]
     assert len(pieces) > 1
     assert "".join(pieces) == "well then, this is it"
     first = next(iter(model.stream([QUESTION])))
@@ -385,15 +385,15 @@ def test_a_stream_in_plain_code_comes_in_pieces() -> None:
 async def test_a_stream_of_a_thread_runs_on_the_sessions_loop_and_not_on_the_callers() -> None:
     model, client = made(["one", "two", InferenceError("gone")])
     await model.ainvoke([QUESTION])
-    found = await asyncio.to_thread(lambda: "".join(each.text for each in model.stream([QUESTION])))
-    assert (found, len(client.requests)) == ("two", 2)
+    text = await asyncio.to_thread(lambda: "".join(chunk.text for chunk in model.stream([QUESTION])))
+    assert (text, len(client.requests)) == ("two", 2)
     with pytest.raises(InferenceError, match="gone"):
         await asyncio.to_thread(lambda: list(model.stream([QUESTION])))
     with pytest.raises(AgentError, match="would deadlock"):
         list(model.stream([QUESTION]))
 
 
-def test_streaming_is_what_invoke_does() -> None:
+def test_streaming_option_makes_invoke_stream() -> None:
     seen: list[str] = []
 
     class Watch(BaseCallbackHandler):
@@ -409,8 +409,8 @@ def test_streaming_is_what_invoke_does() -> None:
 
 def test_standard_parameters_are_those_of_every_chat_model() -> None:
     model, _ = made([], temperature=0.0, max_tokens=10, timeout=60, max_retries=2, api_key="very-secret", stop=["x"])
-    told = model._get_ls_params()
-    assert {key: told[key] for key in ("ls_model_name", "ls_provider", "ls_temperature", "ls_max_tokens")} == {
+    params = model._get_ls_params()
+    assert {key: params[key] for key in ("ls_model_name", "ls_provider", "ls_temperature", "ls_max_tokens")} == {
         "ls_model_name": "turnwise",
         "ls_provider": "turnwise",
         "ls_temperature": 0.0,
@@ -432,7 +432,7 @@ class OldAnswer(BaseModelV1):
 async def test_a_class_of_pydantic_1_is_answered_by_its_instance(method: str) -> None:
     line: Any = '{"value": 3}' if method == "json_schema" else calls(("OldAnswer", {"value": 3}))
     model, _ = made([line], family="qwen3", guides=True)
-    asked = model.with_structured_output(OldAnswer, method=method)
-    assert await asked.ainvoke([QUESTION]) == OldAnswer(value=3)
-    bound = asked.first.kwargs["ls_structured_output_format"]
+    structured = model.with_structured_output(OldAnswer, method=method)
+    assert await structured.ainvoke([QUESTION]) == OldAnswer(value=3)
+    bound = structured.first.kwargs["ls_structured_output_format"]
     assert (bound["kwargs"], bound["schema"]) == ({"method": method}, OldAnswer)

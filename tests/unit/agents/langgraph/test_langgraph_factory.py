@@ -71,7 +71,7 @@ def needs(model: Any, depth: int) -> Any:
         ({}, AgentError, "graph"),
     ],
 )
-def test_what_is_wrong_is_said_before_any_episode(config: Any, error: type[Exception], said: str) -> None:
+def test_wrong_configuration_raises_before_any_episode(config: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         make_agent("langgraph", **config)
 
@@ -114,7 +114,7 @@ async def test_an_agent_whose_answer_has_a_form(form: Any, line: Any) -> None:
     assert LOG == ["score"]
 
 
-async def test_an_agent_that_asks_whether_it_may_call() -> None:
+async def test_approval_interrupts_are_answered_by_the_environment() -> None:
     def make(model, tools):
         middleware = HumanInTheLoopMiddleware(interrupt_on={"add": True})
         return create_agent(model, tools, middleware=[middleware])
