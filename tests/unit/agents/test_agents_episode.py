@@ -68,7 +68,7 @@ GOOD, BAD = ("add", {"n": 1}), ("subtract", {"n": 1})
 
 
 class OneByOne(Agent):
-    """Answers each call by itself; goes on after the end where it is told to."""
+    """Answers each call by itself; continues after the end if configured."""
 
     def __init__(self, swallow: bool = False) -> None:
         self.swallow = swallow

@@ -297,7 +297,7 @@ class Tokenizes(AgentLoopBase):
 async def test_the_tokenizer_of_a_loop(family, system) -> None:
     trajectory = await play(Tokenizes, ["42"], family=family)
     assert trajectory.error is None
-    # Qwen2.5 puts a system prompt of its own before the first message.
+    # Qwen2.5 puts its system prompt before the first message.
     assert [length > 0 for length in SEEN] == [system]
 
 

@@ -1,4 +1,4 @@
-"""A conversation is summarised by the model and goes on from the summary: exact, counted, and honest where it fails."""
+"""A conversation is summarised by the model and continues from the summary: exact, counted, and honest where it fails."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_conversation_continues_across_several_summaries(tmp_path, rendere
     assert trajectory.forks() == {"compaction": done}
     assert played.counted()["tokens_saved"] > 1000
     final_prompt = played.prompts[-1]
-    assert final_prompt.count("[So far:") == 1, "the second summary stands in the place of the first"
+    assert final_prompt.count("[So far:") == 1, "the second summary replaces the first"
     assert f"[So far: pages {int(done) - 1} were read]" in final_prompt
     assert (
         final_prompt.index("You read.")
@@ -138,7 +138,7 @@ async def test_an_empty_summary_is_asked_for_again_and_then_given_up(tmp_path, e
         context_length=3000,
     )
     assert played.trajectory.error is None
-    assert played.trajectory.stop_reason == "context_overflow", "it goes on as long as there is room, and then it ends"
+    assert played.trajectory.stop_reason == "context_overflow", "it continues as long as there is room, and then it ends"
     assert played.counted() == {"failed_compactions": 1}
     retried = await play(
         tmp_path / "again",

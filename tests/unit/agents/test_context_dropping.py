@@ -71,7 +71,7 @@ async def test_a_run_that_drops_at_once_keeps_its_prompts_small(tmp_path, render
     assert played.counted()["dropped_results"] == 7
     saved = played.counted()["tokens_saved"]
     undropped = await play(tmp_path / "whole", renderer, [*reads(*range(8)), DONE], None, context_length=10_000)
-    assert undropped.sizes[-1] - played.sizes[-1] == saved, "what is told as saved is what the last prompt has less"
+    assert undropped.sizes[-1] - played.sizes[-1] == saved, "the counted savings are what the last prompt has less"
 
 
 async def test_rewards_stay_on_their_turns_after_dropping(tmp_path):

@@ -1,4 +1,4 @@
-"""Sub-agents as a tool: a root of their own in the one session, an answer for every call, ends that are told right."""
+"""Sub-agents as a tool: a separate root in the one session, an answer for every call, ends with the right reason."""
 
 from __future__ import annotations
 

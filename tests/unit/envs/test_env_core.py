@@ -11,7 +11,7 @@ from turnwise.tools import ToolThreads, function_tool
 
 
 class Given(Env):
-    """Returns what it is told to."""
+    """Returns preset results."""
 
     def __init__(self, **results):
         self.results = results

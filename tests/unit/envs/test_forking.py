@@ -216,7 +216,7 @@ async def test_tools_of_a_fork_see_its_conversation() -> None:
 
 
 class Remembering(Counter):
-    """Keeps the conversation in an attribute of its own."""
+    """Keeps the conversation in an attribute."""
 
     @function_tool
     def add(self, n: int) -> str:
@@ -251,7 +251,7 @@ async def test_a_tool_with_instances_that_cannot_fork_is_named() -> None:
     env = await started(Padded(Pad(forkable=False)))
     await step_env(env, called("pad", text="a"))
     with pytest.raises(
-        EnvError, match=r"tool 'pad' cannot fork: Pad has instances of its own.*write fork\(instance_id, agent_data\)"
+        EnvError, match=r"tool 'pad' cannot fork: Pad has its own instances.*write fork\(instance_id, agent_data\)"
     ):
         await fork_env(env)
     await close_env(env)
@@ -409,7 +409,7 @@ class Leaky(Counter):
 
 
 class Hidden(Counter):
-    """Shares what is inside of functions, of its own and of a tool."""
+    """Shares the closures of its functions and of a tool."""
 
     def __init__(self) -> None:
         texts: list[str] = []

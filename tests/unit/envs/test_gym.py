@@ -33,7 +33,7 @@ def words():
     yield Task("two", "say hi", {"word": "hi"})
 
 
-# What an environment needs that has no defaults of its own.
+# Arguments of environments without defaults.
 NEEDS = {
     "gymnasium": {"env_id": "FrozenLake-v1"},
     "gymnasium_tools": {"env_id": "Blackjack-v1"},

@@ -1,4 +1,4 @@
-"""Reference solutions: every kind of move, plain and async, and what is told where one is wrong."""
+"""Reference solutions: every kind of move, plain and async, and the errors of wrong ones."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def says(text, *names):
 
 
 class Chatty(Env):
-    """Goes on until it is told to stop; every step pays 0.5."""
+    """Continues until a message says stop; every step pays 0.5."""
 
     def reset(self, task=None, *, seed=None):
         return "go " * 20, {}

@@ -1,4 +1,4 @@
-"""Tools, schemas and tasks that do what they should not: nothing of it reaches others, and authors are told."""
+"""Tools, schemas and tasks that do what they should not: nothing of it reaches others, and authors get errors."""
 
 import asyncio
 import importlib

@@ -96,7 +96,7 @@ async def test_an_episode_may_have_a_server_of_its_own() -> None:
         assert (await answer(two, "count")).text == "1"
         with pytest.raises(EnvError, match="was lost during a call of 'die'"):
             await answer(one, "die")
-        # What it kept is gone, so this episode cannot go on; the other one can.
+        # What it kept is gone, so this episode cannot continue; the other one can.
         with pytest.raises(EnvError, match="ended in the middle of the episode"):
             await answer(one, "count")
         assert (await answer(two, "count")).text == "2"

@@ -206,7 +206,7 @@ class TestMalformedCalls:
             trajectory, _ = await episode([sampled], family=family, max_tokens_per_turn=len(sampled))
             assert trajectory.segments[-1].finish_reason == "length"
             if ran:
-                # Only a call that is complete, but for its closing mark, may be taken as one.
+                # Only a call that is complete except its closing mark may be taken as one.
                 assert ran == [(1, 2)]
                 assert length >= len(full_ids) - 3
                 ran.clear()

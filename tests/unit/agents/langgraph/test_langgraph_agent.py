@@ -84,7 +84,7 @@ async def test_the_tokens_are_those_of_the_react_loop(graph: Any) -> None:
     assert trajectory.stop_reason == expected.stop_reason
     assert sum(value for _, _, value in trajectory.rewards) == expected.reward
     if graph is agent:
-        # It has a system prompt, and a sentence of its own for calls that cannot be read.
+        # It has a system prompt, and a sentence for calls that cannot be read.
         return
     ids = [segment.token_ids.tolist() for segment in trajectory.segments]
     assert ids == [segment.token_ids.tolist() for segment in expected.segments]
@@ -92,7 +92,7 @@ async def test_the_tokens_are_those_of_the_react_loop(graph: Any) -> None:
 
 
 def choosy(model, tools):
-    """Two nodes in a row that are told of different tools; whatever can be used is executed."""
+    """Two nodes in a row that know different tools; whatever can be used is executed."""
 
     def asking(*names: str) -> Any:
         bound = model.bind_tools([tool for tool in tools if tool.name in names])
@@ -147,7 +147,7 @@ class Scouts(TypedDict):
 
 
 def scouts(model, tools):
-    """Two ReAct loops as sub-graphs in parallel, then a judge who asks in a session of its own."""
+    """Two ReAct loops as sub-graphs in parallel, then a judge who asks in a further session."""
     judge = ChatTurnwise(agent="judge")
 
     async def collect(state: Scouts) -> dict[str, Any]:
