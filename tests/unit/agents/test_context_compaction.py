@@ -1,4 +1,4 @@
-"""A conversation is summarised by the model and continues from the summary: exact, counted, and honest where it fails."""
+"""A conversation is summarised by the model and continues from it: exact, counted, and honest where it fails."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_an_empty_summary_is_asked_for_again_and_then_given_up(tmp_path, e
         context_length=3000,
     )
     assert played.trajectory.error is None
-    assert played.trajectory.stop_reason == "context_overflow", "it continues as long as there is room, and then it ends"
+    assert played.trajectory.stop_reason == "context_overflow", "it continues while there is room, and then ends"
     assert played.counted() == {"failed_compactions": 1}
     retried = await play(
         tmp_path / "again",
