@@ -53,7 +53,7 @@ class ToolEnv(Env):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "reset" in vars(cls):
-            cls.reset = _begin_first(cls.reset)  # type: ignore[method-assign]
+            cls.reset = _wrap_reset(cls.reset)  # type: ignore[method-assign]
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> MaybeAwaitable[ResetResult]:  # noqa: ARG002
         """Start an episode with the task's prompt.
@@ -84,7 +84,7 @@ class ToolEnv(Env):
             outcomes = await runner.run_all(calls)
         finally:
             self.lost_thread = runner.lost > 0
-        self._note(any(outcome.usable for outcome in outcomes))
+        self._count_usable(any(outcome.usable for outcome in outcomes))
         rewards = _rewards(outcomes)
         info: dict[str, Any] = {"rewards": rewards, "metrics": _metrics(outcomes, runner.tools)}
         notes = {
@@ -94,7 +94,7 @@ class ToolEnv(Env):
             info["tool_notes"] = notes
         observation = [_answer(outcome) for outcome in outcomes]
         if any(outcome.response.ends for outcome in outcomes) and not self.lost_thread:
-            return _with_calls(await self.final_step(action, observation), info)
+            return _add_calls(await self.final_step(action, observation), info)
         if self.lost_thread:
             info["stop_reason"] = StopReason.TIMEOUT
         elif 0 < self.max_invalid_calls <= self.invalid_in_a_row:
@@ -113,7 +113,7 @@ class ToolEnv(Env):
             outcome = await runner.run(call)
         finally:
             self.lost_thread = runner.lost > 0
-        self._note(outcome.usable)
+        self._count_usable(outcome.usable)
         return outcome.response
 
     async def final_step(self, final: Message, observation: Sequence[Message] = ()) -> StepResult:
@@ -212,11 +212,11 @@ class ToolEnv(Env):
         await self._runner.open()
         return self._runner
 
-    def _note(self, usable: bool) -> None:
+    def _count_usable(self, usable: bool) -> None:
         self.invalid_in_a_row = 0 if usable else self.invalid_in_a_row + 1
 
 
-def _begin_first(reset: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_reset(reset: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``reset`` to begin an episode."""
 
     @functools.wraps(reset)
@@ -227,7 +227,7 @@ def _begin_first(reset: Callable[..., Any]) -> Callable[..., Any]:
     return begin
 
 
-def _with_calls(final: StepResult, calls: Mapping[str, Any]) -> StepResult:
+def _add_calls(final: StepResult, calls: Mapping[str, Any]) -> StepResult:
     """Return the final step, with the rewards and metrics of its message's calls."""
     added = {
         part: {

@@ -180,7 +180,7 @@ class GymnasiumEnv(Env):
             if not self.world.space.contains(action):
                 raise ToolError(f"{shown(action)} is not an action of {self.world.space}")
             return action
-        return value_from_json(self.world.space, _said(text, self.world.space), self.world.names)
+        return value_from_json(self.world.space, _action_value(text, self.world.space), self.world.names)
 
 
 class GymnasiumToolEnv(ToolEnv):
@@ -242,7 +242,7 @@ class GymnasiumToolEnv(ToolEnv):
 
     async def _reminded(self) -> StepResult:
         await self._open()
-        self._note(usable=False)
+        self._count_usable(usable=False)
         spent = 0 < self.max_invalid_calls <= self.invalid_in_a_row
         self._over = spent
         info: dict[str, Any] = {"metrics": {"invalid_actions": 1.0}, **self.world.seen()}
@@ -345,7 +345,7 @@ def _renderer(render: Render | str | None, default: Render | None) -> Render | N
     return loaded
 
 
-def _said(text: str, space: Any) -> Any:
+def _action_value(text: str, space: Any) -> Any:
     """Return the action in a message: JSON where it parses and no text is wanted, else the text."""
     answer = _tagged(text)
     if answer is None:

@@ -256,7 +256,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise EnvError(f"render_mode is {render_mode!r}: it must be 'ansi' (the conversation as text) or None")
         self.render_mode = render_mode
-        self._env = _made(env, config)
+        self._env = _make_env(env, config)
         self._tasks = _tasks(self._env, tasks, max_tasks)
         self._loop: _Loop | None = None
         self._open = True
@@ -371,7 +371,7 @@ def to_gymnasium(env: str | EnvSpec | Env | Callable[[], Env], **options: Any) -
     return GymnasiumAdapter(env, **options)
 
 
-def _made(env: str | EnvSpec | Env | Callable[[], Env], config: dict[str, Any]) -> Env:
+def _make_env(env: str | EnvSpec | Env | Callable[[], Env], config: dict[str, Any]) -> Env:
     if isinstance(env, str):
         return make(env, **config)
     if config:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _Held(Generic[T]):
+class _Resource(Generic[T]):
     """One loop's value: its opening task, and whether it is being closed."""
 
     opened: asyncio.Future[T]
@@ -42,37 +42,37 @@ class PerLoop(Generic[T]):
     def __init__(self, open_value: Callable[[], Awaitable[T]], close_value: Callable[[T], Awaitable[None]]) -> None:
         self._open = open_value
         self._close = close_value
-        self._held: dict[asyncio.AbstractEventLoop, _Held[T]] = {}
+        self._resources: dict[asyncio.AbstractEventLoop, _Resource[T]] = {}
 
     async def get(self) -> T:
         """Return this loop's value. Raises the error of opening it; the next call retries."""
         loop = asyncio.get_running_loop()
-        resource = self._held.get(loop)
+        resource = self._resources.get(loop)
         if resource is None:
-            for closed_loop in [other for other in self._held if other.is_closed()]:
-                del self._held[closed_loop]
-            resource = self._held[loop] = _Held(asyncio.ensure_future(self._opened()))
+            for closed_loop in [other for other in self._resources if other.is_closed()]:
+                del self._resources[closed_loop]
+            resource = self._resources[loop] = _Resource(asyncio.ensure_future(self._opened()))
             resource.keeper = self._keep(loop, resource)
             await anext(resource.keeper)
         try:
             # Shielded: one waiter may be cancelled while others wait for the same value.
             return await asyncio.shield(resource.opened)
         except BaseException:  # also a cancellation: what could not be opened is opened anew
-            if resource.opened.done() and self._held.get(loop) is resource:
-                del self._held[loop]
+            if resource.opened.done() and self._resources.get(loop) is resource:
+                del self._resources[loop]
             raise
 
     async def close(self) -> None:
         """Close this loop's value; the next :meth:`get` opens another. Idempotent."""
         loop = asyncio.get_running_loop()
-        resource = self._held.get(loop)
+        resource = self._resources.get(loop)
         if resource is not None:
             await self._end(loop, resource)
 
     async def drop(self, value: T) -> bool:
         """Close this loop's value if it is still this one; return whether it was."""
         loop = asyncio.get_running_loop()
-        resource = self._held.get(loop)
+        resource = self._resources.get(loop)
         if (
             resource is None
             or not resource.opened.done()
@@ -88,19 +88,19 @@ class PerLoop(Generic[T]):
     async def _opened(self) -> T:
         return await self._open()
 
-    async def _keep(self, loop: asyncio.AbstractEventLoop, resource: _Held[T]) -> AsyncGenerator[None, None]:
+    async def _keep(self, loop: asyncio.AbstractEventLoop, resource: _Resource[T]) -> AsyncGenerator[None, None]:
         try:
             yield
         finally:
             await self._end(loop, resource)
 
-    async def _end(self, loop: asyncio.AbstractEventLoop, resource: _Held[T]) -> None:
+    async def _end(self, loop: asyncio.AbstractEventLoop, resource: _Resource[T]) -> None:
         # In any order: a loop that ends closes all that it keeps at the same time, and one may hold another.
         if resource.ended:
             return
         resource.ended = True
-        if self._held.get(loop) is resource:
-            del self._held[loop]
+        if self._resources.get(loop) is resource:
+            del self._resources[loop]
         await asyncio.wait([resource.opened])
         if not resource.opened.cancelled() and resource.opened.exception() is None:
             await self._close(resource.opened.result())

@@ -35,7 +35,7 @@ _REFUSED_FORM = frozenset((400, 415, 422, 501))
 _THOUGHT = re.compile(r"<think>.*?</think>|\A\s*<think>.*", re.DOTALL)
 
 
-class _Said(NamedTuple):
+class _Reply(NamedTuple):
     """A model's text, and whether a length limit cut it."""
 
     text: str
@@ -188,12 +188,12 @@ class Verdicts:
         problem = self._endpoint.redact(f"{why}; the last answer was {shown(answer, 200)}")
         raise EnvError(f"{self._label} returned no verdict in {tries}: {problem}")
 
-    async def _complete(self, messages: list[dict[str, str]]) -> _Said:
+    async def _complete(self, messages: list[dict[str, str]]) -> _Reply:
         body = {**self._body, "messages": messages}
         if self._structured:
             form = {"name": "verdict", "schema": self._schema, "strict": True}
             try:
-                return self._said(
+                return self._read_reply(
                     await self._endpoint.post(
                         "/chat/completions", {**body, "response_format": {"type": "json_schema", "json_schema": form}}
                     )
@@ -204,17 +204,17 @@ class Verdicts:
             answer = await self._endpoint.post("/chat/completions", body)
             # It was the form that the server refused: the same request without it went through.
             self._structured = False
-            return self._said(answer)
-        return self._said(await self._endpoint.post("/chat/completions", body))
+            return self._read_reply(answer)
+        return self._read_reply(await self._endpoint.post("/chat/completions", body))
 
-    def _said(self, answer: Any) -> _Said:
+    def _read_reply(self, answer: Any) -> _Reply:
         try:
             content = answer["choices"][0]["message"]["content"]
             cut = answer["choices"][0].get("finish_reason") == "length"
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             text = self._endpoint.redact(shown(answer, 200))
             raise EnvError(f"{self._label} returned no choices[0].message.content: {text}") from error
-        return _Said(content if isinstance(content, str) else "", cut)
+        return _Reply(content if isinstance(content, str) else "", cut)
 
     def _key(self, question: str) -> str:
         identity = [self._endpoint.name, self._body, self._schema, question]

@@ -24,13 +24,13 @@ def main() -> None:
 
     # The grammar is compiled at first use; that CPU time must not count for an answer.
     parse("$x$", parsing_timeout=0)
-    _say({"verdict": "ready"})
+    _write_verdict({"verdict": "ready"})
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         verdict = _compare(request["gold"], request["answer"])
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _say(verdict)
+        _write_verdict(verdict)
 
 
 def _compare(gold: list[str], answer: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _parse_gold(parse: Any, text: str) -> Any:
     return parse(bare if marked else f"${bare}$", parsing_timeout=0) or parse(bare, parsing_timeout=0)
 
 
-def _say(verdict: dict[str, Any]) -> None:
+def _write_verdict(verdict: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(verdict) + "\n")
     sys.stdout.flush()
 
