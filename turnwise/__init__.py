@@ -241,7 +241,7 @@ class _GymnasiumIds:
 
 
 def _register_gymnasium_ids() -> None:
-    importlib.import_module("turnwise.envs.registration").announce()
+    importlib.import_module("turnwise.envs.registration").register_with_gymnasium()
 
 
 if "gymnasium" in sys.modules:

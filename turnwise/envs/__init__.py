@@ -47,7 +47,6 @@ __all__ = [
     "Wrapper",
     "as_messages",
     "call_env",
-    "check_env",
     "close_env",
     "conversation",
     "env_names",

@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs import EnvSpec, close_env, make, reset_env, schemas, step_env
-from turnwise.envs.gym.from_gymnasium import _said
+from turnwise.envs.gym.from_gymnasium import _action_value
 from turnwise.envs.gym.text import plain_value, space_schema, value_from_json, value_text
 from turnwise.envs.gym.to_gymnasium import from_gymnasium
 from turnwise.errors import ConfigError, EnvError, ToolError
@@ -259,9 +259,9 @@ async def test_float_with_integer_value_is_an_integer_action():
 
 def test_a_text_of_opening_tags_costs_no_more_than_its_length():
     started = time.process_time()
-    assert _said("<action>" * 30_000 + "2", gymnasium.spaces.Discrete(3)) == "<action>" * 30_000 + "2"
+    assert _action_value("<action>" * 30_000 + "2", gymnasium.spaces.Discrete(3)) == "<action>" * 30_000 + "2"
     assert time.process_time() - started < 2
-    assert _said("<action>1</action> <ACTION>2</ACTION> <action>", gymnasium.spaces.Discrete(3)) == 2
+    assert _action_value("<action>1</action> <ACTION>2</ACTION> <action>", gymnasium.spaces.Discrete(3)) == 2
 
 
 async def test_custom_render_and_parse_functions_are_used():

@@ -21,7 +21,6 @@ from turnwise.envs import (
     TurnLimit,
     Wrapper,
     call_env,
-    check_env,
     close_env,
     make,
     play_solution,
@@ -32,6 +31,7 @@ from turnwise.envs import (
 )
 from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.errors import ConfigError, EnvError, RegistryError
+from turnwise.ext.checks.environment import check_env
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
