@@ -124,7 +124,7 @@ class TestAnswers:
         assert len(outcome.response.text) < 4500
 
     async def test_a_path_is_short_too(self):
-        def deep(points: dict[str, int]) -> str:
+        def deep(places: dict[str, int]) -> str:
             return ""
 
         outcome = await runner(deep).run(call("deep", places={"k" * 100_000: "x"}))
