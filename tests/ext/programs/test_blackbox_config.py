@@ -25,9 +25,9 @@ class Given(LookupEnv):
     """Says where the program works, and what it finds there."""
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        said, info = super().reset(task, seed=seed)  # type: ignore[misc]
+        observation, info = super().reset(task, seed=seed)  # type: ignore[misc]
         assert task is not None
-        return said, {**info, "workspace": task.data["folder"], "files": {"given.txt": "from the environment"}}
+        return observation, {**info, "workspace": task.data["folder"], "files": {"given.txt": "from the environment"}}
 
 
 MINE = Recipe(command=("sh", "-c", "true"), dialect="openai")
@@ -35,7 +35,7 @@ OTHER = 3
 
 
 @pytest.mark.parametrize(
-    ("config", "error", "said"),
+    ("config", "error", "problem"),
     [
         ({}, AgentError, "'command' is missing"),
         ({"command": "no-such-program {prompt}"}, AgentError, "'no-such-program' cannot be started: it is not on PATH"),
@@ -53,8 +53,8 @@ OTHER = 3
         ({"recipe": f"{__name__}:NONE"}, ConfigError, "has no 'NONE'"),
     ],
 )
-def test_invalid_config_is_refused_at_once(config: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said.replace("{", r"\{").replace("?", r"\?")):
+def test_invalid_config_is_refused_at_once(config: dict[str, Any], error: type[Exception], problem: str) -> None:
+    with pytest.raises(error, match=problem.replace("{", r"\{").replace("?", r"\?")):
         check_env_and_agent(
             RolloutConfig(env=SpecConfig(name="lookup"), agent=NamedConfig(name="blackbox", config=config))
         )
@@ -83,19 +83,19 @@ def test_placeholders() -> None:
 
 
 def test_files_stay_below_the_folders_of_the_program(tmp_path: Path) -> None:
-    given = tmp_path / "given"
-    given.mkdir()
-    (given / "seed.txt").write_text("seed")
-    places = Workdir.make(tmp_path, given, None)
-    assert (places.work / "seed.txt").read_text() == "seed"
-    places.write({"a/b.txt": "x", f"{places.home}/c": "y"})
-    assert (places.work / "a" / "b.txt").read_text() == "x"
-    for bad in ("../../escaped", "/etc/escaped"):
+    workspace = tmp_path / "given"
+    workspace.mkdir()
+    (workspace / "seed.txt").write_text("seed")
+    workdir = Workdir.make(tmp_path, workspace, None)
+    assert (workdir.work / "seed.txt").read_text() == "seed"
+    workdir.write({"a/b.txt": "x", f"{workdir.home}/c": "y"})
+    assert (workdir.work / "a" / "b.txt").read_text() == "x"
+    for path in ("../../escaped", "/etc/escaped"):
         with pytest.raises(AgentError, match="not below the program's own folders"):
-            places.write({bad: "x"})
-    (places.work / "a").chmod(0)
-    places.remove()
-    assert not places.root.exists()
+            workdir.write({path: "x"})
+    (workdir.work / "a").chmod(0)
+    workdir.remove()
+    assert not workdir.root.exists()
     with pytest.raises(AgentError, match="which is not a folder"):
         Workdir.make(tmp_path, None, str(tmp_path / "gone"))
 
@@ -129,7 +129,7 @@ async def test_a_program_gets_its_own_folders_and_nothing_of_this_process(
         first = await runner.run(spec(0))
         env, cwd, work, home = json.loads(out.read_text())
         second = await runner.run(spec(1))
-        again = json.loads(out.read_text())
+        repeated = json.loads(out.read_text())
     assert (first.error, second.error) == (None, None)
     assert "the secret" not in json.dumps(env)
     assert (env["WANTED"], env["WHERE"], env["NAME"], env["OPENAI_MODEL"]) == ("yes", cwd, "small", "small")
@@ -142,18 +142,18 @@ async def test_a_program_gets_its_own_folders_and_nothing_of_this_process(
     }
     assert (work, home) == (["note.txt"], [".rc"])
     # Each episode has its own, and none is left.
-    assert again[1] != cwd
+    assert repeated[1] != cwd
     assert list(scratch.iterdir()) == []
 
 
 async def test_folders_of_failed_episodes_stay_where_that_is_wanted(tmp_path: Path) -> None:
-    for keep, fails, wanted in (("failed", True, 1), ("failed", False, 0), ("always", False, 1)):
+    for keep, fails, expected in (("failed", True, 1), ("failed", False, 0), ("always", False, 1)):
         scratch = tmp_path / f"{keep}-{fails}"
         scratch.mkdir()
         agent = {"command": f"sh -c '{CHAT_LOOP} x; exit {int(fails)}'", "keep": keep, "scratch": str(scratch)}
         async with running(LINES, agent) as runner:
             await runner.run(spec())
-        assert len(list(scratch.glob("*/stdout"))) == wanted
+        assert len(list(scratch.glob("*/stdout"))) == expected
 
 
 async def test_the_environment_may_give_the_folder_and_files(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ async def test_a_program_acts_and_is_scored_as_any_agent_is() -> None:
     reason, rewards, turns = ended(outcome)
     assert (reason, turns) == (StopReason.COMPLETED, 3)
     (trajectory,) = outcome.trajectories
-    turn_ids = [each.turn_id for each in trajectory.segments if each.sampled]
+    turn_ids = [segment.turn_id for segment in trajectory.segments if segment.sampled]
     assert rewards == [(turn_ids[-1], "score", 1.0)]
     assert trajectory.metrics["tool_calls"] == 2
     # Each call is counted on the turn that made it, although the program did not say which that was.
@@ -142,15 +142,15 @@ async def test_an_answer_that_a_limit_cut_is_told_as_such() -> None:
 
 async def test_eight_at_once_and_never_more_than_said() -> None:
     live: set[str] = set()
-    most = 0
+    peak = 0
     several = asyncio.Event()
 
     async def by_turn(request: ScriptedRequest) -> Message:
-        nonlocal most
+        nonlocal peak
         turn = request.text.count("<|im_start|>assistant") - 1
         live.add(request.session_id)
-        most = max(most, len(live))
-        if most > 1:
+        peak = max(peak, len(live))
+        if peak > 1:
             several.set()
         # Programs are quick: the first one waits for a second, else they might just come one after the other.
         await several.wait()
@@ -162,4 +162,4 @@ async def test_eight_at_once_and_never_more_than_said() -> None:
         outcomes = await asyncio.gather(*(runner.run(spec(member)) for member in range(8)))
     assert [outcome.error for outcome in outcomes] == [None] * 8
     assert [outcome.trajectories[0].reward for outcome in outcomes] == [1.0] * 8
-    assert 1 < most <= 3
+    assert 1 < peak <= 3

@@ -40,7 +40,7 @@ async def test_a_program_inside_acts_and_is_scored_as_any_agent_is() -> None:
     assert rewards(outcome) == {"score": 1.0, "left": 0.0}
     (trajectory,) = outcome.trajectories
     assert trajectory.stop_reason is StopReason.COMPLETED
-    turns = [each.turn_id for each in trajectory.segments if each.sampled]
+    turns = [segment.turn_id for segment in trajectory.segments if segment.sampled]
     assert [trajectory.turn_metrics[turn]["tool_calls"] for turn in turns[:2]] == [1, 1]
     assert trajectory.metrics["blackbox/nonzero_exits"] == 0
     assert "blackbox/killed_processes" not in trajectory.metrics
@@ -78,8 +78,8 @@ async def test_program_inputs_and_answer(
 
 
 async def test_leftover_processes_are_killed_before_scoring() -> None:
-    left = f"sh -c '(setsid sleep 1000 & echo $! > left.pid) ; {CHAT_LOOP} x'"
-    assert rewards(await boxed({"command": left})) == {"score": 1.0, "left": 0.0}
+    command = f"sh -c '(setsid sleep 1000 & echo $! > left.pid) ; {CHAT_LOOP} x'"
+    assert rewards(await boxed({"command": command})) == {"score": 1.0, "left": 0.0}
     # The environment would see it: what runs its own command is alive.
     seen = f"sh -c 'echo self > left.pid; {CHAT_LOOP} x'"
     assert rewards(await boxed({"command": seen})) == {"score": 1.0, "left": 1.0}
@@ -116,19 +116,19 @@ async def test_a_backend_without_ways_out_says_so() -> None:
 
 async def test_only_the_sandbox_of_the_episode_shows_the_program(tmp_path: Path) -> None:
     BoxedLookup.specs.clear()
-    mine = tmp_path / "data"
-    mine.mkdir()
+    folder = tmp_path / "data"
+    folder.mkdir()
     env = "support.agents.sandboxed_programs:BoxedLookup"
     more = {**rollout(), "env": env}
-    await run_episode([say("x")], {**LOOP, "mounts": [str(mine), f"{mine}:/opt/data"]}, **more)
+    await run_episode([say("x")], {**LOOP, "mounts": [str(folder), f"{folder}:/opt/data"]}, **more)
     (spec,) = BoxedLookup.specs
-    shown = {each.target: each.source for each in spec.mounts}
-    assert shown["/opt/data"] == shown[str(mine)] == mine
-    assert set(shown) >= {str(each) for each in program_paths(sys.executable)}
+    mounts = {mount.target: mount.source for mount in spec.mounts}
+    assert mounts["/opt/data"] == mounts[str(folder)] == folder
+    assert set(mounts) >= {str(path) for path in program_paths(sys.executable)}
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "problem"),
     [
         ({"sandbox": True, "workers": 1}, "workers applies outside a sandbox only"),
         ({"sandbox": True, "keep": "always"}, "keep applies outside a sandbox only"),
@@ -140,8 +140,8 @@ async def test_only_the_sandbox_of_the_episode_shows_the_program(tmp_path: Path)
         ({"sandbox": True, "mounts": ["/usr:/"]}, "INSIDE an absolute path"),
     ],
 )
-def test_invalid_config_is_refused_at_once(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(AgentError, match=said):
+def test_invalid_config_is_refused_at_once(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(AgentError, match=problem):
         make_agent("blackbox", command="sh -c true", **config)
 
 
@@ -149,18 +149,18 @@ def test_a_program_of_the_image_is_not_looked_for_here() -> None:
     config = {"command": "no-such-program-here {prompt}", "sandbox": True}
     with pytest.raises(AgentError, match="cannot be started"):
         make_agent("blackbox", **config)
-    made = make_agent("blackbox", **config, mount_program=False)
-    assert isinstance(made, BlackBoxAgent)
-    assert made.sandbox_mounts() == ()
+    agent = make_agent("blackbox", **config, mount_program=False)
+    assert isinstance(agent, BlackBoxAgent)
+    assert agent.sandbox_mounts() == ()
 
 
 def test_program_paths_of_interpreters_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def file(path: str, text: str = "") -> Path:
-        made = tmp_path / path
-        made.parent.mkdir(parents=True, exist_ok=True)
-        made.write_text(text)
-        made.chmod(0o755)
-        return made
+        created = tmp_path / path
+        created.parent.mkdir(parents=True, exist_ok=True)
+        created.write_text(text)
+        created.chmod(0o755)
+        return created
 
     alone = file("alone/program", "#!/bin/sh\n")
     assert program_paths(str(alone)) == (alone,)
@@ -172,9 +172,9 @@ def test_program_paths_of_interpreters_and_links(tmp_path: Path, monkeypatch: py
     link.symlink_to("../npm/node_modules/pkg/cli.js")
     node = file("node/bin/node")
     monkeypatch.setenv("PATH", f"{node.parent}{os.pathsep}/usr/bin")
-    shown = program_paths(str(link))
-    assert set(shown) == {link, tmp_path / "npm" / "node_modules", node}
-    mounts = [Mount(each, str(each)) for each in shown]
+    paths = program_paths(str(link))
+    assert set(paths) == {link, tmp_path / "npm" / "node_modules", node}
+    mounts = [Mount(path, str(path)) for path in paths]
     assert paths_within(mounts) == [str(node.parent)]
     # A virtual environment, the interpreter that it links to, and the one that its settings name.
     file("python-3.11.9/lib/python3.11/os.py")
@@ -183,12 +183,12 @@ def test_program_paths_of_interpreters_and_links(tmp_path: Path, monkeypatch: py
     script = file("venv/bin/tool", f"#!{tmp_path}/venv/bin/python\n")
     (tmp_path / "venv" / "bin" / "python").symlink_to(tmp_path / "python-3.11" / "bin" / "python3.11")
     file("venv/pyvenv.cfg", f"home = {tmp_path}/python-3.11/bin\n")
-    wanted = {tmp_path / "venv", tmp_path / "python-3.11", real.parents[1]}
-    assert set(program_paths(str(script))) == wanted
+    expected = {tmp_path / "venv", tmp_path / "python-3.11", real.parents[1]}
+    assert set(program_paths(str(script))) == expected
 
 
 async def test_flooding_sandboxed_program_is_killed_and_its_turns_are_kept() -> None:
     flooding = {"command": f"sh -c '{CHAT_LOOP} \"$1\"; yes >&2' sh {{task}}", "output_limit": 100_000}
     outcome = await boxed(flooding)
     assert "wrote more than output_limit=100000 bytes and was killed" in str(outcome.error)
-    assert any(each.sampled for each in outcome.trajectories[0].segments)
+    assert any(segment.sampled for segment in outcome.trajectories[0].segments)

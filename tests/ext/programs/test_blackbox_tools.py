@@ -30,7 +30,7 @@ from turnwise.tasks import Task
 
 @contextlib.asynccontextmanager
 async def offered(
-    env: Env, script: list[Any] = LINES, *, reply: bool = False
+    env: Env, script: list[Any] = LINES, *, with_reply: bool = False
 ) -> AsyncIterator[tuple[OfferedTools, Episode, aiohttp.ClientSession]]:
     renderer = renderer_for("qwen3")
     client = ScriptedClient(renderer, script)
@@ -45,9 +45,9 @@ async def offered(
     episode = Episode(env, setup, EpisodeHost(open_session))
     server = ToolServer()
     try:
-        found = await server.offer(episode, with_reply=reply)
+        tools = await server.offer(episode, with_reply=with_reply)
         async with aiohttp.ClientSession() as http:
-            yield found, episode, http
+            yield tools, episode, http
     finally:
         await server.close()
 
@@ -55,12 +55,12 @@ async def offered(
 async def test_plain_calls() -> None:
     async with offered(LookupEnv()) as (tools, episode, http):
         listed = await (await http.get(tools.url)).json()
-        assert listed == {"tools": [each.to_json() for each in episode.tools]}
+        assert listed == {"tools": [tool.to_json() for tool in episode.tools]}
         message = await episode.session.chat(episode.observation, episode.tools)
 
         async def post(name: str, body: str, **headers: str) -> tuple[int, Any]:
-            async with http.post(f"{tools.url}/{name}", data=body, headers=headers) as said:
-                return said.status, await said.json()
+            async with http.post(f"{tools.url}/{name}", data=body, headers=headers) as answer:
+                return answer.status, await answer.json()
 
         arguments = json.dumps({"person": TABLE.person})
         assert await post("team_of", arguments) == (200, {"content": TABLE.teams[TABLE.person], "error": None})
@@ -71,12 +71,12 @@ async def test_plain_calls() -> None:
         assert episode.turn_metrics["main", message["turn_id"]]["tool_calls"] == 2
         # What is wrong is told to the model, as in any other loop.
         for name, body, word in (("team_of", '{"person": 3}', "invalid_arguments"), ("team_of", "[1]", "invalid_json")):
-            status, said = await post(name, body)
-            assert (status, said["error"]) == (200, word), said
+            status, answer = await post(name, body)
+            assert (status, answer["error"]) == (200, word), answer
         assert (await post("team_of", '{"person": "nobody"}'))[1]["error"] == "tool_error"
         assert episode.metrics["tool_errors"] == 3
-        for bad, wanted in ((tools.url + "x", 404), (tools.url.replace("/tools/", "/other/"), 404)):
-            assert (await http.get(bad)).status == wanted
+        for url, expected in ((tools.url + "x", 404), (tools.url.replace("/tools/", "/other/"), 404)):
+            assert (await http.get(url)).status == expected
         assert (await http.get(tools.url + "/team_of")).status == 405
         # Three calls in a row that reach no tool end the episode, and the program is told so.
         assert [(await post("nothing", "{"))[0] for _ in range(4)] == [200, 200, 409, 409]
@@ -85,8 +85,8 @@ async def test_plain_calls() -> None:
 
 async def test_an_environment_that_fails_is_an_error_of_the_episode() -> None:
     async with offered(Broken()) as (tools, _, http):
-        async with http.post(f"{tools.url}/team_of", json={"person": "ana"}) as said:
-            assert said.status == 409
+        async with http.post(f"{tools.url}/team_of", json={"person": "ana"}) as answer:
+            assert answer.status == 409
         assert isinstance(tools.failure, EnvError)
 
 
@@ -99,10 +99,10 @@ async def test_a_real_mcp_client() -> None:
         async with streamable_http_client(tools.mcp_url) as streams, ClientSession(streams[0], streams[1]) as client:
             await client.initialize()
             listed = (await client.list_tools()).tools
-            assert [each.name for each in listed] == ["team_of", "manager_of"]
+            assert [tool.name for tool in listed] == ["team_of", "manager_of"]
             assert listed[0].input_schema == episode.tools[0].parameters
-            said = await client.call_tool("team_of", {"person": TABLE.person})
-            assert (said.content[0].text, said.is_error) == (TABLE.teams[TABLE.person], False)
+            result = await client.call_tool("team_of", {"person": TABLE.person})
+            assert (result.content[0].text, result.is_error) == (TABLE.teams[TABLE.person], False)
             wrong = await client.call_tool("team_of", {"person": "nobody"})
             assert wrong.is_error
             assert "there is no person" in wrong.content[0].text
@@ -110,7 +110,7 @@ async def test_a_real_mcp_client() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "wanted"),
+    ("body", "status", "expected"),
     [
         ("{", 400, {"error": {"code": -32700, "message": "the body is not JSON"}, "id": None}),
         ('{"jsonrpc": "2.0", "method": "notifications/initialized"}', 202, None),
@@ -119,15 +119,15 @@ async def test_a_real_mcp_client() -> None:
         ('[{"jsonrpc": "2.0", "id": 1, "method": "ping"}]', 200, [{"id": 1, "jsonrpc": "2.0", "result": {}}]),
     ],
 )
-async def test_messages_of_mcp(body: str, status: int, wanted: Any) -> None:
-    async with offered(LookupEnv()) as (tools, _, http), http.post(tools.mcp_url, data=body) as said:
-        assert said.status == status
-        if wanted is not None:
-            assert await said.json() == (wanted if isinstance(wanted, list) else {"jsonrpc": "2.0", **wanted})
+async def test_messages_of_mcp(body: str, status: int, expected: Any) -> None:
+    async with offered(LookupEnv()) as (tools, _, http), http.post(tools.mcp_url, data=body) as answer:
+        assert answer.status == status
+        if expected is not None:
+            assert await answer.json() == (expected if isinstance(expected, list) else {"jsonrpc": "2.0", **expected})
     async with offered(LookupEnv()) as (tools, _, http):
         unknown = {"jsonrpc": "2.0", "id": 7, "method": "resources/list"}
-        async with http.post(tools.mcp_url, json=unknown) as said:
-            assert (await said.json())["error"]["code"] == -32601
+        async with http.post(tools.mcp_url, json=unknown) as answer:
+            assert (await answer.json())["error"]["code"] == -32601
         assert (await http.get(tools.mcp_url)).status == 405
 
 
@@ -144,21 +144,21 @@ async def test_the_command_of_shells(tmp_path: Path) -> None:
         team = TABLE.teams[TABLE.person]
         assert await tool("team_of", json.dumps({"person": TABLE.person})) == (0, team)
         assert await tool("team_of", f"person={TABLE.person}") == (0, team)
-        code, said = await tool("team_of", "person=nobody")
-        assert (code, "there is no person" in said) == (1, True)
-        code, said = await tool()
-        assert (code, [each["function"]["name"] for each in json.loads(said)]) == (0, ["team_of", "manager_of"])
+        code, output = await tool("team_of", "person=nobody")
+        assert (code, "there is no person" in output) == (1, True)
+        code, output = await tool()
+        assert (code, [tool["function"]["name"] for tool in json.loads(output)]) == (0, ["team_of", "manager_of"])
         await tools.shut()
-        code, said = await tool("team_of", "person=ana")
-        assert (code, "the episode is over" in said) == (1, True)
+        code, output = await tool("team_of", "person=ana")
+        assert (code, "the episode is over" in output) == (1, True)
 
 
 async def test_a_program_speaks_to_an_environment_that_answers() -> None:
-    async with offered(GuessNumberEnv(), [say("50")], reply=True) as (tools, episode, _):
+    async with offered(GuessNumberEnv(), [say("50")], with_reply=True) as (tools, episode, _):
         message = await episode.session.chat(episode.observation, [])
-        assert [each.name for each in tools.schemas] == ["reply"]
-        said = await tools.call("reply", {"text": "50"})
-        assert said.text
+        assert [schema.name for schema in tools.schemas] == ["reply"]
+        response = await tools.call("reply", {"text": "50"})
+        assert response.text
         assert not tools.ended.is_set()
         assert (await tools.call("reply", {"text": 5})).error == "invalid_arguments"
         assert {reward.turn_id for reward in episode.rewards} <= {message["turn_id"]}

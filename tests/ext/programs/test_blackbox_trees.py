@@ -23,14 +23,14 @@ ENV = {"PATH": os.environ["PATH"]}
 
 def tagged(tag: str) -> list[psutil.Process]:
     """Every process that was started with a tag among its arguments."""
-    found = []
-    for each in psutil.process_iter():
+    processes = []
+    for process in psutil.process_iter():
         try:
-            if tag in " ".join(each.cmdline()) and each.status() != psutil.STATUS_ZOMBIE:
-                found.append(each)
+            if tag in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def none_is_left(tag: str) -> None:
@@ -118,12 +118,12 @@ async def test_process_tree_is_killed(name: str, tmp_path: Path) -> None:
     supervisor = psutil.Process(program.supervisor)
     below = supervisor.children(recursive=True)
     assert below
-    left = await program.end()
+    exit_state = await program.end()
     assert not tagged(tag)
-    assert not [each for each in below if each.is_running()]
-    assert left.swept >= 1
+    assert not [process for process in below if process.is_running()]
+    assert exit_state.swept >= 1
     # Ending it again changes nothing.
-    assert (await program.end()).swept == left.swept
+    assert (await program.end()).swept == exit_state.swept
 
 
 async def test_the_status_is_that_of_the_program_and_its_rest_is_killed(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ async def test_the_status_is_that_of_the_program_and_its_rest_is_killed(tmp_path
     code = ATTACKS["the grandchild stays when the program ends"].replace("time.sleep(0.2)", "sys.exit(7)")
     program = await start(code, tag, tmp_path)
     await program.wait()
-    left = await program.end()
-    assert (left.status, left.swept) == (7, 1)
+    exit_state = await program.end()
+    assert (exit_state.status, exit_state.swept) == (7, 1)
     assert not tagged(tag)
 
 
@@ -152,14 +152,14 @@ async def test_a_flood_of_output_blocks_nobody_and_is_kept_in_part(tmp_path: Pat
             os.write(2, b"y" * 65536)
         os.write(1, b" last")
     """
-    left = await run(code, tmp_path, kept_bytes=1000)
-    assert left.status == 0
-    assert left.stdout.size == 300 * 65536 + 11
-    assert left.stdout.text.startswith("first x")
-    assert left.stdout.text.endswith("x last")
-    assert "bytes left out" in left.stdout.text
-    assert len(left.stdout.text) < 1100
-    assert left.stderr.cut
+    exit_state = await run(code, tmp_path, kept_bytes=1000)
+    assert exit_state.status == 0
+    assert exit_state.stdout.size == 300 * 65536 + 11
+    assert exit_state.stdout.text.startswith("first x")
+    assert exit_state.stdout.text.endswith("x last")
+    assert "bytes left out" in exit_state.stdout.text
+    assert len(exit_state.stdout.text) < 1100
+    assert exit_state.stderr.cut
 
 
 FLOODS = {
@@ -184,19 +184,19 @@ async def test_endless_output_kills_the_tree(attack: str, tmp_path: Path) -> Non
     async with asyncio.timeout(30):
         await program.wait()
         assert not program.running
-        left = await program.end()
-    assert left.flooded
+        exit_state = await program.end()
+    assert exit_state.flooded
     # What was read before the pipe was left alone: one piece more at most.
-    assert limit < left.stdout.size + left.stderr.size <= limit + 2**18
-    assert len(left.stdout.text) < 1100
+    assert limit < exit_state.stdout.size + exit_state.stderr.size <= limit + 2**18
+    assert len(exit_state.stdout.text) < 1100
     assert not tagged(tag)
 
 
 async def test_output_up_to_the_limit_is_no_flood(tmp_path: Path) -> None:
     code = "import os\nos.write(1, b'x' * 60_000)\nos.write(2, b'y' * 40_000)"
     assert not (await run(code, tmp_path, output_limit=100_000)).flooded
-    left = await run(code, tmp_path, output_limit=99_999)
-    assert (left.flooded, left.stdout.size + left.stderr.size) == (True, 100_000)
+    exit_state = await run(code, tmp_path, output_limit=99_999)
+    assert (exit_state.flooded, exit_state.stdout.size + exit_state.stderr.size) == (True, 100_000)
 
 
 async def test_descriptors_of_the_program(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ async def test_descriptors_of_the_program(tmp_path: Path) -> None:
     assert (await run(closed, tmp_path)).status == 4
     holding = "import os, time\nif os.fork() == 0:\n    time.sleep(1000)\nos._exit(5)"
     started = time.monotonic()
-    left = await run(holding, tmp_path)
-    assert (left.status, left.swept) == (5, 1)
+    exit_state = await run(holding, tmp_path)
+    assert (exit_state.status, exit_state.swept) == (5, 1)
     assert time.monotonic() - started < 10
 
 
@@ -219,9 +219,9 @@ async def test_program_reads_its_input_in_its_folder(tmp_path: Path) -> None:
             next_free = file.fileno()
         print(json.dumps([len(said), said[-3:], os.getcwd(), sorted(os.environ), own, next_free]))
     """
-    left = await run(code, tmp_path, stdin="for you \u00fc\n".encode() * 20000)
-    length, end, cwd, env, own, next_free = json.loads(left.stdout.text)
-    assert (length, end, cwd, own) == (200_000, " \u00fc\n", str(tmp_path), True)
+    exit_state = await run(code, tmp_path, stdin="for you \u00fc\n".encode() * 20000)
+    length, end, cwd, env, group, next_free = json.loads(exit_state.stdout.text)
+    assert (length, end, cwd, group) == (200_000, " \u00fc\n", str(tmp_path), True)
     # Nothing of this process: no variable, and no open file.
     assert set(env) <= {"PATH", MARK, "LC_CTYPE"}
     assert next_free == 3
@@ -247,8 +247,8 @@ async def test_killed_supervisor_ends_the_tree(tmp_path: Path) -> None:
         await up.wait()
         os.kill(program.supervisor, signal.SIGKILL)
         await program.wait()
-    left = await program.end()
-    assert left.status is None
+    exit_state = await program.end()
+    assert exit_state.status is None
     assert not tagged(tag)
 
 

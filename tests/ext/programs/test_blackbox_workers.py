@@ -21,7 +21,7 @@ WORKER = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(str(PROGRAMS / 'work
 
 def workers() -> list[psutil.Process]:
     below = psutil.Process().children(recursive=True)
-    return [each for each in below if str(PROGRAMS / "worker.py") in each.cmdline()]
+    return [process for process in below if str(PROGRAMS / "worker.py") in process.cmdline()]
 
 
 def wait_for_one() -> None:
@@ -46,24 +46,24 @@ async def play(agent: dict[str, Any], count: int = 3) -> tuple[list[Any], int]:
     """Play episodes one after the other; return what became of each, and how many workers were left in between."""
     async with asyncio.timeout(60), running(LINES, {"command": WORKER, "workers": 1, **agent}) as runner:
         outcomes = [await runner.run(spec(member)) for member in range(count)]
-        left = len(workers())
+        workers_left = len(workers())
     # Closing ends them.
     assert workers() == []
-    return outcomes, left
+    return outcomes, workers_left
 
 
 async def test_worker_serves_episodes_in_turn() -> None:
-    outcomes, left = await play({})
-    assert [(each.error, each.trajectories[0].reward) for each in outcomes] == [(None, 1.0)] * 3
-    assert left == 1
+    outcomes, workers_left = await play({})
+    assert [(outcome.error, outcome.trajectories[0].reward) for outcome in outcomes] == [(None, 1.0)] * 3
+    assert workers_left == 1
 
 
 @pytest.mark.parametrize("fail", ["die", "hang", "error"])
 async def test_a_worker_that_was_lost_is_replaced(fail: str) -> None:
     # Long enough for an episode on a machine that is busy.
-    outcomes, left = await play({"env": {"FAIL": fail}, "timeout": 5.0 if fail == "hang" else None})
-    first, second, third = (each.trajectories[0] for each in outcomes)
-    assert (first.reward, third.reward, left) == (1.0, 1.0, 1)
+    outcomes, workers_left = await play({"env": {"FAIL": fail}, "timeout": 5.0 if fail == "hang" else None})
+    first, second, third = (outcome.trajectories[0] for outcome in outcomes)
+    assert (first.reward, third.reward, workers_left) == (1.0, 1.0, 1)
     if fail == "die":
         assert isinstance(outcomes[1].error, ProgramError)
         assert "exit status 5" in str(outcomes[1].error)
@@ -76,13 +76,13 @@ async def test_a_worker_that_was_lost_is_replaced(fail: str) -> None:
 
 
 async def test_flooding_worker_is_replaced() -> None:
-    outcomes, left = await play({"env": {"FAIL": "flood"}, "output_limit": 100_000})
-    assert [each.trajectories[0].reward for each in (outcomes[0], outcomes[2])] == [1.0, 1.0]
+    outcomes, workers_left = await play({"env": {"FAIL": "flood"}, "output_limit": 100_000})
+    assert [outcome.trajectories[0].reward for outcome in (outcomes[0], outcomes[2])] == [1.0, 1.0]
     assert "wrote more than output_limit=100000 bytes" in str(outcomes[1].error)
-    assert left == 1
-    outcomes, left = await play({"env": {"NOISE": "60000"}, "output_limit": 100_000})
-    assert [each.trajectories[0].reward for each in outcomes] == [1.0] * 3
-    assert left == 1
+    assert workers_left == 1
+    outcomes, workers_left = await play({"env": {"NOISE": "60000"}, "output_limit": 100_000})
+    assert [outcome.trajectories[0].reward for outcome in outcomes] == [1.0] * 3
+    assert workers_left == 1
 
 
 async def test_several_run_at_the_same_time_and_a_cancelled_episode_costs_its_own_only() -> None:
@@ -93,9 +93,9 @@ async def test_several_run_at_the_same_time_and_a_cancelled_episode_costs_its_ow
         episodes[0].cancel()
         outcomes = await asyncio.gather(*episodes, return_exceptions=True)
         assert isinstance(outcomes[0], asyncio.CancelledError)
-        assert [each.trajectories[0].reward for each in outcomes[1:] if not isinstance(each, BaseException)] == [
-            1.0
-        ] * 5
+        assert [
+            outcome.trajectories[0].reward for outcome in outcomes[1:] if not isinstance(outcome, BaseException)
+        ] == [1.0] * 5
     assert workers() == []
 
 

@@ -33,7 +33,7 @@ class GridProcessor(MediaProcessor):
     kinds = frozenset({"image"})
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._open, self._pad, self._close = (tokenizer.token_to_id(each) for each in (OPEN, MARKER, CLOSE))
+        self._open, self._pad, self._close = (tokenizer.token_to_id(text) for text in (OPEN, MARKER, CLOSE))
         self.placed: list[bytes] = []
 
     def marker(self, kind: str) -> str:

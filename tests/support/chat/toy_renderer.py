@@ -91,7 +91,7 @@ class ToyRenderer:
         self,
         tail: TokenIds,
         completion: TokenIds,
-        last: Canonical,
+        turn: Canonical,
         new: Sequence[Canonical],
         tools: Sequence[ToolSchema],
     ) -> TokenIds | None:
@@ -107,22 +107,22 @@ class ToyRenderer:
         return np.array([*ids, ROLES["assistant"]], np.int32)
 
     def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> Message:
-        text, reasoning, calls, place, current = "", "", [], "text", ""
+        text, reasoning, calls, section, current = "", "", [], "text", ""
         for token in completion.tolist():
             character = chr(max(0, token - FIRST_CHARACTER))
             if token == END:
                 break
             if token == THINK:
-                place = "think"
+                section = "think"
             elif token in (THINK_END, CALL_END):
-                if token == CALL_END and place == "call":
+                if token == CALL_END and section == "call":
                     calls.append(self._call(current))
-                place, current = "text", ""
+                section, current = "text", ""
             elif token == CALL:
-                place, current = "call", ""
-            elif place == "think":
+                section, current = "call", ""
+            elif section == "think":
                 reasoning += character
-            elif place == "call":
+            elif section == "call":
                 current += character
             else:
                 text += character
@@ -157,10 +157,12 @@ class ForgetfulRenderer(ToyRenderer):
     """Drops the reasoning of turns before the last user message, as many templates do."""
 
     def drops(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> frozenset[int]:
-        last = max((n for n, message in enumerate(messages) if message.role == "user"), default=-1)
-        return frozenset(n for n, message in enumerate(messages) if n < last and message.reasoning)
+        last_user = max((n for n, message in enumerate(messages) if message.role == "user"), default=-1)
+        return frozenset(n for n, message in enumerate(messages) if n < last_user and message.reasoning)
 
     def render(self, messages: Sequence[Canonical], tools: Sequence[ToolSchema]) -> TokenIds:
         dropped = self.drops(messages, tools)
-        kept = [replace(each, reasoning="") if n in dropped else each for n, each in enumerate(messages)]
-        return super().render(kept, tools)
+        kept_messages = [
+            replace(message, reasoning="") if n in dropped else message for n, message in enumerate(messages)
+        ]
+        return super().render(kept_messages, tools)

@@ -22,13 +22,13 @@ CALL = ToolCall("functions.lookup:0", "lookup", {"key": "a b", "n": 7})
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family_is_told_from_its_render(family: str) -> None:
-    about = renderer_for(family).describe()
-    assert about["format"] == FAMILIES[family].format
-    assert about["source"] == "auto"
+    description = renderer_for(family).describe()
+    assert description["format"] == FAMILIES[family].format
+    assert description["source"] == "auto"
     proven = {"answer", "one call", *(["two calls"] if "two calls" in FAMILIES[family].says else [])}
-    assert proven <= set(about["proof"])
-    assert not set(about["proof"]) & set(about["unproven"])
-    json.dumps(about)
+    assert proven <= set(description["proof"])
+    assert not set(description["proof"]) & set(description["unproven"])
+    json.dumps(description)
 
 
 RENAMES = {
@@ -74,33 +74,33 @@ def renamed(text: str, pairs: dict[str, str]) -> str:
 @pytest.mark.parametrize("as_tokens", [True, False], ids=["added tokens", "plain text"])
 @pytest.mark.parametrize("family", list(RENAMES))
 def test_renamed_markers_are_read_or_refused(family: str, as_tokens: bool, tmp_path: Path) -> None:
-    known, pairs = FAMILIES[family], RENAMES[family]
-    template = renamed(template_of(known), pairs)
-    special = tuple(renamed(token, pairs) for token in known.special)
-    plain = tuple(renamed(token, pairs) for token in known.plain) if as_tokens else ()
+    markers, pairs = FAMILIES[family], RENAMES[family]
+    template = renamed(template_of(markers), pairs)
+    special = tuple(renamed(token, pairs) for token in markers.special)
+    plain = tuple(renamed(token, pairs) for token in markers.plain) if as_tokens else ()
     turn = tuple(t for t in special if "im_" in t or "turn" in t or "over" in t or t in ("</s>", "<s>"))
-    ends = renamed(known.eos, pairs)
+    ends = renamed(markers.eos, pairs)
     special = special if as_tokens or family in ("gptoss", "deepseekv3", "glm4moe", "llama3_1") else (*turn, ends)
     special = tuple(dict.fromkeys(special))
-    family_renamed = Family(known.format, source=template, special=special, plain=plain, bos=known.bos, eos=ends)
+    family_renamed = Family(markers.format, source=template, special=special, plain=plain, bos=markers.bos, eos=ends)
     path = write_model_dir(tmp_path, family_renamed)
     if not as_tokens and family in UNDECIDABLE_AS_TEXT:
         with pytest.raises(RenderError, match=r"cannot detect.*Set `format:`"):
             load_renderer(path)
         return
     renderer = load_renderer(path)
-    assert renderer.describe()["format"] == known.format
+    assert renderer.describe()["format"] == markers.format
     if family == "deepseekv3":
         return
-    said: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    if "reasoning" in known.says:
-        said["reasoning_content"] = "Let me look."
+    message: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    if "reasoning" in markers.says:
+        message["reasoning_content"] = "Let me look."
     prompt = renderer.render(canonical_messages([{"role": "user", "content": "x"}]), TOOLS)
-    back = renderer.parse(renderer.completion(said, TOOLS), prompt, TOOLS)
+    back = renderer.parse(renderer.completion(message, TOOLS), prompt, TOOLS)
     assert [(call.name, call.arguments, call.error) for call in back["tool_calls"]] == [
         (CALL.name, CALL.arguments, None)
     ]
-    assert back.get("reasoning_content") == said.get("reasoning_content")
+    assert back.get("reasoning_content") == message.get("reasoning_content")
 
 
 def test_a_way_of_writing_calls_that_no_format_reads_is_refused(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_a_way_of_writing_calls_that_no_format_reads_is_refused(tmp_path: Path) 
     assert renderer.describe()["source"] == "config"
     assert "one call" in renderer.describe()["unproven"]
     ids = renderer._tokens.encode('<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>')
-    found = renderer.parse(as_ids(ids), as_ids([]), ())
-    assert found["tool_calls"] == [ToolCall("", "f", {}, "{}")]
+    message = renderer.parse(as_ids(ids), as_ids([]), ())
+    assert message["tool_calls"] == [ToolCall("", "f", {}, "{}")]
     with pytest.raises(RenderError, match="cannot render a call of 'lookup'"):
         renderer.completion({"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOLS)
 
@@ -172,10 +172,10 @@ def test_checkpoint_keeps_its_training_format(tmp_path: Path) -> None:
     trained = load_renderer(path, format="llama3_json")
     saved = save_format(trained, path)
     assert saved.name == "turnwise_format.json"
-    again = load_renderer(path)
-    assert again.describe()["format"] == "llama3_json"
-    assert again.describe()["source"] == str(saved)
-    assert again.describe()["markers"] == trained.describe()["markers"]
+    reloaded = load_renderer(path)
+    assert reloaded.describe()["format"] == "llama3_json"
+    assert reloaded.describe()["source"] == str(saved)
+    assert reloaded.describe()["markers"] == trained.describe()["markers"]
     assert load_renderer(path, format="hermes").describe()["format"] == "hermes"
     saved.write_text('{"format": "herms", "markers": {}}')
     with pytest.raises(RenderError, match=r"turnwise_format\.json: format 'herms'"):
@@ -196,6 +196,6 @@ def test_the_registry_names_each_format_once() -> None:
 def test_equal_reasoning_markers_are_no_pair(tmp_path: Path) -> None:
     template = template_of(FAMILIES["own"]).replace("[|/muse|]", "[|muse|]")
     path = write_model_dir(tmp_path, FAMILIES["own"], template=template)
-    about = load_renderer(path).describe()
-    assert "reasoning_open" not in about["markers"]
-    assert "reasoning and an answer" in about["unproven"]
+    description = load_renderer(path).describe()
+    assert "reasoning_open" not in description["markers"]
+    assert "reasoning and an answer" in description["unproven"]

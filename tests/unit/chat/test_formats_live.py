@@ -29,14 +29,14 @@ def tail_of(family: str, *, thinking: bool | None = None) -> Any:
 def shown(family: str, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()) -> list[tuple[str, str]]:
     """What is shown of ids that come in pieces, after each piece."""
     live = renderer_for(family).live(tail_of(family), stops)
-    said = {"text": "", "reasoning": ""}
+    message = {"text": "", "reasoning": ""}
     states = []
     bounds = [0, *sorted({cut % (len(ids) + 1) for cut in cuts}), len(ids)]
     for start, end in itertools.pairwise(bounds):
         for piece in live.feed(ids[start:end]):
             assert piece.text
-            said[piece.kind] += piece.text
-        states.append((said["text"], said["reasoning"]))
+            message[piece.kind] += piece.text
+        states.append((message["text"], message["reasoning"]))
     return states
 
 
@@ -83,13 +83,13 @@ def test_streamed_text_is_a_prefix_of_the_parsed_text(family: str, data: st.Data
     ids = [number for index in chosen for number in pieces[index]]
     cuts = data.draw(st.lists(st.integers(0, 200), max_size=20))
     for end in {len(ids), cuts[0] % len(ids) + 1 if cuts else len(ids)}:
-        whole = renderer_for(family).parse(as_ids(ids[:end]), tail_of(family), ())
+        full = renderer_for(family).parse(as_ids(ids[:end]), tail_of(family), ())
         for text, reasoning in shown(family, ids[:end], cuts):
-            assert text_of(whole).startswith(text), (renderer_for(family).decode(as_ids(ids[:end])), text, whole)
-            assert (whole.get("reasoning_content") or "").startswith(reasoning), (
+            assert text_of(full).startswith(text), (renderer_for(family).decode(as_ids(ids[:end])), text, full)
+            assert (full.get("reasoning_content") or "").startswith(reasoning), (
                 renderer_for(family).decode(as_ids(ids[:end])),
                 reasoning,
-                whole,
+                full,
             )
 
 
@@ -104,10 +104,10 @@ def test_a_stop_string_is_never_shown(family: str, data: st.DataObject) -> None:
     text = "Well. " + "".join(parts)
     stops = ("STOP", "\n\nEnd")
     cuts = data.draw(st.lists(st.integers(0, 200), max_size=20))
-    wanted = text.strip()
-    wanted = wanted[: min([at for stop in stops if (at := wanted.find(stop)) >= 0], default=len(wanted))]
+    expected = text.strip()
+    expected = expected[: min([at for stop in stops if (at := expected.find(stop)) >= 0], default=len(expected))]
     for said, _ in shown(family, encode(text), cuts, stops):
-        assert wanted.startswith(said)
+        assert expected.startswith(said)
 
 
 # The prompt, what is sampled, and what is shown of it before its end: (text, reasoning).
@@ -164,11 +164,11 @@ REASONED = [
 def test_tokens_of_reasoning_are_counted_as_sampled(family: str, pieces: list[str]) -> None:
     renderer = renderer_for(family)
     coded = [(text[:1] == "|", renderer._tokens.encode(text.removeprefix("|"))) for text in pieces]
-    ids = as_ids([number for _, each in coded for number in each])
-    wanted = sum(len(each) for reasoned, each in coded if reasoned)
-    assert renderer.live(tail_of(family)).reasoning_tokens(ids) == wanted
-    whole = renderer.parse(ids, tail_of(family), ())
-    assert bool(whole.get("reasoning_content")) == bool(wanted)
+    ids = as_ids([number for _, numbers in coded for number in numbers])
+    expected = sum(len(numbers) for reasoned, numbers in coded if reasoned)
+    assert renderer.live(tail_of(family)).reasoning_tokens(ids) == expected
+    full = renderer.parse(ids, tail_of(family), ())
+    assert bool(full.get("reasoning_content")) == bool(expected)
 
 
 def test_text_before_an_empty_section_may_become_reasoning() -> None:
@@ -177,10 +177,10 @@ def test_text_before_an_empty_section_may_become_reasoning() -> None:
     chat_format, tokens = renderer._format, renderer._tokens
     ids = tokens.encode("Let me see.<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>")
     live = LiveTurn(tokens, chat_format.live(""), renderer.stop_ids)
-    assert [said for number in ids for said in live.feed([number])] == []
+    assert [turn for number in ids for turn in live.feed([number])] == []
     text = chat_format.marks.read(tokens, [*ids, *tokens.encode("</think>So.")])
-    whole = chat_format.parse(TurnText(text, "", opened=False, stopped=False), ()).message()
-    assert (text_of(whole), whole["reasoning_content"]) == ("So.", "Let me see.")
+    message = chat_format.parse(TurnText(text, "", opened=False, stopped=False), ()).message()
+    assert (text_of(message), message["reasoning_content"]) == ("So.", "Let me see.")
 
 
 @pytest.mark.parametrize("step", [1, 3, 100])
@@ -190,12 +190,12 @@ def test_an_answer_behind_reasoning_that_nobody_opened_may_be_a_call(step: int) 
 
     def walked(text: str) -> list[StreamedTurn]:
         scan = LiveScan(Marks({}, ()), ("<think>", "</think>"), (), begins, opened=False, settled=False)
-        return [said for at in range(0, len(text), step) for said in scan.feed(text[at : at + step])]
+        return [piece for at in range(0, len(text), step) for piece in scan.feed(text[at : at + step])]
 
-    assert "".join(said.text for said in walked("Hm, so</think>{call}")) == "Hm, so"
-    assert {said.kind for said in walked("Hm, so</think>{call}")} == {"reasoning"}
-    said = walked("Hm, so</think>{no call}")
-    assert "".join(each.text for each in said if each.kind == "text") == "{no call}"
+    assert "".join(piece.text for piece in walked("Hm, so</think>{call}")) == "Hm, so"
+    assert {piece.kind for piece in walked("Hm, so</think>{call}")} == {"reasoning"}
+    pieces_ = walked("Hm, so</think>{no call}")
+    assert "".join(piece.text for piece in pieces_ if piece.kind == "text") == "{no call}"
     # What begins as a call is held back even though its reasoning is not.
     assert walked("{call} so</think>") == []
 

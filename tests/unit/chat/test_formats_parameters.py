@@ -44,8 +44,8 @@ def test_parameters_of_composed_schemas_are_listed() -> None:
 
 
 def test_types_and_choices_of_a_parameter_of_an_alternative() -> None:
-    both = {"anyOf": [A, {"properties": {"a": {"type": "string"}, "b": {}}}]}
-    assert parameter_types([ToolSchema("f", "", both)], "f") == {"a": {"integer", "string"}, "b": frozenset()}
+    schema = {"anyOf": [A, {"properties": {"a": {"type": "string"}, "b": {}}}]}
+    assert parameter_types([ToolSchema("f", "", schema)], "f") == {"a": {"integer", "string"}, "b": frozenset()}
     assert choices_of({"$ref": "#/$defs/s"}, COMPOSED["choices elsewhere"]) == ["x", 7, None]
     assert choices_of({"allOf": [INTEGER, {"const": 3}]}, {}) == [3]
     assert choices_of({"$ref": "#"}, {"$ref": "#"}) is None
@@ -67,9 +67,9 @@ def test_calls_follow_the_parameter_types(family: str) -> None:
         tools = [ToolSchema("f", "", parameters)]
         ends = 0
         for seed in range(3):
-            ids, whole = walks.walk(Guide(calls=("f",), text=False, most=1), seed, tools=tools)
-            ends += whole
-            if whole:
+            ids, walked = walks.walk(Guide(calls=("f",), text=False, most=1), seed, tools=tools)
+            ends += walked
+            if walked:
                 (call,) = walks.renderer.parse(ids, walks.prompt, tools)["tool_calls"]
                 assert call.error is None, (name, call)
                 jsonschema.validate(call.arguments, parameters)

@@ -51,13 +51,13 @@ def only(message: Message) -> ToolCall:
 
 
 def test_hermes_reads_reasoning_content_and_calls() -> None:
-    found = parse(
+    message = parse(
         "qwen3",
         "<think>\nHm.\n</think>\n\nLet me see.\n<tool_call>\n"
         '{"name": "lookup", "arguments": {"key": "a", "n": 1}}\n</tool_call>\n<tool_call>\n'
         '{"name": "now", "arguments": {}}\n</tool_call><|im_end|>',
     )
-    assert found == {
+    assert message == {
         "role": "assistant",
         "content": "Let me see.",
         "reasoning_content": "Hm.",
@@ -146,8 +146,8 @@ def test_an_unfinished_call_is_none_at_a_cut_and_an_error_at_a_stop(family: str)
     if family == "gptoss":
         return  # its stop ids close calls
     prompt = PROMPT.get(family)
-    whole = CALLS[family].replace("KEY", "a")
-    half = whole[: whole.index("a", whole.index("key") + 5) + 1]
+    text = CALLS[family].replace("KEY", "a")
+    half = text[: text.index("a", text.index("key") + 5) + 1]
     cut = parse(family, half, prompt=prompt)
     assert not cut.get("tool_calls")
     assert cut["content"] == ""
@@ -166,13 +166,13 @@ def test_a_call_inside_reasoning_is_an_error_and_stays_in_the_reasoning(family: 
     call = CALLS[family].replace("KEY", "a")
     start = "" if family == "qwen3_6" else opened
     for text in (f"{start}Maybe {call} so", f"{start}Maybe {call} so{FAMILIES[family].eos}"):
-        found = parse(family, text)
-        assert only(found).error == INSIDE_REASONING
-        assert only(found).name == "lookup"
-        assert call in str(found["reasoning_content"])
-        assert found["content"] == ""
-    found = parse(family, f"{start}Maybe {call}{closed}Then {call}")
-    assert [c.error for c in found["tool_calls"]] == [INSIDE_REASONING, None]
+        message = parse(family, text)
+        assert only(message).error == INSIDE_REASONING
+        assert only(message).name == "lookup"
+        assert call in str(message["reasoning_content"])
+        assert message["content"] == ""
+    message = parse(family, f"{start}Maybe {call}{closed}Then {call}")
+    assert [c.error for c in message["tool_calls"]] == [INSIDE_REASONING, None]
     mention = parse(family, f"{start}I would write {call[:12]}{closed}Then {call}")
     assert [c.error for c in mention["tool_calls"]] == [None]
 
@@ -188,8 +188,8 @@ def test_a_closing_marker_that_is_spelled_out_closes_nothing(family: str) -> Non
         *spelled(family, markers["reasoning_close"]),
         *encode(CALLS[family].replace("KEY", "a")),
     ]
-    found = renderer.parse(as_ids(ids), as_ids(encode(renderer._facts.prompt)), TOOLS)
-    assert only(found).error == INSIDE_REASONING
+    message = renderer.parse(as_ids(ids), as_ids(encode(renderer._facts.prompt)), TOOLS)
+    assert only(message).error == INSIDE_REASONING
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "glm4moe", "own", "lfm2", "kimi", "deepseekv3", "mistral"])
@@ -197,21 +197,21 @@ def test_a_marker_that_is_spelled_out_is_content(family: str) -> None:
     renderer = renderer_for(family)
     call = CALLS[family].replace("KEY", "a")
     tail = renderer._tokens.encode(PROMPT.get(family, renderer._facts.prompt))
-    found = renderer.parse(as_ids(spelled(family, call)), as_ids(tail), TOOLS)
-    assert not found.get("tool_calls")
-    assert found["content"] == call
+    message = renderer.parse(as_ids(spelled(family, call)), as_ids(tail), TOOLS)
+    assert not message.get("tool_calls")
+    assert message["content"] == call
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "glm4moe", "own"])
 def test_markup_inside_a_string_that_is_spelled_out_stays_in_the_string(family: str) -> None:
     renderer = renderer_for(family)
     markers = renderer.describe()["markers"]
-    before, after = CALLS[family].split("KEY")
+    head, tail = CALLS[family].split("KEY")
     encode = renderer._tokens.encode
     odd = f"x {markers['close']} y {markers['open']} {markers['reasoning_open']}"
-    ids = [*encode(before), *spelled(family, odd), *encode(after)]
-    found = renderer.parse(as_ids(ids), as_ids(encode(PROMPT.get(family, renderer._facts.prompt))), TOOLS)
-    assert only(found).arguments == {"key": odd}
+    ids = [*encode(head), *spelled(family, odd), *encode(tail)]
+    message = renderer.parse(as_ids(ids), as_ids(encode(PROMPT.get(family, renderer._facts.prompt))), TOOLS)
+    assert only(message).arguments == {"key": odd}
 
 
 def test_text_behind_a_stop_id_is_not_content() -> None:
@@ -220,13 +220,13 @@ def test_text_behind_a_stop_id_is_not_content() -> None:
 
 
 def test_reasoning_that_nobody_opened_is_still_reasoning() -> None:
-    found = parse("qwen3", "Hm.\n</think>\n\nYes.<|im_end|>")
-    assert (found.get("reasoning_content"), found["content"]) == ("Hm.", "Yes.")
+    message = parse("qwen3", "Hm.\n</think>\n\nYes.<|im_end|>")
+    assert (message.get("reasoning_content"), message["content"]) == ("Hm.", "Yes.")
 
 
 def test_reasoning_that_the_prompt_opened() -> None:
-    found = parse("qwen3_6", "Hm.\n</think>\n\nYes.<|im_end|>")
-    assert (found.get("reasoning_content"), found["content"]) == ("Hm.", "Yes.")
+    message = parse("qwen3_6", "Hm.\n</think>\n\nYes.<|im_end|>")
+    assert (message.get("reasoning_content"), message["content"]) == ("Hm.", "Yes.")
     cut = parse("qwen3_6", "Hm.")
     assert (cut.get("reasoning_content"), cut["content"]) == ("Hm.", "")
 
@@ -234,25 +234,25 @@ def test_reasoning_that_the_prompt_opened() -> None:
 def test_a_marker_in_the_text_of_the_prompt_opens_no_reasoning() -> None:
     renderer = load_renderer(model_dir("qwen3"), special_in_text="template")
     tail = renderer.render(canonical_messages([{"role": "user", "content": "Write <think> first. " * 3}]), ())
-    found = renderer.parse(as_ids(renderer._tokens.encode("Yes." + CALLS["qwen3"])), tail, TOOLS)
-    assert found["content"] == "Yes."
-    assert only(found).error is None
+    message = renderer.parse(as_ids(renderer._tokens.encode("Yes." + CALLS["qwen3"])), tail, TOOLS)
+    assert message["content"] == "Yes."
+    assert only(message).error is None
 
 
 def test_interrupted_call_is_an_error() -> None:
     call = CALLS["qwen3"].replace("KEY", "a")
-    found = parse("qwen3", call.removesuffix("</tool_call>") + call + "<|im_end|>")["tool_calls"]
-    assert found[0].error is not None
-    assert "not closed" in found[0].error
-    assert found[1].error is None
+    calls = parse("qwen3", call.removesuffix("</tool_call>") + call + "<|im_end|>")["tool_calls"]
+    assert calls[0].error is not None
+    assert "not closed" in calls[0].error
+    assert calls[1].error is None
 
 
 @pytest.mark.parametrize("text", ['{"answer": 3}', "[1, 2]", '{"name": "Bob", "age": 3}', '"lookup"', "3"])
 @pytest.mark.parametrize("family", ["llama3_1", "bare_pythonic", "qwen3", "mistral"])
 def test_an_answer_that_merely_is_json_is_content(family: str, text: str) -> None:
-    found = parse(family, text + FAMILIES[family].eos)
-    assert found["content"] == text
-    assert not found.get("tool_calls")
+    message = parse(family, text + FAMILIES[family].eos)
+    assert message["content"] == text
+    assert not message.get("tool_calls")
 
 
 def test_llama_reads_several_calls_and_the_python_tag() -> None:
@@ -264,12 +264,12 @@ def test_llama_reads_several_calls_and_the_python_tag() -> None:
         f"<|python_tag|>{one}<|python_tag|>{two}",
     ):
         for stop in ("<|eot_id|>", "<|eom_id|>", ""):
-            found = parse("llama3_1", text + stop)
-            assert [(c.name, c.arguments, c.error) for c in found["tool_calls"]] == [
+            message = parse("llama3_1", text + stop)
+            assert [(c.name, c.arguments, c.error) for c in message["tool_calls"]] == [
                 ("lookup", {"key": "a"}, None),
                 ("now", {}, None),
             ]
-            assert found["content"] == ""
+            assert message["content"] == ""
     broken = only(parse("llama3_1", '{"name": "lookup", "parameters": {"key": }}<|eot_id|>'))
     assert (broken.name, broken.error is not None) == ("lookup", True)
     nameless = only(parse("llama3_1", '<|python_tag|>{"parameters": {}}<|eot_id|>'))
@@ -280,11 +280,11 @@ def test_llama_reads_several_calls_and_the_python_tag() -> None:
 
 def test_pythonic_reads_the_calls_before_a_mistake() -> None:
     text = "<|tool_call_start|>[lookup(key='a\\'b', n=-3, flag=True, rows=[1, None, {'x': 1.5}]), now(), lookup(1)]"
-    found = parse("lfm2", text + "<|tool_call_end|><|im_end|>")["tool_calls"]
-    assert found[0].arguments == {"key": "a'b", "n": -3, "flag": True, "rows": [1, None, {"x": 1.5}]}
-    assert (found[1].name, found[1].arguments, found[1].error) == ("now", {}, None)
-    assert found[2].error == "the call cannot be parsed: arguments are written as name=value"
-    assert found[2].name == "lookup"
+    calls = parse("lfm2", text + "<|tool_call_end|><|im_end|>")["tool_calls"]
+    assert calls[0].arguments == {"key": "a'b", "n": -3, "flag": True, "rows": [1, None, {"x": 1.5}]}
+    assert (calls[1].name, calls[1].arguments, calls[1].error) == ("now", {}, None)
+    assert calls[2].error == "the call cannot be parsed: arguments are written as name=value"
+    assert calls[2].name == "lookup"
     cut = parse("lfm2", "<|tool_call_start|>[lookup(key='a'), now(")["tool_calls"]
     assert [call.name for call in cut] == ["lookup"]
     bare = parse("bare_pythonic", '[lookup(key="a"), now(<|im_end|>')["tool_calls"]
@@ -312,10 +312,10 @@ def test_tagged_values_are_read_by_the_schema() -> None:
         text = f"<tool_call>\n<function=lookup>\n{inner}</function>\n</tool_call><|im_end|>"
         return only(parse("qwen3_6", text, prompt=PROMPT["qwen3_6"]))
 
-    found = call(key="null", n="5.0", maybe="null", flag="True", rows='[1, "x"]')
-    assert found.arguments == {"key": "null", "n": 5, "maybe": None, "flag": True, "rows": [1, "x"]}
-    found = call(key=" 12\n", n="five", maybe="12", flag="yes", rows="none")
-    assert found.arguments == {"key": " 12\n", "n": "five", "maybe": "12", "flag": "yes", "rows": "none"}
+    arguments = call(key="null", n="5.0", maybe="null", flag="True", rows='[1, "x"]')
+    assert arguments.arguments == {"key": "null", "n": 5, "maybe": None, "flag": True, "rows": [1, "x"]}
+    arguments = call(key=" 12\n", n="five", maybe="12", flag="yes", rows="none")
+    assert arguments.arguments == {"key": " 12\n", "n": "five", "maybe": "12", "flag": "yes", "rows": "none"}
     assert call(other="7", more="word").arguments == {"other": 7, "more": "word"}
 
 
@@ -345,19 +345,19 @@ def test_tagged_white_space_between_tags_is_free() -> None:
 
 
 def test_gpt_oss_messages() -> None:
-    found = parse(
+    message = parse(
         "gptoss",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Looking.<|end|>"
         '<|start|>assistant<|channel|>commentary to=functions.lookup <|constrain|>json<|message|>{"key": "a"}<|call|>',
     )
-    assert (found.get("reasoning_content"), found["content"]) == ("Hm.", "Looking.")
-    assert (only(found).name, only(found).arguments, only(found).error) == ("lookup", {"key": "a"}, None)
+    assert (message.get("reasoning_content"), message["content"]) == ("Hm.", "Looking.")
+    assert (only(message).name, only(message).arguments, only(message).error) == ("lookup", {"key": "a"}, None)
     header_first = ' to=functions.lookup<|channel|>commentary json<|message|>{"key": "a"}<|call|>'
     assert only(parse("gptoss", header_first)).arguments == {"key": "a"}
     cut = header_first.removesuffix("<|call|>")
     assert not parse("gptoss", cut).get("tool_calls")
-    inside = '<|channel|>analysis to=functions.lookup<|message|>{"key": "a"}<|call|>'
-    assert only(parse("gptoss", inside)).error == INSIDE_REASONING
+    inner_call = '<|channel|>analysis to=functions.lookup<|message|>{"key": "a"}<|call|>'
+    assert only(parse("gptoss", inner_call)).error == INSIDE_REASONING
     broken = only(parse("gptoss", cut.replace('"a"}', "") + "<|call|>"))
     assert broken.error is not None
     assert "not valid JSON" in broken.error
@@ -388,6 +388,6 @@ def test_a_model_that_repeats_itself_costs_no_quadratic_time(family: str, piece:
     start = CALLS[family].split("KEY")[0]
     ids: Any = as_ids([*encode(start), *(encode(piece) * 8000)[:16_000], *encode(CALLS[family])])
     tail = renderer.render(canonical_messages([{"role": "user", "content": "x"}]), ())
-    before = time.process_time()
+    started = time.process_time()
     renderer.parse(ids, tail, TOOLS)
-    assert time.process_time() - before < 3
+    assert time.process_time() - started < 3

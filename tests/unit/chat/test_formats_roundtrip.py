@@ -40,7 +40,7 @@ TOOLS = [
 SAYING = [name for name in FAMILIES if name != "deepseekv3"]
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Co", "Cn"]), max_size=40).map(
-    lambda drawn: unicodedata.normalize("NFC", drawn)  # as the tests' tokenizers do: two keys may become one
+    lambda text: unicodedata.normalize("NFC", text)  # as the tests' tokenizers do: two keys may become one
 )
 word = st.from_regex(r"[A-Za-z][A-Za-z0-9 ,.!?é数\n-]{0,40}", fullmatch=True)
 json_value = st.recursive(
@@ -90,9 +90,9 @@ def check(family: str, message: Message) -> None:
     back = read_back(family, message)
     assert seen(str(back["content"])).strip() == seen(str(message["content"])).strip()
     assert seen(back.get("reasoning_content") or "").strip() == seen(message.get("reasoning_content") or "").strip()
-    wanted, found = message.get("tool_calls", ()), back.get("tool_calls", ())
-    assert [call.error for call in found] == [None] * len(wanted)
-    for one, other in zip(wanted, found, strict=True):
+    expected_calls, parsed_calls = message.get("tool_calls", ()), back.get("tool_calls", ())
+    assert [call.error for call in parsed_calls] == [None] * len(expected_calls)
+    for one, other in zip(expected_calls, parsed_calls, strict=True):
         assert other.name == one.name
         assert seen(canonical_arguments(other.arguments)[0]) == seen(canonical_arguments(one.arguments)[0])
 
@@ -157,14 +157,14 @@ def test_every_prefix_and_mutation_of_a_completion_parses(family: str, data: st.
     reasoning = "Look it up." if "reasoning" in says else ""
     ids = renderer.completion(assistant("", reasoning, calls), TOOLS)
     tail = as_ids(renderer._tokens.encode(renderer._facts.prompt))
-    whole = renderer.parse(ids, tail, TOOLS)["tool_calls"]
+    full_calls = renderer.parse(ids, tail, TOOLS)["tool_calls"]
     closed = 0
     for length in range(len(ids)):
-        found = renderer.parse(ids[:length], tail, TOOLS).get("tool_calls", ())
-        assert not any(call.error for call in found), "a call that was cut off is no call"
-        assert list(found) == list(whole[: len(found)]), "closed calls stand as they were"
-        assert len(found) >= closed
-        closed = len(found)
+        parsed_calls = renderer.parse(ids[:length], tail, TOOLS).get("tool_calls", ())
+        assert not any(call.error for call in parsed_calls), "a call that was cut off is no call"
+        assert list(parsed_calls) == list(full_calls[: len(parsed_calls)]), "closed calls stand as they were"
+        assert len(parsed_calls) >= closed
+        closed = len(parsed_calls)
     mutated = np.array(ids)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(ids) - 1))

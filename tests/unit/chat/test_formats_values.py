@@ -24,7 +24,7 @@ def types(schema: Any) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(
-    ("schema", "wanted"),
+    ("schema", "expected"),
     [
         ({"type": "string"}, {"string"}),
         ({"type": ["string", "null"]}, {"string", "null"}),
@@ -38,8 +38,8 @@ def types(schema: Any) -> frozenset[str]:
         (True, set()),
     ],
 )
-def test_types_of_a_parameter(schema: Any, wanted: set[str]) -> None:
-    assert types(schema) == wanted
+def test_types_of_a_parameter(schema: Any, expected: set[str]) -> None:
+    assert types(schema) == expected
 
 
 def test_types_of_a_schema_that_refers_to_itself_end() -> None:
@@ -87,10 +87,10 @@ def test_values_by_type(text: str, allowed: set[str], value: Any) -> None:
     st.text(max_size=30), st.frozensets(st.sampled_from(["string", "integer", "number", "boolean", "null", "array"]))
 )
 def test_any_text_is_some_value_of_an_allowed_type_or_the_text(text: str, allowed: frozenset[str]) -> None:
-    found = coerce(text, allowed)
-    if found != text:
+    value = coerce(text, allowed)
+    if value != text:
         kinds = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", str: "string"}
-        kind = kinds.get(type(found), "object")
+        kind = kinds.get(type(value), "object")
         assert not allowed or kind in allowed or (kind == "integer" and "number" in allowed)
 
 

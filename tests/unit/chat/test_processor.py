@@ -52,7 +52,7 @@ def test_placement_and_model_inputs_are_those_of_transformers(family: str) -> No
     features = [processor.features("image", data) for data in images]
     for name in features[0].keys() - {"num_patches"}:
         stack = np.stack if name == "image_grid_thw" else np.concatenate
-        together = stack([each[name] for each in features])
+        together = stack([inputs[name] for inputs in features])
         np.testing.assert_array_equal(together, expected[name].reshape(together.shape))
 
 
@@ -64,9 +64,9 @@ def test_offset_and_length_span_the_placeholders(family: str, size: tuple[int, i
     assert processor is not None
     placed = processor.place("image", image(*size))
     placeholder = read_model_dir(directory).tokenizer.get_vocab()[processor.marker("image")]
-    places = np.flatnonzero(placed.ids == placeholder)
-    assert places[0] == placed.offset
-    assert places[-1] == placed.offset + placed.length - 1
+    positions = np.flatnonzero(placed.ids == placeholder)
+    assert positions[0] == placed.offset
+    assert positions[-1] == placed.offset + placed.length - 1
     assert placed.ids.dtype == np.int32
 
 
@@ -164,12 +164,12 @@ def test_a_model_of_text_has_no_processor(tmp_path: Path) -> None:
 def test_another_model_in_the_same_place_has_its_own_processor(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     assert load_processor(directory) is None
-    made = []
+    processors = []
     for family in ("smolvlm", "qwen2_5_vl"):
         shutil.copytree(vision_model(family), directory)
-        made.append(load_processor(directory))
+        processors.append(load_processor(directory))
         shutil.rmtree(directory)
-    assert [each and each.describe()["family"] for each in made] == ["smolvlm", "qwen2_5_vl"]
+    assert [processor and processor.describe()["family"] for processor in processors] == ["smolvlm", "qwen2_5_vl"]
     (tmp_path / "file.gguf").write_bytes(b"")
     assert load_processor(tmp_path / "file.gguf") is None
 

@@ -49,33 +49,33 @@ def extend(
     renderer: TemplateRenderer,
     history: Sequence[Message],
     completion: np.ndarray[Any, Any],
-    last: Message,
+    turn: Message,
     new: Sequence[Message],
     tools: Sequence[ToolSchema] = (),
 ) -> list[int] | None:
     """Extend with only the end of the prompt for a tail: more must not be needed."""
-    everything = canonical_messages([*history, last, *new])
+    everything = canonical_messages([*history, turn, *new])
     size = len(history)
     tail = renderer.render(everything[:size], tools)[-24:]
-    found = renderer.extend(tail, completion, everything[size], everything[size + 1 :], tools)
-    return None if found is None else [int(number) for number in found]
+    extension = renderer.extend(tail, completion, everything[size], everything[size + 1 :], tools)
+    return None if extension is None else [int(number) for number in extension]
 
 
 def cases(family: str) -> list[tuple[Message, list[Message]]]:
     """Turns and what follows them, such that the template leaves the history as it was."""
     can = FAMILIES[family].says
     thought = "I need to look." if "reasoning" in can else ""
-    found = [(says("", FIRST, reasoning=thought), [answer(FIRST)])]
+    pairs = [(says("", FIRST, reasoning=thought), [answer(FIRST)])]
     if "two calls" in can:
-        found.append((says("", FIRST, SECOND, reasoning=thought), [answer(FIRST), answer(SECOND)]))
+        pairs.append((says("", FIRST, SECOND, reasoning=thought), [answer(FIRST), answer(SECOND)]))
     if "text and call" in can:
-        found.append((says("Let me see.", FIRST, reasoning=thought), [answer(FIRST)]))
+        pairs.append((says("Let me see.", FIRST, reasoning=thought), [answer(FIRST)]))
     if family not in ("qwen3", "qwen3_6", "glm4moe", "gptoss"):
         # These drop reasoning, or the empty mark of it, once another user message stands behind.
-        found.append((says("It is here."), [NEXT]))
-        found.append((says("", FIRST), [answer(FIRST), NEXT]))
-        found.append((says("It is here."), [NEXT, says("Fine."), NEXT]))
-    return found
+        pairs.append((says("It is here."), [NEXT]))
+        pairs.append((says("", FIRST), [answer(FIRST), NEXT]))
+        pairs.append((says("It is here."), [NEXT, says("Fine."), NEXT]))
+    return pairs
 
 
 @pytest.mark.parametrize("with_tools", [False, True])
@@ -83,27 +83,27 @@ def cases(family: str) -> list[tuple[Message, list[Message]]]:
 def test_an_extended_prompt_is_the_template_s_own(family: str, with_tools: bool) -> None:
     renderer = renderer_for(family)
     tools = TOOLS if with_tools else []
-    for last, new in cases(family):
+    for turn, new in cases(family):
         history = [SYSTEM, USER]
         prompt = renderer.render(canonical_messages(history), tools)
-        completion = renderer.completion(last, tools)
-        following = extend(renderer, history, completion, last, new, tools)
+        completion = renderer.completion(turn, tools)
+        following = extend(renderer, history, completion, turn, new, tools)
         assert following is not None, renderer.why
-        whole = renderer.render(canonical_messages([*history, last, *new]), tools)
-        assert [*prompt, *completion, *following] == whole.tolist()
+        full_prompt = renderer.render(canonical_messages([*history, turn, *new]), tools)
+        assert [*prompt, *completion, *following] == full_prompt.tolist()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "glm4moe", "gptoss"])
 def test_a_turn_whose_reasoning_the_template_drops_later_is_kept(family: str) -> None:
     renderer = renderer_for(family)
-    last = says("It is here.", reasoning="Think hard.")
-    following = extend(renderer, [USER], renderer.completion(last, ()), last, [NEXT])
+    turn = says("It is here.", reasoning="Think hard.")
+    following = extend(renderer, [USER], renderer.completion(turn, ()), turn, [NEXT])
     assert following is not None
-    shown = renderer.decode(as_ids(following))
-    whole = renderer.decode(renderer.render(canonical_messages([USER, last, NEXT]), ()))
-    assert shown.lstrip()
-    assert whole.endswith(shown)
-    assert "Think hard." not in whole
+    text = renderer.decode(as_ids(following))
+    full_text = renderer.decode(renderer.render(canonical_messages([USER, turn, NEXT]), ()))
+    assert text.lstrip()
+    assert full_text.endswith(text)
+    assert "Think hard." not in full_text
 
 
 BRIDGES = {
@@ -134,14 +134,16 @@ def test_extensions_equal_the_bridges_of_the_renderers_package(family: str) -> N
     if "two calls" in FAMILIES[family].says:
         turns.append((says("", FIRST, SECOND, reasoning=thought), [answer(FIRST), answer(SECOND)]))
     compared = 0
-    for last, new in turns:
-        whole = renderer.completion(last, TOOLS)
-        cut = whole[:-1] if family != "glm4moe" else whole[:0]  # the package closes a cut turn of GLM with another id
-        lengths = [len(whole), len(cut), len(cut) - 3, 3, 0] if len(cut) else [len(whole)]
+    for turn, new in turns:
+        completion = renderer.completion(turn, TOOLS)
+        cut = (
+            completion[:-1] if family != "glm4moe" else completion[:0]
+        )  # the package closes a cut turn of GLM with another id
+        lengths = [len(completion), len(cut), len(cut) - 3, 3, 0] if len(cut) else [len(completion)]
         for length in lengths:
-            ids = whole[:length]
-            read = last if length >= len(cut) else says("")
-            follows = new if read is last else [NEXT]
+            ids = completion[:length]
+            read = turn if length >= len(cut) else says("")
+            follows = new if read is turn else [NEXT]
             prompt = renderer.render(canonical_messages([USER]), TOOLS)
             bridged = bridge.bridge_to_next_turn(
                 prompt.tolist(),
@@ -150,8 +152,8 @@ def test_extensions_equal_the_bridges_of_the_renderers_package(family: str) -> N
                 tools=[tool.to_json()["function"] for tool in TOOLS],
             )
             assert bridged is not None
-            mine = extend(renderer, [USER], ids, read, follows, TOOLS)
-            assert mine == list(bridged.token_ids[len(prompt) + len(ids) :]), (length, renderer.why)
+            extension = extend(renderer, [USER], ids, read, follows, TOOLS)
+            assert extension == list(bridged.token_ids[len(prompt) + len(ids) :]), (length, renderer.why)
             compared += 1
     assert compared >= 4
 
@@ -159,42 +161,42 @@ def test_extensions_equal_the_bridges_of_the_renderers_package(family: str) -> N
 def test_stop_id_is_not_repeated_in_the_extension() -> None:
     renderer = renderer_for("qwen3")
     added = renderer._tokens.added
-    said = renderer.completion(says("Here."), ())
-    last = says("Here.")
-    plain = extend(renderer, [USER], said, last, [NEXT])
+    completion = renderer.completion(says("Here."), ())
+    turn = says("Here.")
+    plain = extend(renderer, [USER], completion, turn, [NEXT])
     assert plain is not None
     assert renderer.decode(as_ids(plain)).startswith("\n<|im_start|>user\nAnd now?")
-    other = np.append(said[:-1], np.int32(added["<|endoftext|>"]))
-    assert extend(renderer, [USER], other, last, [NEXT]) == plain
-    assert extend(renderer, [USER], said[:-1], last, [NEXT]) == [added["<|im_end|>"], *plain]
+    other = np.append(completion[:-1], np.int32(added["<|endoftext|>"]))
+    assert extend(renderer, [USER], other, turn, [NEXT]) == plain
+    assert extend(renderer, [USER], completion[:-1], turn, [NEXT]) == [added["<|im_end|>"], *plain]
 
 
 def test_a_turn_of_glm_ends_with_the_token_of_the_next_role() -> None:
     renderer = renderer_for("glm4moe")
     added = renderer._tokens.added
-    last = says("", FIRST)
-    said = renderer.completion(last, TOOLS)
-    assert int(said[-1]) == added["<|observation|>"]
-    following = extend(renderer, [USER], said, last, [answer(FIRST)], TOOLS)
+    turn = says("", FIRST)
+    completion = renderer.completion(turn, TOOLS)
+    assert int(completion[-1]) == added["<|observation|>"]
+    following = extend(renderer, [USER], completion, turn, [answer(FIRST)], TOOLS)
     assert following is not None
     assert added["<|observation|>"] not in following
-    cut = extend(renderer, [USER], said[:-1], last, [answer(FIRST)], TOOLS)
+    cut = extend(renderer, [USER], completion[:-1], turn, [answer(FIRST)], TOOLS)
     assert cut == [added["<|observation|>"], *following]
-    ended = np.append(said[:-1], np.int32(added["<|endoftext|>"]))
-    assert extend(renderer, [USER], ended, last, [answer(FIRST)], TOOLS) == cut
+    with_stop = np.append(completion[:-1], np.int32(added["<|endoftext|>"]))
+    assert extend(renderer, [USER], with_stop, turn, [answer(FIRST)], TOOLS) == cut
 
 
 def test_gpt_oss_keeps_the_sampled_return_and_closes_a_cut_message() -> None:
     renderer = renderer_for("gptoss")
     added = renderer._tokens.added
     assert renderer.stop_ids == {added[token] for token in ("<|return|>", "<|call|>", "<|endoftext|>")}
-    last = says("Here.", reasoning="Hm.")
-    said = renderer.completion(last, ())
-    assert int(said[-1]) == added["<|return|>"]
-    following = extend(renderer, [USER], said, last, [NEXT])
+    turn = says("Here.", reasoning="Hm.")
+    completion = renderer.completion(turn, ())
+    assert int(completion[-1]) == added["<|return|>"]
+    following = extend(renderer, [USER], completion, turn, [NEXT])
     assert following is not None
     assert following[0] == added["<|start|>"]
-    thinking = said[: said.tolist().index(added["<|end|>"])]
+    thinking = completion[: completion.tolist().index(added["<|end|>"])]
     assert extend(renderer, [USER], thinking, says("", reasoning="Hm."), [NEXT]) == [added["<|end|>"], *following]
     stopped = np.append(thinking, np.int32(added["<|return|>"]))
     assert extend(renderer, [USER], stopped, says("", reasoning="Hm."), [NEXT]) is None
@@ -208,16 +210,16 @@ def test_open_reasoning_is_closed_at_a_cut_and_declined_at_a_stop(family: str) -
     markers = renderer.describe()["markers"]
     opened = "" if family == "qwen3_6" else markers["reasoning_open"]
     ids = text_ids(renderer, opened + "Let me think about")
-    last = says("", reasoning="Let me think about")
-    cut = extend(renderer, [USER], ids, last, [NEXT])
+    turn = says("", reasoning="Let me think about")
+    cut = extend(renderer, [USER], ids, turn, [NEXT])
     assert cut is not None
     assert cut[0] == added[markers["reasoning_close"]]
     close = min(renderer.stop_ids)
-    assert extend(renderer, [USER], np.append(ids, np.int32(close)), last, [NEXT]) is None
+    assert extend(renderer, [USER], np.append(ids, np.int32(close)), turn, [NEXT]) is None
     assert renderer.why == "stop_in_reasoning"
     closed = text_ids(renderer, opened + "Hm" + markers["reasoning_close"] + "Yes")
-    after = extend(renderer, [USER], closed, says("Yes", reasoning="Hm"), [NEXT])
-    assert after == cut[1:]
+    extended = extend(renderer, [USER], closed, says("Yes", reasoning="Hm"), [NEXT])
+    assert extended == cut[1:]
 
 
 def test_a_reasoning_marker_inside_a_call_opens_no_reasoning() -> None:
@@ -233,8 +235,8 @@ def test_a_reasoning_marker_inside_a_call_opens_no_reasoning() -> None:
 @pytest.mark.parametrize("family", MAIN)
 def test_ids_behind_a_stop_id_are_declined(family: str) -> None:
     renderer = renderer_for(family)
-    said = renderer.completion(says("Here."), ())
-    assert extend(renderer, [USER], np.append(said, said[:3]), says("Here."), [NEXT]) is None
+    completion = renderer.completion(says("Here."), ())
+    assert extend(renderer, [USER], np.append(completion, completion[:3]), says("Here."), [NEXT]) is None
     assert renderer.why == "ids_after_stop"
 
 
@@ -267,10 +269,10 @@ def test_call_ids_that_a_template_refuses_are_replaced_the_same_way_everywhere()
     renderer = renderer_for("mistral")
     call = ToolCall("call_with_a_long_id", "lookup", {"key": "a"})
     messages = canonical_messages([USER, says("", call), answer(call)])
-    shown = renderer.decode(renderer.render(messages, ()))
-    given = shown.split('"id": "')[1][:9]
-    assert f'"call_id": "{given}"' in shown
-    assert given.isalnum()
+    text = renderer.decode(renderer.render(messages, ()))
+    rendered_id = text.split('"id": "')[1][:9]
+    assert f'"call_id": "{rendered_id}"' in text
+    assert rendered_id.isalnum()
 
 
 def test_text_closes_without_tokens_are_declined_where_pieces_encode_differently(tmp_path: Any) -> None:
@@ -307,14 +309,14 @@ def test_a_prompt_that_all_members_of_a_group_begin_with_is_encoded_once() -> No
     counter = CountingTokenizer(files.tokenizer)
     tokens = Tokens(counter)
     text = "the prompt of a group " * 20
-    before = counter.encoded
+    encoded_before = counter.encoded
     first = tokens.encode(text)
     once = counter.encoded
-    assert once == before + len(first)
-    kept = list(first)
+    assert once == encoded_before + len(first)
+    first_ids = list(first)
     # What is done to one answer is not seen in the next.
     first.clear()
-    assert tokens.encode(text) == kept
+    assert tokens.encode(text) == first_ids
     assert counter.encoded == once
     # Texts too long to be kept are encoded each time, to the same ids.
     long = text * 200
@@ -332,16 +334,16 @@ def test_encoding_a_turn_costs_its_new_tokens_only(family: str) -> None:
         type(files)(files.path, counter, files.template, None, files.special, files.eos_ids, None), files.template
     )
     last = says("", FIRST)
-    said = renderer.completion(last, TOOLS)
+    completion = renderer.completion(last, TOOLS)
     history: list[Message] = [SYSTEM, USER]
     spent = []
     for turn in range(12):
-        before = counter.encoded
+        encoded_before = counter.encoded
         # Another one each time: an answer that was encoded before costs nothing.
         new = answer(FIRST, f"row {turn} " * 50)
-        following = extend_counted(renderer, history, said, last, [new])
+        following = extend_counted(renderer, history, completion, last, [new])
         assert following is not None
-        spent.append((counter.encoded - before) - len(following))
+        spent.append((counter.encoded - encoded_before) - len(following))
         history += [last, new]
         if turn == 0:
             continue  # the shape is proven once
@@ -352,10 +354,10 @@ def extend_counted(
     renderer: TemplateRenderer,
     history: list[Message],
     completion: np.ndarray[Any, Any],
-    last: Message,
+    turn: Message,
     new: list[Message],
 ) -> Any:
-    everything = canonical_messages([*history, last, *new])
+    everything = canonical_messages([*history, turn, *new])
     size = len(history)
     return renderer.extend(as_ids([5, 6, 7]), completion, everything[size], everything[size + 1 :], TOOLS)
 
@@ -378,14 +380,14 @@ ODD_TEXTS = [
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("deepseekv3", "mistral")])
 def test_templates_that_look_at_the_text_of_messages_write_the_same_behind_a_turn(family: str, odd: str) -> None:
     renderer = renderer_for(family)
-    for last, new in cases(family):
+    for turn, new in cases(family):
         altered = [{**message, "content": odd} if message["role"] != "assistant" else message for message in new]
-        completion = renderer.completion(last, TOOLS)
-        following = extend(renderer, [USER], completion, last, altered, TOOLS)
+        completion = renderer.completion(turn, TOOLS)
+        following = extend(renderer, [USER], completion, turn, altered, TOOLS)
         assert following is not None, renderer.why
-        whole = renderer.render(canonical_messages([USER, last, *altered]), TOOLS)
+        full_prompt = renderer.render(canonical_messages([USER, turn, *altered]), TOOLS)
         prompt = renderer.render(canonical_messages([USER]), TOOLS)
-        assert [*prompt, *completion, *following] == whole.tolist()
+        assert [*prompt, *completion, *following] == full_prompt.tolist()
 
 
 def chatml(header: str, generation: str) -> str:
@@ -420,20 +422,21 @@ def test_the_tokens_that_end_a_turn_are_found_without_any_configuration(family: 
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     renderer = load_renderer(path)
     stops = set(renderer.describe()["stop_ids"].values())
-    wanted = {
+    expected = {
         "llama3_1": {"<|eot_id|>", "<|eom_id|>"},
         "glm4moe": {"<|user|>", "<|observation|>"},
         "gptoss": {"<|return|>", "<|call|>"},
         "own": {"[|over|]"},
     }
-    assert stops == wanted.get(family, {"<|im_end|>"})
+    assert stops == expected.get(family, {"<|im_end|>"})
 
 
 def test_more_tool_sets_than_are_remembered_change_nothing() -> None:
     renderer = load_renderer(model_dir("own"))
-    last = says("Here.")
-    said = renderer.completion(last, ())
-    found = {
-        tuple(extend(renderer, [USER], said, last, [NEXT], [ToolSchema(f"tool{n}", "")]) or ()) for n in range(130)
+    turn = says("Here.")
+    completion = renderer.completion(turn, ())
+    reasons = {
+        tuple(extend(renderer, [USER], completion, turn, [NEXT], [ToolSchema(f"tool{n}", "")]) or ())
+        for n in range(130)
     }
-    assert len(found) == 1
+    assert len(reasons) == 1

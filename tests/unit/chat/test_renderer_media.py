@@ -21,7 +21,7 @@ pictures = st.builds(png, st.sampled_from(SIZES), st.sampled_from(SIZES), st.int
 parts = st.lists(
     st.one_of(texts.map(lambda text: {"type": "text", "text": text}), pictures.map(image_part)), min_size=1, max_size=5
 )
-asked = parts.filter(lambda content: any(part["type"] != "text" or part["text"].strip() for part in content))
+sent_parts = parts.filter(lambda content: any(part["type"] != "text" or part["text"].strip() for part in content))
 
 
 def words(renderer, ids) -> str:
@@ -30,44 +30,44 @@ def words(renderer, ids) -> str:
 
 def spans(renderer, ids, media):
     """Text of each image's placeholders, and of the ids before and after them."""
-    for each in media:
+    for image in media:
         yield (
-            renderer.decode(ids[each.position - 1 : each.position]),
-            renderer.decode(ids[each.position : each.end]),
-            renderer.decode(ids[each.end : each.end + 1]),
+            renderer.decode(ids[image.position - 1 : image.position]),
+            renderer.decode(ids[image.position : image.end]),
+            renderer.decode(ids[image.end : image.end + 1]),
         )
 
 
-@given(first=asked, second=asked, tool=asked, said=st.sampled_from(["It is red.", "x", ""]))
+@given(first=sent_parts, second=sent_parts, tool=sent_parts, answer=st.sampled_from(["It is red.", "x", ""]))
 @settings(max_examples=examples(60), deadline=None)
-def test_an_extension_is_the_end_of_the_whole_and_holds_exactly_its_images(first, second, tool, said) -> None:
+def test_an_extension_is_the_end_of_the_whole_and_holds_exactly_its_images(first, second, tool, answer) -> None:
     renderer, _ = shared()
     call = {"id": "c00000001", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    turn = {"role": "assistant", "content": said, "tool_calls": [call]}
+    turn = {"role": "assistant", "content": answer, "tool_calls": [call]}
     new = [{"role": "tool", "tool_call_id": "c00000001", "content": tool}, {"role": "user", "content": second}]
     messages = canonical_messages([{"role": "user", "content": first}, turn, *new])
     head = renderer.render(messages[:1], [])
-    before = renderer.placed
+    placed_before = renderer.placed
     completion = renderer.completion(turn, [])
     added = renderer.extend(head, completion, messages[1], messages[2:], [])
     assert added is not None, renderer.why
-    after = renderer.placed
-    whole = renderer.render(messages, [])
+    placed_after = renderer.placed
+    full_ids = renderer.render(messages, [])
     placed = renderer.placed
     joined = np.concatenate([head, completion, added])
     # The turn itself may be encoded in other pieces: what stands before and after it is equal, id by id.
-    assert words(renderer, joined) == words(renderer, whole)
-    assert whole[len(whole) - len(added) :].tolist() == added.tolist()
-    assert whole[: len(head)].tolist() == head.tolist()
-    back = len(whole) - len(joined)
-    shifted = [each.at(each.position + len(head) + len(completion) + back) for each in after]
-    assert [*before, *shifted] == list(placed)
-    assert [each.digest for each in placed] == [each.digest for message in messages for each in message.media]
-    for opened, inside, closed in spans(renderer, whole, placed):
-        assert (opened, closed, set(inside.split(MARKER))) == (OPEN, CLOSE, {""})
+    assert words(renderer, joined) == words(renderer, full_ids)
+    assert full_ids[len(full_ids) - len(added) :].tolist() == added.tolist()
+    assert full_ids[: len(head)].tolist() == head.tolist()
+    back = len(full_ids) - len(joined)
+    shifted = [image.at(image.position + len(head) + len(completion) + back) for image in placed_after]
+    assert [*placed_before, *shifted] == list(placed)
+    assert [image.digest for image in placed] == [image.digest for message in messages for image in message.media]
+    for opened, inner, closed in spans(renderer, full_ids, placed):
+        assert (opened, closed, set(inner.split(MARKER))) == (OPEN, CLOSE, {""})
 
 
-@given(content=asked)
+@given(content=sent_parts)
 @settings(max_examples=examples(40), deadline=None)
 def test_text_never_becomes_a_placeholder(content) -> None:
     renderer, _ = shared()
@@ -75,7 +75,7 @@ def test_text_never_becomes_a_placeholder(content) -> None:
     ids = renderer.render([message], [])
     marker = renderer.render(canonical_messages([{"role": "user", "content": [image_part(PNG)]}]), [])
     pad = int(marker[renderer.placed[0].position])
-    count = sum(each.length for each in _placed(renderer, message))
+    count = sum(image.length for image in _placed(renderer, message))
     assert int((ids == pad).sum()) == count
 
 
@@ -105,14 +105,14 @@ def test_equal_images_are_equal_however_they_are_given() -> None:
         {"type": "image", "image": PNG},
         {"type": "video", "video": [URI]},
     ]
-    found = {canonical_messages([{"role": "user", "content": [form]}])[0] for form in forms}
-    assert len(found) == 1
+    forms_ = {canonical_messages([{"role": "user", "content": [form]}])[0] for form in forms}
+    assert len(forms_) == 1
     other = canonical_messages([{"role": "user", "content": [image_part(png(8, 8, 9))]}])[0]
-    assert other not in found
+    assert other not in forms_
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "problem"),
     [
         ({"type": "image_url", "image_url": {"url": "https://a.test/b.png"}}, r"content\[0\] .*URLs .* are not read"),
         ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "URLs and file names are not read"),
@@ -128,8 +128,8 @@ def test_equal_images_are_equal_however_they_are_given() -> None:
         ({"type": "file", "file": {}}, "is of type 'file': text and images are allowed"),
     ],
 )
-def test_broken_image_is_refused_by_name(part, said) -> None:
-    with pytest.raises(SessionError, match=said):
+def test_broken_image_is_refused_by_name(part, problem) -> None:
+    with pytest.raises(SessionError, match=problem):
         canonical_messages([{"role": "user", "content": [part]}])
 
 
@@ -167,13 +167,13 @@ def test_a_template_that_numbers_images_is_not_extended() -> None:
     renderer, _ = seeing(source)
     messages = canonical_messages([{"role": "user", "content": [image_part(PNG)]}])
     tail = renderer.render(messages, [])
-    said = {"role": "assistant", "content": "x"}
-    last = Canonical("assistant", "x")
+    message = {"role": "assistant", "content": "x"}
+    turn = Canonical("assistant", "x")
     new = canonical_messages([{"role": "user", "content": [image_part(PNG)]}])
-    assert renderer.extend(tail, renderer.completion(said, []), last, new, []) is None
+    assert renderer.extend(tail, renderer.completion(message, []), turn, new, []) is None
     assert renderer.why == "depends_on_history"
     plain = canonical_messages([{"role": "user", "content": "and?"}])
-    assert renderer.extend(tail, renderer.completion(said, []), last, plain, []) is not None
+    assert renderer.extend(tail, renderer.completion(message, []), turn, plain, []) is not None
 
 
 def test_a_template_that_takes_parts_only_is_given_parts() -> None:

@@ -57,12 +57,12 @@ def reference() -> Any:
     """transformers' own tokenizers, one for each family."""
     from transformers import AutoTokenizer
 
-    made: dict[str, Any] = {}
+    created_at: dict[str, Any] = {}
 
     def tokenizer(family: str) -> Any:
-        if family not in made:
-            made[family] = AutoTokenizer.from_pretrained(model_dir(family))
-        return made[family]
+        if family not in created_at:
+            created_at[family] = AutoTokenizer.from_pretrained(model_dir(family))
+        return created_at[family]
 
     return tokenizer
 
@@ -74,14 +74,14 @@ def test_a_prompt_is_the_template_s_own(
     family: str, conversation: int, tools: list[ToolSchema], reference: Any
 ) -> None:
     messages = CONVERSATIONS[conversation]
-    wanted = reference(family).apply_chat_template(
+    expected = reference(family).apply_chat_template(
         wire(messages),
         tools=[tool.to_json() for tool in tools] or None,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=False,
     )
-    assert renderer_for(family).render(canonical_messages(messages), tools).tolist() == wanted
+    assert renderer_for(family).render(canonical_messages(messages), tools).tolist() == expected
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -104,10 +104,10 @@ def test_any_text_gives_the_ids_of_the_whole_string(texts: list[str], family: st
 def test_arguments_of_the_template_are_the_renderer_s(reference: Any) -> None:
     silent = load_renderer(model_dir("qwen3"), template_kwargs={"enable_thinking": False})
     messages = canonical_messages(CONVERSATIONS[0])
-    wanted = reference("qwen3").apply_chat_template(
+    expected = reference("qwen3").apply_chat_template(
         wire(CONVERSATIONS[0]), add_generation_prompt=True, tokenize=True, enable_thinking=False, return_dict=False
     )
-    assert silent.render(messages, ()).tolist() == wanted
+    assert silent.render(messages, ()).tolist() == expected
     assert silent.describe()["template_kwargs"] == {"enable_thinking": False}
     effort = load_renderer(model_dir("gptoss"), template_kwargs={"reasoning_effort": "high"})
     assert "Reasoning: high" in effort.decode(effort.render(messages, ()))

@@ -66,15 +66,15 @@ async def test_conversation_is_one_branch_with_exact_ids(family: str) -> None:
     path = np.concatenate([segment.token_ids for segment in trajectory.path(leaf)])
     first = renderer.render(canonical_messages(messages[:2]), TOOLS)
     assert path[: len(first)].tolist() == first.tolist()
-    shown = renderer.decode(path)
+    text = renderer.decode(path)
     for message in messages:
         for part in (message.get("content"), message.get("reasoning_content")):
             written = str(part or "").strip()
-            assert written in shown or written.replace("\n", "\\n") in shown
+            assert written in text or written.replace("\n", "\\n") in text
     if family in ("qwen2_5", "llama3_1", "own", "lfm2"):
         # Templates that never change what stands behind: the whole branch is the template's own render.
-        whole = renderer.render(canonical_messages([*messages, {"role": "user", "content": "x"}]), TOOLS)
-        assert whole[: len(path)].tolist() == path.tolist()
+        full_prompt = renderer.render(canonical_messages([*messages, {"role": "user", "content": "x"}]), TOOLS)
+        assert full_prompt[: len(path)].tolist() == path.tolist()
 
 
 async def test_tool_edited_in_place_is_rendered_anew() -> None:
@@ -106,7 +106,7 @@ async def test_tools_that_differ_in_a_switch_are_other_tools(one: object, other:
         history.append(await session.chat(history, [defaulting(tool)]))
         history.append({"role": "user", "content": "more"})
     segments = session.segments()
-    assert [each.fork for each in segments] == [None, None, None, None, "tools_changed", None]
+    assert [segment.fork for segment in segments] == [None, None, None, None, "tools_changed", None]
     for root, value in ((segments[0], one), (segments[4], other)):
         assert f'"default": {str(value).lower()}' in renderer.decode(root.token_ids)
 
@@ -129,22 +129,25 @@ async def test_a_session_that_is_closed_takes_no_request() -> None:
     await session.chat(question)
     stream = session.stream(question)
     await anext(stream)
-    before = len(session.segments())
+    count_before = len(session.segments())
     session.close()
     with pytest.raises(SessionError, match="this session is closed"):
         await session.chat(question)
     with pytest.raises(SessionError, match="this session is closed"):
-        _ = [each async for each in stream]
-    assert len(session.segments()) == before
+        _ = [item async for item in stream]
+    assert len(session.segments()) == count_before
 
 
 async def test_endless_arguments_of_a_call_inside_reasoning_are_recorded_as_an_error() -> None:
     renderer = renderer_for("qwen3")
     deep = "[" * 600 + "]" * 600
     call = f'<tool_call>\n{{"name": "lookup", "arguments": {{"key": {deep}}}}}\n</tool_call>'
-    said = renderer._tokens.encode(f"<think>\nmaybe\n{call}\n</think>\n\nno")
+    completion = renderer._tokens.encode(f"<think>\nmaybe\n{call}\n</think>\n\nno")
     session = Session(
-        ScriptedClient(renderer, [[*said, min(renderer.stop_ids)]]), renderer, id="s", limits=SessionLimits(100_000)
+        ScriptedClient(renderer, [[*completion, min(renderer.stop_ids)]]),
+        renderer,
+        id="s",
+        limits=SessionLimits(100_000),
     )
-    given = await session.chat([{"role": "user", "content": "q"}], TOOLS)
-    assert [(call.error, call.arguments) for call in given["tool_calls"]] == [(INSIDE_REASONING, {})]
+    turn = await session.chat([{"role": "user", "content": "q"}], TOOLS)
+    assert [(call.error, call.arguments) for call in turn["tool_calls"]] == [(INSIDE_REASONING, {})]

@@ -50,22 +50,22 @@ def test_markup_in_text_adds_no_control_id_and_reads_the_same(family: str) -> No
 def test_markup_in_the_answer_of_a_tool_stays_text_behind_a_turn(family: str) -> None:
     renderer = renderer_for(family)
     call = ToolCall("functions.lookup:0", "lookup", {"key": "a"})
-    last: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    said = renderer.completion(last, ())
-    found = []
+    turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    completion = renderer.completion(turn, ())
+    texts = []
     for text in (INJECTED, "x"):
-        new = canonical_messages([last, {"role": "tool", "tool_call_id": call.id, "content": text}])
-        following = renderer.extend(said, said, new[0], new[1:], ())
+        new = canonical_messages([turn, {"role": "tool", "tool_call_id": call.id, "content": text}])
+        following = renderer.extend(completion, completion, new[0], new[1:], ())
         assert following is not None
-        found.append([number for number in following.tolist() if renderer._tokens.is_added(number)])
-    assert found[0] == found[1]
+        texts.append([number for number in following.tolist() if renderer._tokens.is_added(number)])
+    assert texts[0] == texts[1]
 
 
 def test_markup_that_a_demonstration_says_is_text() -> None:
     renderer = renderer_for("qwen3")
-    said: Message = {"role": "assistant", "content": "Use <|im_end|> and </think> with <tool_call>care</tool_call>."}
-    back = renderer.parse(renderer.completion(said, ()), renderer.render(canonical_messages(messages("x")), ()), ())
-    assert back == said
+    turn: Message = {"role": "assistant", "content": "Use <|im_end|> and </think> with <tool_call>care</tool_call>."}
+    back = renderer.parse(renderer.completion(turn, ()), renderer.render(canonical_messages(messages("x")), ()), ())
+    assert back == turn
 
 
 control = st.sampled_from(["<|im_end|>", "<|im_start|>", "<<|im_end|>|im_end|>", "[|over|]", "\ue000", "\ud800", "a"])
@@ -171,7 +171,9 @@ def test_the_system_message_of_many_prompts_is_encoded_once(monkeypatch: pytest.
     for number in range(100):
         tokens.encode(f"<s>the system message<e><s>{number}<e>", prompt=True)
     assert counting.seen.count("<s>the system message") == counting.seen.count("<e>") == 1
-    assert sorted(set(counting.seen) - {"<s>the system message", "<e>"}) == sorted(f"<s>{each}" for each in range(100))
+    assert sorted(set(counting.seen) - {"<s>the system message", "<e>"}) == sorted(
+        f"<s>{number}" for number in range(100)
+    )
 
 
 def test_every_family_of_the_tests_is_built(tmp_path: Path) -> None:

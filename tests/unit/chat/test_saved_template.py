@@ -49,27 +49,27 @@ def trained(folder: Path, source: Path, config: RendererConfig) -> TemplateRende
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def template_file(tmp_path: Path) -> Path:
     """A template that is no shipped one, in a file."""
     file = tmp_path / "terse.jinja"
     file.write_text(template_of(FAMILIES["hermes-short"]).replace("You can call tools:", "Tools:"))
     return file
 
 
-@pytest.mark.parametrize("given", ["hermes-short", "file"])
-def test_saved_template_is_that_of_the_training(tmp_path: Path, own: Path, given: str) -> None:
+@pytest.mark.parametrize("source_name", ["hermes-short", "file"])
+def test_saved_template_is_that_of_the_training(tmp_path: Path, template_file: Path, source_name: str) -> None:
     source = model_dir("qwen2_5")
-    config = RendererConfig(chat_template=str(own) if given == "file" else given)
+    config = RendererConfig(chat_template=str(template_file) if source_name == "file" else source_name)
     renderer = trained(tmp_path / "saved", source, config)
     assert prompt(renderer) != prompt(load_renderer(source))
-    again = load_renderer(tmp_path / "saved")
-    assert prompt(again) == prompt(renderer)
-    assert again.describe()["template"] == renderer.describe()["template"]
+    reloaded = load_renderer(tmp_path / "saved")
+    assert prompt(reloaded) == prompt(renderer)
+    assert reloaded.describe()["template"] == renderer.describe()["template"]
     # Other programs read the same folder.
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
     tools = [tool.to_json() for tool in TOOLS]
     assert tokenizer.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=True)["input_ids"] == prompt(
-        again
+        reloaded
     )
     # The config that it was trained with still fits.
     assert prompt(config.load(tmp_path / "saved")) == prompt(renderer)  # type: ignore[arg-type]
@@ -78,21 +78,21 @@ def test_saved_template_is_that_of_the_training(tmp_path: Path, own: Path, given
 def test_unchanged_template_leaves_the_folder_untouched(tmp_path: Path) -> None:
     source = model_dir("qwen2_5")
     trained(tmp_path / "saved", source, RendererConfig())
-    before = {file.name: file.read_bytes() for file in source.iterdir()}
-    after = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
-    assert after.pop("turnwise_format.json")
-    assert after == before
+    files_before = {file.name: file.read_bytes() for file in source.iterdir()}
+    files_after = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    assert files_after.pop("turnwise_format.json")
+    assert files_after == files_before
 
 
 def test_older_places_of_a_template_say_nothing_else(tmp_path: Path) -> None:
     source = write_model_dir(tmp_path / "source", Family("plain"), template=PLAIN)
     (source / "chat_template.jinja").unlink()
     settings = json.loads((source / "tokenizer_config.json").read_text())
-    both = [
+    templates = [
         {"name": "default", "template": PLAIN},
         {"name": "tool_use", "template": "{{ tools[0].function.name }}" + PLAIN},
     ]
-    (source / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": both}))
+    (source / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": templates}))
     (source / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
     # Both of its own templates are kept as they are.
     two = trained(tmp_path / "two", source, RendererConfig())
@@ -115,7 +115,7 @@ def test_line_ends_are_no_other_template(tmp_path: Path) -> None:
     assert prompt(load_renderer(tmp_path / "saved")) == prompt(renderer)
 
 
-def test_other_template_is_refused_with_both_remedies(tmp_path: Path, own: Path) -> None:
+def test_other_template_is_refused_with_both_remedies(tmp_path: Path, template_file: Path) -> None:
     saved = tmp_path / "saved"
     renderer = trained(saved, model_dir("qwen2_5"), RendererConfig(chat_template="hermes-short"))
     with pytest.raises(
@@ -123,13 +123,13 @@ def test_other_template_is_refused_with_both_remedies(tmp_path: Path, own: Path)
         match=r"renderer\.chat_template is .*terse\.jinja .* was trained with another .*: remove "
         r"renderer\.chat_template to use the template .*; to use this one anyway, set renderer\.check_template: false",
     ):
-        RendererConfig(chat_template=str(own)).load(saved)
+        RendererConfig(chat_template=str(template_file)).load(saved)
     with pytest.raises(RenderError, match=r"renderer\.chat_template is hermes \("):
         RendererConfig(chat_template="hermes").load(saved)
     meant = RendererConfig(chat_template="hermes", check_template=False).load(saved)
     assert prompt(meant) != prompt(renderer)  # type: ignore[arg-type]
 
-    shutil.copyfile(own, saved / "chat_template.jinja")
+    shutil.copyfile(template_file, saved / "chat_template.jinja")
     with pytest.raises(
         RenderError,
         match=r"the chat template in .*saved .* is not the one that this model was trained with .*: restore that "
@@ -149,10 +149,10 @@ def test_other_template_is_refused_with_both_remedies(tmp_path: Path, own: Path)
         load_renderers({"judge": frozen}, None, RendererConfig())
 
 
-def test_the_policy_that_a_run_begins_with_is_rendered_as_the_run_does(tmp_path: Path, own: Path) -> None:
+def test_the_policy_that_a_run_begins_with_is_rendered_as_the_run_does(tmp_path: Path, template_file: Path) -> None:
     source = tmp_path / "model"
     shutil.copytree(model_dir("qwen2_5"), source)
-    run = RendererConfig(chat_template=str(own))
+    run = RendererConfig(chat_template=str(template_file))
     policies = {
         "start": FrozenConfig.model_validate({"start": True}),
         "other": FrozenConfig.model_validate({"start": True, "renderer": {"chat_template": "hermes"}}),
@@ -160,8 +160,8 @@ def test_the_policy_that_a_run_begins_with_is_rendered_as_the_run_does(tmp_path:
     }
     # With a config.json a folder is a model's.
     (source / "config.json").write_text("{}")
-    found = load_renderers(policies, source, run)
-    digests = {name: renderer.describe()["template"] for name, renderer in found.items()}
+    renderers = load_renderers(policies, source, run)
+    digests = {name: renderer.describe()["template"] for name, renderer in renderers.items()}
     assert digests["start"] == run.load(source).describe()["template"]
     assert digests["other"] == load_renderer(source, chat_template="hermes").describe()["template"]
     assert digests["model"] == load_renderer(source).describe()["template"]
@@ -170,32 +170,32 @@ def test_the_policy_that_a_run_begins_with_is_rendered_as_the_run_does(tmp_path:
 @pytest.mark.parametrize("name", shipped_templates())
 def test_a_template_that_ships_speaks_hermes_without_tokens_for_tags(tmp_path: Path, name: str) -> None:
     renderer = load_renderer(write_model_dir(tmp_path, Family("plain"), template=PLAIN), chat_template=name)
-    about = renderer.describe()
-    assert (about["format"], about["source"]) == ("hermes", "auto")
-    assert {"answer", "one call", "two calls", "text and a call"} <= set(about["proof"])
+    description = renderer.describe()
+    assert (description["format"], description["source"]) == ("hermes", "auto")
+    assert {"answer", "one call", "two calls", "text and a call"} <= set(description["proof"])
     call = ToolCall("c", "calculate", {"expression": "3 * 7"})
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     answer: Message = {"role": "tool", "tool_call_id": "c", "content": "21"}
     messages = canonical_messages([*MESSAGES, turn, answer])
     ids = renderer.completion(turn, TOOLS)
-    before = renderer.render(messages[:2], TOOLS)
-    [read] = renderer.parse(ids, before, TOOLS)["tool_calls"]
+    ids_before = renderer.render(messages[:2], TOOLS)
+    [read] = renderer.parse(ids, ids_before, TOOLS)["tool_calls"]
     assert (read.name, read.arguments) == ("calculate", {"expression": "3 * 7"})
-    behind = renderer.extend(before, ids, messages[2], messages[3:], TOOLS)
+    behind = renderer.extend(ids_before, ids, messages[2], messages[3:], TOOLS)
     assert behind is not None, renderer.why
-    assert [*before, *ids, *behind] == list(renderer.render(messages, TOOLS))
+    assert [*ids_before, *ids, *behind] == list(renderer.render(messages, TOOLS))
 
 
 def test_the_short_template_is_short() -> None:
     renderers = [load_renderer(model_dir("qwen2_5"), chat_template=name) for name in ("hermes-short", "hermes")]
-    short, whole = (renderer.decode(renderer.render(canonical_messages(MESSAGES), TOOLS)) for renderer in renderers)
+    short, full = (renderer.decode(renderer.render(canonical_messages(MESSAGES), TOOLS)) for renderer in renderers)
     assert "- calculate(expression): Computes an expression.\n- finish()\n" in short
-    assert '"description": "Computes an expression."' in whole
-    assert len(short) < len(whole) / 2
+    assert '"description": "Computes an expression."' in full
+    assert len(short) < len(full) / 2
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("chat_template", "words"),
     [
         (
             "hermse",
@@ -206,9 +206,9 @@ def test_the_short_template_is_short() -> None:
         ("./hermes", r"renderer\.chat_template is .*hermes: .*No such file"),
     ],
 )
-def test_a_template_that_is_not_there_is_named(given: str, words: str) -> None:
+def test_a_template_that_is_not_there_is_named(chat_template: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        RendererConfig(chat_template=given).load(model_dir("qwen2_5"))
+        RendererConfig(chat_template=chat_template).load(model_dir("qwen2_5"))
 
 
 def test_a_template_that_ships_and_a_tokenizer_without_its_headers() -> None:
@@ -218,13 +218,17 @@ def test_a_template_that_ships_and_a_tokenizer_without_its_headers() -> None:
         RendererConfig(chat_template="hermes").load(model_dir("own"))
 
 
-def test_config_names_a_template_file_or_a_shipped_template(tmp_path: Path, own: Path) -> None:
+def test_config_names_a_template_file_or_a_shipped_template(tmp_path: Path, template_file: Path) -> None:
     (tmp_path / "hermes").mkdir()
-    for given, wanted in (("terse.jinja", str(own)), ("./terse.jinja", str(own)), ("hermes", "hermes")):
+    for chat_template, expected in (
+        ("terse.jinja", str(template_file)),
+        ("./terse.jinja", str(template_file)),
+        ("hermes", "hermes"),
+    ):
         file = tmp_path / "renderer.yaml"
-        file.write_text(f"chat_template: {given}\n")
+        file.write_text(f"chat_template: {chat_template}\n")
         config = load_config(RendererConfig, file)
-        assert config.chat_template == wanted
+        assert config.chat_template == expected
         file.write_text(dump_config(config))
         assert load_config(RendererConfig, file) == config
         config.load(model_dir("qwen2_5"))

@@ -47,9 +47,9 @@ MESSAGES: list[dict[str, Any]] = [
 )
 def test_fast_paths_equal_jinjas_sandbox(expression: str) -> None:
     source = "{% for m in messages %}[{{ " + expression + " }}]{% endfor %}"
-    own = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     try:
-        expected: str | type[Exception] = own.render(messages=MESSAGES)
+        expected: str | type[Exception] = environment.render(messages=MESSAGES)
     except Exception as error:  # the same class must come out below
         expected = type(error)
     if isinstance(expected, str):

@@ -91,17 +91,17 @@ def test_names_of_users_matter() -> None:
 
 def test_tool_message_names_the_position_of_its_call() -> None:
     calls = [ToolCall("one", "f", {}), ToolCall("two", "g", {})]
-    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
     named = canonical_messages(
         [
-            said,
+            message,
             {"role": "tool", "tool_call_id": "two", "content": "b"},
             {"role": "tool", "tool_call_id": "one", "content": "a"},
         ]
     )
     assert [m.answers for m in named[1:]] == [1, 0]
     assert [m.call_name for m in named[1:]] == ["g", "f"]
-    unnamed = canonical_messages([said, {"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}])
+    unnamed = canonical_messages([message, {"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}])
     assert [m.answers for m in unnamed[1:]] == [0, 1]
     one_too_many = canonical_messages([{"role": "user", "content": "x"}, {"role": "tool", "content": "a"}])
     assert one_too_many[1].answers == -1
@@ -145,9 +145,9 @@ def test_cached_reduction_equals_a_full_reduction(steps: list[tuple[int, list[st
     values = {"True": True, "1": 1, "1.0": 1.0, "0": 0, "[1]": [1]}
     history = History()
     messages: list[Any] = []
-    for kept, kinds in steps:
+    for kept_count, kinds in steps:
         # The list is edited in place: some messages stay, the others are new.
-        del messages[kept:]
+        del messages[kept_count:]
         for kind in kinds:
             if kind.startswith("call"):
                 call = ToolCall(f"c{len(messages)}", "f", {"deep": [{"x": values[kind[5:]]}]})
@@ -174,15 +174,15 @@ def test_argument_edited_from_one_to_true_is_noticed() -> None:
 
 
 def test_returned_message_is_recognised_until_it_is_edited() -> None:
-    said: Any = {"role": "assistant", "content": "", "tool_calls": [ToolCall("c0", "f", {"x": 1})]}
-    form = canonical_messages([said])[0]
+    message: Any = {"role": "assistant", "content": "", "tool_calls": [ToolCall("c0", "f", {"x": 1})]}
+    form = canonical_messages([message])[0]
     first: list[Any] = [{"role": "user", "content": "go"}]
     result: Any = {"role": "tool", "tool_call_id": "c0", "content": "r"}
     for edited, same in ((1, True), (True, False), (2, False)):
         history = History()
         history.reduce(first)
-        history.register_returned(snapshot(said), form)
-        echo = {**said, "tool_calls": [ToolCall("c0", "f", {"x": edited})]}
+        history.register_returned(snapshot(message), form)
+        echo = {**message, "tool_calls": [ToolCall("c0", "f", {"x": edited})]}
         reduced = history.reduce([*first, echo, result])
         assert (reduced[1] is form) is same
         assert reduced == canonical_messages([*first, echo, result])

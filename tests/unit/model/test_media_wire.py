@@ -38,11 +38,11 @@ class Fixed:
 
 
 def test_model_inputs_come_back_bit_for_bit() -> None:
-    found = decode_item(encode_item(INPUTS))
-    assert list(found) == list(INPUTS)
+    decoded = decode_item(encode_item(INPUTS))
+    assert list(decoded) == list(INPUTS)
     for name, array in INPUTS.items():
-        assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(found[name], array)
+        assert decoded[name].dtype == array.dtype
+        np.testing.assert_array_equal(decoded[name], array)
 
 
 def test_the_shorter_forms_of_messagepack_are_read() -> None:
@@ -51,16 +51,16 @@ def test_the_shorter_forms_of_messagepack_are_read() -> None:
     data = b"\x93\xa5int64\x91\x03" + b"\xc7" + bytes([len(raw), 3]) + raw
     field = b"\x92\xa7batched\x81\xabkeep_on_cpu\xc3"
     packed = b"\x81\xaeimage_grid_thw\x82\xa4data" + data + b"\xa5field" + field
-    found = decode_item(base64.b64encode(packed).decode())
-    np.testing.assert_array_equal(found["image_grid_thw"], [1, 2, 3])
+    decoded = decode_item(base64.b64encode(packed).decode())
+    np.testing.assert_array_equal(decoded["image_grid_thw"], [1, 2, 3])
 
 
 def test_images_are_in_order_of_their_places() -> None:
     media = [Media("image", b"ab", 9, 2), Media("image", b"a", 2, 4)]
     features = MediaEncoder(Fixed()).encode(media)
     assert features is not None
-    processed = [Fixed().features("image", each.data) for each in (media[1], media[0])]
-    assert features["mm_hashes"]["image"] == [features_digest(each) for each in processed]
+    processed = [Fixed().features("image", image.data) for image in (media[1], media[0])]
+    assert features["mm_hashes"]["image"] == [features_digest(inputs) for inputs in processed]
     images = decode_features(features, 20)
     assert [(image.offset, image.length) for image in images] == [(2, 4), (9, 2)]
     np.testing.assert_array_equal(images[0].features["pixel_values"], INPUTS["pixel_values"] + 1)
@@ -108,10 +108,10 @@ def test_a_shape_that_is_not_the_bytes_is_refused() -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 150))
 def test_broken_bytes_are_refused_and_nothing_else_happens(noise: bytes, at: int) -> None:
-    whole = base64.b64decode(encode_item(INPUTS))
-    for raw in (noise, whole[:at], whole[:at] + noise, whole + noise[:1] if noise else whole[:-1]):
+    packed = base64.b64decode(encode_item(INPUTS))
+    for raw in (noise, packed[:at], packed[:at] + noise, packed + noise[:1] if noise else packed[:-1]):
         try:
-            found = decode_item(base64.b64encode(raw).decode())
+            decoded = decode_item(base64.b64encode(raw).decode())
         except FormatError:
             continue
-        assert all(isinstance(array, np.ndarray) for array in found.values())
+        assert all(isinstance(array, np.ndarray) for array in decoded.values())
