@@ -27,7 +27,7 @@ CONTAINER_GONE: Final = (404, 409)
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningCommand:
     """A running command: its id inside, the monotonic time of the request, the engine's exec id."""
 
     name: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -55,12 +55,12 @@ class CommandKiller:
         """Start a program; return its exec id and connection. Raises SandboxDied."""
         return await self.engine.run(self.container, argv, self._user, {**self._env, **more})
 
-    async def end(self, running: Running, concurrent: Collection[str]) -> None:
+    async def end(self, running: RunningCommand, concurrent: Collection[str]) -> None:
         """Kill a command's processes, or the container if that fails; SandboxDied if its files are lost then."""
         if not (await self._kill(running, concurrent) or await self._kill_at_pids_limit(running, concurrent)):
             await self._restart()
 
-    async def interrupt(self, running: Running) -> None:
+    async def interrupt(self, running: RunningCommand) -> None:
         """Send SIGINT to a command's process group."""
         await self._script_prints(b"", scripts.script(scripts.INTERRUPT, running.name))
 
@@ -75,12 +75,12 @@ class CommandKiller:
             is_ours = False
         return pid if is_ours else None
 
-    async def _kill(self, running: Running, concurrent: Collection[str]) -> bool:
+    async def _kill(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
         ticks = int((time.monotonic() - running.began) * _TICKS) + 1
         argv = scripts.script(scripts.KILL, running.name, str(ticks), *concurrent)
         return await self._script_prints(b"ended\n", argv)
 
-    async def _kill_at_pids_limit(self, running: Running, concurrent: Collection[str]) -> bool:
+    async def _kill_at_pids_limit(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
         """Kill a command at the pids limit: from the host, else by raising the limit for a moment."""
         if await self._kill_from_outside(running, concurrent):
             return True
@@ -93,7 +93,7 @@ class CommandKiller:
                 await self._set_pids_limit(self._pids)
         return False
 
-    async def _kill_from_outside(self, running: Running, concurrent: Collection[str]) -> bool:
+    async def _kill_from_outside(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
         first = await self.first_pid()
         if first is None:
             return False
@@ -156,7 +156,7 @@ class Commands:
 
     def __init__(self, killer: CommandKiller) -> None:
         self._killer = killer
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, RunningCommand] = {}
         self._recent: deque[tuple[str, float]] = deque(maxlen=256)
 
     async def run(
@@ -176,7 +176,7 @@ class Commands:
         """
         mark = secrets.token_hex(16).encode()
         out, err = outputs(mark)
-        running = Running()
+        running = RunningCommand()
         self._check()
         self._running[running.name] = running
         feeder: asyncio.Task[None] | None = None
@@ -205,10 +205,10 @@ class Commands:
             self.forget(running)
         return await self._result_code(running, out, err, cwd), out, err
 
-    async def spawn(self, command: Command, cwd: str, env: Mapping[str, str]) -> tuple[Running, bytes]:
+    async def spawn(self, command: Command, cwd: str, env: Mapping[str, str]) -> tuple[RunningCommand, bytes]:
         """Start a command; return it with its first output. Raises SandboxFileNotFound or SandboxDied."""
         self._check()
-        running, word = Running(), secrets.token_hex(8)
+        running, word = RunningCommand(), secrets.token_hex(8)
         self._running[running.name] = running
         output = b""
         try:
@@ -236,7 +236,7 @@ class Commands:
             raise SandboxFileNotFound(f"there is no program {command[0]!r} in the sandbox")
         raise SandboxDied(f"the command did not start: {(first_line + output).decode(errors='replace')}")
 
-    async def exit_code(self, running: Running) -> int | None:
+    async def exit_code(self, running: RunningCommand) -> int | None:
         """Return a command's exit code, None while it runs. Raises SandboxDied."""
         state = await self._killer.engine.call(
             lambda client: client.exec_inspect(running.exec_id), what="the sandbox has ended", allowed=CONTAINER_GONE
@@ -254,12 +254,12 @@ class Commands:
     def gone(self, why: str) -> None:
         self._killer.gone = why
 
-    async def end(self, running: Running) -> None:
+    async def end(self, running: RunningCommand) -> None:
         """Kill a command, as :meth:`CommandKiller.end`."""
         if running.name in self._running:
             await self._killer.end(running, self._concurrent(running))
 
-    async def interrupt(self, running: Running) -> None:
+    async def interrupt(self, running: RunningCommand) -> None:
         """Send SIGINT to a command's process group."""
         await self._killer.interrupt(running)
 
@@ -267,7 +267,7 @@ class Commands:
         """Return the host pid of the first process, as :meth:`CommandKiller.first_pid`."""
         return await self._killer.first_pid()
 
-    def forget(self, running: Running) -> None:
+    def forget(self, running: RunningCommand) -> None:
         """Drop a command that has ended or is abandoned."""
         if self._running.pop(running.name, None) is not None:
             self._recent.append((running.name, time.monotonic()))
@@ -293,7 +293,7 @@ class Commands:
         if self.gone is not None:
             raise SandboxDied(self.gone)
 
-    async def _start_command(self, running: Running, argv: Sequence[str], env: Mapping[str, str]) -> Stream:
+    async def _start_command(self, running: RunningCommand, argv: Sequence[str], env: Mapping[str, str]) -> Stream:
         starting = asyncio.create_task(self._killer.run(argv, {**env, scripts.ID_VARIABLE: running.name}))
         try:
             running.exec_id, stream = await asyncio.shield(starting)
@@ -306,7 +306,7 @@ class Commands:
             raise
         return stream
 
-    async def _read_output(self, running: Running, stream: Stream, out: Output, err: Output) -> None:
+    async def _read_output(self, running: RunningCommand, stream: Stream, out: Output, err: Output) -> None:
         """Read output until both end markers, or until their writers are gone."""
         pause, command_ended = _QUIET_S, False
         while out.end is None or err.end is None:
@@ -328,7 +328,7 @@ class Commands:
             for number, piece in pieces:
                 (err if number == STDERR else out).feed(piece)
 
-    async def _result_code(self, running: Running, out: Output, err: Output, cwd: str) -> int:
+    async def _result_code(self, running: RunningCommand, out: Output, err: Output, cwd: str) -> int:
         if out.end is None or err.end is None:
             out.finish()
             err.finish()
@@ -337,7 +337,7 @@ class Commands:
             raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
         return int(out.end)
 
-    async def _read_last_output(self, running: Running, out: Output, err: Output) -> None:
+    async def _read_last_output(self, running: RunningCommand, out: Output, err: Output) -> None:
         with contextlib.suppress(TimeoutError, SandboxDied):
             async with asyncio.timeout(_LAST_OUTPUT_S):
                 if running.stream is not None:
@@ -345,7 +345,7 @@ class Commands:
         out.finish()
         err.finish()
 
-    async def _outcome(self, running: Running) -> int:
+    async def _outcome(self, running: RunningCommand) -> int:
         """Return the exit code of a command whose shells were killed from inside."""
         self._check()
         bound = time.monotonic() + _SETTLE_S
@@ -358,7 +358,7 @@ class Commands:
             raise SandboxDied(f"the sandbox has ended: {why or 'its command hangs'}")
         return code
 
-    async def _end_shielded(self, running: Running) -> None:
+    async def _end_shielded(self, running: RunningCommand) -> None:
         ending = asyncio.create_task(self.end(running))
         try:
             await asyncio.shield(ending)
@@ -367,7 +367,7 @@ class Commands:
             await asyncio.wait([ending])
             raise
 
-    def _concurrent(self, running: Running) -> list[str]:
+    def _concurrent(self, running: RunningCommand) -> list[str]:
         concurrent = [name for name in self._running if name != running.name]
         return concurrent + [name for name, end in self._recent if end > running.began]
 

@@ -110,7 +110,7 @@ class Launcher:
             null = os.open("/dev/null", os.O_RDWR)
             for fd, at in ((null, 0), (null, 1), (errors, 2)):
                 os.dup2(fd, at)
-            prepare.become(plan, control)
+            prepare.run_plan(plan, control)
         except OSError as error:
             os.write(2, f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}\n".encode())
         except BaseException:  # noqa: BLE001 - the outermost boundary of this process

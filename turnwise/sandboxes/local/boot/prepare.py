@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def become(plan: dict[str, Any], control: int) -> None:
+def run_plan(plan: dict[str, Any], control: int) -> None:
     """Perform a plan's steps and execute its program.
 
     Raises:
