@@ -1,8 +1,9 @@
-"""When a gateway's process looks for garbage: cycles are found, and nobody waits for that longer than need be."""
+"""The garbage collector of a gateway's process: cycles are found when it is idle, or when objects are many."""
 
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,6 +17,14 @@ class Knot:
 
     def __init__(self) -> None:
         self.own = self
+
+
+@pytest.fixture
+def frozen_heap() -> Iterator[None]:
+    """Freeze the objects of the test process, so that a collection walks the test's own objects only."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def knot() -> weakref.ref[Knot]:
@@ -32,7 +41,7 @@ def objects(count: int) -> list[list[int]]:
     return [[number] for number in range(count)]
 
 
-def test_python_itself_collects_nothing_between_start_and_stop() -> None:
+def test_automatic_collection_is_off_between_start_and_stop() -> None:
     collector = started(busy=False)
     lost = knot()
     retained = objects(100_000)
@@ -43,7 +52,8 @@ def test_python_itself_collects_nothing_between_start_and_stop() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_cycles_are_collected_when_nobody_waits() -> None:
+@pytest.mark.usefixtures("frozen_heap")
+def test_idle_gateway_collects_cycles() -> None:
     collector = started(busy=False)
     lost = knot()
     retained = objects(200)
@@ -52,14 +62,16 @@ def test_cycles_are_collected_when_nobody_waits() -> None:
     assert len(retained) == 200
 
 
-def test_a_few_new_objects_are_not_worth_a_look() -> None:
+@pytest.mark.usefixtures("frozen_heap")
+def test_few_new_objects_are_not_collected() -> None:
     collector = started(busy=False, minimum=100_000)
     lost = knot()
     collector.collect_if_due()
     assert lost() is not None
 
 
-def test_while_somebody_waits_only_many_objects_are_worth_a_look() -> None:
+@pytest.mark.usefixtures("frozen_heap")
+def test_busy_gateway_collects_many_objects_only() -> None:
     collector = started(busy=True, minimum=1000)
     lost = knot()
     retained = objects(2000)
@@ -70,6 +82,7 @@ def test_while_somebody_waits_only_many_objects_are_worth_a_look() -> None:
     assert lost() is None
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_next_collection_is_due_once_objects_double() -> None:
     collector = started(busy=False)
     retained = objects(20_000)
@@ -83,6 +96,7 @@ def test_next_collection_is_due_once_objects_double() -> None:
     assert lost() is None
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_later_garbage_is_found_by_the_next_collection() -> None:
     collector = started(busy=False)
     one = Knot()
@@ -95,6 +109,7 @@ def test_later_garbage_is_found_by_the_next_collection() -> None:
     assert lost() is None
 
 
+@pytest.mark.usefixtures("frozen_heap")
 def test_collector_runs_until_it_is_cancelled() -> None:
     async def main() -> None:
         collected = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Whatever an agent does with its history: the tree is the slow recorder's, the ids are those that the engine saw."""
+"""Random edits of histories: the tree equals the reference recorder's, the ids are those that the engine saw."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ async def test_tree_equals_the_reference_recorders(tmp_path_factory, renderer, s
         event(reason.partition(":")[0])
 
 
+@pytest.mark.long
 def test_random_histories_make_every_fork_reason(tmp_path_factory) -> None:
-    """How often each reason occurs in 150 plans: what is held against the slow recorder is not the easy part only."""
+    """Each fork reason occurs often in 150 plans: the comparison with the reference recorder covers all of them."""
     plans_with: Counter[str] = Counter()
 
     @settings(max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
