@@ -50,12 +50,12 @@ async def talk_chat(
     offered: Any = [tool.to_json() for tool in tools]
     async with openai.AsyncOpenAI(base_url=base + "/v1", api_key="any", max_retries=0) as client:
         while True:
-            asked: dict[str, Any] = {"model": "m", "messages": messages, "tools": offered, "temperature": 0.1}
+            request: dict[str, Any] = {"model": "m", "messages": messages, "tools": offered, "temperature": 0.1}
             if stream:
-                message = await _streamed_chat(client, asked)
+                message = await _streamed_chat(client, request)
             else:
-                whole = await client.chat.completions.create(**asked, seed=5)
-                message = whole.choices[0].message.model_dump(exclude_none=True)
+                completion = await client.chat.completions.create(**request, seed=5)
+                message = completion.choices[0].message.model_dump(exclude_none=True)
             messages.append(message)
             calls = message.get("tool_calls") or ()
             if not calls:
@@ -67,22 +67,22 @@ async def talk_chat(
 
 async def _streamed_chat(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> dict[str, Any]:
     """Put a streamed message together, as programs do that do not take a cut answer for an error."""
-    said: dict[str, Any] = {"role": "assistant", "content": ""}
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
     async for chunk in await client.chat.completions.create(**asked, seed=5, stream=True):
         for choice in chunk.choices:
             delta = choice.delta
-            said["content"] += delta.content or ""
+            message["content"] += delta.content or ""
             thought = (delta.model_extra or {}).get("reasoning_content")
             if thought:
-                said["reasoning_content"] = said.get("reasoning_content", "") + thought
+                message["reasoning_content"] = message.get("reasoning_content", "") + thought
             for call in delta.tool_calls or ():
-                calls = said.setdefault("tool_calls", [])
+                calls = message.setdefault("tool_calls", [])
                 if call.index == len(calls):
                     calls.append({"id": call.id, "type": "function", "function": {"name": "", "arguments": ""}})
                 assert call.function is not None
                 calls[call.index]["function"]["name"] += call.function.name or ""
                 calls[call.index]["function"]["arguments"] += call.function.arguments or ""
-    return said
+    return message
 
 
 def _function(tool: ToolSchema) -> dict[str, Any]:
@@ -94,27 +94,27 @@ async def talk_responses(
 ) -> None:
     """OpenAI Responses: whole ones each upon the response before it, streamed ones with all items, as Codex does."""
     items: Any = [{"role": m["role"], "content": m["content"]} for m in observation]
-    last: Any = openai.omit
+    previous_id: Any = openai.omit
     async with openai.AsyncOpenAI(base_url=base + "/v1", api_key="any", max_retries=0) as client:
         while True:
-            asked: dict[str, Any] = {"model": "m", "input": items, "tools": [_function(tool) for tool in tools]}
+            request: dict[str, Any] = {"model": "m", "input": items, "tools": [_function(tool) for tool in tools]}
             if stream:
-                said = [
+                output = [
                     event.item
-                    async for event in await client.responses.create(**asked, store=False, stream=True)
+                    async for event in await client.responses.create(**request, store=False, stream=True)
                     if event.type == "response.output_item.done"
                 ]
             else:
-                response = await client.responses.create(**asked, previous_response_id=last)
-                said, last, items = response.output, response.id, []
+                response = await client.responses.create(**request, previous_response_id=previous_id)
+                output, previous_id, items = response.output, response.id, []
             results: list[Any] = []
-            for item in said:
+            for item in output:
                 if item.type == "function_call":
                     text = await answer(told(item.call_id, item.name, item.arguments))
                     results.append({"type": "function_call_output", "call_id": item.call_id, "output": text})
             if not results:
                 return
-            items = [*items, *(item.model_dump(exclude_none=True) for item in said if stream), *results]
+            items = [*items, *(item.model_dump(exclude_none=True) for item in output if stream), *results]
 
 
 async def talk_messages(
@@ -125,15 +125,15 @@ async def talk_messages(
     offered: Any = [{"name": t.name, "description": t.description, "input_schema": t.parameters} for t in tools]
     async with anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
         while True:
-            asked: dict[str, Any] = {"model": "m", "max_tokens": 4000, "messages": messages, "tools": offered}
+            request: dict[str, Any] = {"model": "m", "max_tokens": 4000, "messages": messages, "tools": offered}
             if stream:
-                async with client.messages.stream(**asked) as events:
-                    said = await events.get_final_message()
+                async with client.messages.stream(**request) as events:
+                    reply_message = await events.get_final_message()
             else:
-                said = await client.messages.create(**asked, extra_body={"temperature": 0.3})
-            messages.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
+                reply_message = await client.messages.create(**request, extra_body={"temperature": 0.3})
+            messages.append({"role": "assistant", "content": [block.model_dump() for block in reply_message.content]})
             results: list[Any] = []
-            for block in said.content:
+            for block in reply_message.content:
                 if block.type == "tool_use":
                     text = await answer(told(block.id, block.name, json.dumps(block.input)))
                     results.append({"type": "tool_result", "tool_use_id": block.id, "content": text})

@@ -136,9 +136,9 @@ class Caged:
         try:
             out, err = await asyncio.wait_for(self.process.communicate(), LIMIT_S)
         except TimeoutError:
-            turns = [self.sessions.of_id(each).session.turns for each in self.session_ids]
+            turns = [self.sessions.of_id(session_id).session.turns for session_id in self.session_ids]
             pytest.fail(f"{argv[0]} did not end within {LIMIT_S:g} s; it took {turns} turns")
-        trajectories = [await self.sessions.end(each) for each in self.session_ids]
+        trajectories = [await self.sessions.end(session_id) for session_id in self.session_ids]
         self.ledger.close()
         assert self.process.returncode is not None
         said = (out.decode(), err.decode())
@@ -165,8 +165,8 @@ def _turns(trajectory: Trajectory) -> Iterator[tuple[str, list[int], list[int], 
     for segment in trajectory.segments:
         if segment.sampled:
             assert segment.logprobs is not None
-            before = np.concatenate([each.token_ids for each in trajectory.path(segment.parent)])
-            yield trajectory.id, before.tolist(), segment.token_ids.tolist(), segment.logprobs.tolist()
+            prefix = np.concatenate([segment_before.token_ids for segment_before in trajectory.path(segment.parent)])
+            yield trajectory.id, prefix.tolist(), segment.token_ids.tolist(), segment.logprobs.tolist()
 
 
 def _noting(app: GatewayApp, routes: set[str]) -> Any:

@@ -46,8 +46,8 @@ def instance(schema: dict[str, Any], said: str, root: dict[str, Any] | None = No
 
 def policy(request: ScriptedRequest) -> Line:
     """Say what the prompt asks for."""
-    _, _, last = request.text.rpartition("<|im_start|>user\n")
-    said = last.partition("<|im_end|>")[0]
+    _, _, question = request.text.rpartition("<|im_start|>user\n")
+    said = question.partition("<|im_end|>")[0]
     tools = [
         json.loads(line)["function"] for line in re.findall(r"^(\{\"type\": \"function\".*\})$", request.text, re.M)
     ]
@@ -55,8 +55,8 @@ def policy(request: ScriptedRequest) -> Line:
     if guide is not None and guide.schema is not None:
         # In JSON mode any object will do, and the suite asks for a joke.
         return json.dumps(instance(guide.schema, said) or {"setup": "Why?", "punchline": "Ha."}, ensure_ascii=False)
-    if tools and "<tool_response>" not in said and (guide is not None or "<tool_response>" not in last):
-        tool = next((each for each in tools if guide is None or each["name"] in guide.calls), tools[0])
+    if tools and "<tool_response>" not in said and (guide is not None or "<tool_response>" not in question):
+        tool = next((schema for schema in tools if guide is None or schema["name"] in guide.calls), tools[0])
         call = ToolCall("", tool["name"], instance(tool["parameters"], said))
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     return "Hello there, and how are you? I am well, thank you, and here is a whole sentence."

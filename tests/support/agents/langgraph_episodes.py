@@ -69,9 +69,9 @@ class Talk(Env):
         return StepResult("" if done else f"heard {self.heard[-1]}", 0.5, done, False, {})
 
 
-def calls(*made: tuple[str, dict[str, Any]], text: str = "") -> Message:
+def calls(*named_calls: tuple[str, dict[str, Any]], text: str = "") -> Message:
     """Return a message of the model that makes calls."""
-    return {"role": "assistant", "content": text, "tool_calls": [ToolCall("", *call) for call in made]}
+    return {"role": "assistant", "content": text, "tool_calls": [ToolCall("", *call) for call in named_calls]}
 
 
 async def play(

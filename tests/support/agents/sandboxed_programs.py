@@ -46,16 +46,19 @@ class BoxedLookup(LookupEnv):
         self._second = second
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # type: ignore[override]
-        said, info = super().reset(task, seed=seed)  # type: ignore[misc]
+        observation, info = super().reset(task, seed=seed)  # type: ignore[misc]
         for _ in range(1 + self._second):
             self.specs.append((await self.open_sandbox()).spec)
-        return said, {**info, "files": {"given.txt": "from the environment"} | ({} if task is None else task.data)}
+        return observation, {
+            **info,
+            "files": {"given.txt": "from the environment"} | ({} if task is None else task.data),
+        }
 
     async def score(self, final: Message | None) -> dict[str, float]:  # type: ignore[override]
         assert self.sandbox is not None
         self.answers.append("" if final is None else text_of(final))
-        left = await self.sandbox.exec("grep -q '^State:.[^ZX]' /proc/$(cat left.pid)/status && echo alive")
-        return {"score": super().score(final), "left": float(b"alive" in left.stdout)}  # type: ignore[dict-item]
+        process_check = await self.sandbox.exec("grep -q '^State:.[^ZX]' /proc/$(cat left.pid)/status && echo alive")
+        return {"score": super().score(final), "left": float(b"alive" in process_check.stdout)}  # type: ignore[dict-item]
 
 
 def rollout(**sandbox: Any) -> dict[str, Any]:

@@ -13,6 +13,6 @@ class SolverAndCritic(Agent):
     async def run(self, episode: Episode) -> None:
         for role in ("solver", "critic"):
             message = await episode.session_for(role).chat(episode.observation)
-            said = [message["content"] or "", *(call.raw for call in message.get("tool_calls") or ())]
-            value = crc32(repr(said).encode()) % 8 / 7
+            lines = [message["content"] or "", *(call.raw for call in message.get("tool_calls") or ())]
+            value = crc32(repr(lines).encode()) % 8 / 7
             episode.reward(value, message["turn_id"], agent=role)

@@ -32,8 +32,8 @@ async def by_address(task, llm):
 @rollout
 async def per_turn(episode):
     """Two turns, and a reward for each."""
-    said = await episode.session.chat(episode.observation)
-    await episode.session.chat([*episode.observation, said, {"role": "user", "content": "and?"}])
+    message = await episode.session.chat(episode.observation)
+    await episode.session.chat([*episode.observation, message, {"role": "user", "content": "and?"}])
     return [0.25, 0.5]
 
 
@@ -149,13 +149,13 @@ async def proxied(task: dict[str, Any], llm: LLM, rollout: Rollout, episode: Epi
     async with client:
         for _ in range(turns):
             answer = await client.chat.completions.create(model=llm.model, messages=messages, tools=tools)
-            said = answer.choices[0].message
-            messages.append(said.model_dump(exclude_none=True))
-            if not said.tool_calls:
-                return 0.1 + 0.01 * len(said.content or "")
-            for call in said.tool_calls:
-                made = ToolCall(call.id, call.function.name, json.loads(call.function.arguments or "{}"))
-                response = await episode.call(made)
+            message = answer.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return 0.1 + 0.01 * len(message.content or "")
+            for call in message.tool_calls:
+                tool_call = ToolCall(call.id, call.function.name, json.loads(call.function.arguments or "{}"))
+                response = await episode.call(tool_call)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": response.text})
     return 0.0
 

@@ -34,7 +34,7 @@ def values_of(schema: dict[str, Any]) -> st.SearchStrategy[Json]:
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum", [schema.get("const")]))
     if "anyOf" in schema:
-        return st.one_of([values_of(each) for each in schema["anyOf"]])
+        return st.one_of([values_of(alternative) for alternative in schema["anyOf"]])
     kind = schema.get("type")
     if kind is None:
         assert set(schema) <= NOTES, f"unknown keywords in {schema}"
@@ -85,18 +85,18 @@ def _arrays(schema: dict[str, Any]) -> st.SearchStrategy[list[Json]]:
 
 
 def _objects(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Json]]:
-    properties = {name: values_of(each) for name, each in schema.get("properties", {}).items()}
+    properties = {name: values_of(subschema) for name, subschema in schema.get("properties", {}).items()}
     required = schema.get("required", ())
     fixed = st.fixed_dictionaries(
         {name: values for name, values in properties.items() if name in required},
         optional={name: values for name, values in properties.items() if name not in required},
     )
-    others = schema.get("additionalProperties")
-    if properties or not others:
+    additional = schema.get("additionalProperties")
+    if properties or not additional:
         return fixed
     low = schema.get("minProperties", 0)
     names = values_of(schema["propertyNames"]) if "propertyNames" in schema else st.text(max_size=3)
-    values = values_of(others if isinstance(others, dict) else {})
+    values = values_of(additional if isinstance(additional, dict) else {})
     return st.dictionaries(names, values, min_size=low, max_size=schema.get("maxProperties", low + 2))
 
 

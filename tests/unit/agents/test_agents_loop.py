@@ -85,7 +85,7 @@ class Single(AgentLoopBase):
         )
 
 
-async def test_single_turn_loop_records_one_turn() -> None:
+async def test_single_turn_loop_records_a_turn() -> None:
     trajectory = await play("test-loop-single", ["42"], temperature=0.8, max_turns=3)
     [(params, row, config)] = SEEN
     assert params == {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}

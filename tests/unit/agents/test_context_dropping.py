@@ -113,7 +113,7 @@ async def test_context_is_unchanged_without_configuration(tmp_path):
     assert played.counted() == {}
 
 
-async def test_every_prompt_has_one_answer_per_call(tmp_path):
+async def test_every_prompt_answers_each_call_once(tmp_path):
     context = {"drop_tool_results": {"keep": 1, "note": "(gone)"}}
     two_calls = say("", ("read", {"number": 1}), ("read", {"number": 2}))
     played = await play(tmp_path, ToyRenderer(), [two_calls, two_calls, *reads(3), DONE], context)

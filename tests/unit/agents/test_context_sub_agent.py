@@ -91,7 +91,7 @@ async def test_several_work_at_the_same_time_and_answers_keep_the_order_of_calls
     assert ("t0", "tool/read", 0.25) in played.trajectory.rewards
 
 
-async def test_equal_tasks_are_two_turns_of_one_context(tmp_path):
+async def test_equal_tasks_are_two_turns_of_the_same_context(tmp_path):
     script = acting([give("alpha", "alpha"), DONE], alpha=[say("one"), say("two")])
     played = await act(tmp_path, script)
     assert played.trajectory.error is None

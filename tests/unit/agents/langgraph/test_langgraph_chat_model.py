@@ -145,7 +145,7 @@ async def test_a_forced_call_is_held_to_a_grammar(choice: Any, most: int | None)
     assert guide.tag
 
 
-async def test_parallel_tool_calls_false_allows_one_call() -> None:
+async def test_parallel_tool_calls_false_allows_a_single_call() -> None:
     model, client = made(["x"], family="qwen3", guides=True)
     await model.bind_tools([add], parallel_tool_calls=False).ainvoke([QUESTION])
     assert client.requests[0].params.guide.most == 1
