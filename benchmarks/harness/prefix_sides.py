@@ -53,7 +53,7 @@ def ours(gate: Gate, model: Path, steps: int, settings: Mapping[str, Any]) -> No
         max_tokens_per_micro_batch=settings["our_micro_batch_tokens"], share_prefixes=settings["share_prefixes"]
     )
     algorithm = AlgorithmConfig(
-        clip_low=settings["clip_low"], clip_high=settings["clip_high"], old_logprobs="recompute"
+        loss_options={"clip_low": settings["clip_low"], "clip_high": settings["clip_high"]}, old_logprobs="recompute"
     )
     gate.wait()
     for step in range(steps):
@@ -86,7 +86,9 @@ def padded(gate: Gate, model: Path, steps: int, settings: Mapping[str, Any]) -> 
     learner = _learner(model, steps, settings)
     learner.policy.model.set_attn_implementation("sdpa")
     learner.policy = PaddedPolicy(learner.policy.model, source=model)
-    objective = PolicyObjective.of(AlgorithmConfig(clip_low=settings["clip_low"], clip_high=settings["clip_high"]))
+    objective = PolicyObjective.of(
+        AlgorithmConfig(loss_options={"clip_low": settings["clip_low"], "clip_high": settings["clip_high"]})
+    )
     at_once = settings["padded_micro_batch"]
     gate.wait()
     for step in range(steps):

@@ -59,8 +59,8 @@ def visible(segments: Segments, window: int | None = None) -> tuple[torch.Tensor
 def inputs(tokens: int, heads: int = 4, shared_heads: int = 2, size: int = 8) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     shapes = [(heads, size), (shared_heads, size), (shared_heads, size)]
-    made = [2 * torch.randn(1, tokens, h, d, generator=generator) for h, d in shapes]
-    return [each.transpose(1, 2).requires_grad_() for each in made]
+    tensors = [2 * torch.randn(1, tokens, h, d, generator=generator) for h, d in shapes]
+    return [tensor.transpose(1, 2).requires_grad_() for tensor in tensors]
 
 
 def dense(
@@ -83,13 +83,15 @@ def dense(
     return (weights / total @ v.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
-def agree(way: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> None:
-    weight = torch.randn(given[0].transpose(1, 2).shape, generator=torch.Generator().manual_seed(1))
-    found = []
-    for each in (way, reference):
-        out = each(*given)
-        found.append((out.detach(), *torch.autograd.grad((out * weight).sum(), given)))
-    for name, got, want in zip(("out", "query", "key", "value"), *found, strict=True):
+def agree(
+    kernel: Callable[..., torch.Tensor], reference: Callable[..., torch.Tensor], tensors: list[torch.Tensor]
+) -> None:
+    weight = torch.randn(tensors[0].transpose(1, 2).shape, generator=torch.Generator().manual_seed(1))
+    outcomes = []
+    for attend in (kernel, reference):
+        out = attend(*tensors)
+        outcomes.append((out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)))
+    for name, got, want in zip(("out", "query", "key", "value"), *outcomes, strict=True):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -100,12 +102,12 @@ def test_each_kernel_equals_a_dense_mask(segments: Segments) -> None:
     mask, positions = visible(segments)
     assert layout.positions.tolist() == positions.tolist()
     assert layout.longest_path == int(positions.max()) + 1
-    given_ = inputs(layout.tokens)
-    for way in (
+    tensors = inputs(layout.tokens)
+    for kernel in (
         lambda q, k, v: shared_attention(q, k, v, layout, 0.3),
         lambda q, k, v: _by_paths(q, k, v, layout, 0.3, None, None, None),
     ):
-        agree(way, lambda q, k, v: dense(q, k, v, mask, 0.3), given_)
+        agree(kernel, lambda q, k, v: dense(q, k, v, mask, 0.3), tensors)
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -116,11 +118,11 @@ def test_windows_caps_and_sinks_follow_the_path(
     layout = PackedLayout.of(segments, CPU)
     mask, _ = visible(segments, window)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
-    given_ = inputs(layout.tokens)
+    tensors = inputs(layout.tokens)
     agree(
         lambda q, k, v: _by_paths(q, k, v, layout, 0.3, window, cap, sink),
         lambda q, k, v: dense(q, k, v, mask, 0.3, cap, sink),
-        given_,
+        tensors,
     )
 
 
@@ -131,9 +133,9 @@ def test_flex_attention_follows_the_path(window: int | None, cap: float | None, 
     layout = PackedLayout.of([(0, 7, -1), (7, 2, 0), (9, 1, 1), (10, 4, 1), (14, 3, 0), (17, 5, -1)], CPU)
     mask, _ = visible(list(layout.segments), window)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
-    given_ = [each.detach() for each in inputs(layout.tokens)]
-    got = flex_tree_attention(*given_, layout, 0.3, window, cap, sink)
-    torch.testing.assert_close(got, dense(*given_, mask, 0.3, cap, sink), atol=2e-5, rtol=1e-5)
+    tensors = [tensor.detach() for tensor in inputs(layout.tokens)]
+    got = flex_tree_attention(*tensors, layout, 0.3, window, cap, sink)
+    torch.testing.assert_close(got, dense(*tensors, mask, 0.3, cap, sink), atol=2e-5, rtol=1e-5)
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -201,11 +203,11 @@ def test_padding_of_extreme_scores_has_no_gradient() -> None:
     """A padded query repeats the first one, whose score with a later key may be hundreds above its own denominator."""
     segments: Segments = [(0, 4, -1), (4, 3, -1)]
     layout = PackedLayout.of(segments, CPU)
-    given_ = inputs(7)
+    tensors = inputs(7)
     with torch.no_grad():
-        given_[1][0, :, 5:] = 100 * given_[0][0, ::2, 4:5]
-    out = shared_attention(*given_, layout, 1.0)
-    for gradient in torch.autograd.grad(out.sum(), given_):
+        tensors[1][0, :, 5:] = 100 * tensors[0][0, ::2, 4:5]
+    out = shared_attention(*tensors, layout, 1.0)
+    for gradient in torch.autograd.grad(out.sum(), tensors):
         assert torch.isfinite(gradient).all()
 
 

@@ -48,8 +48,8 @@ def gradients(scores: Any, states: Tensor, head: nn.Module, *, entropy: bool = T
     total = (weights * scores[0]).sum()
     if entropy:
         total = total + (weights.square() * scores[1]).sum()
-    wanted = [each for each in (states, *head.parameters()) if each.requires_grad]
-    return list(torch.autograd.grad(total, wanted))
+    trained = [tensor for tensor in (states, *head.parameters()) if tensor.requires_grad]
+    return list(torch.autograd.grad(total, trained))
 
 
 @pytest.mark.parametrize("tile_bytes", [1 << 20, 4])
@@ -132,13 +132,13 @@ def test_any_tile_size_gives_the_plain_formula(
         if own is not head:
             own.weight = head.weight  # type: ignore[assignment]
         got = score_states(own, states, ids, temperatures, transform, entropy=True, tile_bytes=tile_bytes)
-        for found, expected in zip(got, want, strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+        for actual, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
         changes = zip(
             gradients(got, states, head, entropy=entropy), gradients(want, states, head, entropy=entropy), strict=True
         )
-        for found, expected in changes:
-            torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+        for actual, expected in changes:
+            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("columns", [50, 17])
@@ -148,10 +148,10 @@ def test_float32_equals_the_plain_formula_within_1e6(columns: int) -> None:
     want = plain(head, states, ids, temperatures, PLAIN)
     got = score_states(head, states, ids, temperatures, PLAIN, entropy=True, tile_bytes=4 * 20 * columns)
     torch.testing.assert_close(list(got), list(want), atol=1e-6, rtol=1e-6)
-    for found, expected in zip(gradients(got, states, head), gradients(want, states, head), strict=True):
-        assert found is not None
+    for actual, expected in zip(gradients(got, states, head), gradients(want, states, head), strict=True):
+        assert actual is not None
         assert expected is not None
-        assert float((found - expected).norm() / expected.norm()) < 1e-6
+        assert float((actual - expected).norm() / expected.norm()) < 1e-6
 
 
 def test_splitting_the_tokens_keeps_scores_and_gradients() -> None:
@@ -162,10 +162,10 @@ def test_splitting_the_tokens_keeps_scores_and_gradients() -> None:
         score_states(head, states[a:b], ids[a:b], temperatures[a:b], PLAIN, entropy=True, tile_bytes=room)
         for a, b in ((0, 5), (5, 6), (6, 12))
     ]
-    joined = [torch.cat(each) for each in zip(*parts, strict=True)]  # type: ignore[arg-type]
+    joined = [torch.cat(part) for part in zip(*parts, strict=True)]  # type: ignore[arg-type]
     torch.testing.assert_close(joined, list(whole), atol=1e-6, rtol=1e-6)
-    for found, expected in zip(gradients(joined, states, head), gradients(whole, states, head), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    for actual, expected in zip(gradients(joined, states, head), gradients(whole, states, head), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("columns", [11, 4])
@@ -193,13 +193,15 @@ def test_a_frozen_matrix_gets_no_gradient_and_costs_none(columns: int, monkeypat
     head, states, ids, temperatures = problem(bias=True)
     want = gradients(plain(head, states, ids, temperatures, PLAIN), states, head)[0]
     head.requires_grad_(False)
-    made: list[Any] = []
+    allocated: list[Any] = []
     empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *given, **named: made.append(given) or empty_like(*given, **named))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **named: allocated.append(args) or empty_like(*args, **named)
+    )
     scores = score_states(head, states, ids, temperatures, PLAIN, entropy=True, tile_bytes=4 * 7 * columns)
     (got,) = gradients(scores, states, head)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
-    assert not made
+    assert not allocated
 
 
 def test_one_matrix_may_be_read_twice() -> None:
@@ -232,12 +234,12 @@ def test_bfloat16_products_keep_float32_sums(columns: int) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         got = score_states(head, states, ids, temperatures, PLAIN, entropy=True, tile_bytes=4 * 9 * columns)
     assert got[1] is not None
-    assert {each.dtype for each in got if each is not None} == {torch.float32}
+    assert {scores.dtype for scores in got if scores is not None} == {torch.float32}
     assert 0 < float((got[0] - want[0]).detach().abs().max()) < 0.1
-    for found, expected in zip(gradients(got, states, head), gradients(want, states, head), strict=True):
-        assert found is not None
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, atol=0.08, rtol=0.05)
+    for actual, expected in zip(gradients(got, states, head), gradients(want, states, head), strict=True):
+        assert actual is not None
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, atol=0.08, rtol=0.05)
 
 
 def test_backward_can_run_twice() -> None:

@@ -71,8 +71,8 @@ def test_rejection_by_hand() -> None:
 
 def test_gap_metrics_by_hand() -> None:
     # First two tokens: d sums to 0; k3 (0.3069 + 0.1931) / 2; weights 2 and 1/2: 2.5^2 / (2 * 4.25) and 4.25 / 2 - 1.
-    found = gap_metrics(TRAINER[:2], ROLLOUT[:2], torch.zeros(2, dtype=torch.int64))
-    assert found == pytest.approx(
+    metrics = gap_metrics(TRAINER[:2], ROLLOUT[:2], torch.zeros(2, dtype=torch.int64))
+    assert metrics == pytest.approx(
         {"kl": 0.0, "kl_k3": 0.25, "ess": 6.25 / 8.5, "chi2": 1.125, "ppl_gap": 0.0}, abs=1e-6
     )
     # Of sequences: means of -d are 0 and -2 ln 2.
@@ -84,22 +84,20 @@ def test_gap_metrics_by_hand() -> None:
 @pytest.fixture
 def rows(row: Row) -> list[TrainRow]:
     """Trajectory a has two rows; c trains nothing."""
-    given = [
+    trained = [
         row(6, 2, seed=1, name="a"),
         row(7, 3, seed=2, name="a", leaf=1),
         row(5, 2, seed=3, name="b", advantage=-1.0),
     ]
-    return [*given, row(4, 0, name="c")]
+    return [*trained, row(4, 0, name="c")]
 
 
 def scores(rows: list[TrainRow], shifts: list[list[float]]) -> dict[tuple[str, int], torch.Tensor]:
     """The trainer's log-probabilities: the rollout's and something."""
     return {
-        (each.sample.trajectory_id, each.sample.leaf): torch.from_numpy(
-            each.sample.rollout_logprobs[each.sample.loss_mask]
-        )
+        (row.sample.trajectory_id, row.sample.leaf): torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask])
         + torch.tensor(shift)
-        for each, shift in zip(rows, shifts, strict=False)
+        for row, shift in zip(rows, shifts, strict=False)
     }
 
 
@@ -114,24 +112,24 @@ def test_levels_number_tokens_turns_rows_and_trajectories(rows: list[TrainRow]) 
 
 def test_correction_weighs_rows_and_masks_rejected_tokens(rows: list[TrainRow]) -> None:
     # Ratios: a 2, 1 | 1, 1, 4; b 1/8, 1.
-    told = scores(rows, [[LN2, 0.0], [0.0, 0.0, 2 * LN2], [-3 * LN2, 0.0]])
+    trainer = scores(rows, [[LN2, 0.0], [0.0, 0.0, 2 * LN2], [-3 * LN2, 0.0]])
     config = CorrectionConfig.model_validate(
         {"high": 3.0, "reject": [{"statistic": "k1", "high": 5.0, "level": "token"}]}
     )
-    found = correct(rows, told, config)
-    [first, second, third, empty] = found.rows
+    corrected = correct(rows, trainer, config)
+    [first, second, third, empty] = corrected.rows
     assert np.asarray(first.importance)[first.sample.loss_mask].tolist() == pytest.approx([2.0, 1.0])
     assert np.asarray(second.importance)[second.sample.loss_mask].tolist() == pytest.approx([1.0, 1.0, 3.0])
     # 1/8 is below 1/5: the first token of b is out, in its mask and in nothing else.
     assert third.sample.trained_tokens == 1
-    assert found.kept["b", 0].tolist() == [False, True]
+    assert corrected.kept["b", 0].tolist() == [False, True]
     assert rows[2].sample.trained_tokens == 2
     assert empty is rows[3]
-    assert found.metrics["correction/rejected"] == pytest.approx(1 / 7)
-    assert found.metrics["correction/weight_max"] == pytest.approx(3.0)
-    assert [name for name in found.metrics if meaning(name) is None] == []
+    assert corrected.metrics["correction/rejected"] == pytest.approx(1 / 7)
+    assert corrected.metrics["correction/weight_max"] == pytest.approx(3.0)
+    assert [name for name in corrected.metrics if meaning(name) is None] == []
     # A trajectory is one: of a's five ratios the geometric mean is 8^(1/5) = 1.52; of b's 1/8 and 1 it is 0.35.
-    units = correct(rows, told, CorrectionConfig.model_validate(
+    units = correct(rows, trainer, CorrectionConfig.model_validate(
         {"weights": "none", "reject": [{"statistic": "k1", "high": 1.6, "level": "trajectory"}]}
     ))  # fmt: skip
     assert [row.sample.trained_tokens for row in units.rows] == [2, 3, 0, 0]
@@ -152,8 +150,8 @@ class Watched:
         return self.learner.forward_backward(batches, objective, normalizer)
 
     def optim_step(self) -> StepResult:
-        found = [p.grad.flatten() for p in self.learner.policy.model.parameters() if p.grad is not None]
-        self.gradients.append(torch.cat(found) if found else torch.zeros(0))
+        gradients = [p.grad.flatten() for p in self.learner.policy.model.parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(gradients) if gradients else torch.zeros(0))
         self.learner.policy.model.zero_grad()
         return StepResult(0.0, {})
 
@@ -169,8 +167,8 @@ def update(
 
 def test_recomputed_old_logprobs_separate_ratio_and_weight(model_dir: Models, rows: list[TrainRow]) -> None:
     """Decoupled: the ratio is against the trainer's own forward, the weight says how far that is from the rollout."""
-    given = {"old_logprobs": "recompute", "correction": {"high": 1.5}}
-    watched, metrics = update(model_dir(), rows, **given)
+    section = {"old_logprobs": "recompute", "correction": {"high": 1.5}}
+    watched, metrics = update(model_dir(), rows, **section)
     [([batch], normalizer)] = watched.steps
     assert normalizer == 7.0
     assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
@@ -178,7 +176,7 @@ def test_recomputed_old_logprobs_separate_ratio_and_weight(model_dir: Models, ro
     ratio = (batch.old_logprobs - batch.rollout_logprobs).exp().clamp(max=1.5)
     torch.testing.assert_close(batch.weights, ratio)
     assert metrics["correction/weight"] == pytest.approx(ratio.mean().item(), rel=1e-5)
-    split, _ = update(model_dir(), rows, budget=1, **given)
+    split, _ = update(model_dir(), rows, budget=1, **section)
     torch.testing.assert_close(split.gradients[0], watched.gradients[0], atol=1e-6, rtol=1e-5)
 
 
@@ -186,11 +184,11 @@ def test_rollout_logprobs_allow_rejection_alone(model_dir: Models, rows: list[Tr
     reject = {"statistic": "k1", "level": "token", "high": 2.0}
     watched, metrics = update(model_dir(), rows, correction={"weights": "none", "reject": [reject]})
     [(batches, normalizer)] = watched.steps
-    kept = sum(batch.trained_tokens for batch in batches)
+    trained = sum(batch.trained_tokens for batch in batches)
     # What is out is in no denominator; the ratio is still against what the server reported.
-    assert normalizer == max(1, kept)
-    assert metrics["correction/rejected"] == pytest.approx(1 - kept / 7)
-    assert 0 < kept < 7
+    assert normalizer == max(1, trained)
+    assert metrics["correction/rejected"] == pytest.approx(1 - trained / 7)
+    assert 0 < trained < 7
     for batch in batches:
         assert batch.old_logprobs is not None
         assert torch.equal(batch.old_logprobs, batch.rollout_logprobs)
@@ -240,15 +238,17 @@ def test_truncation_and_masking_at_every_level(
     rows: list[TrainRow], level: str, truncated: list[float], masked: list[float]
 ) -> None:
     rows = rows[:3]
-    for each, turns in zip(rows, [[0, 0], [1, 2, 2], [0, 1]], strict=True):
-        each.sample.turn_ids[each.sample.loss_mask] = turns
-    told = scores(rows, [[LN2, 0.0], [-LN2, 2 * LN2, 2 * LN2], [-3 * LN2, LN2]])
+    for row, turns in zip(rows, [[0, 0], [1, 2, 2], [0, 1]], strict=True):
+        row.sample.turn_ids[row.sample.loss_mask] = turns
+    trainer = scores(rows, [[LN2, 0.0], [-LN2, 2 * LN2, 2 * LN2], [-3 * LN2, LN2]])
     for weights, expected in (("truncate", truncated), ("mask", masked)):
-        found = correct(rows, told, CorrectionConfig.model_validate({"weights": weights, "level": level, "high": 3.0}))
-        given = np.concatenate([np.asarray(each.importance)[each.sample.loss_mask] for each in found.rows])
-        assert given.tolist() == pytest.approx(expected, rel=1e-5)
-        assert found.metrics["correction/zero_weights"] == pytest.approx(expected.count(0) / 7)
-        assert found.metrics["correction/rejected"] == 0.0
+        corrected = correct(
+            rows, trainer, CorrectionConfig.model_validate({"weights": weights, "level": level, "high": 3.0})
+        )
+        importance = np.concatenate([np.asarray(row.importance)[row.sample.loss_mask] for row in corrected.rows])
+        assert importance.tolist() == pytest.approx(expected, rel=1e-5)
+        assert corrected.metrics["correction/zero_weights"] == pytest.approx(expected.count(0) / 7)
+        assert corrected.metrics["correction/rejected"] == 0.0
 
 
 # The same ratios 2, 1 | 1/2, 4 | 1/8 2 as log-ratios in units of ln 2: 1, 0 | -1, 2, 2 | -3, 1, turns as above.
@@ -273,14 +273,14 @@ def test_rejection_at_every_level(
     rows: list[TrainRow], statistic: str, level: str, high: float, kept: list[int]
 ) -> None:
     rows = rows[:3]
-    for each, turns in zip(rows, [[0, 0], [1, 2, 2], [0, 1]], strict=True):
-        each.sample.turn_ids[each.sample.loss_mask] = turns
-    told = scores(rows, [[LN2, 0.0], [-LN2, 2 * LN2, 2 * LN2], [-3 * LN2, LN2]])
+    for row, turns in zip(rows, [[0, 0], [1, 2, 2], [0, 1]], strict=True):
+        row.sample.turn_ids[row.sample.loss_mask] = turns
+    trainer = scores(rows, [[LN2, 0.0], [-LN2, 2 * LN2, 2 * LN2], [-3 * LN2, LN2]])
     config = {"weights": "none", "reject": [{"statistic": statistic, "level": level, "high": high}]}
-    found = correct(rows, told, CorrectionConfig.model_validate(config))
-    given = torch.cat([found.kept[each.sample.trajectory_id, each.sample.leaf] for each in found.rows])
-    assert given.int().tolist() == kept
-    assert found.metrics["correction/rejected"] == pytest.approx(1 - sum(kept) / 7)
+    corrected = correct(rows, trainer, CorrectionConfig.model_validate(config))
+    kept_tokens = torch.cat([corrected.kept[row.sample.trajectory_id, row.sample.leaf] for row in corrected.rows])
+    assert kept_tokens.int().tolist() == kept
+    assert corrected.metrics["correction/rejected"] == pytest.approx(1 - sum(kept) / 7)
 
 
 class Stepping(Watched):

@@ -46,20 +46,20 @@ def test_a_reward_at_the_end(credit: object, wanted: dict[str, list[float]]) -> 
 
 def test_rewards_of_turns_reach_the_turns_before_them_and_no_later_one() -> None:
     # a: rewards 1, 0, 2, so 3, 2, 2 follow: mean 7/3. b: 0, 1, so 1, 1 follow: mean 1. The group's mean is 5/3.
-    found = told(build(PAID, "turns"))
-    assert found["a"] == pytest.approx([4 / 3, 1 / 3, 1 / 3])
-    assert found["b"] == pytest.approx([-2 / 3, -2 / 3])
+    by_name = told(build(PAID, "turns"))
+    assert by_name["a"] == pytest.approx([4 / 3, 1 / 3, 1 / 3])
+    assert by_name["b"] == pytest.approx([-2 / 3, -2 / 3])
     # Discounted by a half: 1.5, 1, 2 and 0.5, 1. Means 1.5 and 0.75, together 1.125.
-    found = told(build(PAID, {"name": "turns", "gamma": 0.5}))
-    assert found["a"] == pytest.approx([0.375, -0.125, 0.875])
-    assert found["b"] == pytest.approx([-0.625, -0.125])
+    by_name = told(build(PAID, {"name": "turns", "gamma": 0.5}))
+    assert by_name["a"] == pytest.approx([0.375, -0.125, 0.875])
+    assert by_name["b"] == pytest.approx([-0.625, -0.125])
 
 
 def test_the_spread_counts_each_trajectory_once() -> None:
-    found = told(build(PAID, "turns", advantage_options={"eps": 1e-9}))
+    by_name = told(build(PAID, "turns", advantage_options={"eps": 1e-9}))
     # Around 5/3: a has 16/9, 1/9, 1/9 (mean 2/3), b has 4/9 (mean 4/9); their sum over n - 1 = 1 is 10/9.
     scale = math.sqrt(10 / 9)
-    assert found["a"] == pytest.approx([4 / 3 / scale, 1 / 3 / scale, 1 / 3 / scale])
+    assert by_name["a"] == pytest.approx([4 / 3 / scale, 1 / 3 / scale, 1 / 3 / scale])
 
 
 @pytest.mark.parametrize("credit", ["turns", "tokens", "gigpo"])
@@ -85,7 +85,7 @@ def test_equal_returns_and_groups_of_one_have_no_gradient() -> None:
         for drop in (True, False):
             result = build(members, "turns", drop_zero_variance=drop)
             assert result.metrics["batch/dead_groups"] == 1
-            assert {value for each in told(result).values() for value in each} <= {0.0}
+            assert {value for advantages in told(result).values() for value in advantages} <= {0.0}
 
 
 def test_the_turns_of_a_fork_are_counted_in_the_order_in_which_they_were_committed() -> None:
@@ -206,18 +206,18 @@ def test_turns_are_compared_as_grpo_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_infinite_reward_is_refused() -> None:
-    bad = replace(PAIR[0], rewards=[(None, "r", math.inf)])
+    infinite = replace(PAIR[0], rewards=[(None, "r", math.inf)])
     for credit in ("same", "last", "turns"):
         with pytest.raises(TrainError, match="finite"):
-            build([bad, PAIR[1]], credit)
+            build([infinite, PAIR[1]], credit)
 
 
 def test_credit_metrics_are_documented_and_logged_for_credit_per_turn() -> None:
-    found = build(PAIR, "last").metrics
-    assert found["credit/spread"] == 0.5
-    assert found["credit/silent_turns"] == pytest.approx(3 / 5)
-    assert (found["credit/first"], found["credit/last"]) == (0.0, 0.5)
-    assert [name for name in found if meaning(name) is None] == []
+    metrics = build(PAIR, "last").metrics
+    assert metrics["credit/spread"] == 0.5
+    assert metrics["credit/silent_turns"] == pytest.approx(3 / 5)
+    assert (metrics["credit/first"], metrics["credit/last"]) == (0.0, 0.5)
+    assert [name for name in metrics if meaning(name) is None] == []
     assert [name for name in build(PAIR, "same").metrics if name.startswith("credit/")] == []
 
 
@@ -266,42 +266,42 @@ def test_every_sampled_token_is_trained_once_with_its_weight_whatever_the_credit
     for micro in pack(result.rows, 64):
         for number, index in enumerate(micro.rows):
             row = result.rows[index]
-            wanted = np.broadcast_to(np.float32(row.advantage), row.sample.loss_mask.shape)[row.sample.loss_mask]
-            assert micro.advantages[micro.sequences == number].tolist() == wanted.tolist()
+            expected = np.broadcast_to(np.float32(row.advantage), row.sample.loss_mask.shape)[row.sample.loss_mask]
+            assert micro.advantages[micro.sequences == number].tolist() == expected.tolist()
 
 
 @given(st.lists(st.lists(REWARD, min_size=1, max_size=6), min_size=2, max_size=6), st.booleans())
 def test_credited_turns_of_a_group_balance_each_other(group: list[list[float]], norm: bool) -> None:
-    worth = [turn_returns(rewards, 1.0) for rewards in group]
-    found, dead = compare_returns(worth, [0] * len(group), norm_by_std=norm, eps=1e-4)
-    assert sum(float(each.mean()) for each in found) == pytest.approx(0, abs=1e-6)
+    returns = [turn_returns(rewards, 1.0) for rewards in group]
+    advantages, dead = compare_returns(returns, [0] * len(group), norm_by_std=norm, eps=1e-4)
+    assert sum(float(turns.mean()) for turns in advantages) == pytest.approx(0, abs=1e-6)
     assert len(set(dead)) == 1
-    assert dead[0] == (len({float(value) for each in worth for value in each}) == 1)
+    assert dead[0] == (len({float(value) for turns in returns for value in turns}) == 1)
 
 
 @given(st.lists(st.tuples(REWARD, st.integers(1, 5)), min_size=1, max_size=6), st.booleans())
 def test_equal_returns_within_trajectories_make_turn_credit_equal_grpo(
     group: list[tuple[float, int]], norm: bool
 ) -> None:
-    worth = [np.full(turns, reward) for reward, turns in group]
-    found, dead = compare_returns(worth, [0] * len(group), norm_by_std=norm, eps=1e-4)
+    returns = [np.full(turns, reward) for reward, turns in group]
+    advantages, dead = compare_returns(returns, [0] * len(group), norm_by_std=norm, eps=1e-4)
     rewards = torch.tensor([reward for reward, _ in group], dtype=torch.float64)
-    wanted = grpo(rewards, torch.zeros(len(group), dtype=torch.int64), norm_by_std=norm, eps=1e-4)
-    assert [each[0] for each in found] == pytest.approx(wanted.values.tolist(), rel=1e-5, abs=1e-6)
-    assert dead == wanted.dead.tolist()
+    expected = grpo(rewards, torch.zeros(len(group), dtype=torch.int64), norm_by_std=norm, eps=1e-4)
+    assert [turns[0] for turns in advantages] == pytest.approx(expected.values.tolist(), rel=1e-5, abs=1e-6)
+    assert dead == expected.dead.tolist()
 
 
 @given(st.integers(1, 8), st.floats(0.01, 1.0))
 def test_shares_give_the_last_turn_all(turns: int, gamma: float) -> None:
     for name in ("same", "last", "discounted"):
-        found = turn_shares(name, turns, gamma)
-        assert (len(found), found[-1]) == (turns, 1.0)
-        assert ((found >= 0) & (found <= 1)).all()
+        shares = turn_shares(name, turns, gamma)
+        assert (len(shares), shares[-1]) == (turns, 1.0)
+        assert ((shares >= 0) & (shares <= 1)).all()
 
 
 def test_default_credit_equals_the_estimator_bit_by_bit() -> None:
     members = [trajectory(f"m{n}", 1 + n % 3, [(None, value)]) for n, value in enumerate([0.1, 0.7, 0.35, 0.7])]
     result = build(members, norm_by_std=True)
-    rewards = torch.tensor([each.reward for each in members], dtype=torch.float64)
-    wanted = grpo(rewards, torch.zeros(4, dtype=torch.int64))
-    assert [row.advantage for row in result.rows] == [float(value) for value in wanted.values]
+    rewards = torch.tensor([member.reward for member in members], dtype=torch.float64)
+    expected = grpo(rewards, torch.zeros(4, dtype=torch.int64))
+    assert [row.advantage for row in result.rows] == [float(value) for value in expected.values]

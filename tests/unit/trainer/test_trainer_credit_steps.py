@@ -17,11 +17,11 @@ from turnwise.trajectory import Segment, Trajectory
 
 def of_tokens(result) -> dict[str, list[list[float]]]:
     """The advantages of the trained tokens of each row, by trajectory."""
-    found: dict[str, list[list[float]]] = {}
+    by_name: dict[str, list[list[float]]] = {}
     for row in result.rows:
         values = np.broadcast_to(row.advantage, row.sample.input_ids.shape)
-        found.setdefault(row.sample.trajectory_id, []).append(values[row.sample.loss_mask].tolist())
-    return found
+        by_name.setdefault(row.sample.trajectory_id, []).append(values[row.sample.loss_mask].tolist())
+    return by_name
 
 
 def test_token_returns() -> None:
@@ -36,12 +36,12 @@ def test_tokens_are_compared_by_their_discounted_returns() -> None:
     # a, 3 tokens a turn, gamma 1/2: 2, 1, 1/2 backwards in the last turn; 1 + 1/4, then its halves, in the first.
     a = trajectory("a", 2, [(0, 1.0), (None, 2.0)])
     b = trajectory("b", 1, [])
-    worth = [0.3125, 0.625, 1.25, 0.5, 1.0, 2.0]
+    returns = [0.3125, 0.625, 1.25, 0.5, 1.0, 2.0]
     # Their mean is 5.6875 / 6; b's is 0: together half of it.
     mean = 5.6875 / 12
-    found = of_tokens(build([a, b], {"name": "tokens", "gamma": 0.5}))
-    assert found["a"] == [pytest.approx([each - mean for each in worth])]
-    assert found["b"] == [pytest.approx([-mean] * 3)]
+    by_name = of_tokens(build([a, b], {"name": "tokens", "gamma": 0.5}))
+    assert by_name["a"] == [pytest.approx([each - mean for each in returns])]
+    assert by_name["b"] == [pytest.approx([-mean] * 3)]
 
 
 def test_undiscounted_token_credit_of_episode_rewards_equals_same() -> None:
@@ -50,9 +50,9 @@ def test_undiscounted_token_credit_of_episode_rewards_equals_same() -> None:
         options = {"advantage": advantage, "norm_by_std": True}
         plain = of_tokens(build(members, "same", **options))
         for credit in ("tokens", "turns"):
-            found = of_tokens(build(members, credit, **options))
+            by_name = of_tokens(build(members, credit, **options))
             for name, rows in plain.items():
-                assert found[name] == [pytest.approx(each, abs=1e-3) for each in rows]
+                assert by_name[name] == [pytest.approx(each, abs=1e-3) for each in rows]
 
 
 def test_tokens_of_a_fork_get_the_returns_of_their_branch() -> None:
@@ -81,12 +81,12 @@ def test_turns_from_the_same_state_are_compared() -> None:
 def test_each_visit_of_a_repeated_state_is_compared() -> None:
     # Later rewards count half. a: 0 + 1/2, 1. b: 0, 0. All four begin in s: mean 3/8. Episodes: +-1/2.
     members = [stepped("a", ["s", "s"], [(1, 1.0)]), stepped("b", ["s", "s"], [])]
-    found = told(build(members, {"name": "gigpo", "gamma": 0.5}))
-    assert found == {"a": [0.5 + 0.125, 0.5 + 0.625], "b": [-0.875, -0.875]}
+    by_name = told(build(members, {"name": "gigpo", "gamma": 0.5}))
+    assert by_name == {"a": [0.5 + 0.125, 0.5 + 0.625], "b": [-0.875, -0.875]}
     # Divided by their spreads: episodes 1/sqrt(2); in s squares of 1/64, 25/64 and twice 9/64, over n - 1 = 3: 44/192.
-    found = told(build(members, {"name": "gigpo", "gamma": 0.5}, advantage_options={"eps": 1e-9}))
+    by_name = told(build(members, {"name": "gigpo", "gamma": 0.5}, advantage_options={"eps": 1e-9}))
     spread = math.sqrt(44 / 192)
-    assert found["a"] == pytest.approx([math.sqrt(0.5) + 0.125 / spread, math.sqrt(0.5) + 0.625 / spread])
+    assert by_name["a"] == pytest.approx([math.sqrt(0.5) + 0.125 / spread, math.sqrt(0.5) + 0.625 / spread])
 
 
 def test_equal_episodes_have_advantages_at_shared_states_only() -> None:
@@ -98,29 +98,29 @@ def test_equal_episodes_have_advantages_at_shared_states_only() -> None:
     for members in ([early], [early, stepped("b", ["s", "t"], [(0, 1.0)])]):
         result = build(members, "gigpo", drop_zero_variance=False)
         assert result.metrics["batch/dead_groups"] == 1
-        assert {value for each in told(result).values() for value in each} == {0.0}
+        assert {value for advantages in told(result).values() for value in advantages} == {0.0}
 
 
 def test_ragged_groups_are_compared_apart() -> None:
     first = [stepped("a", ["s"], [(0, 2.0)]), stepped("b", ["s", "s", "s"], [])]
     other = replace(stepped("c", ["s", "s"], [(0, 9.0)]), group_id="other")
-    found = told(build([*first, other], "gigpo", drop_zero_variance=False))
+    by_name = told(build([*first, other], "gigpo", drop_zero_variance=False))
     # Episodes 2 and 0: +-1. In s: 2, 0, 0, 0, mean 1/2. The one of the other group came back to s, but is alone.
-    assert found == {"a": [2.5], "b": [-1.5, -1.5, -1.5], "c": [0.0, 0.0]}
+    assert by_name == {"a": [2.5], "b": [-1.5, -1.5, -1.5], "c": [0.0, 0.0]}
 
 
 def branch(ids: list[list[int]], states: dict[str, str] | None = None) -> Trajectory:
     """Contexts and sampled turns by turns, in one branch."""
     segments = []
-    for number, each in enumerate(ids):
-        given = np.array(each, np.int32)
+    for number, segment_ids in enumerate(ids):
+        token_ids = np.array(segment_ids, np.int32)
         if number % 2 == 0:
-            segments.append(Segment(number, number - 1, "context", given))
+            segments.append(Segment(number, number - 1, "context", token_ids))
         else:
             segments.append(
                 Segment(
-                    number, number - 1, "sampled", given, turn_id=f"t{number // 2}",
-                    logprobs=np.zeros(len(each), np.float32),
+                    number, number - 1, "sampled", token_ids, turn_id=f"t{number // 2}",
+                    logprobs=np.zeros(len(segment_ids), np.float32),
                 )
             )  # fmt: skip
     return Trajectory("a", "e", "g", "task", segments=segments, states=states or {})
@@ -156,9 +156,9 @@ def test_named_states_take_precedence_over_seen_ids() -> None:
 
 def test_the_state_before_a_turn_is_that_of_its_own_branch() -> None:
     member = trajectory("a", 3, [], fork=True)
-    found = anchor_states(replace(member, states={"": "s", "a0": "x", "a1": "y"}), "named")
+    states = anchor_states(replace(member, states={"": "s", "a0": "x", "a1": "y"}), "named")
     # The third turn goes on from the first, not from the second.
-    assert found == [("named", "s"), ("named", "x"), ("named", "x")]
+    assert states == [("named", "s"), ("named", "x"), ("named", "x")]
 
 
 def test_states_are_kept_by_who_moves_next() -> None:
@@ -174,8 +174,8 @@ def test_states_are_kept_by_who_moves_next() -> None:
 
 
 def against_the_best(group: list[Trajectory]) -> list[list[float]]:
-    best = max(each.reward for each in group)
-    return [[each.reward - best] * sum(1 for _ in each.turns()) for each in group]
+    best = max(member.reward for member in group)
+    return [[member.reward - best] * sum(1 for _ in member.turns()) for member in group]
 
 
 ANSWERS: dict[str, object] = {}

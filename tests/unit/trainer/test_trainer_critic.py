@@ -50,28 +50,28 @@ def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, TorchCriti
 
 @pytest.fixture
 def rows(row: Row) -> list[TrainRow]:
-    found = []
+    made_rows = []
     for number, length in enumerate((9, 14, 6, 11)):
         plain = row(length, 4, seed=number, name=f"t{number}", advantage=(-1.0) ** number)
         random = np.random.default_rng(number)
         values, returns = (random.normal(size=length).astype(np.float32) for _ in range(2))
         returns[-2] = np.nan  # not asked there
-        found.append(dataclasses.replace(plain, values=values, returns=returns))
-    return found
+        made_rows.append(dataclasses.replace(plain, values=values, returns=returns))
+    return made_rows
 
 
 def weights(module: Any) -> list[Tensor]:
-    return [each.detach().clone() for each in module.parameters()]
+    return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 def gradients(module: Any) -> list[Tensor]:
-    found = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
     module.zero_grad()
-    return found
+    return grads
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(*each) for each in zip(one, other, strict=True))
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 def packed(rows: list[TrainRow], budget: int) -> list[MicroBatch]:
@@ -87,11 +87,11 @@ def test_values_are_those_of_the_states_that_predict(model_dir: Models, rows: li
     [values] = critic.values([batch])
     with torch.no_grad():
         hidden = learner.policy.model.get_decoder()(input_ids=batch.input_ids, **no_cache(batch)).last_hidden_state[0]
-        wanted = hidden[batch.predictors] @ critic.head.linear.weight[0] + critic.head.linear.bias
-    torch.testing.assert_close(values, wanted, atol=1e-6, rtol=0)
+        expected = hidden[batch.predictors] @ critic.head.linear.weight[0] + critic.head.linear.bias
+    torch.testing.assert_close(values, expected, atol=1e-6, rtol=0)
     scores = learner.policy.forward(batch)
     assert scores.values is not None
-    torch.testing.assert_close(scores.values, wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores.values, expected, atol=1e-6, rtol=0)
     assert torch.equal(learner.values([batch])[0], values)
     # A head is no weight that a server would want.
     assert not any("linear" in name for name, _ in learner.export_weights())
@@ -137,18 +137,18 @@ def test_shared_layers_get_both_gradients_and_own_ones_none_of_the_policy(
     model = learner.policy.model
     learner.forward_backward(batches, policy, 16.0)
     alone = gradients(model)
-    assert all(not each.any() for each in gradients(critic.head))
+    assert all(not gradient.any() for gradient in gradients(critic.head))
     learner.forward_backward(batches, ValueObjective(0.2), 16.0)
     value, head = gradients(model), gradients(critic.head)
     learner.forward_backward(batches, ValueObjective(0.2, coef=0.25, policy=policy), 16.0)
-    for both, one, other in zip(gradients(model), alone, value, strict=True):
-        torch.testing.assert_close(both, one + 0.25 * other, atol=1e-6, rtol=1e-4)
-    for both, other in zip(gradients(critic.head), head, strict=True):
-        torch.testing.assert_close(both, 0.25 * other, atol=1e-7, rtol=1e-5)
-    assert any(each.any() for each in value)
+    for total, one, other in zip(gradients(model), alone, value, strict=True):
+        torch.testing.assert_close(total, one + 0.25 * other, atol=1e-6, rtol=1e-4)
+    for total, other in zip(gradients(critic.head), head, strict=True):
+        torch.testing.assert_close(total, 0.25 * other, atol=1e-7, rtol=1e-5)
+    assert any(gradient.any() for gradient in value)
 
-    learner, own = make(model_dir(), "own")
-    update_policy(learner, rows, ALGORITHM, BatchConfig(), seed=2, critic=own)
+    learner, separate = make(model_dir(), "own")
+    update_policy(learner, rows, ALGORITHM, BatchConfig(), seed=2, critic=separate)
     twin, _ = make(model_dir(), "own")
     update_policy(twin, rows, ALGORITHM, BatchConfig(), seed=2)
     assert same(weights(learner.policy.model), weights(twin.policy.model))
@@ -178,23 +178,23 @@ def test_changing_is_called_before_any_weights_change(
 @pytest.mark.parametrize("kind", ["own", "shared"])
 def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[TrainRow], kind: str) -> None:
     learner, critic = make(model_dir(), kind)
-    found = []
+    outcomes = []
     for budget in (1, 21, 100):
         # Sums of gradients, not steps: those of Adam would hide what is different.
-        held: list[Tensor] = []
+        noted: list[Tensor] = []
 
-        def note(held: list[Tensor] = held) -> float:
-            held.extend(gradients(critic.policy.model) + gradients(critic.head))
+        def note(noted: list[Tensor] = noted) -> float:
+            noted.extend(gradients(critic.policy.model) + gradients(critic.head))
             return 0.0
 
         critic._optim_step = note  # type: ignore[method-assign]
         learner.optim_step = lambda: None  # type: ignore[assignment,return-value,method-assign]
         critic.update(learner, packed(rows, budget), PolicyObjective(), 16.0, alone=False)
         learner.policy.model.zero_grad()
-        found.append((held, critic.metrics()))
-    (whole, figures) = found[-1]
-    assert any(each.any() for each in whole)
-    for split, metrics in found[:-1]:
+        outcomes.append((noted, critic.metrics()))
+    (whole, figures) = outcomes[-1]
+    assert any(gradient.any() for gradient in whole)
+    for split, metrics in outcomes[:-1]:
         assert {n: metrics[n] for n in VALUE_SUMS} == pytest.approx({n: figures[n] for n in VALUE_SUMS}, abs=1e-6)
         for got, want in zip(split, whole, strict=True):
             torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
@@ -204,12 +204,12 @@ def test_value_loss_is_the_mean_over_valued_tokens(rows: list[TrainRow]) -> None
     # 12 of 16 tokens are asked before. Values 0: half the mean square of what should have been said, old values aside.
     [batch] = pack(rows, 100)
     assert batch.returns is not None
-    asked = ~batch.returns.isnan()
-    assert (batch.trained_tokens, int(asked.sum())) == (16, 12)
-    found = ValueObjective(None, rate=16 / 12)(batch, TokenScores(torch.zeros(16), values=torch.zeros(16)))
-    mean = 0.5 * float(batch.returns[asked].square().mean())
-    assert float(found.loss) / 16 == pytest.approx(mean, rel=1e-6)
-    assert float(found.sums["critic/loss"]) / 16 == pytest.approx(mean, rel=1e-6)
+    valued = ~batch.returns.isnan()
+    assert (batch.trained_tokens, int(valued.sum())) == (16, 12)
+    sums = ValueObjective(None, rate=16 / 12)(batch, TokenScores(torch.zeros(16), values=torch.zeros(16)))
+    mean = 0.5 * float(batch.returns[valued].square().mean())
+    assert float(sums.loss) / 16 == pytest.approx(mean, rel=1e-6)
+    assert float(sums.sums["critic/loss"]) / 16 == pytest.approx(mean, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
@@ -222,20 +222,20 @@ def test_a_saved_critic_resumes_bit_for_bit(model_dir: Models, rows: list[TrainR
         model=ModelConfig(path=model_dir(), device="cpu"), optim=OptimConfig(lr=1e-3),
         critic=CriticConfig.model_validate({"kind": kind, "lr": 1e-2}),
     )  # fmt: skip
-    again = TorchLearner.create(config, 50, model_path=tmp_path / "c")
-    other = Critic.create(config, again, 50, directory=tmp_path / "c" / "critic")
-    again.load(tmp_path / "c")
+    resumed = TorchLearner.create(config, 50, model_path=tmp_path / "c")
+    other = Critic.create(config, resumed, 50, directory=tmp_path / "c" / "critic")
+    resumed.load(tmp_path / "c")
     assert other is not None
     assert other.steps == critic.steps == 2
-    for one, two in ((learner, critic), (again, other)):
+    for one, two in ((learner, critic), (resumed, other)):
         update_policy(one, rows, ALGORITHM, BatchConfig(), seed=2, critic=two)
     assert same(weights(critic.head), weights(other.head))
     assert same(weights(critic.policy.model), weights(other.policy.model))
-    assert same(weights(learner.policy.model), weights(again.policy.model))
+    assert same(weights(learner.policy.model), weights(resumed.policy.model))
     if kind == "own":
         # A saved critic is where another run's may start.
         started = config.model_copy(update={"critic": CriticConfig(path=tmp_path / "c" / "critic")})
-        third = Critic.create(started, again, 50)
+        third = Critic.create(started, resumed, 50)
         assert third is not None
         assert third.steps == 0
         assert third.head.linear.weight.any()
@@ -247,13 +247,13 @@ def test_a_saved_critic_resumes_bit_for_bit(model_dir: Models, rows: list[TrainR
 def test_a_step_without_a_finite_gradient_is_skipped(model_dir: Models, rows: list[TrainRow]) -> None:
     learner, critic = make(model_dir(), "own")
     before = weights(critic.head)
-    bad = [dataclasses.replace(each, returns=np.full_like(each.returns, np.inf)) for each in rows]
+    infinite = [dataclasses.replace(row, returns=np.full_like(row.returns, np.inf)) for row in rows]
     critic._bad_steps = 8
-    critic.update(learner, pack(bad, 100), PolicyObjective(), 16.0, alone=True)
+    critic.update(learner, pack(infinite, 100), PolicyObjective(), 16.0, alone=True)
     assert critic.steps == 1
     assert same(before, weights(critic.head))
     with pytest.raises(TrainError, match=r"10 steps of the critic in a row.*critic\.lr"):
-        critic.update(learner, pack(bad, 100), PolicyObjective(), 16.0, alone=True)
+        critic.update(learner, pack(infinite, 100), PolicyObjective(), 16.0, alone=True)
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
@@ -309,16 +309,16 @@ def test_a_critic_of_another_vocabulary_is_refused(model_dir: Models, tmp_path: 
     for name, words in (("mine", {"a": 0, "b": 1}), ("theirs", {"a": 1, "b": 0})):
         folders.append(shutil.copytree(model_dir(), tmp_path / name))
         (folders[-1] / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}}))
-    mine, theirs = folders
-    given = {"model": ModelConfig(path=mine, device="cpu"), "critic": CriticConfig(path=theirs)}
+    policy_model, critic_model = folders
+    settings = {"model": ModelConfig(path=policy_model, device="cpu"), "critic": CriticConfig(path=critic_model)}
     with pytest.raises(ConfigError, match=r"policies.main.critic.path is .*theirs, whose tokenizer.json has another"):
-        Critic.create(PolicyConfig(**given), learner, 1)
+        Critic.create(PolicyConfig(**settings), learner, 1)
 
 
 def test_a_custom_estimator_allows_groups_of_one(tmp_path: Path) -> None:
     (tmp_path / "mine_alone.py").write_text("def alone(rewards, groups): ...")
-    given = {"advantage": f"{tmp_path / 'mine_alone.py'}:alone"}
-    config = train_config(tmp_path, tmp_path, algorithm=given, rollout={"group_size": 1})
+    section = {"advantage": f"{tmp_path / 'mine_alone.py'}:alone"}
+    config = train_config(tmp_path, tmp_path, algorithm=section, rollout={"group_size": 1})
     assert not config.algorithm.compares_groups
 
 

@@ -35,22 +35,22 @@ DEAD = [False, False, False, True, True, False, False, True]
 
 
 def test_dr_grpo_subtracts_the_mean() -> None:
-    found = dr_grpo(REWARDS, GROUPS)
-    assert found.values.tolist() == [-2.0, -0.5, 0.0, 0.0, 0.0, 2.0, 0.5, 0.0]
-    assert (found.dead.tolist(), found.groups, found.dead_groups) == (DEAD, 4, 2)
+    advantages = dr_grpo(REWARDS, GROUPS)
+    assert advantages.values.tolist() == [-2.0, -0.5, 0.0, 0.0, 0.0, 2.0, 0.5, 0.0]
+    assert (advantages.dead.tolist(), advantages.groups, advantages.dead_groups) == (DEAD, 4, 2)
 
 
 def test_rloo_compares_with_the_others() -> None:
     # 1 - (3+5)/2 = -3; 3 - (1+5)/2 = 0; 5 - (1+3)/2 = 3; 0 - 1 = -1; 1 - 0 = 1.
-    found = rloo(REWARDS, GROUPS)
-    assert found.values.tolist() == [-3.0, -1.0, 0.0, 0.0, 0.0, 3.0, 1.0, 0.0]
-    assert found.dead.tolist() == DEAD
+    advantages = rloo(REWARDS, GROUPS)
+    assert advantages.values.tolist() == [-3.0, -1.0, 0.0, 0.0, 0.0, 3.0, 1.0, 0.0]
+    assert advantages.dead.tolist() == DEAD
 
 
 def test_opo_weighs_the_baseline_by_length() -> None:
     # Group 0, lengths 1, 2, 5: (1 + 6 + 25) / 8 = 4. Group 1, lengths 3, 1: 1/4.
-    found = opo(REWARDS, GROUPS, lengths=torch.tensor([1, 3, 2, 9, 1, 5, 1, 2]))
-    assert found.values.tolist() == [-3.0, -0.25, -1.0, 0.0, 0.0, 1.0, 0.75, 0.0]
+    advantages = opo(REWARDS, GROUPS, lengths=torch.tensor([1, 3, 2, 9, 1, 5, 1, 2]))
+    assert advantages.values.tolist() == [-3.0, -0.25, -1.0, 0.0, 0.0, 1.0, 0.75, 0.0]
     # Equal lengths: the plain mean.
     assert torch.equal(opo(REWARDS, GROUPS, lengths=torch.full((8,), 3)).values, dr_grpo(REWARDS, GROUPS).values)
     with pytest.raises(TrainError, match="one above 0 for each of 8 rewards"):
@@ -59,8 +59,8 @@ def test_opo_weighs_the_baseline_by_length() -> None:
 
 def test_passk_rewards_the_best_alone() -> None:
     # Group 0: 5 - 3 = 2; group 1: 1 - 0 = 1.
-    found = passk(REWARDS, GROUPS)
-    assert found.values.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 1.0, 0.0]
+    advantages = passk(REWARDS, GROUPS)
+    assert advantages.values.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 1.0, 0.0]
     # Standard deviations: sqrt((4 + 0 + 4) / 2) = 2 and sqrt(1/2).
     scaled = passk(REWARDS, GROUPS, by_std=True, eps=1e-12)
     assert scaled.values.tolist() == pytest.approx([0, 0, 0, 0, 0, 1.0, math.sqrt(2), 0])
@@ -72,9 +72,9 @@ def test_passk_rewards_the_best_alone() -> None:
 def test_reinforce_plus_plus_normalises_over_the_batch() -> None:
     # 1, 2, 3, 6: mean 3, squares 4 + 1 + 0 + 9 = 14, unbiased variance 14/3.
     spread = math.sqrt(14 / 3)
-    found = reinforce_plus_plus(torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([0, 0, 1, 2]))
-    assert found.values.tolist() == pytest.approx([-2 / spread, -1 / spread, 0.0, 3 / spread], rel=1e-6)
-    assert not found.dead.any()
+    advantages = reinforce_plus_plus(torch.tensor([1.0, 2.0, 3.0, 6.0]), torch.tensor([0, 0, 1, 2]))
+    assert advantages.values.tolist() == pytest.approx([-2 / spread, -1 / spread, 0.0, 3 / spread], rel=1e-6)
+    assert not advantages.dead.any()
     equal = reinforce_plus_plus(torch.tensor([2.0, 2.0]), torch.tensor([0, 1]))
     assert (equal.values.tolist(), equal.dead_groups) == ([0.0, 0.0], 2)
 
@@ -82,16 +82,16 @@ def test_reinforce_plus_plus_normalises_over_the_batch() -> None:
 def test_reinforce_plus_plus_baseline_scales_by_the_batch() -> None:
     # Centred: -2, -.5, 0, 0, 0, 2, .5, 0: squares 4 + .25 + 4 + .25 = 8.5, by 7.
     spread = math.sqrt(8.5 / 7)
-    found = reinforce_plus_plus_baseline(REWARDS, GROUPS)
+    advantages = reinforce_plus_plus_baseline(REWARDS, GROUPS)
     expected = [-2 / spread, -0.5 / spread, 0, 0, 0, 2 / spread, 0.5 / spread, 0]
-    assert found.values.tolist() == pytest.approx(expected, rel=1e-6)
-    assert found.dead.tolist() == DEAD
+    assert advantages.values.tolist() == pytest.approx(expected, rel=1e-6)
+    assert advantages.dead.tolist() == DEAD
 
 
 def test_gpg_makes_up_for_dead_groups() -> None:
     # Five of eight teach: alpha 8/5.
-    found = gpg(REWARDS, GROUPS)
-    assert found.values.tolist() == pytest.approx([-3.2, -0.8, 0, 0, 0, 3.2, 0.8, 0])
+    advantages = gpg(REWARDS, GROUPS)
+    assert advantages.values.tolist() == pytest.approx([-3.2, -0.8, 0, 0, 0, 3.2, 0.8, 0])
     assert gpg(torch.ones(2), torch.tensor([0, 0])).values.tolist() == [0.0, 0.0]
 
 
@@ -100,9 +100,11 @@ def test_gdpo_compares_each_reward_apart() -> None:
     # -+ 1/sqrt(2) = -+h. Sums: -2h, 2h | h, -h (a teaches nothing there). Squares: (4 + 4 + 1 + 1) h^2 = 5, by 3.
     components = {"a": torch.tensor([0.0, 1.0, 5.0, 5.0]), "b": torch.tensor([10.0, 30.0, 1.0, 0.0])}
     groups = torch.tensor([0, 0, 1, 1])
-    found = gdpo(torch.zeros(4), groups, components=components, eps=1e-12)
+    advantages = gdpo(torch.zeros(4), groups, components=components, eps=1e-12)
     h, spread = 1 / math.sqrt(2), math.sqrt(5 / 3)
-    assert found.values.tolist() == pytest.approx([-2 * h / spread, 2 * h / spread, h / spread, -h / spread], rel=1e-5)
+    assert advantages.values.tolist() == pytest.approx(
+        [-2 * h / spread, 2 * h / spread, h / spread, -h / spread], rel=1e-5
+    )
     # With a alone: -h, h | 0, 0; squares 1, by 3; the second group teaches nothing.
     only = gdpo(torch.zeros(4), groups, components=components, reward_weights={"a": 2.0}, eps=1e-12)
     assert only.values.tolist() == pytest.approx([-h * math.sqrt(3), h * math.sqrt(3), 0, 0], rel=1e-5)
@@ -117,25 +119,27 @@ def test_gdpo_compares_each_reward_apart() -> None:
 
 
 def test_remax_subtracts_the_greedy_reward() -> None:
-    found = remax(
+    advantages = remax(
         torch.tensor([1.0, 0.0, 1.0, 0.5]), torch.tensor([0, 0, 1, 2]), baselines=torch.tensor([0.5, 0.5, 1.0, 0.0])
     )
-    assert found.values.tolist() == [0.5, -0.5, 0.0, 0.5]
-    assert found.dead.tolist() == [False, False, True, False]
+    assert advantages.values.tolist() == [0.5, -0.5, 0.0, 0.5]
+    assert advantages.dead.tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - WITHOUT_GROUPS))
 def test_dead_groups_have_advantage_zero(name: str) -> None:
     data = {"lengths": torch.arange(1, 9), "components": {"score": REWARDS}}
     reads = inspect.signature(ADVANTAGES[name]).parameters
-    found = ADVANTAGES[name](REWARDS, GROUPS, **{key: value for key, value in data.items() if key in reads})
-    assert found.values[torch.tensor(DEAD)].tolist() == [0.0, 0.0, 0.0]
-    assert found.values.dtype == torch.float32
+    advantages = ADVANTAGES[name](REWARDS, GROUPS, **{key: value for key, value in data.items() if key in reads})
+    assert advantages.values[torch.tensor(DEAD)].tolist() == [0.0, 0.0, 0.0]
+    assert advantages.values.dtype == torch.float32
     # Neither do the numbers of groups matter, nor the order of trajectories.
     order = torch.tensor([7, 0, 3, 5, 1, 6, 2, 4])
     moved = {"lengths": data["lengths"][order], "components": {"score": REWARDS[order]}}
-    again = ADVANTAGES[name](REWARDS[order], 9 - GROUPS[order], **{key: moved[key] for key in moved if key in reads})
-    torch.testing.assert_close(again.values, found.values[order])
+    reordered = ADVANTAGES[name](
+        REWARDS[order], 9 - GROUPS[order], **{key: moved[key] for key in moved if key in reads}
+    )
+    torch.testing.assert_close(reordered.values, advantages.values[order])
     empty = torch.zeros(0)
     none = {"lengths": empty, "components": {"score": empty}}
     nothing = ADVANTAGES[name](empty, empty.long(), **{key: none[key] for key in none if key in reads})
@@ -144,10 +148,10 @@ def test_dead_groups_have_advantage_zero(name: str) -> None:
 
 def test_whitening_uses_the_unbiased_variance_of_masked_elements() -> None:
     # Kept: 1, 3: mean 2, variance (1 + 1) / 1 = 2.
-    found = whitened(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]), eps=0.0)
-    assert found.tolist() == pytest.approx([-1 / math.sqrt(2), 0.0, 1 / math.sqrt(2)])
-    kept = whitened(torch.tensor([1.0, 3.0]), shift=False, eps=0.0)
-    assert kept.tolist() == pytest.approx([1 / math.sqrt(2), 3 / math.sqrt(2)])
+    masked = whitened(torch.tensor([1.0, 100.0, 3.0]), torch.tensor([True, False, True]), eps=0.0)
+    assert masked.tolist() == pytest.approx([-1 / math.sqrt(2), 0.0, 1 / math.sqrt(2)])
+    unshifted = whitened(torch.tensor([1.0, 3.0]), shift=False, eps=0.0)
+    assert unshifted.tolist() == pytest.approx([1 / math.sqrt(2), 3 / math.sqrt(2)])
     assert whitened(torch.tensor([5.0])).tolist() == [0.0]
     assert whitened(torch.tensor([5.0]), torch.tensor([False])).tolist() == [0.0]
 
@@ -178,7 +182,7 @@ def test_returns_to_go() -> None:
 def test_gigpo_compares_turns_from_the_same_state() -> None:
     # Two episodes of one group: centred -1, 1. State s: returns 0 and 4: -2, 2. State t of the first is alone: 0. State
     # s of the other group is another one. omega 0.5, no division.
-    found = gigpo(
+    advantages = gigpo(
         torch.tensor([0.0, 2.0, 9.0]),
         torch.tensor([0, 0, 1]),
         [torch.tensor([0.0, 5.0]), torch.tensor([4.0]), torch.tensor([100.0])],
@@ -186,7 +190,7 @@ def test_gigpo_compares_turns_from_the_same_state() -> None:
         omega=0.5,
         norm_by_std=False,
     )
-    assert [each.tolist() for each in found] == [[-2.0, -1.0], [2.0], [0.0]]
+    assert [turns.tolist() for turns in advantages] == [[-2.0, -1.0], [2.0], [0.0]]
     # Divided: both pairs by their own spread, -+1/sqrt(2) each.
     h = 1 / math.sqrt(2)
     scaled = gigpo(
@@ -196,7 +200,7 @@ def test_gigpo_compares_turns_from_the_same_state() -> None:
         [["s"], ["s"]],
         eps=1e-12,
     )
-    assert [each.tolist() for each in scaled] == [pytest.approx([-2 * h]), pytest.approx([2 * h])]
+    assert [turns.tolist() for turns in scaled] == [pytest.approx([-2 * h]), pytest.approx([2 * h])]
     with pytest.raises(TrainError, match="one element for each turn"):
         gigpo(torch.tensor([0.0]), torch.tensor([0]), [torch.tensor([0.0])], [["s", "t"]])
 
@@ -240,5 +244,5 @@ def test_options_reach_the_estimator() -> None:
     config = AlgorithmConfig.model_validate({"advantage_options": {"norm_by_std": False, "eps": 0.5}})
     assert config.chosen_advantage().options == {"norm_by_std": False, "eps": 0.5}
     assert AlgorithmConfig.model_validate({"advantage": "rloo"}).chosen_advantage().options == {}
-    found = AlgorithmConfig.model_validate({"advantage": "passk", "advantage_options": {"by_std": True}})
-    assert found.chosen_advantage().options == {"by_std": True}
+    config_of_passk = AlgorithmConfig.model_validate({"advantage": "passk", "advantage_options": {"by_std": True}})
+    assert config_of_passk.chosen_advantage().options == {"by_std": True}

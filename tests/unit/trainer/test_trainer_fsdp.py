@@ -46,8 +46,8 @@ SHOWS_GRADIENTS = {"lr": 1e6, "eps": 1e6, "max_grad_norm": None}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Of odd sizes, which two ranks cannot share equally.
-    made = make_model("qwen3", initializer_range=0.1, intermediate_size=97, vocab_size=VOCABULARY + 1)
-    return save_model(made, tmp_path_factory.mktemp("model"))
+    tiny = make_model("qwen3", initializer_range=0.1, intermediate_size=97, vocab_size=VOCABULARY + 1)
+    return save_model(tiny, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +63,14 @@ def four() -> Iterator[WarmRanks]:
 
 
 def policy(path: Path, **changes: Any) -> PolicyConfig:
-    own = {"path": path, "device": "cpu", **changes.pop("model", {})}
-    return PolicyConfig.model_validate({"optim": {"lr": 1e-3}, "model": own, **changes})
+    model_settings = {"path": path, "device": "cpu", **changes.pop("model", {})}
+    return PolicyConfig.model_validate({"optim": {"lr": 1e-3}, "model": model_settings, **changes})
 
 
 def rows(shared: int = 0) -> list[TrainRow]:
     """Rows of random ids, of which the first ``shared`` are those of all."""
     random = np.random.default_rng(3)
-    found = []
+    made_rows = []
     first: np.ndarray | None = None
     for number, length in enumerate(LENGTHS):
         mask = np.zeros(length, np.bool_)
@@ -88,15 +88,15 @@ def rows(shared: int = 0) -> list[TrainRow]:
             group_id="g",
             leaf=0,
         )
-        found.append(TrainRow(sample, advantage=1.0 if number % 2 else -0.5, weight=1.0))
-    return found
+        made_rows.append(TrainRow(sample, advantage=1.0 if number % 2 else -0.5, weight=1.0))
+    return made_rows
 
 
-def batches(most: int = 32, shared: int = 0) -> list[MicroBatch]:
-    found = pack(rows(shared), most, share_prefixes=shared > 0)
-    for each in found:
-        each.old_logprobs = each.rollout_logprobs
-    return found
+def batches(budget: int = 32, shared: int = 0) -> list[MicroBatch]:
+    micro_batches = pack(rows(shared), budget, share_prefixes=shared > 0)
+    for micro in micro_batches:
+        micro.old_logprobs = micro.rollout_logprobs
+    return micro_batches
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -108,17 +108,19 @@ def gap(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
 
 
-def assert_equal_gradients(learners: Sequence[Learner], given: Sequence[MicroBatch], objective: Objective) -> None:
+def assert_equal_gradients(
+    learners: Sequence[Learner], micro_batches: Sequence[MicroBatch], objective: Objective
+) -> None:
     """Compare loss, statistics and gradients of learners whose optimizer is ``SHOWS_GRADIENTS``."""
     gradients, losses = [], []
     for learner in learners:
         before = weights(learner)
-        stats = learner.forward_backward(given, objective, 40.0)
+        stats = learner.forward_backward(micro_batches, objective, 40.0)
         norm = learner.optim_step().grad_norm
         losses.append({**stats.metrics(), "norm": norm})
         gradients.append({name: before[name] - tensor for name, tensor in weights(learner).items()})
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    assert max(float(each.abs().max()) for each in gradients[0].values()) > 1e-3
+    assert max(float(gradient.abs().max()) for gradient in gradients[0].values()) > 1e-3
     assert gap(*gradients) < 1e-5
 
 
@@ -130,25 +132,25 @@ def test_ranks_that_share_sequences_equal_one_process(
     ranks: WarmRanks = request.getfixturevalue(world)
     shows = policy(model, optim=SHOWS_GRADIENTS)
     sharding = Sharding(len(ranks), sequence_parallel=together)
-    given = batches(shared=10)
-    assert any(parent != -1 for batch in given for _, _, parent in batch.segments)
-    assert any(batch.tokens % together for batch in given)
+    micro_batches = batches(shared=10)
+    assert any(parent != -1 for batch in micro_batches for _, _, parent in batch.segments)
+    assert any(batch.tokens % together for batch in micro_batches)
     one, sharded = open_learner(shows, 5), FSDPLearner(ranks, shows, 5, sharding=sharding)
-    for left, right in zip(one.logprobs(given), sharded.logprobs(given), strict=True):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=0)
-    assert_equal_gradients((one, sharded), given, PolicyObjective(entropy_coef=0.1))
+    for expected, actual in zip(one.logprobs(micro_batches), sharded.logprobs(micro_batches), strict=True):
+        torch.testing.assert_close(expected, actual, atol=1e-5, rtol=0)
+    assert_equal_gradients((one, sharded), micro_batches, PolicyObjective(entropy_coef=0.1))
 
 
 def test_sequences_are_shared_under_windows_sinks_and_adapters(model_dir: Callable[..., Path], two: WarmRanks) -> None:
     pytest.importorskip("peft")
-    given = batches(shared=10)
-    for batch in given:
+    micro_batches = batches(shared=10)
+    for batch in micro_batches:
         batch.input_ids %= 61
         batch.target_ids %= 61
     settings = {"lora": {"rank": 4}, "gradient_checkpointing": True}
     shows = policy(model_dir("gpt_oss"), optim=SHOWS_GRADIENTS, model=settings)
     sharded = FSDPLearner(two, shows, 5, sharding=Sharding(2, sequence_parallel=2))
-    assert_equal_gradients((open_learner(shows, 5), sharded), given, PolicyObjective())
+    assert_equal_gradients((open_learner(shows, 5), sharded), micro_batches, PolicyObjective())
 
 
 @pytest.mark.parametrize("world", ["two", "four"])
@@ -161,13 +163,13 @@ def test_ranks_equal_one_process(model: Path, world: str, request: pytest.Fixtur
     before = weights(open_learner(trains, 5))
     one, sharded = open_learner(trains, 5), FSDPLearner(ranks, trains, 5)
     for _ in range(5):
-        found = [learner.forward_backward(batches(), PolicyObjective(), 40.0).loss for learner in (one, sharded)]
-        assert found[1] == pytest.approx(found[0], abs=1e-5)
+        losses = [learner.forward_backward(batches(), PolicyObjective(), 40.0).loss for learner in (one, sharded)]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-5)
         assert one.optim_step().learning_rates == sharded.optim_step().learning_rates
     assert gap(weights(one), before) > 1e-3
     assert gap(weights(one), weights(sharded)) < 1e-5
-    for left, right in zip(one.logprobs(batches()), sharded.logprobs(batches()), strict=True):
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=0)
+    for expected, actual in zip(one.logprobs(batches()), sharded.logprobs(batches()), strict=True):
+        torch.testing.assert_close(expected, actual, atol=1e-5, rtol=0)
 
 
 def step(learner: Learner) -> None:
@@ -251,8 +253,8 @@ def test_the_reference_of_continued_adapters_keeps_the_initial_ones(
 def valued() -> list[TrainRow]:
     random = np.random.default_rng(5)
     return [
-        replace(each, **{name: random.normal(size=n).astype(np.float32) for name in ("values", "returns")})
-        for each, n in zip(rows(), LENGTHS, strict=True)
+        replace(row, **{name: random.normal(size=n).astype(np.float32) for name in ("values", "returns")})
+        for row, n in zip(rows(), LENGTHS, strict=True)
     ]
 
 
@@ -280,7 +282,7 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
 
     one, sharded = open_learner(config, 9), FSDPLearner(two, config, 9)
     critics = opened(one), opened(sharded)
-    assert [type(each) for each in critics] == [TorchCritic, EngineCritic]
+    assert [type(critic) for critic in critics] == [TorchCritic, EngineCritic]
     before = torch.cat(critics[0].values(batches()))
     for seed in (1, 2):
         figures = [train(learner, critic, seed) for learner, critic in zip((one, sharded), critics, strict=True)]
@@ -294,24 +296,24 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     assert gap(weights(one), weights(sharded)) < 1e-5
 
     resumed = FSDPLearner(four, config, 9, model_path=tmp_path / "1", sharding=Sharding(4, sequence_parallel=2))
-    again = opened(resumed, tmp_path / "1" / "critic")
+    resumed_critic = opened(resumed, tmp_path / "1" / "critic")
     resumed.load(tmp_path / "1")
-    assert (resumed.steps, again.steps) == (2, 2)
-    train(resumed, again, 2)
-    torch.testing.assert_close(torch.cat(again.values(batches())), values, atol=1e-5, rtol=0)
+    assert (resumed.steps, resumed_critic.steps) == (2, 2)
+    train(resumed, resumed_critic, 2)
+    torch.testing.assert_close(torch.cat(resumed_critic.values(batches())), values, atol=1e-5, rtol=0)
     # What is saved is a critic as any other: one process starts from it.
     config = policy(model, critic={"path": tmp_path / "2" / "critic"})
     torch.testing.assert_close(torch.cat(opened(one).values(batches())), values, atol=1e-5, rtol=0)
     with pytest.raises(CheckpointError, match=r"critic was written by the engine fsdp, .*one rank suffices"):
         opened(one, tmp_path / "2" / "critic")
     with pytest.raises(TrainError, match="has values, and no log-probabilities"):
-        again._learner.logprobs(batches())  # type: ignore[attr-defined]
+        resumed_critic._learner.logprobs(batches())  # type: ignore[attr-defined]
 
 
 def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
     config = policy(model, model={"gradient_checkpointing": True})
-    ways = (Sharding(2), Sharding(2, True), Sharding(2, True, sequence_parallel=2))
-    full, half, together = (FSDPLearner(two, config, 9, sharding=each) for each in ways)
+    shardings = (Sharding(2), Sharding(2, True), Sharding(2, True, sequence_parallel=2))
+    full, half, together = (FSDPLearner(two, config, 9, sharding=sharding) for sharding in shardings)
     for learner in (full, half, together):
         step(learner)
     exact = torch.cat(full.logprobs(batches()))
@@ -325,16 +327,16 @@ def test_a_critic_of_an_untied_model_with_weights_in_bfloat16(two: WarmRanks, tm
     path = save_model(make_model("qwen2"), tmp_path)
     torch.save({"head": {"linear.weight": torch.randn(1, 64) / 8, "linear.bias": torch.zeros(1)}}, path / "critic.pt")
     config = policy(path, critic={"lr": 1e-4})
-    found = []
+    values = []
     for learner in (open_learner(config, 9), FSDPLearner(two, config, 9, sharding=Sharding(2, True))):
         critic = Critic.create(config, learner, 9)
         assert critic is not None
         before = torch.cat(critic.values(batches()))
         train(learner, critic, 1)
-        found.append(torch.cat(critic.values(batches())))
-        assert float((found[-1] - before).abs().max()) > 0.3
-    assert found[1].dtype == torch.float32
-    assert 1e-4 < float((found[0] - found[1]).abs().max()) < 0.2
+        values.append(torch.cat(critic.values(batches())))
+        assert float((values[-1] - before).abs().max()) > 0.3
+    assert values[1].dtype == torch.float32
+    assert 1e-4 < float((values[0] - values[1]).abs().max()) < 0.2
 
 
 def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path: Path) -> None:
@@ -342,26 +344,26 @@ def test_weights_are_written_one_at_a_time(model: Path, two: WarmRanks, tmp_path
     exported = learner.export_weights()
     assert isinstance(exported, WeightStream)
     living: list[weakref.ref[torch.Tensor]] = []
-    most = [0]
+    peak = [0]
 
     def watched() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in exported:
             living.append(weakref.ref(tensor))
-            most[0] = max(most[0], sum(each() is not None for each in living))
+            peak[0] = max(peak[0], sum(reference() is not None for reference in living))
             yield name, tensor
             del tensor
 
     written = write_weights(WeightStream(exported.described, watched()), tmp_path, 1)
     assert len(living) > 10
-    assert most[0] <= 2
+    assert peak[0] <= 2
     read = read_weights(written)
     assert gap(weights(learner), read) == 0
     # Unchanged ones are renumbered, changed ones are not.
-    again = write_weights(learner.export_weights(), tmp_path, 2, previous=written)
-    assert (again.version, again.path) == (2, written.path)
-    assert [each.name for each in tmp_path.iterdir()] == [Path(written.path).name]
+    rewritten = write_weights(learner.export_weights(), tmp_path, 2, previous=written)
+    assert (rewritten.version, rewritten.path) == (2, written.path)
+    assert [reference.name for reference in tmp_path.iterdir()] == [Path(written.path).name]
     step(learner)
-    assert write_weights(learner.export_weights(), tmp_path, 3, previous=again).path != written.path
+    assert write_weights(learner.export_weights(), tmp_path, 3, previous=rewritten).path != written.path
 
 
 def test_ranks_return_statistics_and_gaps(model: Path, two: WarmRanks) -> None:
@@ -371,7 +373,7 @@ def test_ranks_return_statistics_and_gaps(model: Path, two: WarmRanks) -> None:
         watch.set_rows(rows())
         learner.forward_backward(batches(), PolicyObjective(watch=watch), 40.0)
         gaps.append(watch.take_gaps())
-    assert [each.token for each in gaps[0].largest] == [each.token for each in gaps[1].largest]
+    assert [token.token for token in gaps[0].largest] == [token.token for token in gaps[1].largest]
     assert gaps[1].metrics() == pytest.approx(gaps[0].metrics(), abs=1e-5)
 
 
@@ -414,7 +416,7 @@ def test_ranks_load_a_model_in_turn_when_memory_is_short(
     model: Path, four: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = FSDPLearner(four, policy(model), 9)
-    size = 4 * sum(shape.numel() for shape in (each.shape for each in weights(whole).values()))
+    size = 4 * sum(shape.numel() for shape in (weight.shape for weight in weights(whole).values()))
     monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 7 * size)
     assert [loads_at_once(model, ranks) for ranks in (2, 3, 4)] == [2, 3, 3]
     in_turn = FSDPLearner(four, policy(model), 9)

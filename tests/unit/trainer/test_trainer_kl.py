@@ -62,16 +62,16 @@ def collected(*members: Trajectory) -> StepTrajectories:
 
 def test_reward_penalties_by_hand() -> None:
     # k1: log p - log p_ref = 1, -0.5 | 2; times 0.1. Mean 2.5 / 3; two trajectories pay 0.25 / 2 on average.
-    own = {("a", 1): torch.tensor([-1.0, -1.0]), ("b", 1): torch.tensor([-1.0])}
+    logprobs = {("a", 1): torch.tensor([-1.0, -1.0]), ("b", 1): torch.tensor([-1.0])}
     ref = {("a", 1): torch.tensor([-2.0, -0.5]), ("b", 1): torch.tensor([-3.0])}
-    found = reward_penalties(own, ref, estimator="k1", coef=0.1)
-    assert {key: value.tolist() for key, value in found.tokens.items()} == {
+    penalties = reward_penalties(logprobs, ref, estimator="k1", coef=0.1)
+    assert {key: value.tolist() for key, value in penalties.tokens.items()} == {
         ("a", 1): pytest.approx([0.1, -0.05]),
         ("b", 1): pytest.approx([0.2]),
     }
-    assert (found.kl, found.mean) == (pytest.approx(2.5 / 3), pytest.approx(0.125))
+    assert (penalties.kl, penalties.mean) == (pytest.approx(2.5 / 3), pytest.approx(0.125))
     # k2: 1/2, 1/8, 2.
-    assert reward_penalties(own, ref, estimator="k2", coef=1.0).kl == pytest.approx(2.625 / 3)
+    assert reward_penalties(logprobs, ref, estimator="k2", coef=1.0).kl == pytest.approx(2.625 / 3)
     assert reward_penalties({}, {}, estimator="k3", coef=1.0).kl == 0.0
 
 
@@ -83,28 +83,28 @@ def test_turn_rewards_are_reduced_by_the_penalties_of_their_tokens(branches: int
     # Turns pay 0.1 + 0.2 and 0.3 + 0.4, wherever their tokens stand.
     paid = [0.1, 0.2, 0.3, 0.4]
     tokens = {sample.key: torch.tensor(paid[4 // branches * n :][: 4 // branches]) for n, sample in enumerate(samples)}
-    [found] = with_penalties([one], [samples], tokens)
-    assert found.rewards == [
+    [penalised] = with_penalties([one], [samples], tokens)
+    assert penalised.rewards == [
         (None, "score", 1.0),
         ("a.1", "kl", pytest.approx(-0.3)),
         ("a.3", "kl", pytest.approx(-0.7)),
     ]
-    assert (found.reward, one.reward) == (pytest.approx(0.0, abs=1e-6), 1.0)
+    assert (penalised.reward, one.reward) == (pytest.approx(0.0, abs=1e-6), 1.0)
 
 
-def guard(config: dict[str, Any], reference: Any, **given: Any) -> KLGuard:
+def guard(config: dict[str, Any], reference: Any, **fields: Any) -> KLGuard:
     settings = KLConfig.model_validate({"coef": 0.5, **config})
-    return KLGuard(KLControl(settings, settings.coef), reference, BATCH, 1.0, **{"recompute": False, **given})
+    return KLGuard(KLControl(settings, settings.coef), reference, BATCH, 1.0, **{"recompute": False, **fields})
 
 
 class Fixed:
     """A reference that says the same of every token but the first of its first batch."""
 
     def logprobs(self, batches: list[Any]) -> list[Tensor]:
-        found = [torch.full((batch.trained_tokens,), -1.0) for batch in batches]
-        for first in found[:1]:
+        logprobs = [torch.full((batch.trained_tokens,), -1.0) for batch in batches]
+        for first in logprobs[:1]:
             first[0] = -1.5
-        return found
+        return logprobs
 
 
 def test_a_reward_penalty_changes_which_groups_have_a_gradient() -> None:
@@ -112,29 +112,29 @@ def test_a_reward_penalty_changes_which_groups_have_a_gradient() -> None:
     before = collected(trajectory("a", 1.0), trajectory("b", 1.0))
     algorithm = AlgorithmConfig(advantage_options={"norm_by_std": False})
     assert build_experience(before, algorithm, temperature=1.0).rows == []
-    held = guard({"where": "reward", "estimator": "k1"}, Fixed())
-    after = held.reward_penalties(before, None)  # type: ignore[arg-type]
-    found = build_experience(after, algorithm, temperature=1.0)
+    kl_guard = guard({"where": "reward", "estimator": "k1"}, Fixed())
+    after = kl_guard.reward_penalties(before, None)  # type: ignore[arg-type]
+    experience = build_experience(after, algorithm, temperature=1.0)
     # Rewards 0.75 and 1: -+ 0.125.
-    assert [row.advantage for row in found.rows] == [pytest.approx(-0.125), pytest.approx(0.125)]
-    assert found.metrics["kl/value"] == pytest.approx(0.5 / 8)
-    assert found.metrics["kl/penalty"] == pytest.approx(0.125)
+    assert [row.advantage for row in experience.rows] == [pytest.approx(-0.125), pytest.approx(0.125)]
+    assert experience.metrics["kl/value"] == pytest.approx(0.5 / 8)
+    assert experience.metrics["kl/penalty"] == pytest.approx(0.125)
     # What the environment paid is logged as it was.
-    assert (found.metrics["reward/mean"], found.metrics["reward/std"]) == (1.0, 0.0)
+    assert (experience.metrics["reward/mean"], experience.metrics["reward/std"]) == (1.0, 0.0)
     # By turns, only the first one's worth falls: b's turns and a's second are worth 1, a's first 0.75.
     by_turn = AlgorithmConfig.model_validate({"advantage_options": {"norm_by_std": False}, "credit": "turns"})
     [first, second] = build_experience(after, by_turn, temperature=1.0).rows
     mask = first.sample.loss_mask
     assert np.asarray(first.advantage)[mask].tolist() == pytest.approx([-0.1875, -0.1875, 0.0625, 0.0625])
     assert np.asarray(second.advantage)[mask].tolist() == pytest.approx([0.0625] * 4)
-    assert held.term(found.rows) is None
+    assert kl_guard.term(experience.rows) is None
 
 
 def test_the_coefficient_stays_without_sampled_tokens() -> None:
-    held = guard({"where": "reward", "estimator": "k1", "target": 0.1}, Fixed())
-    found = held.reward_penalties(collected(), None)  # type: ignore[arg-type]
-    assert held.step(found.metrics) == {"kl/coef": 0.5}
-    assert held.control.coef == 0.5
+    kl_guard = guard({"where": "reward", "estimator": "k1", "target": 0.1}, Fixed())
+    penalised = kl_guard.reward_penalties(collected(), None)  # type: ignore[arg-type]
+    assert kl_guard.step(penalised.metrics) == {"kl/coef": 0.5}
+    assert kl_guard.control.coef == 0.5
 
 
 @pytest.mark.parametrize("branches", [1, 2])
@@ -146,22 +146,22 @@ def test_with_a_critic_penalties_are_subtracted_token_by_token(branches: int) ->
     after = replace(before, penalties={sample.key: paid[number] for number, sample in enumerate(samples)})
     values = [TrajectoryValues([np.zeros(4 // branches, np.float32) for _ in samples])]
     config = AlgorithmConfig.model_validate({"advantage": "gae", "advantage_options": {"whiten": False}})
-    found = build_experience(after, config, temperature=1.0, values=values)
-    told = np.concatenate([np.asarray(row.advantage)[row.sample.loss_mask] for row in found.rows])
+    experience = build_experience(after, config, temperature=1.0, values=values)
+    advantages = np.concatenate([np.asarray(row.advantage)[row.sample.loss_mask] for row in experience.rows])
     # 1 - (0.1 + 0.2 + 0.3 + 0.4), 1 - 0.9, 1 - 0.7, 1 - 0.4.
-    assert told.tolist() == pytest.approx([0.0, 0.1, 0.3, 0.6], abs=1e-6)
+    assert advantages.tolist() == pytest.approx([0.0, 0.1, 0.3, 0.6], abs=1e-6)
 
 
 def test_the_adapted_coefficient_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
-    held = guard({"target": 0.1}, Fixed())
+    kl_guard = guard({"target": 0.1}, Fixed())
     # 0.3 is three times the target: the error is cut off at 0.2; 0.5 * (1 + 0.2 * 1,000 / 10,000).
-    assert held.step({"kl/value": 0.3, "batch/trajectories": 1000.0}) == {"kl/coef": 0.5}
-    assert held.control.coef == pytest.approx(0.51)
+    assert kl_guard.step({"kl/value": 0.3, "batch/trajectories": 1000.0}) == {"kl/coef": 0.5}
+    assert kl_guard.control.coef == pytest.approx(0.51)
     # Nothing was measured (every group taught nothing): nothing is adapted.
-    assert held.step({"batch/trajectories": 10.0}) == {"kl/coef": held.control.coef}
-    held.control.coef = 0.1 + 0.2  # No short decimal.
-    path = CheckpointStore(tmp_path).save(TrainerState(1, kl_coefs={"main": held.control.coef}), lambda _: None)
-    assert load_state(path).kl_coefs == {"main": held.control.coef}
+    assert kl_guard.step({"batch/trajectories": 10.0}) == {"kl/coef": kl_guard.control.coef}
+    kl_guard.control.coef = 0.1 + 0.2  # No short decimal.
+    path = CheckpointStore(tmp_path).save(TrainerState(1, kl_coefs={"main": kl_guard.control.coef}), lambda _: None)
+    assert load_state(path).kl_coefs == {"main": kl_guard.control.coef}
     old = orjson.loads((path / "trainer_state.json").read_bytes())
     old.pop("kl_coefs")
     (path / "trainer_state.json").write_bytes(orjson.dumps(old))
@@ -180,8 +180,8 @@ class Watched:
         self.gradients: list[Tensor] = []
 
     def optim_step(self) -> StepResult:
-        found = [p.grad.flatten() for p in self.learner.policy.model.parameters() if p.grad is not None]
-        self.gradients.append(torch.cat(found))
+        gradients = [p.grad.flatten() for p in self.learner.policy.model.parameters() if p.grad is not None]
+        self.gradients.append(torch.cat(gradients))
         self.learner.policy.model.zero_grad()
         return StepResult(0.0, {})
 
@@ -257,7 +257,7 @@ def test_the_loss_term_ignores_splits_and_rejected_tokens(model_dir: Models, row
 def test_the_reference_keeps_the_initial_weights(model_dir: Models, rows: list[TrainRow]) -> None:
     config = PolicyConfig(model=ModelConfig(path=model_dir(), device="cpu"), optim=OptimConfig(lr=0.01))
     learner = TorchLearner.create(config, 10)
-    held = KLGuard.open(
+    kl_guard = KLGuard.open(
         TrainConfig.model_validate({
             "name": "r", "steps": 1, "tasks": "a.b:c", "policies": {"main": config.model_dump()},
             "rollout": {"env": {"name": "lookup"}}, "algorithm": {"kl": {"coef": 0.1, "offload": True}},
@@ -265,22 +265,22 @@ def test_the_reference_keeps_the_initial_weights(model_dir: Models, rows: list[T
         learner,
         0.7,
     )  # fmt: skip
-    assert held is not None
-    assert held.control.coef == 0.7
-    first = held.term(rows)
+    assert kl_guard is not None
+    assert kl_guard.control.coef == 0.7
+    first = kl_guard.term(rows)
     assert first is not None
     # At the start it says what the policy does: the penalty is exactly 0.
-    own = recompute_logprobs(learner, rows, BATCH)
-    assert all(torch.equal(own[key], value) for key, value in first.ref_logprobs.items())
+    logprobs = recompute_logprobs(learner, rows, BATCH)
+    assert all(torch.equal(logprobs[key], value) for key, value in first.ref_logprobs.items())
     assert (
         update_policy(learner, rows, AlgorithmConfig(kl=KLConfig(coef=0.1)), BATCH, seed=0, kl=first)["kl/value"] == 0
     )
-    again = held.term(rows)
-    assert again is not None
-    assert all(torch.equal(again.ref_logprobs[key], value) for key, value in first.ref_logprobs.items())
+    rescored = kl_guard.term(rows)
+    assert rescored is not None
+    assert all(torch.equal(rescored.ref_logprobs[key], value) for key, value in first.ref_logprobs.items())
     moved = recompute_logprobs(learner, rows, BATCH)
-    assert any(not torch.equal(moved[key], value) for key, value in own.items())
-    assert isinstance(held.reference, FrozenReference)
+    assert any(not torch.equal(moved[key], value) for key, value in logprobs.items())
+    assert isinstance(kl_guard.reference, FrozenReference)
 
 
 def test_initial_weights_in_the_engine_serve_as_the_reference() -> None:
@@ -315,14 +315,14 @@ def test_a_reference_with_another_vocabulary_raises_config_error(tmp_path: Path)
             (folder / "tokenizer.json").write_bytes(text)
         return folder
 
-    mine = ModelConfig(path=model("mine", {"a": 0, "b": 1}))
+    trained = ModelConfig(path=model("mine", {"a": 0, "b": 1}))
     for other in (model("same", {"b": 1, "a": 0}), model("untold", None)):
-        assert reference_path(KLConfig(coef=1, reference=other), mine) == other
-    assert reference_path(KLConfig(coef=1), mine) == mine.path
+        assert reference_path(KLConfig(coef=1, reference=other), trained) == other
+    assert reference_path(KLConfig(coef=1), trained) == trained.path
     with pytest.raises(ConfigError, match="has another vocabulary than that of"):
-        reference_path(KLConfig(coef=1, reference=model("other", {"a": 1, "b": 0})), mine)
+        reference_path(KLConfig(coef=1, reference=model("other", {"a": 1, "b": 0})), trained)
     with pytest.raises(ConfigError, match=r"algorithm.kl.reference is .*gone: there is no such folder"):
-        reference_path(KLConfig(coef=1, reference=tmp_path / "gone"), mine)
+        reference_path(KLConfig(coef=1, reference=tmp_path / "gone"), trained)
 
 
 @pytest.mark.parametrize(

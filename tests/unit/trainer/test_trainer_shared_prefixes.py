@@ -69,7 +69,9 @@ def row_of(ids: Ids, number: int) -> TrainRow:
 def with_old(batch: MicroBatch, rows: list[TrainRow]) -> MicroBatch:
     """What the ratio is taken against, by row, as the update does it."""
     masked = [rows[index].sample for index in batch.rows]
-    batch.old_logprobs = torch.from_numpy(np.concatenate([each.rollout_logprobs[each.loss_mask] for each in masked]))
+    batch.old_logprobs = torch.from_numpy(
+        np.concatenate([sample.rollout_logprobs[sample.loss_mask] for sample in masked])
+    )
     return batch
 
 
@@ -91,9 +93,9 @@ def plain_loss(model: Any, rows: list[TrainRow]) -> LossSums:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    by_name = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return by_name
 
 
 def shared_loss(
@@ -131,19 +133,19 @@ def test_loss_and_gradients_equal_the_unpacked_computation(model_dir: Callable[.
     @SMALL
     @given(ids=ids_of_rows(), budget=st.integers(1, 60))
     def check(ids: list[Ids], budget: int) -> None:
-        rows = [row_of(each, number) for number, each in enumerate(ids)]
+        rows = [row_of(row_ids, number) for number, row_ids in enumerate(ids)]
         trained = sum(row.sample.trained_tokens for row in rows)
         if not trained:
             assert pack(rows, budget, share_prefixes=True) == []
             return
         reference = plain_loss(plain, rows).loss / trained
         reference.backward()  # type: ignore[no-untyped-call]
-        loss, found = shared_loss(policy, rows, budget)
+        loss, actual = shared_loss(policy, rows, budget)
         assert loss == pytest.approx(float(reference.detach()), abs=1e-5)
-        wanted = gradients(plain)
-        assert set(found) == set(wanted)
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
+        expected = gradients(plain)
+        assert set(actual) == set(expected)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
 
     check()
 
@@ -155,14 +157,14 @@ def test_windows_caps_and_sinks(model_dir: Callable[..., Path], family: str) -> 
     policy, plain = both(model_dir(family))
     begin = [3, 9, 4, 8, 5, 7]
     ids = [begin + tail for tail in ([11], [12, 13, 14, 15, 16], [12, 13, 17, 18], [])] + [[20, 21, 22]]
-    rows = [row_of(each, number + 1) for number, each in enumerate(ids)]
+    rows = [row_of(row_ids, number + 1) for number, row_ids in enumerate(ids)]
     trained = sum(row.sample.trained_tokens for row in rows)
     reference = plain_loss(plain, rows).loss / trained
     reference.backward()  # type: ignore[no-untyped-call]
-    loss, found = shared_loss(policy, rows, 1000)
+    loss, actual = shared_loss(policy, rows, 1000)
     assert loss == pytest.approx(float(reference.detach()), abs=1e-5)
     for name, gradient in gradients(plain).items():
-        torch.testing.assert_close(found[name], gradient, atol=2e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(actual[name], gradient, atol=2e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.usefixtures("every_fork")
@@ -172,24 +174,24 @@ def test_neither_budget_nor_sharing_changes_loss_or_gradients(model_dir: Callabl
     ids = [prompt + [31 + n] * (3 + n) for n in range(4)]
     ids += [[*prompt[:12], 40, 41, 42, *tail] for tail in ([43], [44, 45, 46], [44, 45, 47])]
     ids += [[50, 51, 52, 53]] * 2 + [[3, 4, 5, 6, 7, 8]]
-    rows = [row_of(each, number) for number, each in enumerate(ids)]
+    rows = [row_of(row_ids, number) for number, row_ids in enumerate(ids)]
     policy, _ = both(model_dir("qwen3"))
-    wanted_loss, wanted = shared_loss(policy, rows, 10**6, share=False)
+    wanted_loss, expected = shared_loss(policy, rows, 10**6, share=False)
     for budget in (1, 26, 40, 1000):
-        loss, found = shared_loss(policy, rows, budget)
+        loss, actual = shared_loss(policy, rows, budget)
         assert loss == pytest.approx(wanted_loss, abs=1e-6)
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_gradient_checkpointing_with_shared_prefixes(model_dir: Callable[..., Path]) -> None:
     prompt = list(range(10, 30))
     rows = [row_of(prompt + [31 + n] * (3 + n), n) for n in range(4)]
-    wanted = shared_loss(both(model_dir("qwen3"))[0], rows, 1000)
-    loss, found = shared_loss(load_model(model_dir("qwen3"), gradient_checkpointing=True), rows, 1000)
-    assert loss == pytest.approx(wanted[0], abs=1e-6)
-    for name, gradient in wanted[1].items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+    expected = shared_loss(both(model_dir("qwen3"))[0], rows, 1000)
+    loss, actual = shared_loss(load_model(model_dir("qwen3"), gradient_checkpointing=True), rows, 1000)
+    assert loss == pytest.approx(expected[0], abs=1e-6)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
 # What is laid where.
@@ -198,10 +200,10 @@ def test_gradient_checkpointing_with_shared_prefixes(model_dir: Callable[..., Pa
 @given(ids=ids_of_rows(most=12), budget=st.integers(1, 80), shortest=st.sampled_from([1, 2, 4]))
 @settings(max_examples=examples(40), deadline=None)
 def test_every_row_is_a_path(ids: list[Ids], budget: int, shortest: int) -> None:
-    rows = [np.asarray(each, np.int32) for each in ids]
+    rows = [np.asarray(row_ids, np.int32) for row_ids in ids]
     tree = PrefixTree.of(rows, shortest)
     parts = tree.partition(budget)
-    assert sorted(place for part in parts for place in part) == list(range(len(rows)))
+    assert sorted(position for part in parts for position in part) == list(range(len(rows)))
     for part in parts:
         laid = tree.as_segments(part)
         tokens = np.concatenate([rows[tree.order[part[row]]][first:end] for row, first, end in laid.sources])
@@ -209,14 +211,14 @@ def test_every_row_is_a_path(ids: list[Ids], budget: int, shortest: int) -> None
         assert [start for start, _, _ in laid.segments] == np.cumsum([0, *(n for _, n, _ in laid.segments)])[
             :-1
         ].tolist()
-        for place, path in zip(part, laid.paths, strict=True):
+        for position, path in zip(part, laid.paths, strict=True):
             pieces = [tokens[start : start + length] for start, length, _ in (laid.segments[n] for n in path)]
-            assert np.concatenate(pieces).tolist() == ids[tree.order[place]]
+            assert np.concatenate(pieces).tolist() == ids[tree.order[position]]
             assert [laid.segments[n][2] for n in path] == [-1, *path[:-1]]
     if shortest == 1:
         # With room for all of them each prefix of any row stands there once.
         (whole,) = tree.partition(10**6)
-        prefixes = {tuple(each[:n]) for each in ids for n in range(1, len(each) + 1)}
+        prefixes = {tuple(row_ids[:n]) for row_ids in ids for n in range(1, len(row_ids) + 1)}
         assert sum(length for _, length, _ in tree.as_segments(whole).segments) == len(prefixes)
 
 
@@ -281,9 +283,9 @@ def test_the_update_counts_packed_tokens(model_dir: Callable[..., Path]) -> None
     """Four rows of 20 + 5 tokens with one prompt, two epochs; recomputed log-probabilities share it, too."""
     rows = [row_of([*range(20), *[40 + n] * 5], 3 * n + 1) for n in range(4)]
     algorithm = AlgorithmConfig(epochs=2, old_logprobs="recompute")
-    found = []
+    counts = []
     for share, tokens in ((True, 20 + 4 * 4), (False, 4 * 25)):
         learner = TorchLearner.create(PolicyConfig(model=ModelConfig(path=model_dir(), device="cpu")), 10)
-        found.append(update_policy(learner, rows, algorithm, BatchConfig(share_prefixes=share), seed=0))
-        assert found[-1].pop("batch/packed_tokens") == 2 * tokens
-    assert found[0] == pytest.approx(found[1], abs=1e-5, rel=1e-4)
+        counts.append(update_policy(learner, rows, algorithm, BatchConfig(share_prefixes=share), seed=0))
+        assert counts[-1].pop("batch/packed_tokens") == 2 * tokens
+    assert counts[0] == pytest.approx(counts[1], abs=1e-5, rel=1e-4)

@@ -72,10 +72,10 @@ def update(watched: Watched, rows: list[TrainRow], **algorithm: object) -> dict[
 def test_recomputed_logprobs_are_those_before_the_first_step_row_by_row(model_dir: Models, rows) -> None:
     watched = Watched(model_dir())
     expected: dict[Key, torch.Tensor] = {}
-    for each in rows:
-        [batch] = pack([each], 100)
+    for row in rows:
+        [batch] = pack([row], 100)
         [scores] = watched.learner.logprobs([batch])
-        expected[tuple(each.sample.input_ids.tolist())] = scores
+        expected[tuple(row.sample.input_ids.tolist())] = scores
     metrics = update(watched, rows, old_logprobs="recompute", epochs=2, minibatches=2)
     assert len(watched.steps) == 4
     seen = 0
@@ -95,14 +95,14 @@ def test_rollout_logprobs_are_used_as_they_were_recorded(model_dir: Models, rows
     watched = Watched(model_dir())
     update(watched, rows, old_logprobs="rollout")
     recorded = {
-        tuple(each.sample.input_ids.tolist()): torch.from_numpy(each.sample.rollout_logprobs[each.sample.loss_mask])
-        for each in rows
+        tuple(row.sample.input_ids.tolist()): torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask])
+        for row in rows
     }
     [(batches, normalizer)] = watched.steps
-    assert normalizer == sum(each.sample.trained_tokens for each in rows)
-    found = {key: values for batch in batches for key, values in by_row(batch, batch.old_logprobs)}
-    assert found.keys() == recorded.keys()
-    assert all(torch.equal(found[key], recorded[key]) for key in found)
+    assert normalizer == sum(row.sample.trained_tokens for row in rows)
+    old_of = {key: values for batch in batches for key, values in by_row(batch, batch.old_logprobs)}
+    assert old_of.keys() == recorded.keys()
+    assert all(torch.equal(old_of[key], recorded[key]) for key in old_of)
     assert watched.recomputed == 0
 
 
@@ -121,15 +121,15 @@ def test_each_epoch_sees_every_row_once_and_deals_anew(model_dir: Models, rows) 
         frozenset(key for batch in batches for key, _ in by_row(batch, batch.target_ids))
         for batches, _ in watched.steps
     ]
-    everything = {tuple(each.sample.input_ids.tolist()) for each in rows}
+    everything = {tuple(row.sample.input_ids.tolist()) for row in rows}
     for first, second in zip(parts[::2], parts[1::2], strict=True):
         assert first | second == everything
         assert not first & second
-        both = {tuple(each.sample.input_ids.tolist()) for each in rows if each.sample.trajectory_id == "b"}
+        both = {tuple(row.sample.input_ids.tolist()) for row in rows if row.sample.trajectory_id == "b"}
         assert both <= first or both <= second
     assert len({frozenset(pair) for pair in zip(parts[::2], parts[1::2], strict=True)}) > 1
     # Each step has the normaliser of its own rows.
-    trained = {tuple(each.sample.input_ids.tolist()): each.sample.trained_tokens for each in rows}
+    trained = {tuple(row.sample.input_ids.tolist()): row.sample.trained_tokens for row in rows}
     for (_, normalizer), part in zip(watched.steps, parts, strict=True):
         assert normalizer == sum(trained[key] for key in part)
 
@@ -150,10 +150,10 @@ def test_minibatches_keep_trajectories_whole(row: Callable[..., TrainRow]) -> No
     for number, part in enumerate(parts):
         for each in part:
             homes.setdefault(each.sample.trajectory_id, set()).add(number)
-    assert all(len(places) == 1 for places in homes.values())
-    leaves = [[each.sample.leaf for each in part] for part in parts]
+    assert all(len(parts_of) == 1 for parts_of in homes.values())
+    leaves = [[row.sample.leaf for row in part] for part in parts]
     assert sorted(leaf for part in leaves for leaf in part) == list(range(12))
-    assert [[each.sample.leaf for each in part] for part in minibatches(rows, 3, seed=1)] == leaves
+    assert [[row.sample.leaf for row in part] for part in minibatches(rows, 3, seed=1)] == leaves
     assert minibatches(rows, 1, seed=9) == [rows]
     # More parts than trajectories: no part is empty.
     assert len(minibatches(rows, 50, seed=0)) == 5

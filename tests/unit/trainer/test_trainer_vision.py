@@ -37,13 +37,13 @@ def row(given: TokenPrompt, completion: Sequence[int], name: str = "t", logprobs
 
 def logprobs(policy: Policy, rows: list[TrainRow], *, share: bool, budget: int = 4096) -> list[np.ndarray]:
     """Return the log-probabilities of each row's trained ids, in the order of ``rows``."""
-    found: dict[int, np.ndarray] = {}
+    by_row: dict[int, np.ndarray] = {}
     for batch in pack(rows, budget, share_prefixes=share):
         with torch.no_grad():
             scores = policy.forward(batch).logprobs
         parts = torch.split(scores, [rows[index].sample.trained_tokens for index in batch.rows])
-        found |= {index: part.numpy() for index, part in zip(batch.rows, parts, strict=True)}
-    return [found[index] for index in range(len(rows))]
+        by_row |= {index: part.numpy() for index, part in zip(batch.rows, parts, strict=True)}
+    return [by_row[index] for index in range(len(rows))]
 
 
 def branches(directory: Path) -> list[TrainRow]:
@@ -82,7 +82,7 @@ def test_engine_and_trainer_agree_on_images_of_three_sizes_and_several_a_turn(fa
 def test_shared_prefixes_with_images_give_the_scores_of_each_row_alone(family: str, budget: int) -> None:
     directory = vision_model(family)
     policy, rows = load_model(directory), branches(directory)
-    alone = [logprobs(policy, [each], share=False)[0] for each in rows]
+    alone = [logprobs(policy, [row], share=False)[0] for row in rows]
     shared = logprobs(policy, rows, share=True, budget=budget)
     for one, other in zip(alone, shared, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5)
@@ -112,7 +112,11 @@ def gradients(policy: Policy, rows: list[TrainRow], *, share: bool) -> dict[str,
     policy.model.zero_grad()
     for batch in pack(rows, 4096, share_prefixes=share):
         policy.forward(batch).logprobs.sum().backward()
-    return {name: each.grad.clone() for name, each in policy.model.named_parameters() if each.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in policy.model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -135,9 +139,9 @@ def test_checkpointed_activations_change_no_gradient(checkpointing: bool | str) 
     directory = vision_model("qwen3_vl")
     rows = branches(directory)
     plain = gradients(load_model(directory), rows, share=True)
-    again = gradients(load_model(directory, gradient_checkpointing=checkpointing), rows, share=True)
+    checkpointed = gradients(load_model(directory, gradient_checkpointing=checkpointing), rows, share=True)
     for name, gradient in plain.items():
-        torch.testing.assert_close(again[name], gradient, atol=2e-4, rtol=1e-3, msg=name)
+        torch.testing.assert_close(checkpointed[name], gradient, atol=2e-4, rtol=1e-3, msg=name)
 
 
 def test_a_frozen_tower_keeps_its_weights_and_the_language_model_learns() -> None:
