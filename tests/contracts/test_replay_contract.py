@@ -49,8 +49,8 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         return LocalReplayBuffer(strategy, journals[-1], payloads=store())
 
     yield made
-    for each in journals:
-        each.close()
+    for journal in journals:
+        journal.close()
 
 
 @pytest.fixture(params=_JOURNALED)
@@ -77,10 +77,10 @@ def group(name: str, partition: str = "train", failed: int = 0) -> TrajectoryGro
 
 def sampled_by(version: int, name: str) -> TrajectoryGroup:
     ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
-    whole = group(name)
+    sampled = group(name)
     segment = Segment(1, 0, "sampled", ids, logprobs=logprobs, weight_versions=((version, 0, 3),))
-    trajectory = whole.trajectories[0]
-    return replace(whole, trajectories=[replace(trajectory, segments=[*trajectory.segments, segment])])
+    trajectory = sampled.trajectories[0]
+    return replace(sampled, trajectories=[replace(trajectory, segments=[*trajectory.segments, segment])])
 
 
 async def test_sample_waits_for_enough_groups_of_its_partition(make: Make) -> None:
@@ -156,8 +156,8 @@ async def test_fields_leave_out_what_is_not_read(make: Make) -> None:
     original = group("a")
     await buffer.put(original)
     ref, _ = await buffer.sample(1, "train", 1)
-    (kept,) = await buffer.fetch(ref, ["tokens", "rewards"])
-    (member,) = kept.trajectories
+    (reduced,) = await buffer.fetch(ref, ["tokens", "rewards"])
+    (member,) = reduced.trajectories
     assert member.segments[0].messages == ()
     assert member.segments[0].tools is None
     assert member.segments[0].token_ids.tolist() == [0, 1, 2]
@@ -210,9 +210,9 @@ async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_
 
 async def test_what_a_frozen_policy_sampled_makes_no_group_old(make: Make) -> None:
     buffer = make(Bounded(0, "drop"))
-    whole = sampled_by(1, "g")
+    sampled = sampled_by(1, "g")
     frozen = replace(sampled_by(0, "f").trajectories[0], policy="rival", frozen=True)
-    await buffer.put(replace(whole, trajectories=[*whole.trajectories, frozen]))
+    await buffer.put(replace(sampled, trajectories=[*sampled.trajectories, frozen]))
     ref, _ = await buffer.sample(2, "train", 1)
     assert ref.group_ids == ("g",)
 
@@ -258,5 +258,5 @@ async def test_what_is_trained_twice_is_whole_both_times_and_after_a_kill(proces
         await buffer.put(finished(number))
         ref, metrics = await buffer.sample(2, "train", 2)
         assert metrics["replay/reused"] == 1
-        again = await buffer.fetch(ref)
-        assert all(same(each, finished(int(each.task_id[1:]))) for each in again)
+        refetched = await buffer.fetch(ref)
+        assert all(same(group, finished(int(group.task_id[1:]))) for group in refetched)

@@ -15,7 +15,7 @@ from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter, index_path,
 def read_records(file: Path) -> list[dict[str, Any]]:
     """Return the records of a file of JSON lines or of trajectories."""
     if file.name == TRAJECTORIES:
-        return [orjson.loads(each.to_bytes()) for each in read_trajectories(file)]
+        return [orjson.loads(trajectory.to_bytes()) for trajectory in read_trajectories(file)]
     return [orjson.loads(line) for line in file.read_bytes().splitlines()]
 
 
@@ -35,12 +35,12 @@ def write_records(file: Path, records: Iterable[dict[str, Any]]) -> None:
 def record_bytes(file: Path) -> list[bytes]:
     """Return the bytes of each trajectory's record, as they are in the file."""
     data = file.read_bytes()
-    return [data[place.offset : place.offset + place.length] for place, _ in located_trajectories(file)]
+    return [data[location.offset : location.offset + location.length] for location, _ in located_trajectories(file)]
 
 
 def spoil(file: Path, number: int) -> None:
     """Change a byte in the middle of a trajectory's record."""
-    place = [place for place, _ in located_trajectories(file)][number]
+    location = [location for location, _ in located_trajectories(file)][number]
     data = bytearray(file.read_bytes())
-    data[place.offset + place.length // 2] ^= 1
+    data[location.offset + location.length // 2] ^= 1
     file.write_bytes(bytes(data))

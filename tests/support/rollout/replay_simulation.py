@@ -106,7 +106,7 @@ class Simulation:
         return Journal.open(self.home, part=self.part - 1, after_step=self.saved.step, max_uses=uses)
 
     def _stored(self) -> tuple[tuple[str, int], ...]:
-        return tuple((each.id, each.uses) for each in self.buffer.ready("train") if each.uses)
+        return tuple((group.id, group.uses) for group in self.buffer.ready("train") if group.uses)
 
     async def run(self) -> None:
         """Run to the last step."""
@@ -161,7 +161,11 @@ class Simulation:
     def _train(self, ref: BatchRef) -> None:
         for key in ref.group_ids:
             self.trained[key] += 1
-            versions = [span[0] for each in self.journal[key].trajectories for span in each.segments[0].weight_versions]
+            versions = [
+                span[0]
+                for trajectory in self.journal[key].trajectories
+                for span in trajectory.segments[0].weight_versions
+            ]
             self.staleness.append(max(0, self.step - min(versions, default=self.step)))
 
     async def _top_up(self, step: int, taken: int) -> None:

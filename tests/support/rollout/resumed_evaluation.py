@@ -34,7 +34,7 @@ async def evaluate_in(
 
 def figures(result: EvalResult) -> tuple[dict[str, Any], Counter[Any]]:
     """Everything but ids, which name the process that made them, and times."""
-    record = {name: each for name, each in result.to_json().items() if name != "seconds"}
+    record = {name: figure for name, figure in result.to_json().items() if name != "seconds"}
     rows = Counter(
         (name, row.task_id, row.reward, tuple(sorted(row.rewards.items())), row.turns, row.sampled_tokens, row.search)
         for name, part in result.parts.items()

@@ -127,13 +127,13 @@ def recorded(outcome: EpisodeOutcome) -> list[Any]:
     assert trajectory.stop_reason is StopReason.COMPLETED
     return [
         (
-            each.parent,
-            each.kind,
-            each.token_ids.tolist(),
-            None if each.logprobs is None else each.logprobs.tolist(),
-            each.fork,
+            segment.parent,
+            segment.kind,
+            segment.token_ids.tolist(),
+            None if segment.logprobs is None else segment.logprobs.tolist(),
+            segment.fork,
         )
-        for each in trajectory.segments
+        for segment in trajectory.segments
     ]
 
 
@@ -217,7 +217,7 @@ async def test_an_address_ends_with_its_agent() -> None:
     runner = EpisodeRunner(config, ScriptedClient(renderer, held), renderer, context_length=5000)
     try:
         outcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))
-        assert [len(each.segments) for each in outcome.trajectories] == [0, 0]
+        assert [len(trajectory.segments) for trajectory in outcome.trajectories] == [0, 0]
         assert await LEFT["asking"] == 404
         assert await _status(LEFT["base"], []) == 404
     finally:

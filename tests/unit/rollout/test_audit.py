@@ -150,10 +150,10 @@ def change_prompt(records: Records) -> None:
 
 
 def drop_token(records: Records) -> None:
-    last = segment(records, "plain", 1)
-    last["token_ids"].pop()
-    last["logprobs"].pop()
-    last["weight_versions"] = [[0, 0, len(last["token_ids"])]]
+    final_segment = segment(records, "plain", 1)
+    final_segment["token_ids"].pop()
+    final_segment["logprobs"].pop()
+    final_segment["weight_versions"] = [[0, 0, len(final_segment["token_ids"])]]
 
 
 def swap_kind(records: Records) -> None:
@@ -382,7 +382,7 @@ def test_sessions_that_a_kill_cut_off_are_counted_not_blamed(run: Path) -> None:
 
 def test_rows_whose_update_failed_before_it_changed_anything_do_not_count(run: Path) -> None:
     rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.twz")}
-    before = read_batches(run / "batches.jsonl")
+    batches_before = read_batches(run / "batches.jsonl")
     writer = BatchWriter(run / "batches.jsonl", after_step=2)
     writer.write(3, rows["plain"])
     writer.write(3, rows["forked"])
@@ -391,7 +391,7 @@ def test_rows_whose_update_failed_before_it_changed_anything_do_not_count(run: P
     writer.close()
     assert writer.records == 2
     batches = read_batches(run / "batches.jsonl")
-    assert (batches.rows, batches.steps, batches.rolled_back) == (before.rows, 2, 0)
+    assert (batches.rows, batches.steps, batches.rolled_back) == (batches_before.rows, 2, 0)
     writer = BatchWriter(run / "batches.jsonl", after_step=2)
     writer.undo(3, 1)
     writer.close()

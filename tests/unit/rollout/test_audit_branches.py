@@ -126,15 +126,15 @@ def run(sound: Path, tmp_path: Path) -> Path:
 def test_sessions_that_branch_and_those_of_a_gateway_pass(run: Path) -> None:
     report = audit_files(run)
     assert report.contradictions == []
-    trajectories = {each.id: each for each in read_trajectories(run / "trajectories.twz")}
+    trajectories = {trajectory.id: trajectory for trajectory in read_trajectories(run / "trajectories.twz")}
     assert set(trajectories) == {"branches", "one", "two"}
     reasons = trajectories["branches"].forks()
     assert {"resample", "compaction", "assistant_edited", "system_changed", "tools_changed", "concurrent"} <= set(
         reasons
     )
-    assert report.counts["forks"] == sum(sum(each.forks().values()) for each in trajectories.values())
+    assert report.counts["forks"] == sum(sum(trajectory.forks().values()) for trajectory in trajectories.values())
     assert report.counts["turns equal to a call"] == report.counts["turns"] == 11 + 6 + 6
-    assert report.counts["ids trained once"] == sum(each.sampled_tokens for each in trajectories.values())
+    assert report.counts["ids trained once"] == sum(trajectory.sampled_tokens for trajectory in trajectories.values())
 
 
 # What is planted
@@ -285,11 +285,13 @@ TRAJECTORIES = [
 ]
 
 
-@pytest.mark.parametrize(("corrupt", "words"), TRAJECTORIES, ids=[each.__name__ for each, _ in TRAJECTORIES])
+@pytest.mark.parametrize(
+    ("corrupt", "words"), TRAJECTORIES, ids=[corruption.__name__ for corruption, _ in TRAJECTORIES]
+)
 def test_a_corrupt_tree_is_found(run: Path, corrupt: Callable[[Records], Records | None], words: str) -> None:
     edit(run / "trajectories.twz", corrupt)
-    found = audit_files(run).contradictions
-    assert any(words in text for text in found), found
+    problems = audit_files(run).contradictions
+    assert any(words in text for text in problems), problems
 
 
 def rows(records: Records, name: str = "branches") -> Records:
@@ -339,13 +341,13 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("corrupt", "words"), BATCHES, ids=[each.__name__ for each, _ in BATCHES])
+@pytest.mark.parametrize(("corrupt", "words"), BATCHES, ids=[corruption.__name__ for corruption, _ in BATCHES])
 def test_corrupt_training_of_branches_is_found(
     run: Path, corrupt: Callable[[Records], Records | None], words: str
 ) -> None:
     edit(run / "batches.jsonl", corrupt)
-    found = audit_files(run).contradictions
-    assert any(words in text for text in found), found
+    problems = audit_files(run).contradictions
+    assert any(words in text for text in problems), problems
 
 
 def calls(records: Records, name: str) -> Records:
@@ -381,13 +383,13 @@ LEDGERS = [
 ]
 
 
-@pytest.mark.parametrize(("corrupt", "words"), LEDGERS, ids=[each.__name__ for each, _ in LEDGERS])
+@pytest.mark.parametrize(("corrupt", "words"), LEDGERS, ids=[corruption.__name__ for corruption, _ in LEDGERS])
 def test_a_ledger_that_says_something_else_is_found(
     run: Path, corrupt: Callable[[Records], Records | None], words: str
 ) -> None:
     edit(run / "ledger.jsonl", corrupt)
-    found = audit_files(run).contradictions
-    assert any(words in text for text in found), found
+    problems = audit_files(run).contradictions
+    assert any(words in text for text in problems), problems
 
 
 def test_every_number_of_every_segment_is_held_against_the_ledger(run: Path) -> None:

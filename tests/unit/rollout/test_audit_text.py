@@ -48,8 +48,8 @@ async def test_of_text_alone_nothing_is_proven(tmp_path: Path, ledger: bool) -> 
 
 
 async def test_beside_others_text_is_counted_and_left_out(tmp_path: Path) -> None:
-    known = await tokens(tmp_path)
-    write_trajectories(tmp_path, [known, text()])
+    recorded = await tokens(tmp_path)
+    write_trajectories(tmp_path, [recorded, text()])
     report = audit_files(tmp_path)
     assert report.sound
     assert report.counts["trajectories of text: not audited"] == 1
@@ -57,18 +57,19 @@ async def test_beside_others_text_is_counted_and_left_out(tmp_path: Path) -> Non
 
 
 async def test_tokens_do_not_pass_for_text(tmp_path: Path) -> None:
-    known = await tokens(tmp_path)
+    recorded = await tokens(tmp_path)
     hidden: list[Any] = [
-        replace(each, token_ids=each.token_ids[:0], logprobs=None, weight_versions=()) for each in known.segments
+        replace(segment, token_ids=segment.token_ids[:0], logprobs=None, weight_versions=())
+        for segment in recorded.segments
     ]
     for number, (segments, said) in enumerate(
-        ((known.segments, "holds ids"), (hidden, "there are calls of it in the ledger"))
+        ((recorded.segments, "holds ids"), (hidden, "there are calls of it in the ledger"))
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "ledger.jsonl").write_bytes((tmp_path / "ledger.jsonl").read_bytes())
-        write_trajectories(folder, [replace(known, segments=segments, recorded="text"), text()])
-        assert any(said in each for each in audit_files(folder).contradictions)
+        write_trajectories(folder, [replace(recorded, segments=segments, recorded="text"), text()])
+        assert any(said in problem for problem in audit_files(folder).contradictions)
 
 
 async def test_what_is_text_is_never_trained(tmp_path: Path) -> None:

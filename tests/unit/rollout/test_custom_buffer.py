@@ -41,7 +41,7 @@ class Patient(LocalReplayBuffer):
     async def sample(self, global_steps, partition_id, batch_size):
         while len(self.ready(partition_id)) < batch_size:
             await self.changed()
-        return self.take([each.id for each in self.ready(partition_id)][:batch_size], global_steps)
+        return self.take([group.id for group in self.ready(partition_id)][:batch_size], global_steps)
 
 
 class Forgetful(Patient):
@@ -81,7 +81,7 @@ class Hasty(LocalReplayBuffer):
             waits.append(self.wait())
         while len(self.ready(partition_id)) < batch_size and all(waits):
             waits.append(self.wait(0.01))
-        ref, metrics = self.take([each.id for each in self.ready(partition_id)], global_steps)
+        ref, metrics = self.take([group.id for group in self.ready(partition_id)], global_steps)
         return ref, {**metrics, "waits": float(len(waits)), "came": float(sum(waits))}
 
 
@@ -94,15 +94,15 @@ class HastyToo(LocalReplayBuffer):
             waits.append(await self.changed())
         while len(self.ready(partition_id)) < batch_size and all(waits):
             waits.append(await self.changed(0.01))
-        ref, metrics = self.take([each.id for each in self.ready(partition_id)], global_steps)
+        ref, metrics = self.take([group.id for group in self.ready(partition_id)], global_steps)
         return ref, {**metrics, "waits": float(len(waits)), "came": float(sum(waits))}
 
 
 @pytest.mark.parametrize("kind", [Hasty, HastyToo])
 async def test_an_own_sample_may_cut_the_tail_of_its_batch(kind: type[LocalReplayBuffer]) -> None:
     inner = kind()
-    mine = CustomReplayBuffer("Hasty", inner, Fifo())
-    waiting = asyncio.create_task(mine.sample(1, "train", 3))
+    custom = CustomReplayBuffer("Hasty", inner, Fifo())
+    waiting = asyncio.create_task(custom.sample(1, "train", 3))
     await asyncio.sleep(0)
     await inner.put(group("a"))
     ref, metrics = await asyncio.wait_for(waiting, 30)
@@ -113,53 +113,53 @@ async def test_an_own_sample_may_cut_the_tail_of_its_batch(kind: type[LocalRepla
 @pytest.mark.parametrize("act", ["wait", "take"])
 async def test_a_thread_that_nobody_waits_for_any_more_changes_nothing_and_ends(act: str) -> None:
     inner = Slow(act)
-    mine = CustomReplayBuffer("Slow", inner, Fifo())
+    custom = CustomReplayBuffer("Slow", inner, Fifo())
     await inner.put(group("a"))
-    asked = asyncio.create_task(mine.sample(1, "train", 1))
+    sampling = asyncio.create_task(custom.sample(1, "train", 1))
     await asyncio.to_thread(inner.computes.wait, 30)
-    asked.cancel()
+    sampling.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        await sampling
     inner.computed.set()
     assert isinstance(await asyncio.to_thread(inner.ended.exception, 30), concurrent.futures.CancelledError)
-    assert [each.id for each in inner.ready("train")] == ["a"]
+    assert [group.id for group in inner.ready("train")] == ["a"]
 
 
 async def test_tasks_that_cannot_be_asked_for_end_the_wait() -> None:
-    mine = CustomReplayBuffer("Patient", Patient(), Fifo())
+    custom = CustomReplayBuffer("Patient", Patient(), Fifo())
 
     def refill(missing: int) -> bool:
         raise TaskError(f"row {missing} cannot be read")
 
-    mine.refill_by(refill)
+    custom.refill_by(refill)
     async with asyncio.timeout(30):
         with pytest.raises(TaskError, match="row 2 cannot be read"):
-            await mine.sample(1, "train", 2)
+            await custom.sample(1, "train", 2)
 
 
 async def test_the_inherited_sample_takes_a_smaller_batch_where_nothing_more_is_asked_for() -> None:
     strategy = Filtered(Fifo(), "reward")
     inner = Counting(strategy)
-    mine = CustomReplayBuffer("Counting", inner, strategy)
-    mine.refill_by(lambda missing: False)
+    custom = CustomReplayBuffer("Counting", inner, strategy)
+    custom.refill_by(lambda missing: False)
     for name in "ab":
-        mine.expect(RolloutRequest(Task(name, "?")), 0)
-    asked = asyncio.create_task(mine.sample(1, "train", 2))
+        custom.expect(RolloutRequest(Task(name, "?")), 0)
+    sampling = asyncio.create_task(custom.sample(1, "train", 2))
     await asyncio.sleep(0)
-    await mine.put(group("a", 1.0, 1.0))
+    await custom.put(group("a", 1.0, 1.0))
     await asyncio.sleep(0)
-    await mine.put(group("b"))
+    await custom.put(group("b"))
     async with asyncio.timeout(30):
-        ref, metrics = await asked
+        ref, metrics = await sampling
     assert (ref.group_ids, metrics["mine"], metrics["replay/dropped/equal"]) == (("b",), 1, 1)
 
 
 async def test_what_a_sample_took_before_it_failed_is_known_to_be_handed_out(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     inner = Forgetful(journal=journal)
-    mine = CustomReplayBuffer("Forgetful", inner, Fifo())
+    custom = CustomReplayBuffer("Forgetful", inner, Fifo())
     for name in "abc":
-        await mine.put(group(name))
+        await custom.put(group(name))
     with pytest.raises(TrainError, match=r"Forgetful\.sample raised KeyError at step 1: 'mine'"):
-        await mine.sample(1, "train", 2)
+        await custom.sample(1, "train", 2)
     assert len(journal.given) == 2

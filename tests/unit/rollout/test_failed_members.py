@@ -63,7 +63,7 @@ class Bench:
         )
         return self
 
-    async def __aexit__(self, *about) -> None:
+    async def __aexit__(self, *exc_info) -> None:
         await self.producer.close()
 
     def more(self, groups: int) -> bool:
@@ -151,7 +151,7 @@ async def test_cancelled_groups_are_closed_written_and_never_arrive() -> None:
         assert await bench.producer.cancel(keys) == frozenset()
         gate.set()
     assert {group.task_id for group in await bench.buffer.fetch(ref)} == {"t0", "t2"}
-    reasons = {each.id.split("-", 1)[1]: each.stop_reason for each in bench.written}
+    reasons = {trajectory.id.split("-", 1)[1]: trajectory.stop_reason for trajectory in bench.written}
     assert reasons.pop("train-t1-e0/1.0") is StopReason.CANCELLED
     assert set(reasons.values()) == {StopReason.COMPLETED}
 

@@ -63,14 +63,16 @@ def said(request: Any) -> str:
 @pytest.mark.parametrize("manager", MANAGERS)
 async def test_one_more_episode_at_temperature_zero(manager: str | None) -> None:
     group, written = await roll(manager, said, greedy_baseline=True)
-    assert [each.reward for each in group.trajectories] == [2.0, 2.0, 2.0]
+    assert [trajectory.reward for trajectory in group.trajectories] == [2.0, 2.0, 2.0]
     [greedy] = group.baselines
     assert (greedy.reward, greedy.baseline, greedy.group_id) == (5.0, True, group.id)
-    assert not any(each.baseline for each in group.trajectories)
+    assert not any(trajectory.baseline for trajectory in group.trajectories)
     # The same initial state for all of them, and all of them on disk.
     assert len(RESETS) == 4
     assert len(set(RESETS)) == 1
-    assert sorted((each.baseline, each.metrics["temperature"]) for each in written) == [(False, 0.8)] * 3 + [(True, 0)]
+    assert sorted((trajectory.baseline, trajectory.metrics["temperature"]) for trajectory in written) == [
+        (False, 0.8)
+    ] * 3 + [(True, 0)]
     assert TrajectoryGroup.from_bytes(group.to_bytes()).baselines[0].baseline is True
 
 
@@ -90,10 +92,10 @@ async def test_a_failed_one_is_tried_again_and_then_missing() -> None:
         return said(request)
 
     group, written = await roll(None, script, size=1, greedy_baseline=True)
-    assert [each.reward for each in group.baselines] == [5.0]
-    assert sum(each.baseline for each in written) == 2
+    assert [trajectory.reward for trajectory in group.baselines] == [5.0]
+    assert sum(trajectory.baseline for trajectory in written) == 2
     left["failures"] = 99
     group, written = await roll(None, script, size=1, greedy_baseline=True)
     # It is no member: none of them failed.
     assert (group.baselines, group.failed, len(group.trajectories)) == ([], 0, 1)
-    assert [each.error is not None for each in written if each.baseline] == [True, True]
+    assert [trajectory.error is not None for trajectory in written if trajectory.baseline] == [True, True]

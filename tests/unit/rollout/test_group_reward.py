@@ -63,8 +63,8 @@ def _fresh():
 
 
 async def by_length(task, trajectories):
-    SEEN.append((task.id, [answer_of(each) for each in trajectories]))
-    return [10.0 * len(answer_of(each)) for each in trajectories]
+    SEEN.append((task.id, [answer_of(trajectory) for trajectory in trajectories]))
+    return [10.0 * len(answer_of(trajectory)) for trajectory in trajectories]
 
 
 def named(task, trajectories, scale=1.0):
@@ -117,7 +117,7 @@ async def make(group_reward, *, written=None, buffer=None, answers=script, parts
 
 async def gather(producer, *ids, **request):
     try:
-        return await producer.gather([RolloutRequest(Task(each, "go"), group_size=3, **request) for each in ids])
+        return await producer.gather([RolloutRequest(Task(task_id, "go"), group_size=3, **request) for task_id in ids])
     finally:
         await producer.close()
 
@@ -132,30 +132,30 @@ async def test_rewards_are_noted_at_the_end_of_each_trajectory_before_it_is_writ
     groups = await gather(producer, "a", "b")
     assert sorted(SEEN) == [("a", ["x", "xx", "xxx"]), ("b", ["x", "xx", "xxx"])]
     for group in groups:
-        assert [each.reward for each in group.trajectories] == [11.0, 22.0, 33.0]
-        for each in group.trajectories:
-            assert each.rewards[-1] == (None, "group", each.metrics["group/group"])
-    lines = [Trajectory.from_bytes(each.to_bytes()).rewards for each in written]
+        assert [trajectory.reward for trajectory in group.trajectories] == [11.0, 22.0, 33.0]
+        for trajectory in group.trajectories:
+            assert trajectory.rewards[-1] == (None, "group", trajectory.metrics["group/group"])
+    lines = [Trajectory.from_bytes(trajectory.to_bytes()).rewards for trajectory in written]
     assert sorted(rewards[-1][2] for rewards in lines) == [10.0, 10.0, 20.0, 20.0, 30.0, 30.0]
 
 
 async def test_named_rewards_weights_and_arguments():
     section = {"function": ref(named), "arguments": {"scale": 4}, "weight": 0.5}
     [group] = await gather(await make(section), "a")
-    assert [each.rewards[1:] for each in group.trajectories] == [
+    assert [trajectory.rewards[1:] for trajectory in group.trajectories] == [
         [(None, "rank", 2.0 * place), (None, "other", -0.5)] for place in range(3)
     ]
     [group] = await gather(await make({**section, "weight": 0}), "a")
-    assert [len(each.rewards) for each in group.trajectories] == [1, 1, 1]
-    assert [each.metrics["group/rank"] for each in group.trajectories] == [0.0, 4.0, 8.0]
+    assert [len(trajectory.rewards) for trajectory in group.trajectories] == [1, 1, 1]
+    assert [trajectory.metrics["group/rank"] for trajectory in group.trajectories] == [0.0, 4.0, 8.0]
 
 
 async def test_only_members_that_ended_well_are_compared():
     written: list[Trajectory] = []
     [group] = await gather(await make(ref(by_length), written=written), "hurt")
     assert SEEN == [("hurt", ["x", "xxx"])]
-    assert (group.failed, [each.reward for each in group.trajectories]) == (1, [11.0, 33.0])
-    assert sorted(each.error is not None for each in written) == [False, False, True]
+    assert (group.failed, [trajectory.reward for trajectory in group.trajectories]) == (1, [11.0, 33.0])
+    assert sorted(trajectory.error is not None for trajectory in written) == [False, False, True]
 
 
 async def test_where_a_frozen_policy_plays_main_the_trained_one_is_rewarded():
@@ -188,11 +188,11 @@ async def test_a_failure_makes_errors_of_the_group_and_never_zeros(function, wor
     [group] = await gather(producer, "a")
     assert (group.trajectories, group.failed) == ([], 3)
     assert len(written) == 3
-    for each in written:
-        assert each.stop_reason is StopReason.ERROR
-        assert f"EnvError: group reward {ref(function)} " in each.error
+    for trajectory in written:
+        assert trajectory.stop_reason is StopReason.ERROR
+        assert f"EnvError: group reward {ref(function)} " in trajectory.error
         with pytest.raises(EnvError, match=words):
-            raise EnvError(each.error)
+            raise EnvError(trajectory.error)
     summary = summarize([group])
     assert (summary.failed, summary.success.episodes) == (3, 0)
 
@@ -211,7 +211,9 @@ async def test_a_group_that_is_being_compared_holds_no_other_up():
     producer.generate_sequences([RolloutRequest(Task("first", "go"), group_size=3)])
     async with asyncio.timeout(30):
         await GATES["compared"].wait()
-        producer.generate_sequences([RolloutRequest(Task(each, "go"), group_size=3) for each in ("second", "third")])
+        producer.generate_sequences(
+            [RolloutRequest(Task(task_id, "go"), group_size=3) for task_id in ("second", "third")]
+        )
         done, _ = await buffer.sample(1, "train", 2)
         assert [group.task_id for group in await buffer.fetch(done)] == ["second", "third"]
         GATES["others"].set()
@@ -226,7 +228,7 @@ async def test_a_plain_function_runs_in_a_thread():
 
     globals()["where"] = where
     [group] = await gather(await make(f"{__name__}:where"), "a")
-    assert [each.metrics["group/group"] for each in group.trajectories] == [0.0] * 3
+    assert [trajectory.metrics["group/group"] for trajectory in group.trajectories] == [0.0] * 3
 
 
 async def test_episodes_are_scored_while_others_still_run():
@@ -261,8 +263,8 @@ async def test_what_a_cancelled_group_leaves_is_written_as_an_error():
     await GATES["compared"].wait()
     assert not written
     await producer.close()
-    assert [each.stop_reason for each in written] == [StopReason.CANCELLED] * 3
-    assert {each.error for each in written} == {"the group was cancelled before its group reward"}
+    assert [trajectory.stop_reason for trajectory in written] == [StopReason.CANCELLED] * 3
+    assert {trajectory.error for trajectory in written} == {"the group was cancelled before its group reward"}
 
 
 @pytest.mark.parametrize("reward", [None, "by_length"])
@@ -298,8 +300,8 @@ async def test_a_later_process_rolls_out_the_missing_members_only(tmp_path, rewa
     assert {member for part, member in asked if part == "1"} == {2}
     assert group.id == "0-train-a-e0"
     names = ["0-train-a-e0/0.0", "0-train-a-e0/1.0", "1-train-a-e0/2.0"]
-    assert [each.id for each in group.trajectories] == names
-    written = {each.id: each for each in read_trajectories(tmp_path / "trajectories.twz")}
+    assert [trajectory.id for trajectory in group.trajectories] == names
+    written = {trajectory.id: trajectory for trajectory in read_trajectories(tmp_path / "trajectories.twz")}
     assert set(written) == {*names, "0-train-a-e0/2.0"}
     if reward:
         assert [written[name].metrics["group/group"] for name in names] == [10.0, 20.0, 30.0]
@@ -310,7 +312,9 @@ async def test_functions_read_the_messages_of_trajectories():
     producer = await make(ref(by_length), written=written)
     [group] = await gather(producer, "a")
     assert SEEN == [("a", ["x", "xx", "xxx"])]
-    assert all(any(segment.messages for segment in each.segments) for each in [*written, *group.trajectories])
+    assert all(
+        any(segment.messages for segment in trajectory.segments) for trajectory in [*written, *group.trajectories]
+    )
     conversation = conversation_of(group.trajectories[2])
     assert [message["role"] for message in conversation] == ["user", "assistant", "tool", "assistant"]
     assert conversation[1]["tool_calls"][0].name == "look"
@@ -322,7 +326,7 @@ async def test_evaluated_groups_may_be_left_out(inside, rewards):
     written: list[Trajectory] = []
     producer = await make({"function": ref(by_length), "in_evaluation": inside}, written=written)
     [group] = await gather(producer, "a", partition="val")
-    assert [each.reward for each in group.trajectories] == rewards
+    assert [trajectory.reward for trajectory in group.trajectories] == rewards
     assert len(written) == 3
 
 
@@ -370,7 +374,9 @@ async def test_rank_by_a_number_of_the_trajectory():
         ({"metric": "turns"}, [0.0, 0.0, 0.0]),
     ):
         [group] = await gather(await make({"function": "rank_by", "arguments": arguments}), "a")
-        assert [each.rewards[-1] for each in group.trajectories] == [(None, "rank", rank) for rank in wanted]
+        assert [trajectory.rewards[-1] for trajectory in group.trajectories] == [
+            (None, "rank", rank) for rank in wanted
+        ]
     with pytest.raises(EnvError, match="has no metric 'beauty'; it has reward, answer_length, "):
         RankBy("beauty")(Task("t", "go"), group.trajectories)
 
@@ -398,7 +404,9 @@ async def test_a_pairwise_judge_ranks_in_both_orders():
         [group] = await gather(await make(section), "a")
         assert sorted(asked) == sorted([(a, b) for a in ("x", "xx", "xxx") for b in ("x", "xx", "xxx") if a != b])
         # x and xx tie (each wins in first place), as do xx and xxx; xxx beats x in both orders.
-        assert [each.rewards[-1] for each in group.trajectories] == [(None, "beats", rank) for rank in (-0.5, 0.0, 0.5)]
+        assert [trajectory.rewards[-1] for trajectory in group.trajectories] == [
+            (None, "beats", rank) for rank in (-0.5, 0.0, 0.5)
+        ]
         asked.clear()
         ring = PairwiseJudge(url, "m", opponents=1)
         equal = [group.trajectories[0]] * 4

@@ -29,14 +29,14 @@ def test_steps_that_a_kill_undid_give_their_groups_back(tmp_path: Path) -> None:
     ]  # fmt: skip
     file = tmp_path / "journal.jsonl"
     file.write_bytes(b"".join(seal(event) + b"\n" for event in events))
-    found = summarize_journal(file)
-    assert found.fates(["a1", "a2", "b1", "c1", "d1", "e1", "o1", "x"]) == {
+    summary = summarize_journal(file)
+    assert summary.fates(["a1", "a2", "b1", "c1", "d1", "e1", "o1", "x"]) == {
         "finished trajectories given to a step": 2, "finished trajectories that wait": 3,
         "finished trajectories dropped": 1, "finished trajectories that a kill cut off": 1, "finished, in no group": 1,
     }  # fmt: skip
-    assert found.misused([("a1", 1), ("a1", 1), ("x", 4)]) == []
-    assert found.misused([("e1", 1)]) == ["trajectory e1: trained in step 1, but the journal gave its group to none"]
-    assert found.misused([("b1", 2)]) == ["trajectory b1: trained in step 2, but the journal gave its group to none"]
+    assert summary.misused([("a1", 1), ("a1", 1), ("x", 4)]) == []
+    assert summary.misused([("e1", 1)]) == ["trajectory e1: trained in step 1, but the journal gave its group to none"]
+    assert summary.misused([("b1", 2)]) == ["trajectory b1: trained in step 2, but the journal gave its group to none"]
 
 
 def test_a_group_may_be_trained_as_often_as_the_run_allows(tmp_path: Path) -> None:
@@ -113,12 +113,12 @@ def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: 
         {"event": "end"},
     ]
     file.write_bytes(b"".join(seal(event) + b"\n" for event in events))
-    found = summarize_journal(file)
-    assert found.misused([("good", 1), ("once", 2), ("twic", 1), ("twic", 2)]) == [
+    summary = summarize_journal(file)
+    assert summary.misused([("good", 1), ("once", 2), ("twic", 1), ("twic", 2)]) == [
         "trajectory once: trained in step 2, but the journal gave its group to none",
         "trajectory twic: was trained in more than one step: 1, 2",
     ]
-    assert found.unreferenced(names, tmp_path / "trajectories.twz") == [
+    assert summary.unreferenced(names, tmp_path / "trajectories.twz") == [
         "trajectory lost: finished, but the journal has it in no group, and no kill explains that"
     ]
     # A group that was trained and is not stored any more was given to a step all the same.

@@ -54,13 +54,13 @@ class Hand:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["grant", "beat", "done"]), st.integers(0, 6))))
 def test_a_lease_runs_out_when_nothing_was_heard_for_its_time(events: list[tuple[str, str, int]]) -> None:
-    clock, told = Hand(), []
-    leases = Leases(10, lambda name: told.append((name, clock.now)), clock)
+    clock, expired = Hand(), []
+    leases = Leases(10, lambda name: expired.append((name, clock.now)), clock)
     heard: dict[str, float] = {}
     expected = []
     for name, what, wait in [*events, ("a", "done", 100)]:
         over = [each for each in heard if heard[each] + 10 <= clock.now]
-        expected += [(each, heard.pop(each) + 10) for each in over]
+        expected += [(lease, heard.pop(lease) + 10) for lease in over]
         if what == "grant":
             leases.grant(name, name)
             heard[name] = clock.now
@@ -71,12 +71,12 @@ def test_a_lease_runs_out_when_nothing_was_heard_for_its_time(events: list[tuple
             assert leases.end(name) == (heard.pop(name, None) is not None)
         clock.move(wait)
     expected += [(over, heard[over] + 10) for over in sorted(heard, key=lambda each: heard[each])]
-    assert sorted(told) == sorted(expected)
+    assert sorted(expired) == sorted(expected)
 
 
 def test_there_is_one_timer_and_it_does_not_poll() -> None:
-    clock, told = Hand(), []
-    leases = Leases(10, told.append, clock)
+    clock, expired = Hand(), []
+    leases = Leases(10, expired.append, clock)
     for name in "abcdef":
         leases.grant(name, name)
         clock.move(1)
@@ -84,15 +84,15 @@ def test_there_is_one_timer_and_it_does_not_poll() -> None:
     for name in "abcdef":
         assert leases.end(name)
     clock.move(1000)
-    assert (told, clock.fired, clock.calls) == ([], 1, [])
+    assert (expired, clock.fired, clock.calls) == ([], 1, [])
 
 
 def test_nobody_is_lost_while_this_process_itself_stood_still() -> None:
-    clock, told = Hand(), []
-    leases = Leases(10, told.append, clock)
+    clock, expired = Hand(), []
+    leases = Leases(10, expired.append, clock)
     leases.grant("a", "a")
     clock.move(60, blocked=True)
-    assert told == []
+    assert expired == []
     assert leases.heartbeat("a")
     clock.move(11)
-    assert told == ["a"]
+    assert expired == ["a"]

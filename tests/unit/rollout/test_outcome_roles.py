@@ -116,7 +116,7 @@ async def test_a_reward_for_nobody_is_an_error_and_not_lost(given, words) -> Non
     outcome = await run(config(**given))
     assert isinstance(outcome.error, AgentError)
     assert words in str(outcome.error)
-    assert all(each.error for each in outcome.trajectories)
+    assert all(trajectory.error for trajectory in outcome.trajectories)
 
 
 @pytest.mark.parametrize("value", [math.nan, "much", [1.0], None])

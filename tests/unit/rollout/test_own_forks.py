@@ -94,8 +94,8 @@ async def play(agent: Any, path: Path | None = None, **config: Any) -> tuple[Epi
     renderer = ToyRenderer()
     client = ScriptedClient(renderer, adds)
     given = {"env": {"name": "test-sum"}, "agent": {"name": "react"}} | config
-    asked = client if path is None else LedgerClient(client, path / "ledger.jsonl")
-    runner = EpisodeRunner(RolloutConfig.model_validate(given), asked, renderer, context_length=5000)
+    recorded_client = client if path is None else LedgerClient(client, path / "ledger.jsonl")
+    runner = EpisodeRunner(RolloutConfig.model_validate(given), recorded_client, renderer, context_length=5000)
     await runner.prepare()
     outcome = await runner.run(EpisodeSpec(Task("t", "Add."), "g", sampling_seed=3), agent.make_agent())
     await runner.close()
@@ -105,9 +105,11 @@ async def play(agent: Any, path: Path | None = None, **config: Any) -> tuple[Epi
 
 def check_rewards(trajectory: Trajectory) -> None:
     """Check that the reward of each way is what it added itself, shared turns included."""
-    said = {turn.turn_id: turn.sampled.messages[0] for turn in trajectory.turns()}
+    messages_by_turn = {turn.turn_id: turn.sampled.messages[0] for turn in trajectory.turns()}
     for path, reward in zip(branch_paths(trajectory.branches), trajectory.returns(), strict=True):
-        calls = [call["function"]["arguments"] for turn in path for call in said[turn].get("tool_calls") or ()]
+        calls = [
+            call["function"]["arguments"] for turn in path for call in messages_by_turn[turn].get("tool_calls") or ()
+        ]
         assert reward == sum(call["n"] for call in calls)
 
 
@@ -116,8 +118,10 @@ async def explores(episode: Episode) -> None:
     messages = await go_on(episode, list(episode.observation), 1)
     other = await episode.fork()
     third = await other.fork()
-    ways = await asyncio.gather(*(go_on(each, list(messages)) for each in (episode, other, third)))
-    assert len({str(way[3]["tool_calls"][0].arguments) for way in ways}) == 3, "each samples with seeds of its own"
+    branches = await asyncio.gather(*(go_on(branch, list(messages)) for branch in (episode, other, third)))
+    assert len({str(branch[3]["tool_calls"][0].arguments) for branch in branches}) == 3, (
+        "each samples with seeds of its own"
+    )
     # What one way noted stands in that alone.
     other.note("liked", 0.5)
 
@@ -172,15 +176,15 @@ async def test_two_sessions_fork_together_and_a_fork_may_open_its_own(tmp_path: 
         await asked(other, "planner", "two")
         await asked(other, "critic", "three")
         await asked(episode, "critic", "four")
-        for each in (episode, other):
-            await go_on(each, list(messages))
+        for branch in (episode, other):
+            await go_on(branch, list(messages))
 
     outcome, _ = await play(agent, tmp_path)
     assert outcome.error is None
-    assert sorted(each.agent for each in outcome.trajectories) == ["critic", "main", "planner"]
-    for each in outcome.trajectories:
-        assert len(each.branches) == 2
-    found = {each.agent: each for each in outcome.trajectories}
+    assert sorted(trajectory.agent for trajectory in outcome.trajectories) == ["critic", "main", "planner"]
+    for trajectory in outcome.trajectories:
+        assert len(trajectory.branches) == 2
+    found = {trajectory.agent: trajectory for trajectory in outcome.trajectories}
     assert [len(branch.turns) for branch in found["planner"].branches] == [1, 1]
     assert found["planner"].branches[1].after == found["planner"].branches[0].turns[0]
     assert [len(branch.turns) for branch in found["critic"].branches] == [1, 1]
@@ -234,9 +238,9 @@ async def test_a_reward_that_the_agent_sets_is_that_of_its_way() -> None:
         first = await episode.session.chat(messages, episode.tools)
         episode.note("shared", 1.0, first["turn_id"])
         other = await episode.fork()
-        for each, value in ((episode, 2.0), (other, 5.0)):
-            await each.session.chat([*messages, first, {"role": "user", "content": "on"}], each.tools)
-            each.reward(value)
+        for branch, value in ((episode, 2.0), (other, 5.0)):
+            await branch.session.chat([*messages, first, {"role": "user", "content": "on"}], branch.tools)
+            branch.reward(value)
 
     outcome, _ = await play(agent)
     assert outcome.error is None
@@ -281,9 +285,9 @@ async def test_a_session_forks_by_itself() -> None:
     first = await session.chat(head)
     one, two = session.fork(), session.fork()
     on: list[Message] = [*head, first, {"role": "user", "content": "again"}]
-    for each in (session, one, two):
-        await each.chat(on)
-        assert each.last is not None
+    for forked in (session, one, two):
+        await forked.chat(on)
+        assert forked.last is not None
     assert len({request.params.seed for request in client.requests}) == 4
     below = one.fork()
     assert below.last == one.last
@@ -291,8 +295,8 @@ async def test_a_session_forks_by_itself() -> None:
     with pytest.raises(BudgetExceeded):
         await below.chat([*on, one.last, {"role": "user", "content": "too much"}])
     segments = session.segments()
-    assert [len(each.sampled_turns) for each in (session, one, two, below)] == [2, 1, 1, 1]
-    assert sum(each.sampled for each in segments) == 5
+    assert [len(forked.sampled_turns) for forked in (session, one, two, below)] == [2, 1, 1, 1]
+    assert sum(segment.sampled for segment in segments) == 5
     with pytest.raises(SessionError, match="cannot fork after 't99'"):
         session.fork(["t99"])
     text = WithoutIds(client, renderer, id="text", limits=SessionLimits(4000, 50))

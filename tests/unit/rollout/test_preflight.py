@@ -122,7 +122,7 @@ class TestSpecs:
         assert [limit(task) for task in [*tasks, *tasks[-1:]]] == [None] * 10
         assert Closing.made - made == 9
         gc.collect()
-        assert sum(type(each) is Closing for each in gc.get_objects()) <= 4
+        assert sum(type(instance) is Closing for instance in gc.get_objects()) <= 4
 
     @pytest.mark.parametrize(
         ("task", "message"),
@@ -209,10 +209,10 @@ class TestToolsShown:
 
 class TestRoom:
     async def check(self, context: int, *prompts: str, **more: Any) -> list[str]:
-        said: list[str] = []
+        notices: list[str] = []
         given = [Task(f"t{number}", prompt) for number, prompt in enumerate(prompts)]
-        await check_room(given, rollout(agent={"name": "single_turn"}, **more), ToyRenderer(), context, said.append)
-        return said
+        await check_room(given, rollout(agent={"name": "single_turn"}, **more), ToyRenderer(), context, notices.append)
+        return notices
 
     async def test_a_context_without_room_for_the_first_prompt_stops_the_run(self) -> None:
         """The toy renderer writes one id per character and three around them."""
@@ -222,8 +222,8 @@ class TestRoom:
             assert words in str(error.value)
 
     async def test_little_room_is_told_and_enough_is_not(self) -> None:
-        [said] = await self.check(203 + 63, "w" * 200)
-        assert "takes 203 of 266 tokens, which leaves 63 for turns" in said
+        [warning] = await self.check(203 + 63, "w" * 200)
+        assert "takes 203 of 266 tokens, which leaves 63 for turns" in warning
         assert await self.check(203 + 64, "w" * 200) == []
         assert await self.check(203 + 20, "w" * 200, max_tokens_per_turn=20) == []
         assert len(await self.check(203 + 19, "w" * 200, max_tokens_per_turn=20)) == 1
@@ -234,15 +234,15 @@ class TestRoom:
             await self.check(100, "w" * 200, "w" * 150, "w" * 300, "w")
 
     async def test_tools_are_counted_where_the_agent_offers_them(self) -> None:
-        said: list[str] = []
-        await check_room([Task("t", "x")], rollout(), ToyRenderer(), 4 + 64, said.append)
-        assert len(said) == 1, "the tool's name is in the prompt"
-        await check_room([Task("t", "x")], rollout(agent={"name": "single_turn"}), ToyRenderer(), 68, said.append)
-        assert len(said) == 1
+        notices: list[str] = []
+        await check_room([Task("t", "x")], rollout(), ToyRenderer(), 4 + 64, notices.append)
+        assert len(notices) == 1, "the tool's name is in the prompt"
+        await check_room([Task("t", "x")], rollout(agent={"name": "single_turn"}), ToyRenderer(), 68, notices.append)
+        assert len(notices) == 1
 
     async def test_what_cannot_be_counted_is_left_to_the_episodes(self) -> None:
         assert await self.check(300) == []
-        said: list[str] = []
+        notices: list[str] = []
         broken = [Task("t", "x", env_config={"nonsense": 1})]
-        await check_room(broken, rollout(), ToyRenderer(), 1, said.append)
-        assert said == []
+        await check_room(broken, rollout(), ToyRenderer(), 1, notices.append)
+        assert notices == []

@@ -22,14 +22,14 @@ from turnwise.tasks import Task
 
 
 def test_a_row_is_the_trajectory_that_it_was_made_of() -> None:
-    whole = lively("g").trajectories[0]
-    row = pack_trajectory(whole)
+    original = lively("g").trajectories[0]
+    row = pack_trajectory(original)
     assert {name: column.dtype for name, column in row.items()} == DTYPES
-    assert unpack_trajectory(row).to_bytes() == whole.to_bytes()
+    assert unpack_trajectory(row).to_bytes() == original.to_bytes()
     read = {name: row[name] for name in columns_of(("tokens", "rewards"))}
     bare = unpack_trajectory(read)
-    assert [each.messages for each in bare.segments] == [()] * len(whole.segments)
-    assert bare.segments[1].logprobs.tolist() == whole.segments[1].logprobs.tolist()
+    assert [segment.messages for segment in bare.segments] == [()] * len(original.segments)
+    assert bare.segments[1].logprobs.tolist() == original.segments[1].logprobs.tolist()
     assert unpack_trajectory({"record": row["record"]}).segments == []
     with pytest.raises(FormatError, match="the columns of trajectory 'g/0' are damaged"):
         unpack_trajectory({**row, "segments": np.zeros(3, np.uint8)})
@@ -38,18 +38,18 @@ def test_a_row_is_the_trajectory_that_it_was_made_of() -> None:
 
 
 def test_numbers_of_more_than_64_bits_are_kept() -> None:
-    whole = lively("g").trajectories[0]
+    original = lively("g").trajectories[0]
     said = ({"role": "assistant", "content": "", "tool_calls": [{"arguments": {"n": 2**70}}]},)
-    whole = replace(whole, segments=[*whole.segments[:1], replace(whole.segments[1], messages=said)])
-    assert unpack_trajectory(pack_trajectory(whole)).segments[1].messages == said
+    original = replace(original, segments=[*original.segments[:1], replace(original.segments[1], messages=said)])
+    assert unpack_trajectory(pack_trajectory(original)).segments[1].messages == said
 
 
 async def test_groups_live_in_the_store_until_they_are_released(tmp_path: Path) -> None:
     payloads = MemoryPayloads()
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=payloads)
     groups = [lively(name, members=2, baselines=1) for name in ("a", "b")]
-    for each in groups:
-        await buffer.put(each)
+    for group in groups:
+        await buffer.put(group)
     assert len(payloads.rows) == 6
     ref, _ = await buffer.sample(1, "train", 2)
     assert all(map(same, await buffer.fetch(ref), groups))
@@ -70,8 +70,8 @@ async def test_a_lost_store_is_filled_again_from_the_journal_and_from_memory(tmp
     payloads = MemoryPayloads()
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path) if journaled else None, payloads=payloads)
     groups = [lively(name, members=2) for name in ("a", "b", "c")]
-    for each in groups[:2]:
-        await buffer.put(each)
+    for group in groups[:2]:
+        await buffer.put(group)
     payloads.lose()
     await buffer.put(groups[2])
     assert (payloads.restarts, len(payloads.rows)) == (1, 6)
@@ -99,11 +99,11 @@ async def test_a_store_that_stays_lost_ends_the_run_and_the_journal_keeps_what_c
     payloads.lose()
     with pytest.raises(PayloadsLost, match="the store was lost"):
         await buffer.fetch(ref)
-    again = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1), payloads=MemoryPayloads())
-    assert again.expect(request, 0)
-    ref, _ = await again.sample(1, "train", 1)
-    assert same((await again.fetch(ref))[0], lively("0-x-train-task-e0"))
-    await again.release(ref)
+    resumed = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1), payloads=MemoryPayloads())
+    assert resumed.expect(request, 0)
+    ref, _ = await resumed.sample(1, "train", 1)
+    assert same((await resumed.fetch(ref))[0], lively("0-x-train-task-e0"))
+    await resumed.release(ref)
     never = LocalReplayBuffer(journal=Journal.open(tmp_path, part=2, after_step=1), payloads=MemoryPayloads())
     assert not never.expect(request, 0)
 
@@ -112,11 +112,11 @@ async def test_the_store_holds_no_more_than_it_may_and_the_rest_is_read_from_dis
     payloads = MemoryPayloads()
     buffer = LocalReplayBuffer(Mixed(0.5, 2, 9), Journal.open(tmp_path, max_uses=2), memory_mb=1, payloads=payloads)
     groups = [lively(str(number), tokens=40_000) for number in range(6)]
-    for each in groups:
-        await buffer.put(each)
-    held = sum(column.nbytes for row in payloads.rows.values() for column in row.values())
+    for group in groups:
+        await buffer.put(group)
+    stored_bytes = sum(column.nbytes for row in payloads.rows.values() for column in row.values())
     # One more group is there until the next one comes.
-    assert held < 2**20 + 700_000
+    assert stored_bytes < 2**20 + 700_000
     assert len(payloads.rows) < 6
     ref, _ = await buffer.sample(1, "train", 6)
     assert all(map(same, await buffer.fetch(ref), groups))

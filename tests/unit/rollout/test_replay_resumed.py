@@ -40,7 +40,7 @@ async def test_a_group_is_as_old_as_the_members_that_were_found(tmp_path: Path, 
     assert not buffer.expect(REQUEST, version)
     other = RolloutRequest(Task("b", "go"), group_size=3)
     assert not buffer.expect(other, version)
-    assert [each.version for each in buffer.in_flight("train")] == [expected, version]
+    assert [flight.version for flight in buffer.in_flight("train")] == [expected, version]
 
 
 @pytest.mark.parametrize("after", [0, 3])

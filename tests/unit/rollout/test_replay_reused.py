@@ -97,7 +97,7 @@ class Run:
             self.chosen.append((step + 1, ref.keys))
             if step + 1 == dies and before_release:
                 return
-            assert [each.id for each in await buffer.fetch(ref)] == list(ref.group_ids)
+            assert [group.id for group in await buffer.fetch(ref)] == list(ref.group_ids)
             await buffer.release(ref)
             for key in ref.keys:
                 outstanding.pop(key, None)
@@ -174,25 +174,25 @@ async def trained(home: Path, *steps: tuple[str, ...], keep: int = 9, uses: int 
 
 
 def stored(buffer: LocalReplayBuffer) -> list[tuple[str, int]]:
-    return [(each.task_id, each.uses) for each in buffer.ready("train") if each.uses]
+    return [(group.task_id, group.uses) for group in buffer.ready("train") if group.uses]
 
 
 async def test_uses_and_order_are_as_they_were_and_what_was_given_up_stays_so(tmp_path: Path) -> None:
-    before = await trained(tmp_path, ("a", "b"), ("c", "a"), ("b", "d"), ("a",), keep=3)
+    first_process = await trained(tmp_path, ("a", "b"), ("c", "a"), ("b", "d"), ("a",), keep=3)
     # The room is for three: when d came c had been trained longer ago than b; a is used up.
-    assert stored(before) == [("b", 2), ("d", 1)]
+    assert stored(first_process) == [("b", 2), ("d", 1)]
 
     def after(step: int, part: int) -> LocalReplayBuffer:
         journal = Journal.open(tmp_path, part=part, after_step=step, max_uses=3)
         return LocalReplayBuffer(Mixed(0.5, 3, 3), journal)
 
-    again = after(4, 1)
-    assert stored(again) == [("b", 2), ("d", 1)]
-    [b, _] = again.ready("train")
+    resumed = after(4, 1)
+    assert stored(resumed) == [("b", 2), ("d", 1)]
+    [b, _] = resumed.ready("train")
     assert (b.key, b.id, b.oldest_version, b.rewards) == ("train-b-e0", "0-train-b-e0", 0, (1.0,))
     # What arrives is later than all of them.
-    await again.put(TrajectoryGroup("1-train-e-e0", "e", [member("1-train-e-e0", "e", 4)]))
-    assert again.ready("train")[-1].arrived > max(each.arrived for each in again.ready("train")[:-1])
+    await resumed.put(TrajectoryGroup("1-train-e-e0", "e", [member("1-train-e-e0", "e", 4)]))
+    assert resumed.ready("train")[-1].arrived > max(group.arrived for group in resumed.ready("train")[:-1])
     # The step that gave c up is undone: it is stored again.
     assert stored(after(2, 2)) == [("b", 1), ("c", 1), ("a", 2)]
     # A step that counts trained it: it is no group that waits for its first one.
@@ -202,10 +202,10 @@ async def test_uses_and_order_are_as_they_were_and_what_was_given_up_stays_so(tm
 
 
 async def test_a_discarded_group_is_not_stored_again(tmp_path: Path) -> None:
-    before = await trained(tmp_path, ("a", "b"))
-    before.discard(["train-a-e0"], "mine")
-    again = LocalReplayBuffer(Mixed(0.5, 3, 9), Journal.open(tmp_path, part=1, after_step=1, max_uses=3))
-    assert stored(again) == [("b", 1)]
+    first_process = await trained(tmp_path, ("a", "b"))
+    first_process.discard(["train-a-e0"], "mine")
+    resumed = LocalReplayBuffer(Mixed(0.5, 3, 9), Journal.open(tmp_path, part=1, after_step=1, max_uses=3))
+    assert stored(resumed) == [("b", 1)]
 
 
 async def test_a_stored_group_that_is_spoilt_on_disk_is_named(tmp_path: Path) -> None:
@@ -222,9 +222,9 @@ async def test_what_a_lost_step_was_given_and_a_power_cut_took_is_rolled_out_aga
     await trained(tmp_path, ("a",), ("b",))
     file = tmp_path / "trajectories.twz"
     file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
-    said: list[str] = []
-    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=1, say=said.append))
-    assert any("1 finished trajectories are incomplete on disk" in text for text in said)
+    notices: list[str] = []
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=1, say=notices.append))
+    assert any("1 finished trajectories are incomplete on disk" in text for text in notices)
     assert not buffer.expect(RolloutRequest(Task("b", "?")), 1)
 
 

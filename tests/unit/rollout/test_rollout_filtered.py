@@ -65,10 +65,10 @@ def test_a_filtered_strategy_takes_what_the_strategy_takes_of_the_rest(rewards: 
         GroupFacts(f"g{n}", f"g{n}", "t", "train", n, 0, tuple(values), spread={"reward": max(values) - min(values)})
         for n, values in enumerate(rewards)
     ]
-    differ = [each for each in ready if len(set(each.rewards)) > 1 or len(each.rewards) < 2]
+    differ = [group for group in ready if len(set(group.rewards)) > 1 or len(group.rewards) < 2]
     choice = Filtered(Fifo(), "reward").choose(ready, [], 1, size)
     assert choice.take == Fifo().choose(differ, [], 1, size).take
-    assert {name for name, _ in choice.drop} == {each.id for each in ready} - {each.id for each in differ}
+    assert {name for name, _ in choice.drop} == {group.id for group in ready} - {group.id for group in differ}
 
 
 @pytest.mark.parametrize("equal_first", [True, False])

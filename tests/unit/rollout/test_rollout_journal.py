@@ -63,10 +63,10 @@ def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path
     later = Journal.open(tmp_path, part=1, after_step=1)
     assert later.restore("a") is None
     assert [key for key in "abcd" if later.facts(key, 0) is not None] == ["b", "c"]
-    found = later.restore("d")
-    assert found is not None
-    assert (found.group_id, found.complete, list(found.members)) == ("0-d", False, [0])
-    assert found.members[0][0].to_bytes() == member("d", 0).to_bytes()
+    restored = later.restore("d")
+    assert restored is not None
+    assert (restored.group_id, restored.complete, list(restored.members)) == ("0-d", False, [0])
+    assert restored.members[0][0].to_bytes() == member("d", 0).to_bytes()
     facts = later.facts("b", 7)
     assert facts == replace(group_facts(whole("b", [member("b", n) for n in range(2)]), "b", 7))
     assert [each.id for each in later.load("b").trajectories] == ["0-b/0.0", "0-b/1.0"]
@@ -123,26 +123,28 @@ def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
     directory = tmp_path_factory.mktemp("cut")
     (directory / "journal.jsonl").write_bytes(lines[:cut] + garbage)
     (directory / "trajectories.twz").write_bytes((history / "trajectories.twz").read_bytes())
-    kept = [event for _, event in read_journal(directory / "journal.jsonl").events]
-    taken = {key for event in kept if event["event"] == "take" and event["step"] <= after for key in event["keys"]}
-    put = {event["key"] for event in kept if event["event"] == "group"}
-    finished = {(event["key"], event["member"]) for event in kept if event["event"] == "member"}
-    said: list[str] = []
-    journal = Journal.open(directory, part=1, after_step=after, say=said.append)
-    assert len(said) <= 1
+    events_on_disk = [event for _, event in read_journal(directory / "journal.jsonl").events]
+    taken = {
+        key for event in events_on_disk if event["event"] == "take" and event["step"] <= after for key in event["keys"]
+    }
+    put = {event["key"] for event in events_on_disk if event["event"] == "group"}
+    finished = {(event["key"], event["member"]) for event in events_on_disk if event["event"] == "member"}
+    notices: list[str] = []
+    journal = Journal.open(directory, part=1, after_step=after, say=notices.append)
+    assert len(notices) <= 1
     for number in range(GROUPS):
         key = f"g{number}"
-        found = journal.restore(key)
+        restored = journal.restore(key)
         if key in taken:
-            assert found is None
+            assert restored is None
             continue
-        assert {(key, each) for each in (found.members if found else ())} == {e for e in finished if e[0] == key}
+        assert {(key, each) for each in (restored.members if restored else ())} == {e for e in finished if e[0] == key}
         assert (journal.facts(key, 0) is not None) == (key in put)
     journal.close()
     # It is whole again: another process reads it, without a word.
-    said.clear()
-    Journal.open(directory, part=2, after_step=after, say=said.append).close()
-    assert said == []
+    notices.clear()
+    Journal.open(directory, part=2, after_step=after, say=notices.append).close()
+    assert notices == []
 
 
 def test_what_is_spoilt_in_the_middle_is_named(tmp_path: Path) -> None:
@@ -167,13 +169,13 @@ def test_trajectories_that_a_power_cut_took_are_rolled_out_again(tmp_path: Path)
         finish(journal, name, range(2))
     payloads = tmp_path / "trajectories.twz"
     payloads.write_bytes(payloads.read_bytes()[:-5] + b"\0\0\0\0\0")
-    said: list[str] = []
-    later = Journal.open(tmp_path, part=1, say=said.append)
-    assert any("1 finished trajectories are incomplete on disk" in text for text in said)
+    notices: list[str] = []
+    later = Journal.open(tmp_path, part=1, say=notices.append)
+    assert any("1 finished trajectories are incomplete on disk" in text for text in notices)
     assert later.facts("a", 0) is not None
-    found = later.restore("b")
-    assert found is not None
-    assert (found.complete, list(found.members)) == (False, [0])
+    restored = later.restore("b")
+    assert restored is not None
+    assert (restored.complete, list(restored.members)) == (False, [0])
     assert len(list(read_trajectories(payloads))) == 3
 
 
@@ -185,9 +187,9 @@ def test_a_trajectory_that_was_not_noted_before_a_kill_is_told(tmp_path: Path) -
     failed.error = "EnvError: gone"
     journal.write(failed)
     for part in (1, 2):
-        found = Journal.open(tmp_path, part=part).restore("a")
-        assert found is not None
-        assert list(found.members) == [0]
+        restored = Journal.open(tmp_path, part=part).restore("a")
+        assert restored is not None
+        assert list(restored.members) == [0]
     orphans = [e for _, e in read_journal(tmp_path / "journal.jsonl").events if e["event"] == "orphan"]
     assert [event["trajectory"] for event in orphans] == ["0-a/1.0"]
 
@@ -200,17 +202,19 @@ def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp
     # The group was rewarded and written; the process was killed before the journal said so.
     journal.write(members[0])
     later = Journal.open(tmp_path, part=1)
-    found = later.restore("a")
-    assert found is not None
-    assert sorted(found.members) == [0, 1]
+    restored = later.restore("a")
+    assert restored is not None
+    assert sorted(restored.members) == [0, 1]
     assert list(read_trajectories(tmp_path / "trajectories.twz")) == []
-    rewarded = [trajectory for each in found.members.values() for trajectory in each]
+    rewarded = [trajectory for each in restored.members.values() for trajectory in each]
     for each in rewarded:
         later.write(each)
     later.group(whole("a", rewarded), group_facts(whole("a", rewarded), "a", 0))
     later.sync()
     assert (tmp_path / "pending.twz").stat().st_size == 0
-    assert [each.id for each in read_trajectories(tmp_path / "trajectories.twz")] == [each.id for each in members]
+    assert [trajectory.id for trajectory in read_trajectories(tmp_path / "trajectories.twz")] == [
+        trajectory.id for trajectory in members
+    ]
     assert Journal.open(tmp_path, part=2).facts("a", 0) is not None
 
 
@@ -218,16 +222,16 @@ def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp
 def test_a_disk_that_refuses_is_one_error_and_leaves_whole_lines(tmp_path: Path, name: str) -> None:
     journal = Journal.open(tmp_path)
     finish(journal, "a", range(1))
-    before = (tmp_path / name).read_bytes()
+    content_before = (tmp_path / name).read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Room for the beginning of the next line, and no more.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(content_before) + 10, limits[1]))
     try:
         with pytest.raises(TrainError, match=rf"{name} cannot be written: File too large\. Make room .* give the same"):
             journal.take(1, ["a"]) if name == "journal.jsonl" else journal.write(member("a", 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / name).read_bytes() == before
+    assert (tmp_path / name).read_bytes() == content_before
     later = Journal.open(tmp_path, part=1)
     assert later.facts("a", 0) is not None
 
@@ -248,11 +252,11 @@ async def test_a_buffer_keeps_no_more_in_memory_than_it_may_and_reads_the_rest_a
     assert buffer._store.cached_bytes == 0
     assert journal._state.entries == {}, "what was trained is on disk only"
     # A process that goes on from before the step finds all of them, one after it none.
-    again = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=0))
+    resumed = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=0))
     requests = [RolloutRequest(Task(f"g{number}", "go")) for number in range(8)]
-    assert all(again.expect(request, 0) for request in requests)
-    ref, _ = await again.sample(1, "train", 8)
-    assert len(await again.fetch(ref)) == 8
+    assert all(resumed.expect(request, 0) for request in requests)
+    ref, _ = await resumed.sample(1, "train", 8)
+    assert len(await resumed.fetch(ref)) == 8
     never = LocalReplayBuffer(journal=Journal.open(tmp_path, part=2, after_step=1))
     assert not any(never.expect(request, 0) for request in requests)
 
@@ -265,8 +269,8 @@ def test_what_a_manager_put_into_no_group_is_named_at_the_end(tmp_path: Path) ->
     journal.close()
     events = [event for _, event in read_journal(tmp_path / "journal.jsonl").events]
     assert [event["ids"] for event in events if event["event"] == "late"] == [["0-b/0.0"]]
-    found = summarize_journal(tmp_path / "journal.jsonl")
+    summary = summarize_journal(tmp_path / "journal.jsonl")
     names = ["0-a/0.0", "0-b/0.0"]
-    assert found.unreferenced(names, tmp_path / "trajectories.twz") == []
+    assert summary.unreferenced(names, tmp_path / "trajectories.twz") == []
     # Read as every journal is by the next process.
     Journal.open(tmp_path, part=1).close()

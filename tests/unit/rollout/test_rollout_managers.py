@@ -29,17 +29,17 @@ def config(manager: str | None) -> RolloutConfig:
 
 
 async def test_a_group_without_a_sign_of_life_is_given_out_again() -> None:
-    said: list[str] = []
+    notices: list[str] = []
     buffer, renderer = LocalReplayBuffer(), ToyRenderer()
     plan = EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=3&split=test", samples=1, pass_k=[1])
-    parts = RolloutParts(renderer, notify=said.append, custom={"groups": {"at_once": 1}})
+    parts = RolloutParts(renderer, notify=notices.append, custom={"groups": {"at_once": 1}})
     section = config("support.rollout.custom_managers:Forgetful").model_copy(update={"lease_timeout": 0.3})
     manager = await create_manager(section, ScriptedClient(renderer, lambda _: "x"), buffer, parts)
     result = await evaluate(manager, plan)
     await manager.close()
     assert result.sampled is not None
     assert result.sampled.success.tasks == 3
-    assert any("no heartbeat for 0.3 s, so it is issued again" in text for text in said)
+    assert any("no heartbeat for 0.3 s, so it is issued again" in text for text in notices)
 
 
 def test_leases_are_for_managers_of_one_s_own() -> None:
@@ -55,7 +55,7 @@ async def made(manager: str, *, buffer=None, write=None, custom: dict[str, Any] 
 
 
 def requests(*ids: str, tag: str = "", size: int = 2) -> list[RolloutRequest]:
-    return [RolloutRequest(Task(each, "go"), 0, size, "val", None, tag) for each in ids]
+    return [RolloutRequest(Task(task_id, "go"), 0, size, "val", None, tag) for task_id in ids]
 
 
 class Bare:
@@ -69,7 +69,7 @@ class Bare:
 
     def generate_sequences(self, prompts):
         assert current_rollout() is self.current
-        self.tasks = [asyncio.create_task(self.one(each)) for each in prompts]
+        self.tasks = [asyncio.create_task(self.one(request)) for request in prompts]
 
     async def one(self, request):
         await self.current.buffer.put(self.group(request))
@@ -81,8 +81,8 @@ class Bare:
 
 class Coroutine(Bare):
     async def generate_sequences(self, prompts):
-        for each in prompts:
-            await self.one(each)
+        for request in prompts:
+            await self.one(request)
 
 
 class Synchronous(Bare):
@@ -225,7 +225,9 @@ async def test_groups_come_back_in_the_order_of_the_requests(name: str) -> None:
         await manager.close()
     assert [group.id for group in groups] == ["bx", "ax", "by", "cy"]
     assert sorted(seen) == ["ax", "bx", "by", "cy"]
-    assert sorted(each.id for each in written) == ["ax/0", "bx/0", "by/0", "cy/0"], "it wrote none itself: we did"
+    assert sorted(trajectory.id for trajectory in written) == ["ax/0", "bx/0", "by/0", "cy/0"], (
+        "it wrote none itself: we did"
+    )
 
 
 async def test_create_with_any_keywords_gets_our_names() -> None:

@@ -61,7 +61,7 @@ class Run:
         return asyncio.create_task(serve_run(self.options(**changes), agent, self.said.append))
 
     async def ask(self, *ids: str, size: int = 1):
-        return await self.producer.gather([RolloutRequest(Task(each, "go"), group_size=size) for each in ids])
+        return await self.producer.gather([RolloutRequest(Task(task_id, "go"), group_size=size) for task_id in ids])
 
 
 @asynccontextmanager
@@ -70,13 +70,13 @@ async def running(folder: Path, script: Any = solver, **rollout: Any) -> AsyncIt
     section = {"env": {"name": "lookup"}, "remote": {"key_file": str(key), **rollout.pop("remote", {})}, **rollout}
     renderer = renderer_for("qwen3")
     written: list[Trajectory] = []
-    said: list[str] = []
-    parts = RolloutParts(renderer, write=written.append, notify=said.append)
+    notices: list[str] = []
+    parts = RolloutParts(renderer, write=written.append, notify=notices.append)
     config = load_config(RolloutConfig, defaults=section)
     producer = await RolloutProducer.create(config, ScriptedClient(renderer, script), None, parts)
     try:
         async with asyncio.timeout(90):
-            yield Run(producer, written, said, key)
+            yield Run(producer, written, notices, key)
     finally:
         await producer.close()
 
@@ -101,16 +101,16 @@ async def test_an_agent_there_leaves_what_it_leaves_here(tmp_path: Path) -> None
     renderer = renderer_for("qwen3")
     local = await RolloutProducer.create(config, ScriptedClient(renderer, solver), None, RolloutParts(renderer))
     try:
-        wanted = await local.gather([RolloutRequest(Task(each, "go"), group_size=2) for each in ("a", "b")])
+        wanted = await local.gather([RolloutRequest(Task(task_id, "go"), group_size=2) for task_id in ("a", "b")])
     finally:
         await local.close()
     for theirs, ours in zip(groups, wanted, strict=True):
-        assert [each.reward for each in theirs.trajectories] == [1.0, 1.0]
+        assert [trajectory.reward for trajectory in theirs.trajectories] == [1.0, 1.0]
         for there, here in zip(theirs.trajectories, ours.trajectories, strict=True):
             assert content(there) == content(here)
             assert there.rewards == here.rewards
-            assert [each.get("tool_calls") for each in there.turn_metrics.values()] == [
-                each.get("tool_calls") for each in here.turn_metrics.values()
+            assert [metrics.get("tool_calls") for metrics in there.turn_metrics.values()] == [
+                metrics.get("tool_calls") for metrics in here.turn_metrics.values()
             ]
             assert there.stop_reason == here.stop_reason
     assert any(f"turnwise runner --connect {run.url}" in text for text in run.said)
@@ -158,7 +158,9 @@ async def test_what_an_agent_raises_is_an_error_and_no_reward(tmp_path: Path) ->
         [group] = await run.ask("a")
         await stop(playing)
     assert (group.trajectories, group.failed) == ([], 1)
-    assert [each.error for each in run.written] == ["AgentError: the agent raised LookupError: the index is empty"]
+    assert [trajectory.error for trajectory in run.written] == [
+        "AgentError: the agent raised LookupError: the index is empty"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ async def test_an_agent_there_rewards_its_turns(tmp_path: Path, name: str) -> No
         [group] = await run.ask("a")
         await stop(playing)
     [trajectory] = group.trajectories
-    turns = [each.turn_id for each in trajectory.turns()]
+    turns = [turn.turn_id for turn in trajectory.turns()]
     assert trajectory.rewards == [(turns[0], "reward", 0.25), (turns[1], "reward", 0.5)]
 
 
@@ -214,7 +216,7 @@ async def test_a_graph_there_acts_as_it_does_here(tmp_path: Path, streams: bool)
         playing = run.runner(make_agent("langgraph", graph=graph))
         [group] = await run.ask("a")
         await stop(playing)
-    assert [each.error for each in run.written] == [None]
+    assert [trajectory.error for trajectory in run.written] == [None]
     [trajectory] = group.trajectories
     assert (trajectory.reward, sum(1 for _ in trajectory.turns())) == (1.0, 3)
     assert not trajectory.forks()
@@ -225,10 +227,10 @@ async def test_a_program_there_makes_its_calls_on_the_turns_that_made_them(tmp_p
         playing = run.runner(make_agent("blackbox", command=CHAT_LOOP))
         [group] = await run.ask("a")
         await stop(playing)
-    assert [each.error for each in run.written] == [None]
+    assert [trajectory.error for trajectory in run.written] == [None]
     [trajectory] = group.trajectories
     assert trajectory.reward == 1.0
-    called = [trajectory.turn_metrics.get(each.turn_id, {}).get("tool_calls", 0) for each in trajectory.turns()]
+    called = [trajectory.turn_metrics.get(turn.turn_id, {}).get("tool_calls", 0) for turn in trajectory.turns()]
     assert called == [1, 1, 0]
 
 
@@ -238,8 +240,8 @@ async def test_a_program_that_cannot_run_there_is_tried_again_as_it_is_here(tmp_
         [group] = await run.ask("a")
         await stop(playing)
     assert (group.trajectories, group.failed) == ([], 1)
-    assert [each.attempt for each in run.written] == [0, 1]
-    assert all("ProgramError: the program 'false' failed" in (each.error or "") for each in run.written)
+    assert [trajectory.attempt for trajectory in run.written] == [0, 1]
+    assert all("ProgramError: the program 'false' failed" in (trajectory.error or "") for trajectory in run.written)
 
 
 async def test_a_server_that_fails_is_the_run_s_own_error(tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ async def test_a_server_that_fails_is_the_run_s_own_error(tmp_path: Path) -> Non
         [group] = await run.ask("a")
         await stop(playing)
     assert group.failed == 1
-    assert [each.error for each in run.written] == ["InferenceError: the engine died"] * 2
+    assert [trajectory.error for trajectory in run.written] == ["InferenceError: the engine died"] * 2
 
 
 async def test_an_episode_of_a_runner_that_vanishes_is_played_anew_and_what_comes_late_is_refused(
@@ -260,7 +262,7 @@ async def test_an_episode_of_a_runner_that_vanishes_is_played_anew_and_what_come
     async with running(tmp_path, retries=0) as run:
         agent = Held()
         first = run.runner(agent)
-        asked = asyncio.create_task(run.ask("a"))
+        sampling = asyncio.create_task(run.ask("a"))
         await agent.begun.wait()
         late = agent.episode
         assert late is not None
@@ -268,7 +270,7 @@ async def test_an_episode_of_a_runner_that_vanishes_is_played_anew_and_what_come
         await stop(first)
         assert agent.cancelled.is_set()
         second = run.runner(ReActAgent())
-        [group] = await asked
+        [group] = await sampling
         async with aiohttp.ClientSession() as http:
             async with http.post(f"{address}/v1/chat/completions", json={"messages": []}) as answer:
                 assert answer.status == 404, "its address went with it"
@@ -279,7 +281,7 @@ async def test_an_episode_of_a_runner_that_vanishes_is_played_anew_and_what_come
         await stop(second)
     [trajectory] = group.trajectories
     assert (trajectory.attempt, trajectory.reward, group.failed) == (1, 1.0, 0)
-    lost = next(each for each in run.written if each.attempt == 0)
+    lost = next(trajectory for trajectory in run.written if trajectory.attempt == 0)
     assert lost.error is not None
     assert lost.error.startswith("RunnerDisconnected: runner ")
     assert not lost.rewards
@@ -292,11 +294,11 @@ async def test_a_silent_runner_is_given_up(tmp_path: Path, monkeypatch) -> None:
         headers = {"Authorization": f"Bearer {read_key(run.key)}"}
         hello = dump({"version": VERSION, "name": "mute", "places": 1})
         async with http.post(f"{run.url}/runners/line", data=hello, headers=headers) as line:
-            asked = asyncio.create_task(run.ask("a"))
+            sampling = asyncio.create_task(run.ask("a"))
             events = [load(await line.content.readline()) for _ in range(2)]
-            assert [each["event"] for each in events] == ["hello", "work"]
+            assert [event["event"] for event in events] == ["hello", "work"]
             playing = run.runner(ReActAgent())
-            [group] = await asked
+            [group] = await sampling
             await stop(playing)
     assert group.trajectories[0].attempt == 1
     assert any("mute is gone: no heartbeat for 0.5 s" in text for text in run.said)
@@ -314,9 +316,9 @@ async def test_who_cancels_the_run_stops_the_agent_there(tmp_path: Path) -> None
     async with running(tmp_path) as run:
         agent = Held()
         playing = run.runner(agent)
-        asked = asyncio.create_task(run.ask("a"))
+        sampling = asyncio.create_task(run.ask("a"))
         await agent.begun.wait()
-        await stop(asked)
+        await stop(sampling)
         await agent.cancelled.wait()
         assert not playing.done(), "the runner stays for the next episode"
         [group] = await run.ask("b")
@@ -330,14 +332,14 @@ async def test_an_episode_s_time_out_stops_the_agent_there_and_waiting_for_a_run
 ) -> None:
     # Less than the time after which a silent runner is given up.
     async with running(tmp_path, episode_timeout=20.0) as run:
-        asked = asyncio.create_task(run.ask("a"))
+        sampling = asyncio.create_task(run.ask("a"))
         await asyncio.sleep(0.1)
         pass_time(21)
         agent = Held()
         playing = run.runner(agent)
         await agent.begun.wait()
         pass_time(21)
-        [group] = await asked
+        [group] = await sampling
         await agent.cancelled.wait()
         await stop(playing)
     assert group.trajectories[0].stop_reason is StopReason.TIMEOUT
@@ -361,11 +363,11 @@ async def test_a_runner_without_the_key_is_refused_and_says_so(tmp_path: Path) -
 
 
 async def test_a_runner_waits_for_a_run_as_long_as_it_may(tmp_path: Path) -> None:
-    said: list[str] = []
+    notices: list[str] = []
     options = RunnerOptions("http://127.0.0.1:9", "key", wait=0.2)
     with pytest.raises(InferenceError, match=r"no run was at http://127.0.0.1:9 for 0.2 s"):
-        await serve_run(options, ReActAgent(), said.append)
-    assert said[0].startswith("no run answers at http://127.0.0.1:9")
+        await serve_run(options, ReActAgent(), notices.append)
+    assert notices[0].startswith("no run answers at http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"--key-file .* cannot be read"):
         read_key(tmp_path / "none")
 

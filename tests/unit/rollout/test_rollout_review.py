@@ -551,10 +551,10 @@ async def test_an_epoch_samples_apart_from_the_one_before() -> None:
 
 
 async def test_closing_a_producer_cancels_what_runs_and_writes_it() -> None:
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     async def never(request):
-        asked.set()
+        requested.set()
         await asyncio.Event().wait()
 
     renderer = ToyRenderer()
@@ -563,7 +563,7 @@ async def test_closing_a_producer_cancels_what_runs_and_writes_it() -> None:
     parts = RolloutParts(renderer, write=written.append)
     producer = await RolloutProducer.create(config, ScriptedClient(renderer, never), LocalReplayBuffer(), parts)
     producer.generate_sequences([RolloutRequest(Task("t", "go"), group_size=2)])
-    await asked.wait()
+    await requested.wait()
     async with asyncio.timeout(10):
         await producer.close()
     assert {t.stop_reason for t in written} == {StopReason.CANCELLED}

@@ -201,15 +201,15 @@ async def test_a_score_that_hangs_is_an_error() -> None:
 
 
 async def test_cancelling_closes_and_writes_before_it_goes_on() -> None:
-    asked = asyncio.Event()
+    requested = asyncio.Event()
     written: list = []
 
     async def never(request):
-        asked.set()
+        requested.set()
         await asyncio.Event().wait()
 
     task = asyncio.create_task(run(ScriptedClient(ToyRenderer(), never), written=written))
-    await asked.wait()
+    await requested.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -219,7 +219,7 @@ async def test_cancelling_closes_and_writes_before_it_goes_on() -> None:
 
 
 async def test_cancelling_twice_still_closes() -> None:
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     class Slow(Recording):
         async def close(self) -> None:
@@ -231,12 +231,12 @@ async def test_cancelling_twice_still_closes() -> None:
     register("test-slow-close", Slow)
 
     async def never(request):
-        asked.set()
+        requested.set()
         await asyncio.Event().wait()
 
     spec = EpisodeSpec(Task("t", "go", env="test-slow-close"), "g")
     task = asyncio.create_task(run(ScriptedClient(ToyRenderer(), never), spec=spec))
-    await asked.wait()
+    await requested.wait()
     task.cancel()
     await closing.wait()
     task.cancel()

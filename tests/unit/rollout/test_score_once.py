@@ -172,7 +172,7 @@ async def test_a_new_episode_is_scored_anew(how: str) -> None:
     Judge.may_speak.set()
     result = await step_env(env, {"role": "assistant", "content": "43"})
     assert result.reward == 1.0
-    assert [each for each in LOG if each.startswith("score")] == ["score 42", "score 43"]
+    assert [entry for entry in LOG if entry.startswith("score")] == ["score 42", "score 43"]
 
 
 async def test_two_episodes_in_a_row_are_each_scored() -> None:

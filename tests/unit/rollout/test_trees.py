@@ -196,8 +196,8 @@ async def play(
             "retries": 1,
         }
     )
-    asked = client if ledger is None else LedgerClient(client, ledger / "ledger.jsonl")
-    runner = EpisodeRunner(rollout, asked, renderer, context_length=5000)
+    recorded_client = client if ledger is None else LedgerClient(client, ledger / "ledger.jsonl")
+    runner = EpisodeRunner(rollout, recorded_client, renderer, context_length=5000)
     await runner.prepare()
     outcome = await runner.run(EpisodeSpec(TASK, "g", sampling_seed=seed))
     await runner.close()
@@ -208,8 +208,8 @@ def check_tree(trajectory: Trajectory) -> list[tuple[str, ...]]:
     """Check that each turn was sampled in one branch, and that siblings begin after the same turn; return the paths."""
     paths = branch_paths(trajectory.branches)
     turns = {turn.turn_id: turn for turn in trajectory.turns()}
-    own = [turn for branch in trajectory.branches for turn in branch.turns]
-    assert sorted(own) == sorted(turns)
+    branch_turns = [turn for branch in trajectory.branches for turn in branch.turns]
+    assert sorted(branch_turns) == sorted(turns)
     for branch, path in zip(trajectory.branches, paths, strict=True):
         ids = [turns[turn].sampled.index for turn in path]
         # Each turn of a branch saw all turns before it, and none of another branch.
@@ -236,9 +236,11 @@ async def test_a_tree_is_recorded_once_and_trained_once(agent: str, where: str, 
     # What was sampled is asked for once: the turns before a fork are not sampled again.
     assert len(client.requests) == sum(len(branch.turns) for branch in trajectory.branches)
     # The reward of each branch is that of its own additions, those before its fork included.
-    said = {turn.turn_id: turn.sampled.messages[0] for turn in trajectory.turns()}
+    messages_by_turn = {turn.turn_id: turn.sampled.messages[0] for turn in trajectory.turns()}
     for path, reward in zip(paths, trajectory.returns(), strict=True):
-        calls = [call["function"]["arguments"] for turn in path for call in said[turn].get("tool_calls") or ()]
+        calls = [
+            call["function"]["arguments"] for turn in path for call in messages_by_turn[turn].get("tool_calls") or ()
+        ]
         added = [call["n"] for call in calls if call["n"] != 3]
         assert reward == sum(added)
     assert trajectory.reward == pytest.approx(sum(trajectory.returns()) / 6)
@@ -254,7 +256,7 @@ async def test_a_tree_is_the_same_for_the_same_seed() -> None:
     for _ in range(2):
         outcome, _ = await play(seed=3, rounds=5)
         [trajectory] = outcome.trajectories
-        found.append((trajectory.branches, [each.token_ids.tolist() for each in trajectory.segments]))
+        found.append((trajectory.branches, [segment.token_ids.tolist() for segment in trajectory.segments]))
     assert found[0] == found[1]
 
 
@@ -268,7 +270,7 @@ async def test_sessions_of_one_episode_fork_together(tmp_path: Path) -> None:
     assert [branch.parent for branch in main.branches] == [branch.parent for branch in planner.branches]
     assert main.metrics["asked"] == sum(len(branch.turns) for branch in main.branches)
     # Each branch noted its plans, those before its fork included, once.
-    planned = [each["planned"] for each in planner.branch_rewards()]
+    planned = [rewards["planned"] for rewards in planner.branch_rewards()]
     assert planned == [0.5 * len(path) for path in branch_paths(main.branches)]
     assert_sound(tmp_path, main, planner)
 
@@ -293,10 +295,10 @@ async def test_parts_that_act_at_the_same_time_fork(agent: str, tmp_path: Path) 
         assert outcome.error is None
         for trajectory in outcome.trajectories:
             assert trajectory.metrics.get("tree/failures", 0) == 0, trajectory.turn_notes
-            own = [turn for branch in trajectory.branches for turn in branch.turns]
-            assert sorted(own) == sorted(str(turn.turn_id) for turn in trajectory.turns())
+            branch_turns = [turn for branch in trajectory.branches for turn in branch.turns]
+            assert sorted(branch_turns) == sorted(str(turn.turn_id) for turn in trajectory.turns())
             assert len(trajectory.branches) == 6
-        assert len(client.requests) == sum(1 for each in outcome.trajectories for _ in each.turns())
+        assert len(client.requests) == sum(1 for trajectory in outcome.trajectories for _ in trajectory.turns())
         assert_sound(tmp_path / f"{seed}", *outcome.trajectories)
     assert sum(OPEN) == 0
 
@@ -340,11 +342,11 @@ async def test_turns_of_a_branch_that_failed_for_good_are_not_trained(tmp_path: 
     [trajectory] = outcome.trajectories
     assert outcome.error is None
     assert trajectory.metrics["tree/failures"] > 0
-    kept = {turn for branch in trajectory.branches for turn in branch.turns}
-    lost = [turn.sampled for turn in trajectory.turns() if turn.turn_id not in kept]
+    branch_turns = {turn for branch in trajectory.branches for turn in branch.turns}
+    lost = [turn.sampled for turn in trajectory.turns() if turn.turn_id not in branch_turns]
     assert lost
     assert not any(each.trained.any() for each in lost)
-    assert all(turn.sampled.trained.all() for turn in trajectory.turns() if turn.turn_id in kept)
+    assert all(turn.sampled.trained.all() for turn in trajectory.turns() if turn.turn_id in branch_turns)
     assert_sound(tmp_path, trajectory)
     assert sum(OPEN) == 0
 
@@ -418,7 +420,7 @@ async def test_why_nothing_could_be_forked_is_noted() -> None:
     assert outcome.error is None
     [trajectory] = outcome.trajectories
     assert trajectory.metrics["tree/refusals"] > 0
-    notes = [each["tree/failed"] for each in trajectory.turn_notes.values() if "tree/failed" in each]
+    notes = [note["tree/failed"] for note in trajectory.turn_notes.values() if "tree/failed" in note]
     assert len(notes) == 1
     assert "'process' holds" in notes[0]
     assert "a process of a sandbox cannot be copied" in notes[0]
@@ -467,7 +469,7 @@ def test_the_value_that_is_least_certain_is_sampled_next() -> None:
     draw = random.Random(0)
     # Squared standard errors: 0, 0.25 / 2, (2 / 9) / 3; a fork of the second makes it 0.25 / 3, and another 0.25 / 4.
     turns = [turn(0, rewards=(1.0, 1.0)), turn(1, rewards=(0.0, 1.0)), turn(2, rewards=(0.0, 0.0, 1.0))]
-    assert [each.value for each in turns] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert [turn.value for turn in turns] == [1.0, 0.5, pytest.approx(1 / 3)]
     assert CHOOSERS["value"](turns, 4, draw) == [1, 1, 2, 1]
     # Nothing is known of the differences: drawn.
     alike = [turn(0, rewards=(1.0,)), turn(1, rewards=(1.0,)), turn(2)]
@@ -488,13 +490,13 @@ async def test_turns_know_the_rewards_of_the_ways_that_pass_them() -> None:
     assert outcome.error is None
     [trajectory] = outcome.trajectories
     paths = branch_paths(trajectory.branches)
-    totals = [sum(each.values()) for each in trajectory.branch_rewards()]
+    totals = [sum(rewards.values()) for rewards in trajectory.branch_rewards()]
     assert len(SEEN) == 3
     for turns, count in zip(SEEN, (1, 4, 7), strict=True):
-        for each in turns:
-            before = paths[each.branch][: paths[each.branch].index(each.turn_id)]
+        for turn in turns:
+            before = paths[turn.branch][: paths[turn.branch].index(turn.turn_id)]
             ways = [total for path, total in zip(paths[:count], totals, strict=False) if path[: len(before)] == before]
-            assert sorted(each.rewards) == sorted(ways)
+            assert sorted(turn.rewards) == sorted(ways)
     assert any(turn.uncertainty() > 0 for turn in SEEN[-1])
 
 
@@ -545,8 +547,8 @@ async def test_the_audit_finds_a_branch_that_is_not_what_it_says(tmp_path: Path)
         folder.mkdir()
         shutil.copy(tmp_path / "ledger.jsonl", folder)
         write_trajectories(folder, [each])
-        found = [text for text in audit_files(folder).contradictions if said in text]
-        assert found, (said, audit_files(folder).contradictions)
+        problems = [text for text in audit_files(folder).contradictions if said in text]
+        assert problems, (said, audit_files(folder).contradictions)
 
 
 async def test_a_tree_is_viewed_and_exported_way_by_way(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ class Worker:
         if method == "run":
             (asked,) = arguments
             self.specs[asked.episode_id] = asked
-            self.running[asked.episode_id] = ended = asyncio.get_running_loop().create_future()
+            self.running[asked.episode_id] = future = asyncio.get_running_loop().create_future()
             self.most = max(self.most, len(self.running))
             try:
-                return await ended
+                return await future
             finally:
                 del self.running[asked.episode_id]
         if method == "cancel":
@@ -68,8 +68,8 @@ class Worker:
 
     def die(self) -> None:
         self.closed = True
-        for ended in list(self.running.values()):
-            ended.set_exception(PlacementError(f"the node of {self.name} is gone"))
+        for future in list(self.running.values()):
+            future.set_exception(PlacementError(f"the node of {self.name} is gone"))
 
     async def close(self) -> None:
         self.closed = True
@@ -125,7 +125,7 @@ async def test_episodes_go_to_the_least_loaded_and_wait_in_order() -> None:
                 worker.end(name)
         outcomes = await asyncio.gather(*runs)
         assert [outcome.error for outcome in outcomes] == [None] * 7
-        assert sorted(each.id for each in written) == [f"g{number}/0.0" for number in range(7)]
+        assert sorted(trajectory.id for trajectory in written) == [f"g{number}/0.0" for number in range(7)]
         assert len(cluster.workers) == 2
 
     await with_pool(PoolSize(2, 2, episodes=3), act)
@@ -141,13 +141,13 @@ async def test_a_lost_worker_is_replaced_and_its_episodes_say_so() -> None:
         assert [type(outcome.error) for outcome in done] == [RunnerDisconnected] * 2
         assert all(outcome.error.retryable for outcome in done)
         assert (pool.size, pool.losses, len(cluster.workers)) == (2, 1, 3)
-        again = asyncio.create_task(pool.run(spec(9)))
+        next_run = asyncio.create_task(pool.run(spec(9)))
         await turns()
         assert list(cluster.workers[2].running) == ["g9/0.0"]
         for worker in cluster.workers[1:]:
             for name in list(worker.running):
                 worker.end(name)
-        assert (await again).error is None
+        assert (await next_run).error is None
         await asyncio.gather(*runs)
         assert len(written) == 3
 
@@ -176,7 +176,7 @@ async def test_a_cancelled_episode_is_written_before_the_cancellation_goes_on() 
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
-        assert [each.stop_reason for each in written] == [StopReason.CANCELLED]
+        assert [trajectory.stop_reason for trajectory in written] == [StopReason.CANCELLED]
         # One that waits for a place has written nothing.
         full = [asyncio.create_task(pool.run(spec(number))) for number in (1, 2)]
         await turns()
@@ -199,7 +199,7 @@ async def test_an_episode_that_ends_as_it_is_cancelled_is_cancelled() -> None:
         with pytest.raises(asyncio.CancelledError):
             await run
         # Else an audit would look for it in the journal, which notes the outcomes of episodes alone.
-        assert [each.stop_reason for each in written] == [StopReason.CANCELLED]
+        assert [trajectory.stop_reason for trajectory in written] == [StopReason.CANCELLED]
 
     await with_pool(PoolSize(1, 1), act)
 
@@ -281,8 +281,8 @@ async def test_whatever_happens_places_are_bounded_and_every_episode_has_an_end(
                 for name in list(worker.running):
                     worker.end(name)
             await turns()
-        ended = [run.result() for run in runs if not run.cancelled()]
-        assert len({each.id for each in written}) == len(written)
-        assert sum(outcome.error is None for outcome in ended) <= len(written)
+        results = [run.result() for run in runs if not run.cancelled()]
+        assert len({trajectory.id for trajectory in written}) == len(written)
+        assert sum(outcome.error is None for outcome in results) <= len(written)
 
     await with_pool(PoolSize(least, least + 1, episodes=episodes), act)
