@@ -199,7 +199,7 @@ async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None
         ({"kind": "tree", "branches": 2, "scorer": {"function": "likelihood", "arguments": {"a": 1}}}, "no arguments"),
     ],
 )
-def test_a_search_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_malformed_search_sections_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(EvalConfig, defaults={"model": "m", "rollout": {"env": {"name": "lookup"}}, "search": settings})
 

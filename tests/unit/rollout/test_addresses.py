@@ -138,7 +138,7 @@ def recorded(outcome: EpisodeOutcome) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "glm4moe"])
-async def test_one_episode_leaves_the_same_however_its_agent_talks(family: str) -> None:
+async def test_recorded_episode_is_the_same_over_every_dialect(family: str) -> None:
     expected, first = await run_episode(ReActAgent_, LINES, family=family)
     assert [kind for _, kind, *_ in recorded(expected)] == ["context", "sampled"] * 3
     assert expected.trajectories[0].reward == 1.0
@@ -155,7 +155,7 @@ class ReActAgent_(ReActAgent):  # noqa: N801 - the shipped agent, under a name o
     pass
 
 
-async def test_a_budget_that_is_spent_ends_the_episode_with_it() -> None:
+async def test_a_spent_budget_ends_the_episode() -> None:
     outcome, client = await run_episode(OverChat, LINES, max_turns=2)
     assert outcome.error is None
     assert (outcome.trajectories[0].stop_reason, len(client.requests)) == (StopReason.MAX_TURNS, 2)

@@ -126,7 +126,7 @@ def found(run: Path) -> list[str]:
     return audit_files(run).contradictions
 
 
-def test_a_sound_run_passes_and_says_what_it_checked(run: Path) -> None:
+def test_a_sound_run_passes_and_reports_its_counts(run: Path) -> None:
     report = audit_files(run)
     assert report.contradictions == []
     assert report.sound
@@ -380,7 +380,7 @@ def test_sessions_that_a_kill_cut_off_are_counted_not_blamed(run: Path) -> None:
     assert report.counts["sessions that a kill cut off"] == 1
 
 
-def test_rows_whose_update_failed_before_it_changed_anything_do_not_count(run: Path) -> None:
+def test_rows_of_a_failed_update_are_not_counted(run: Path) -> None:
     rows = {t.id: to_samples(t).rows for t in read_trajectories(run / "trajectories.twz")}
     batches_before = read_batches(run / "batches.jsonl")
     writer = BatchWriter(run / "batches.jsonl", after_step=2)
@@ -432,7 +432,7 @@ def test_rows_that_were_cut_are_held_to_the_cut(run: Path) -> None:
     assert any("has 30 ids, its branch 31" in text for text in found(run))
 
 
-def test_a_batch_file_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_a_malformed_batch_file_raises_format_error(tmp_path: Path) -> None:
     file = tmp_path / "batches.jsonl"
     file.write_bytes(b'{"event":"start","schema_version":9,"after_step":0,"max_tokens":null}\n')
     with pytest.raises(FormatError, match=r"batches\.jsonl:1: .*schema version 9"):

@@ -72,7 +72,7 @@ async def test_tokens_do_not_pass_for_text(tmp_path: Path) -> None:
         assert any(said in problem for problem in audit_files(folder).contradictions)
 
 
-async def test_what_is_text_is_never_trained(tmp_path: Path) -> None:
+async def test_trajectories_of_text_are_never_trained(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="text was recorded as text"):
         to_samples(text())
     assert_sound(tmp_path, await tokens(tmp_path))

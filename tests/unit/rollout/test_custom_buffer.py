@@ -154,7 +154,7 @@ async def test_the_inherited_sample_takes_a_smaller_batch_where_nothing_more_is_
     assert (ref.group_ids, metrics["mine"], metrics["replay/dropped/equal"]) == (("b",), 1, 1)
 
 
-async def test_what_a_sample_took_before_it_failed_is_known_to_be_handed_out(tmp_path: Path) -> None:
+async def test_groups_that_a_failed_sample_took_count_as_handed_out(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     inner = Forgetful(journal=journal)
     custom = CustomReplayBuffer("Forgetful", inner, Fifo())

@@ -61,7 +61,7 @@ def said(request: Any) -> str:
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-async def test_one_more_episode_at_temperature_zero(manager: str | None) -> None:
+async def test_the_greedy_baseline_is_an_episode_at_temperature_zero(manager: str | None) -> None:
     group, written = await roll(manager, said, greedy_baseline=True)
     assert [trajectory.reward for trajectory in group.trajectories] == [2.0, 2.0, 2.0]
     [greedy] = group.baselines
@@ -77,12 +77,12 @@ async def test_one_more_episode_at_temperature_zero(manager: str | None) -> None
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-async def test_nothing_is_added_unasked(manager: str | None) -> None:
+async def test_groups_without_a_greedy_baseline_have_no_baselines(manager: str | None) -> None:
     group, written = await roll(manager, said)
     assert (len(group.trajectories), group.baselines, len(written)) == (3, [], 3)
 
 
-async def test_a_failed_one_is_tried_again_and_then_missing() -> None:
+async def test_a_failed_baseline_is_retried_and_then_missing() -> None:
     left = {"failures": 1}
 
     def script(request: Any) -> Any:

@@ -158,7 +158,7 @@ async def test_only_members_that_ended_well_are_compared():
     assert sorted(trajectory.error is not None for trajectory in written) == [False, False, True]
 
 
-async def test_where_a_frozen_policy_plays_main_the_trained_one_is_rewarded():
+async def test_group_reward_goes_to_the_trained_policy_where_main_is_frozen():
     rewarder = GroupRewarder(GroupRewardConfig(function=ref(one_each)), write=None, executor=None)
     members = [
         Trajectory(
@@ -249,7 +249,7 @@ async def test_episodes_are_scored_while_others_still_run():
     assert [group.trajectories[0].reward for group in groups] == [1.0, 1.0]
 
 
-async def test_what_a_cancelled_group_leaves_is_written_as_an_error():
+async def test_trajectories_of_a_cancelled_group_are_written_as_errors():
     written: list[Trajectory] = []
     GATES["compared"] = asyncio.Event()
 

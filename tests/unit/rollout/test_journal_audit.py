@@ -64,7 +64,7 @@ def written(file: Path, names: list[str]) -> list[int]:
     return [*offsets, writer.size]
 
 
-def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
+def test_every_finished_trajectory_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
     """The trajectories stand in the file one after the other."""
     names = ["old", "a01", "o01", "c01", "x01", "b01", "y01"]
     at = written(tmp_path / "trajectories.twz", names)
@@ -96,7 +96,7 @@ def test_what_finished_is_in_a_group_or_was_cut_off(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_no_checkpoint_kept_or_nobody_noted_is_told_in_every_way(tmp_path: Path) -> None:
+def test_the_journal_summary_finds_each_contradiction(tmp_path: Path) -> None:
     """One run with each contradiction that the journal's account can tell, beside what is sound."""
     names = ["good", "once", "twic", "lost"]
     written(tmp_path / "trajectories.twz", names)

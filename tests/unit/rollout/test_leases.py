@@ -53,7 +53,7 @@ class Hand:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["grant", "beat", "done"]), st.integers(0, 6))))
-def test_a_lease_runs_out_when_nothing_was_heard_for_its_time(events: list[tuple[str, str, int]]) -> None:
+def test_a_lease_expires_without_heartbeats(events: list[tuple[str, str, int]]) -> None:
     clock, expired = Hand(), []
     leases = Leases(10, lambda name: expired.append((name, clock.now)), clock)
     heard: dict[str, float] = {}
@@ -74,7 +74,7 @@ def test_a_lease_runs_out_when_nothing_was_heard_for_its_time(events: list[tuple
     assert sorted(expired) == sorted(expected)
 
 
-def test_there_is_one_timer_and_it_does_not_poll() -> None:
+def test_leases_use_one_timer_without_polling() -> None:
     clock, expired = Hand(), []
     leases = Leases(10, expired.append, clock)
     for name in "abcdef":
@@ -87,7 +87,7 @@ def test_there_is_one_timer_and_it_does_not_poll() -> None:
     assert (expired, clock.fired, clock.calls) == ([], 1, [])
 
 
-def test_nobody_is_lost_while_this_process_itself_stood_still() -> None:
+def test_no_lease_expires_while_this_process_is_blocked() -> None:
     clock, expired = Hand(), []
     leases = Leases(10, expired.append, clock)
     leases.grant("a", "a")

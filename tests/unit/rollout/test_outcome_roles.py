@@ -90,7 +90,7 @@ async def run(settings: RolloutConfig, folder=None):
     return outcome
 
 
-async def test_each_side_has_its_rewards_on_its_turns_and_its_group(tmp_path) -> None:
+async def test_each_role_has_its_rewards_and_comparison_group(tmp_path) -> None:
     settings = config(score={"pro": 1.0, "con": {"style": 0.25, "facts": 0.5}}, step={"pro": 2.0})
     outcome = await run(settings, tmp_path)
     assert outcome.error is None

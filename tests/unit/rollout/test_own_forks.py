@@ -138,7 +138,7 @@ async def explores_in_turn(episode: Episode) -> None:
 
 
 @pytest.mark.parametrize("agent", [explores, explores_in_turn], ids=["together", "in turn"])
-async def test_each_way_goes_on_and_each_turn_is_trained_once(agent: Any, tmp_path: Path) -> None:
+async def test_each_fork_continues_and_each_turn_is_trained_once(agent: Any, tmp_path: Path) -> None:
     outcome, client = await play(agent, tmp_path)
     assert outcome.error is None
     [trajectory] = outcome.trajectories
@@ -206,7 +206,7 @@ async def test_a_fork_that_is_not_used_is_left_out_and_closed() -> None:
     assert len(trajectory.returns()) == 1
 
 
-async def test_a_spent_budget_ends_the_way_that_spent_it() -> None:
+async def test_a_spent_budget_ends_only_its_fork() -> None:
     @rollout
     async def agent(episode: Episode) -> None:
         messages = await go_on(episode, list(episode.observation), 1)
@@ -248,7 +248,7 @@ async def test_a_reward_that_the_agent_sets_is_that_of_its_way() -> None:
     assert trajectory.branch_rewards() == [{"shared": 1.0, "reward": 2.0}, {"shared": 1.0, "reward": 5.0}]
 
 
-async def test_what_cannot_be_forked_is_an_error_by_name() -> None:
+async def test_unforkable_episodes_raise_agent_error() -> None:
     @rollout
     async def agent(episode: Episode) -> None:
         await episode.fork()

@@ -47,7 +47,7 @@ class TestPromptLimit:
         assert made is not None
         return made
 
-    async def test_what_is_counted_is_what_the_first_request_sends(self) -> None:
+    async def test_prompt_limit_counts_the_first_request(self) -> None:
         """The toy renderer writes one id per character: the sum can be seen."""
         limit = await self.limit()
         short, long = (limit.tokens(Task("a", "x" * n)) for n in (10, 110))
@@ -84,7 +84,7 @@ class TestPromptLimit:
     async def test_no_limit_leaves_nothing_out(self) -> None:
         assert await PromptLimit.create(None, ToyRenderer(), rollout()) is None
 
-    async def test_what_cannot_be_counted_is_named(self) -> None:
+    async def test_an_uncountable_prompt_raises_task_error(self) -> None:
         limit = await self.limit()
         with pytest.raises(TaskError, match=r"task 'a': .*tool_selection.* names 'nope'"):
             limit(Task("a", "x", {"tool_selection": ["nope"]}))
@@ -93,7 +93,7 @@ class TestPromptLimit:
 
 
 class TestSpecs:
-    async def test_what_tasks_name_is_made_once_and_closed(self) -> None:
+    async def test_environments_of_tasks_are_made_once_and_closed(self) -> None:
         before = (Closing.made, Closing.closed)
         name = "support.envs.task_envs:Closing"
         tasks = [Task(str(n), "p", env=name, env_config={"pays": n % 3}) for n in range(30)]
@@ -137,7 +137,7 @@ class TestSpecs:
             (Task("a", "p", agent_config={"x": 1}), "task 'a': its agent .*rejects its configuration"),
         ],
     )
-    async def test_what_cannot_be_made_is_named(self, task: Task, message: str) -> None:
+    async def test_an_environment_that_cannot_be_made_raises(self, task: Task, message: str) -> None:
         with pytest.raises(TaskError, match=message):
             await check_specs([Task("fine", "p"), task], rollout())
 
@@ -201,7 +201,7 @@ class TestToolsShown:
                 [briefed, Task("b", "x", env="support.envs.task_envs:Paid")], renderer, rollout("lookup")
             )
 
-    async def test_nothing_is_made_where_the_template_shows_tools(self) -> None:
+    async def test_no_environment_is_made_where_the_template_shows_tools(self) -> None:
         config = rollout("support.envs.task_envs:NoSuchEnvironment")
         await check_tools_shown([Task("a", "x")], renderer_for("qwen3"), config)
         await check_tools_shown([Task("a", "x")], ToyRenderer(), config)
@@ -240,7 +240,7 @@ class TestRoom:
         await check_room([Task("t", "x")], rollout(agent={"name": "single_turn"}), ToyRenderer(), 68, notices.append)
         assert len(notices) == 1
 
-    async def test_what_cannot_be_counted_is_left_to_the_episodes(self) -> None:
+    async def test_check_room_skips_uncountable_prompts(self) -> None:
         assert await self.check(300) == []
         notices: list[str] = []
         broken = [Task("t", "x", env_config={"nonsense": 1})]

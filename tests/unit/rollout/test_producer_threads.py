@@ -90,7 +90,7 @@ async def test_lost_threads_up_to_the_bound_cost_their_episodes_only(monkeypatch
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-async def test_one_more_ends_the_run_and_says_what_to_do(bound: int, monkeypatch) -> None:
+async def test_one_lost_thread_above_the_bound_ends_the_run(bound: int, monkeypatch) -> None:
     monkeypatch.setattr("turnwise.rollout.producer.MAX_LOST_THREADS", bound)
     match = rf"{bound + 1} abandoned threads .*a run bears {bound}\..*make it async.*outran"
     with pytest.raises(EnvError, match=match):

@@ -21,7 +21,7 @@ from turnwise.rollout.replay.strategies import Mixed
 from turnwise.tasks import Task
 
 
-def test_a_row_is_the_trajectory_that_it_was_made_of() -> None:
+def test_a_row_unpacks_to_its_trajectory() -> None:
     original = lively("g").trajectories[0]
     row = pack_trajectory(original)
     assert {name: column.dtype for name, column in row.items()} == DTYPES
@@ -89,7 +89,7 @@ class Dead(MemoryPayloads):
         self.lose()
 
 
-async def test_a_store_that_stays_lost_ends_the_run_and_the_journal_keeps_what_counted(tmp_path: Path) -> None:
+async def test_a_store_lost_for_good_ends_the_run_with_its_journal_intact(tmp_path: Path) -> None:
     payloads = Dead()
     buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=payloads)
     request = RolloutRequest(Task("task", "go"))
@@ -108,7 +108,7 @@ async def test_a_store_that_stays_lost_ends_the_run_and_the_journal_keeps_what_c
     assert not never.expect(request, 0)
 
 
-async def test_the_store_holds_no_more_than_it_may_and_the_rest_is_read_from_disk(tmp_path: Path) -> None:
+async def test_groups_above_the_store_s_budget_are_read_from_disk(tmp_path: Path) -> None:
     payloads = MemoryPayloads()
     buffer = LocalReplayBuffer(Mixed(0.5, 2, 9), Journal.open(tmp_path, max_uses=2), memory_mb=1, payloads=payloads)
     groups = [lively(str(number), tokens=40_000) for number in range(6)]
@@ -126,7 +126,7 @@ async def test_the_store_holds_no_more_than_it_may_and_the_rest_is_read_from_dis
     assert len(payloads.rows) <= 4
 
 
-def test_the_section_says_what_it_means() -> None:
+def test_unused_transfer_queue_keys_are_refused() -> None:
     with pytest.raises(ValueError, match=r"backend is 'local': set replay.backend to 'transfer_queue'"):
         ReplayConfig.model_validate({"transfer_queue": {"units": 4}})
     with pytest.raises(ValueError, match="backend"):

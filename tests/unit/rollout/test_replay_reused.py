@@ -177,7 +177,7 @@ def stored(buffer: LocalReplayBuffer) -> list[tuple[str, int]]:
     return [(group.task_id, group.uses) for group in buffer.ready("train") if group.uses]
 
 
-async def test_uses_and_order_are_as_they_were_and_what_was_given_up_stays_so(tmp_path: Path) -> None:
+async def test_a_resumed_run_restores_uses_order_and_drops(tmp_path: Path) -> None:
     first_process = await trained(tmp_path, ("a", "b"), ("c", "a"), ("b", "d"), ("a",), keep=3)
     # The room is for three: when d came c had been trained longer ago than b; a is used up.
     assert stored(first_process) == [("b", 2), ("d", 1)]
@@ -218,7 +218,7 @@ async def test_a_stored_group_that_is_spoilt_on_disk_is_named(tmp_path: Path) ->
     Journal.open(tmp_path, part=1, after_step=1).close()
 
 
-async def test_what_a_lost_step_was_given_and_a_power_cut_took_is_rolled_out_again(tmp_path: Path) -> None:
+async def test_groups_lost_in_a_power_cut_are_rolled_out_again(tmp_path: Path) -> None:
     await trained(tmp_path, ("a",), ("b",))
     file = tmp_path / "trajectories.twz"
     file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
@@ -228,7 +228,7 @@ async def test_what_a_lost_step_was_given_and_a_power_cut_took_is_rolled_out_aga
     assert not buffer.expect(RolloutRequest(Task("b", "?")), 1)
 
 
-async def test_a_process_that_goes_on_keeps_nothing_of_what_is_over(tmp_path: Path) -> None:
+async def test_a_resumed_process_holds_no_consumed_groups(tmp_path: Path) -> None:
     await trained(tmp_path, ("a", "b"), ("c",))
     journal = Journal.open(tmp_path, part=1, after_step=2)
     assert journal._state.entries == {}

@@ -32,14 +32,14 @@ def flight(version: int) -> InFlight:
     return InFlight("f", "f", "train", version)
 
 
-def test_on_policy_takes_what_this_step_s_weights_sampled() -> None:
+def test_on_policy_takes_groups_of_the_current_weights() -> None:
     ready = [facts("b", 4), facts("a", 4), facts("o", 3)]
     on_policy = make_strategy(load_config(ReplayConfig, defaults={"strategy": "on_policy"}), RunFacts(4, sync=False))
     assert on_policy.choose(ready, [], 5, 2) == Choice(("a", "b"), (("o", "stale"),))
     assert on_policy.choose(ready, [], 5, 3) == Choice(None, (("o", "stale"),))
 
 
-def test_bounded_waits_for_what_no_later_step_could_train() -> None:
+def test_bounded_waits_for_groups_with_the_nearest_deadline() -> None:
     ready = [facts("a", 4), facts("b", 4)]
     # At step 5 a group of version 3 is one step old; at step 6 it would be two.
     assert Bounded(1, "wait").choose(ready, [flight(3)], 5, 1).take is None
@@ -54,7 +54,7 @@ def test_bounded_waits_for_what_no_later_step_could_train() -> None:
     assert Bounded(1, "wait", step_groups=2).choose(ready, [flight(3)], 5, 1, taken=1).take is None
 
 
-def test_the_oldest_are_taken_first_and_what_never_grows_old_last() -> None:
+def test_oldest_groups_are_taken_first_and_versionless_last() -> None:
     ready = [facts("n", None), facts("b", 4), facts("a", 3)]
     assert Bounded(3).choose(ready, [], 5, 3).take == ("a", "b", "n")
 
@@ -80,7 +80,7 @@ def test_prioritized_draws_in_proportion() -> None:
     assert turned == Prioritized(0.3, seed=7).choose(ready, [], 4, 2)
 
 
-def test_mixed_takes_its_share_of_what_was_trained() -> None:
+def test_mixed_takes_its_share_of_trained_groups() -> None:
     strategy = Mixed(0.5, 3, 10)
     fresh = [facts(name, 4) for name in "abcd"]
     stored = [facts("x", 1, uses=2), facts("y", 2, uses=1), facts("z", 3, uses=1), facts("w", 3, uses=3)]
@@ -93,7 +93,7 @@ def test_mixed_takes_its_share_of_what_was_trained() -> None:
     assert strategy.lacks([fresh[0], stored[0]], [flight(4)], 5, 4) == 1
 
 
-def test_room_is_what_can_be_trained_in_time() -> None:
+def test_room_is_the_number_of_groups_trained_in_time() -> None:
     admission = StalenessBound(4, ahead=2, bound=2)
     assert admission.room(outstanding=0, version=7, step=8) == 12
     # While step 8 is trained, what is asked for now can be trained in steps 9 and 10.
@@ -127,7 +127,7 @@ class Other: pass
 """
 
 
-def test_one_s_own_strategy(tmp_path: Path) -> None:
+def test_a_custom_strategy_is_loaded_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
 
     def make(name: str, **config: Any) -> Any:

@@ -103,14 +103,14 @@ async def test_rollout_and_attempt_stand_in_the_path_and_attempts_are_kept_apart
     assert late == 404, "the address of an attempt that has ended"
 
 
-async def test_what_stands_before_the_token_must_be_of_its_session() -> None:
+async def test_addresses_with_parts_of_another_session_are_refused() -> None:
     async with runner(address=FORM, agent={"name": f"{__name__}:Meets"}) as made:
         await asyncio.gather(made.run(spec("one")), made.run(spec("two")))
     # Of another rollout with this token; what a proxy took the front of; all of it.
     assert ANSWERED == [404, 200, 200]
 
 
-async def test_a_proxy_in_front_passes_on_what_it_is_asked() -> None:
+async def test_requests_through_a_public_url_reach_the_session() -> None:
     paths: list[str] = []
 
     async def forward(request: web.Request) -> web.Response:
@@ -136,7 +136,7 @@ async def test_a_proxy_in_front_passes_on_what_it_is_asked() -> None:
     assert paths[0].startswith("/team-a/rollout/")
 
 
-def test_each_episode_is_given_the_base_that_the_fewest_have() -> None:
+def test_each_episode_gets_the_least_used_public_url() -> None:
     form = EndpointTemplate("{base}/{token}", ["http://a/", "http://b"])
     assert [form.take() for _ in range(3)] == ["http://a", "http://b", "http://a"]
     form.release("http://a")
@@ -170,7 +170,7 @@ def test_all_fields_of_an_address() -> None:
         ("{base}/{}/{token}", "{} in"),
     ],
 )
-def test_what_is_no_address_is_refused_by_name(template: str, said: str) -> None:
+def test_malformed_address_templates_are_refused(template: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_template(template)
     assert said in str(error.value)
@@ -188,7 +188,7 @@ def test_what_is_no_address_is_refused_by_name(template: str, said: str) -> None
         ({"ports": 1}, "did you mean"),
     ],
 )
-def test_a_wrong_gateway_section_says_what_is_allowed(gateway: dict[str, Any], said: str) -> None:
+def test_a_malformed_gateway_section_is_refused(gateway: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match="gateway") as error:
         load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "gateway": gateway})
     assert said in str(error.value)

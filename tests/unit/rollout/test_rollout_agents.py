@@ -93,7 +93,7 @@ def test_files_are_found_beside_the_file_that_names_them(tmp_path) -> None:
         ("just text", "holds 'just text'"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_before_anything_starts(tmp_path, text, message) -> None:
+def test_problems_of_an_agent_file_raise_before_the_start(tmp_path, text, message) -> None:
     with pytest.raises(ConfigError) as raised:
         table(tmp_path, text).check()
     assert "agents.yaml" in str(raised.value)

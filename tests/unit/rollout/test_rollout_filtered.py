@@ -37,7 +37,7 @@ def why(metric: str, *members: Rewards, **about: tuple[str, ...]) -> str | None:
     return why_filtered(group_facts(group("g", *members, **about), "g", 0), metric)
 
 
-def test_what_is_equal() -> None:
+def test_why_filtered_of_equal_and_missing_rewards() -> None:
     right, wrong = [("correct", 1.0), ("format", 0.5)], [("correct", 0.0), ("format", 0.5)]
     assert why("reward", right, wrong) is None
     assert why("correct", right, wrong) is None
@@ -60,7 +60,7 @@ def test_what_is_equal() -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4), max_size=8), st.integers(1, 4))
-def test_a_filtered_strategy_takes_what_the_strategy_takes_of_the_rest(rewards: list[list[float]], size: int) -> None:
+def test_a_filtered_strategy_chooses_among_the_unfiltered_groups(rewards: list[list[float]], size: int) -> None:
     ready = [
         GroupFacts(f"g{n}", f"g{n}", "t", "train", n, 0, tuple(values), spread={"reward": max(values) - min(values)})
         for n, values in enumerate(rewards)

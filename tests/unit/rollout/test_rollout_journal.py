@@ -43,7 +43,7 @@ def finish(journal: Journal, group: str, numbers: range, *, put: bool = True) ->
         journal.group(whole(group, members), group_facts(whole(group, members), group, 0))
 
 
-def test_a_line_tells_whether_it_is_as_it_was_written() -> None:
+def test_unseal_detects_any_changed_byte() -> None:
     line = seal({"event": "take", "step": 3, "keys": ['a,"crc":1}']})
     assert unseal(line) == {"event": "take", "step": 3, "keys": ['a,"crc":1}']}
     for place in range(len(line)):
@@ -51,7 +51,7 @@ def test_a_line_tells_whether_it_is_as_it_was_written() -> None:
         assert unseal(line[:place] + bytes([line[place] ^ 1]) + line[place + 1 :]) is None
 
 
-def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path) -> None:
+def test_a_resumed_process_restores_untrained_groups(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     for name in ("a", "b", "c"):
         finish(journal, name, range(2))
@@ -77,7 +77,7 @@ def test_the_next_process_finds_what_was_finished_and_not_trained(tmp_path: Path
     assert Journal.open(tmp_path, part=2, after_step=2).restore("b") is None
 
 
-def test_what_a_step_gives_back_is_there_for_the_next_process(tmp_path: Path) -> None:
+def test_groups_given_back_are_available_to_the_next_process(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     for name in ("a", "b", "c"):
         finish(journal, name, range(2))
@@ -147,7 +147,7 @@ def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
     assert notices == []
 
 
-def test_what_is_spoilt_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_damage_before_intact_lines_raises_format_error(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     for name in ("a", "b"):
         finish(journal, name, range(2))
@@ -219,7 +219,7 @@ def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp
 
 
 @pytest.mark.parametrize("name", ["journal.jsonl", "trajectories.twz"])
-def test_a_disk_that_refuses_is_one_error_and_leaves_whole_lines(tmp_path: Path, name: str) -> None:
+def test_a_full_disk_is_one_error_and_leaves_complete_lines(tmp_path: Path, name: str) -> None:
     journal = Journal.open(tmp_path)
     finish(journal, "a", range(1))
     content_before = (tmp_path / name).read_bytes()
@@ -236,7 +236,7 @@ def test_a_disk_that_refuses_is_one_error_and_leaves_whole_lines(tmp_path: Path,
     assert later.facts("a", 0) is not None
 
 
-async def test_a_buffer_keeps_no_more_in_memory_than_it_may_and_reads_the_rest_again(tmp_path: Path) -> None:
+async def test_groups_above_memory_mb_are_read_from_disk(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     buffer = LocalReplayBuffer(journal=journal, memory_mb=1)
     text = "x" * 300_000
@@ -261,7 +261,7 @@ async def test_a_buffer_keeps_no_more_in_memory_than_it_may_and_reads_the_rest_a
     assert not any(never.expect(request, 0) for request in requests)
 
 
-def test_what_a_manager_put_into_no_group_is_named_at_the_end(tmp_path: Path) -> None:
+def test_unclaimed_trajectories_of_a_manager_are_noted_at_the_end(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     finish(journal, "a", range(1))
     journal.write(member("b", 0))

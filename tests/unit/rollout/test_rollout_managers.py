@@ -28,7 +28,7 @@ def config(manager: str | None) -> RolloutConfig:
     return load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "agent_loop_manager_class": manager})
 
 
-async def test_a_group_without_a_sign_of_life_is_given_out_again() -> None:
+async def test_a_group_without_heartbeats_is_issued_again() -> None:
     notices: list[str] = []
     buffer, renderer = LocalReplayBuffer(), ToyRenderer()
     plan = EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=3&split=test", samples=1, pass_k=[1])
@@ -42,7 +42,7 @@ async def test_a_group_without_a_sign_of_life_is_given_out_again() -> None:
     assert any("no heartbeat for 0.3 s, so it is issued again" in text for text in notices)
 
 
-def test_leases_are_for_managers_of_one_s_own() -> None:
+def test_lease_timeout_needs_a_custom_manager() -> None:
     with pytest.raises(ConfigError, match="lease_timeout is 5, but it is for a manager of agent_loop_manager_class"):
         load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "lease_timeout": 5})
 
@@ -164,14 +164,16 @@ class WrongModel(Bare):
         (f"{HERE}.WrongModel", "custom_model is <class 'dict'>, not a pydantic model"),
     ],
 )
-def test_what_cannot_be_a_manager_is_refused_before_anything_starts(name: str, said: str) -> None:
+def test_classes_that_are_no_manager_are_refused_before_the_start(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_manager(config(name), {})
     assert str(error.value).startswith(f"rollout.agent_loop_manager_class '{name}'")
     assert said in str(error.value)
 
 
-def test_a_file_beside_the_configuration_may_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_is_loaded_from_a_file_beside_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("from support.rollout.custom_managers import WholeGroups\n")
     monkeypatch.chdir(tmp_path)
     assert check_manager(config("mine.py:WholeGroups"), {}) is WholeGroups
@@ -201,7 +203,7 @@ async def test_a_create_that_fails_is_an_error_of_the_configuration(name: str, s
     assert said in str(error.value)
 
 
-async def test_an_error_of_ours_passes_as_it_is() -> None:
+async def test_a_turnwise_error_of_create_is_raised_unchanged() -> None:
     with pytest.raises(EnvError, match="the pool is empty"):
         await made(f"{HERE}.Refusing")
 
@@ -257,14 +259,14 @@ async def test_a_manager_that_breaks_its_contract_ends_the_run(name: str, said: 
     assert said in str(error.value)
 
 
-async def test_two_tasks_of_one_id_cannot_be_told_apart() -> None:
+async def test_gather_refuses_two_tasks_of_one_id() -> None:
     manager = await made(f"{HERE}.Bare")
     with pytest.raises(TurnwiseError, match="1 tasks have the id of another task"):
         await manager.gather(requests("a", "a"))
     await manager.close()
 
 
-async def test_a_manager_that_dies_ends_who_waits_for_it() -> None:
+async def test_a_failed_task_of_a_manager_ends_waiting_samples() -> None:
     buffer = LocalReplayBuffer()
     custom = {"groups": {"at_once": 2}}
     manager = await made(f"support.rollout.custom_managers.{Dying.__name__}", buffer=buffer, custom=custom)
@@ -285,7 +287,7 @@ class Endless(Bare):
             type(self).ended = True
 
 
-async def test_closing_cancels_what_it_started_although_it_has_no_close() -> None:
+async def test_closing_cancels_tasks_of_a_manager_without_close() -> None:
     manager = await made(f"{HERE}.Endless")
     manager.generate_sequences(requests("a"))
     await asyncio.sleep(0)
@@ -293,7 +295,7 @@ async def test_closing_cancels_what_it_started_although_it_has_no_close() -> Non
     assert Endless.ended
 
 
-async def test_it_is_evaluated_with_the_same_figures_as_the_package_s_own() -> None:
+async def test_a_custom_manager_evaluates_with_the_figures_of_the_producer() -> None:
     plan = EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=4&split=test", samples=3)
     figures = []
     for name in (None, EXAMPLE):
@@ -310,7 +312,7 @@ async def test_it_is_evaluated_with_the_same_figures_as_the_package_s_own() -> N
     assert own.sampled.success.episodes == 12
 
 
-def test_current_rollout_says_where_it_may_be_asked() -> None:
+def test_current_rollout_raises_outside_of_a_manager() -> None:
     with pytest.raises(TurnwiseError, match=r"call it in create\(\) or generate_sequences\(\)"):
         current_rollout()
 

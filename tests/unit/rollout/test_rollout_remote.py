@@ -91,7 +91,7 @@ def content(trajectory: Trajectory) -> list[Any]:
     return [(s.kind, s.parent, s.token_ids.tolist(), s.fork) for s in trajectory.segments]
 
 
-async def test_an_agent_there_leaves_what_it_leaves_here(tmp_path: Path) -> None:
+async def test_a_remote_agent_records_what_a_local_one_records(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         playing = run.runner(ReActAgent())
         groups = await run.ask("a", "b", size=2)
@@ -152,7 +152,7 @@ async def test_limits_of_the_run_end_an_agent_there(tmp_path: Path) -> None:
     assert trajectory.error is None
 
 
-async def test_what_an_agent_raises_is_an_error_and_no_reward(tmp_path: Path) -> None:
+async def test_an_exception_of_a_remote_agent_is_an_error_without_reward(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         playing = run.runner(Raises())
         [group] = await run.ask("a")
@@ -195,7 +195,7 @@ async def test_an_agent_there_rewards_its_turns(tmp_path: Path, name: str) -> No
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:create_react_agent")
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_graph_there_acts_as_it_does_here(tmp_path: Path, streams: bool) -> None:
+async def test_a_remote_graph_acts_as_a_local_one(tmp_path: Path, streams: bool) -> None:
     def graph(model: Any, tools: Any) -> Any:
         async def ask(state: MessagesState) -> dict[str, Any]:
             bound = model.bind_tools(tools)
@@ -222,7 +222,7 @@ async def test_a_graph_there_acts_as_it_does_here(tmp_path: Path, streams: bool)
     assert not trajectory.forks()
 
 
-async def test_a_program_there_makes_its_calls_on_the_turns_that_made_them(tmp_path: Path) -> None:
+async def test_tool_calls_of_a_remote_program_are_counted_on_their_turns(tmp_path: Path) -> None:
     async with running(tmp_path, retries=0) as run:
         playing = run.runner(make_agent("blackbox", command=CHAT_LOOP))
         [group] = await run.ask("a")
@@ -234,7 +234,7 @@ async def test_a_program_there_makes_its_calls_on_the_turns_that_made_them(tmp_p
     assert called == [1, 1, 0]
 
 
-async def test_a_program_that_cannot_run_there_is_tried_again_as_it_is_here(tmp_path: Path) -> None:
+async def test_a_remote_program_that_fails_is_retried(tmp_path: Path) -> None:
     async with running(tmp_path, retries=1) as run:
         playing = run.runner(make_agent("blackbox", command="false"))
         [group] = await run.ask("a")
@@ -256,9 +256,7 @@ async def test_a_server_that_fails_is_the_run_s_own_error(tmp_path: Path) -> Non
     assert [trajectory.error for trajectory in run.written] == ["InferenceError: the engine died"] * 2
 
 
-async def test_an_episode_of_a_runner_that_vanishes_is_played_anew_and_what_comes_late_is_refused(
-    tmp_path: Path,
-) -> None:
+async def test_episodes_of_a_lost_runner_are_played_again_and_late_requests_refused(tmp_path: Path) -> None:
     async with running(tmp_path, retries=0) as run:
         agent = Held()
         first = run.runner(agent)
@@ -288,7 +286,7 @@ async def test_an_episode_of_a_runner_that_vanishes_is_played_anew_and_what_come
     assert "no runner is connected: episodes wait for one" in run.said
 
 
-async def test_a_silent_runner_is_given_up(tmp_path: Path, monkeypatch) -> None:
+async def test_a_runner_without_heartbeats_is_dropped(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("turnwise.rollout.remote.service.LOST_AFTER_S", 0.5)
     async with running(tmp_path) as run, aiohttp.ClientSession() as http:
         headers = {"Authorization": f"Bearer {read_key(run.key)}"}
@@ -327,9 +325,7 @@ async def test_who_cancels_the_run_stops_the_agent_there(tmp_path: Path) -> None
     assert run.written[0].stop_reason is StopReason.CANCELLED
 
 
-async def test_an_episode_s_time_out_stops_the_agent_there_and_waiting_for_a_runner_is_no_part_of_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_timeout_stops_the_remote_agent_and_excludes_the_wait_for_a_runner(tmp_path: Path) -> None:
     # Less than the time after which a silent runner is given up.
     async with running(tmp_path, episode_timeout=20.0) as run:
         sampling = asyncio.create_task(run.ask("a"))
@@ -362,7 +358,7 @@ async def test_a_runner_without_the_key_is_refused_and_says_so(tmp_path: Path) -
                 assert said in (await a.json())["error"]["message"]
 
 
-async def test_a_runner_waits_for_a_run_as_long_as_it_may(tmp_path: Path) -> None:
+async def test_a_runner_waits_for_a_run_up_to_its_wait_option(tmp_path: Path) -> None:
     notices: list[str] = []
     options = RunnerOptions("http://127.0.0.1:9", "key", wait=0.2)
     with pytest.raises(InferenceError, match=r"no run was at http://127.0.0.1:9 for 0.2 s"):
@@ -372,7 +368,7 @@ async def test_a_runner_waits_for_a_run_as_long_as_it_may(tmp_path: Path) -> Non
         read_key(tmp_path / "none")
 
 
-def test_a_manager_of_one_s_own_hands_its_episodes_out_itself(tmp_path: Path) -> None:
+def test_remote_together_with_a_custom_manager_is_refused(tmp_path: Path) -> None:
     section = {"env": {"name": "lookup"}, "remote": {"key_file": "k"}, "agent_loop_manager_class": "a.b"}
     with pytest.raises(ConfigError, match="either remote or agent_loop_manager_class"):
         load_config(RolloutConfig, defaults=section)

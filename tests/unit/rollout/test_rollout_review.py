@@ -248,7 +248,7 @@ async def test_an_environment_failure_that_the_agent_swallows_is_never_a_reward(
     assert LOG == []
 
 
-async def test_a_message_that_the_agent_edits_is_scored_as_it_was_said(monkeypatch) -> None:
+async def test_a_message_edited_by_the_agent_is_scored_as_sampled(monkeypatch) -> None:
     seen = []
 
     def score(self, final):
@@ -288,7 +288,7 @@ async def test_tool_messages_without_an_id_answer_the_calls_in_order() -> None:
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-async def test_closing_is_bounded_whatever_hangs_in_it(monkeypatch, stubborn) -> None:
+async def test_closing_is_bounded_where_cleanup_hangs(monkeypatch, stubborn) -> None:
     let_go = asyncio.Event()
 
     async def close(self):
@@ -315,7 +315,7 @@ async def test_closing_is_bounded_whatever_hangs_in_it(monkeypatch, stubborn) ->
 # Models and files
 
 
-async def test_what_a_model_samples_never_keeps_a_trajectory_from_being_written(tmp_path, monkeypatch) -> None:
+async def test_any_sampled_text_can_be_written(tmp_path, monkeypatch) -> None:
     renderer = ToyRenderer()
 
     def line(arguments: str) -> list[int]:
@@ -439,7 +439,7 @@ async def test_cancelling_while_an_ended_episode_closes_is_a_cancellation(monkey
 
 
 @pytest.mark.parametrize("spent", ["turns", "truncated"])
-async def test_an_end_that_is_no_answer_is_scored_without_one(monkeypatch, spent) -> None:
+async def test_an_episode_without_an_answer_is_scored_with_none(monkeypatch, spent) -> None:
     seen = []
 
     def score(self, final):
@@ -536,7 +536,7 @@ async def test_tags_partitions_and_run_seeds_decide_the_seeds() -> None:
     assert seeds[1, "val", "sampled"][1] != seeds[1, "val", "other"][1]
 
 
-async def test_an_epoch_samples_apart_from_the_one_before() -> None:
+async def test_epochs_have_different_sampling_seeds() -> None:
     renderer, found = ToyRenderer(), []
     for epoch in (0, 1):
         client = ScriptedClient(renderer, ["42"])
@@ -550,7 +550,7 @@ async def test_an_epoch_samples_apart_from_the_one_before() -> None:
     assert sampled != sampled_later
 
 
-async def test_closing_a_producer_cancels_what_runs_and_writes_it() -> None:
+async def test_closing_a_producer_cancels_and_writes_running_episodes() -> None:
     requested = asyncio.Event()
 
     async def never(request):
@@ -613,7 +613,7 @@ async def test_a_single_turn_that_was_cut_says_so(limit, reason) -> None:
     assert (trajectory.stop_reason, trajectory.reward, LOG.count("score")) == (reason, 1.0, 1)
 
 
-async def test_what_runs_when_closing_is_cancelled_is_waited_for(monkeypatch) -> None:
+async def test_cleanup_of_a_cancelled_close_is_awaited(monkeypatch) -> None:
     async def close(self):
         await asyncio.Event().wait()
 

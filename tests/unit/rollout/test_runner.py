@@ -200,7 +200,7 @@ async def test_a_score_that_hangs_is_an_error() -> None:
     assert "scoring did not end" in str(outcome.error)
 
 
-async def test_cancelling_closes_and_writes_before_it_goes_on() -> None:
+async def test_cancellation_is_raised_after_closing_and_writing() -> None:
     requested = asyncio.Event()
     written: list = []
 
@@ -390,7 +390,7 @@ async def test_a_failed_member_never_discards_its_group() -> None:
     assert len(written) == 4
 
 
-async def test_what_recovery_raises_ends_the_work() -> None:
+async def test_an_error_of_recover_ends_the_gathering() -> None:
     async def recover(error):
         raise InferenceError("dead for good")
 
@@ -431,7 +431,7 @@ class Rooms(Env):
 register("test-rooms", Rooms)
 
 
-async def test_states_are_kept_as_the_environment_named_them() -> None:
+async def test_states_of_an_environment_are_recorded_after_their_turns() -> None:
     config = RolloutConfig(env=SpecConfig(name="test-rooms"), agent=SpecConfig(name="turns"))
     renderer = ToyRenderer()
     runner = EpisodeRunner(config, ScriptedClient(renderer, ["left", "right"]), renderer, context_length=5000)

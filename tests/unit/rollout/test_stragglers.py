@@ -28,7 +28,7 @@ def first(ready: int):
     share=st.floats(0.1, 1),
     looks=st.lists(st.floats(0, 80), max_size=20),
 )
-def test_a_batch_is_cut_when_it_is_due_and_not_before(times, seconds, share, looks) -> None:
+def test_a_batch_is_cut_at_its_deadline(times, seconds, share, looks) -> None:
     tail, size, arrivals = StragglerDeadline(seconds, share), len(times), sorted(times)
     begins = arrivals[tail.least(size) - 1]
     assert tail.least(size) >= share * size - 1e-6
@@ -62,7 +62,7 @@ def test_the_share_begins_anew_where_groups_were_dropped() -> None:
     assert tail.look(first(3), 3, 4, 20.0, 25.0) == StragglerCutoff(20.0, ("0", "1", "2"))
 
 
-def test_what_is_too_old_is_no_part_of_a_share_and_a_cut_waits_for_no_flight() -> None:
+def test_stale_groups_do_not_count_for_the_share_of_a_cut_batch() -> None:
     def facts(number: int, version: int) -> GroupFacts:
         return GroupFacts(str(number), str(number), "t", "train", number, version, (1.0,))
 

@@ -389,7 +389,7 @@ async def test_a_budget_bounds_the_tree() -> None:
         ({"branches": 2, "rounds": 3}, "rounds is 3, but there are only 2 branches"),
     ],
 )
-async def test_what_cannot_be_forked_is_refused_before_the_rollout(given: dict[str, Any], message: str) -> None:
+async def test_unforkable_trees_are_refused_before_the_rollout(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
         await play(**given)
 
@@ -415,7 +415,7 @@ class HeldProcess(SandboxProcess):
 register("test-tally-holding", Holding)
 
 
-async def test_why_nothing_could_be_forked_is_noted() -> None:
+async def test_the_reason_for_a_tree_without_branches_is_noted() -> None:
     outcome, _ = await play(env="test-tally-holding")
     assert outcome.error is None
     [trajectory] = outcome.trajectories
@@ -484,7 +484,7 @@ def looks(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[in
     return CHOOSERS["value"](turns, count, draw)
 
 
-async def test_turns_know_the_rewards_of_the_ways_that_pass_them() -> None:
+async def test_tree_turns_hold_the_rewards_of_branches_that_pass_them() -> None:
     SEEN.clear()
     outcome, _ = await play(branches=9, rounds=3, where=f"{__name__}:looks")
     assert outcome.error is None
@@ -528,7 +528,7 @@ def planted(trajectory: Trajectory, number: int, **changes: Any) -> Trajectory:
     return replace(trajectory, branches=branches)
 
 
-async def test_the_audit_finds_a_branch_that_is_not_what_it_says(tmp_path: Path) -> None:
+async def test_the_audit_finds_corrupt_branches(tmp_path: Path) -> None:
     outcome, _ = await play(seed=0, ledger=tmp_path)
     [trajectory] = outcome.trajectories
     last = trajectory.branches[-1]
@@ -551,7 +551,7 @@ async def test_the_audit_finds_a_branch_that_is_not_what_it_says(tmp_path: Path)
         assert problems, (said, audit_files(folder).contradictions)
 
 
-async def test_a_tree_is_viewed_and_exported_way_by_way(tmp_path: Path) -> None:
+async def test_a_tree_is_viewed_and_exported_by_branch(tmp_path: Path) -> None:
     outcome, _ = await play(seed=0)
     [trajectory] = outcome.trajectories
     console = Console(width=200, record=True, file=io.StringIO())

@@ -131,7 +131,7 @@ async def test_episodes_go_to_the_least_loaded_and_wait_in_order() -> None:
     await with_pool(PoolSize(2, 2, episodes=3), act)
 
 
-async def test_a_lost_worker_is_replaced_and_its_episodes_say_so() -> None:
+async def test_a_lost_worker_is_replaced_and_its_episodes_disconnect() -> None:
     async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:
         runs = [asyncio.create_task(pool.run(spec(number))) for number in range(4)]
         await turns()
@@ -154,7 +154,7 @@ async def test_a_lost_worker_is_replaced_and_its_episodes_say_so() -> None:
     await with_pool(PoolSize(2, 2, episodes=2), act)
 
 
-async def test_a_worker_takes_the_place_of_one_that_has_given_it_back() -> None:
+async def test_a_replacement_starts_after_the_lost_worker_is_closed() -> None:
     async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:
         [first] = cluster.workers
         first.slow_end = 50
@@ -190,7 +190,7 @@ async def test_a_cancelled_episode_is_written_before_the_cancellation_goes_on() 
     await with_pool(PoolSize(1, 1, episodes=1), act)
 
 
-async def test_an_episode_that_ends_as_it_is_cancelled_is_cancelled() -> None:
+async def test_an_episode_that_ends_during_its_cancellation_is_cancelled() -> None:
     async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:
         run = asyncio.create_task(pool.run(spec(0)))
         await turns()
@@ -258,9 +258,7 @@ async def test_errors_lost_threads_and_moves_travel() -> None:
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(["ask", "end", "die", "cancel"]), max_size=40), st.integers(1, 3), st.integers(1, 3))
-async def test_whatever_happens_places_are_bounded_and_every_episode_has_an_end(
-    events: list[str], least: int, episodes: int
-) -> None:
+async def test_workers_stay_bounded_and_every_episode_ends(events: list[str], least: int, episodes: int) -> None:
     async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:
         runs: list[asyncio.Task[Any]] = []
         for number, event in enumerate(events):
