@@ -113,12 +113,15 @@ def _allowed(error: ErrorDetails) -> str:
 def _models_at(model: type[BaseModel], keys: Keys) -> list[type[BaseModel]]:
     """Return the classes that a path may hold (several for a union)."""
     classes = [model]
+    is_name = False
     for key in keys:
-        inner = [
-            cls.model_fields[key].annotation for cls in classes if isinstance(key, str) and key in cls.model_fields
-        ]
-        if inner or not isinstance(key, int):
-            classes = [cls for annotation in inner for cls in _models_in(annotation)]
+        if is_name or isinstance(key, int):
+            # A name that the user chose, such as the one in policies.main, or an index: the section is below it.
+            is_name = False
+            continue
+        annotations = [cls.model_fields[key].annotation for cls in classes if key in cls.model_fields]
+        is_name = any(get_origin(annotation) is dict for annotation in annotations)
+        classes = [cls for annotation in annotations for cls in _models_in(annotation)]
     return classes
 
 
