@@ -41,7 +41,7 @@ def build(
     return build_experience(collect([TrajectoryGroup("g", "task", members)]), algorithm, temperature=1.0)
 
 
-def told(result: Experience) -> dict[str, list[float]]:
+def turn_advantages(result: Experience) -> dict[str, list[float]]:
     """The advantage of each trained turn, by trajectory; every trained token of a turn has the same."""
     credit: dict[str, dict[int, float]] = {}
     for row in result.rows:

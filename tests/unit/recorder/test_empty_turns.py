@@ -12,7 +12,7 @@ import pytest
 from support.chat.model_dirs import renderer_for
 from support.gateway.server import serving
 from support.rollout.audited import assert_sound
-from support.trainer.credited import build, told, trajectory
+from support.trainer.credited import build, trajectory, turn_advantages
 from turnwise.ext.frameworks.compat.verl_agent_loop import TokenOutput
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
@@ -99,7 +99,7 @@ def test_every_credit_takes_a_turn_without_ids(credit: str, turn: int) -> None:
     result = build(members, config)
     assert len(result.rows) == 2
     assert all(row.sample.trained_tokens == 6 for row in result.rows)
-    advantages = told(result) if credit != "tokens" else {}
+    advantages = turn_advantages(result) if credit != "tokens" else {}
     if credit == "last":
         # Of the last turn that holds ids: the reward would teach nothing otherwise.
         assert advantages == {"a": [0.0, 0.5], "b": [0.0, -0.5]}

@@ -69,7 +69,7 @@ OPTIONS = "algorithm.loss_options"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("section", "message"),
     [
         ({"loss": "gpso"}, "algorithm.loss is 'gpso'; did you mean 'gspo'"),
         ({"loss": "nowhere.mod:f"}, "no module named 'nowhere'"),
@@ -94,9 +94,9 @@ OPTIONS = "algorithm.loss_options"
         ({"loss_scale": 100}, "algorithm.loss_scale is 100, but token_mean divides by no constant: remove it"),
     ],
 )
-def test_invalid_algorithm_raises_validation_error(given: dict[str, object], message: str) -> None:
+def test_invalid_algorithm_raises_validation_error(section: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
-        AlgorithmConfig.model_validate(given)
+        AlgorithmConfig.model_validate(section)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ class Gradients:
 
 
 def update(
-    model: Path, rows: list[TrainRow], budget: int = 64, **given: object
+    model: Path, rows: list[TrainRow], budget: int = 64, **section: object
 ) -> tuple[torch.Tensor, dict[str, float]]:
     learner = Gradients(model)
-    config = AlgorithmConfig.model_validate(given)
+    config = AlgorithmConfig.model_validate(section)
     metrics = update_policy(learner, rows, config, BatchConfig(max_tokens_per_micro_batch=budget), seed=1)  # type: ignore[arg-type]
     return torch.cat(learner.found), metrics
 
@@ -161,11 +161,11 @@ def update(
 def rows(row: Row) -> list[TrainRow]:
     """Ragged rows of trajectories, one of two branches, one whose advantage is zero and one that trains nothing."""
     lengths, names = (12, 7, 9, 15, 5, 8), ("a", "b", "b", "c", "d", "e")
-    given = [
+    trained = [
         row(length, 2 + n, seed=n, name=name, leaf=n, advantage=(1.0, -0.5, -0.5, 0.7, 0.0, 0.3)[n])
         for n, (length, name) in enumerate(zip(lengths, names, strict=True))
     ]
-    return [*given, row(6, 0, seed=9, name="f")]
+    return [*trained, row(6, 0, seed=9, name="f")]
 
 
 def test_a_custom_loss_is_named_by_reference(tmp_path: Path, model_dir: Models, rows: list[TrainRow]) -> None:
@@ -216,13 +216,13 @@ def test_sequences_and_turns_are_numbered_within_a_micro_batch(row: Row) -> None
 
 def test_aggregations_over_sequences(row: Row) -> None:
     # Rows of 2, 4 and 3 trained tokens, one of none: it counts in no denominator. Trajectory a has two rows.
-    given = [row(8, n, name=name, leaf=i) for i, (n, name) in enumerate([(2, "a"), (4, "b"), (3, "a"), (0, "c")])]
-    weighed, normalizer = weigh(given, "seq_mean_token_mean")
+    trained = [row(8, n, name=name, leaf=i) for i, (n, name) in enumerate([(2, "a"), (4, "b"), (3, "a"), (0, "c")])]
+    weighed, normalizer = weigh(trained, "seq_mean_token_mean")
     assert [each.weight for each in weighed] == pytest.approx([0.5, 0.25, 1 / 3, 0.0])
     assert normalizer == 3.0
-    weighed, normalizer = weigh(given, "seq_mean_token_sum")
+    weighed, normalizer = weigh(trained, "seq_mean_token_sum")
     assert ([each.weight for each in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 3.0)
-    weighed, normalizer = weigh(given, "seq_mean_token_sum_norm", scale=10.0)
+    weighed, normalizer = weigh(trained, "seq_mean_token_sum_norm", scale=10.0)
     assert ([each.weight for each in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 30.0)
     with pytest.raises(Exception, match=r"algorithm\.loss_scale is None"):
-        weigh(given, "seq_mean_token_sum_norm")
+        weigh(trained, "seq_mean_token_sum_norm")

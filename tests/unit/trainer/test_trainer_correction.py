@@ -200,7 +200,7 @@ def test_rollout_logprobs_allow_rejection_alone(model_dir: Models, rows: list[Tr
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("section", "message"),
     [
         ({"correction": {}}, "set algorithm.old_logprobs to recompute"),
         ({"loss": "gpg", "correction": {"weights": "none"}}, "nothing is corrected; leave algorithm.correction out"),
@@ -216,9 +216,9 @@ def test_rollout_logprobs_allow_rejection_alone(model_dir: Models, rows: list[Tr
         ),
     ],
 )
-def test_invalid_correction_raises_validation_error(given: dict[str, object], message: str) -> None:
+def test_invalid_correction_raises_validation_error(section: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
-        AlgorithmConfig.model_validate(given)
+        AlgorithmConfig.model_validate(section)
     assert AlgorithmConfig.model_validate({"loss": "gpg", "correction": {}}).correction is not None
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.trainer.credited import build, told, trajectory
+from support.trainer.credited import build, trajectory, turn_advantages
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.algorithms.advantages import compare_returns, grpo
@@ -30,7 +30,7 @@ PAID = [trajectory("a", 3, [(0, 1.0), (None, 2.0)]), trajectory("b", 2, [(1, 1.0
 
 
 @pytest.mark.parametrize(
-    ("credit", "wanted"),
+    ("credit", "expected"),
     [
         # Mean 0.5: the advantages of the trajectories are 0.5 and -0.5.
         ("same", {"a": [0.5, 0.5, 0.5], "b": [-0.5, -0.5]}),
@@ -40,23 +40,23 @@ PAID = [trajectory("a", 3, [(0, 1.0), (None, 2.0)]), trajectory("b", 2, [(1, 1.0
         ("turns", {"a": [0.5, 0.5, 0.5], "b": [-0.5, -0.5]}),
     ],
 )
-def test_a_reward_at_the_end(credit: object, wanted: dict[str, list[float]]) -> None:
-    assert told(build(PAIR, credit)) == wanted
+def test_a_reward_at_the_end(credit: object, expected: dict[str, list[float]]) -> None:
+    assert turn_advantages(build(PAIR, credit)) == expected
 
 
 def test_rewards_of_turns_reach_the_turns_before_them_and_no_later_one() -> None:
     # a: rewards 1, 0, 2, so 3, 2, 2 follow: mean 7/3. b: 0, 1, so 1, 1 follow: mean 1. The group's mean is 5/3.
-    by_name = told(build(PAID, "turns"))
+    by_name = turn_advantages(build(PAID, "turns"))
     assert by_name["a"] == pytest.approx([4 / 3, 1 / 3, 1 / 3])
     assert by_name["b"] == pytest.approx([-2 / 3, -2 / 3])
     # Discounted by a half: 1.5, 1, 2 and 0.5, 1. Means 1.5 and 0.75, together 1.125.
-    by_name = told(build(PAID, {"name": "turns", "gamma": 0.5}))
+    by_name = turn_advantages(build(PAID, {"name": "turns", "gamma": 0.5}))
     assert by_name["a"] == pytest.approx([0.375, -0.125, 0.875])
     assert by_name["b"] == pytest.approx([-0.625, -0.125])
 
 
 def test_the_spread_counts_each_trajectory_once() -> None:
-    by_name = told(build(PAID, "turns", advantage_options={"eps": 1e-9}))
+    by_name = turn_advantages(build(PAID, "turns", advantage_options={"eps": 1e-9}))
     # Around 5/3: a has 16/9, 1/9, 1/9 (mean 2/3), b has 4/9 (mean 4/9); their sum over n - 1 = 1 is 10/9.
     scale = math.sqrt(10 / 9)
     assert by_name["a"] == pytest.approx([4 / 3 / scale, 1 / 3 / scale, 1 / 3 / scale])
@@ -72,10 +72,10 @@ def test_options_of_the_estimator_scale_the_comparison_of_turns(credit: str) -> 
 def test_equal_totals_earned_in_different_turns_still_teach() -> None:
     early = trajectory("a", 2, [(0, 1.0)])
     late = trajectory("b", 2, [(1, 1.0)])
-    assert told(build([early, late], "same")) == {}, "as wholes they are equal"
+    assert turn_advantages(build([early, late], "same")) == {}, "as wholes they are equal"
     result = build([early, late], "turns")
     # 1, 0 and 1, 1 follow: the mean of their means is 3/4.
-    assert told(result) == {"a": [0.25, -0.75], "b": [0.25, 0.25]}
+    assert turn_advantages(result) == {"a": [0.25, -0.75], "b": [0.25, 0.25]}
     assert result.metrics["batch/dead_groups"] == 0
     assert result.metrics["reward/informative"] == 1.0
 
@@ -85,7 +85,7 @@ def test_equal_returns_and_groups_of_one_have_no_gradient() -> None:
         for drop in (True, False):
             result = build(members, "turns", drop_zero_variance=drop)
             assert result.metrics["batch/dead_groups"] == 1
-            assert {value for advantages in told(result).values() for value in advantages} <= {0.0}
+            assert {value for advantages in turn_advantages(result).values() for value in advantages} <= {0.0}
 
 
 def test_the_turns_of_a_fork_are_counted_in_the_order_in_which_they_were_committed() -> None:
@@ -93,7 +93,7 @@ def test_the_turns_of_a_fork_are_counted_in_the_order_in_which_they_were_committ
     result = build([forked, trajectory("b", 1, [])], "turns", norm_by_std=False)
     assert len([row for row in result.rows if row.sample.trajectory_id == "a"]) == 2
     # 3, 3, 1 follow, mean 7/3; b is 0: the group's mean is 7/6.
-    assert told(result)["a"] == pytest.approx([3 - 7 / 6, 3 - 7 / 6, 1 - 7 / 6])
+    assert turn_advantages(result)["a"] == pytest.approx([3 - 7 / 6, 3 - 7 / 6, 1 - 7 / 6])
 
 
 def test_rewards_of_the_episode_and_of_unknown_turns_come_with_the_last_turn() -> None:
@@ -129,7 +129,7 @@ def of_two(trajectory: Trajectory, other: object) -> list[float]:
 
 def test_a_custom_function_returns_the_returns_of_turns() -> None:
     # 0, 1, 2 and 0, 1: means 1 and 0.5, together 0.75.
-    assert told(build(PAIR, f"{__name__}:by_length")) == {"a": [-0.75, 0.25, 1.25], "b": [-0.75, 0.25]}
+    assert turn_advantages(build(PAIR, f"{__name__}:by_length")) == {"a": [-0.75, 0.25, 1.25], "b": [-0.75, 0.25]}
 
 
 def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (f"{__name__}:nobody", "has no 'nobody'"),
         ("no_such_package.f", "no module named 'no_such_package'"),
@@ -150,14 +150,14 @@ def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path
         (f"{__name__}:of_two", "cannot be called as f(trajectory)"),
     ],
 )
-def test_an_unusable_credit_function_raises_config_error(name: str, said: str) -> None:
+def test_an_unusable_credit_function_raises_config_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.credit") as error:
         load_credit(CreditConfig(name=name))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ([1.0], "for trajectory a: it must be a list of 3 numbers"),
         (None, "returned None for trajectory a"),
@@ -166,11 +166,11 @@ def test_an_unusable_credit_function_raises_config_error(name: str, said: str) -
         ([0.0, "1", 1.0], "returned '1'"),
     ],
 )
-def test_invalid_returns_of_a_credit_function_raise_train_error(answer: object, said: str) -> None:
+def test_invalid_returns_of_a_credit_function_raise_train_error(answer: object, message: str) -> None:
     ANSWERS["now"] = answer
     with pytest.raises(TrainError, match=r"algorithm\.credit") as error:
         build(PAIR, f"{__name__}:answering")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_an_error_of_a_credit_function_raises_train_error() -> None:
@@ -179,7 +179,7 @@ def test_an_error_of_a_credit_function_raises_train_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("credit", "said"),
+    ("credit", "message"),
     [
         (
             "lasts",
@@ -192,15 +192,15 @@ def test_an_error_of_a_credit_function_raises_train_error() -> None:
         ({"name": "turns", "gama": 0.5}, "did you mean credit.gamma?"),
     ],
 )
-def test_invalid_credit_raises_config_error(credit: object, said: str) -> None:
+def test_invalid_credit_raises_config_error(credit: object, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(AlgorithmConfig, defaults={"credit": credit})
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_turns_are_compared_as_grpo_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules["turnwise.trainer.algorithms.advantages"].ADVANTAGES, "mine", grpo)
-    assert told(build(PAIR, "last", advantage="mine")) == told(build(PAIR, "last"))
+    assert turn_advantages(build(PAIR, "last", advantage="mine")) == turn_advantages(build(PAIR, "last"))
     with pytest.raises(ConfigError, match="compares turns as the estimator"):
         build(PAIR, "turns", advantage="mine")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.trainer.credited import build, told, trajectory
+from support.trainer.credited import build, trajectory, turn_advantages
 from turnwise.agents.notes import first_state, note_state
 from turnwise.errors import ConfigError, TrainError
 from turnwise.trainer.algorithms.credit import anchor_states, token_returns
@@ -75,16 +75,16 @@ def stepped(name: str, states: list[str], rewards: list[tuple[int | None, float]
 def test_turns_from_the_same_state_are_compared() -> None:
     members = [stepped("a", ["s", "x"], [(0, 1.0)]), stepped("b", ["s", "y"], [])]
     # Episodes: 1 and 0, advantages +-1/2. In s the returns are 1 and 0: +-1/2. x and y were met once: 0.
-    assert told(build(members, "gigpo")) == {"a": [1.0, 0.5], "b": [-1.0, -0.5]}
+    assert turn_advantages(build(members, "gigpo")) == {"a": [1.0, 0.5], "b": [-1.0, -0.5]}
 
 
 def test_each_visit_of_a_repeated_state_is_compared() -> None:
     # Later rewards count half. a: 0 + 1/2, 1. b: 0, 0. All four begin in s: mean 3/8. Episodes: +-1/2.
     members = [stepped("a", ["s", "s"], [(1, 1.0)]), stepped("b", ["s", "s"], [])]
-    by_name = told(build(members, {"name": "gigpo", "gamma": 0.5}))
+    by_name = turn_advantages(build(members, {"name": "gigpo", "gamma": 0.5}))
     assert by_name == {"a": [0.5 + 0.125, 0.5 + 0.625], "b": [-0.875, -0.875]}
     # Divided by their spreads: episodes 1/sqrt(2); in s squares of 1/64, 25/64 and twice 9/64, over n - 1 = 3: 44/192.
-    by_name = told(build(members, {"name": "gigpo", "gamma": 0.5}, advantage_options={"eps": 1e-9}))
+    by_name = turn_advantages(build(members, {"name": "gigpo", "gamma": 0.5}, advantage_options={"eps": 1e-9}))
     spread = math.sqrt(44 / 192)
     assert by_name["a"] == pytest.approx([math.sqrt(0.5) + 0.125 / spread, math.sqrt(0.5) + 0.625 / spread])
 
@@ -93,18 +93,18 @@ def test_equal_episodes_have_advantages_at_shared_states_only() -> None:
     early, late = stepped("a", ["s", "t"], [(0, 1.0)]), stepped("b", ["s", "t"], [(1, 1.0)])
     result = build([early, late], {"name": "gigpo", "gamma": 0.5})
     # In s: 1 and 1/2; in t: 0 and 1.
-    assert told(result) == {"a": [0.25, -0.5], "b": [-0.25, 0.5]}
+    assert turn_advantages(result) == {"a": [0.25, -0.5], "b": [-0.25, 0.5]}
     assert result.metrics["batch/dead_groups"] == 0
     for members in ([early], [early, stepped("b", ["s", "t"], [(0, 1.0)])]):
         result = build(members, "gigpo", drop_zero_variance=False)
         assert result.metrics["batch/dead_groups"] == 1
-        assert {value for advantages in told(result).values() for value in advantages} == {0.0}
+        assert {value for advantages in turn_advantages(result).values() for value in advantages} == {0.0}
 
 
 def test_ragged_groups_are_compared_apart() -> None:
     first = [stepped("a", ["s"], [(0, 2.0)]), stepped("b", ["s", "s", "s"], [])]
     other = replace(stepped("c", ["s", "s"], [(0, 9.0)]), group_id="other")
-    by_name = told(build([*first, other], "gigpo", drop_zero_variance=False))
+    by_name = turn_advantages(build([*first, other], "gigpo", drop_zero_variance=False))
     # Episodes 2 and 0: +-1. In s: 2, 0, 0, 0, mean 1/2. The one of the other group came back to s, but is alone.
     assert by_name == {"a": [2.5], "b": [-1.5, -1.5, -1.5], "c": [0.0, 0.0]}
 
@@ -189,12 +189,12 @@ def test_a_function_of_the_group_returns_advantages() -> None:
     members = [trajectory("a", 2, [(None, 1.0)]), trajectory("b", 1, [(None, 3.0)])]
     alone = trajectory("c", 2, [(None, 5.0)], group="alone")
     result = build([*members, alone], f"{__name__}:against_the_best", drop_zero_variance=False)
-    assert told(result) == {"a": [-2.0, -2.0], "b": [0.0], "c": [0.0, 0.0]}
+    assert turn_advantages(result) == {"a": [-2.0, -2.0], "b": [0.0], "c": [0.0, 0.0]}
     assert (result.metrics["batch/groups"], result.metrics["batch/dead_groups"]) == (2, 1)
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ([[1.0, 1.0]], "for group g: it must be a list of 2 lists"),
         (None, "returned None for group g"),
@@ -202,18 +202,18 @@ def test_a_function_of_the_group_returns_advantages() -> None:
         ([[1.0, math.inf], [1.0]], "returned inf for a turn of trajectory a"),
     ],
 )
-def test_invalid_advantages_of_a_group_function_raise_train_error(answer: object, said: str) -> None:
+def test_invalid_advantages_of_a_group_function_raise_train_error(answer: object, message: str) -> None:
     ANSWERS["now"] = answer
     with pytest.raises(TrainError, match=r"algorithm\.credit") as error:
         build([trajectory("a", 2, []), trajectory("b", 1, [])], f"{__name__}:answering")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_turns_may_be_compared_over_the_batch() -> None:
     # Groups of one. What follows: 2, 2 and 0: means 2 and 0, mean 1, squares 1 + 1 over n - 1 = 1.
     members = [trajectory("a", 2, [(1, 2.0)], group="g1"), trajectory("b", 1, [], group="g2")]
     result = build(members, "turns", advantage="reinforce_plus_plus", norm_by_std=True)
-    assert told(result) == {
+    assert turn_advantages(result) == {
         "a": pytest.approx([math.sqrt(0.5)] * 2, rel=1e-3),
         "b": pytest.approx([-math.sqrt(0.5)], rel=1e-3),
     }
@@ -221,7 +221,7 @@ def test_turns_may_be_compared_over_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"credit": {"name": "gigpo", "omega": 2.0}}, "gigpo weighs the advantages of turns as those of episodes"),
         ({"credit": {"name": "same", "state": "seen"}}, "no state: 'same'"),
@@ -230,7 +230,7 @@ def test_turns_may_be_compared_over_the_batch() -> None:
         ({"credit": "tokens", "advantage": "rloo"}, "choose grpo, dr_grpo, reinforce_plus_plus"),
     ],
 )
-def test_incompatible_credit_options_raise(config: dict[str, object], said: str) -> None:
+def test_incompatible_credit_options_raise(config: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         build([], norm_by_std=True, **config)
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -51,24 +51,24 @@ def test_only_sampled_tokens_get_advantages_and_rewards_are_added(row: Callable[
     made = replace(made, sample=replace(made.sample, rollout_logprobs=sampled))
     teacher = floats(0, -7, -1.5, -7, -1.0)
 
-    def told(scores: Any, **options: Any) -> Experience:
+    def distil(scores: Any, **options: Any) -> Experience:
         return add_teacher_advantages(
             Experience([made], {"batch/rows": 1.0}), [scores], DistillConfig(teacher="t", **options)
         )
 
-    found = told(teacher)
+    found = distil(teacher)
     assert found.rows[0].advantage.tolist() == [0, 0, -0.5, 0, 1.0]
     # Student less teacher: 0.5 and -1.
     assert found.metrics["distill/reverse_kl"] == pytest.approx(-0.25)
     assert found.metrics["distill/gap_max"] == pytest.approx(1.0)
     assert found.metrics["batch/rows"] == 1.0
     assert not [name for name in found.metrics if meaning(name) is None]
-    assert told(teacher, reward_coef=0.1).rows[0].advantage.tolist() == pytest.approx([0, 0, -0.2, 0, 1.3])
+    assert distil(teacher, reward_coef=0.1).rows[0].advantage.tolist() == pytest.approx([0, 0, -0.2, 0, 1.3])
     # Beyond the teacher's context it says nothing; rewards still do.
-    cut = told(floats(0, -7, -1.5, np.nan, np.nan), reward_coef=1.0)
+    cut = distil(floats(0, -7, -1.5, np.nan, np.nan), reward_coef=1.0)
     assert cut.rows[0].advantage.tolist() == pytest.approx([0, 0, 2.5, 0, 3.0])
     assert cut.metrics["distill/unscored_tokens"] == 1.0
-    assert told(floats(*[np.nan] * 5)).rows[0].advantage.tolist() == [0.0] * 5
+    assert distil(floats(*[np.nan] * 5)).rows[0].advantage.tolist() == [0.0] * 5
 
 
 class Scorer(ScriptedClient):

@@ -215,7 +215,7 @@ def test_every_estimator_names_its_paper_and_is_a_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("section", "message"),
     [
         ({"advantage": "rlo"}, "algorithm.advantage is 'rlo'; did you mean 'rloo'"),
         (
@@ -235,9 +235,9 @@ def test_every_estimator_names_its_paper_and_is_a_page() -> None:
         ({"advantage": "math:cos"}, "which takes (x); it is called with (rewards, groups)"),
     ],
 )
-def test_invalid_estimator_options_raise_validation_error(given: dict[str, object], message: str) -> None:
+def test_invalid_estimator_options_raise_validation_error(section: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
-        AlgorithmConfig.model_validate(given)
+        AlgorithmConfig.model_validate(section)
 
 
 def test_options_reach_the_estimator() -> None:

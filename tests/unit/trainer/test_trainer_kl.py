@@ -326,7 +326,7 @@ def test_a_reference_with_another_vocabulary_raises_config_error(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("section", "message"),
     [
         ({"kl": {"coef": 0.1, "estimator": "k4"}}, "estimator is 'k4'; known: k1, abs, k2, k3, k1+"),
         ({"kl": {"coef": 0.1, "estimator": "k3+", "where": "reward"}}, "a reward has no gradient that + could change"),
@@ -334,9 +334,9 @@ def test_a_reference_with_another_vocabulary_raises_config_error(tmp_path: Path)
         ({"kl": {"coef": 0.1, "where": "reward"}, "advantage": "gdpo"}, "set it to loss"),
     ],
 )
-def test_invalid_kl_configuration_raises_validation_error(given: dict[str, Any], message: str) -> None:
+def test_invalid_kl_configuration_raises_validation_error(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
-        AlgorithmConfig.model_validate(given)
+        AlgorithmConfig.model_validate(section)
 
 
 def test_rows_without_advantage_are_skipped_unless_penalised_in_the_loss() -> None:

@@ -35,7 +35,7 @@ class Reader:
         return [batch.input_ids[0, batch.predictors] / 10 for batch in batches]
 
 
-def said(index: int, parent: int, *ids: int) -> Segment:
+def context(index: int, parent: int, *ids: int) -> Segment:
     return Segment(index, parent, "context", np.array(ids, np.int32))
 
 
@@ -53,8 +53,8 @@ def interleaved(stop: StopReason = StopReason.COMPLETED, group: str = "g") -> Tr
     A: 5 6 | 21 22 | 7 | 23 | 9, B: 8 | 41.
     """
     segments = [
-        said(0, -1, 5, 6), sampled(1, 0, 21, 22), said(2, -1, 8), sampled(3, 2, 41), said(4, 1, 7), sampled(5, 4, 23),
-        said(6, 5, 9),
+        context(0, -1, 5, 6), sampled(1, 0, 21, 22), context(2, -1, 8), sampled(3, 2, 41),
+        context(4, 1, 7), sampled(5, 4, 23), context(6, 5, 9),
     ]  # fmt: skip
     rewards = [("t1", "step", 1.0), ("t3", "step", 2.0), (None, "score", 4.0)]
     return Trajectory(f"x-{group}", "e", group, "task", segments=segments, rewards=rewards, stop_reason=stop)
