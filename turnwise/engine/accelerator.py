@@ -23,7 +23,7 @@ def accelerator() -> str | None:
     return None if device is None else device.type
 
 
-def chosen(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """Return the device of a name; ``auto`` is the accelerator, or the CPU without one. It may not be there."""
     import torch
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from turnwise.engine.accelerator import chosen, memory_bytes, on_cpu
+from turnwise.engine.accelerator import memory_bytes, on_cpu, resolve_device
 from turnwise.errors import CheckpointError, ConfigError, FormatError
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import emulates_bfloat16
@@ -152,7 +152,7 @@ def emulation_warning(key: str, dtype: str, size: ModelSize | None, *cpuinfo: Pa
 
 def server_device(config: InferenceConfig) -> torch.device:
     """Return the device of the servers."""
-    return chosen(config.device)
+    return resolve_device(config.device)
 
 
 def server_need(config: InferenceConfig, size: ModelSize) -> MemoryNeed:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear
 
-from turnwise.engine.accelerator import avoid_planned_attention, chosen, on_cpu, peak_bytes
+from turnwise.engine.accelerator import avoid_planned_attention, on_cpu, peak_bytes, resolve_device
 from turnwise.engine.attention import (
     IMPLEMENTATION,
     AttentionPlan,
@@ -132,7 +132,7 @@ class CausalLM:
         except ImportError as error:
             raise MissingExtraError("transformers", "serve", "the built-in inference server") from error
         AttentionInterface.register(IMPLEMENTATION, attention)
-        self.device = chosen(device)
+        self.device = resolve_device(device)
         avoid_planned_attention(self.device)
         try:
             base, adapters = adapter_chain(path)

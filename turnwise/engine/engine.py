@@ -187,7 +187,7 @@ class Engine:
     def abort(self, ids: Iterable[str] | None) -> int:
         """Finish requests (None: all) with what they have; return their number. Unknown ids are ignored."""
         outputs = self._roster.end(ids, "abort")
-        self._ended(outputs)
+        self._deliver_outputs(outputs)
         return len(outputs)
 
     def update_weights(
@@ -389,7 +389,7 @@ class Engine:
                 outputs.append(self._roster.finish(slot, "stop", None if token_id in self.model.eos_ids else token_id))
             else:
                 outputs.append(self._roster.finish(slot, "length", None))
-        self._ended(outputs)
+        self._deliver_outputs(outputs)
 
     def _watch(
         self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64], finished: npt.NDArray[np.bool_]
@@ -406,7 +406,7 @@ class Engine:
                 outputs.append(self._roster.save(slot).output(None, None))
         return outputs
 
-    def _ended(self, outputs: list[Output]) -> None:
+    def _deliver_outputs(self, outputs: list[Output]) -> None:
         if outputs:
             self.stats.requests += sum(1 for output in outputs if output.finish_reason is not None)
             self._deliver(outputs)

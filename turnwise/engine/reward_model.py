@@ -29,7 +29,7 @@ import torch
 from turnwise.chat.model_dir import check_trained, read_model_dir
 from turnwise.chat.template import ChatTemplate, template_digest
 from turnwise.chat.tokens import Tokens
-from turnwise.engine.accelerator import chosen
+from turnwise.engine.accelerator import resolve_device
 from turnwise.errors import FormatError, InferenceError, MissingExtraError, RenderError, shown
 from turnwise.inference import wire
 from turnwise.inference.builtin import RewardServerSpec
@@ -163,7 +163,7 @@ class RewardApp:
             raise BadRequest("model", f"model is {shown(body['model'])}, but {self._served.name!r} is served here")
         if ("input" in body) == ("messages" in body):
             raise BadRequest("input", "give either input (a text, or several) or messages (a conversation)")
-        inputs = self._chat(body) if "messages" in body else self._plain(body)
+        inputs = self._chat(body) if "messages" in body else self._encode_inputs(body)
         for token_ids in inputs:
             if not token_ids:
                 raise BadRequest("input", "an input has no tokens: there is nothing to score")
@@ -186,16 +186,16 @@ class RewardApp:
         except RenderError as error:
             raise BadRequest("messages", f"messages cannot be rendered: {error}") from error
 
-    def _plain(self, body: dict[str, Any]) -> list[list[int]]:
+    def _encode_inputs(self, body: dict[str, Any]) -> list[list[int]]:
         texts = body["input"]
         special = _flag(body, "add_special_tokens", True)
         if isinstance(texts, str) or (isinstance(texts, list) and texts and isinstance(texts[0], int)):
             texts = [texts]
         if not isinstance(texts, list) or not texts:
             raise BadRequest("input", f"input must be a string, strings, ids or lists of ids, not {shown(texts)}")
-        return [self._one(text, special) for text in texts]
+        return [self._encode_input(text, special) for text in texts]
 
-    def _one(self, text: Any, special: bool) -> list[int]:
+    def _encode_input(self, text: Any, special: bool) -> list[int]:
         if isinstance(text, str):
             return self._encode.text(text, special=special)
         end = self._served.vocabulary
@@ -272,7 +272,7 @@ class Classifier:
             from transformers import AutoConfig, AutoModelForSequenceClassification
         except ImportError as error:
             raise MissingExtraError("transformers", "serve", "serving a reward model") from error
-        target = chosen(device)
+        target = resolve_device(device)
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
             named = [name for name in config.architectures or () if "ForSequenceClassification" in name]
@@ -352,7 +352,7 @@ class ClassifierBatcher:
             queued.sort(key=lambda item: len(item[0]))
             while queued:
                 size = self._fitting(queued)
-                self._pass(queued[-size:])
+                self._classify_batch(queued[-size:])
                 del queued[-size:]
 
     def _fitting(self, queued: Sequence[tuple[list[int], Any]]) -> int:
@@ -360,7 +360,7 @@ class ClassifierBatcher:
         longest = max(1, len(queued[-1][0]))
         return max(1, min(len(queued), self._max_seqs, self._max_tokens // longest))
 
-    def _pass(self, batch: Sequence[tuple[list[int], Future[list[float]]]]) -> None:
+    def _classify_batch(self, batch: Sequence[tuple[list[int], Future[list[float]]]]) -> None:
         live = [(token_ids, future) for token_ids, future in batch if future.set_running_or_notify_cancel()]
         if not live:
             return

@@ -140,7 +140,7 @@ class App:
             # A hundred thousand ids take 10 ms to decode and to check, in which nothing else would be answered.
             request, images = decode() if len(raw) <= _LONG_BODY else await asyncio.to_thread(decode)
             adapter = self._adapter(request.model)
-            grammar = await self._hold(request.params)
+            grammar = await self._compile_grammar(request.params)
             if request.request_id in self._queues:
                 raise BadRequest(
                     "request_id", f"request_id {request.request_id!r} is in flight already: choose another"
@@ -196,7 +196,7 @@ class App:
         names = ", ".join(dict.fromkeys([self._name, *numbers]))
         raise BadRequest("model", f"model is {model!r}, which is not served: name one of {names}, or leave it out")
 
-    async def _hold(self, params: SamplingParams) -> GrammarState | None:
+    async def _compile_grammar(self, params: SamplingParams) -> GrammarState | None:
         if params.guide is None:
             return None
         if self._guides is None:

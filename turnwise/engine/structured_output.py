@@ -129,7 +129,7 @@ class _Writer:
         if kind == "regex":
             return self._terminal(_text(tag["pattern"]))
         if kind == "any_text":
-            return self._free(tag, None)
+            return self._free_text(tag, None)
         if kind == "sequence":
             return self._rule("s", self._sequence(tag["elements"]))
         if kind == "or":
@@ -147,13 +147,13 @@ class _Writer:
             following = elements[index + 1] if index + 1 < len(elements) else None
             if element["type"] == "any_text" and following is not None and following["type"] == "const_string":
                 # The text ends at the first occurrence of the string that follows it.
-                parts.append(self._free(element, _text(following["value"])))
+                parts.append(self._free_text(element, _text(following["value"])))
                 skip = True
             else:
                 parts.append(self.write(element))
         return " ".join(parts)
 
-    def _free(self, tag: Mapping[str, Any], until: str | None) -> str:
+    def _free_text(self, tag: Mapping[str, Any], until: str | None) -> str:
         if until:
             return self._terminal(_ANY + _literal(until), lazy=True)
         walls = [_literal(_text(excluded)) for excluded in tag.get("excludes") or () if excluded]

@@ -121,8 +121,8 @@ class VisionTower:
         else:
             output = self._model.get_image_features(pixels, return_dict=True)
         sizes = [self._rows(image) for image in images]
-        tokens = _flat(output.pooler_output)
-        deep = [_flat(layer) for layer in getattr(output, "deepstack_features", None) or ()]
+        tokens = _flatten_embeddings(output.pooler_output)
+        deep = [_flatten_embeddings(layer) for layer in getattr(output, "deepstack_features", None) or ()]
         parts = [torch.split(layer, sizes) for layer in (tokens, *deep)]
         return [ImageEmbedding(first, tuple(rest)) for first, *rest in zip(*parts, strict=True)]
 
@@ -210,7 +210,7 @@ class VisionTower:
         return None
 
 
-def _flat(output: Any) -> Tensor:
+def _flatten_embeddings(output: Any) -> Tensor:
     """Return embeddings, given whole or by image, as [placeholders, hidden]."""
     joined = torch.cat(tuple(output)) if isinstance(output, (list, tuple)) else output
     return joined.reshape(-1, joined.shape[-1])

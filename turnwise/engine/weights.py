@@ -94,8 +94,8 @@ def write_weights(
     """
     stream = tensors
     if not isinstance(stream, WeightStream):
-        stored = _stored(tensors, version)
-        if previous is not None and _holds(previous, stored, adapter):
+        stored = _cpu_tensors(tensors, version)
+        if previous is not None and _has_tensors(previous, stored, adapter):
             return replace(previous, version=version)
         described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
         stream = WeightStream(described, iter(stored.items()))
@@ -113,14 +113,14 @@ def write_weights(
         for name, (dtype, shape) in stream.described.items()
     )
     manifest = WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
-    if stream is tensors and previous is not None and _holds(previous, _mapped(manifest), adapter):
+    if stream is tensors and previous is not None and _has_tensors(previous, _map_file(manifest), adapter):
         # Of a stream it is known only now.
         path.unlink()
         return replace(previous, version=version)
     return manifest
 
 
-def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, torch.Tensor]:
+def _cpu_tensors(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, torch.Tensor]:
     """Return the tensors to write: on the CPU, each storage once."""
     stored: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
@@ -140,19 +140,19 @@ def _stored(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[s
     return stored
 
 
-def _holds(written: WeightManifest, stored: Mapping[str, torch.Tensor], adapter: AdapterInfo | None) -> bool:
+def _has_tensors(written: WeightManifest, stored: Mapping[str, torch.Tensor], adapter: AdapterInfo | None) -> bool:
     """Return whether a written file holds these tensors, bit for bit."""
     described = [(name, tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in stored.items()]
     if written.adapter != adapter or [(entry.name, entry.shape, entry.dtype) for entry in written.tensors] != described:
         return False
     try:
-        mapped = _mapped(written)
+        mapped = _map_file(written)
     except FormatError:
         return False
-    return all(_equal(mapped[name], tensor) for name, tensor in stored.items())
+    return all(_equal_bits(mapped[name], tensor) for name, tensor in stored.items())
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare bits: equal NaNs are equal, zeros of different sign are not."""
     bits, right = bytes_of(one), bytes_of(other)
     words = bits.size - bits.size % 8
@@ -208,7 +208,7 @@ def read_weights(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     Raises:
         FormatError: The file is missing or broken, or a name, shape, dtype or checksum differs from the manifest.
     """
-    what, tensors = _described(manifest), _mapped(manifest)
+    what, tensors = _described(manifest), _map_file(manifest)
     for entry in manifest.tensors:
         tensor = tensors[entry.name]
         dtype = _dtype_name(tensor)
@@ -226,7 +226,7 @@ def _described(manifest: WeightManifest) -> str:
     return f"weights version {manifest.version} ({manifest.path})"
 
 
-def _mapped(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+def _map_file(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     path, what = Path(manifest.path), _described(manifest)
     if not path.is_file():
         raise FormatError(f"{what}: there is no such file; write it again and send its manifest")

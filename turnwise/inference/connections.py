@@ -262,7 +262,7 @@ class Connections:
     async def _send(self, address: Address, request: bytes) -> _Connection:
         """Send a request over an idle or new connection and wait for the head of the response."""
         while True:
-            connection = self._take(address)
+            connection = self._take_idle(address)
             fresh = connection is None
             if connection is None:
                 connection = await _connect(address)
@@ -284,7 +284,7 @@ class Connections:
                 connection.abort()
                 raise
 
-    def _take(self, address: Address) -> _Connection | None:
+    def _take_idle(self, address: Address) -> _Connection | None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             # A connection of another loop, which may have ended, would never answer.

@@ -300,11 +300,11 @@ async def _reserve(layout: Layout, say: Callable[[str], None]) -> Any:
     group = placement_group(layout.bundles, strategy="SPREAD")
     ready = group.ready()
     try:
-        await asyncio.wait_for(asyncio.shield(_awaited(ready)), min(10.0, PATIENCE))
+        await asyncio.wait_for(asyncio.shield(_wait_for(ready)), min(10.0, PATIENCE))
     except TimeoutError:
         say(f"ray: waiting for {amounts(total(layout.bundles))}, which others use")
         try:
-            await asyncio.wait_for(_awaited(ready), PATIENCE)
+            await asyncio.wait_for(_wait_for(ready), PATIENCE)
         except TimeoutError:
             remove_placement_group(group)
             raise PlacementError(
@@ -314,7 +314,7 @@ async def _reserve(layout: Layout, say: Callable[[str], None]) -> Any:
     return group
 
 
-async def _awaited(reference: Any) -> Any:
+async def _wait_for(reference: Any) -> Any:
     return await reference
 
 
@@ -343,7 +343,7 @@ async def _check_nodes(nodes: Sequence[Mapping[str, Any]], paths: Mapping[str, P
         ).remote(path_by_name)
         for node in nodes
     ]
-    for node, theirs in zip(nodes, await asyncio.gather(*map(_awaited, pending), return_exceptions=True), strict=True):
+    for node, theirs in zip(nodes, await asyncio.gather(*map(_wait_for, pending), return_exceptions=True), strict=True):
         if isinstance(theirs, RayError):
             if not any(peer["Alive"] for peer in ray.nodes() if peer["NodeID"] == node["NodeID"]):
                 # It was lost meanwhile, and nothing will be placed there.

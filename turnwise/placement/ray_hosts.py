@@ -47,16 +47,16 @@ class ProcessHost:
 
     async def report(self) -> bytes | None:
         """Return the line that the process reports."""
-        return await self._started.report()
+        return await self._running_process.report()
 
     async def wait(self) -> tuple[int, float]:
         """Wait for the end of the process; return its status and its CPU seconds."""
-        await self._started.ended.wait()
-        return self._started.status, self._started.cpu_seconds
+        await self._running_process.ended.wait()
+        return self._running_process.status, self._running_process.cpu_seconds
 
     async def signal(self, number: int) -> None:
         """Send a signal to the process."""
-        self._started.signal(number)
+        self._running_process.signal(number)
 
     async def machine(self) -> str:
         """Return what tells this machine from others, for as long as it runs."""
@@ -81,14 +81,14 @@ class ProcessHost:
 
     async def running_cpu(self) -> float:
         """Return the CPU seconds of its process group."""
-        return await self._started.running_cpu()
+        return await self._running_process.running_cpu()
 
     async def memory(self) -> MemoryUse | None:
         """Return the memory of it and its descendants."""
-        return await self._started.memory()
+        return await self._running_process.memory()
 
     @property
-    def _started(self) -> LocalProcess:
+    def _running_process(self) -> LocalProcess:
         assert self._process is not None, "start() was not called"
         return self._process
 

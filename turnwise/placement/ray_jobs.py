@@ -63,7 +63,7 @@ class RayJob:
             raise MissingExtraError("ray", "ray", "turnwise submit") from error
         try:
             client = JobSubmissionClient(spec.address)
-            job_id = _submitted(client, spec)
+            job_id = _submit(client, spec)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--address {spec.address} took no job: {error}; give the URL of the cluster's dashboard, as ray start "
@@ -92,7 +92,7 @@ class RayJob:
             raise PlacementError(f"job {self.id} {str(status).lower()}: {info.message}")
 
 
-def _submitted(client: Any, spec: JobSpec) -> str:
+def _submit(client: Any, spec: JobSpec) -> str:
     """Return the id of a submitted job, waiting for the first agent of a cluster that has just started."""
     until = time.monotonic() + _AGENT_S
     while True:

@@ -70,7 +70,7 @@ def _accept(server: socket.socket, process: RayRank, token: str, log: Path, time
     with server:
         try:
             process.started(timeout)
-            return _accepted(server, process, token, time.monotonic() + timeout)
+            return _accept_token(server, process, token, time.monotonic() + timeout)
         except (GetTimeoutError, TimeoutError) as error:
             raise PlacementError(f"it did not connect within {timeout:g} s; its log is {log}") from error
         except RayError as error:
@@ -123,7 +123,7 @@ class RayRank:
         kill(self._actor)
 
 
-def _accepted(server: socket.socket, process: RayRank, token: str, deadline: float) -> Connection:
+def _accept_token(server: socket.socket, process: RayRank, token: str, deadline: float) -> Connection:
     """Accept the connection that begins with the token. Raises TimeoutError, or PlacementError if the rank ended."""
     server.settimeout(_POLL)
     while True:

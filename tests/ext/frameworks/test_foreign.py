@@ -305,7 +305,7 @@ BAD: list[tuple[str, dict, type[Exception], str]] = [
 @pytest.mark.parametrize(("name", "config", "kind", "message"), BAD)
 def test_unmakeable_environment_raises_before_any_episode(python, name, config, kind, message) -> None:
     # Only the first environments of a process are tried with their arguments, and other tests made many.
-    core._opened.cache_clear()
+    core._check_openable.cache_clear()
     with pytest.raises(kind, match=message):
         make(name, **config, **({} if python is None else {"python": python}))
 

@@ -67,7 +67,7 @@ def test_other_kinds_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_without_an_accelerator_everything_has_an_answer() -> None:
-    assert accelerator.chosen("auto") == accelerator.main_memory() == torch.device(CPU)
+    assert accelerator.resolve_device("auto") == accelerator.main_memory() == torch.device(CPU)
     assert (accelerator.device_count(), accelerator.peak_bytes(), accelerator.random_states()) == (0, 0, [])
     accelerator.release_cached()
     accelerator.restore_random_states([torch.zeros(1)])

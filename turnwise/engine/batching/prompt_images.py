@@ -156,9 +156,11 @@ class PromptImages:
                 first, stop = np.searchsorted(image.positions, (start, start + size))
                 if first < stop:
                     parts.append((image, np.arange(first, stop), image.positions[first:stop] + (begin - start)))
-        return positions, self._place(parts) if parts else None
+        return positions, self._join_embeddings(parts) if parts else None
 
-    def _place(self, parts: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]]) -> PlacedEmbeddings:
+    def _join_embeddings(
+        self, parts: list[tuple[PromptImage, npt.NDArray[np.int64], npt.NDArray[np.int64]]]
+    ) -> PlacedEmbeddings:
         """Join the embeddings of (image, rows of it, places in the step)."""
         parts.sort(key=lambda part: int(part[2][0]))
         embedded = self._embeddings({image.digest: image for image, _, _ in parts})

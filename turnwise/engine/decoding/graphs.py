@@ -109,16 +109,16 @@ class DecodeGraphs:
         if len(step.token_ids) != count:
             return None
         size = rounded(count)
-        self._inputs[: 5 * size].copy_(torch.from_numpy(self._lines(step, size).reshape(-1)))
+        self._inputs[: 5 * size].copy_(torch.from_numpy(self._input_lines(step, size).reshape(-1)))
         if size not in self._graphs:
-            self._graphs[size] = recorded(lambda: self._run(size), self._memory)
+            self._graphs[size] = recorded(lambda: self._forward(size), self._memory)
             _log.debug("recorded the decoding step of %d sequences", size)
         self._graphs[size]()
         if len(step.keep) == count:
             return self._outputs[:count]
         return self._outputs.index_select(0, torch.from_numpy(step.keep).to(self._outputs.device))
 
-    def _lines(self, step: ModelInput, size: int) -> npt.NDArray[np.int64]:
+    def _input_lines(self, step: ModelInput, size: int) -> npt.NDArray[np.int64]:
         """Return ids, positions, addresses, layer sizes and capacities, [5, size]; position -1 for none."""
         lines = np.zeros((5, size), dtype=np.int64)
         lines[1] = -1
@@ -130,7 +130,7 @@ class DecodeGraphs:
             lines[4, tokens] = part.pool.capacity
         return lines
 
-    def _run(self, size: int) -> None:
+    def _forward(self, size: int) -> None:
         """Compute the logits of the inputs into the outputs, without the CPU reading any of them."""
         lines = self._inputs[: 5 * size].view(5, size)
         plan = RowPlan(self._kernels, lines[1:], self._model.geometry)

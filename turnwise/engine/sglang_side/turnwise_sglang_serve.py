@@ -199,7 +199,7 @@ class Bridge:
         try:
             if body.get("stream"):
                 return await self._stream(request, {**native, "rid": rid, "stream": True})
-            meta = await self._answered({**native, "rid": rid})
+            meta = await self._complete({**native, "rid": rid})
             answer: dict[str, Any] = {"request_id": rid, "choices": [choice_of(meta, 0, self.version)]}
             if "logprob_start_len" in native and meta is not ABORTED:
                 answer["prompt_logprobs"] = prompt_logprobs(meta)
@@ -210,9 +210,9 @@ class Bridge:
             if not self._flights:
                 self._idle.set()
 
-    async def _answered(self, native: dict[str, Any]) -> dict[str, Any]:
+    async def _complete(self, native: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = await self._read(native["rid"], self._native.ask("POST", "/generate", native))
+            answer = await self._await_native(native["rid"], self._native.ask("POST", "/generate", native))
             meta: dict[str, Any] = answer["meta_info"]
         except NativeError:
             if native["rid"] in self._cut:
@@ -221,7 +221,7 @@ class Bridge:
             raise
         return meta
 
-    async def _read(self, rid: str, answer: Coroutine[Any, Any, Any]) -> Any:
+    async def _await_native(self, rid: str, answer: Coroutine[Any, Any, Any]) -> Any:
         """Await SGLang's answer. Raises NativeError if it was given up meanwhile."""
         task = self._reading[rid] = asyncio.create_task(answer)
         try:
@@ -252,7 +252,7 @@ class Bridge:
                 await send(event["meta_info"])
 
         try:
-            await self._read(native["rid"], pass_on())
+            await self._await_native(native["rid"], pass_on())
             if not finished:
                 raise NativeError("SGLang ended a stream without a finish reason")
         except NativeError as error:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from turnwise.engine.accelerator import chosen, main_memory, on_cpu, release_cached
+from turnwise.engine.accelerator import main_memory, on_cpu, release_cached, resolve_device
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
@@ -319,7 +319,7 @@ def pick_device(name: str) -> torch.device:
         TrainError: No such device.
     """
     try:
-        device = chosen(name)
+        device = resolve_device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise TrainError(f"model.device is {name!r}, which is not available here (auto picks one): {error}") from error

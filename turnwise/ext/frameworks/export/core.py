@@ -110,8 +110,8 @@ async def export_env(
     record = {
         "version": _VERSION,
         "name": subject.name,
-        "env": _carried(spec.id, carried),
-        "config": _carried(spec.config, carried, "python"),
+        "env": _copy_named_files(spec.id, carried),
+        "config": _copy_named_files(spec.config, carried, "python"),
     }
     rows = [task.to_record() for task in itertools.islice(_read(spec, tasks), limit)]
     _check_rows(rows)
@@ -137,7 +137,7 @@ def load_exported(folder: str | Path) -> ExportedEnv:
         raise ConfigError(f"{directory / SPEC_FILE}: cannot be read as an exported environment: {error}") from error
     if not isinstance(record, dict) or record.get("version") != _VERSION:
         raise ConfigError(f"{directory / SPEC_FILE}: version is not {_VERSION}: export the environment again")
-    spec = EnvSpec(_placed(record["env"], directory), _placed(record["config"], directory))
+    spec = EnvSpec(_resolve_files(record["env"], directory), _resolve_files(record["config"], directory))
     rows = directory / TASKS_FILE
     return ExportedEnv(record["name"], spec, tuple(load_tasks(rows)) if rows.exists() else ())
 
@@ -163,12 +163,15 @@ def _slug(name: str) -> str:
     return f"env_{slug}" if slug[0].isdigit() else slug
 
 
-def _carried(value: Any, files: dict[str, Path], program: str = "") -> Any:
+def _copy_named_files(value: Any, files: dict[str, Path], program: str = "") -> Any:
     """Return a value in which files that exist are named by their copies in the folder; a program stays where it is."""
     if isinstance(value, Mapping):
-        return {key: _at(member) if key == program else _carried(member, files) for key, member in value.items()}
+        return {
+            key: _absolute_program(member) if key == program else _copy_named_files(member, files)
+            for key, member in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_carried(member, files) for member in value]
+        return [_copy_named_files(member, files) for member in value]
     if not isinstance(value, str) or "\n" in value:
         return value
     head, colon, rest = value.rpartition(":")
@@ -179,7 +182,7 @@ def _carried(value: Any, files: dict[str, Path], program: str = "") -> Any:
     return value
 
 
-def _at(program: Any) -> Any:
+def _absolute_program(program: Any) -> Any:
     """Return the absolute path of an interpreter: the folder is used from other working directories."""
     return os.path.abspath(os.path.expanduser(program)) if isinstance(program, str) else program
 
@@ -194,11 +197,11 @@ def _copy_of(file: Path, files: dict[str, Path]) -> str:
     raise AssertionError(shown(file))
 
 
-def _placed(value: Any, folder: Path) -> Any:
+def _resolve_files(value: Any, folder: Path) -> Any:
     if isinstance(value, Mapping):
-        return {key: _placed(member, folder) for key, member in value.items()}
+        return {key: _resolve_files(member, folder) for key, member in value.items()}
     if isinstance(value, list):
-        return [_placed(member, folder) for member in value]
+        return [_resolve_files(member, folder) for member in value]
     if isinstance(value, str) and value.startswith(_HERE):
         return str(folder / value.removeprefix(_HERE))
     return value

@@ -176,7 +176,7 @@ class ForeignEnv(Env):
             )
         if self._spec is None:
             self._station = _station(self.framework)
-        _opened(self.framework, self._spec, orjson.dumps(self._request, option=orjson.OPT_SORT_KEYS))
+        _check_openable(self.framework, self._spec, orjson.dumps(self._request, option=orjson.OPT_SORT_KEYS))
         rows = type(self).tasks_of
         if rows is not None:
             vars(self)["default_tasks"] = rows({"python": python, "kwargs": kwargs})
@@ -267,7 +267,7 @@ class ForeignEnv(Env):
             else:
                 raise EnvError(f"{name}: its worker did not start: call reset() again")
         except Failure as failure:
-            raise _error(self.framework, self.env_name, failure, self._spec) from failure
+            raise _to_error(self.framework, self.env_name, failure, self._spec) from failure
         return answer
 
     async def _named(self, awaitable: Any) -> Any:
@@ -401,41 +401,41 @@ def ask(framework: Framework, python: str | None, request: Mapping[str, Any]) ->
     spec = None
     if python is not None:
         spec = WorkerSpec(_interpreter(label, python), framework.driver, None, 1)
-    return _asked(framework, spec, request)
+    return _ask_once(framework, spec, request)
 
 
-def _asked(framework: Framework, spec: WorkerSpec | None, request: Mapping[str, Any]) -> dict[str, Any]:
+def _ask_once(framework: Framework, spec: WorkerSpec | None, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if spec is not None:
             return ask_once(spec, request)
         answer: dict[str, Any] = _station(framework).at_once(request)
     except Failure as failure:
-        raise _error(framework, str(request["name"]), failure, spec) from failure
+        raise _to_error(framework, str(request["name"]), failure, spec) from failure
     except EnvError as error:
         raise EnvError(f"{framework.prefix}:{request['name']}: {error}") from error
     return answer
 
 
 @functools.lru_cache(maxsize=4096)
-def _opened(framework: Framework, spec: WorkerSpec | None, request: bytes) -> None:
+def _check_openable(framework: Framework, spec: WorkerSpec | None, request: bytes) -> None:
     """Check that an environment can be made: once, as an interpreter takes its time to start."""
     arguments = orjson.loads(request)
     try:
         # Rows may have different arguments; the episodes of later rows report what is wrong with theirs.
         # A framework with rows lists no names either: one start of an interpreter is enough.
-        skips_names = (arguments["kwargs"] or framework.has_rows) and _opened.cache_info().currsize < _CHECKED
-        listed = None if spec is None or skips_names else _listed(framework, spec)
+        skips_names = (arguments["kwargs"] or framework.has_rows) and _check_openable.cache_info().currsize < _CHECKED
+        listed = None if spec is None or skips_names else _list_names(framework, spec)
         if listed is None or not listed["names"]:
-            listed = _asked(framework, spec, {"op": "open", **arguments})
+            listed = _ask_once(framework, spec, {"op": "open", **arguments})
         elif arguments["name"] not in listed["names"]:
             raise Failure("unknown", f"there is no {arguments['name']!r}", known=listed["names"])
     except Failure as failure:
-        raise _error(framework, arguments["name"], failure, spec) from failure
+        raise _to_error(framework, arguments["name"], failure, spec) from failure
     _warn_of_version(framework, str(listed["version"]))
 
 
 @functools.cache
-def _listed(framework: Framework, spec: WorkerSpec) -> dict[str, Any]:
+def _list_names(framework: Framework, spec: WorkerSpec) -> dict[str, Any]:
     """Return the environments of a framework in an interpreter, which is started once for all of them."""
     try:
         return ask_once(spec, {"op": "names"})
@@ -465,7 +465,7 @@ def _station(framework: Framework) -> Station:
     return Station(importlib.import_module(f"turnwise.ext.frameworks.foreign.inside.{framework.driver}"))
 
 
-def _error(framework: Framework, name: str, failure: Failure, spec: WorkerSpec | None) -> TurnwiseError:
+def _to_error(framework: Framework, name: str, failure: Failure, spec: WorkerSpec | None) -> TurnwiseError:
     label = f"{framework.prefix}:{name}"
     if failure.kind == "missing":
         python = "this interpreter" if spec is None else spec.python

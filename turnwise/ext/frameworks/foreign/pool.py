@@ -144,7 +144,7 @@ class Worker:
         if self.ended is not None:
             raise EnvError(self.ended)
         number = next(self._numbers)
-        line = _line({**request, "id": number})
+        line = _encode_line({**request, "id": number})
         if len(line) > MOST_BYTES:
             raise EnvError(f"{self._name}: {request['op']} has {len(line)} bytes; at most {MOST_BYTES} are taken")
         answer = self._expect(number, str(request["op"]), timeout)
@@ -185,7 +185,7 @@ class Worker:
         else:
             self._end(f"{self._name}: {waiting.what} did not end within {seconds:g} s, so it was killed")
 
-    def _take(self, answer: dict[str, Any]) -> None:
+    def _resolve_answer(self, answer: dict[str, Any]) -> None:
         number = answer.get("id", 0)
         request = self._waiting.pop(number, None)
         if request is None:
@@ -213,7 +213,7 @@ class Worker:
         # Until the end, or a line that is too long or no JSON.
         with contextlib.suppress(ConnectionError, ValueError):
             while (line := await reader.readline()).endswith(b"\n"):
-                self._take(orjson.loads(line))
+                self._resolve_answer(orjson.loads(line))
 
     async def _watch(self, output: asyncio.Task[None], read: asyncio.Task[None]) -> None:
         """End the worker with its process or its socket; a process that it forked may hold either open."""
@@ -335,7 +335,7 @@ def ask_once(spec: WorkerSpec, request: Mapping[str, Any]) -> dict[str, Any]:
             raise
 
 
-def _line(request: Mapping[str, Any]) -> bytes:
+def _encode_line(request: Mapping[str, Any]) -> bytes:
     try:
         return orjson.dumps(request) + b"\n"
     except TypeError:

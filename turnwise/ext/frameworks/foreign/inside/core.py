@@ -213,7 +213,7 @@ class Station:
         return {"names": list(self._driver.names()), "version": self._version()}
 
     async def _open(self, request: Mapping[str, Any]) -> Any:
-        self._source(request)
+        self._load_source(request)
         return {"version": self._version()}
 
     def _version(self) -> str:
@@ -222,7 +222,7 @@ class Station:
         except metadata.PackageNotFoundError:
             return ""
 
-    def _source(self, request: Mapping[str, Any]) -> Any:
+    def _load_source(self, request: Mapping[str, Any]) -> Any:
         key = json.dumps([request["name"], request["kwargs"], request["system_prompt"]], sort_keys=True)
         if key not in self._sources:
             name = request["name"]
@@ -241,7 +241,7 @@ class Station:
         return self._sources[key]
 
     async def _tasks(self, request: Mapping[str, Any]) -> Any:
-        source, count = self._source(request), request["count"]
+        source, count = self._load_source(request), request["count"]
         rows = source.tasks(request["split"], request["start"], count)
         chunk: list[Any] = []
         letters = 0
@@ -255,25 +255,25 @@ class Station:
 
     async def _reset(self, request: Mapping[str, Any]) -> Any:
         await self._close(request)
-        source, seed = self._source(request), request.get("seed")
+        source, seed = self._load_source(request), request.get("seed")
         playing = _Playing(None)
         # Seeded for both: what is drawn in making an environment is not left over for its reset.
-        playing.episode = await _run(playing, source.episode, seed=seed)
-        answer = await _run(playing, playing.episode.reset, request.get("data"), seed, seed=seed)
+        playing.episode = await _call_driver(playing, source.episode, seed=seed)
+        answer = await _call_driver(playing, playing.episode.reset, request.get("data"), seed, seed=seed)
         self._playing[request["episode"]] = playing
         return _whole(answer, "reset", _RESET)
 
     async def _step(self, request: Mapping[str, Any]) -> Any:
-        playing = self._at(request)
-        return _whole(await _run(playing, playing.episode.step, request["message"]), "step", _STEP)
+        playing = self._playing_of(request)
+        return _whole(await _call_driver(playing, playing.episode.step, request["message"]), "step", _STEP)
 
     async def _score(self, request: Mapping[str, Any]) -> Any:
-        playing = self._at(request)
+        playing = self._playing_of(request)
         score = getattr(playing.episode, "score", None)
-        return {"score": 0.0 if score is None else await _run(playing, score, request.get("message"))}
+        return {"score": 0.0 if score is None else await _call_driver(playing, score, request.get("message"))}
 
     async def _fork(self, request: Mapping[str, Any]) -> Any:
-        playing = self._at(request)
+        playing = self._playing_of(request)
         fork = getattr(playing.episode, "fork", None)
         copied = copy.deepcopy(playing) if fork is None else _Playing(await _result(fork()))
         self._playing[request["to"]] = copied
@@ -283,10 +283,10 @@ class Station:
         playing = self._playing.pop(request["episode"], None)
         close = None if playing is None else getattr(playing.episode, "close", None)
         if playing is not None and close is not None:
-            await _run(playing, close)
+            await _call_driver(playing, close)
         return {}
 
-    def _at(self, request: Mapping[str, Any]) -> _Playing:
+    def _playing_of(self, request: Mapping[str, Any]) -> _Playing:
         try:
             return self._playing[request["episode"]]
         except KeyError:
@@ -308,7 +308,7 @@ def _whole(answer: Any, method: str, fields: tuple[str, ...]) -> Any:
     return answer
 
 
-async def _run(playing: _Playing, function: Any, *args: Any, seed: int | None = None) -> Any:
+async def _call_driver(playing: _Playing, function: Any, *args: Any, seed: int | None = None) -> Any:
     # Coroutines are not held to a random state: others run between their steps.
     with playing.random.used(seed), _no_loop():
         outcome = function(*args)

@@ -124,7 +124,7 @@ class Evaluation:
         self._idle: asyncio.Future[list[Any]] | None = None
         self._inside: contextvars.Context | None = None
         self._early: list[Any] = []
-        source = _source(inspect, self)
+        source = _model_source(inspect, self)
         model = framework("inspect_ai.model").get_model(f"{_PROVIDER}/policy", memoize=False, episodes=self.playing)
         self._logs = tempfile.TemporaryDirectory(prefix="turnwise-inspect-")
         self._running = asyncio.ensure_future(
@@ -203,7 +203,7 @@ class SampleEpisode:
         self._sample = ""
         self._events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         self._completion: asyncio.Future[Any] | None = None
-        self._said: list[str] = []
+        self._conversation: list[str] = []
         self._tools: list[dict[str, Any]] = []
         self._last: Mapping[str, Any] | None = None
 
@@ -216,7 +216,7 @@ class SampleEpisode:
         if kind != "asked":
             raise Failure("raised", "the solver ended the sample without a request to the model")
         messages, self._tools = event
-        self._said = [_key(message) for message in messages]
+        self._conversation = [_key(message) for message in messages]
         return {"messages": [_plain(message) for message in messages], "tools": self._tools}
 
     async def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +225,12 @@ class SampleEpisode:
         kind, event = await self._events.get()
         if kind == "asked":
             messages, tools = event
-            return {"messages": self._new(messages, tools), "reward": 0.0, "terminated": False, "truncated": False}
+            return {
+                "messages": self._new_messages(messages, tools),
+                "reward": 0.0,
+                "terminated": False,
+                "truncated": False,
+            }
         return {"messages": [], **self._scored(event), "terminated": not event.limit, "truncated": bool(event.limit)}
 
     async def score(self, message: Mapping[str, Any] | None) -> dict[str, float]:
@@ -268,22 +273,23 @@ class SampleEpisode:
             raise Failure("raised", "the sample is over")
         self._last = message
         answer = _assistant(message)
-        self._said.append(_key(answer))
+        self._conversation.append(_key(answer))
         self._completion.set_result(answer)
 
-    def _new(self, messages: list[Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _new_messages(self, messages: list[Any], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         keys = [_key(message) for message in messages]
-        count = len(self._said)
-        if keys[:count] != self._said:
+        count = len(self._conversation)
+        if keys[:count] != self._conversation:
             at = next(
-                (at for at, pair in enumerate(zip(keys, self._said, strict=False)) if pair[0] != pair[1]), len(keys)
+                (at for at, pair in enumerate(zip(keys, self._conversation, strict=False)) if pair[0] != pair[1]),
+                len(keys),
             )
             raise Failure(
                 "raised", f"its solver changed the conversation at message {at + 1}: an episode only adds to it"
             )
         if tools != self._tools:
             raise Failure("raised", "its solver changed the tools in the middle of the conversation")
-        self._said = keys
+        self._conversation = keys
         return [_plain(message) for message in messages[count:]]
 
     def _scored(self, sample: Any) -> dict[str, Any]:
@@ -306,7 +312,7 @@ def _number(value: Any, number: Any) -> Any:
     return number(value)
 
 
-def _source(inspect: Any, evaluation: Evaluation) -> Any:
+def _model_source(inspect: Any, evaluation: Evaluation) -> Any:
     class Episodes(inspect.SampleSource):  # type: ignore[misc]
         async def next_samples(self) -> list[Any]:
             return await evaluation.more()

@@ -84,7 +84,7 @@ class EnvironmentServer:
             address = (await self.address()).rstrip("/")
             if address.startswith("ws"):
                 address = "http" + address[2:]
-            schema = (await asyncio.to_thread(_fetched, f"{address}/schema"))["action"]
+            schema = (await asyncio.to_thread(_fetch_json, f"{address}/schema"))["action"]
             properties = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
             required = [key for key in schema.get("required", ()) if key in properties]
             definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
@@ -143,7 +143,7 @@ class Session:
         for call in calls:
             text = "the episode is over: this action was not taken"
             if not done:
-                text, gained, done = await self._called(call)
+                text, gained, done = await self._call_tool(call)
                 reward += gained
             answers.append({"role": "tool", "tool_call_id": call["id"], "name": call["name"], "content": text})
         return self._answer(answers, reward, done)
@@ -153,7 +153,7 @@ class Session:
         if self._client is not None:
             await self._client.close()
 
-    async def _called(self, call: Mapping[str, Any]) -> tuple[str, float, bool]:
+    async def _call_tool(self, call: Mapping[str, Any]) -> tuple[str, float, bool]:
         names = [tool["name"] for tool in self._tools]
         if call.get("error") or call["name"] not in names:
             why = call.get("error") or f"there is no tool {call['name']!r}; there are {', '.join(names)}"
@@ -206,7 +206,7 @@ def _text_field(schema: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _fetched(url: str) -> Any:
+def _fetch_json(url: str) -> Any:
     local = urllib.parse.urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
     handlers = [urllib.request.ProxyHandler({})] if local else []
     try:

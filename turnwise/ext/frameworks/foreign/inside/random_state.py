@@ -56,7 +56,7 @@ class _Twister(NamedTuple):
 
 def _states() -> tuple[Any, Any]:
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else _taken(numpy)
+    return random.getstate(), None if numpy is None else _read_state(numpy)
 
 
 def _seed(seed: int) -> None:
@@ -69,10 +69,10 @@ def _seed(seed: int) -> None:
 def _restore(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     if states[1] is not None:
-        _put(sys.modules["numpy"], states[1])
+        _write_state(sys.modules["numpy"], states[1])
 
 
-def _taken(numpy: Any) -> Any:
+def _read_state(numpy: Any) -> Any:
     """Return the state of numpy's generator, which is not to be used before one is put into it."""
     address = _address(numpy)
     if address is None:
@@ -83,7 +83,7 @@ def _taken(numpy: Any) -> Any:
     return _Twister(words, normal if ctypes.string_at(address, _BYTES) == words else None)
 
 
-def _put(numpy: Any, state: Any) -> None:
+def _write_state(numpy: Any, state: Any) -> None:
     if not isinstance(state, _Twister):
         numpy.random.set_state(state)
         return

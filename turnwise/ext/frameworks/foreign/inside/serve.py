@@ -64,7 +64,7 @@ async def _serve(driver: str, fd: int) -> None:
     connection = socket.socket(fileno=fd)
     reader, writer = await asyncio.open_connection(sock=connection, limit=MOST_BYTES)
     station = _station(driver)
-    writer.write(_line({"ready": sys.version.split()[0]}))
+    writer.write(_encode_line({"ready": sys.version.split()[0]}))
     tasks: set[Any] = set()
     while True:
         line = await reader.readline()
@@ -87,11 +87,11 @@ async def _reply(station: Any, request: dict[str, Any], writer: asyncio.StreamWr
         answer = {"error": error.to_json()}
     except BaseException as error:  # noqa: BLE001 - also CancelledError: without an answer the request would hang
         answer = {"error": core.raised(error).to_json()}
-    writer.write(_line({"id": request["id"], **answer}))
+    writer.write(_encode_line({"id": request["id"], **answer}))
     await writer.drain()
 
 
-def _line(answer: dict[str, Any]) -> bytes:
+def _encode_line(answer: dict[str, Any]) -> bytes:
     line = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
     if len(line) <= MOST_BYTES:
         return line

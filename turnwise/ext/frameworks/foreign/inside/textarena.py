@@ -68,8 +68,8 @@ class Match:
     def reset(self, data: Mapping[str, Any] | None, seed: int | None) -> dict[str, Any]:  # noqa: ARG002
         """Begin a match with the seed."""
         self._env.reset(num_players=self._players, seed=seed)
-        player, text = self._observed()
-        answer: dict[str, Any] = {"messages": self._said(player, text)}
+        player, text = self._observe()
+        answer: dict[str, Any] = {"messages": self._user_message(player, text)}
         if self._players > 1:
             answer["agents"] = [_agent(number) for number in range(self._players)]
             answer["turn"] = _agent(player)
@@ -80,13 +80,13 @@ class Match:
         acting = self._env.state.current_player_id
         done, _ = self._env.step(action=text_of(message))
         if done:
-            return {"messages": refusals(message), "terminated": True, "truncated": False, **self._ended(acting)}
-        player, text = self._observed()
-        answer = {"messages": [*(refusals(message) if player == acting else ()), *self._said(player, text)]}
+            return {"messages": refusals(message), "terminated": True, "truncated": False, **self._outcome(acting)}
+        player, text = self._observe()
+        answer = {"messages": [*(refusals(message) if player == acting else ()), *self._user_message(player, text)]}
         turn = {"turn": _agent(player)} if self._players > 1 else {}
         return {**answer, "reward": 0.0, "terminated": False, "truncated": False, **turn}
 
-    def _ended(self, acting: int) -> dict[str, Any]:
+    def _outcome(self, acting: int) -> dict[str, Any]:
         rewards, infos = self._env.close()
         if rewards is None:
             raise Failure("raised", "the game ended without rewards")
@@ -99,7 +99,7 @@ class Match:
         answer["rewards"] = {"game": rewards[acting]}
         return answer
 
-    def _observed(self) -> Any:
+    def _observe(self) -> Any:
         """Return the current player and what it was not yet shown: wrappers for models give the whole match again."""
         player, observation = self._env.get_observation()
         if not isinstance(observation, str):
@@ -110,7 +110,7 @@ class Match:
         self._seen[player] = observation
         return player, observation[len(seen) :] if seen and observation.startswith(seen) else observation
 
-    def _said(self, player: int, text: str) -> list[dict[str, Any]]:
+    def _user_message(self, player: int, text: str) -> list[dict[str, Any]]:
         first = player not in self._greeted
         self._greeted.add(player)
         return opening(self._system_prompt if first else None, text.lstrip("\n"))

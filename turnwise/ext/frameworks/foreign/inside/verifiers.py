@@ -280,36 +280,36 @@ class Play:
         try:
             body = await self._next()
             if body is None:
-                self._ended()
+                self._outcome()
                 raise Failure("raised", "the episode ended before its model was asked")
             self._tools = [_schema(schema) for schema in body.get("tools") or ()]
-            return {"messages": self._fresh(body), "tools": self._tools}
+            return {"messages": self._new_messages(body), "tools": self._tools}
         except BaseException:  # also a cancellation: no run is left
             await self.close()
             raise
 
     async def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Give the message as the completion, and return what the next request adds, or the end."""
-        self._give(message)
+        self._send_message(message)
         body = await self._next()
         if body is not None:
             if [_schema(schema) for schema in body.get("tools") or ()] != self._tools:
                 raise Failure("raised", "its tools changed in an episode, which has no form here")
-            messages = self._fresh(body)
+            messages = self._new_messages(body)
             return {"messages": messages, "reward": 0.0, "terminated": False, "truncated": False}
-        return {"messages": self._unseen(message), **self._ended()}
+        return {"messages": self._last_results(message), **self._outcome()}
 
     async def score(self, message: Mapping[str, Any] | None) -> dict[str, Any]:
         """Stop the episode, as one of the framework's limits would, and return the rewards of what there is."""
         run = self._running()
         if message is not None and not run.done():
-            self._give(message)
+            self._send_message(message)
             await self._next()
         if not run.done():
             self.traces[0].stop("player_limit")
-            self._give(None)
+            self._send_message(None)
             await asyncio.wait({run})
-        rewards: dict[str, Any] = self._ended()["rewards"]
+        rewards: dict[str, Any] = self._outcome()["rewards"]
         return rewards
 
     async def close(self) -> None:
@@ -327,7 +327,7 @@ class Play:
             raise Failure("protocol", "no episode runs: call reset() first")
         return self._run
 
-    def _give(self, message: Mapping[str, Any] | None) -> None:
+    def _send_message(self, message: Mapping[str, Any] | None) -> None:
         if self._waiting is None or self._waiting.done():
             raise Failure("raised", "the episode is over")
         self._seen.append({"role": "assistant"})
@@ -342,15 +342,15 @@ class Play:
         request.cancel()
         return None
 
-    def _fresh(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _new_messages(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return what a request adds to the conversation so far."""
         messages, count = body["messages"], len(self._seen)
-        if len(messages) <= count or not all(map(_alike, messages, self._seen)):
+        if len(messages) <= count or not all(map(_equal_messages, messages, self._seen)):
             raise Failure("raised", "its harness rewrote the conversation (to shorten it?), which has no form here")
         self._seen = list(messages)
         return [_message(message) for message in messages[count:]]
 
-    def _unseen(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _last_results(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the results of the last calls, which no request carried."""
         results = _conversations().get(self.traces[0].id, [])[len(self._seen) :]
         answered = {message.get("tool_call_id") for message in results}
@@ -360,7 +360,7 @@ class Play:
                 results = [*results, {**result, "content": "the episode is over"}]
         return [_message(message) for message in results if message["role"] == "tool"]
 
-    def _ended(self) -> dict[str, Any]:
+    def _outcome(self) -> dict[str, Any]:
         """Return the framework's rewards and the end, or raise the error that it recorded."""
         episode = self._running().result()
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -392,7 +392,7 @@ def _dumped(data: Any) -> Any:
     return data.model_dump(mode="json", exclude_none=True)
 
 
-def _alike(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+def _equal_messages(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
     """Return whether a message stands for one of an earlier request; what the player said may be written anew."""
     return now["role"] == then["role"] and (now["role"] == "assistant" or now.get("content") == then.get("content"))
 

@@ -65,16 +65,16 @@ class ChatHarness(_NullHarness):  # type: ignore[misc]
                 messages.append(message)
                 calls = message.get("tool_calls") or ()
                 for call in calls:
-                    tool_message = await _gated(client, tool_interception_url, call)
+                    tool_message = await _ask_interceptor(client, tool_interception_url, call)
                     if tool_message is None:
-                        content = await _called(servers, dispatch, call["function"])
+                        content = await _call_tool(servers, dispatch, call["function"])
                         tool_message = {"role": "tool", "tool_call_id": call["id"], "content": content}
                         tool_message["name"] = call["function"]["name"]
                     messages.append(_bounded(tool_message))
         return framework("verifiers.v1").ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-async def _gated(client: Any, url: str | None, call: dict[str, Any]) -> dict[str, Any] | None:
+async def _ask_interceptor(client: Any, url: str | None, call: dict[str, Any]) -> dict[str, Any] | None:
     """Return the message that a policy of the environment substitutes for a call, or None: the call may run."""
     if url is None:
         return None
@@ -93,7 +93,7 @@ async def _gated(client: Any, url: str | None, call: dict[str, Any]) -> dict[str
     return denied
 
 
-async def _called(servers: Any, dispatch: Any, function: dict[str, Any]) -> Any:
+async def _call_tool(servers: Any, dispatch: Any, function: dict[str, Any]) -> Any:
     """Return the result of a call by the framework's tool servers, or an error that the model may correct."""
     if function["name"] not in dispatch:
         return f"error: unknown tool {function['name']!r}"
