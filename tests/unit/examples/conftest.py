@@ -35,8 +35,8 @@ FROM_FILES = "turnwise_file_"
 
 def _module(entry: Any) -> str:
     """Return the module of what a registry holds: a class or function, or something around one."""
-    inside = getattr(entry, "fn", None) or getattr(entry, "function", None) or getattr(entry, "entry_point", entry)
-    return str(getattr(inside, "__module__", ""))
+    function = getattr(entry, "fn", None) or getattr(entry, "function", None) or getattr(entry, "entry_point", entry)
+    return str(getattr(function, "__module__", ""))
 
 
 @pytest.fixture
@@ -60,15 +60,15 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(plugins, "_loaded", set())
     monkeypatch.setattr(plugins, "_done", {})
     rewards._shared.cache_clear()
-    kept = [(known, dict(known)) for known in REGISTRIES]
+    copies = [(registry, dict(registry)) for registry in REGISTRIES]
     files = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(FROM_FILES)}
-    for known in REGISTRIES:
-        for name in [name for name, entry in known.items() if _module(entry).startswith(FROM_FILES)]:
-            del known[name]
+    for registry in REGISTRIES:
+        for name in [name for name, entry in registry.items() if _module(entry).startswith(FROM_FILES)]:
+            del registry[name]
     yield
-    for known, before in kept:
-        known.clear()
-        known.update(before)
+    for registry, entries in copies:
+        registry.clear()
+        registry.update(entries)
     for name in [name for name in sys.modules if name.startswith((FROM_FILES, "all_extensions", "ext_brackets"))]:
         del sys.modules[name]
     sys.modules.update(files)

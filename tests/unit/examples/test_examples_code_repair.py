@@ -32,10 +32,10 @@ def row(n: int = 0, split: str = "test") -> Task:
 def ran(file: str, inputs: list[list[int]]) -> list[int]:
     scope: dict[str, Any] = {}
     exec(file, scope)
-    return [scope["f"](*each) for each in inputs]
+    return [scope["f"](*arguments) for arguments in inputs]
 
 
-def test_what_is_expected_is_what_the_right_function_returns() -> None:
+def test_expected_values_are_those_of_the_right_function() -> None:
     kinds = set()
     for task in of("tasks")(200):
         data = task.data
@@ -51,7 +51,7 @@ def test_what_is_expected_is_what_the_right_function_returns() -> None:
     assert len(kinds) == 4
 
 
-def test_no_function_of_one_split_is_in_the_other() -> None:
+def test_splits_share_no_function() -> None:
     function = of("Function")
     shapes: dict[str, set[str]] = {"train": set(), "test": set()}
     for split, seen in shapes.items():
@@ -104,8 +104,8 @@ async def test_programs_cannot_answer_for_their_tests() -> None:
     task = row()
     await reset_env(env, task)
     try:
-        whole = task.data["file"]
-        right = json.dumps([str(each) for each in task.data["expected"]])
+        source = task.data["file"]
+        right = json.dumps([str(value) for value in task.data["expected"]])
         programs = [
             "import os, signal\ndef f(*_): os.kill(os.getpid(), signal.SIGKILL)\n",
             "import sys\nprint('[]', flush=True)\nsys.exit(0)\n",
@@ -114,7 +114,7 @@ async def test_programs_cannot_answer_for_their_tests() -> None:
             "import sys\nsys.modules['__main__'].found = []\ndef f(*_): return [x for x in [1]]\n",
         ]
         for program in programs:
-            assert "expected" in await said(env, "edit", find=whole, replace=program)
+            assert "expected" in await said(env, "edit", find=source, replace=program)
         # What it needs to know to forge an answer is what it would need to know to be right.
         assert right not in json.dumps(await said(env, "view"))
         # The next program has a worker again.
@@ -143,13 +143,13 @@ async def test_a_fork_has_a_worker_of_its_own() -> None:
         await close_env(env)
 
 
-async def test_what_the_tests_tell_can_be_kept_back() -> None:
+async def test_output_of_the_tests_can_be_hidden() -> None:
     task = row()
     find, replace = task.data["fix"]
-    for shows, told in (("verdict", "all passed"), ("nothing", task.data["failure"])):
+    for shows, message in (("verdict", "all passed"), ("nothing", task.data["failure"])):
         env = of("CodeRepair")(shows=shows)
         await reset_env(env, task)
-        assert await said(env, "edit", find=find, replace=replace) == told
+        assert await said(env, "edit", find=find, replace=replace) == message
         assert (await final(env))["solved"] == 1.0
         await close_env(env)
 
@@ -162,7 +162,7 @@ def test_the_teacher_is_mostly_wrong_and_edits_right() -> None:
         del sys.path[:2]
         for name in ("env", "conversations"):
             sys.modules.pop(name, None)
-    heard = [[m["content"] for m in each["messages"] if m["role"] == "tool"] for each in rows]
-    assert "error" not in {text for each in heard for text in each}
-    right = sum(each[-1] == "all passed" for each in heard) / len(rows)
+    answers = [[m["content"] for m in row["messages"] if m["role"] == "tool"] for row in rows]
+    assert "error" not in {text for texts in answers for text in texts}
+    right = sum(texts[-1] == "all passed" for texts in answers) / len(rows)
     assert 0.15 < right < 0.35

@@ -71,7 +71,7 @@ def test_the_logger_of_a_resumed_run_replaces_steps(tmp_path: Path) -> None:
     assert curve(file, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.8)]
 
 
-def test_several_runs_log_into_one_database(tmp_path: Path) -> None:
+def test_runs_share_a_database(tmp_path: Path) -> None:
     make, curve = example("logger").SQLiteLogger, example("logger").curve
     shared = tmp_path / "all.db"
     loggers = [make(logged_run(tmp_path, name=name), file=str(shared)) for name in ("one", "other")]
@@ -86,8 +86,8 @@ def test_several_runs_log_into_one_database(tmp_path: Path) -> None:
 
 def test_options_of_the_logger_are_checked(tmp_path: Path) -> None:
     assert chosen_logger(LoggerConfig(name=LOGGER, config={"file": "x.db", "wait": 2})).options["wait"] == 2.0
-    for config, said in (({"path": "x.db"}, "path"), ({"wait": 0}, "wait"), ({"file": 3}, "file")):
-        with pytest.raises(ValueError, match=said):
+    for config, message in (({"path": "x.db"}, "path"), ({"wait": 0}, "wait"), ({"file": 3}, "file")):
+        with pytest.raises(ValueError, match=message):
             LoggerConfig(name=LOGGER, config=config)
     with pytest.raises(TrainError, match=r"loggers\.config\.file is .*: unable to open database file; name a file"):
         example("logger").SQLiteLogger(logged_run(tmp_path), file=str(tmp_path / "no" / "figures.db"))
@@ -102,23 +102,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def policy(model: Path, frozen: Any, **more: Any) -> PolicyConfig:
-    given = {"model": {"path": model, "device": "cpu", **more}, "optim": {"lr": 1e-2}}
-    return PolicyConfig.model_validate({**given, "engine": ENGINE, "engine_options": {"frozen": frozen}})
+    settings = {"model": {"path": model, "device": "cpu", **more}, "optim": {"lr": 1e-2}}
+    return PolicyConfig.model_validate({**settings, "engine": ENGINE, "engine_options": {"frozen": frozen}})
 
 
 def test_the_model_engine_keeps_the_contract_and_its_frozen_weights(model: Path) -> None:
-    made = open_learner(policy(model, 1), 100)
-    before = {name: tensor.clone() for name, tensor in made.export_weights()}
+    learner = open_learner(policy(model, 1), 100)
+    exported = {name: tensor.clone() for name, tensor in learner.export_weights()}
     learners = []
 
     def make() -> Any:
-        learners.append(copy.deepcopy(made))
+        learners.append(copy.deepcopy(learner))
         return learners[-1]
 
     assert check_learner(make, vocabulary=VOCABULARY) == []
-    frozen = {name for name in before if ".layers.0." in name or "embed_tokens" in name}
+    frozen = {name for name in exported if ".layers.0." in name or "embed_tokens" in name}
     moved = {
-        name for learner in learners for name, tensor in learner.export_weights() if not tensor.equal(before[name])
+        name for learner in learners for name, tensor in learner.export_weights() if not tensor.equal(exported[name])
     }
     assert any(".layers.1." in name for name in moved)
     assert not frozen & moved
@@ -132,16 +132,16 @@ def test_options_of_the_model_engine_are_checked_before_the_model_is_loaded(mode
         check_engine(policy(model, layers))
     with pytest.raises(TrainError, match=r"model\.lora freezes the model already"):
         check_engine(policy(model, 1, lora={"rank": 4}))
-    for given in (-1, "two"):
+    for option in (-1, "two"):
         with pytest.raises(ValueError, match="frozen"):
-            policy(model, given)
+            policy(model, option)
 
 
 # inference_engine.py
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"custom": {}}, r"inference\.custom\.prefix is None: write the command"),
         ({"custom": {"prefix": ""}}, r"prefix is '': write the command"),
@@ -153,9 +153,9 @@ def test_options_of_the_model_engine_are_checked_before_the_model_is_loaded(mode
         ({"custom": {"prefix": "nice"}, "dtype": "float16"}, r"inference\.dtype is float16"),
     ],
 )
-async def test_the_prefix_is_checked_before_a_server_starts(model: Path, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        await check_inference(model, InferenceConfig.model_validate({"engine": SERVER, **given}))
+async def test_the_prefix_is_checked_before_a_server_starts(model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await check_inference(model, InferenceConfig.model_validate({"engine": SERVER, **options}))
 
 
 async def test_a_prefix_stands_before_the_command_line_wherever_the_run_is_placed(model: Path, tmp_path: Path) -> None:
@@ -229,19 +229,19 @@ async def made_manager(**groups: int) -> tuple[Any, Kept]:
     custom = {"groups": groups, "plateau": {}}
     kind = check_manager(config, custom)
     assert kind is not None
-    renderer, kept = renderer_for("qwen3"), Kept()
+    renderer, sink = renderer_for("qwen3"), Kept()
     parts = RolloutParts(renderer, custom=custom, settings=kind.custom_model.model_validate(custom))
     client = ScriptedClient(renderer, lambda request: "Done.")
-    return await kind.create(config, client, kept, parts), kept
+    return await kind.create(config, client, sink, parts), sink
 
 
 async def test_the_manager_runs_whole_groups_and_tries_members_again() -> None:
-    manager, kept = await made_manager(at_once=2, attempts=2)
+    manager, sink = await made_manager(at_once=2, attempts=2)
     names = ["a", "b", "flaky", "c", "d"]
     manager.generate_sequences([RolloutRequest(Task(name, "Say done."), group_size=2) for name in names])
-    groups = {group.task_id: group for group in [await kept.groups.get() for _ in names]}
+    groups = {group.task_id: group for group in [await sink.groups.get() for _ in names]}
     await manager.close()
-    assert {name: (len(each.trajectories), each.failed) for name, each in groups.items()} == dict.fromkeys(
+    assert {name: (len(group.trajectories), group.failed) for name, group in groups.items()} == dict.fromkeys(
         names, (2, 0)
     )
     assert Counting.tried["flaky"] == 4
@@ -251,14 +251,14 @@ async def test_the_manager_runs_whole_groups_and_tries_members_again() -> None:
 
 
 async def test_a_member_that_fails_too_often_is_counted_and_a_group_is_cancelled() -> None:
-    manager, kept = await made_manager(at_once=2, attempts=1)
+    manager, sink = await made_manager(at_once=2, attempts=1)
     flaky, stuck = (RolloutRequest(Task(name, "Say done."), group_size=3) for name in ("flaky", "stuck"))
     manager.generate_sequences([flaky, stuck])
-    group = await kept.groups.get()
+    group = await sink.groups.get()
     assert (len(group.trajectories), group.failed) == (1, 2)
     assert await manager.cancel({flaky.key, stuck.key, "unknown"}) == {stuck.key}
     await manager.close()
-    assert kept.groups.empty()
+    assert sink.groups.empty()
     with pytest.raises(ConfigError, match="at_once"):
         await made_manager(at_once=0)
 
@@ -292,37 +292,37 @@ def test_a_batch_has_distinct_tasks_as_long_as_others_are_on_their_way() -> None
 def test_advantages_from_the_median() -> None:
     median = example("advantage").median
     rewards, groups = torch.tensor([0.0, 1.0, 5.0, 2.0, 4.0, 3.0]), torch.tensor([0, 0, 0, 1, 1, 2])
-    found = median(rewards, groups)
+    advantages = median(rewards, groups)
     # Medians: 1 of (0, 1, 5), 3 of (2, 4); a group of one has no gradient.
-    assert found.values.tolist() == [-1.0, 0.0, 4.0, -1.0, 1.0, 0.0]
-    assert (found.groups, found.dead_groups, found.dead.tolist()) == (3, 1, [False] * 5 + [True])
+    assert advantages.values.tolist() == [-1.0, 0.0, 4.0, -1.0, 1.0, 0.0]
+    assert (advantages.groups, advantages.dead_groups, advantages.dead.tolist()) == (3, 1, [False] * 5 + [True])
     # |r - median| is (1, 0, 4) and (1, 1), whose median is 1 in both.
     scaled = median(rewards, groups, norm_by_mad=True, eps=1e-9).values
-    assert torch.allclose(scaled * 1.4826, found.values)
+    assert torch.allclose(scaled * 1.4826, advantages.values)
 
 
-def test_the_loss_tapers_what_was_bad_and_is_no_longer_likely() -> None:
+def test_loss_tapers_unlikely_tokens_of_negative_advantage() -> None:
     tapered = example("loss").tapered
     old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     new = torch.tensor([-1.5, -1.5, -1.5, -1.5], requires_grad=True)
     advantages, weights = torch.tensor([2.0, 2.0, -2.0, -2.0]), torch.ones(4)
-    found = tapered(new, old, advantages, weights, sequences=torch.tensor([0, 0, 1, 1]))
-    found.loss.backward()
+    loss = tapered(new, old, advantages, weights, sequences=torch.tensor([0, 0, 1, 1]))
+    loss.loss.backward()
     # The second sequence's ratio is exp(-0.5 - 0.5).
     ratio = torch.tensor(-1.0).exp()
     assert torch.allclose(new.grad, torch.tensor([-2.0, -2.0, 2 * ratio, 2 * ratio]))  # type: ignore[arg-type]
-    assert float(found.sums["taper"]) == pytest.approx(2 + 2 * float(ratio))
+    assert float(loss.sums["taper"]) == pytest.approx(2 + 2 * float(ratio))
     likelier = tapered(old + 1, old, advantages, weights, sequences=torch.tensor([0, 0, 1, 1]))
     assert float(likelier.sums["taper"]) == 4.0
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"), [("It is 40.", 1.0), ("10, no: 20", 1 / 1.5), ("-40", 1 / 3), ("I do not know", 0.0)]
+    ("text", "reward"), [("It is 40.", 1.0), ("10, no: 20", 1 / 1.5), ("-40", 1 / 3), ("I do not know", 0.0)]
 )
-def test_rewards(text: str, worth: float) -> None:
+def test_rewards(text: str, reward: float) -> None:
     value, measured = example("reward").closeness(text, "40")
-    assert value == pytest.approx(worth)
-    assert measured == {"answered": float(worth > 0)}
+    assert value == pytest.approx(reward)
+    assert measured == {"answered": float(reward > 0)}
     assert example("reward").brevity(text, limit=20) == pytest.approx(1 - len(text) / 20)
     assert example("reward").brevity(text, limit=2) == 0.0
     assert example("reward").brevity("") == 0.0
@@ -349,10 +349,10 @@ def plateau(tmp_path: Path) -> Iterator[Any]:
     (tmp_path / "run").mkdir()
 
     def begun(step: int) -> Any:
-        made = Asked()
-        made.config, made.global_steps, made.metrics = Config(), step, {}
-        made.on_init_end()
-        return made
+        recorder = Asked()
+        recorder.config, recorder.global_steps, recorder.metrics = Config(), step, {}
+        recorder.on_init_end()
+        return recorder
 
     return begun
 

@@ -84,9 +84,9 @@ def test_by_reference_and_then_by_name(point: str) -> None:
     file, attribute, name, find = POINTS[point]
     with pytest.raises((ConfigError, RegistryError)):
         find(name)
-    found = find(f"{FOLDER / file}:{attribute}")
-    assert found.__module__.startswith("turnwise_file_")
-    assert find(name) is found
+    part = find(f"{FOLDER / file}:{attribute}")
+    assert part.__module__.startswith("turnwise_file_")
+    assert find(name) is part
     # One letter less is an error that names the right one; a file or class that is not there is one, too.
     with pytest.raises((ConfigError, RegistryError), match=name):
         find(name[:-1])
@@ -105,7 +105,7 @@ def test_modules_of_the_environment_variable_register_names(monkeypatch: pytest.
     assert named_tool("total").name == "total"
 
 
-def test_one_entry_point_registers_them_all(tmp_path: Path, installed: Callable[[str, str], None]) -> None:
+def test_single_entry_point_registers_every_part(tmp_path: Path, installed: Callable[[str, str], None]) -> None:
     package = tmp_path / "all_extensions"
     package.mkdir()
     for file in FOLDER.glob("*.py"):
@@ -115,15 +115,15 @@ def test_one_entry_point_registers_them_all(tmp_path: Path, installed: Callable[
     installed("all_extensions", "all_extensions:register")
     assert load_extensions() == ["all_extensions"]
     for point, (file, attribute, name, find) in POINTS.items():
-        found = find(name)
-        assert (found.__module__, found.__name__) == (f"all_extensions.{Path(file).stem}", attribute), point
+        part = find(name)
+        assert (part.__module__, part.__name__) == (f"all_extensions.{Path(file).stem}", attribute), point
         # Another definition of that name is refused, and the message says where the first one stands.
         with pytest.raises((ConfigError, RegistryError), match=rf"{name}'? is taken by .*all_extensions"):
             find(f"{FOLDER / file}:{attribute}")
     assert named_tool("total").fn.__module__ == "all_extensions.tool"  # type: ignore[union-attr]
 
 
-def test_what_cannot_be_registered() -> None:
+def test_invalid_parts_are_refused() -> None:
     class Mute(Logger):
         def __init__(self, run: LoggedRun) -> None: ...
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_registered() -> None:
 
     class Nothing: ...
 
-    for register, thing, said in (
+    for register, thing, message in (
         (register_logger, Mute, "logger 'mine' does not define log"),
         (register_logger, Nothing, "must derive from"),
         (register_hooks, Misspelt, "on_step_ends, which is no hook"),
@@ -140,7 +140,7 @@ def test_what_cannot_be_registered() -> None:
         (register_manager, Nothing, "lacks create and generate_sequences"),
         (register_strategy, Nothing, "subclass turnwise.rollout.replay.strategies.Strategy"),
     ):
-        with pytest.raises((ConfigError, RegistryError), match=said):
+        with pytest.raises((ConfigError, RegistryError), match=message):
             register("mine")(thing)  # type: ignore[operator]
     with pytest.raises(RegistryError, match="'fifo' is that of one that ships"):
         register_strategy("fifo")(Nothing)  # type: ignore[type-var]

@@ -78,9 +78,11 @@ async def test_a_chat_format_records_an_episode_token_by_token(model: Path, name
     else:
         register_format(load_object(FORMAT, "chat format"))
         renderer = RendererConfig(format="brackets" if named == "name" else "auto").load(model)
-    about = renderer.describe()
-    assert about["format"] == "brackets"
-    assert {"answer", "one call", "two calls", "text and a call", "a call without arguments"} <= set(about["proof"])
+    description = renderer.describe()
+    assert description["format"] == "brackets"
+    assert {"answer", "one call", "two calls", "text and a call", "a call without arguments"} <= set(
+        description["proof"]
+    )
     config = RolloutConfig(env=SpecConfig(name="lookup"), max_turns=8)
     trajectory, client = await solved(renderer, "lookup", config)
     assert sum(value for _, _, value in trajectory.rewards) == 1.0
@@ -88,8 +90,8 @@ async def test_a_chat_format_records_an_episode_token_by_token(model: Path, name
     turns = list(trajectory.turns())
     assert len(turns) == len(client.requests) >= 3
     for turn, request in zip(turns, client.requests, strict=True):
-        before = itertools.chain(*(trajectory.segments[index].token_ids for index in turn.path))
-        assert np.array_equal(request.prompt, list(before))
+        prompt = itertools.chain(*(trajectory.segments[index].token_ids for index in turn.path))
+        assert np.array_equal(request.prompt, list(prompt))
     assert "[[" in renderer.decode(turns[0].sampled.token_ids)
 
 
@@ -104,17 +106,17 @@ async def test_a_chat_format_records_an_episode_token_by_token(model: Path, name
         ("a list [[1, 2], [3]]", []),
     ],
 )
-def test_what_a_model_may_write_in_it(model: Path, text: str, calls: list[tuple[str, dict[str, Any], Any]]) -> None:
+def test_calls_in_texts_of_the_model_are_parsed(model: Path, text: str, calls: list[tuple[str, dict[str, Any], Any]]) -> None:
     renderer = load_renderer(model, format=FORMAT)
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(f"{text}<|im_end|>", add_special_tokens=False).ids
-    found = renderer.parse(as_ids(ids), as_ids([]), [LOOKUP]).get("tool_calls") or []
-    assert [(each.name, each.arguments) for each in found] == [(name, arguments) for name, arguments, _ in calls]
-    for each, (_, _, error) in zip(found, calls, strict=True):
-        assert (each.error is None) == (error is None)
-        assert error is None or error in str(each.error)
+    tool_calls = renderer.parse(as_ids(ids), as_ids([]), [LOOKUP]).get("tool_calls") or []
+    assert [(call.name, call.arguments) for call in tool_calls] == [(name, arguments) for name, arguments, _ in calls]
+    for call, (_, _, error) in zip(tool_calls, calls, strict=True):
+        assert (call.error is None) == (error is None)
+        assert error is None or error in str(call.error)
 
 
-def test_a_checkpoint_names_its_format_and_what_is_missing_is_said(model: Path, tmp_path: Path) -> None:
+def test_checkpoint_names_its_format_and_missing_parts_raise(model: Path, tmp_path: Path) -> None:
     copied = write_model_dir(tmp_path, Family("brackets", source=TEMPLATE))
     save_format(load_renderer(model, format=FORMAT), copied)
     assert load_renderer(copied).describe()["format"] == "brackets"
@@ -170,7 +172,7 @@ async def test_a_sandbox_backend_keeps_the_contract_and_logs_an_episode(tmp_path
         await runner.close()
     assert outcome.error is None
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert any("bash" in str(each["command"]) and each["exit_code"] is not None for each in records)
+    assert any("bash" in str(record["command"]) and record["exit_code"] is not None for record in records)
 
 
 @pytest.mark.long
@@ -184,18 +186,18 @@ def test_a_weight_transport_is_checked_with_the_configuration(tmp_path: Path) ->
     def policy(transport: Any) -> PolicyConfig:
         return PolicyConfig.model_validate({"model": {"path": tmp_path}, "weight_transport": transport})
 
-    chosen = policy({"name": TRANSPORT, "config": {"directory": str(tmp_path), "keep": 3}})
-    opened = open_transport(chosen.weight_transport)
-    assert [each.name.startswith("weights-") for each in tmp_path.iterdir()] == [True]
+    configured = policy({"name": TRANSPORT, "config": {"directory": str(tmp_path), "keep": 3}})
+    opened = open_transport(configured.weight_transport)
+    assert [path.name.startswith("weights-") for path in tmp_path.iterdir()] == [True]
     opened.close()
     assert list(tmp_path.iterdir()) == []
     # The module registered its class, too.
     assert policy({"name": "folder", "config": {"directory": str(tmp_path)}}).weight_transport.name == "folder"
-    for transport, said in (
+    for transport, message in (
         ("shared", r"weight_transport\.name is 'shared'; did you mean 'shared_memory'\?"),
         ({"name": TRANSPORT}, r"directory"),
         ({"name": TRANSPORT, "config": {"directory": str(tmp_path), "kept": 1}}, r"weight_transport\.config.*kept"),
         (f"{FOLDER}/chat_format.py:Brackets", "must derive from turnwise.trainer.weight_sync.WeightWriter"),
     ):
-        with pytest.raises((ValueError, ConfigError), match=said):
+        with pytest.raises((ValueError, ConfigError), match=message):
             policy(transport)

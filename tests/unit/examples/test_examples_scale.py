@@ -44,7 +44,7 @@ def models(program: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_each_gpus_file_has_a_dry_run() -> None:
+def test_every_gpus_file_passes_a_dry_run() -> None:
     assert {file.name for file in HERE.glob("gpus-*.yaml")} == set(LAYOUTS)
 
 

@@ -21,11 +21,11 @@ from turnwise.trainer.config.train import TrainConfig
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-async def played(example: str, task: Task, said: dict[str, list[str]]) -> dict[str, float]:
+async def played(example: str, task: Task, answers: dict[str, list[str]]) -> dict[str, float]:
     """Play one episode in which each agent says its lines; return rewards by agent."""
     config = load_config(TrainConfig, EXAMPLES / example / "train.yaml", [])
     renderer = ToyRenderer()
-    lines = {agent: iter(each) for agent, each in said.items()}
+    lines = {agent: iter(texts) for agent, texts in answers.items()}
     client = ScriptedClient(renderer, lambda request: next(lines[request.session_id.split("/", 2)[2]]))
     # The toy renderer writes a letter a token.
     rollout = config.rollout.model_copy(update={"max_tokens_per_turn": None})
@@ -36,8 +36,8 @@ async def played(example: str, task: Task, said: dict[str, list[str]]) -> dict[s
     outcome = await runner.run(EpisodeSpec(task, "g"))
     await runner.close()
     assert outcome.error is None
-    assert not any(each.frozen for each in outcome.trajectories)
-    return {each.agent: each.reward for each in outcome.trajectories}
+    assert not any(trajectory.frozen for trajectory in outcome.trajectories)
+    return {trajectory.agent: trajectory.reward for trajectory in outcome.trajectories}
 
 
 async def test_a_game_is_won_by_who_takes_the_last_stone() -> None:
@@ -58,13 +58,13 @@ async def test_a_game_is_won_by_who_takes_the_last_stone() -> None:
 async def test_a_proposer_is_paid_for_sums_that_some_solve(
     proposed: str, answers: list[str], rewards: list[float]
 ) -> None:
-    said = {"proposer": [proposed]} | {f"solver/{number}": [answer] for number, answer in enumerate(answers)}
-    found = await played("proposer_solver", Task("t", ""), said)
-    assert {agent: found[agent] for agent in said} == pytest.approx(dict(zip(said, rewards, strict=True)))
+    script = {"proposer": [proposed]} | {f"solver/{number}": [answer] for number, answer in enumerate(answers)}
+    found = await played("proposer_solver", Task("t", ""), script)
+    assert {agent: found[agent] for agent in script} == pytest.approx(dict(zip(script, rewards, strict=True)))
 
 
 @pytest.mark.parametrize(
-    ("said", "rewards"),
+    ("script", "rewards"),
     [
         ({"solver": ["-1", "{sum}"], "critic": ["wrong"]}, {"solver": 1.0, "critic": 1.0}),
         ({"solver": ["-1"], "critic": ["right"]}, {"solver": 0.0, "critic": 0.0}),
@@ -73,10 +73,10 @@ async def test_a_proposer_is_paid_for_sums_that_some_solve(
     ],
 )
 async def test_a_critic_is_paid_for_a_true_verdict_and_the_solver_for_its_last_answer(
-    said: dict[str, list[str]], rewards: dict[str, float]
+    script: dict[str, list[str]], rewards: dict[str, float]
 ) -> None:
     total = str(sum(random.Random(0).choices(range(10), k=2)))
-    spoken = {agent: [line.replace("{sum}", total) for line in lines] for agent, lines in said.items()}
+    spoken = {agent: [line.replace("{sum}", total) for line in lines] for agent, lines in script.items()}
     assert await played("solver_critic", Task("t", ""), spoken) == rewards
 
 
@@ -92,8 +92,8 @@ async def test_a_model_is_warmed_up_on_conversations_that_end_with_an_answer(
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = await getattr(module, maker)(5, 0)
-    assert len(found) == rows
-    assert found == await getattr(module, maker)(5, 0)
-    for row in found:
+    conversation = await getattr(module, maker)(5, 0)
+    assert len(conversation) == rows
+    assert conversation == await getattr(module, maker)(5, 0)
+    for row in conversation:
         assert [message["role"] for message in row["messages"]][-1] == "assistant"

@@ -58,12 +58,12 @@ def problem(task: Task) -> Problem:
 @pytest.mark.parametrize("operations", [2, 3, 4])
 def test_a_chain_that_reads_from_left_to_right_needs_no_brackets(chains: ModuleType, operations: int) -> None:
     for task in chains.tasks(100, operations=operations):
-        found = problem(task)
-        assert len(found.steps) == operations
-        assert evaluate(written(found)) == found.answer
+        chain = problem(task)
+        assert len(chain.steps) == operations
+        assert evaluate(written(chain)) == chain.answer
     for task in chains.tasks(100, operations=operations, kind="brackets"):
-        found = problem(task)
-        signs = "".join(sign for sign, _ in found.steps)
+        chain = problem(task)
+        signs = "".join(sign for sign, _ in chain.steps)
         assert "*" in signs.lstrip("*")
 
 
@@ -81,7 +81,7 @@ def test_no_held_out_chain_is_trained_on_or_shown(chains: ModuleType) -> None:
     assert not brackets & (train | test)
 
 
-def test_demonstrations_are_right_and_of_one_operation(chains: ModuleType) -> None:
+def test_demonstrations_are_right_and_have_a_single_operation(chains: ModuleType) -> None:
     rows = asyncio.run(chains.demonstrations(20, 0))
     assert rows == asyncio.run(chains.demonstrations(20, 0)) != asyncio.run(chains.demonstrations(20, 1))
     for row in rows:
@@ -107,14 +107,14 @@ def test_an_unknown_kind_of_chain_is_named(chains: ModuleType) -> None:
         list(chains.tasks(1, kind="long"))
 
 
-async def test_one_call_with_the_whole_chain_is_worth_1_and_one_that_stops_early_is_not(chains: ModuleType) -> None:
+async def test_call_with_the_whole_chain_earns_1_and_a_shorter_call_earns_0(chains: ModuleType) -> None:
     (task,) = chains.tasks(1)
-    found = problem(task)
-    assert found.results[-1] != found.results[0]
-    for expression, worth in ((written(found), 1.0), (f"{found.start} {' '.join(map(str, found.steps[0]))}", 0.0)):
+    chain = problem(task)
+    assert chain.results[-1] != chain.results[0]
+    for expression, reward in ((written(chain), 1.0), (f"{chain.start} {' '.join(map(str, chain.steps[0]))}", 0.0)):
         env = CalculatorEnv()
         env.reset(task)
-        assert env.score({"role": "assistant", "content": str(evaluate(expression))}) == worth
+        assert env.score({"role": "assistant", "content": str(evaluate(expression))}) == reward
 
 
 @pytest.mark.parametrize(

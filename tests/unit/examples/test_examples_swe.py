@@ -22,15 +22,15 @@ async def test_a_run_on_the_shipped_rows_can_start(tmp_path: Path) -> None:
     # A dry run looks for weights and reads none.
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     rows = "turnwise.ext.environments.swe:tasks?n=2"
-    given = [f"policies.main.model.path={model}", f"runs={tmp_path}/runs", f"tasks={rows}", f"eval.tasks={rows}"]
-    config = load_config(TrainConfig, [HERE / "train.yaml", HERE / "shipped.yaml"], given)
+    overrides = [f"policies.main.model.path={model}", f"runs={tmp_path}/runs", f"tasks={rows}", f"eval.tasks={rows}"]
+    config = load_config(TrainConfig, [HERE / "train.yaml", HERE / "shipped.yaml"], overrides)
     assert (config.rollout.sandbox.name, config.rollout.sandbox.config) == ("local", {})
-    found = await dry_run(config)
-    assert [check for check in found.checks if check.outcome != "ok"] == []
-    episodes = next(check.finding for check in found.checks if check.name == "episodes")
+    report = await dry_run(config)
+    assert [check for check in report.checks if check.outcome != "ok"] == []
+    episodes = next(check.finding for check in report.checks if check.name == "episodes")
     assert "the model may call" in episodes
     assert "shell" in episodes
-    assert "100 steps of 4 tasks x 8 episodes" in "\n".join(found.plan)
+    assert "100 steps of 4 tasks x 8 episodes" in "\n".join(report.plan)
     assert not (tmp_path / "runs").exists()
 
 

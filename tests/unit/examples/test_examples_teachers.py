@@ -37,21 +37,21 @@ def conversations():
 
 
 def calls(row):
-    found = [call for message in row["messages"] for call in message.get("tool_calls", ())]
-    return [json.loads(call["function"]["arguments"])["expression"] for call in found]
+    tool_calls = [call for message in row["messages"] for call in message.get("tool_calls", ())]
+    return [json.loads(call["function"]["arguments"])["expression"] for call in tool_calls]
 
 
-def test_every_call_is_the_right_one_and_every_answer_a_number_that_stands_there(conversations):
+def test_calls_of_the_teacher_are_right_and_answers_are_shown_numbers(conversations):
     for row, task in zip(conversations, calculator.tasks(COUNT), strict=True):
         problem = calculator.Problem.from_data(task.data, "here")
         values = [problem.start, *problem.results]
         right = [f"{value} {sign} {number}" for value, (sign, number) in zip(values, problem.steps, strict=False)]
-        said = calls(row)
-        assert said == right[: len(said)]
+        expressions = calls(row)
+        assert expressions == right[: len(expressions)]
         answered = [message["content"] for message in row["messages"] if message["role"] == "tool"]
-        assert answered == [str(evaluate(each)) for each in said]
+        assert answered == [str(evaluate(expression)) for expression in expressions]
         [number] = re.findall(r"\d+", row["messages"][-1]["content"])
-        assert int(number) == (values[len(said)] if said else problem.start)
+        assert int(number) == (values[len(expressions)] if expressions else problem.start)
 
 
 def test_most_are_wrong_and_about_a_fifth_is_right(conversations):
@@ -70,35 +70,35 @@ def test_a_seed_is_the_same_demonstrations(conversations):
 
 def test_the_teacher_of_lookup_copies_right_too():
     for row in rows("lookup"):
-        *_, last = row["messages"]
-        said = [json.loads(c["function"]["arguments"]) for m in row["messages"] for c in m.get("tool_calls", ())]
+        *_, answer = row["messages"]
+        arguments = [json.loads(c["function"]["arguments"]) for m in row["messages"] for c in m.get("tool_calls", ())]
         answers = [message["content"] for message in row["messages"] if message["role"] == "tool"]
         [person] = [name for name in lookup.NAMES if f"manages {name}?" in row["messages"][0]["content"]]
-        assert said == [{"person": person}, {"team": answers[0]} if answers else None][: len(said)]
-        assert (answers[-1] if answers else person) in last["content"]
+        assert arguments == [{"person": person}, {"team": answers[0]} if answers else None][: len(arguments)]
+        assert (answers[-1] if answers else person) in answer["content"]
 
 
 def bars_of(row):
     """The heights of a conversation's bars, by colour, as its picture has them; nothing without a look."""
-    shown = [part for message in row["messages"] if message["role"] == "tool" for part in message["content"]]
-    if not shown:
+    parts = [part for message in row["messages"] if message["role"] == "tool" for part in message["content"]]
+    if not parts:
         return {}
-    [part] = shown
+    [part] = parts
     image = Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
     counts = {pixel: count for count, pixel in image.getcolors()}
     # A unit of height is twelve by two pixels.
     return {name: counts[pixel] / 24 for name, pixel in picture.COLOURS.items()}
 
 
-def test_what_the_teacher_of_picture_says_stands_in_the_picture():
+def test_answers_of_the_picture_teacher_match_the_picture():
     right = 0
     for row, task in zip(rows("picture"), picture.tasks(COUNT), strict=True):
-        bars, asked = bars_of(row), task.data["colour"]
-        said = {name: int(height) for name, height in map(str.split, row["messages"][-1]["content"].split(", "))}
+        bars, colour = bars_of(row), task.data["colour"]
+        heights = {name: int(height) for name, height in map(str.split, row["messages"][-1]["content"].split(", "))}
         if bars:
-            assert said == {name: bars[name] for name in said}
-            assert len(said) in (1, 4)
-            right += list(said) == [asked]
+            assert heights == {name: bars[name] for name in heights}
+            assert len(heights) in (1, 4)
+            right += list(heights) == [colour]
         else:
-            assert list(said) == [asked]
+            assert list(heights) == [colour]
     assert 0.22 < right / COUNT < 0.38

@@ -20,17 +20,17 @@ Name = tuple[int, str, str | None]  # the line, the module, and what is taken fr
 
 
 def files() -> list[str]:
-    found = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
-    return [str(file.relative_to(ROOT)) for file in found if ".cache" not in file.parts]
+    paths = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    return [str(file.relative_to(ROOT)) for file in paths if ".cache" not in file.parts]
 
 
 def imported(text: str) -> Iterator[Name]:
     """Every absolute import of a file, those inside of functions too."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, each.name, None) for each in node.names)
+            yield from ((node.lineno, alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
-            yield from ((node.lineno, node.module, each.name) for each in node.names)
+            yield from ((node.lineno, node.module, alias.name) for alias in node.names)
 
 
 def lacks(module: str, name: str | None) -> bool:
@@ -40,8 +40,8 @@ def lacks(module: str, name: str | None) -> bool:
         ModuleNotFoundError: The module is there, and needs a package that is not installed.
     """
     try:
-        found = importlib.import_module(module)
-        if name is None or hasattr(found, name):
+        imported_module = importlib.import_module(module)
+        if name is None or hasattr(imported_module, name):
             return False
         importlib.import_module(f"{module}.{name}")
     except ModuleNotFoundError as error:
@@ -54,48 +54,48 @@ def lacks(module: str, name: str | None) -> bool:
 def neighbour(file: Path, module: str) -> Path | None:
     """The file of a module that is no package's, as the files that import it find it."""
     parts = Path(*module.split("."))
-    found = (folder / parts.with_suffix(".py") for folder in (file.parent, *(ROOT / each for each in SHARED)))
-    return next((each for each in found if each.exists()), None)
+    candidates = (folder / parts.with_suffix(".py") for folder in (file.parent, *(ROOT / shared for shared in SHARED)))
+    return next((candidate for candidate in candidates if candidate.exists()), None)
 
 
 def at_top(text: str) -> set[str]:
     """What a file defines, assigns or imports outside of functions and classes."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(text)]
     while waiting:
         for node in ast.iter_child_nodes(waiting.pop()):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                found.add(node.name)
+                names.add(node.name)
                 continue
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
+                names.add(node.id)
             elif isinstance(node, ast.alias):
-                found.add(node.asname or node.name)
+                names.add(node.asname or node.name)
             waiting.append(node)
-    return found
+    return names
 
 
 @pytest.mark.parametrize("name", files())
-def test_what_it_imports_is_there(name: str) -> None:
+def test_imported_names_exist(name: str) -> None:
     file, missing, needed = ROOT / name, [], set()
     for line, module, taken in imported(file.read_text()):
-        said = f"{name}:{line}: {module}{'' if taken is None else ' has no ' + taken}"
+        problem = f"{name}:{line}: {module}{'' if taken is None else ' has no ' + taken}"
         if module.partition(".")[0] == "turnwise":
             try:
-                missing += [said] if lacks(module, taken) else []
+                missing += [problem] if lacks(module, taken) else []
             except ModuleNotFoundError as error:
                 needed.add(f"{module} needs {error.name}")
             except MissingExtraError as error:
                 needed.add(str(error))
         elif module.partition(".")[0] not in sys.stdlib_module_names:
             other = neighbour(file, module)
-            missing += [said] if other is not None and taken not in {None, *at_top(other.read_text())} else []
+            missing += [problem] if other is not None and taken not in {None, *at_top(other.read_text())} else []
     assert not missing, "\n".join(missing)
     if needed:
         pytest.skip(f"{', '.join(sorted(needed))}, which is not installed")
 
 
-def test_what_is_not_there_is_seen(tmp_path: Path) -> None:
+def test_missing_imports_are_found(tmp_path: Path) -> None:
     assert list(imported("import a.b\ndef f():\n    from a import c, d\n    from . import e\n")) == [
         (1, "a.b", None), (3, "a", "c"), (3, "a", "d"),
     ]  # fmt: skip
