@@ -23,7 +23,7 @@ from typing import Any, Final
 import psutil
 
 from support.envs.run_envs import Graded
-from turnwise import append_file as append
+from turnwise import append_file
 from turnwise.agents.react import ReActAgent
 from turnwise.errors import ToolError
 from turnwise.tools.core import function_tool
@@ -226,7 +226,7 @@ class CrashSchedule(Hooks):
         crash = self.config.custom["crash"]
         _ARMED[:] = [_Schedule(crash["victim"], Path(crash["folder"]))]
         # No file of the run can be written half by other means than by whoever writes it.
-        append.append_whole = _append_in_halves(append.append_whole)
+        append_file.append_whole = _append_in_halves(append_file.append_whole)
 
     def on_step_end(self) -> None:
         [schedule] = _ARMED

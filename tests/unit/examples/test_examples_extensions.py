@@ -106,7 +106,7 @@ async def test_a_chat_format_records_an_episode_token_by_token(model: Path, name
         ("a list [[1, 2], [3]]", []),
     ],
 )
-def test_calls_in_texts_of_the_model_are_parsed(model: Path, text: str, calls: list[tuple[str, dict[str, Any], Any]]) -> None:
+def test_calls_in_texts_are_parsed(model: Path, text: str, calls: list[tuple[str, dict[str, Any], Any]]) -> None:
     renderer = load_renderer(model, format=FORMAT)
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(f"{text}<|im_end|>", add_special_tokens=False).ids
     tool_calls = renderer.parse(as_ids(ids), as_ids([]), [LOOKUP]).get("tool_calls") or []

@@ -221,9 +221,7 @@ async def replay(
     names = {tasks[members[0].task_id].env or config.env.name for members in playable}
     variances = {name: _EXACT if strict else Variance(env_class(name).varies, name) for name in names}
     info = ModelInfo("recorded", context_length)
-    policies = {
-        name: ServedPolicy(client, policy_renderer, info) for name, policy_renderer in (renderers or {}).items()
-    }
+    policies = {name: ServedPolicy(client, of_policy, info) for name, of_policy in (renderers or {}).items()}
     room = asyncio.Semaphore(config.concurrency)
     with ThreadPoolExecutor(max_workers=max(1, min(config.concurrency, 64))) as executor:
         runner = EpisodeRunner(

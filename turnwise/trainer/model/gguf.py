@@ -183,10 +183,10 @@ def _write(file: Path, draft: Path) -> None:
     try:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging as transformers_logging
+        from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise MissingExtraError("transformers", "smollm", f"conversion of {file.name}") from error
-    transformers_logging.disable_progress_bar()
+    disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     try:
         model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **source)

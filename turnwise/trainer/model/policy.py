@@ -35,7 +35,7 @@ from turnwise.trainer.model.sequence_parallel import SequenceGroup, split_heads
 try:
     from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 except ImportError as error:
     raise MissingExtraError("transformers", "train", "training a model") from error
 
@@ -430,13 +430,13 @@ def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    enabled = is_progress_bar_enabled()
+    disable_progress_bar()
     try:
         yield
     finally:
         if enabled:
-            transformers_logging.enable_progress_bar()
+            enable_progress_bar()
 
 
 def check_packable(model: Any) -> None:
