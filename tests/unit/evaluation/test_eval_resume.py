@@ -108,6 +108,7 @@ async def test_resumed_evaluation_equals_the_uninterrupted_one(group_reward: boo
         assert (finished.restored, len(SEEN)) == (12, 0)
 
 
+@pytest.mark.long
 async def test_evaluation_of_a_killed_process_is_finished_by_another(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     SEEN.clear()
