@@ -32,17 +32,17 @@ async def test_a_linear_run_is_one_branch(tmp_path: Path) -> None:
     ]
     async with caged(tmp_path, script) as cage:
         file.write_text(BUGGY)
-        left = await claude(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    result = json.loads(left.stdout)
+        run = await claude(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    result = json.loads(run.stdout)
     assert (result["subtype"], result["is_error"], result["result"]) == ("success", False, "It prints 5.")
     assert "return a + b\n" in file.read_text()
-    assert left.routes == {"/v1/messages stream"}
-    assert left.shape == (1, {})
-    metrics = left.trajectory.metrics
+    assert run.routes == {"/v1/messages stream"}
+    assert run.shape == (1, {})
+    metrics = run.trajectory.metrics
     assert (metrics["turns"], metrics["rewritten_echoes"]) == (4, 1)
     assert metrics["encoded_tokens"] == metrics["context_tokens"]
-    assert "\n5\n" in left.requests[-1].text
+    assert "\n5\n" in run.requests[-1].text
 
 
 async def test_what_went_wrong_is_no_fork(tmp_path: Path) -> None:
@@ -55,23 +55,23 @@ async def test_what_went_wrong_is_no_fork(tmp_path: Path) -> None:
         says("Enough."),
     ]
     async with caged(tmp_path, script) as cage:
-        left = await claude(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    assert json.loads(left.stdout)["result"] == "Enough."
-    assert left.shape == (1, {})
-    assert (left.trajectory.metrics["turns"], len(left.requests)) == (4, 5)
-    assert "\nfine\n" in left.requests[-1].text
+        run = await claude(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    assert json.loads(run.stdout)["result"] == "Enough."
+    assert run.shape == (1, {})
+    assert (run.trajectory.metrics["turns"], len(run.requests)) == (4, 5)
+    assert "\nfine\n" in run.requests[-1].text
 
 
 async def test_a_title_is_not_worth_a_run(tmp_path: Path) -> None:
     """It asks for one, with a schema that this engine cannot hold an answer to, and does without."""
     async with caged(tmp_path, [says("", call("Bash", command="ls")), says("Done.")]) as cage:
-        left = await claude(cage, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="")
-    assert left.code == 0, left.stdout + left.stderr
-    assert json.loads(left.stdout)["result"] == "Done."
-    assert left.routes == {"/v1/messages 400", "/v1/messages stream"}
-    assert left.shape == (1, {})
-    assert left.trajectory.metrics["turns"] == 2
+        run = await claude(cage, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="")
+    assert run.code == 0, run.stdout + run.stderr
+    assert json.loads(run.stdout)["result"] == "Done."
+    assert run.routes == {"/v1/messages 400", "/v1/messages stream"}
+    assert run.shape == (1, {})
+    assert run.trajectory.metrics["turns"] == 2
 
 
 async def test_a_run_that_is_continued_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -82,24 +82,24 @@ async def test_a_run_that_is_continued_goes_on_where_it_was(tmp_path: Path) -> N
         says("Again."),
     ]
     async with caged(tmp_path, lines) as cage:
-        left = await claude(cage, then="And now again.")
-    assert left.code == 0, left.stdout + left.stderr
-    assert left.shape == (1, {})
-    assert left.trajectory.metrics["turns"] == 4
+        run = await claude(cage, then="And now again.")
+    assert run.code == 0, run.stdout + run.stderr
+    assert run.shape == (1, {})
+    assert run.trajectory.metrics["turns"] == 4
 
 
 async def test_turns_without_anything_to_see(tmp_path: Path) -> None:
     """It leaves them out and adds to what the user said last: an edit of the task, but not of a tool's result."""
     nothing = says("", thinks="Nothing to say.")
     async with caged(tmp_path, [nothing, says("", call("Bash", command="ls")), nothing, says("Done.")]) as cage:
-        left = await claude(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    assert left.trajectory.metrics["turns"] == 4
-    assert left.shape == (2, {"restart": 1})
+        run = await claude(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    assert run.trajectory.metrics["turns"] == 4
+    assert run.shape == (2, {"restart": 1})
 
 
 async def test_sub_agents_have_roots_of_their_own(tmp_path: Path) -> None:
-    both = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
 
     async def script(request: ScriptedRequest) -> Message:
         text = request.text
@@ -108,7 +108,7 @@ async def test_sub_agents_have_roots_of_their_own(tmp_path: Path) -> None:
             if f"\npart-{name}\n" in text:
                 return says(f"I did {name}.")
             # Both are asked before either is answered.
-            await both.wait()
+            await barrier.wait()
             return says("", call("Bash", command=f"echo part-{name}"))
         if "I did one." in text and "I did two." in text:
             return says("Both are done.")
@@ -121,11 +121,11 @@ async def test_sub_agents_have_roots_of_their_own(tmp_path: Path) -> None:
         return says("Let others do it.", *parts, thinks="Two parts.")
 
     async with caged(tmp_path, script) as cage:
-        left = await claude(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    assert json.loads(left.stdout)["result"] == "Both are done."
-    assert left.trajectory.metrics["turns"] == 6
-    assert left.shape == (3, {"system_changed": 1, "concurrent": 1})
+        run = await claude(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    assert json.loads(run.stdout)["result"] == "Both are done."
+    assert run.trajectory.metrics["turns"] == 6
+    assert run.shape == (3, {"system_changed": 1, "concurrent": 1})
 
 
 async def test_a_compaction_is_two_forks(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ async def test_a_compaction_is_two_forks(tmp_path: Path) -> None:
         return says("", call("Bash", command=f"seq 1 150{request.number}"))
 
     async with caged(tmp_path, script) as cage:
-        left = await claude(cage, "--tools", "Bash,Read", CLAUDE_CODE_AUTO_COMPACT_WINDOW="40000")
-    assert left.code == 0, left.stdout + left.stderr
-    assert json.loads(left.stdout)["result"] == "All done."
-    assert left.shape == (3, {"assistant_edited": 1, "restart": 1})
+        run = await claude(cage, "--tools", "Bash,Read", CLAUDE_CODE_AUTO_COMPACT_WINDOW="40000")
+    assert run.code == 0, run.stdout + run.stderr
+    assert json.loads(run.stdout)["result"] == "All done."
+    assert run.shape == (3, {"assistant_edited": 1, "restart": 1})

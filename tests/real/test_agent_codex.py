@@ -26,14 +26,14 @@ async def test_a_linear_run_is_one_branch(tmp_path: Path) -> None:
     ]
     async with caged(tmp_path, script) as cage:
         file.write_text(BUGGY)
-        left = await codex(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    assert "It prints 5." in left.stdout
+        run = await codex(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    assert "It prints 5." in run.stdout
     assert "return a + b\n" in file.read_text()
-    assert left.routes == {"/v1/responses stream"}
-    assert left.shape == (1, {})
-    assert left.trajectory.metrics["turns"] == 4
-    assert left.trajectory.metrics["encoded_tokens"] == left.trajectory.metrics["context_tokens"]
+    assert run.routes == {"/v1/responses stream"}
+    assert run.shape == (1, {})
+    assert run.trajectory.metrics["turns"] == 4
+    assert run.trajectory.metrics["encoded_tokens"] == run.trajectory.metrics["context_tokens"]
 
 
 async def test_what_went_wrong_is_no_fork(tmp_path: Path) -> None:
@@ -46,21 +46,21 @@ async def test_what_went_wrong_is_no_fork(tmp_path: Path) -> None:
         says("Enough."),
     ]
     async with caged(tmp_path, script) as cage:
-        left = await codex(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    assert "Enough." in left.stdout
-    assert left.shape == (1, {})
-    assert (left.trajectory.metrics["turns"], len(left.requests)) == (4, 5)
-    assert "unsupported call: exec_kommand" in left.requests[-1].text
+        run = await codex(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    assert "Enough." in run.stdout
+    assert run.shape == (1, {})
+    assert (run.trajectory.metrics["turns"], len(run.requests)) == (4, 5)
+    assert "unsupported call: exec_kommand" in run.requests[-1].text
 
 
 async def test_a_run_that_is_continued_goes_on_where_it_was(tmp_path: Path) -> None:
     lines = [says("", call("exec_command", cmd="ls")), says("Done. ", thinks="So."), says("Again.", thinks="Well.")]
     async with caged(tmp_path, lines) as cage:
-        left = await codex(cage, then="And now again.")
-    assert left.code == 0, left.stdout + left.stderr
-    assert left.shape == (1, {})
-    assert left.trajectory.metrics["turns"] == 3
+        run = await codex(cage, then="And now again.")
+    assert run.code == 0, run.stdout + run.stderr
+    assert run.shape == (1, {})
+    assert run.trajectory.metrics["turns"] == 3
 
 
 async def test_a_compaction_is_two_forks(tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ async def test_a_compaction_is_two_forks(tmp_path: Path) -> None:
         return says("", call("exec_command", cmd=f"seq 1 50{request.number}"))
 
     async with caged(tmp_path, script) as cage:
-        left = await codex(cage, "model_auto_compact_token_limit = 27000")
-    assert left.code == 0, left.stdout + left.stderr
-    assert "All done." in left.stdout
-    assert left.trajectory.metrics["turns"] >= 4
-    assert left.shape == (3, {"tools_changed": 1, "assistant_edited": 1})
+        run = await codex(cage, "model_auto_compact_token_limit = 27000")
+    assert run.code == 0, run.stdout + run.stderr
+    assert "All done." in run.stdout
+    assert run.trajectory.metrics["turns"] >= 4
+    assert run.shape == (3, {"tools_changed": 1, "assistant_edited": 1})
 
 
 async def test_a_sub_agent_has_a_root_of_its_own(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ async def test_a_sub_agent_has_a_root_of_its_own(tmp_path: Path) -> None:
         return says("Let others do it.", call("multi_agent_v1__spawn_agent", message="Do part one."))
 
     async with caged(tmp_path, script) as cage:
-        left = await codex(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    assert "It is done." in left.stdout
-    assert "<subagent_notification>" in left.requests[-1].text
-    assert left.trajectory.metrics["turns"] == 5
-    assert left.shape == (2, {"restart": 1})
+        run = await codex(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    assert "It is done." in run.stdout
+    assert "<subagent_notification>" in run.requests[-1].text
+    assert run.trajectory.metrics["turns"] == 5
+    assert run.shape == (2, {"restart": 1})

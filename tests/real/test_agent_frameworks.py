@@ -50,15 +50,15 @@ CASES = {
 @pytest.mark.alike("clients")
 @pytest.mark.parametrize("name", CASES)
 async def test_a_framework_leaves_one_branch_where_it_appends(name: str, tmp_path: Path) -> None:
-    place, script, route, turns, final, wire, kinds, branches = CASES[name]
-    if place == NODE and not (ROOT / AI_SDK / "node_modules" / "ai").exists():
+    folder, script, route, turns, final, wire, kinds, branches = CASES[name]
+    if folder == NODE and not (ROOT / AI_SDK / "node_modules" / "ai").exists():
         pytest.skip("the AI SDK is not installed: make test-real installs it")
-    interpreter = "node" if place == NODE else program("python", place)
+    interpreter = "node" if folder == NODE else program("python", folder)
     async with caged(tmp_path, turns, sessions=2, guides=True) as cage:
         env = {"AI_SDK": str(ROOT / AI_SDK), "CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}
-        left = await cage.run([interpreter, str(SCRIPTS / script), *cage.bases, route], env)
-    assert left.code == 0, left.stderr
-    assert [line for line in left.stdout.splitlines() if line] == [final, final]
-    assert left.routes == {f"{wire} {kind}" for kind in kinds}
-    for trajectory in left.trajectories:
+        run = await cage.run([interpreter, str(SCRIPTS / script), *cage.bases, route], env)
+    assert run.code == 0, run.stderr
+    assert [line for line in run.stdout.splitlines() if line] == [final, final]
+    assert run.routes == {f"{wire} {kind}" for kind in kinds}
+    for trajectory in run.trajectories:
         assert (len(trajectory.leaves()), trajectory.metrics["turns"]) == (branches, len(turns)), trajectory.forks()

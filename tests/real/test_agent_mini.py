@@ -27,13 +27,13 @@ async def test_a_linear_run_is_one_branch(route: str, tmp_path: Path) -> None:
     ]
     async with caged(tmp_path, script) as cage:
         file.write_text(BUGGY)
-        left = await mini(cage, route=route)
-    assert left.code == 0, left.stdout + left.stderr
+        run = await mini(cage, route=route)
+    assert run.code == 0, run.stdout + run.stderr
     assert "return a + b\n" in file.read_text()
-    assert left.routes == {f"/v1/{'chat/completions' if route == 'chat' else route} whole"}
-    assert left.shape == (1, {})
-    assert left.trajectory.metrics["turns"] == 4
-    assert left.trajectory.metrics["encoded_tokens"] == left.trajectory.metrics["context_tokens"]
+    assert run.routes == {f"/v1/{'chat/completions' if route == 'chat' else route} whole"}
+    assert run.shape == (1, {})
+    assert run.trajectory.metrics["turns"] == 4
+    assert run.trajectory.metrics["encoded_tokens"] == run.trajectory.metrics["context_tokens"]
 
 
 async def test_a_rejected_turn_is_a_dead_end(tmp_path: Path) -> None:
@@ -44,11 +44,11 @@ async def test_a_rejected_turn_is_a_dead_end(tmp_path: Path) -> None:
         says("", call("bash", command=SUBMIT)),
     ]
     async with caged(tmp_path, script) as cage:
-        left = await mini(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    assert left.shape == (3, {"assistant_edited": 2})
+        run = await mini(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    assert run.shape == (3, {"assistant_edited": 2})
     # The dead ends are trained as well: the sum over all rows is what was sampled.
-    assert left.trajectory.metrics["turns"] == 4
+    assert run.trajectory.metrics["turns"] == 4
 
 
 async def test_an_engine_that_fails_leaves_no_trace(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ async def test_an_engine_that_fails_leaves_no_trace(tmp_path: Path) -> None:
         says("", call("bash", command=SUBMIT)),
     ]
     async with caged(tmp_path, script) as cage:
-        left = await mini(cage)
-    assert left.code == 0, left.stdout + left.stderr
-    assert left.shape == (1, {})
-    assert (left.trajectory.metrics["turns"], len(left.requests)) == (2, 3)
+        run = await mini(cage)
+    assert run.code == 0, run.stdout + run.stderr
+    assert run.shape == (1, {})
+    assert (run.trajectory.metrics["turns"], len(run.requests)) == (2, 3)

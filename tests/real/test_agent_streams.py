@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.agents.isolated_programs import Left, caged, call, says
+from support.agents.isolated_programs import ProgramRun, caged, call, says
 from support.agents.real_programs import claude, codex
 from support.gateway.broken_streams import Cut, Stumble
 from turnwise.gateway.config import GatewayLimits
@@ -27,15 +27,15 @@ def sh(command: str) -> ToolCall:
     return call("exec_command", cmd=command)
 
 
-def told(left: Left) -> tuple[int, int]:
+def turn_counts(run: ProgramRun) -> tuple[int, int]:
     """How many turns were recorded, and for how many the model was asked."""
-    return int(left.trajectory.metrics["turns"]), len(left.requests)
+    return int(run.trajectory.metrics["turns"]), len(run.requests)
 
 
-def ended(left: Left, text: str) -> None:
+def assert_ended(run: ProgramRun, text: str) -> None:
     """Hold that a program ended as if nothing had happened."""
-    assert left.code == 0, left.stdout + left.stderr
-    assert text in left.stdout
+    assert run.code == 0, run.stdout + run.stderr
+    assert text in run.stdout
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -44,11 +44,11 @@ async def test_claude_code_asks_again_without_a_stream(fails: bool, tmp_path: Pa
     script = [says("", LS), Stumble(says("Let me see.", LS), after=7, fails=fails), says("Again.", LS), says("Done.")]
     cuts = [] if fails else [Cut(1, (b"text_delta",))]
     async with caged(tmp_path, script, cuts=cuts, limits=AT_ONCE) as cage:
-        left = await claude(cage)
-    ended(left, '"result":"Done."')
+        run = await claude(cage)
+    assert_ended(run, '"result":"Done."')
     assert all(cut.done for cut in cuts)
-    assert left.routes == {"/v1/messages stream", "/v1/messages whole"}
-    assert (left.shape, told(left)) == ((1, {}), (3, 4))
+    assert run.routes == {"/v1/messages stream", "/v1/messages whole"}
+    assert (run.shape, turn_counts(run)) == ((1, {}), (3, 4))
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -57,12 +57,12 @@ async def test_claude_code_keeps_the_calls_that_were_whole(calls: int, tmp_path:
     commands = [call("Bash", command=f"echo part-{number}") for number in range(calls)]
     cut = Cut(0, (b"input_json_delta", b"content_block_stop", b"\n\n"))
     async with caged(tmp_path, [says("Look.", *commands), says("Done.")], cuts=[cut]) as cage:
-        left = await claude(cage)
-    ended(left, '"result":"Done."')
+        run = await claude(cage)
+    assert_ended(run, '"result":"Done."')
     assert cut.done
-    assert "\npart-0\n" in left.requests[-1].text
-    assert left.shape == ((1, {}) if calls == 1 else (2, {"assistant_edited": 1}))
-    assert told(left) == (2, 2)
+    assert "\npart-0\n" in run.requests[-1].text
+    assert run.shape == ((1, {}) if calls == 1 else (2, {"assistant_edited": 1}))
+    assert turn_counts(run) == (2, 2)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -71,11 +71,11 @@ async def test_claude_code_gives_up_where_a_stream_breaks_behind_a_whole_block(f
     broken = Stumble(says("Let me see.", LS, thinks="Hm."), after=10, fails=fails)
     cuts = [] if fails else [Cut(1, (b"text_delta",))]
     async with caged(tmp_path, [says("", LS), broken, says("Done.")], cuts=cuts, limits=AT_ONCE) as cage:
-        left = await claude(cage)
+        run = await claude(cage)
     assert all(cut.done for cut in cuts)
-    assert left.code == 1
-    assert "API Error: " in left.stdout
-    assert (left.shape, told(left)) == ((1, {}), (1, 2))
+    assert run.code == 1
+    assert "API Error: " in run.stdout
+    assert (run.shape, turn_counts(run)) == ((1, {}), (1, 2))
 
 
 async def test_codex_asks_again_where_a_stream_broke(tmp_path: Path) -> None:
@@ -89,21 +89,21 @@ async def test_codex_asks_again_where_a_stream_broke(tmp_path: Path) -> None:
     ]
     cut = Cut(1, (b"event: response.output_text.delta",))
     async with caged(tmp_path, script, cuts=[cut], limits=AT_ONCE) as cage:
-        left = await codex(cage)
-    ended(left, "Done.")
+        run = await codex(cage)
+    assert_ended(run, "Done.")
     assert cut.done
-    assert left.routes == {"/v1/responses stream"}
-    assert (left.shape, told(left)) == ((1, {}), (3, 5))
+    assert run.routes == {"/v1/responses stream"}
+    assert (run.shape, turn_counts(run)) == ((1, {}), (3, 5))
 
 
 async def test_codex_asks_again_where_a_turn_was_whole_but_for_its_call(tmp_path: Path) -> None:
     """The turn was recorded, and stays as a branch of its own beside the one that was said in its place."""
     cut = Cut(0, (b"event: response.output_item.done", b'"type":"function_call"'))
     async with caged(tmp_path, [says("Look.", sh("ls")), says("See.", sh("ls")), says("Done.")], cuts=[cut]) as cage:
-        left = await codex(cage)
-    ended(left, "Done.")
+        run = await codex(cage)
+    assert_ended(run, "Done.")
     assert cut.done
-    assert (left.shape, told(left)) == ((2, {"resample": 1}), (3, 3))
+    assert (run.shape, turn_counts(run)) == ((2, {"resample": 1}), (3, 3))
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -111,12 +111,12 @@ async def test_codex_keeps_the_items_that_were_whole(calls: int, tmp_path: Path)
     commands = [sh(f"echo part-{number}") for number in range(calls)]
     cut = Cut(0, (b"event: response.function_call_arguments.done", b"event: response.output_item.done", b"\n\n"))
     async with caged(tmp_path, [says("Look.", *commands), says("Done.")], cuts=[cut]) as cage:
-        left = await codex(cage)
-    ended(left, "Done.")
+        run = await codex(cage)
+    assert_ended(run, "Done.")
     assert cut.done
-    assert "\npart-0\n" in left.requests[-1].text
-    assert left.shape == ((1, {}) if calls == 1 else (2, {"assistant_edited": 1}))
-    assert told(left) == (2, 2)
+    assert "\npart-0\n" in run.requests[-1].text
+    assert run.shape == ((1, {}) if calls == 1 else (2, {"assistant_edited": 1}))
+    assert turn_counts(run) == (2, 2)
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -130,10 +130,10 @@ async def test_codex_waits_as_long_as_the_stream_lives(alive: bool, tmp_path: Pa
     ]
     limits = GatewayLimits(first_seconds=0.0, alive_seconds=0.3 if alive else 60.0)
     async with caged(tmp_path, script, limits=limits) as cage:
-        left = await codex(cage, provider="stream_idle_timeout_ms = 2000")
-    ended(left, "Done.")
-    assert left.shape == (1, {})
-    assert told(left) == ((3, 3) if alive else (2, 3))
+        run = await codex(cage, provider="stream_idle_timeout_ms = 2000")
+    assert_ended(run, "Done.")
+    assert run.shape == (1, {})
+    assert turn_counts(run) == ((3, 3) if alive else (2, 3))
 
 
 async def test_claude_code_takes_the_signs_of_life_of_a_long_turn(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_claude_code_takes_the_signs_of_life_of_a_long_turn(tmp_path: Path
     slow = Stumble(says("At last.", LS), after=7, seconds=3.0)
     script = [says("", LS), slow, Stumble(says("", LS), after=1, seconds=1.0), says("Done.")]
     async with caged(tmp_path, script, limits=GatewayLimits(first_seconds=0.0, alive_seconds=0.1)) as cage:
-        left = await claude(cage)
-    ended(left, '"result":"Done."')
-    assert left.routes == {"/v1/messages stream"}
-    assert (left.shape, told(left)) == ((1, {}), (4, 4))
+        run = await claude(cage)
+    assert_ended(run, '"result":"Done."')
+    assert run.routes == {"/v1/messages stream"}
+    assert (run.shape, turn_counts(run)) == ((1, {}), (4, 4))

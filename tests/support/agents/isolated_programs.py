@@ -45,11 +45,11 @@ LIMIT_S = 100.0
 """Seconds that a program may take."""
 
 
-def program(name: str, *places: str) -> str:
+def program(name: str, *folders: str) -> str:
     """Return where a program was installed; the test is skipped where it was not (``make test-real`` installs it)."""
-    for place in places:
-        if (ROOT / place / name).exists():
-            return str(ROOT / place / name)
+    for folder in folders:
+        if (ROOT / folder / name).exists():
+            return str(ROOT / folder / name)
     pytest.skip(f"{name} is not installed: make test-real installs it")
 
 
@@ -69,8 +69,8 @@ def call(name: str, **arguments: Any) -> ToolCall:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What a run left.
+class ProgramRun:
+    """The outcome of a program that ran to its end.
 
     Attributes:
         code: The program's exit status.
@@ -128,7 +128,7 @@ class Caged:
         (only,) = self.bases
         return only
 
-    async def run(self, argv: Sequence[str], env: Mapping[str, str]) -> Left:
+    async def run(self, argv: Sequence[str], env: Mapping[str, str]) -> ProgramRun:
         """Run a program to its end, end its session, and check that every sampled token was recorded exactly once."""
         settled = {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", "NO_COLOR": "1", **env}
         line = json.dumps({"argv": list(argv), "cwd": str(self.work), "env": settled})
@@ -141,24 +141,24 @@ class Caged:
         trajectories = [await self.sessions.end(session_id) for session_id in self.session_ids]
         self.ledger.close()
         assert self.process.returncode is not None
-        said = (out.decode(), err.decode())
-        left = Left(self.process.returncode, *said, trajectories, self.client.requests, self.routes)
-        self._check(left)
-        return left
+        outputs = (out.decode(), err.decode())
+        run = ProgramRun(self.process.returncode, *outputs, trajectories, self.client.requests, self.routes)
+        self._check(run)
+        return run
 
-    def _check(self, left: Left) -> None:
+    def _check(self, run: ProgramRun) -> None:
         """Hold what was recorded against what was sampled, on disk and by hand."""
         report = audit_files(self.run_dir)
         assert report.contradictions == []
-        turns = sum(each.metrics["turns"] for each in left.trajectories)
-        assert report.counts["turns equal to a call"] == turns > 0, left.stdout + left.stderr
+        turns = sum(trajectory.metrics["turns"] for trajectory in run.trajectories)
+        assert report.counts["turns equal to a call"] == turns > 0, run.stdout + run.stderr
         calls = sorted(
             (entry.session, entry.prompt_ids.tolist(), entry.completion_ids.tolist(), entry.logprobs.tolist())
             for entry in read_ledger(self.run_dir / "ledger.jsonl").entries
         )
-        assert sorted(turn for each in left.trajectories for turn in _turns(each)) == calls
-        for each in left.trajectories:
-            assert sum(row.trained_tokens for row in to_samples(each).rows) == each.sampled_tokens
+        assert sorted(turn for trajectory in run.trajectories for turn in _turns(trajectory)) == calls
+        for trajectory in run.trajectories:
+            assert sum(row.trained_tokens for row in to_samples(trajectory).rows) == trajectory.sampled_tokens
 
 
 def _turns(trajectory: Trajectory) -> Iterator[tuple[str, list[int], list[int], list[float]]]:
@@ -257,9 +257,9 @@ async def caged(
 async def _started() -> tuple[asyncio.subprocess.Process, socket.socket, socket.socket]:
     """Start a process in a namespace of its own, and be handed a socket that listens there."""
     control, theirs = socket.socketpair()
-    own = [] if os.geteuid() == 0 else ["--map-root-user"]
+    user_flags = [] if os.geteuid() == 0 else ["--map-root-user"]
     process = await asyncio.create_subprocess_exec(
-        *("unshare", "--net", *own, sys.executable, str(loopback_only.__file__), str(theirs.fileno())),
+        *("unshare", "--net", *user_flags, sys.executable, str(loopback_only.__file__), str(theirs.fileno())),
         pass_fds=[theirs.fileno()],
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

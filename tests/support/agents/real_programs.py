@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from support.agents.isolated_programs import MODEL, Caged, Left, program
+from support.agents.isolated_programs import MODEL, Caged, ProgramRun, program
 
 BUGGY = "def add(a, b):\n    return a - b\n\n\nprint(add(2, 3))\n"
 CODEX = """model = "{model}"
@@ -21,13 +21,13 @@ env_key = "LOCAL_KEY"
 """
 
 
-async def claude(cage: Caged, *flags: str, then: str = "", **env: str) -> Left:
+async def claude(cage: Caged, *flags: str, then: str = "", **env: str) -> ProgramRun:
     """Run Claude Code, and perhaps a second time on what the user says then."""
     argv = [program("claude", ".cache/npm/node_modules/.bin"), "-p", "Make calc.py print 5, then say so."]
     argv += ["--output-format", "json", "--model", MODEL, "--dangerously-skip-permissions", *flags]
     if then:
-        again = [argv[0], "-p", then, "--continue", *argv[3:]]
-        argv = ["sh", "-ec", f"{shlex.join(argv)}; {shlex.join(again)}"]
+        second_argv = [argv[0], "-p", then, "--continue", *argv[3:]]
+        argv = ["sh", "-ec", f"{shlex.join(argv)}; {shlex.join(second_argv)}"]
     settings = {
         "ANTHROPIC_BASE_URL": cage.base,
         "ANTHROPIC_API_KEY": "any",
@@ -40,7 +40,7 @@ async def claude(cage: Caged, *flags: str, then: str = "", **env: str) -> Left:
     return await cage.run(argv, {name: value for name, value in settings.items() if value})
 
 
-async def codex(cage: Caged, more: str = "", *, provider: str = "", then: str = "") -> Left:
+async def codex(cage: Caged, more: str = "", *, provider: str = "", then: str = "") -> ProgramRun:
     """Run Codex with more settings (of the provider), and perhaps a second time on what the user says then."""
     settings = cage.home / ".codex"
     settings.mkdir()
@@ -54,7 +54,7 @@ async def codex(cage: Caged, more: str = "", *, provider: str = "", then: str = 
     return await cage.run(argv, {"LOCAL_KEY": "any"})
 
 
-async def mini(cage: Caged, *flags: str, route: str = "chat") -> Left:
+async def mini(cage: Caged, *flags: str, route: str = "chat") -> ProgramRun:
     """Run mini-swe-agent by one of litellm's routes."""
     argv = [program("mini", ".venv-agents/bin"), "-t", "Make calc.py print 5, then submit.", "-y", "--exit-immediately"]
     argv += ["-m", f"{'anthropic' if route == 'messages' else 'openai'}/{MODEL}", "-l", "0"]
