@@ -98,7 +98,7 @@ def test_an_engine_by_entry_point_and_a_loss_by_the_variable(home: Path) -> None
     assert "'often'" in refused[0]
 
 
-def test_without_them_the_configuration_is_refused(home: Path) -> None:
+def test_config_without_external_modules_is_refused(home: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(TrainConfig, home / "train.yaml")
     assert "engine is 'mine'; known: fsdp, torch, or" in str(refused.value)

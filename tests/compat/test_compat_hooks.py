@@ -202,6 +202,6 @@ def test_a_hook_that_raises_ends_the_run_and_loses_nothing(model: Path, tmp_path
     ("Path", "not a subclass of turnwise.Hooks"),
     ("Nobody", "has no 'Nobody'"),
 ])  # fmt: skip
-def test_what_is_no_hook_is_said_before_anything_starts(name: str, message: str) -> None:
+def test_invalid_hooks_raise_before_the_run_starts(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_hooks([f"{HERE}:{name}"])

@@ -74,7 +74,7 @@ def recorded(of: Session) -> Trajectory:
     return Trajectory("chat", "chat", "chat", "chat", segments=of.segments())
 
 
-async def test_it_runs_and_what_it_samples_is_one_branch() -> None:
+async def test_graph_runs_and_its_samples_are_one_branch() -> None:
     chat = session()
     result = await build(ChatTurnwise(session=chat)).ainvoke({"messages": [{"role": "user", "content": "6 times 7?"}]})
     kinds = [type(message) for message in result["messages"]]
@@ -86,7 +86,7 @@ async def test_it_runs_and_what_it_samples_is_one_branch() -> None:
     assert samples.rows[0].trained_tokens == recorded(chat).sampled_tokens
 
 
-async def test_memory_between_invocations_is_one_branch_too() -> None:
+async def test_invocations_with_memory_are_one_branch() -> None:
     chat = session()
     graph = build(ChatTurnwise(session=chat), checkpointer=InMemorySaver())
     thread = {"configurable": {"thread_id": "1"}}
@@ -96,7 +96,7 @@ async def test_memory_between_invocations_is_one_branch_too() -> None:
     assert chat.metrics()["forks"] == 0
 
 
-async def test_streams_as_the_documentation_reads_them() -> None:
+async def test_documented_stream_modes_yield_messages() -> None:
     printed: dict[str, list[str]] = {}
     chat = session()
     graph = build(ChatTurnwise(session=chat))

@@ -75,7 +75,7 @@ class MyAgentLoopManager:
 NAME = f"{__name__}.MyAgentLoopManager"
 
 
-async def test_it_is_created_and_asked_as_verl_documents_it() -> None:
+async def test_manager_is_created_and_called_as_verl_documents() -> None:
     renderer = ToyRenderer()
     config = load_config(
         RolloutConfig, defaults={"env": {"name": "lookup"}, "max_tokens_per_turn": 40, "agent_loop_manager_class": NAME}
@@ -95,7 +95,7 @@ def lookup_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "lookup-model", build_model) / MODEL
 
 
-def test_it_trains(lookup_model: Path, tmp_path: Path) -> None:
+def test_custom_manager_trains(lookup_model: Path, tmp_path: Path) -> None:
     changes = {"rollout": {"agent_loop_manager_class": NAME}, "custom": {"mine": [1, {"two": 2}]}, "steps": 2}
     held_out = {"tasks": "turnwise.envs.basic.lookup:tasks?n=2&split=test", "samples": 1, "every": None}
     summary = run_train(train_config(lookup_model, tmp_path, eval=held_out, **changes), console=silent())

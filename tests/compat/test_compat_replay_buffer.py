@@ -95,7 +95,7 @@ async def test_a_plain_sample_blocks_in_a_thread_of_its_own() -> None:
     assert threading.current_thread().name not in threads
 
 
-async def test_it_ends_with_the_rollouts_or_when_nobody_waits_any_more() -> None:
+async def test_blocking_sample_ends_with_the_rollouts_or_its_cancelled_waiter() -> None:
     replay = buffer("UserCustomReplayBuffer")
     waiting = asyncio.create_task(replay.sample(1, "train", 2))
     await asyncio.sleep(0.05)
@@ -158,7 +158,7 @@ async def test_the_example_of_the_page_discards_and_is_refilled(
     assert refills == [1]
 
 
-async def test_what_it_returns_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invalid_returns_of_sample_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     replay = buffer("Returning")
     ref = BatchRef(0, (), ())
     for answer, message in [
@@ -183,7 +183,7 @@ def lookup_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "lookup-model", build_model) / MODEL
 
 
-def test_it_trains(lookup_model: Path, tmp_path: Path) -> None:
+def test_custom_buffer_trains(lookup_model: Path, tmp_path: Path) -> None:
     changes = {"replay": {"buffer": f"{__name__}:UserCustomReplayBuffer"}, "steps": 2}
     summary = run_train(train_config(lookup_model, tmp_path, **changes), console=silent())
     steps = [record for record in lines(summary.directory / "metrics.jsonl") if record["kind"] == "train"]
