@@ -176,7 +176,7 @@ class RewardPenalties:
 
     Attributes:
         tokens: By row, the penalty of each trained token, shape [N].
-        kl: KL estimate, mean over tokens; 0 where there are none.
+        kl: KL estimate, mean over tokens; 0 without any.
         mean: Penalty per trajectory, mean over those that have rows.
     """
 

@@ -37,7 +37,7 @@ class StepRewards:
         branches: Per trajectory the rewards of its turns, branch by branch; one that was not forked has one branch.
         turn_lengths: Per trajectory the sampled tokens of each turn.
         components: float64 of shape [n] by reward name.
-        baselines: Reward of the group's greedy rollout, float64 of shape [n]; NaN where there is none.
+        baselines: Reward of the group's greedy rollout, float64 of shape [n]; NaN if none.
     """
 
     totals: Tensor
@@ -104,7 +104,7 @@ def with_penalties(
     """Return copies of trajectories with the KL penalties of their turns added as reward events named ``kl``.
 
     The reward of a trajectory becomes ``r - sum_t penalty_t`` over its sampled tokens, and that of a turn its own
-    rewards less the penalties of its own tokens. Tokens in no row (cut off, dropped by an agent) have no penalty.
+    rewards less the penalties of its tokens. Tokens in no row (cut off, dropped by an agent) have no penalty.
     """
     if not penalties:
         return list(trajectories)
