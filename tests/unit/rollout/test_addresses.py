@@ -68,11 +68,11 @@ class Direct(Agent):
         while True:
             message = await episode.session.chat(messages, episode.tools)
             calls = message.get("tool_calls") or ()
-            told = [
+            conversation = [
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
                 for c in calls
             ]
-            messages.append({"role": "assistant", "content": message["content"], "tool_calls": told})
+            messages.append({"role": "assistant", "content": message["content"], "tool_calls": conversation})
             if not calls:
                 return
             for call in calls:
@@ -200,8 +200,8 @@ async def _ask(base: str, episode: Episode) -> int:
 
 async def _status(base: str, messages: list[Any]) -> int:
     path = f"{base}/v1/chat/completions"
-    async with aiohttp.ClientSession() as http, http.post(path, json={"messages": messages}) as said:
-        return said.status
+    async with aiohttp.ClientSession() as http, http.post(path, json={"messages": messages}) as response:
+        return response.status
 
 
 async def test_an_address_ends_with_its_agent() -> None:

@@ -57,15 +57,19 @@ async def branch(client: LedgerClient, scripted: ScriptedClient) -> Trajectory:
     session = Session(client, renderer_for("qwen3"), id="branches", limits=LIMITS)
     start = [user("go")]
     first = await session.chat(start, [LOOK])
-    told = [*start, first, {"role": "tool", "tool_call_id": first["tool_calls"][0].id, "content": "a wall"}]
-    second = await session.chat(told, [LOOK])
+    messages_with_wall = [
+        *start,
+        first,
+        {"role": "tool", "tool_call_id": first["tool_calls"][0].id, "content": "a wall"},
+    ]
+    second = await session.chat(messages_with_wall, [LOOK])
     scripted.weight_version = 1
-    longer = [*told, second, user("and then?")]
+    longer = [*messages_with_wall, second, user("and then?")]
     third = await session.chat(longer, [LOOK])
     await session.chat(longer, [LOOK])
     await session.chat([user("summary: a wall"), user("and then?")], [LOOK], fork="compaction")
-    await session.chat([*told, second, user("rather this")], [LOOK])
-    await session.chat([*told, {**second, "content": "edited"}, user("so?")], [LOOK])
+    await session.chat([*messages_with_wall, second, user("rather this")], [LOOK])
+    await session.chat([*messages_with_wall, {**second, "content": "edited"}, user("so?")], [LOOK])
     await session.chat([*longer, third, user("without tools")], [])
     await session.chat([{"role": "system", "content": "be brief"}, *start], [LOOK])
     await asyncio.gather(*(session.chat([user("both"), user(str(n))]) for n in range(2)))
@@ -76,10 +80,10 @@ async def talk(http: aiohttp.ClientSession, path: str) -> None:
     """A conversation in each dialect, with a tool call, a stream, and a history that is told anew."""
     ask: dict[str, Any] = {"model": "m", "messages": [user("go")], "tools": [FUNCTION], "stream": False}
     async with http.post(f"{path}/v1/chat/completions", json=ask) as answer:
-        said = (await answer.json())["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "a door"}
+        answer_message = (await answer.json())["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": answer_message["tool_calls"][0]["id"], "content": "a door"}
     async with http.post(
-        f"{path}/v1/chat/completions", json={**ask, "messages": [user("go"), said, result], "stream": True}
+        f"{path}/v1/chat/completions", json={**ask, "messages": [user("go"), answer_message, result], "stream": True}
     ) as answer:
         assert b"[DONE]" in await answer.read()
     async with http.post(
@@ -91,8 +95,8 @@ async def talk(http: aiohttp.ClientSession, path: str) -> None:
         assert answer.status == 200
     async with http.post(f"{path}/v1/responses", json={"model": "m", "input": "hello"}) as answer:
         response = await answer.json()
-    again = {"model": "m", "input": "more", "previous_response_id": response["id"]}
-    async with http.post(f"{path}/v1/responses", json=again) as answer:
+    continuation = {"model": "m", "input": "more", "previous_response_id": response["id"]}
+    async with http.post(f"{path}/v1/responses", json=continuation) as answer:
         assert answer.status == 200
 
 
@@ -360,11 +364,11 @@ def lose_call(records: Records) -> Records:
 
 
 def double_call(records: Records) -> Records:
-    last = calls(records, "one")[-1]
-    at = records.index(last)
+    last_call = calls(records, "one")[-1]
+    at = records.index(last_call)
     # The prompt of a record is told by what it shares with the one before.
-    size = last["shared"] + len(last["token_ids"])
-    return [*records[: at + 1], {**last, "shared": size, "token_ids": []}, *records[at + 1 :]]
+    size = last_call["shared"] + len(last_call["token_ids"])
+    return [*records[: at + 1], {**last_call, "shared": size, "token_ids": []}, *records[at + 1 :]]
 
 
 def change_call(records: Records) -> None:

@@ -79,13 +79,13 @@ class Bench:
             return await self.buffer.sample(1, "train", groups)
 
 
-def breaking(*places: str):
+def breaking(*failing: str):
     """A script in which the server fails in these members, ``task/member`` each."""
 
     def script(request):
         group, _, member = request.session_id.partition("/")
-        place = f"{group.split('-')[2]}/{member[0]}"
-        return InferenceError(f"no answer for {place}") if {place, place.split("/")[0]} & set(places) else "42"
+        episode = f"{group.split('-')[2]}/{member[0]}"
+        return InferenceError(f"no answer for {episode}") if {episode, episode.split("/")[0]} & set(failing) else "42"
 
     return script
 
@@ -128,20 +128,20 @@ def test_a_rule_that_no_group_can_meet_is_refused() -> None:
 
 
 async def test_cancelled_groups_are_closed_written_and_never_arrive() -> None:
-    begun, gate = asyncio.Event(), asyncio.Event()
+    started, gate = asyncio.Event(), asyncio.Event()
     waiting = 0
 
     async def script(request):
         nonlocal waiting
         if "-t1-" in request.session_id and "/1." in request.session_id:
             waiting += 1
-            begun.set()
+            started.set()
             await gate.wait()
         return "42"
 
     async with Bench(script) as bench:
         bench.more(3)
-        await begun.wait()
+        await started.wait()
         ref, _ = await bench.sample(2)
         keys = ["train-t1-e0", "train-t0-e0", "nobody"]
         assert await bench.producer.cancel(keys) == {"train-t1-e0"}, "what is finished is left alone"
@@ -157,8 +157,8 @@ async def test_cancelled_groups_are_closed_written_and_never_arrive() -> None:
 
 
 async def test_discarded_groups_are_neither_waited_for_nor_handed_out() -> None:
-    buffer, asked, dropped = LocalReplayBuffer(), [], []
-    buffer.refill_by(lambda missing: not asked.append(missing))
+    buffer, refill_counts, dropped = LocalReplayBuffer(), [], []
+    buffer.refill_by(lambda missing: not refill_counts.append(missing))
     buffer.drops_to(lambda facts, why: dropped.append((facts.key, why)))
     requests = [RolloutRequest(Task(f"t{number}", "go")) for number in range(3)]
     for request in requests:
@@ -167,10 +167,10 @@ async def test_discarded_groups_are_neither_waited_for_nor_handed_out() -> None:
     await buffer.put(TrajectoryGroup("g0", "t0", [member]))
     waiting = asyncio.create_task(buffer.sample(1, "train", 2))
     await asyncio.sleep(0)
-    assert asked == []
+    assert refill_counts == []
     buffer.discard(["train-t0-e0", "train-t1-e0"], "late")
     await asyncio.sleep(0)
-    assert asked == [1], "one is still in flight"
+    assert refill_counts == [1], "one is still in flight"
     assert dropped == [("train-t0-e0", "late")]
     for name in ("t2", "t9"):
         await buffer.put(TrajectoryGroup(name, name, [member]))

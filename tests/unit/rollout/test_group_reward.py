@@ -68,7 +68,7 @@ async def by_length(task, trajectories):
 
 
 def named(task, trajectories, scale=1.0):
-    return [{"rank": scale * place, "other": -1} for place, _ in enumerate(trajectories)]
+    return [{"rank": scale * rank, "other": -1} for rank, _ in enumerate(trajectories)]
 
 
 def broken(task, trajectories):
@@ -143,7 +143,7 @@ async def test_named_rewards_weights_and_arguments():
     section = {"function": ref(named), "arguments": {"scale": 4}, "weight": 0.5}
     [group] = await gather(await make(section), "a")
     assert [trajectory.rewards[1:] for trajectory in group.trajectories] == [
-        [(None, "rank", 2.0 * place), (None, "other", -0.5)] for place in range(3)
+        [(None, "rank", 2.0 * rank), (None, "other", -0.5)] for rank in range(3)
     ]
     [group] = await gather(await make({**section, "weight": 0}), "a")
     assert [len(trajectory.rewards) for trajectory in group.trajectories] == [1, 1, 1]
@@ -217,8 +217,8 @@ async def test_a_group_that_is_being_compared_holds_no_other_up():
         done, _ = await buffer.sample(1, "train", 2)
         assert [group.task_id for group in await buffer.fetch(done)] == ["second", "third"]
         GATES["others"].set()
-        last, _ = await buffer.sample(2, "train", 1)
-        assert [group.task_id for group in await buffer.fetch(last)] == ["first"]
+        final_ref, _ = await buffer.sample(2, "train", 1)
+        assert [group.task_id for group in await buffer.fetch(final_ref)] == ["first"]
     await producer.close()
 
 
@@ -243,8 +243,8 @@ async def test_episodes_are_scored_while_others_still_run():
 
     producer = await make(None, answers=answers, concurrency=2)
     async with asyncio.timeout(30):
-        held = RolloutRequest(Task("held", "go", {"hold": "scoring"}), group_size=1)
-        groups = await producer.gather([held, RolloutRequest(Task("other", "go"), group_size=1)])
+        held_request = RolloutRequest(Task("held", "go", {"hold": "scoring"}), group_size=1)
+        groups = await producer.gather([held_request, RolloutRequest(Task("other", "go"), group_size=1)])
     await producer.close()
     assert [group.trajectories[0].reward for group in groups] == [1.0, 1.0]
 
@@ -270,14 +270,14 @@ async def test_trajectories_of_a_cancelled_group_are_written_as_errors():
 @pytest.mark.parametrize("reward", [None, "by_length"])
 async def test_a_later_process_rolls_out_the_missing_members_only(tmp_path, reward):
     """The first process ends while its third member runs; the second one samples that member alone."""
-    request, asked = RolloutRequest(Task("a", "go"), group_size=3), []
-    held = asyncio.Event()
+    request, sampled = RolloutRequest(Task("a", "go"), group_size=3), []
+    gate = asyncio.Event()
 
     async def answers(call):
         member = int(call.session_id.rpartition("/")[2].split(".")[0])
-        asked.append((call.session_id[0], member))
+        sampled.append((call.session_id[0], member))
         if member == 2 and call.session_id.startswith("0"):
-            held.set()
+            gate.set()
             await asyncio.Event().wait()
         return "x" * (member + 1)
 
@@ -291,13 +291,13 @@ async def test_a_later_process_rolls_out_the_missing_members_only(tmp_path, rewa
         producer.generate_sequences([request])
         async with asyncio.timeout(30):
             if part == 0:
-                await held.wait()
+                await gate.wait()
             else:
                 ref, _ = await buffer.sample(1, "train", 1)
                 [group] = await buffer.fetch(ref)
         await producer.close()
         journal.close()
-    assert {member for part, member in asked if part == "1"} == {2}
+    assert {member for part, member in sampled if part == "1"} == {2}
     assert group.id == "0-train-a-e0"
     names = ["0-train-a-e0/0.0", "0-train-a-e0/1.0", "1-train-a-e0/2.0"]
     assert [trajectory.id for trajectory in group.trajectories] == names
@@ -368,30 +368,28 @@ def test_centred_ranks_of_different_values_are_even():
 
 
 async def test_rank_by_a_number_of_the_trajectory():
-    for arguments, wanted in (
+    for arguments, ranks in (
         ({}, [-0.5, 0.0, 0.5]),
         ({"metric": "answer_length", "least_is_best": True}, [0.5, 0.0, -0.5]),
         ({"metric": "turns"}, [0.0, 0.0, 0.0]),
     ):
         [group] = await gather(await make({"function": "rank_by", "arguments": arguments}), "a")
-        assert [trajectory.rewards[-1] for trajectory in group.trajectories] == [
-            (None, "rank", rank) for rank in wanted
-        ]
+        assert [trajectory.rewards[-1] for trajectory in group.trajectories] == [(None, "rank", rank) for rank in ranks]
     with pytest.raises(EnvError, match="has no metric 'beauty'; it has reward, answer_length, "):
         RankBy("beauty")(Task("t", "go"), group.trajectories)
 
 
 async def test_a_pairwise_judge_ranks_in_both_orders():
-    asked = []
+    questions = []
 
     async def chat(request):
         content = (await request.json())["messages"][0]["content"]
         first, second = (content.partition(f"<answer_{name}>\n")[2].partition("\n")[0] for name in "ab")
-        asked.append((first, second))
+        questions.append((first, second))
         # It favours the first place unless the second is longer by two.
         winner = "B" if len(second) >= len(first) + 2 else "A"
-        said = f'{{"reasoning": "so", "winner": "{winner}"}}'
-        return web.json_response({"choices": [{"message": {"content": said}}]})
+        verdict = f'{{"reasoning": "so", "winner": "{winner}"}}'
+        return web.json_response({"choices": [{"message": {"content": verdict}}]})
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", chat)
@@ -402,16 +400,16 @@ async def test_a_pairwise_judge_ranks_in_both_orders():
     try:
         section = {"function": "pairwise_judge", "arguments": {"base_url": url, "model": "m", "name": "beats"}}
         [group] = await gather(await make(section), "a")
-        assert sorted(asked) == sorted([(a, b) for a in ("x", "xx", "xxx") for b in ("x", "xx", "xxx") if a != b])
+        assert sorted(questions) == sorted([(a, b) for a in ("x", "xx", "xxx") for b in ("x", "xx", "xxx") if a != b])
         # x and xx tie (each wins in first place), as do xx and xxx; xxx beats x in both orders.
         assert [trajectory.rewards[-1] for trajectory in group.trajectories] == [
             (None, "beats", rank) for rank in (-0.5, 0.0, 0.5)
         ]
-        asked.clear()
+        questions.clear()
         ring = PairwiseJudge(url, "m", opponents=1)
         equal = [group.trajectories[0]] * 4
         assert await ring(Task("a", "go"), equal) == [{"rank": 0.0}] * 4
-        assert asked == []
+        assert questions == []
         assert ring._pairs(4) == [(0, 1), (0, 3), (1, 2), (2, 3)]
         assert PairwiseJudge(url, "m")._pairs(3) == [(0, 1), (0, 2), (1, 2)]
         with pytest.raises(ConfigError, match="opponents is 0"):

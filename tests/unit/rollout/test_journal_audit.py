@@ -122,6 +122,6 @@ def test_the_journal_summary_finds_each_contradiction(tmp_path: Path) -> None:
         "trajectory lost: finished, but the journal has it in no group, and no kill explains that"
     ]
     # A group that was trained and is not stored any more was given to a step all the same.
-    given = {"event": "drop", "step": 2, "key": "k-good", "why": "keep_groups"}
-    file.write_bytes(file.read_bytes() + seal(given) + b"\n")
+    drop_event = {"event": "drop", "step": 2, "key": "k-good", "why": "keep_groups"}
+    file.write_bytes(file.read_bytes() + seal(drop_event) + b"\n")
     assert summarize_journal(file).fates(["good"]) == {"finished trajectories given to a step": 1}

@@ -59,8 +59,8 @@ def test_a_lease_expires_without_heartbeats(events: list[tuple[str, str, int]]) 
     heard: dict[str, float] = {}
     expected = []
     for name, what, wait in [*events, ("a", "done", 100)]:
-        over = [each for each in heard if heard[each] + 10 <= clock.now]
-        expected += [(lease, heard.pop(lease) + 10) for lease in over]
+        expired_names = [name_over for name_over in heard if heard[name_over] + 10 <= clock.now]
+        expected += [(lease, heard.pop(lease) + 10) for lease in expired_names]
         if what == "grant":
             leases.grant(name, name)
             heard[name] = clock.now
@@ -70,7 +70,9 @@ def test_a_lease_expires_without_heartbeats(events: list[tuple[str, str, int]]) 
         else:
             assert leases.end(name) == (heard.pop(name, None) is not None)
         clock.move(wait)
-    expected += [(over, heard[over] + 10) for over in sorted(heard, key=lambda each: heard[each])]
+    expected += [
+        (leased_name, heard[leased_name] + 10) for leased_name in sorted(heard, key=lambda leased: heard[leased])
+    ]
     assert sorted(expired) == sorted(expected)
 
 

@@ -37,9 +37,9 @@ class Debate(Env):
 
     def step(self, action):
         self.said += 1
-        over = self.said == 4
+        terminated = self.said == 4
         info = {"turn": ("pro", "con")[self.said % 2], "agent_rewards": self.step_info, "metrics": {"words": 1.0}}
-        return StepResult(f"after {self.said}", 0.125, False, over, info)
+        return StepResult(f"after {self.said}", 0.125, False, terminated, info)
 
     def score(self, final):
         return ScoreParts(agents=self.given)
@@ -55,15 +55,15 @@ class Speaks(Agent):
         self.names = names
 
     async def run(self, episode: Episode) -> None:
-        said = list(episode.observation)
+        messages = list(episode.observation)
         while True:
             for side in ("pro", "con"):
                 name = self.names[side]
-                said.append(message := await episode.session_for(name).chat(said))
+                messages.append(message := await episode.session_for(name).chat(messages))
                 result = await episode.step(message, agent=name)
                 if result.truncated:
                     return
-                said += as_messages(result.observation)
+                messages += as_messages(result.observation)
 
 
 register_agent("test-speaks")(Speaks)
@@ -149,14 +149,14 @@ async def groups(settings: RolloutConfig, members: int = 2):
     ],
 )
 async def test_who_is_compared_with_whom(compare, names, expected) -> None:
-    found = await groups(config(names, compare, score={names["pro"]: 1.0}))
+    compared = await groups(config(names, compare, score={names["pro"]: 1.0}))
     sizes: dict[str, int] = {}
-    for trajectory in found[0].trajectories:
-        name = trajectory.group_id.removeprefix(found[0].id).removeprefix("/")
+    for trajectory in compared[0].trajectories:
+        name = trajectory.group_id.removeprefix(compared[0].id).removeprefix("/")
         sizes[name] = sizes.get(name, 0) + 1
     assert sizes == expected
     experience = build_experience(
-        collect(found), AlgorithmConfig(advantage_options={"norm_by_std": False}), temperature=1.0
+        collect(compared), AlgorithmConfig(advantage_options={"norm_by_std": False}), temperature=1.0
     )
     assert experience.metrics["batch/groups"] == len(expected)
     advantages = {row.sample.trajectory_id.partition(".0")[2].strip("/"): row.advantage for row in experience.rows}

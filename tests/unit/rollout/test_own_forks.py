@@ -52,9 +52,9 @@ class Sum(ToolEnv):
         return float(sum(self.added))
 
     async def fork(self) -> Env:
-        made = await super().fork()
+        copy = await super().fork()
         OPEN.append(1)
-        return made
+        return copy
 
     def close(self) -> None:
         OPEN.append(-1)
@@ -93,9 +93,9 @@ async def play(agent: Any, path: Path | None = None, **config: Any) -> tuple[Epi
     OPEN.clear()
     renderer = ToyRenderer()
     client = ScriptedClient(renderer, adds)
-    given = {"env": {"name": "test-sum"}, "agent": {"name": "react"}} | config
+    settings = {"env": {"name": "test-sum"}, "agent": {"name": "react"}} | config
     recorded_client = client if path is None else LedgerClient(client, path / "ledger.jsonl")
-    runner = EpisodeRunner(RolloutConfig.model_validate(given), recorded_client, renderer, context_length=5000)
+    runner = EpisodeRunner(RolloutConfig.model_validate(settings), recorded_client, renderer, context_length=5000)
     await runner.prepare()
     outcome = await runner.run(EpisodeSpec(Task("t", "Add."), "g", sampling_seed=3), agent.make_agent())
     await runner.close()
@@ -130,9 +130,9 @@ async def explores(episode: Episode) -> None:
 async def explores_in_turn(episode: Episode) -> None:
     messages = await go_on(episode, list(episode.observation), 1)
     other = await episode.fork()
-    mine = await go_on(other, list(messages), 1)
+    reply = await go_on(other, list(messages), 1)
     below = await other.fork()
-    await go_on(below, list(mine))
+    await go_on(below, list(reply))
     await go_on(episode, messages)
     await episode.fork() if not episode.ended else None
 
@@ -184,11 +184,11 @@ async def test_two_sessions_fork_together_and_a_fork_may_open_its_own(tmp_path: 
     assert sorted(trajectory.agent for trajectory in outcome.trajectories) == ["critic", "main", "planner"]
     for trajectory in outcome.trajectories:
         assert len(trajectory.branches) == 2
-    found = {trajectory.agent: trajectory for trajectory in outcome.trajectories}
-    assert [len(branch.turns) for branch in found["planner"].branches] == [1, 1]
-    assert found["planner"].branches[1].after == found["planner"].branches[0].turns[0]
-    assert [len(branch.turns) for branch in found["critic"].branches] == [1, 1]
-    assert found["critic"].branches[1].after is None
+    by_agent = {trajectory.agent: trajectory for trajectory in outcome.trajectories}
+    assert [len(branch.turns) for branch in by_agent["planner"].branches] == [1, 1]
+    assert by_agent["planner"].branches[1].after == by_agent["planner"].branches[0].turns[0]
+    assert [len(branch.turns) for branch in by_agent["critic"].branches] == [1, 1]
+    assert by_agent["critic"].branches[1].after is None
     assert_sound(tmp_path, *outcome.trajectories)
 
 
@@ -212,16 +212,16 @@ async def test_a_spent_budget_ends_only_its_fork() -> None:
         messages = await go_on(episode, list(episode.observation), 1)
         other = await episode.fork()
         with within_budget(other):
-            told = list(messages)
+            conversation = list(messages)
             while True:
-                told.append({"role": "user", "content": "more"})
-                told.append(await other.session.chat(told))
+                conversation.append({"role": "user", "content": "more"})
+                conversation.append(await other.session.chat(conversation))
         await go_on(episode, messages)
         assert episode.ended
         with pytest.raises(AgentError, match="fork it before the step that ends it"):
             await episode.fork()
         with pytest.raises(BudgetExceeded):
-            await other.session.chat([*told, {"role": "user", "content": "one more"}])
+            await other.session.chat([*conversation, {"role": "user", "content": "one more"}])
 
     outcome, _ = await play(agent, max_turns=6)
     assert outcome.error is None, outcome.error

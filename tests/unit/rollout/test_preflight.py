@@ -43,9 +43,9 @@ def test_an_environment_names_tasks_where_nobody_else_does() -> None:
 
 class TestPromptLimit:
     async def limit(self, limit: int = 1000, **config: Any) -> PromptLimit:
-        made = await PromptLimit.create(limit, ToyRenderer(), rollout(**config))
-        assert made is not None
-        return made
+        prompt_limit = await PromptLimit.create(limit, ToyRenderer(), rollout(**config))
+        assert prompt_limit is not None
+        return prompt_limit
 
     async def test_prompt_limit_counts_the_first_request(self) -> None:
         """The toy renderer writes one id per character: the sum can be seen."""
@@ -94,11 +94,11 @@ class TestPromptLimit:
 
 class TestSpecs:
     async def test_environments_of_tasks_are_made_once_and_closed(self) -> None:
-        before = (Closing.made, Closing.closed)
+        counts_before = (Closing.made, Closing.closed)
         name = "support.envs.task_envs:Closing"
         tasks = [Task(str(n), "p", env=name, env_config={"pays": n % 3}) for n in range(30)]
         await check_specs([*tasks, Task("agent", "p", agent="support.envs.task_envs:Greeting")], rollout())
-        assert (Closing.made - before[0], Closing.closed - before[1]) == (3, 3)
+        assert (Closing.made - counts_before[0], Closing.closed - counts_before[1]) == (3, 3)
 
     async def test_the_run_s_own_environment_is_not_made(self) -> None:
         await check_specs([Task("a", "p")], rollout("support.envs.task_envs:Broken"))
@@ -117,10 +117,10 @@ class TestSpecs:
         monkeypatch.setattr(task_checks, "_TOOLSETS_HELD", 4)
         limit = await PromptLimit.create(1000, ToyRenderer(), rollout())
         assert limit is not None
-        made = Closing.made
+        made_before = Closing.made
         tasks = [Task(str(n), "p", env="support.envs.task_envs:Closing", env_config={"pays": n}) for n in range(9)]
         assert [limit(task) for task in [*tasks, *tasks[-1:]]] == [None] * 10
-        assert Closing.made - made == 9
+        assert Closing.made - made_before == 9
         gc.collect()
         assert sum(type(instance) is Closing for instance in gc.get_objects()) <= 4
 
@@ -210,8 +210,8 @@ class TestToolsShown:
 class TestRoom:
     async def check(self, context: int, *prompts: str, **more: Any) -> list[str]:
         notices: list[str] = []
-        given = [Task(f"t{number}", prompt) for number, prompt in enumerate(prompts)]
-        await check_room(given, rollout(agent={"name": "single_turn"}, **more), ToyRenderer(), context, notices.append)
+        tasks = [Task(f"t{number}", prompt) for number, prompt in enumerate(prompts)]
+        await check_room(tasks, rollout(agent={"name": "single_turn"}, **more), ToyRenderer(), context, notices.append)
         return notices
 
     async def test_a_context_without_room_for_the_first_prompt_stops_the_run(self) -> None:

@@ -153,22 +153,22 @@ def test_a_killed_run_chooses_what_one_that_was_never_killed_chooses(
     home = tmp_path_factory.mktemp("reused")
     straight = dict(Run(home / "straight", replace(plan, kills=())).through())
     assert list(straight) == list(range(1, plan.steps + 1))
-    chosen = Run(home / "killed", plan).through()
-    assert [straight[step] for step, _ in chosen] == [keys for _, keys in chosen]
-    assert {step for step, _ in chosen} == straight.keys()
+    batches = Run(home / "killed", plan).through()
+    assert [straight[step] for step, _ in batches] == [keys for _, keys in batches]
+    assert {step for step, _ in batches} == straight.keys()
 
 
 async def trained(home: Path, *steps: tuple[str, ...], keep: int = 9, uses: int = 3) -> LocalReplayBuffer:
     """Return the buffer of a process that trained these tasks, one step after the other."""
     buffer = LocalReplayBuffer(Mixed(0.5, uses, keep), Journal.open(home, max_uses=uses))
-    known: dict[str, str] = {}
+    task_by_group: dict[str, str] = {}
     for number, tasks in enumerate(steps, 1):
         for task in tasks:
-            if task not in known:
-                known[task] = name = f"0-train-{task}-e0"
+            if task not in task_by_group:
+                task_by_group[task] = name = f"0-train-{task}-e0"
                 buffer.expect(RolloutRequest(Task(task, "?")), 0)
                 await buffer.put(TrajectoryGroup(name, task, [member(name, task, 0)]))
-        ref, _ = buffer.take([known[task] for task in tasks], number)
+        ref, _ = buffer.take([task_by_group[task] for task in tasks], number)
         await buffer.release(ref)
     return buffer
 

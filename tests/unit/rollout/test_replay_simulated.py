@@ -55,8 +55,8 @@ def test_bounds_hold_and_nothing_is_lost(name: str, plan: Plan) -> None:
     uses = config.max_uses if name == "mixed" else 1
     assert max(done.trained.values()) <= uses
     # Each group that was asked for in the run as it stands was trained, was dropped and counted, or is on its way.
-    asked = {f"task-{number}" for number in range(done.position)}
-    assert asked == done.trained.keys() | done.dropped.keys() | done.outstanding.keys()
+    requested = {f"task-{number}" for number in range(done.position)}
+    assert requested == done.trained.keys() | done.dropped.keys() | done.outstanding.keys()
     assert not done.trained.keys() & done.dropped.keys()
     assert sum(done.trained.values()) == plan.steps * plan.groups
     assert set(done.dropped.values()) <= {"stale", "failed"}
@@ -73,6 +73,6 @@ def test_after_each_restart_the_stored_groups_are_those_of_the_checkpoint(
     section = {**SECTIONS["mixed"], "max_staleness": bound, "keep_groups": keep}
     done, _ = run(plan, tmp_path_factory.mktemp("journalled"), **section)
     assert max(done.trained.values()) <= 3
-    asked = {f"task-{number}" for number in range(done.position)}
-    assert asked == done.trained.keys() | done.dropped.keys() | done.outstanding.keys()
+    requested = {f"task-{number}" for number in range(done.position)}
+    assert requested == done.trained.keys() | done.dropped.keys() | done.outstanding.keys()
     assert sum(done.trained.values()) == plan.steps * plan.groups

@@ -69,8 +69,8 @@ def test_prioritized_draws_in_proportion() -> None:
     ready = [facts("a", 0, EVEN), facts("b", 0, MIXED_REWARDS)]
 
     def share(alpha: float) -> float:
-        taken = Counter(Prioritized(alpha, seed=7).choose(ready, [], step, 1).take for step in range(1, 1001))
-        return taken["b",] / 1000
+        draws = Counter(Prioritized(alpha, seed=7).choose(ready, [], step, 1).take for step in range(1, 1001))
+        return draws["b",] / 1000
 
     assert share(0.0) == pytest.approx(0.5, abs=0.05)
     weight = (priority(MIXED_REWARDS) / priority(EVEN)) ** 0.3
@@ -84,10 +84,10 @@ def test_mixed_takes_its_share_of_trained_groups() -> None:
     strategy = Mixed(0.5, 3, 10)
     fresh = [facts(name, 4) for name in "abcd"]
     stored = [facts("x", 1, uses=2), facts("y", 2, uses=1), facts("z", 3, uses=1), facts("w", 3, uses=3)]
-    taken = strategy.choose([*fresh, *stored], [], 5, 4).take
-    assert taken is not None
-    assert taken[:2] == ("a", "b")
-    assert set(taken[2:]) == {"y", "z"}
+    batch = strategy.choose([*fresh, *stored], [], 5, 4).take
+    assert batch is not None
+    assert batch[:2] == ("a", "b")
+    assert set(batch[2:]) == {"y", "z"}
     # Too few stored ones: fresh ones take their place, and are asked for.
     assert strategy.choose([*fresh, stored[0]], [], 5, 4).take == ("a", "b", "c", "x")
     assert strategy.lacks([fresh[0], stored[0]], [flight(4)], 5, 4) == 1
@@ -134,9 +134,9 @@ def test_a_custom_strategy_is_loaded_from_a_file(tmp_path: Path) -> None:
         section = {"strategy": {"name": name, "config": config}}
         return make_strategy(load_config(ReplayConfig, defaults=section), RunFacts(2, sync=True))
 
-    found = make(f"{tmp_path}/mine.py:Newest", most=3)
-    assert found.most == 3
-    assert found.choose([facts("a", 0), facts("b", 0)], [], 1, 1).take == ("b",)
+    strategy = make(f"{tmp_path}/mine.py:Newest", most=3)
+    assert strategy.most == 3
+    assert strategy.choose([facts("a", 0), facts("b", 0)], [], 1, 1).take == ("b",)
     with pytest.raises(ConfigError, match="is not a strategy: subclass"):
         make(f"{tmp_path}/mine.py:Other")
     with pytest.raises(ConfigError, match=r"cannot be made with its config \{'least': 1\}"):

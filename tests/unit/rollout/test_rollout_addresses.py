@@ -35,12 +35,14 @@ async def runner(**rollout: Any) -> AsyncIterator[EpisodeRunner]:
     renderer = renderer_for("qwen3")
     section = {"env": {"name": "lookup"}, "agent": {"name": f"{__name__}:Asks"}, **rollout}
     config = load_config(RolloutConfig, defaults=section)
-    made = EpisodeRunner(config, ScriptedClient(renderer, lambda request: "done"), renderer, context_length=5000)
+    episode_runner = EpisodeRunner(
+        config, ScriptedClient(renderer, lambda request: "done"), renderer, context_length=5000
+    )
     try:
         async with asyncio.timeout(60):
-            yield made
+            yield episode_runner
     finally:
-        await made.close()
+        await episode_runner.close()
 
 
 SEEN: list[str] = []
@@ -66,9 +68,9 @@ class Meets(Asks):
             MET.set()
         await MET.wait()
         if SEEN[0] == await episode.address():
-            mine, other = (urlsplit(url).path.split("/") for url in SEEN)
+            first_path, other = (urlsplit(url).path.split("/") for url in SEEN)
             origin = SEEN[0].partition("/rollout")[0]
-            for path in ([*other[:-1], mine[-1]], mine[-3:], [mine[-1]]):
+            for path in ([*other[:-1], first_path[-1]], first_path[-3:], [first_path[-1]]):
                 status, _ = await ask("/".join([origin, *[part for part in path if part]]))
                 ANSWERED.append(status)
             DONE.set()
@@ -91,9 +93,9 @@ def spec(task: str = "a task/with: signs", member: int = 0, attempt: int = 0) ->
 
 
 async def test_rollout_and_attempt_stand_in_the_path_and_attempts_are_kept_apart() -> None:
-    async with runner(address=FORM) as made:
-        outcome = await made.run(spec(member=3))
-        await made.run(spec(member=3, attempt=1))
+    async with runner(address=FORM) as episode_runner:
+        outcome = await episode_runner.run(spec(member=3))
+        await episode_runner.run(spec(member=3, attempt=1))
         late, _ = await ask(SEEN[0])
     assert ANSWERED == [200, 200]
     assert len(outcome.trajectories[0].segments) == 2
@@ -104,8 +106,8 @@ async def test_rollout_and_attempt_stand_in_the_path_and_attempts_are_kept_apart
 
 
 async def test_addresses_with_parts_of_another_session_are_refused() -> None:
-    async with runner(address=FORM, agent={"name": f"{__name__}:Meets"}) as made:
-        await asyncio.gather(made.run(spec("one")), made.run(spec("two")))
+    async with runner(address=FORM, agent={"name": f"{__name__}:Meets"}) as episode_runner:
+        await asyncio.gather(episode_runner.run(spec("one")), episode_runner.run(spec("two")))
     # Of another rollout with this token; what a proxy took the front of; all of it.
     assert ANSWERED == [404, 200, 200]
 
@@ -116,7 +118,7 @@ async def test_requests_through_a_public_url_reach_the_session() -> None:
     async def forward(request: web.Request) -> web.Response:
         paths.append(request.path)
         rest = str(request.rel_url.raw_path).removeprefix("/team-a")
-        url = f"http://127.0.0.1:{made.gateway.port}{rest}"
+        url = f"http://127.0.0.1:{episode_runner.gateway.port}{rest}"
         async with aiohttp.ClientSession() as http, http.post(url, data=await request.read()) as answer:
             return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
 
@@ -128,8 +130,10 @@ async def test_requests_through_a_public_url_reach_the_session() -> None:
     await site.start()
     port = served.addresses[0][1]
     try:
-        async with runner(address=FORM, gateway={"public_urls": [f"http://127.0.0.1:{port}/team-a/"]}) as made:
-            await made.run(spec())
+        async with runner(
+            address=FORM, gateway={"public_urls": [f"http://127.0.0.1:{port}/team-a/"]}
+        ) as episode_runner:
+            await episode_runner.run(spec())
     finally:
         await served.cleanup()
     assert ANSWERED == [200]
@@ -159,7 +163,7 @@ def test_all_fields_of_an_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{base}/rollout/{rollout_id}", "must contain /{token} once"),
         ("{base}/{token}/{token}", "must contain /{token} once"),
@@ -170,16 +174,16 @@ def test_all_fields_of_an_address() -> None:
         ("{base}/{}/{token}", "{} in"),
     ],
 )
-def test_malformed_address_templates_are_refused(template: str, said: str) -> None:
+def test_malformed_address_templates_are_refused(template: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_template(template)
-    assert said in str(error.value)
+    assert message in str(error.value)
     with pytest.raises(ConfigError, match="address"):
         load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "address": template})
 
 
 @pytest.mark.parametrize(
-    ("gateway", "said"),
+    ("gateway", "message"),
     [
         ({"public_urls": ["proxy:80"]}, "'proxy:80' is not a base URL"),
         ({"public_urls": ["http://proxy:port"]}, "'http://proxy:port' is not a base URL"),
@@ -188,10 +192,10 @@ def test_malformed_address_templates_are_refused(template: str, said: str) -> No
         ({"ports": 1}, "did you mean"),
     ],
 )
-def test_a_malformed_gateway_section_is_refused(gateway: dict[str, Any], said: str) -> None:
+def test_a_malformed_gateway_section_is_refused(gateway: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match="gateway") as error:
         load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "gateway": gateway})
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_public_urls_that_no_address_holds_are_refused() -> None:

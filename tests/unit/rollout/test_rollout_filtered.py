@@ -33,8 +33,8 @@ def group(name: str, *members: Rewards, compared: tuple[str, ...] = (), policy: 
     return TrajectoryGroup(name, f"task-{name}", trajectories)
 
 
-def why(metric: str, *members: Rewards, **about: tuple[str, ...]) -> str | None:
-    return why_filtered(group_facts(group("g", *members, **about), "g", 0), metric)
+def why(metric: str, *members: Rewards, **fields: tuple[str, ...]) -> str | None:
+    return why_filtered(group_facts(group("g", *members, **fields), "g", 0), metric)
 
 
 def test_why_filtered_of_equal_and_missing_rewards() -> None:
@@ -73,13 +73,13 @@ def test_a_filtered_strategy_chooses_among_the_unfiltered_groups(rewards: list[l
 
 @pytest.mark.parametrize("equal_first", [True, False])
 async def test_a_buffer_asks_for_others_and_counts(equal_first: bool) -> None:
-    buffer, asked, told = LocalReplayBuffer(Filtered(Fifo(), "reward")), list[int](), list[str]()
-    buffer.refill_by(lambda missing: asked.append(missing) or True)
-    buffer.drops_to(lambda facts, why: told.append(f"{facts.id} {why}"))
+    buffer, refills, drops = LocalReplayBuffer(Filtered(Fifo(), "reward")), list[int](), list[str]()
+    buffer.refill_by(lambda missing: refills.append(missing) or True)
+    buffer.drops_to(lambda facts, why: drops.append(f"{facts.id} {why}"))
     differ, equal = group("a", [("r", 0.0)], [("r", 1.0)]), group("b", [("r", 1.0)], [("r", 1.0)])
     for each in (equal, differ) if equal_first else (differ, equal):
         await buffer.put(each)
     ref, metrics = await buffer.sample(1, "train", 1)
-    assert (ref.group_ids, told) == (("a",), ["b equal"])
+    assert (ref.group_ids, drops) == (("a",), ["b equal"])
     assert metrics["replay/dropped/equal"] == 1
-    assert asked == []
+    assert refills == []

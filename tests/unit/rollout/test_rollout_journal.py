@@ -46,9 +46,9 @@ def finish(journal: Journal, group: str, numbers: range, *, put: bool = True) ->
 def test_unseal_detects_any_changed_byte() -> None:
     line = seal({"event": "take", "step": 3, "keys": ['a,"crc":1}']})
     assert unseal(line) == {"event": "take", "step": 3, "keys": ['a,"crc":1}']}
-    for place in range(len(line)):
-        assert unseal(line[:place]) is None
-        assert unseal(line[:place] + bytes([line[place] ^ 1]) + line[place + 1 :]) is None
+    for position in range(len(line)):
+        assert unseal(line[:position]) is None
+        assert unseal(line[:position] + bytes([line[position] ^ 1]) + line[position + 1 :]) is None
 
 
 def test_a_resumed_process_restores_untrained_groups(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_resumed_process_restores_untrained_groups(tmp_path: Path) -> None:
     assert restored.members[0][0].to_bytes() == member("d", 0).to_bytes()
     facts = later.facts("b", 7)
     assert facts == replace(group_facts(whole("b", [member("b", n) for n in range(2)]), "b", 7))
-    assert [each.id for each in later.load("b").trajectories] == ["0-b/0.0", "0-b/1.0"]
+    assert [trajectory.id for trajectory in later.load("b").trajectories] == ["0-b/0.0", "0-b/1.0"]
     later.take(2, ["b"])
     later.close()
     assert read_journal(tmp_path / "journal.jsonl").events[-1][1]["event"] == "end"
@@ -119,23 +119,26 @@ def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
     lines = (history / "journal.jsonl").read_bytes()
     cut = data.draw(st.integers(0, len(lines)))
     garbage = data.draw(st.binary(max_size=20))
-    after = data.draw(st.integers(0, STEPS))
+    after_step = data.draw(st.integers(0, STEPS))
     directory = tmp_path_factory.mktemp("cut")
     (directory / "journal.jsonl").write_bytes(lines[:cut] + garbage)
     (directory / "trajectories.twz").write_bytes((history / "trajectories.twz").read_bytes())
     events_on_disk = [event for _, event in read_journal(directory / "journal.jsonl").events]
-    taken = {
-        key for event in events_on_disk if event["event"] == "take" and event["step"] <= after for key in event["keys"]
+    taken_keys = {
+        key
+        for event in events_on_disk
+        if event["event"] == "take" and event["step"] <= after_step
+        for key in event["keys"]
     }
     put = {event["key"] for event in events_on_disk if event["event"] == "group"}
     finished = {(event["key"], event["member"]) for event in events_on_disk if event["event"] == "member"}
     notices: list[str] = []
-    journal = Journal.open(directory, part=1, after_step=after, say=notices.append)
+    journal = Journal.open(directory, part=1, after_step=after_step, say=notices.append)
     assert len(notices) <= 1
     for number in range(GROUPS):
         key = f"g{number}"
         restored = journal.restore(key)
-        if key in taken:
+        if key in taken_keys:
             assert restored is None
             continue
         assert {(key, each) for each in (restored.members if restored else ())} == {e for e in finished if e[0] == key}
@@ -143,7 +146,7 @@ def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
     journal.close()
     # It is whole again: another process reads it, without a word.
     notices.clear()
-    Journal.open(directory, part=2, after_step=after, say=notices.append).close()
+    Journal.open(directory, part=2, after_step=after_step, say=notices.append).close()
     assert notices == []
 
 
@@ -152,11 +155,11 @@ def test_damage_before_intact_lines_raises_format_error(tmp_path: Path) -> None:
     for name in ("a", "b"):
         finish(journal, name, range(2))
     file = tmp_path / "journal.jsonl"
-    good = file.read_bytes()
-    file.write_bytes(good.replace(b'"member":1', b'"member":7', 1))
+    intact = file.read_bytes()
+    file.write_bytes(intact.replace(b'"member":1', b'"member":7', 1))
     with pytest.raises(FormatError, match=r"journal\.jsonl:3: .*checksum differs.*restore the file from a copy"):
         Journal.open(tmp_path, part=1)
-    file.write_bytes(good)
+    file.write_bytes(intact)
     payloads = tmp_path / "trajectories.twz"
     spoil(payloads, 0)
     with pytest.raises(FormatError, match=r"trajectories\.twz: trajectory 0-a/0\.0 at byte 0 is corrupt"):
@@ -197,8 +200,8 @@ def test_a_trajectory_that_was_not_noted_before_a_kill_is_told(tmp_path: Path) -
 def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     members = [member("a", number) for number in range(2)]
-    for number, each in enumerate(members):
-        journal.member("a", "0-a", number, [each], pending=True)
+    for number, trajectory in enumerate(members):
+        journal.member("a", "0-a", number, [trajectory], pending=True)
     # The group was rewarded and written; the process was killed before the journal said so.
     journal.write(members[0])
     later = Journal.open(tmp_path, part=1)
@@ -206,9 +209,9 @@ def test_members_wait_aside_for_their_group_reward_and_stand_once_in_the_end(tmp
     assert restored is not None
     assert sorted(restored.members) == [0, 1]
     assert list(read_trajectories(tmp_path / "trajectories.twz")) == []
-    rewarded = [trajectory for each in restored.members.values() for trajectory in each]
-    for each in rewarded:
-        later.write(each)
+    rewarded = [trajectory for member in restored.members.values() for trajectory in member]
+    for trajectory in rewarded:
+        later.write(trajectory)
     later.group(whole("a", rewarded), group_facts(whole("a", rewarded), "a", 0))
     later.sync()
     assert (tmp_path / "pending.twz").stat().st_size == 0

@@ -154,7 +154,7 @@ class WrongModel(Bare):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("Manager", "'Manager' is not a reference: write pkg.mod:Name"),
         ("no_such_package.Manager", "no module named 'no_such_package'"),
@@ -164,11 +164,11 @@ class WrongModel(Bare):
         (f"{HERE}.WrongModel", "custom_model is <class 'dict'>, not a pydantic model"),
     ],
 )
-def test_classes_that_are_no_manager_are_refused_before_the_start(name: str, said: str) -> None:
+def test_classes_that_are_no_manager_are_refused_before_the_start(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_manager(config(name), {})
     assert str(error.value).startswith(f"rollout.agent_loop_manager_class '{name}'")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_manager_is_loaded_from_a_file_beside_the_configuration(
@@ -189,7 +189,7 @@ def test_its_own_model_checks_the_custom_section() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("Failing", "create failed: OSError: no cluster"),
         ("Elsewhere", "create returned None, not a Elsewhere"),
@@ -197,10 +197,10 @@ def test_its_own_model_checks_the_custom_section() -> None:
         ("Method", "create has the unknown parameters self: it must be a class method"),
     ],
 )
-async def test_a_create_that_fails_is_an_error_of_the_configuration(name: str, said: str) -> None:
+async def test_a_create_that_fails_is_an_error_of_the_configuration(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"{HERE}.{name}") as error:
         await made(f"{HERE}.{name}")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 async def test_a_turnwise_error_of_create_is_raised_unchanged() -> None:
@@ -210,9 +210,9 @@ async def test_a_turnwise_error_of_create_is_raised_unchanged() -> None:
 
 async def test_without_a_class_the_package_s_own_rolls_out() -> None:
     renderer = ToyRenderer()
-    found = await create_manager(config(None), ScriptedClient(renderer, []), None, RolloutParts(renderer))
-    assert isinstance(found, RolloutProducer)
-    await found.close()
+    manager = await create_manager(config(None), ScriptedClient(renderer, []), None, RolloutParts(renderer))
+    assert isinstance(manager, RolloutProducer)
+    await manager.close()
 
 
 @pytest.mark.parametrize("name", ["Bare", "Coroutine", "Synchronous"])
@@ -221,8 +221,8 @@ async def test_groups_come_back_in_the_order_of_the_requests(name: str) -> None:
     seen: list[str] = []
     manager = await made(f"{HERE}.{name}", write=written.append)
     try:
-        asked = [*requests("b", "a", tag="x"), *requests("b", "c", tag="y")]
-        groups = await manager.gather(asked, lambda group: seen.append(group.id))
+        batch = [*requests("b", "a", tag="x"), *requests("b", "c", tag="y")]
+        groups = await manager.gather(batch, lambda group: seen.append(group.id))
     finally:
         await manager.close()
     assert [group.id for group in groups] == ["bx", "ax", "by", "cy"]
@@ -234,15 +234,15 @@ async def test_groups_come_back_in_the_order_of_the_requests(name: str) -> None:
 
 async def test_create_with_any_keywords_gets_our_names() -> None:
     manager = await made(f"{HERE}.Synchronous", custom={"queue": {"size": 3}})
-    given = manager._inner.given
-    assert set(given) == {"config", "client", "buffer", "parts"}
-    assert given["parts"].custom == {"queue": {"size": 3}}
-    assert given["parts"].settings is None
+    arguments = manager._inner.given
+    assert set(arguments) == {"config", "client", "buffer", "parts"}
+    assert arguments["parts"].custom == {"queue": {"size": 3}}
+    assert arguments["parts"].settings is None
     await manager.close()
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("Stranger", "task 'another task' into partition 'val' that was not requested"),
         ("Twice", "task 'a' into partition 'val' a second time"),
@@ -250,13 +250,13 @@ async def test_create_with_any_keywords_gets_our_names() -> None:
         ("Raising", "Raising.generate_sequences raised KeyError: 'no such queue'"),
     ],
 )
-async def test_a_manager_that_breaks_its_contract_ends_the_run(name: str, said: str) -> None:
+async def test_a_manager_that_breaks_its_contract_ends_the_run(name: str, message: str) -> None:
     manager = await made(f"{HERE}.{name}")
     async with asyncio.timeout(20):
         with pytest.raises(TrainError) as error:
             await manager.gather(requests("a", "b"))
     await manager.close()
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 async def test_gather_refuses_two_tasks_of_one_id() -> None:
@@ -328,14 +328,14 @@ def test_the_contract_alone_makes_no_manager() -> None:
 
 async def test_a_run_whose_sandboxes_cannot_be_had_does_not_begin(tmp_path: Path) -> None:
     renderer = ToyRenderer()
-    for sandbox, error, said in (
+    for sandbox, error, message in (
         ({"name": "doker"}, ConfigError, "did you mean 'docker'"),
         ({"name": "docker", "config": {"url": f"unix://{tmp_path}/none"}}, SandboxUnavailable, "no container engine"),
     ):
-        asked = load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "sandbox": sandbox})
-        with pytest.raises(error, match=said):
+        section = load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "sandbox": sandbox})
+        with pytest.raises(error, match=message):
             await RolloutProducer.create(
-                asked, ScriptedClient(renderer, []), LocalReplayBuffer(), RolloutParts(renderer)
+                section, ScriptedClient(renderer, []), LocalReplayBuffer(), RolloutParts(renderer)
             )
 
 

@@ -101,10 +101,10 @@ async def test_a_remote_agent_records_what_a_local_one_records(tmp_path: Path) -
     renderer = renderer_for("qwen3")
     local = await RolloutProducer.create(config, ScriptedClient(renderer, solver), None, RolloutParts(renderer))
     try:
-        wanted = await local.gather([RolloutRequest(Task(task_id, "go"), group_size=2) for task_id in ("a", "b")])
+        local_groups = await local.gather([RolloutRequest(Task(task_id, "go"), group_size=2) for task_id in ("a", "b")])
     finally:
         await local.close()
-    for theirs, ours in zip(groups, wanted, strict=True):
+    for theirs, ours in zip(groups, local_groups, strict=True):
         assert [trajectory.reward for trajectory in theirs.trajectories] == [1.0, 1.0]
         for there, here in zip(theirs.trajectories, ours.trajectories, strict=True):
             assert content(there) == content(here)
@@ -201,16 +201,16 @@ async def test_a_remote_graph_acts_as_a_local_one(tmp_path: Path, streams: bool)
             bound = model.bind_tools(tools)
             if not streams:
                 return {"messages": [await bound.ainvoke(state["messages"])]}
-            whole = [chunk async for chunk in bound.astream(state["messages"])]
-            return {"messages": [functools.reduce(operator.add, whole)]}
+            chunks = [chunk async for chunk in bound.astream(state["messages"])]
+            return {"messages": [functools.reduce(operator.add, chunks)]}
 
-        made = StateGraph(MessagesState)
-        made.add_node("ask", ask)
-        made.add_node("tools", ToolNode(tools))
-        made.add_edge(START, "ask")
-        made.add_conditional_edges("ask", tools_condition)
-        made.add_edge("tools", "ask")
-        return made
+        builder = StateGraph(MessagesState)
+        builder.add_node("ask", ask)
+        builder.add_node("tools", ToolNode(tools))
+        builder.add_edge(START, "ask")
+        builder.add_conditional_edges("ask", tools_condition)
+        builder.add_edge("tools", "ask")
+        return builder
 
     async with running(tmp_path, retries=0) as run:
         playing = run.runner(make_agent("langgraph", graph=graph))
@@ -377,8 +377,8 @@ def test_remote_together_with_a_custom_manager_is_refused(tmp_path: Path) -> Non
 def test_messages_and_errors_come_over_as_they_are() -> None:
     call = ToolCall("c1", "add", {"a": 2**80, "b": 0.1}, raw="{}", error=None)
     message = {"role": "assistant", "content": "é\ud800", "tool_calls": [call], "turn_id": "t"}
-    found = read_message(load(dump(message)))
-    assert found["tool_calls"] == [call]
+    read = read_message(load(dump(message)))
+    assert read["tool_calls"] == [call]
     foreign = {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": {}}]}
     assert read_message(load(dump(foreign))) == foreign
     assert type(read_error({"type": "InferenceError", "message": "m"})) is InferenceError

@@ -509,8 +509,8 @@ async def test_the_configuration_is_that_of_the_named_environment_and_agent_only
         agent=SpecConfig(name=HERE + "Talking", config={"word": "agent"}),
     )
     runner = EpisodeRunner(config, client, renderer, context_length=500)
-    own = Task("u", "go", env=HERE + "World", agent="react")
-    outcomes = [await runner.run(EpisodeSpec(task, f"g{task.id}")) for task in (Task("t", "go"), own)]
+    named_task = Task("u", "go", env=HERE + "World", agent="react")
+    outcomes = [await runner.run(EpisodeSpec(task, f"g{task.id}")) for task in (Task("t", "go"), named_task)]
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert "env<1><11>agent" in client.requests[0].text
 
@@ -537,15 +537,15 @@ async def test_tags_partitions_and_run_seeds_decide_the_seeds() -> None:
 
 
 async def test_epochs_have_different_sampling_seeds() -> None:
-    renderer, found = ToyRenderer(), []
+    renderer, seeds = ToyRenderer(), []
     for epoch in (0, 1):
         client = ScriptedClient(renderer, ["42"])
         config = RolloutConfig(env=SpecConfig(name=HERE + "World"))
         producer = await RolloutProducer.create(config, client, None, RolloutParts(renderer, run_seed=1))
         [group] = await producer.gather([RolloutRequest(Task("t", "go"), epoch)])
         await producer.close()
-        found.append((group.trajectories[0].seed, client.requests[0].params.seed))
-    (first, sampled), (second, sampled_later) = found
+        seeds.append((group.trajectories[0].seed, client.requests[0].params.seed))
+    (first, sampled), (second, sampled_later) = seeds
     assert first != second
     assert sampled != sampled_later
 
@@ -591,18 +591,18 @@ async def test_closed_calls_of_a_cut_turn_are_executed() -> None:
 
 
 async def test_an_observation_is_not_changed_by_the_loop(monkeypatch) -> None:
-    kept = []
+    observations = []
     real = ReActAgent.run
 
     async def watched(self, episode):
         await real(self, episode)
-        kept.append(list(episode.observation))
+        observations.append(list(episode.observation))
 
     monkeypatch.setattr(ReActAgent, "run", watched)
     renderer = ToyRenderer()
     body = '{"name": "look", "arguments": {"at": 7}}'
     await run([[CALL, *renderer.text(body), CALL_END, END], "done"])
-    assert kept == [[{"role": "user", "content": "go"}]]
+    assert observations == [[{"role": "user", "content": "go"}]]
 
 
 @pytest.mark.parametrize(("limit", "reason"), [(3, StopReason.MAX_TOKENS), (None, StopReason.COMPLETED)])

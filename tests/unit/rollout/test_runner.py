@@ -399,13 +399,13 @@ async def test_an_error_of_recover_ends_the_gathering() -> None:
 
 
 async def test_concurrency_is_bounded() -> None:
-    running, most = 0, 0
+    running, peak = 0, 0
     full = asyncio.Event()
 
     async def script(request):
-        nonlocal running, most
+        nonlocal running, peak
         running += 1
-        most = max(most, running)
+        peak = max(peak, running)
         if running == 3:
             full.set()
         await full.wait()
@@ -413,7 +413,7 @@ async def test_concurrency_is_bounded() -> None:
         return "42"
 
     groups, _ = await produce(script, [RolloutRequest(TASK, group_size=9)], concurrency=3)
-    assert most == 3
+    assert peak == 3
     assert len(groups[0].trajectories) == 9
 
 
@@ -424,8 +424,8 @@ class Rooms(Env):
         return "go", {"state": "hall"}
 
     def step(self, action):
-        left = action["content"] == "left"
-        return StepResult("on", 0.0, not left, False, {"state": 7, "metrics": {"moves": 1.0}})
+        went_left = action["content"] == "left"
+        return StepResult("on", 0.0, not went_left, False, {"state": 7, "metrics": {"moves": 1.0}})
 
 
 register("test-rooms", Rooms)

@@ -136,8 +136,8 @@ class TwoParts(Agent):
             return messages
 
         messages, other = await asyncio.gather(*(part(name, number) for number, name in enumerate(self.sessions)))
-        said = {"role": "user", "content": f"the other said {len(other)} messages"}
-        await episode.step(await episode.session.chat([*messages, said], episode.tools))
+        note = {"role": "user", "content": f"the other said {len(other)} messages"}
+        await episode.step(await episode.session.chat([*messages, note], episode.tools))
 
 
 @register_agent("test-two-parts-apart")
@@ -252,12 +252,12 @@ async def test_a_tree_is_recorded_once_and_trained_once(agent: str, where: str, 
 
 
 async def test_a_tree_is_the_same_for_the_same_seed() -> None:
-    found = []
+    runs = []
     for _ in range(2):
         outcome, _ = await play(seed=3, rounds=5)
         [trajectory] = outcome.trajectories
-        found.append((trajectory.branches, [segment.token_ids.tolist() for segment in trajectory.segments]))
-    assert found[0] == found[1]
+        runs.append((trajectory.branches, [segment.token_ids.tolist() for segment in trajectory.segments]))
+    assert runs[0] == runs[1]
 
 
 async def test_sessions_of_one_episode_fork_together(tmp_path: Path) -> None:
@@ -312,8 +312,8 @@ async def test_an_agent_that_does_not_repeat_itself_is_refused_and_its_chain_sta
         outcome, client = await play(agent)
         [trajectory] = outcome.trajectories
         assert outcome.error is None
-        [whole] = trajectory.branches
-        assert set(whole.turns) == {turn.turn_id for turn in trajectory.turns()}
+        [chain] = trajectory.branches
+        assert set(chain.turns) == {turn.turn_id for turn in trajectory.turns()}
         assert trajectory.metrics["tree/branches"] == 1
         assert trajectory.metrics["tree/failures"] == 5
         assert len(client.requests) == sum(1 for _ in trajectory.turns())
@@ -345,7 +345,7 @@ async def test_turns_of_a_branch_that_failed_for_good_are_not_trained(tmp_path: 
     branch_turns = {turn for branch in trajectory.branches for turn in branch.turns}
     lost = [turn.sampled for turn in trajectory.turns() if turn.turn_id not in branch_turns]
     assert lost
-    assert not any(each.trained.any() for each in lost)
+    assert not any(segment.trained.any() for segment in lost)
     assert all(turn.sampled.trained.all() for turn in trajectory.turns() if turn.turn_id in branch_turns)
     assert_sound(tmp_path, trajectory)
     assert sum(OPEN) == 0
@@ -361,8 +361,8 @@ async def test_a_server_that_fails_ends_the_episode_unless_it_is_recovered() -> 
 
 
 async def test_a_budget_bounds_the_tree() -> None:
-    whole, _ = await play(seed=9)
-    [trajectory] = whole.trajectories
+    full_tree, _ = await play(seed=9)
+    [trajectory] = full_tree.trajectories
     chain = sum(
         len(turn.sampled.token_ids) for turn in trajectory.turns() if turn.turn_id in trajectory.branches[0].turns
     )
@@ -373,8 +373,8 @@ async def test_a_budget_bounds_the_tree() -> None:
     few, _ = await play(seed=9, rounds=5, max_tokens=2 * chain)
     assert 1 < len(few.trajectories[0].branches) < 6
     # The first choice, the whole episode again, does not fit; the second, its last turn, does.
-    last = len(next(iter(trajectory.turns())).sampled.token_ids)
-    short, _ = await play(seed=9, where=f"{__name__}:first_and_last", max_tokens=chain + last)
+    turn_tokens = len(next(iter(trajectory.turns())).sampled.token_ids)
+    short, _ = await play(seed=9, where=f"{__name__}:first_and_last", max_tokens=chain + turn_tokens)
     assert [branch.again for branch in short.trajectories[0].branches] == [None, trajectory.branches[0].turns[-1]]
     assert short.trajectories[0].metrics["tree/over_budget"] == 1
 
@@ -494,9 +494,11 @@ async def test_tree_turns_hold_the_rewards_of_branches_that_pass_them() -> None:
     assert len(SEEN) == 3
     for turns, count in zip(SEEN, (1, 4, 7), strict=True):
         for turn in turns:
-            before = paths[turn.branch][: paths[turn.branch].index(turn.turn_id)]
-            ways = [total for path, total in zip(paths[:count], totals, strict=False) if path[: len(before)] == before]
-            assert sorted(turn.rewards) == sorted(ways)
+            earlier = paths[turn.branch][: paths[turn.branch].index(turn.turn_id)]
+            passing = [
+                total for path, total in zip(paths[:count], totals, strict=False) if path[: len(earlier)] == earlier
+            ]
+            assert sorted(turn.rewards) == sorted(passing)
     assert any(turn.uncertainty() > 0 for turn in SEEN[-1])
 
 
@@ -531,15 +533,15 @@ def planted(trajectory: Trajectory, number: int, **changes: Any) -> Trajectory:
 async def test_the_audit_finds_corrupt_branches(tmp_path: Path) -> None:
     outcome, _ = await play(seed=0, ledger=tmp_path)
     [trajectory] = outcome.trajectories
-    last = trajectory.branches[-1]
+    last_branch = trajectory.branches[-1]
     assert trajectory.branches[1].parent == 0
     other = next(turn for turn in trajectory.branches[0].turns if turn != trajectory.branches[1].again)
     wrong = {
-        "trained, but in no branch": planted(trajectory, -1, turns=last.turns[1:]),
-        "is in 2 branches": planted(trajectory, -1, turns=(*last.turns, trajectory.branches[0].turns[0])),
-        "names turn t99, not there": planted(trajectory, -1, turns=(*last.turns, "t99")),
+        "trained, but in no branch": planted(trajectory, -1, turns=last_branch.turns[1:]),
+        "is in 2 branches": planted(trajectory, -1, turns=(*last_branch.turns, trajectory.branches[0].turns[0])),
+        "names turn t99, not there": planted(trajectory, -1, turns=(*last_branch.turns, "t99")),
         "does not begin where turn": planted(trajectory, 1, again=other),
-        "which its parent does not have": planted(trajectory, 1, again=last.turns[0]),
+        "which its parent does not have": planted(trajectory, 1, again=last_branch.turns[0]),
     }
     assert_sound(tmp_path, trajectory)
     for number, (said, each) in enumerate(wrong.items()):
@@ -556,10 +558,10 @@ async def test_a_tree_is_viewed_and_exported_by_branch(tmp_path: Path) -> None:
     [trajectory] = outcome.trajectories
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(trajectory))
-    shown = console.export_text()
+    page = console.export_text()
     for number, (branch, reward) in enumerate(zip(trajectory.branches, trajectory.returns(), strict=True)):
-        assert f"way {number}  reward {reward:g}" in shown
-        assert branch.again is None or f"{branch.again} sampled again" in shown
+        assert f"way {number}  reward {reward:g}" in page
+        assert branch.again is None or f"{branch.again} sampled again" in page
     write_trajectories(tmp_path, [trajectory])
     rows = list(conversations(branches(tmp_path / "trajectories.twz")))
     assert [row["reward"] for row in rows] == trajectory.returns()
