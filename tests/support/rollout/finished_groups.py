@@ -10,23 +10,28 @@ from turnwise.types import StopReason
 
 def lively(name: str, *, members: int = 1, baselines: int = 0, tokens: int = 3) -> TrajectoryGroup:
     """Return a group whose members have two branches, rewards, notes and words that are not ASCII."""
-    made = [_trajectory(name, number, tokens) for number in range(members + baselines)]
-    for each in made[members:]:
+    trajectories = [_trajectory(name, number, tokens) for number in range(members + baselines)]
+    for each in trajectories[members:]:
         each.baseline = True
-    return TrajectoryGroup(name, "task", made[:members], failed=1, source="rows", baselines=made[members:])
+    return TrajectoryGroup(
+        name, "task", trajectories[:members], failed=1, source="rows", baselines=trajectories[members:]
+    )
 
 
 def _trajectory(name: str, number: int, tokens: int) -> Trajectory:
     draw = np.random.default_rng(number)
     ids = draw.integers(0, 150_000, 2 * tokens + 1, dtype=np.int32)
     logprobs = -draw.random(tokens, dtype=np.float32)
-    asked, said = ({"role": "user", "content": "héllo\n"},), ({"role": "assistant", "content": "✓", "turn_id": "t1"},)
+    prompt, answer = (
+        ({"role": "user", "content": "héllo\n"},),
+        ({"role": "assistant", "content": "✓", "turn_id": "t1"},),
+    )
     return Trajectory(
         f"{name}/{number}", f"{name}/{number}", name, "task",
         segments=[
-            Segment(0, -1, "context", ids[:tokens], asked, tools=({"name": "look"},), template_args={"think": False}),
-            Segment(1, 0, "sampled", ids[tokens:-1], said, "t1", logprobs, ((0, 0, 1), (2, 1, tokens)), "stop"),
-            Segment(2, 0, "sampled", ids[-1:], said, "t2", logprobs[:1], ((2, 0, 1),), "length", "resample",
+            Segment(0, -1, "context", ids[:tokens], prompt, tools=({"name": "look"},), template_args={"think": False}),
+            Segment(1, 0, "sampled", ids[tokens:-1], answer, "t1", logprobs, ((0, 0, 1), (2, 1, tokens)), "stop"),
+            Segment(2, 0, "sampled", ids[-1:], answer, "t2", logprobs[:1], ((2, 0, 1),), "length", "resample",
                     left_out=((0, 1),)),
             Segment(3, 2, "context", ids[:0]),
         ],

@@ -122,13 +122,13 @@ class Simulation:
         for key in self.saved.outstanding:
             self._expect(key)
         while self.step < self.plan.steps:
-            refs, taken = [], 0
-            await self._top_up(self.step + 1, taken)
+            refs, received = [], 0
+            await self._top_up(self.step + 1, received)
             for _ in range(self.plan.parts):
                 ref = await self._sample(self.plan.groups // self.plan.parts)
                 refs.append(ref)
-                taken += len(ref.group_ids)
-                await self._top_up(self.step + 1, taken)
+                received += len(ref.group_ids)
+                await self._top_up(self.step + 1, received)
             # The trainer's time: rollouts go on, and are asked for.
             until = self.now + self.random.uniform(0, self.plan.longest)
             await self._top_up(self.step + 2, 0)
@@ -141,8 +141,8 @@ class Simulation:
             self.step += 1
             self.version = self.step
             if self.step % self.plan.save_every == 0:
-                left = tuple(self.outstanding)
-                self.saved = Saved(self.step, self.position, left, self._stored(), Counter(self.trained))
+                unfinished = tuple(self.outstanding)
+                self.saved = Saved(self.step, self.position, unfinished, self._stored(), Counter(self.trained))
             if self.kills and self.random.random() < 0.3:
                 self.kills -= 1
                 raise KilledError
