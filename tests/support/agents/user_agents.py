@@ -15,8 +15,7 @@ from openai import AsyncOpenAI
 
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.react import ReActAgent
-from turnwise.agents.registry import rollout
-from turnwise.ext.frameworks.compat.lightning import LLM, LitAgent, Rollout
+from turnwise.agents.registry import LLM, Rollout, rollout
 from turnwise.types import StopReason, ToolCall
 
 
@@ -129,7 +128,7 @@ FILE = """
   _target_: {loop}
   max_calls: 3
 - {{name: proxied, class: "support.agents.user_agents:proxied", config: {{turns: 3}}}}
-- {{name: silent, target: "support.agents.user_agents:Silent"}}
+- {{name: silent, target: "support.agents.lit_agent:Silent"}}
 """
 
 
@@ -158,11 +157,3 @@ async def proxied(task: dict[str, Any], llm: LLM, rollout: Rollout, episode: Epi
                 response = await episode.call(tool_call)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": response.text})
     return 0.0
-
-
-class Silent(LitAgent[dict[str, Any]]):
-    """Never asks the model; what it is worth depends on the attempt."""
-
-    async def rollout_async(self, task: dict[str, Any], resources: dict[str, LLM], rollout: Rollout) -> float:
-        """Return half a point."""
-        return 0.5

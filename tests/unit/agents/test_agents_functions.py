@@ -1,4 +1,4 @@
-"""Functions and LitAgents as agents: what they are given, what they may return, and how their episodes end."""
+"""Functions as agents: what they are given, what they may return, and how their episodes end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 from openai import AsyncOpenAI, OpenAI
 
-import turnwise.ext.frameworks.compat.lightning as agl
 from support.chat.model_dirs import renderer_for
-from turnwise.agents import LLM, Episode, emit_reward, make_agent, register_agent, rollout
+from turnwise.agents import LLM, Episode, Rollout, emit_reward, make_agent, register_agent, rollout
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import AgentError, InferenceError, RegistryError
 from turnwise.inference.scripted import ScriptedClient
@@ -67,7 +66,7 @@ async def native(episode: Episode, *, prefix: str = "got ") -> float:
 
 
 @rollout
-def proxied(task: dict, llm: LLM, rollout: agl.Rollout) -> float:
+def proxied(task: dict, llm: LLM, rollout: Rollout) -> float:
     SEEN.append((threading.current_thread() is threading.main_thread(), task, llm, rollout))
     client = OpenAI(base_url=llm.endpoint, api_key=llm.api_key)
     answer = client.chat.completions.create(
@@ -290,50 +289,3 @@ async def test_a_thread_that_does_not_come_back_is_given_up() -> None:
     assert trajectory.rewards == []
     assert time.monotonic() - started < 20
     HOLD.set()
-
-
-# LitAgent
-
-
-class BothWays(agl.LitAgent[dict]):
-    def training_rollout(self, task: dict, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
-        SEEN.append(("training", task["answer"], resources["main_llm"].model, rollout.mode))
-        return 1.0
-
-    async def validation_rollout_async(self, task, resources, rollout):
-        SEEN.append(("validation", task["answer"], resources["main_llm"].model, rollout.mode))
-        return 0.5
-
-
-class Older(agl.LitAgent[dict]):
-    def __init__(self, bonus: float) -> None:
-        super().__init__(trained_agents="all")
-        self.bonus = bonus
-
-    def training_rollout(self, task, rollout_id, resources):
-        SEEN.append(rollout_id)
-        agl.emit_message("one rollout")
-        agl.emit_object({"id": rollout_id})
-        agl.emit_exception(ValueError("noted only"))
-        return self.bonus
-
-
-class Empty(agl.LitAgent[dict]):
-    pass
-
-
-async def test_a_class_with_a_method_for_each_kind_of_rollout() -> None:
-    assert (await play(BothWays, [])).reward == 1.0
-    assert (await play(BothWays, [], partition="val")).reward == 0.5
-    assert SEEN == [("training", "42", "turnwise", "train"), ("validation", "42", "turnwise", "val")]
-
-
-async def test_the_older_form_and_a_configuration() -> None:
-    trajectory = await play(Older, [], partition="val", config={"bonus": 0.25})
-    assert trajectory.reward == 0.25
-    assert [trajectory.id.rpartition(".")[0]] == SEEN
-
-
-async def test_a_class_without_methods_says_so() -> None:
-    trajectory = await play(Empty, [])
-    assert "Empty defines no rollout, training_rollout or validation_rollout" in trajectory.error

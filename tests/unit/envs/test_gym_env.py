@@ -20,7 +20,6 @@ from turnwise.envs.gym.from_gymnasium import _action_value
 from turnwise.envs.gym.text import plain_value, space_schema, value_from_json, value_text
 from turnwise.envs.gym.to_gymnasium import from_gymnasium
 from turnwise.errors import ConfigError, EnvError, ToolError
-from turnwise.ext.checks.environment import check_env
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -313,8 +312,11 @@ def test_bad_arguments_are_told():
         from_gymnasium(Odd(spaces.Sequence(spaces.Discrete(2))))
 
 
-@pytest.mark.parametrize("env_id", [each for each in NAMES if each != "Taxi-v4"])
-async def test_the_doctor_finds_nothing(env_id):
+@pytest.mark.ext
+@pytest.mark.parametrize("env_id", [name for name in NAMES if name != "Taxi-v4"])
+async def test_checker_accepts_gymnasium_environments(env_id):
+    from turnwise.ext.checks.environment import check_env
+
     report = await check_env(EnvSpec("gymnasium_tools", {"env_id": env_id}), seeds=(0,))
     assert report.ok, str(report)
 

@@ -31,7 +31,6 @@ from turnwise.envs import (
 )
 from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.errors import ConfigError, EnvError, RegistryError
-from turnwise.ext.checks.environment import check_env
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -97,8 +96,11 @@ ALL = [
 ]
 
 
+@pytest.mark.ext
 @pytest.mark.parametrize("number", range(len(ALL)))
 async def test_wrapper_of_a_tool_env_is_a_tool_env_and_passes_the_checker(number, tmp_path):
+    from turnwise.ext.checks.environment import check_env
+
     wrapped = ALL[number](make("lookup"), tmp_path)
     assert isinstance(wrapped, ToolEnv)
     assert isinstance(wrapped, Wrapper)

@@ -23,9 +23,6 @@ from turnwise.evaluation.config import EvalBudget
 from turnwise.evaluation.export import export_run
 from turnwise.evaluation.rescore import RescoreSettings, run_rescore
 from turnwise.evaluation.spending import Spending
-from turnwise.ext.report.page import write_report
-from turnwise.ext.report.runs import RunFacts
-from turnwise.ext.report.trajectories import episodes_of, part_figures, read_rows
 from turnwise.inference.scripted import ScriptedRequest
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.journal.finished import FINISHED, FinishedMembers
@@ -155,7 +152,12 @@ async def test_a_budget_counts_all_ways(tmp_path: Path) -> None:
     assert spending.sampled_tokens == sampled
 
 
-async def test_the_chosen_ways_are_exported_and_reported(tmp_path: Path) -> None:
+@pytest.mark.ext
+async def test_chosen_branches_are_exported_and_reported(tmp_path: Path) -> None:
+    from turnwise.ext.report.page import write_report
+    from turnwise.ext.report.runs import RunFacts
+    from turnwise.ext.report.trajectories import episodes_of, part_figures, read_rows
+
     await run(tmp_path, "best_of_n")
     searched = [row for row in read_trajectories(tmp_path / TRAJECTORIES) if row.search is not None]
     assert export_run(tmp_path, tmp_path / "chosen.jsonl", "sft") == len(searched) + 3

@@ -13,7 +13,6 @@ from support.chat.model_dirs import renderer_for
 from support.gateway.server import serving
 from support.rollout.audited import assert_sound
 from support.trainer.credited import build, trajectory, turn_advantages
-from turnwise.ext.frameworks.compat.verl_agent_loop import TokenOutput
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.recorder.session import Session, SessionLimits
@@ -79,6 +78,12 @@ async def test_token_session_continues_after_an_empty_turn(tmp_path: Path) -> No
     session.train_only([TrainedBranch(start, response, mask)])
     assert session.metrics()["forks"] == 0
     assert all(segment.left_out is None for segment in session.segments())
+
+
+@pytest.mark.ext
+def test_output_for_verl_of_an_empty_turn_has_no_weight_version() -> None:
+    from turnwise.ext.frameworks.compat.verl_agent_loop import TokenOutput
+
     output = TokenOutput([], [], {"role": "assistant", "finish_reason": "length"}, [])
     assert (output.stop_reason, output.extra_fields["global_steps"]) == ("length", -1)
 

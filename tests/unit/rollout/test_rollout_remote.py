@@ -16,7 +16,6 @@ import pytest
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
-from support.agents.blackbox_episodes import CHAT_LOOP
 from support.agents.user_agents import Cancels, Endless, Held, Malformed, Notes, Raises
 from support.chat.model_dirs import renderer_for
 from support.event_loop import pass_time
@@ -222,7 +221,10 @@ async def test_a_remote_graph_acts_as_a_local_one(tmp_path: Path, streams: bool)
     assert not trajectory.forks()
 
 
+@pytest.mark.ext
 async def test_tool_calls_of_a_remote_program_are_counted_on_their_turns(tmp_path: Path) -> None:
+    from support.agents.blackbox_episodes import CHAT_LOOP
+
     async with running(tmp_path, retries=0) as run:
         playing = run.runner(make_agent("blackbox", command=CHAT_LOOP))
         [group] = await run.ask("a")
@@ -234,6 +236,7 @@ async def test_tool_calls_of_a_remote_program_are_counted_on_their_turns(tmp_pat
     assert called == [1, 1, 0]
 
 
+@pytest.mark.ext
 async def test_a_remote_program_that_fails_is_retried(tmp_path: Path) -> None:
     async with running(tmp_path, retries=1) as run:
         playing = run.runner(make_agent("blackbox", command="false"))

@@ -11,7 +11,6 @@ from support.chat.toy_renderer import ToyRenderer
 from turnwise.config import load_config
 from turnwise.envs import EnvSpec, ToolEnv, close_env, reset_env, schemas, step_env
 from turnwise.errors import ConfigError, TaskError, ToolSchemaError
-from turnwise.ext.checks.environment import check_env
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import RolloutParts
@@ -280,12 +279,15 @@ class TestTogether:
             with pytest.raises(ConfigError, match=r"SingleTurnEnv answers no tool calls.*'load_none'"):
                 spec.make(await toolbox.tools())
 
-    async def test_a_spec_brings_its_tools_to_the_doctor(self, tmp_path) -> None:
+    @pytest.mark.ext
+    async def test_tools_of_a_spec_reach_the_checker(self, tmp_path) -> None:
+        from turnwise.ext.checks.environment import check_env
+
         path = functions(tmp_path, "load_doctor", "load_doctor_too")
         spec = EnvSpec("lookup", {}, {"function_tool_path": str(path)})
         assert EnvSpec(**spec.to_record()) == spec
         report = await check_env(spec, seeds=(0,))
-        # The doctor saw it: the second tool has no docstring.
+        # The second tool has no docstring.
         assert any("load_doctor_too" in finding.message for finding in report.findings)
 
 
