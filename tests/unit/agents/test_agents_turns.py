@@ -208,6 +208,7 @@ def test_who_plays_whom() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.ext
 async def test_single_agent_environment_is_played_as_by_react() -> None:
     renderer = ToyRenderer()
     records = []

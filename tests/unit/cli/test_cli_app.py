@@ -28,12 +28,11 @@ COMMANDS = (
     "view",
     "audit",
     "envs",
-    "export-env",
-    "check-env",
-    "check-sandbox",
     "timeline",
     "version",
 )
+PLUGGED_IN = ("check-env", "check-sandbox", "export-env", "report")
+"""Commands of ``turnwise.ext``."""
 
 
 def run(*arguments: str) -> int:
@@ -47,6 +46,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for command in COMMANDS:
         assert f" {command} " in text
+
+
+@pytest.mark.ext
+@pytest.mark.parametrize("command", PLUGGED_IN)
+def test_commands_that_plug_in_are_listed_and_have_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    assert f" {command} " in capsys.readouterr().out
+    assert run(command, "--help") == 0
+    assert "Usage: turnwise" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -114,6 +122,7 @@ def test_markup_in_an_error_is_text(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "[bold]x" in capsys.readouterr().err
 
 
+@pytest.mark.ext
 def test_ctrl_c_cleans_up_and_exits_with_130(tmp_path: Path) -> None:
     # An environment that says when it is being reset, then waits, and says that it was closed.
     file = tmp_path / "slow.py"
@@ -140,11 +149,13 @@ def test_ctrl_c_cleans_up_and_exits_with_130(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.ext
 def test_check_env_of_a_sound_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check-env", "lookup", "--seeds", "1") == 0
     assert "0 errors, 0 warnings" in capsys.readouterr().out
 
 
+@pytest.mark.ext
 def test_check_env_of_a_broken_environment_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "broken.py"
     file.write_text(
@@ -156,6 +167,7 @@ def test_check_env_of_a_broken_environment_exits_with_1(tmp_path: Path, capsys: 
     assert "✗" in capsys.readouterr().out
 
 
+@pytest.mark.ext
 def test_check_env_takes_the_arguments_of_the_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
@@ -170,6 +182,7 @@ def test_check_env_takes_the_arguments_of_the_environment(tmp_path: Path, capsys
     assert "words" in capsys.readouterr().err
 
 
+@pytest.mark.ext
 def test_check_env_of_an_unknown_environment_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check-env", "lokup") == 1
     assert "lookup" in capsys.readouterr().err

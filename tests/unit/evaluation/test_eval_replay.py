@@ -30,20 +30,9 @@ from turnwise.trajectory import Trajectory
 from turnwise.types import SamplingParams, StopReason, TokenPrompt, as_ids
 
 HERE = f"{__name__}:"
-SOLVED = (
-    "calculator",
-    "guess_number",
-    "lookup",
-    "math",
-    "nim",
-    "picture",
-    "retail",
-    "search",
-    "sql",
-    "tool_calls",
-    "trail",
-)
-SANDBOXED = ("code", "swe", "terminal")  # test_eval_replay_sandboxed.py
+SOLVED = ("calculator", "guess_number", "lookup")
+PLUGGED_IN = ("math", "nim", "picture", "retail", "search", "sql", "tool_calls", "trail")
+SANDBOXED = ("code", "swe", "terminal")  # tests/ext/environments/test_eval_replay_sandboxed.py
 SPOKEN = {
     "gymnasium": ({"env_id": "FrozenLake-v1"}, ["down", "right", "left", "up"]),
     "gymnasium_tools": ({"env_id": "FrozenLake-v1"}, ["I stay."]),
@@ -83,11 +72,12 @@ def configured(name: str, **config: Any) -> RolloutConfig:
     return RolloutConfig(env=SpecConfig(name=name, config=config), max_turns=8)
 
 
+@pytest.mark.ext
 def test_every_shipped_environment_is_replayed() -> None:
-    assert {*SOLVED, *SPOKEN, *SANDBOXED} == set(SHIPPED)
+    assert {*SOLVED, *PLUGGED_IN, *SPOKEN, *SANDBOXED} == set(SHIPPED)
 
 
-@pytest.mark.parametrize("name", SOLVED)
+@pytest.mark.parametrize("name", [*SOLVED, *(pytest.param(name, marks=pytest.mark.ext) for name in PLUGGED_IN)])
 async def test_a_shipped_environment_diverges_nowhere(name: str) -> None:
     renderer = seeing()[0] if name == "picture" else renderer_for("qwen3")
     config = configured(name)

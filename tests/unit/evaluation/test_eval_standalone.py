@@ -72,7 +72,7 @@ def test_a_checkpoint_is_served_evaluated_and_audited(
     assert "9 episodes replayed, 0 diverge" in capsys.readouterr().out
     config = out / "config.yaml"
     # Of each task a greedy and two sampled episodes; another environment has other tools and another prompt.
-    config.write_text(config.read_text().replace("name: lookup", "name: retail"))
+    config.write_text(config.read_text().replace("name: lookup", "name: calculator"))
     assert run("replay", str(out), "--n", "3", "--json") == 1
     report = orjson.loads(capsys.readouterr().out)
     assert report["episodes"] == 3
