@@ -21,8 +21,8 @@ from turnwise.envs.registration import make
 from turnwise.errors import ConfigError, TaskError
 from turnwise.ext.environments.code import problem_of, row
 from turnwise.ext.environments.code.answers import code_of, program_of, same_output, same_value
+from turnwise.ext.environments.code.builtin import BUILTIN_PROBLEMS, FORMATS, rows, task_from_seed, tasks
 from turnwise.ext.environments.code.inside.wire import decode, encode
-from turnwise.ext.environments.code.made import FORMATS, MADE, drawn, rows, tasks
 from turnwise.tasks import Task
 
 PLAIN = st.recursive(
@@ -66,7 +66,7 @@ def test_what_is_no_plain_value_becomes_one_or_is_refused() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_rows_that_ship_are_read_as_they_are_published(form: str) -> None:
-    for made, record in zip(MADE, rows(form), strict=True):
+    for made, record in zip(BUILTIN_PROBLEMS, rows(form), strict=True):
         problem = problem_of(record)
         assert problem.reference
         task = Task.from_record(row(record), default_id="x")
@@ -77,7 +77,7 @@ def test_rows_that_ship_are_read_as_they_are_published(form: str) -> None:
         if form != "humaneval" and isinstance(hidden, (list, dict)) and hidden:
             assert str(hidden) not in str(task.prompt)
     assert len(list(tasks(format=form))) == 12
-    assert drawn(3).id == drawn(3).id
+    assert task_from_seed(3).id == task_from_seed(3).id
 
 
 def test_packed_tests_of_livecodebench_are_read_and_nothing_else_is_unpickled() -> None:
@@ -96,12 +96,12 @@ def test_packed_tests_of_livecodebench_are_read_and_nothing_else_is_unpickled() 
 
 def test_further_formats() -> None:
     apps = problem_of({"question": "q", "input_output": json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})})
-    assert (apps.kind, apps.cases[0].given) == ("programs", "1\n")
+    assert (apps.kind, apps.cases[0].input) == ("programs", "1\n")
     called = {"inputs": [[1, [2]]], "outputs": [[3]], "fn_name": "f"}
     apps = problem_of({"question": "q", "input_output": called, "starter_code": "class Solution:\n  def f(self):"})
-    assert (apps.entry, apps.cases[0].given, apps.cases[0].wanted) == ("Solution.f", (1, [2]), 3)
+    assert (apps.entry, apps.cases[0].input, apps.cases[0].expected) == ("Solution.f", (1, [2]), 3)
     listed = [{"input": "1", "output": "2", "type": "stdin_stdout"}]
-    assert problem_of({"prompt": "p", "tests": json.dumps(listed)}).cases[0].wanted == "2"
+    assert problem_of({"prompt": "p", "tests": json.dumps(listed)}).cases[0].expected == "2"
     contest = {"description": "d", "public_tests": {"input": ["1"], "output": ["2"]}, "time_limit": {"seconds": 3}}
     assert problem_of(contest).seconds == 3
     sanitized = problem_of({"prompt": "p", "test_imports": ["import math"], "test_list": ["assert f(1) == 1"]})

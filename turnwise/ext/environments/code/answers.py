@@ -15,7 +15,7 @@ _FENCE: Final = re.compile(
 )
 _PYTHON: Final = ("", "python", "python3", "py", "py3")
 
-# What solutions of such problems take for granted, as the sites that they come from do.
+# Names that solutions use without importing them: the sites of such problems provide them.
 PRELUDE: Final = """\
 import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import bisect_left, bisect_right, insort
@@ -49,8 +49,8 @@ def program_of(problem: Problem, code: str) -> str:
     if not problem.opening or problem.kind == "programs":
         return f"{code}\n"
     if defines(code, problem.entry):
-        # What the row defines above (imports, helpers) stays; its unfinished function is defined anew.
-        return f"{finished(problem.opening)}\n\n{code}\n"
+        # What the row defines above (imports, helpers) stays; the answer redefines its unfinished function.
+        return f"{complete_head(problem.opening)}\n\n{code}\n"
     return f"{problem.opening}{'' if problem.opening.endswith(chr(10)) else chr(10)}{_indented(code)}\n"
 
 
@@ -59,8 +59,8 @@ def defines(code: str, name: str) -> bool:
     return re.search(rf"^(?:async )?(?:def|class) +{re.escape(name)}\b", code, re.MULTILINE) is not None
 
 
-def finished(opening: str) -> str:
-    """Complete code that ends in a function head, such that it runs."""
+def complete_head(opening: str) -> str:
+    """Return code that ends in a function head with a body added, so that it runs; empty where it cannot."""
     for end in ("", "\n    pass\n"):
         try:
             ast.parse(opening + end)
@@ -77,37 +77,37 @@ def _indented(body: str) -> str:
     return "\n".join(f"    {line}" if line.strip() else line for line in body.split("\n"))
 
 
-def same_output(found: str, wanted: str, tolerance: float = 0.0) -> bool:
+def same_output(output: str, expected: str, tolerance: float = 0.0) -> bool:
     """Compare two program outputs.
 
     Trailing white space is ignored. Lines that differ are compared word by word, numbers by value.
 
     Args:
-        found: Actual output.
-        wanted: Expected output.
+        output: Actual output.
+        expected: Expected output.
         tolerance: Absolute or relative tolerance of numbers.
     """
-    ours, theirs = _lines(found), _lines(wanted)
+    ours, theirs = _lines(output), _lines(expected)
     if len(ours) != len(theirs):
         return False
     return all(one == other or _same_words(one, other, tolerance) for one, other in zip(ours, theirs, strict=True))
 
 
-def same_value(found: Any, wanted: Any, tolerance: float = 0.0) -> bool:
+def same_value(returned: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Compare a returned value with an expected one from JSON: tuples equal lists, numbers compare by value."""
-    if isinstance(found, bool) or isinstance(wanted, bool):
-        return found is wanted
-    if isinstance(found, (int, float)) and isinstance(wanted, (int, float)):
-        return found == wanted or _near(found, wanted, tolerance)
-    if isinstance(found, (list, tuple)) and isinstance(wanted, (list, tuple)):
-        pairs = zip(found, wanted, strict=False)
-        return len(found) == len(wanted) and all(same_value(one, other, tolerance) for one, other in pairs)
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        # JSON's keys are texts.
-        ours = {key if isinstance(key, str) else str(key): value for key, value in found.items()}
-        theirs = {str(key): value for key, value in wanted.items()}
+    if isinstance(returned, bool) or isinstance(expected, bool):
+        return returned is expected
+    if isinstance(returned, (int, float)) and isinstance(expected, (int, float)):
+        return returned == expected or _near(returned, expected, tolerance)
+    if isinstance(returned, (list, tuple)) and isinstance(expected, (list, tuple)):
+        pairs = zip(returned, expected, strict=False)
+        return len(returned) == len(expected) and all(same_value(one, other, tolerance) for one, other in pairs)
+    if isinstance(returned, dict) and isinstance(expected, dict):
+        # JSON keys are strings.
+        ours = {key if isinstance(key, str) else str(key): value for key, value in returned.items()}
+        theirs = {str(key): value for key, value in expected.items()}
         return ours.keys() == theirs.keys() and all(same_value(ours[key], theirs[key], tolerance) for key in ours)
-    return type(found) is type(wanted) and bool(found == wanted)
+    return type(returned) is type(expected) and bool(returned == expected)
 
 
 def _lines(text: str) -> list[str]:
@@ -117,24 +117,25 @@ def _lines(text: str) -> list[str]:
 def _same_words(one: str, other: str, tolerance: float) -> bool:
     ours, theirs = one.split(), other.split()
     return len(ours) == len(theirs) and all(
-        mine == theirs or _same_number(mine, theirs, tolerance) for mine, theirs in zip(ours, theirs, strict=True)
+        word == counterpart or _same_number(word, counterpart, tolerance)
+        for word, counterpart in zip(ours, theirs, strict=True)
     )
 
 
 def _same_number(one: str, other: str, tolerance: float) -> bool:
     try:
-        found, wanted = Decimal(one), Decimal(other)
+        number, expected = Decimal(one), Decimal(other)
     except InvalidOperation:
         return False
-    if not (found.is_finite() and wanted.is_finite()):
+    if not (number.is_finite() and expected.is_finite()):
         return False
-    return found == wanted or _near(float(found), float(wanted), tolerance)
+    return number == expected or _near(float(number), float(expected), tolerance)
 
 
-def _near(found: float, wanted: float, tolerance: float) -> bool:
+def _near(number: float, expected: float, tolerance: float) -> bool:
     if not tolerance:
         return False
     try:
-        return math.isclose(found, wanted, rel_tol=tolerance, abs_tol=tolerance)
+        return math.isclose(number, expected, rel_tol=tolerance, abs_tol=tolerance)
     except OverflowError:
         return False

@@ -12,9 +12,9 @@ from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, SandboxFileError, TaskError, shown
 from turnwise.ext.environments.code.answers import code_of, program_of
+from turnwise.ext.environments.code.builtin import task_from_seed
 from turnwise.ext.environments.code.formats import problem_of
 from turnwise.ext.environments.code.grading import Grader, Report
-from turnwise.ext.environments.code.made import drawn
 from turnwise.ext.environments.code.problems import Problem
 from turnwise.sandboxes.core import Sandbox, SandboxLimits, SandboxSpec
 from turnwise.seeding import stable_hash
@@ -32,7 +32,7 @@ _AGENTIC: Final = (
     "directory, try it out with your tools, and call submit when it is right. It is judged by tests, some of which you "
     "are not shown."
 )
-_MOST_CACHED: Final = 50_000
+_MAX_CACHED: Final = 50_000
 _cache: OrderedDict[int, Report] = OrderedDict()
 
 
@@ -93,8 +93,8 @@ class CodeEnv(ToolEnv):
         self._time_limit, self._memory, self._tolerance = time_limit, memory * 2**20, tolerance
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Ask the task's problem; without a task, a built-in one is drawn from the seed."""
-        self.task = drawn(seed) if task is None else task
+        """Ask the task's problem; without a task, a built-in one is task_from_seed from the seed."""
+        self.task = task_from_seed(seed) if task is None else task
         self.report = None
         prompt = self.task.prompt if isinstance(self.task.prompt, str) else ""
         try:
@@ -150,15 +150,15 @@ class CodeEnv(ToolEnv):
     async def _graded(self, program: str) -> Report:
         limits = [self._time_limit, self._memory, self._tolerance, self._python, self._image]
         key = stable_hash("code", repr(self.problem), program, *map(str, limits))
-        known = _cache.get(key) if self.cache else None
-        if known is not None:
-            return known
+        cached = _cache.get(key) if self.cache else None
+        if cached is not None:
+            return cached
         grader = Grader(self._clean, self.close_sandbox, self._python, self._time_limit, self._memory, self._tolerance)
         report = await grader.grade(self.problem, program)
         if self.cache and not report.timeouts:
-            # What ran out of time once may have been slowed down by others.
+            # A time-out is not cached: other processes may have caused it.
             _cache[key] = report
-            while len(_cache) > _MOST_CACHED:
+            while len(_cache) > _MAX_CACHED:
                 _cache.popitem(last=False)
         return report
 

@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 from turnwise.errors import EnvError, SandboxDied
 from turnwise.ext.environments.code.answers import same_output, same_value
 from turnwise.ext.environments.code.inside import source
-from turnwise.ext.environments.code.inside.tests import split
+from turnwise.ext.environments.code.inside.tests import isolate_statements
 from turnwise.ext.environments.code.inside.wire import decode, encode
 from turnwise.ext.environments.code.problems import Case, Problem
 from turnwise.sandboxes.core import Sandbox, SandboxProcess
@@ -24,23 +24,24 @@ from turnwise.sandboxes.core import Sandbox, SandboxProcess
 _LONGEST_LINE: Final = 16 * 2**20
 _WRITE_S: Final = 30.0
 _MOST_DEATHS: Final = 2
-"""So many sandboxes may end under a solution. One may be the machine's doing; the second is the solution's."""
+"""Sandboxes that may die under one solution: the first may be the machine's fault, the second is the solution's."""
 
 
-class Ended(Exception):
+class ProgramEnded(Exception):
     """The program ended before it answered; it is restarted for the next question."""
 
 
-class Hopeless(Exception):
+class ProgramUnusable(Exception):
     """The program cannot answer anything."""
 
 
-class Programs:
+class SandboxedProgram:
     """One program, restarted across processes and sandboxes.
 
     Args:
         open_sandbox: Returns a clean, started sandbox.
-        start: Seconds for the answer to that, ``{"ok": null}`` or ``{"err": [name, text]}``; None: there is none.
+        opening: First message, written when the process starts.
+        start: Seconds for its answer, ``{"ok": null}`` or ``{"err": [name, text]}``; None where it has no answer.
     """
 
     def __init__(
@@ -65,58 +66,58 @@ class Programs:
         """Write a line and return the answer; None after a timeout, which kills the program.
 
         Raises:
-            Ended: The program ended.
-            Hopeless: It does not start, or kills its sandboxes.
+            ProgramEnded: The program ended.
+            ProgramUnusable: It does not start, or kills its sandboxes.
             SandboxError: A sandbox failed.
         """
-        await self.put(json.dumps(question).encode() + b"\n")
-        line = await self.line(timeout)
+        await self.write_line(json.dumps(question).encode() + b"\n")
+        line = await self.read_line(timeout)
         if line is None:
             await self.restart()
             return None
         try:
-            found = json.loads(line)
+            answer = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            answer = None
+        if not isinstance(answer, dict):
             await self.restart()
-            raise Ended("the answer cannot be parsed")
-        return found
+            raise ProgramEnded("the answer cannot be parsed")
+        return answer
 
-    async def put(self, line: bytes) -> None:
+    async def write_line(self, line: bytes) -> None:
         """Write a line. Raises as :meth:`ask`."""
-        process = await self._running()
+        process = await self._running_process()
         try:
             async with asyncio.timeout(_WRITE_S):
                 await process.write(line)
         except (BrokenPipeError, TimeoutError):
             await self.restart()
-            raise Ended("the process of the solution ended") from None
+            raise ProgramEnded("the process of the solution ended") from None
         except SandboxDied as error:
-            await self._died(error)
+            await self._count_death(error)
 
-    async def line(self, timeout: float) -> bytes | None:
+    async def read_line(self, timeout: float) -> bytes | None:
         """Return the next line with its line break; None after a timeout."""
-        process = await self._running()
+        process = await self._running_process()
         try:
             async with asyncio.timeout(timeout):
                 while b"\n" not in self._buffer:
                     data = await process.read(2**20)
                     if not data or len(self._buffer) > _LONGEST_LINE:
                         await self.restart()
-                        raise Ended("the process of the solution ended" if not data else "too much was written")
+                        raise ProgramEnded("the process of the solution ended" if not data else "too much was written")
                     self._buffer += data
         except TimeoutError:
             return None
         except SandboxDied as error:
-            await self._died(error)
-        found, _, self._buffer = self._buffer.partition(b"\n")
-        return found + b"\n"
+            await self._count_death(error)
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line + b"\n"
 
-    async def begin(self) -> None:
-        """Start ahead of time; failures but SandboxError surface with the first question."""
-        with contextlib.suppress(Ended, Hopeless):
-            await self._running()
+    async def start(self) -> None:
+        """Start the process early; errors other than SandboxError are raised by the first question."""
+        with contextlib.suppress(ProgramEnded, ProgramUnusable):
+            await self._running_process()
 
     async def restart(self) -> None:
         """Kill the process; the next question starts a new one."""
@@ -125,31 +126,31 @@ class Programs:
             try:
                 await process.kill()
             except SandboxDied:
-                await self._drop()
+                await self._close_sandbox()
 
-    async def end(self) -> None:
+    async def close(self) -> None:
         """Kill the process and close the sandbox."""
         self._process = None
-        await self._drop()
+        await self._close_sandbox()
 
-    async def _drop(self) -> None:
+    async def _close_sandbox(self) -> None:
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await self._close(sandbox)
 
-    async def _died(self, error: SandboxDied) -> NoReturn:
+    async def _count_death(self, error: SandboxDied) -> NoReturn:
         self._deaths += 1
         self._process, self._buffer = None, b""
-        await self._drop()
+        await self._close_sandbox()
         if self._deaths >= _MOST_DEATHS:
-            raise Hopeless("the solution ended its sandbox") from error
-        raise Ended("the sandbox of the solution ended") from error
+            raise ProgramUnusable("the solution ended its sandbox") from error
+        raise ProgramEnded("the sandbox of the solution ended") from error
 
-    async def _running(self) -> SandboxProcess:
+    async def _running_process(self) -> SandboxProcess:
         if self._process is not None:
             return self._process
         if self._deaths >= _MOST_DEATHS:
-            raise Hopeless("the solution ended its sandbox")
+            raise ProgramUnusable("the solution ended its sandbox")
         if self._sandbox is None:
             self._sandbox = await self._open()
         self._buffer = b""
@@ -157,40 +158,40 @@ class Programs:
             process = self._process = await self._sandbox.spawn(self._command, env={"PYTHONHASHSEED": "0"})
             await process.write(self._opening)
         except SandboxDied as error:
-            await self._died(error)
+            await self._count_death(error)
         except BrokenPipeError:
             await self.restart()
-            raise Hopeless("Python does not run in this sandbox, or the solution ended it at once") from None
+            raise ProgramUnusable("Python does not run in this sandbox, or the solution ended it at once") from None
         if self._start is not None:
-            line = await self.line(self._start)
-            told = {} if line is None else _object(line)
-            if "ok" not in told:
+            line = await self.read_line(self._start)
+            status = {} if line is None else _parse_object(line)
+            if "ok" not in status:
                 await self.restart()
-                parts = told.get("err", ["TimeoutError", "the solution was not loaded in time"])
-                raise Hopeless(": ".join(str(part) for part in parts)[:500])
+                parts = status.get("err", ["TimeoutError", "the solution was not loaded in time"])
+                raise ProgramUnusable(": ".join(str(part) for part in parts)[:500])
         return process
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _parse_object(line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return message if isinstance(message, dict) else {}
 
 
 _MOST_TIMEOUTS: Final = 3
-"""So many tests may run into their time-outs; the others are not run, and count as failed."""
+"""Tests that may time out; after them the remaining tests are not run and count as failed."""
 _MOST_OUTPUT: Final = 4 * 2**20
 _START_S: Final = 10.0
-"""Seconds that a solution may take at least to be loaded, and its runner to answer behind its time-out."""
+"""Lower bound of the seconds for loading a solution, and the grace of its runner after a time-out."""
 _JUDGE_S: Final = 30.0
-"""Seconds that tests may take themselves between two calls of the solution."""
+"""Seconds that the tests may compute between two calls of the solution."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Result of one test.
+class CaseResult:
+    """Result of one test case.
 
     Attributes:
         ok: Whether it passed.
@@ -207,7 +208,7 @@ class Result:
 class Report:
     """Results of all tests of an answer."""
 
-    results: tuple[Result, ...] = ()
+    results: tuple[CaseResult, ...] = ()
     timeouts: int = 0
 
     @property
@@ -253,101 +254,100 @@ class Grader:
         """
         self._timeouts, self._spent = 0, 0.0
         if not program:
-            return Report(tuple(Result(False, "there is no code") for _ in range(_count(problem))))
-        works = {"asserts": self._asserts, "calls": self._calls, "programs": self._programs}
-        results = await works[problem.kind](problem, program)
+            return Report(tuple(CaseResult(False, "there is no code") for _ in range(_test_count(problem))))
+        graders = {"asserts": self._grade_asserts, "calls": self._grade_calls, "programs": self._grade_programs}
+        results = await graders[problem.kind](problem, program)
         return Report(tuple(results), self._timeouts)
 
-    def _solution(self, problem: Problem, program: str) -> Programs:
+    def _solution_program(self, problem: Problem, program: str) -> SandboxedProgram:
         memory = problem.memory or self.memory
         opening = {"code": program, "memory": memory}
         command = [self.python, "-u", "-c", source("solution")]
-        return Programs(self.open, self.close, command, opening, start=max(self._limit(problem), _START_S))
+        return SandboxedProgram(self.open, self.close, command, opening, start=max(self._time_limit(problem), _START_S))
 
-    def _limit(self, problem: Problem) -> float:
+    def _time_limit(self, problem: Problem) -> float:
         return problem.seconds or self.seconds
 
-    async def _each(self, cases: Sequence[Case], run: Callable[[Case], Awaitable[Result]]) -> list[Result]:
-        results: list[Result] = []
-        hopeless = ""
+    async def _run_cases(self, cases: Sequence[Case], run: Callable[[Case], Awaitable[CaseResult]]) -> list[CaseResult]:
+        results: list[CaseResult] = []
+        skip_reason = ""
         for case in cases:
             if self._timeouts >= _MOST_TIMEOUTS:
-                hopeless = f"not run: {_MOST_TIMEOUTS} tests ran out of time"
-            if hopeless:
-                results.append(Result(False, hopeless, case.hidden))
+                skip_reason = f"not run: {_MOST_TIMEOUTS} tests ran out of time"
+            if skip_reason:
+                results.append(CaseResult(False, skip_reason, case.hidden))
                 continue
             try:
                 results.append(await run(case))
-            except Hopeless as error:
-                hopeless = str(error)
-                results.append(Result(False, hopeless, case.hidden))
+            except ProgramUnusable as error:
+                skip_reason = str(error)
+                results.append(CaseResult(False, skip_reason, case.hidden))
         return results
 
-    async def _programs(self, problem: Problem, program: str) -> list[Result]:
-        seconds, memory = self._limit(problem), problem.memory or self.memory
+    async def _grade_programs(self, problem: Problem, program: str) -> list[CaseResult]:
+        seconds, memory = self._time_limit(problem), problem.memory or self.memory
         command = [self.python, "-u", "-c", source("programs")]
-        programs = Programs(self.open, self.close, command, {"code": program})
+        programs = SandboxedProgram(self.open, self.close, command, {"code": program})
 
-        async def run(case: Case) -> Result:
-            given = base64.b64encode(str(case.given).encode("utf-8", "surrogateescape")).decode()
-            request = {"stdin": given, "seconds": seconds, "memory": memory, "output": _MOST_OUTPUT}
+        async def run(case: Case) -> CaseResult:
+            stdin = base64.b64encode(str(case.input).encode("utf-8", "surrogateescape")).decode()
+            request = {"stdin": stdin, "seconds": seconds, "memory": memory, "output": _MOST_OUTPUT}
             try:
                 answer = await programs.ask(request, seconds + _START_S)
-            except Ended as error:
-                return Result(False, str(error), case.hidden)
+            except ProgramEnded as error:
+                return CaseResult(False, str(error), case.hidden)
             if answer is None or answer.get("timed_out"):
                 self._timeouts += 1
-                return Result(False, f"not finished within {seconds:g} s", case.hidden)
-            return self._judged(answer, case)
+                return CaseResult(False, f"not finished within {seconds:g} s", case.hidden)
+            return self._judge_output(answer, case)
 
         try:
-            return await self._each(problem.cases, run)
+            return await self._run_cases(problem.cases, run)
         finally:
-            await programs.end()
+            await programs.close()
 
-    def _judged(self, answer: dict[str, Any], case: Case) -> Result:
-        # Whatever answers may be the solution itself in disguise: it can say nothing here but an output, and a right
-        # one is right.
+    def _judge_output(self, answer: dict[str, Any], case: Case) -> CaseResult:
+        # The solution may forge this answer. That gains nothing: it can only state an output, which is compared.
         try:
             output = base64.b64decode(str(answer.get("stdout", ""))).decode("utf-8", "replace")
         except ValueError:
-            return Result(False, "no output", case.hidden)
+            return CaseResult(False, "no output", case.hidden)
         if answer.get("exit") != 0:
-            said = str(answer.get("stderr", "")).strip().split("\n")[-1][:300]
-            return Result(False, f"exit code {str(answer.get('exit'))[:20]}: {said}", case.hidden)
-        if not same_output(output, str(case.wanted), self.tolerance):
-            return Result(False, "wrong output", case.hidden)
-        return Result(True, "", case.hidden)
+            last_line = str(answer.get("stderr", "")).strip().split("\n")[-1][:300]
+            return CaseResult(False, f"exit code {str(answer.get('exit'))[:20]}: {last_line}", case.hidden)
+        if not same_output(output, str(case.expected), self.tolerance):
+            return CaseResult(False, "wrong output", case.hidden)
+        return CaseResult(True, "", case.hidden)
 
-    async def _calls(self, problem: Problem, program: str) -> list[Result]:
-        seconds = self._limit(problem)
-        solution = self._solution(problem, program)
+    async def _grade_calls(self, problem: Problem, program: str) -> list[CaseResult]:
+        seconds = self._time_limit(problem)
+        solution = self._solution_program(problem, program)
         target = {"name": problem.entry}
 
-        async def run(case: Case) -> Result:
-            request = {"do": "call", "on": target, "args": [encode(each) for each in case.given], "kwargs": {}}
+        async def run(case: Case) -> CaseResult:
+            request = {"do": "call", "on": target, "args": [encode(argument) for argument in case.input], "kwargs": {}}
             try:
                 answer = await solution.ask(request, seconds)
-            except Ended as error:
-                return Result(False, str(error), case.hidden)
+            except ProgramEnded as error:
+                return CaseResult(False, str(error), case.hidden)
             if answer is None:
                 self._timeouts += 1
-                return Result(False, f"no result within {seconds:g} s", case.hidden)
+                return CaseResult(False, f"no result within {seconds:g} s", case.hidden)
             if "ok" not in answer:
-                return Result(False, _told(answer.get("err", "no result")), case.hidden)
+                return CaseResult(False, _error_text(answer.get("err", "no result")), case.hidden)
             try:
-                right = same_value(decode(answer["ok"]), case.wanted, self.tolerance)
+                right = same_value(decode(answer["ok"]), case.expected, self.tolerance)
             except (ValueError, TypeError, KeyError, IndexError, RecursionError, ArithmeticError):
-                return Result(False, "the result is not a plain value", case.hidden)
-            return Result(right, "" if right else "wrong result", case.hidden)
+                return CaseResult(False, "the result is not a plain value", case.hidden)
+            return CaseResult(right, "" if right else "wrong result", case.hidden)
 
         try:
-            return await self._each(problem.cases, run)
+            return await self._run_cases(problem.cases, run)
         finally:
-            await solution.end()
+            await solution.close()
 
-    async def _asserts(self, problem: Problem, program: str) -> list[Result]:
-        solution = self._solution(problem, program)
+    async def _grade_asserts(self, problem: Problem, program: str) -> list[CaseResult]:
+        solution = self._solution_program(problem, program)
         nonce = secrets.token_hex(16)
         tests = problem.asserts
         opening = {
@@ -358,91 +358,93 @@ class Grader:
             "check": tests.check,
             "tests": list(tests.tests),
         }
-        judge = Programs(self.open, self.close, [self.python, "-u", "-c", source("tests")], opening)
+        judge = SandboxedProgram(self.open, self.close, [self.python, "-u", "-c", source("tests")], opening)
         try:
-            await asyncio.gather(judge.begin(), solution.begin())
-            verdicts = await self._held(judge, solution, nonce, self._limit(problem))
+            await asyncio.gather(judge.start(), solution.start())
+            verdicts = await self._relay_until_done(judge, solution, nonce, self._time_limit(problem))
         finally:
-            await judge.end()
-            await solution.end()
-        shown = len(verdicts) - tests.hidden
+            await judge.close()
+            await solution.close()
+        visible = len(verdicts) - tests.hidden
         every_hidden = bool(tests.check)
-        return [Result(ok, error, every_hidden or number >= shown) for number, (ok, error) in enumerate(verdicts)]
+        return [CaseResult(ok, error, every_hidden or number >= visible) for number, (ok, error) in enumerate(verdicts)]
 
-    async def _held(self, judge: Programs, solution: Programs, nonce: str, seconds: float) -> list[tuple[bool, str]]:
+    async def _relay_until_done(
+        self, judge: SandboxedProgram, solution: SandboxedProgram, nonce: str, seconds: float
+    ) -> list[tuple[bool, str]]:
         """Relay messages between tests and solution until the tests are done."""
-        count, asked = 0, False
-        found: dict[int, tuple[bool, str]] = {}
-        why = "not run"
+        count, solution_called = 0, False
+        verdicts: dict[int, tuple[bool, str]] = {}
+        failure = "not run"
         while True:
             try:
-                line = await judge.line(_JUDGE_S)
+                line = await judge.read_line(_JUDGE_S)
                 if line is not None and line[:1] == b"C":
-                    asked = True
-                    await judge.put(await self._relayed(solution, line[1:], seconds))
+                    solution_called = True
+                    await judge.write_line(await self._relay_call(solution, line[1:], seconds))
                     continue
-            except Ended:
+            except ProgramEnded:
                 line = None
-            except Hopeless as error:
-                why = str(error)
+            except ProgramUnusable as error:
+                failure = str(error)
                 break
             if line is None:
-                if not count and not asked:
+                if not count and not solution_called:
                     raise EnvError("the tests of this row did not start: check its test columns")
-                why = f"the tests ended, or took more than {_JUDGE_S:g} s themselves"
+                failure = f"the tests ended, or took more than {_JUDGE_S:g} s themselves"
                 break
             verdict = _verdict(line, nonce)
             self._spent = 0.0 if "begin" in verdict else self._spent
             count = int(verdict.get("count", count))
             if "number" in verdict:
-                found[verdict["number"]] = (bool(verdict["ok"]), str(verdict["error"]))
-            # Where the solution was asked already, it may be what broke them.
-            if "broken" in verdict and not count and not asked:
+                verdicts[verdict["number"]] = (bool(verdict["ok"]), str(verdict["error"]))
+            # Once the solution was called, it may itself have broken the tests.
+            if "broken" in verdict and not count and not solution_called:
                 raise EnvError(f"the tests of this row cannot run: {verdict['broken']}")
             if "broken" in verdict or "done" in verdict:
-                why = str(verdict.get("broken", why))
+                failure = str(verdict.get("broken", failure))
                 break
-        return [found.get(number, (False, why)) for number in range(max(count, 1))]
+        return [verdicts.get(number, (False, failure)) for number in range(max(count, 1))]
 
-    async def _relayed(self, solution: Programs, line: bytes, seconds: float) -> bytes:
-        """Relay a call to the solution and return its answer. Raises Hopeless."""
+    async def _relay_call(self, solution: SandboxedProgram, line: bytes, seconds: float) -> bytes:
+        """Relay a call to the solution and return its answer. Raises ProgramUnusable."""
         if self._timeouts >= _MOST_TIMEOUTS:
-            raise Hopeless(f"not run: {_MOST_TIMEOUTS} tests ran out of time")
+            raise ProgramUnusable(f"not run: {_MOST_TIMEOUTS} tests ran out of time")
         began = time.monotonic()
         try:
-            await solution.put(line)
-            # A test may call often, and the solution may call back: together they have the test's time.
-            reply = await solution.line(max(seconds - self._spent, 0.0))
-        except Ended as error:
+            await solution.write_line(line)
+            # All calls of one test, callbacks included, share the time limit of the test.
+            answer = await solution.read_line(max(seconds - self._spent, 0.0))
+        except ProgramEnded as error:
             return _error_line("ChildProcessError", str(error))
         finally:
             self._spent += time.monotonic() - began
-        if reply is None:
+        if answer is None:
             self._spent = 0.0
             self._timeouts += 1
             await solution.restart()
             return _error_line("TimeoutError", f"no result within {seconds:g} s")
-        return reply
+        return answer
 
 
 def _error_line(name: str, text: str) -> bytes:
     return json.dumps({"err": [name, text]}).encode() + b"\n"
 
 
-def _count(problem: Problem) -> int:
+def _test_count(problem: Problem) -> int:
     if problem.asserts.check:
-        return max(1, split(ast.parse(problem.asserts.check), "check"))
+        return max(1, isolate_statements(ast.parse(problem.asserts.check), "check"))
     return len(problem.cases) or len(problem.asserts.tests)
 
 
 def _verdict(line: bytes, nonce: str) -> dict[str, Any]:
     try:
-        given, verdict = json.loads(line[1:])
+        line_nonce, verdict = json.loads(line[1:])
     except (ValueError, TypeError):
         return {}
-    return verdict if line[:1] == b"V" and given == nonce and isinstance(verdict, dict) else {}
+    return verdict if line[:1] == b"V" and line_nonce == nonce and isinstance(verdict, dict) else {}
 
 
-def _told(error: Any) -> str:
+def _error_text(error: Any) -> str:
     parts = error if isinstance(error, list) else [error]
     return ": ".join(str(part) for part in parts)[:500]

@@ -1,4 +1,4 @@
-"""Programming problems in one form for all datasets."""
+"""Programming problems in one representation for all datasets."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Kind: TypeAlias = Literal["asserts", "calls", "programs"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test given as data.
+    """A test stated as data.
 
     Attributes:
-        given: Arguments of the call, or the standard input.
-        wanted: Expected result or standard output. It never enters a sandbox.
+        input: Arguments of the call, or the standard input.
+        expected: Expected result or standard output. It never enters a sandbox.
         hidden: Whether the model is not shown it.
     """
 
-    given: Any
-    wanted: Any
+    input: Any
+    expected: Any
     hidden: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Asserts:
-    """Tests given as code.
+    """Tests written as code.
 
     Attributes:
         check: Code that defines ``check(candidate)``, or empty.

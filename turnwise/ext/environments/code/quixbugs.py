@@ -61,7 +61,8 @@ def _row(folder: Path, program: Path, tests: Path) -> dict[str, Any]:
         "test_setup_code": _PLAIN,
         "test_list": [],
         "challenge_test_list": [
-            f"assert _plain({program.stem}({', '.join(map(repr, given))})) == {wanted!r}" for given, wanted in pairs
+            f"assert _plain({program.stem}({', '.join(map(repr, arguments))})) == {expected!r}"
+            for arguments, expected in pairs
         ],
     }
 
@@ -73,9 +74,9 @@ def _pair(line: str, where: str) -> tuple[list[Any], Any]:
         raise TaskError(f"{where}: this line is not JSON: {error}") from error
     if not isinstance(pair, list) or len(pair) != 2:
         raise TaskError(f"{where}: {shown(pair)} is no test: write [arguments, result]")
-    given, wanted = pair
+    arguments, expected = pair
     # The only argument may stand without a list.
-    return (given if isinstance(given, list) else [given]), wanted
+    return (arguments if isinstance(arguments, list) else [arguments]), expected
 
 
 def _read(file: Path) -> str:

@@ -15,6 +15,6 @@ def source(name: str) -> str:
     """
     folder = Path(__file__).parent
     lines = (folder / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    own = [line for line in lines if not line.startswith((_MARK, "from __future__"))]
+    program = [line for line in lines if not line.startswith((_MARK, "from __future__"))]
     wire = (folder / "wire.py").read_text(encoding="utf-8")
-    return "\n".join([wire, *own, ""])
+    return "\n".join([wire, *program, ""])

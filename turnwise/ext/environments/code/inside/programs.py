@@ -29,25 +29,25 @@ def descendants() -> set[int]:
                     parents[int(entry)] = int(file.read().rpartition(")")[2].split()[1])
             except (OSError, ValueError, IndexError):
                 continue  # it ended meanwhile
-    found: set[int] = set()
+    pids: set[int] = set()
     waiting = [os.getpid()]
     while waiting:
         parent = waiting.pop()
-        children = [child for child, of in parents.items() if of == parent and child not in found]
-        found.update(children)
+        children = [child for child, of in parents.items() if of == parent and child not in pids]
+        pids.update(children)
         waiting += children
-    return found
+    return pids
 
 
-def sweep() -> None:
-    """End whatever a program left behind, so that the next one runs alone."""
+def kill_descendants() -> None:
+    """Kill every descendant process, so that the next program runs alone."""
     for _ in range(20):
-        left = descendants()
-        if not left:
+        pids = descendants()
+        if not pids:
             return
-        for each in left:
+        for pid in pids:
             try:
-                os.kill(each, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except OSError:
                 continue
         try:
@@ -58,15 +58,15 @@ def sweep() -> None:
         time.sleep(0.002)
 
 
-def keep(stream: Any, most: int, into: list[Any]) -> None:
-    """Read a stream to its end and keep what is at its beginning; the last entry is whether there was more."""
+def read_head(stream: Any, limit: int, chunks: list[Any]) -> None:
+    """Read a stream to its end; keep its first ``limit`` bytes in ``chunks``."""
     size = 0
     while True:
         data = stream.read1(65536)
         if not data:
             return
-        if size < most:
-            into.append(data[: most - size])
+        if size < limit:
+            chunks.append(data[: limit - size])
         size += len(data)
 
 
@@ -79,12 +79,12 @@ def run(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     started = time.monotonic()
-    with tempfile.TemporaryFile() as given:
-        given.write(base64.b64decode(request["stdin"]))
-        given.seek(0)
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(base64.b64decode(request["stdin"]))
+        stdin.seek(0)
         process = subprocess.Popen(
             command,
-            stdin=given,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             preexec_fn=limit,  # noqa: PLW1509 - it only sets limits
@@ -93,8 +93,8 @@ def run(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
     out: list[Any] = []
     err: list[Any] = []
     readers = [
-        threading.Thread(target=keep, args=(process.stdout, request["output"] + 1, out), daemon=True),
-        threading.Thread(target=keep, args=(process.stderr, _STDERR, err), daemon=True),
+        threading.Thread(target=read_head, args=(process.stdout, request["output"] + 1, out), daemon=True),
+        threading.Thread(target=read_head, args=(process.stderr, _STDERR, err), daemon=True),
     ]
     for reader in readers:
         reader.start()
@@ -106,7 +106,7 @@ def run(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
         process.kill()
         process.wait()
     seconds = time.monotonic() - started
-    sweep()
+    kill_descendants()
     for reader in readers:
         reader.join(1.0)
     stdout = b"".join(out)
@@ -120,20 +120,20 @@ def run(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def adopt() -> None:
-    """Become the parent of whatever a program leaves behind, so that it is found."""
+def become_subreaper() -> None:
+    """Become the subreaper of orphaned processes, so that ``descendants`` finds them."""
     try:
         import ctypes
 
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     except (ImportError, OSError, AttributeError):
-        return  # where there is none, what hides by a double fork lives until its sandbox ends
+        return  # without a subreaper, a double-forked process lives until its sandbox ends
 
 
 def main() -> None:
     """Answer requests until the input ends."""
     read, write = take_pipes()
-    adopt()
+    become_subreaper()
     receive = lines_of(read)
     begin = receive()
     with tempfile.TemporaryDirectory() as folder:

@@ -14,13 +14,13 @@ from turnwise.ext.environments.code.inside.wire import Peer, Remote, lines_of, r
 
 _SAFE = ("call", "getattr", "setattr", "getitem", "setitem", "len", "contains", "iter", "next", "str")
 _HIDDEN = ("_", "gi_", "cr_", "ag_", "f_", "tb_", "co_")
-"""How names begin that lead to frames and code, of a generator, say."""
+"""Prefixes of attributes that lead to frames and code, such as those of generators."""
 
 
-def guard(op: str, found: Any, args: Any) -> None:
-    """A solution gets at what tests hand to it, but not at what lies behind that."""
+def guard(op: str, target: Any, args: Any) -> None:
+    """Refuse operations by which a solution would reach more than the objects that tests pass to it."""
     named = op in ("getattr", "setattr")
-    if op not in _SAFE or (named and str(args[0]).startswith(_HIDDEN)) or (named and isinstance(found, type)):
+    if op not in _SAFE or (named and str(args[0]).startswith(_HIDDEN)) or (named and isinstance(target, type)):
         raise PermissionError(f"a solution may not do this ({op})")
 
 
@@ -35,24 +35,24 @@ class Named(Remote):
 
 
 class Case:
-    """One test: an exception is its verdict, and the next one runs."""
+    """Context of one test: reports an exception as its verdict, and suppresses it so that the next test runs."""
 
-    def __init__(self, told: Any, number: int) -> None:
-        self._told, self._number = told, number
+    def __init__(self, report: Any, number: int) -> None:
+        self._report, self._number = report, number
 
     def __enter__(self) -> None:
-        self._told({"begin": self._number})
+        self._report({"begin": self._number})
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         if isinstance(error, EOFError) and not error.args:
             return False
         text = "" if error is None else f"{kind.__name__}: {error}"[:500].rstrip(": ")
-        self._told({"number": self._number, "ok": error is None, "error": text})
+        self._report({"number": self._number, "ok": error is None, "error": text})
         return True
 
 
-def split(tree: ast.Module, name: str) -> int:
-    """Put every statement of a function that tests something in its own case; returns how many there are."""
+def isolate_statements(tree: ast.Module, name: str) -> int:
+    """Wrap each testing statement of a function in its own ``Case``; return their number."""
     count = 0
     for function in tree.body:
         if not (isinstance(function, ast.FunctionDef) and function.name == name and function.args.args):
@@ -75,8 +75,8 @@ def split(tree: ast.Module, name: str) -> int:
     return count
 
 
-def missing(trees: list[ast.AST], names: dict[str, Any]) -> list[str]:
-    """Return the names that some code uses and neither it nor its surroundings define."""
+def undefined_names(trees: list[ast.AST], names: dict[str, Any]) -> list[str]:
+    """Return the names that code uses and that neither it nor ``names`` nor builtins define."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -93,7 +93,7 @@ def run(code: Any, names: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the tests and tell what came of each."""
+    """Run the tests and report the verdict of each."""
     read, write = take_pipes()
 
     def put(data: bytes) -> None:
@@ -103,19 +103,19 @@ def main() -> None:
     receive = lines_of(read)
     begin = receive()
 
-    def told(verdict: Any) -> None:
+    def report(verdict: Any) -> None:
         put(b"V" + json.dumps([begin["nonce"], verdict]).encode() + b"\n")
 
     raise_limits()
     peer = Peer(receive, lambda message: put(b"C" + json.dumps(message).encode() + b"\n"), guard)
     try:
-        judge(begin, peer, told)
+        run_tests(begin, peer, report)
     except BaseException as error:  # noqa: BLE001 - tests that cannot run are reported as broken
-        told({"broken": f"{type(error).__name__}: {error}"[:1000]})
+        report({"broken": f"{type(error).__name__}: {error}"[:1000]})
     os._exit(0)
 
 
-def judge(begin: dict[str, Any], peer: Peer, told: Any) -> None:
+def run_tests(begin: dict[str, Any], peer: Peer, report: Any) -> None:
     """Run the tests of the first message."""
     names: dict[str, Any] = {"__name__": "tests"}
     for line in begin["imports"]:
@@ -125,32 +125,32 @@ def judge(begin: dict[str, Any], peer: Peer, told: Any) -> None:
             continue  # of a package that is not installed; a test that needs it fails
     if begin["prelude"]:
         run(begin["prelude"], names)
-    tests = [ast.parse(each) for each in begin["tests"]]
+    tests = [ast.parse(test) for test in begin["tests"]]
     check = ast.parse(begin["check"])
-    for name in missing([*tests, check], names):
-        names[name] = importlib.import_module(name) if name in stdlib() else Named(peer, name)
+    for name in undefined_names([*tests, check], names):
+        names[name] = importlib.import_module(name) if name in stdlib_modules() else Named(peer, name)
     entry = begin["entry"]
     if entry:
         names[entry] = Named(peer, entry)
-    count = split(check, "check") if entry else 0
-    names["__case__"] = lambda number: Case(told, number)
+    count = isolate_statements(check, "check") if entry else 0
+    names["__case__"] = lambda number: Case(report, number)
     run(compile(check, "<tests>", "exec"), names)
-    told({"count": max(count, 1) if entry else len(tests)})
+    report({"count": max(count, 1) if entry else len(tests)})
     if entry and count:
         names["check"](names[entry])
     elif entry:
-        with Case(told, 0):
+        with Case(report, 0):
             names["check"](names[entry])
     for number, test in enumerate(tests):
-        with Case(told, number):
+        with Case(report, number):
             run(compile(test, "<tests>", "exec"), dict(names))
-    told({"done": True})
+    report({"done": True})
 
 
-def stdlib() -> Any:
+def stdlib_modules() -> Any:
     """Return the names of the modules of the standard library."""
-    known = ("math", "re", "collections", "itertools", "functools", "string", "random", "datetime", "copy", "cmath")
-    return sys.stdlib_module_names if sys.version_info >= (3, 10) else known
+    common = ("math", "re", "collections", "itertools", "functools", "string", "random", "datetime", "copy", "cmath")
+    return sys.stdlib_module_names if sys.version_info >= (3, 10) else common
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ _EXACT = 2**53
 
 
 class Remote:
-    """Something of the other side. It can be called and looked into; it equals nothing but itself."""
+    """Proxy of an object of the other process: supports calls and element access, compares by identity."""
 
     def __init__(self, peer: Any, number: Any) -> None:
         object.__setattr__(self, "_peer", peer)
@@ -26,7 +26,7 @@ class Remote:
     def _do(self, op: str, *args: Any, **kwargs: Any) -> Any:
         return self._peer.ask(op, {"p": self._number}, args, kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - it is called over there
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102 - a call of the remote object
         return self._do("call", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class Remote:
 
 
 class RemoteError(Exception):
-    """What the other side raised and Python has no exception for."""
+    """An exception of the other side whose class is no built-in."""
 
 
 def encode(value: Any, export: Callable[[Any], Any] | None = None) -> Any:
@@ -76,7 +76,7 @@ def encode(value: Any, export: Callable[[Any], Any] | None = None) -> Any:
 
     Args:
         value: Anything.
-        export: Takes what has no plain form and returns its stand-in; None refuses it with TypeError.
+        export: Returns the stand-in of a value without plain form; None raises TypeError for it.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -88,16 +88,16 @@ def encode(value: Any, export: Callable[[Any], Any] | None = None) -> Any:
         return value if value - value == 0 else {"f": repr(value)}
     if isinstance(value, str):
         return str.__str__(value)
-    several: list[Any] = [
+    containers: list[Any] = [
         (list, None), (tuple, "t"), (set, "s"), (frozenset, "z"), (collections.deque, "q"),
     ]  # fmt: skip
-    for kind, tag in several:
+    for kind, tag in containers:
         if isinstance(value, kind):
-            items = [encode(each, export) for each in kind.__iter__(value)]
-            return items if tag is None else {tag: items}
+            elements = [encode(element, export) for element in kind.__iter__(value)]
+            return elements if tag is None else {tag: elements}
     if isinstance(value, dict):
         pairs = list(dict.items(value))
-        return {"d": [[encode(key, export), encode(each, export)] for key, each in pairs]}
+        return {"d": [[encode(key, export), encode(element, export)] for key, element in pairs]}
     return _encode_rare(value, export)
 
 
@@ -126,62 +126,62 @@ def decode(form: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any:
     """Return the value of a plain form.
 
     Args:
-        form: What JSON gave.
-        stand_in: Takes ``o`` (of the other side) or ``p`` (of this one) and its number; None refuses them.
+        form: Parsed JSON.
+        stand_in: Resolves a reference: ``o`` (of the other side) or ``p`` (of this one) and its number; None refuses.
 
     Raises:
-        ValueError: It is not such a form.
+        ValueError: The form is malformed.
     """
     if form is None or isinstance(form, (bool, int, float, str)):
         return form
     if isinstance(form, list):
-        return [decode(each, stand_in) for each in form]
+        return [decode(element, stand_in) for element in form]
     if not isinstance(form, dict) or len(form) != 1:
         raise ValueError("invalid encoded value")
-    [(tag, held)] = form.items()
+    [(tag, content)] = form.items()
     if tag in ("o", "p"):
         if stand_in is None:
             raise ValueError("a reference to a remote object cannot be decoded here")
-        return stand_in(tag, held)
+        return stand_in(tag, content)
     if tag == "d":
-        return {decode(key, stand_in): decode(each, stand_in) for key, each in held}
+        return {decode(key, stand_in): decode(element, stand_in) for key, element in content}
     if tag == "n":
-        return _array(held, stand_in)
+        return _array(content, stand_in)
     if tag in ("t", "s", "z", "q"):
         kinds: dict[str, Any] = {"t": tuple, "s": set, "z": frozenset, "q": collections.deque}
-        return kinds[tag]([decode(each, stand_in) for each in held])
-    return _decode_rare(tag, held)
+        return kinds[tag]([decode(element, stand_in) for element in content])
+    return _decode_rare(tag, content)
 
 
-def _array(held: Any, stand_in: Callable[[str, Any], Any] | None) -> Any:
-    """Return an array where it is used; what only compares plain values takes the list."""
+def _array(content: Any, stand_in: Callable[[str, Any], Any] | None) -> Any:
+    """Return an array for a peer; a comparison of plain values takes the list."""
     try:
         import numpy
     except ImportError:
-        return decode(held[1])
-    return decode(held[1]) if stand_in is None else numpy.array(decode(held[1]), dtype=str(held[0]))
+        return decode(content[1])
+    return decode(content[1]) if stand_in is None else numpy.array(decode(content[1]), dtype=str(content[0]))
 
 
-def _decode_rare(tag: str, held: Any) -> Any:
+def _decode_rare(tag: str, content: Any) -> Any:
     if tag == "i":
-        return int(held, 16)
+        return int(content, 16)
     if tag == "f":
-        return float(held)
+        return float(content)
     if tag == "c":
-        return complex(decode(held[0]), decode(held[1]))
+        return complex(decode(content[0]), decode(content[1]))
     if tag in ("b", "B"):
-        return bytes.fromhex(held) if tag == "b" else bytearray.fromhex(held)
+        return bytes.fromhex(content) if tag == "b" else bytearray.fromhex(content)
     if tag == "D":
-        return decimal.Decimal(held)
+        return decimal.Decimal(content)
     if tag == "F":
-        return fractions.Fraction(decode(held[0]), decode(held[1]))
+        return fractions.Fraction(decode(content[0]), decode(content[1]))
     if tag == "r":
-        return range(*held)
+        return range(*content)
     raise ValueError(f"unknown kind of value {tag!r}")
 
 
 class Peer:
-    """One of two sides that call each other, one call at a time, also from within an answer.
+    """One of two processes that call each other, one call at a time; a call may call back.
 
     Args:
         receive: Returns the next message of the other side; raises EOFError at the end.
@@ -199,22 +199,22 @@ class Peer:
         self.names: dict[str, Any] = {}
 
     def ask(self, op: str, target: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Have the other side do something, and return what comes of it; raises what it raises."""
+        """Perform an operation on the other side and return its result; raises what it raises."""
         args = list(args)
-        sent = [self._plain(each) for each in args]
-        named = {key: self._plain(each) for key, each in (kwargs or {}).items()}
+        sent = [self._encode(argument) for argument in args]
+        named = {key: self._encode(argument) for key, argument in (kwargs or {}).items()}
         self._send({"do": op, "on": target, "args": sent, "kwargs": named})
-        reply = self.serve(until_reply=True)
-        if "err" in reply:
-            raise _error(reply["err"])
-        changed = reply.get("args")
+        answer = self.serve(until_reply=True)
+        if "err" in answer:
+            raise _exception_of(answer["err"])
+        changed = answer.get("args")
         for number, form in enumerate(changed if isinstance(changed, list) else []):
             if form is not None and number < len(args):
-                _update(args[number], self._value(form))
-        return self._value(reply.get("ok"))
+                _update_in_place(args[number], self._decode(form))
+        return self._decode(answer.get("ok"))
 
     def serve(self, *, until_reply: bool = False) -> Any:
-        """Answer what is asked, until the other side ends, or (where asked so) until a reply comes."""
+        """Answer requests until the other side ends or, with ``until_reply``, until a reply arrives."""
         while True:
             message = self._receive()
             if isinstance(message, dict) and "do" in message:
@@ -224,40 +224,40 @@ class Peer:
 
     def _answer(self, message: Any) -> Any:
         try:
-            args = [self._value(each) for each in message["args"]]
-            kwargs = {str(key): self._value(each) for key, each in message["kwargs"].items()}
-            before = [_state(each, self._plain) for each in args]
-            result = self._plain(self._do(str(message["do"]), message["on"], args, kwargs))
-            after = [_state(each, self._plain) for each in args]
-            changed = [new if new != before[number] else None for number, new in enumerate(after)]
-            return {"ok": result, "args": changed if any(each is not None for each in changed) else None}
+            args = [self._decode(argument) for argument in message["args"]]
+            kwargs = {str(key): self._decode(argument) for key, argument in message["kwargs"].items()}
+            old_forms = [_mutable_form(argument, self._encode) for argument in args]
+            result = self._encode(self._perform(str(message["do"]), message["on"], args, kwargs))
+            new_forms = [_mutable_form(argument, self._encode) for argument in args]
+            changed = [new if new != old_forms[number] else None for number, new in enumerate(new_forms)]
+            return {"ok": result, "args": changed if any(form is not None for form in changed) else None}
         except BaseException as error:  # noqa: BLE001 - whatever is raised is sent to the other side
-            return {"err": [type(error).__name__, _said(error)]}
+            return {"err": [type(error).__name__, _exception_text(error)]}
 
-    def _do(self, op: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        found = self._named(target["name"]) if "name" in target else self._exported[target["p"]]
-        self._guard(op, found, args)
+    def _perform(self, op: str, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        owner = self._resolve(target["name"]) if "name" in target else self._exported[target["p"]]
+        self._guard(op, owner, args)
         ops: dict[str, Callable[..., Any]] = {
-            "call": lambda: found(*args, **kwargs),
-            "getattr": lambda: getattr(found, str(args[0])),
-            "setattr": lambda: setattr(found, str(args[0]), args[1]),
-            "getitem": lambda: found[args[0]],
-            "setitem": lambda: found.__setitem__(args[0], args[1]),
-            "len": lambda: len(found),
-            "contains": lambda: args[0] in found,
-            "iter": lambda: iter(found),
-            "next": lambda: next(found),
-            "str": lambda: str(found),
+            "call": lambda: owner(*args, **kwargs),
+            "getattr": lambda: getattr(owner, str(args[0])),
+            "setattr": lambda: setattr(owner, str(args[0]), args[1]),
+            "getitem": lambda: owner[args[0]],
+            "setitem": lambda: owner.__setitem__(args[0], args[1]),
+            "len": lambda: len(owner),
+            "contains": lambda: args[0] in owner,
+            "iter": lambda: iter(owner),
+            "next": lambda: next(owner),
+            "str": lambda: str(owner),
         }
         return ops[op]()
 
-    def _named(self, name: str) -> Any:
+    def _resolve(self, name: str) -> Any:
         owner, _, member = name.rpartition(".")
         if (owner or member) not in self.names:
             raise NameError(f"name {owner or member!r} is not defined")
         return getattr(self.names[owner](), member) if owner else self.names[member]
 
-    def _plain(self, value: Any) -> Any:
+    def _encode(self, value: Any) -> Any:
         if isinstance(value, Remote):
             return {"p": value._number}
         return encode(value, self._export)
@@ -270,22 +270,22 @@ class Peer:
         self._exported.append(value)
         return {"o": len(self._exported) - 1}
 
-    def _value(self, form: Any) -> Any:
+    def _decode(self, form: Any) -> Any:
         return decode(form, self._stand_in)
 
     def _stand_in(self, tag: str, number: Any) -> Any:
         if tag == "o":
             return Remote(self, number)
-        return self._named(number) if isinstance(number, str) else self._exported[number]
+        return self._resolve(number) if isinstance(number, str) else self._exported[number]
 
 
-def _state(value: Any, plain: Callable[[Any], Any]) -> Any:
+def _mutable_form(value: Any, plain: Callable[[Any], Any]) -> Any:
     """Return the plain form of what can be changed in place; None of what cannot."""
     changeable = isinstance(value, (list, dict, set, bytearray, collections.deque))
     return plain(value) if changeable else None
 
 
-def _update(value: Any, new: Any) -> None:
+def _update_in_place(value: Any, new: Any) -> None:
     if isinstance(value, (list, bytearray)) and isinstance(new, (list, bytearray)):
         value[:] = new
     elif isinstance(value, (dict, set, collections.deque)) and isinstance(new, (dict, set, collections.deque)):
@@ -294,27 +294,27 @@ def _update(value: Any, new: Any) -> None:
         fill(new)
 
 
-def _error(told: Any) -> BaseException:
-    name, text = (str(each) for each in told)
+def _exception_of(details: Any) -> BaseException:
+    name, text = (str(part) for part in details)
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(text)
         except TypeError:
             return RemoteError(f"{name}: {text}")
-    # Not SystemExit and the like: what ends the one side must not end the other.
+    # SystemExit and the like would end this process as well.
     return RemoteError(f"{name}: {text}")
 
 
-def _said(error: BaseException) -> str:
+def _exception_text(error: BaseException) -> str:
     try:
         return str(error)[:2000]
-    except Exception:  # noqa: BLE001 - an exception of the solution's, whose text it may refuse to give
+    except Exception:  # noqa: BLE001 - ``__str__`` of a solution's exception may raise
         return ""
 
 
 def take_pipes() -> tuple[Callable[[], bytes], int]:
-    """Return what reads a line of standard input, and the descriptor of standard output, and take both away."""
+    """Return a line reader of standard input and a descriptor of standard output, and redirect all three streams."""
     read = os.fdopen(os.dup(0), "rb").readline
     write = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -324,7 +324,7 @@ def take_pipes() -> tuple[Callable[[], bytes], int]:
 
 
 def lines_of(read: Callable[[], bytes]) -> Callable[[], Any]:
-    """Return what returns one message of JSON after the other; it raises EOFError at the end."""
+    """Return a function that reads the next JSON message; it raises EOFError at the end."""
 
     def receive() -> Any:
         line = read()
@@ -336,7 +336,7 @@ def lines_of(read: Callable[[], bytes]) -> Callable[[], Any]:
 
 
 def raise_limits() -> None:
-    """Let numbers of any length and deep recursion through, as programs of competitions expect."""
+    """Allow integers of any length and deep recursion, which competition programs expect."""
     unlimited: Any = vars(sys).get("set_int_max_str_digits")  # not in every Python that a sandbox may have
     if unlimited is not None:
         unlimited(0)

@@ -16,8 +16,8 @@ FORMATS: Final = ("humaneval", "mbpp", "functional", "stdin")
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A problem."""
+class BuiltinProblem:
+    """A problem with its reference body and its test cases."""
 
     name: str
     parameters: str
@@ -27,8 +27,8 @@ class Made:
     top: str = ""
 
 
-MADE: Final = (
-    Made(
+BUILTIN_PROBLEMS: Final = (
+    BuiltinProblem(
         "merge_runs",
         "text: str",
         "Shorten every run of one letter in a text to the letter and the length of the run, where that is at least 3.",
@@ -37,14 +37,14 @@ MADE: Final = (
         ((("aaabb",), "a3bb"), (("",), ""), (("abc",), "abc"), (("zzzzzzzzzzzz",), "z12"), (("aabbbaa",), "aab3aa")),
         "from itertools import groupby",
     ),
-    Made(
+    BuiltinProblem(
         "first_gap",
         "numbers: list",
         "Return the smallest positive integer that is not in a list.",
         "held = set(numbers)\nfound = 1\nwhile found in held:\n    found += 1\nreturn found",
         ((([1, 2, 4],), 3), (([],), 1), (([3, 2, 1],), 4), (([-5, 0, 2],), 1), (([1, 1, 1],), 2)),
     ),
-    Made(
+    BuiltinProblem(
         "rotate_rows",
         "grid: list, steps: int",
         "Return a grid whose every row is shifted right by a number of steps; what leaves it comes in on the left.",
@@ -58,7 +58,7 @@ MADE: Final = (
             (([[7], [8]], 5), [[7], [8]]),
         ),
     ),
-    Made(
+    BuiltinProblem(
         "balanced",
         "text: str",
         "Say whether the round, square and curly brackets of a text open and close each other in order.",
@@ -75,14 +75,14 @@ MADE: Final = (
         ),
         "PAIRS = {')': '(', ']': '[', '}': '{'}",
     ),
-    Made(
+    BuiltinProblem(
         "digit_sum_until",
         "number: int",
         "Add the digits of a number that is not negative, then those of the sum, until one digit is left.",
         "while number > 9:\n    number = sum(map(int, str(number)))\nreturn number",
         (((38,), 2), ((0,), 0), ((9,), 9), ((987654321,), 9), ((10**30 + 7,), 8)),
     ),
-    Made(
+    BuiltinProblem(
         "common_prefix",
         "words: list",
         "Return the longest text with which all words of a list begin; the empty text where there are no words.",
@@ -96,7 +96,7 @@ MADE: Final = (
             ((["", "x"],), ""),
         ),
     ),
-    Made(
+    BuiltinProblem(
         "collatz_steps",
         "start: int",
         "Count the steps from a positive number to 1, where an even number is halved and an odd one tripled plus one.",
@@ -104,7 +104,7 @@ MADE: Final = (
         "return steps",
         (((6,), 8), ((1,), 0), ((27,), 111), ((2,), 1), ((97,), 118)),
     ),
-    Made(
+    BuiltinProblem(
         "overlaps",
         "spans: list",
         "Join spans [begin, end] that share a point, and return what is left in order of their beginnings.",
@@ -119,7 +119,7 @@ MADE: Final = (
             (([[3, 4], [1, 2]],), [[1, 2], [3, 4]]),
         ),
     ),
-    Made(
+    BuiltinProblem(
         "mean_of_middle",
         "numbers: list",
         "Return the mean of a list without its smallest and its largest number; 0.0 where fewer than three are there.",
@@ -132,7 +132,7 @@ MADE: Final = (
             (([10, 0, 5, 5],), 5.0),
         ),
     ),
-    Made(
+    BuiltinProblem(
         "word_counts",
         "text: str",
         "Count how often each word of a text stands in it, regardless of case. Words are parted by white space.",
@@ -144,7 +144,7 @@ MADE: Final = (
             (("x y z",), {"x": 1, "y": 1, "z": 1}),
         ),
     ),
-    Made(
+    BuiltinProblem(
         "is_prime_gap",
         "low: int, high: int",
         "Say whether two numbers are primes between which there is no other prime.",
@@ -153,7 +153,7 @@ MADE: Final = (
         (((7, 11), True), ((7, 13), False), ((2, 3), True), ((9, 11), False), ((11, 7), False), ((113, 127), True)),
         "def prime(number):\n    return number > 1 and all(number % part for part in range(2, int(number**0.5) + 1))",
     ),
-    Made(
+    BuiltinProblem(
         "spiral",
         "size: int",
         "Return the numbers from 1 in a square of a given size, written in a spiral from the top left, clockwise.",
@@ -181,99 +181,105 @@ def tasks(n: int | None = None, *, format: str | None = None) -> Iterator[Task]:
     """
     if format is not None and format not in FORMATS:
         raise TaskError(f"code has no format {shown(format)}: it has {', '.join(FORMATS)}")
-    wanted = FORMATS if format is None else (format,)
-    every = [(made, form) for made in MADE for form in wanted]
-    for made, form in every[:n]:
-        yield _task(made, form)
+    formats = FORMATS if format is None else (format,)
+    pairs = [(problem, form) for problem in BUILTIN_PROBLEMS for form in formats]
+    for problem, form in pairs[:n]:
+        yield _task(problem, form)
 
 
-def drawn(seed: int | None) -> Task:
-    """Return the task drawn from a seed."""
+def task_from_seed(seed: int | None) -> Task:
+    """Return a built-in task chosen by the seed; a random one for None."""
     number = random.getrandbits(32) if seed is None else seed
-    made, form = MADE[number % len(MADE)], FORMATS[number // len(MADE) % len(FORMATS)]
-    return _task(made, form)
+    rank, index = divmod(number, len(BUILTIN_PROBLEMS))
+    problem, form = BUILTIN_PROBLEMS[index], FORMATS[rank % len(FORMATS)]
+    return _task(problem, form)
 
 
 def rows(form: str) -> list[dict[str, Any]]:
     """Return the problems as rows of a dataset format."""
     write = {"humaneval": _humaneval, "mbpp": _mbpp, "functional": _functional, "stdin": _stdin}[form]
-    return [write(made) for made in MADE]
+    return [write(problem) for problem in BUILTIN_PROBLEMS]
 
 
-def _task(made: Made, form: str) -> Task:
-    record = rows(form)[MADE.index(made)]
-    return Task.from_record({**row(record), "id": f"code-{form}-{made.name}"})
+def _task(problem: BuiltinProblem, form: str) -> Task:
+    record = rows(form)[BUILTIN_PROBLEMS.index(problem)]
+    return Task.from_record({**row(record), "id": f"code-{form}-{problem.name}"})
 
 
-def _code(made: Made, indent: str = "") -> str:
-    top = f"{made.top}\n\n\n" if made.top else ""
-    return f"{top}def {made.name}({made.parameters}):\n{_indented(made.body)}\n".replace("\n", f"\n{indent}")
+def _code(problem: BuiltinProblem, indent: str = "") -> str:
+    top = f"{problem.top}\n\n\n" if problem.top else ""
+    return f"{top}def {problem.name}({problem.parameters}):\n{_indented(problem.body)}\n".replace("\n", f"\n{indent}")
 
 
 def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
-def _humaneval(made: Made) -> dict[str, Any]:
-    arguments, wanted = made.cases[0]
-    example = f">>> {made.name}({', '.join(map(repr, arguments))})\n    {wanted!r}"
-    top = f"{made.top}\n\n\n" if made.top else ""
-    checks = "\n".join(f"assert candidate(*{given!r}) == {wanted!r}" for given, wanted in made.cases)
+def _humaneval(problem: BuiltinProblem) -> dict[str, Any]:
+    arguments, expected = problem.cases[0]
+    example = f">>> {problem.name}({', '.join(map(repr, arguments))})\n    {expected!r}"
+    top = f"{problem.top}\n\n\n" if problem.top else ""
+    checks = "\n".join(f"assert candidate(*{inputs!r}) == {expected!r}" for inputs, expected in problem.cases)
     return {
-        "task_id": f"Made/{made.name}",
-        "prompt": f'{top}def {made.name}({made.parameters}):\n    """{made.text}\n\n    {example}\n    """\n',
-        "entry_point": made.name,
-        "canonical_solution": f"{_indented(made.body)}\n",
+        "task_id": f"Made/{problem.name}",
+        "prompt": f'{top}def {problem.name}({problem.parameters}):\n    """{problem.text}\n\n    {example}\n    """\n',
+        "entry_point": problem.name,
+        "canonical_solution": f"{_indented(problem.body)}\n",
         "test": f"def check(candidate):\n{_indented(checks)}\n",
     }
 
 
-def _mbpp(made: Made) -> dict[str, Any]:
-    tests = [f"assert {made.name}({', '.join(map(repr, given))}) == {wanted!r}" for given, wanted in made.cases]
+def _mbpp(problem: BuiltinProblem) -> dict[str, Any]:
+    tests = [
+        f"assert {problem.name}({', '.join(map(repr, arguments))}) == {expected!r}"
+        for arguments, expected in problem.cases
+    ]
     return {
-        "task_id": made.name,
-        "text": f"Write a function {made.name}({made.parameters}). {made.text}",
-        "code": _code(made),
+        "task_id": problem.name,
+        "text": f"Write a function {problem.name}({problem.parameters}). {problem.text}",
+        "code": _code(problem),
         "test_list": tests[:2],
         "test_setup_code": "",
         "challenge_test_list": tests[2:],
     }
 
 
-def _tests(made: Made, kind: str) -> tuple[str, str]:
+def _tests(problem: BuiltinProblem, kind: str) -> tuple[str, str]:
     listed = [
-        {"input": "\n".join(map(json.dumps, given)), "output": json.dumps(wanted), "testtype": kind}
-        for given, wanted in made.cases
+        {"input": "\n".join(map(json.dumps, arguments)), "output": json.dumps(expected), "testtype": kind}
+        for arguments, expected in problem.cases
     ]
     return json.dumps(listed[:2]), json.dumps(listed[2:])
 
 
-def _functional(made: Made) -> dict[str, Any]:
-    shown_tests, hidden = _tests(made, "functional")
-    names = ", ".join(["self", made.parameters])
-    body = _indented(_indented(made.body))
-    top = f"{made.top}\n\n\n" if made.top else ""
+def _functional(problem: BuiltinProblem) -> dict[str, Any]:
+    shown_tests, hidden = _tests(problem, "functional")
+    names = ", ".join(["self", problem.parameters])
+    body = _indented(_indented(problem.body))
+    top = f"{problem.top}\n\n\n" if problem.top else ""
     return {
-        "question_id": made.name,
-        "question_content": made.text,
-        "starter_code": f"class Solution:\n    def {made.name}({names}):\n",
+        "question_id": problem.name,
+        "question_content": problem.text,
+        "starter_code": f"class Solution:\n    def {problem.name}({names}):\n",
         "public_test_cases": shown_tests,
         "private_test_cases": hidden,
-        "metadata": json.dumps({"func_name": made.name}),
-        "code": f"{top}class Solution:\n    def {made.name}({names}):\n{body}\n",
+        "metadata": json.dumps({"func_name": problem.name}),
+        "code": f"{top}class Solution:\n    def {problem.name}({names}):\n{body}\n",
     }
 
 
-def _stdin(made: Made) -> dict[str, Any]:
-    shown_tests, hidden = _tests(made, "stdin")
-    count = len(made.cases[0][0])
-    call = f"print(json.dumps({made.name}(*[json.loads(input()) for _ in range({count})])))"
+def _stdin(problem: BuiltinProblem) -> dict[str, Any]:
+    shown_tests, hidden = _tests(problem, "stdin")
+    count = len(problem.cases[0][0])
+    call = f"print(json.dumps({problem.name}(*[json.loads(input()) for _ in range({count})])))"
     return {
-        "question_id": made.name,
-        "question_content": f"{made.text} Each argument ({made.parameters}) is a line of JSON, and so is the result.",
+        "question_id": problem.name,
+        "question_content": (
+            f"{problem.text} Each argument ({problem.parameters}) is a line of JSON, and so is the result."
+        ),
         "starter_code": "",
         "public_test_cases": shown_tests,
         "private_test_cases": hidden,
         "metadata": "{}",
-        "code": f"import json\n\n\n{_code(made)}\n\n{call}\n",
+        "code": f"import json\n\n\n{_code(problem)}\n\n{call}\n",
     }
