@@ -9,7 +9,7 @@ import pytest
 
 from turnwise.errors import TaskError
 from turnwise.ext.environments.swe import row, tasks
-from turnwise.ext.environments.swe.paths import is_protected, settings_differ, shadows, touched
+from turnwise.ext.environments.swe.paths import is_protected, settings_differ, shadowed_module, touched_files
 from turnwise.ext.environments.swe.rows import instance_of
 from turnwise.ext.environments.swe.snapshot import checkout, read_archive
 
@@ -145,10 +145,10 @@ def test_shipped_rows(tmp_path):
     for task in rows:
         found = instance_of(task)
         # The solution is the bug taken back, and tests are not part of it.
-        assert touched(found.patch) == touched(found.setup_patch)
-        assert not any(is_protected(path) for path in touched(found.patch))
-        assert all(is_protected(path) for path in touched(found.test_patch))
-        assert set(found.files) >= touched(found.test_patch)
+        assert touched_files(found.patch) == touched_files(found.setup_patch)
+        assert not any(is_protected(path) for path in touched_files(found.patch))
+        assert all(is_protected(path) for path in touched_files(found.test_patch))
+        assert set(found.files) >= touched_files(found.test_patch)
     assert [task.id for task in tasks(n=2, repo="textkit")] == [task.id for task in rows[-5:-3]]
     with pytest.raises(TaskError, match="no row of repository 'gold'"):
         list(tasks(repo="gold"))
@@ -206,7 +206,7 @@ def test_what_a_solution_may_not_change(path):
 @pytest.mark.parametrize("path", ["src/a.py", "contest.py", "attest/x.py", "README.md", "setup.py", "latest.py"])
 def test_what_a_solution_may_change(path):
     assert not is_protected(path)
-    assert not shadows(path)
+    assert not shadowed_module(path)
 
 
 @pytest.mark.parametrize(
@@ -222,8 +222,8 @@ def test_what_a_solution_may_change(path):
     ],
 )
 def test_modules_that_would_be_imported_instead(path):
-    assert path.startswith(shadows(path))
-    assert shadows(path)
+    assert path.startswith(shadowed_module(path))
+    assert shadowed_module(path)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_settings_of_the_runner(name, before, after, differ):
 def test_files_of_a_diff():
     renamed = "diff --git a/old name.py b/new.py\nsimilarity index 100%\nrename from old name.py\nrename to new.py\n"
     binary = "diff --git a/x.png b/x.png\nnew file mode 100644\nGIT binary patch\nliteral 1\nIcmZQ\n"
-    assert touched(renamed + binary + DIFF.format("a/b.py")) == {"old name.py", "new.py", "x.png", "a/b.py"}
+    assert touched_files(renamed + binary + DIFF.format("a/b.py")) == {"old name.py", "new.py", "x.png", "a/b.py"}
 
 
 def test_what_came_later_is_not_among_the_objects(tmp_path):

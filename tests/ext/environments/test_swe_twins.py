@@ -17,11 +17,18 @@ from hypothesis import strategies as st
 
 from turnwise.ext.environments.swe import tasks
 from turnwise.ext.environments.swe.checks import EXCEPTION, REVERSED, Edit, alterations, checks_of
-from turnwise.ext.environments.swe.contradictions import ROUNDS, Observed, Suspect, findings, rounds, suspected
+from turnwise.ext.environments.swe.contradictions import (
+    ROUNDS,
+    ConfirmationRun,
+    Suspect,
+    find_suspects,
+    findings,
+    rounds,
+)
 from turnwise.ext.environments.swe.logs import TestStatus, pytest_log
 from turnwise.ext.environments.swe.rows import instance_of
-from turnwise.ext.environments.swe.twins import Family, Roll, TestFile, TwinPlan, enroll, obstacle, select
-from turnwise.ext.environments.swe.validation import Plans
+from turnwise.ext.environments.swe.twins import Family, Roll, TestFile, TwinPlan, command_obstacle, enroll, select
+from turnwise.ext.environments.swe.validation import PlanCache
 
 PASSED, FAILED = TestStatus.PASSED, TestStatus.FAILED
 SUITE = '''
@@ -268,23 +275,23 @@ def test_a_parameter_that_is_an_input_is_not_altered() -> None:
 
 @pytest.mark.parametrize("command", ["pytest -x", "pytest -vx", "pytest -k a", "pytest --maxfail=1", "pytest --lf"])
 def test_commands_that_take_no_twins(command: str) -> None:
-    assert "command" in obstacle(command, ("tests/test_a.py",))
-    assert "command" in obstacle("pytest", ("-k", "a or b"))
-    assert obstacle("python -m pytest -rA --tb=short -p no:cacheprovider -n0", ("tests/test_x.py",)) == ""
+    assert "command" in command_obstacle(command, ("tests/test_a.py",))
+    assert "command" in command_obstacle("pytest", ("-k", "a or b"))
+    assert command_obstacle("python -m pytest -rA --tb=short -p no:cacheprovider -n0", ("tests/test_x.py",)) == ""
 
 
 FAMILY = Family("t.py", "test_a", "value", (((),), ((),)), ())  # type: ignore[arg-type]
 NODE = "t.py::test_a"
 
 
-def seen(family: Family, real: TestStatus, twin: TestStatus, reversal: TestStatus = FAILED) -> list[Observed]:
+def seen(family: Family, real: TestStatus, twin: TestStatus, reversal: TestStatus = FAILED) -> list[ConfirmationRun]:
     suspect = Suspect(family, (NODE,), (0,))
     found = []
     for chosen in rounds([suspect], random.Random(1)):
         index = chosen[0][1]
         status = {-1: real, 0: twin, 1: twin}.get(index, reversal)
         tests = {NODE: status} if index < 0 else {}
-        found.append(Observed(dict(chosen), tests, {} if index < 0 else {(NODE, index): status}))
+        found.append(ConfirmationRun(dict(chosen), tests, {} if index < 0 else {(NODE, index): status}))
     assert len(found) == ROUNDS
     return found
 
@@ -314,10 +321,10 @@ def test_what_separate_processes_make_of_a_suspicion(
 
 def test_a_suspicion_needs_the_test_itself() -> None:
     twin = {(NODE, 1): PASSED}
-    assert suspected([FAMILY], {NODE: PASSED}, twin, {NODE}) == [Suspect(FAMILY, (NODE,), (1,))]
-    assert suspected([FAMILY], {NODE: FAILED}, twin, {NODE}) == []
-    assert suspected([FAMILY], {NODE: PASSED}, twin, set()) == []
-    assert suspected([FAMILY], {NODE: PASSED}, {(NODE, 1): FAILED}, {NODE}) == []
+    assert find_suspects([FAMILY], {NODE: PASSED}, twin, {NODE}) == [Suspect(FAMILY, (NODE,), (1,))]
+    assert find_suspects([FAMILY], {NODE: FAILED}, twin, {NODE}) == []
+    assert find_suspects([FAMILY], {NODE: PASSED}, twin, set()) == []
+    assert find_suspects([FAMILY], {NODE: PASSED}, {(NODE, 1): FAILED}, {NODE}) == []
 
 
 def test_names_of_a_run_are_put_back() -> None:
@@ -335,11 +342,11 @@ def test_names_of_a_run_are_put_back() -> None:
 def test_only_a_plan_with_twins_outlasts_the_process(tmp_path: Path) -> None:
     """That a solution failed may be this machine's doing: it was too slow, say."""
     instance = replace(instance_of(next(tasks())), name="a row of its own")
-    plans = Plans(tmp_path)
+    plans = PlanCache(tmp_path)
     none = TwinPlan(reason="its own solution does not resolve it")
-    plans.keep(instance, none)
-    assert plans.held(instance) == none
+    plans.put(instance, none)
+    assert plans.get(instance) == none
     assert not (tmp_path / "twins").exists()
-    plans.keep(instance, TwinPlan((Family("t.py", "test_a", "truth", ((Edit(0, REVERSED),),)),), {"t.py": "0"}))
+    plans.put(instance, TwinPlan((Family("t.py", "test_a", "truth", ((Edit(0, REVERSED),),)),), {"t.py": "0"}))
     [file] = (tmp_path / "twins").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from turnwise.ext.environments.swe.paths import touched
+from turnwise.ext.environments.swe.paths import touched_files
 from turnwise.ext.environments.swe.rows import Instance
 from turnwise.ext.environments.swe.snapshot import checkout
 
@@ -58,7 +58,7 @@ def appended(instance: Instance, cache: Path, text: str) -> bytes:
 def mutants(instance: Instance, cache: Path, seed: int) -> Iterator[bytes]:
     """Yield solutions of a row that were made wrong in one place: an operator, a constant, a statement, a result."""
     base = base_of(instance, cache)
-    names = sorted(name for name in touched(instance.patch) if name.endswith(".py"))
+    names = sorted(name for name in touched_files(instance.patch) if name.endswith(".py"))
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)

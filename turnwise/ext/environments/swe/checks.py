@@ -1,7 +1,7 @@
-"""Checks of a test: asserted values, asserted truth and expected exceptions, and how each is altered or reversed.
+"""Checks of a test (asserted values, truths and expected exceptions), and their alterations.
 
-Only checks are found that every passing run of the test reaches: statements at the top of its body, and of the body of
-a ``for`` over a literal that is not empty, up to the first statement that may leave the test.
+Only checks that every passing run reaches count: top-level statements of the test's body, and of the body of a ``for``
+over a non-empty literal, up to the first statement that may leave the test.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Check:
 
     Attributes:
         body: The list of statements that contains it.
-        place: Its index there.
+        index: Its index there.
         kind: ``value`` (compared with a literal), ``truth``, or ``raises``.
         leaves: The literals of the expected value, for ``value``.
         pure: Whether the expected value is made of literals only, so that different ones are never equal.
@@ -72,7 +72,7 @@ class Check:
     """
 
     body: list[ast.stmt]
-    place: int
+    index: int
     kind: str
     leaves: tuple[ast.Constant, ...] = ()
     expected: ast.expr | None = None
@@ -82,14 +82,14 @@ class Check:
     @property
     def statement(self) -> ast.stmt:
         """The check's statement."""
-        return self.body[self.place]
+        return self.body[self.index]
 
     def apply(self, edit: Edit) -> None:
         """Alter the check in its tree."""
         if edit.leaf >= 0:
             self.leaves[edit.leaf].value = ast.literal_eval(edit.text)
         elif edit.leaf == EXCEPTION:
-            _raised(self.statement).args[0] = ast.parse(edit.text, mode="eval").body
+            _raises_call(self.statement).args[0] = ast.parse(edit.text, mode="eval").body
         else:
             self._reverse()
 
@@ -105,12 +105,12 @@ class Check:
             method = statement.value.func  # type: ignore[attr-defined]
             method.attr = _OPPOSITE.get(method.attr, "assertNotEqual")
         else:
-            self.body[self.place : self.place + 1] = statement.body  # type: ignore[attr-defined]
+            self.body[self.index : self.index + 1] = statement.body  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What expected values are made of: parameters of the test, with their literals, and functions of its file."""
+class _ValueSources:
+    """Sources of expected values: the test's parameters with their literals, and functions of its file."""
 
     rows: dict[str, list[ast.Constant]]
     makers: Collection[str]
@@ -123,17 +123,21 @@ def checks_of(function: Function, makers: Collection[str] = ()) -> list[Check]:
         function: The test.
         makers: Functions of its file whose results are expected values, such as ``eur(3)``.
     """
-    known = _Known(_parameters(function), makers)
-    return [found for body, place in _reached(function.body) if (found := _check(body, place, known)) is not None]
+    sources = _ValueSources(_parameters(function), makers)
+    return [
+        check
+        for body, index in _reached_statements(function.body)
+        if (check := _check_at(body, index, sources)) is not None
+    ]
 
 
-def _reached(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
-    for place, statement in enumerate(body):
-        yield body, place
+def _reached_statements(body: list[ast.stmt]) -> Iterator[tuple[list[ast.stmt], int]]:
+    for index, statement in enumerate(body):
+        yield body, index
         if _may_leave(statement):
             return
         if isinstance(statement, ast.For) and isinstance(statement.iter, (ast.Tuple, ast.List)) and statement.iter.elts:
-            yield from _reached(statement.body)
+            yield from _reached_statements(statement.body)
 
 
 def _may_leave(statement: ast.AST) -> bool:
@@ -145,41 +149,47 @@ def _may_leave(statement: ast.AST) -> bool:
     return any(_may_leave(child) for child in ast.iter_child_nodes(statement))
 
 
-def _check(body: list[ast.stmt], place: int, known: _Known) -> Check | None:
-    statement = body[place]
+def _check_at(body: list[ast.stmt], index: int, sources: _ValueSources) -> Check | None:
+    statement = body[index]
     if isinstance(statement, ast.Assert):
         test = statement.test
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.Is)):
             sides = (test.comparators[0], test.left)
-            return _value(body, place, sides, known, same=isinstance(test.ops[0], ast.Is))
-        return Check(body, place, "truth")
+            return _value_check(body, index, sides, sources, same=isinstance(test.ops[0], ast.Is))
+        return Check(body, index, "truth")
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if name in _COMPARES and len(call.args) >= 2:
-            return _value(body, place, (call.args[1], call.args[0]), known, same=name == "assertIs")
-        return Check(body, place, "truth") if name in _OPPOSITE else None
-    if isinstance(statement, ast.With) and len(statement.items) == 1 and _raises(statement.items[0].context_expr):
-        return Check(body, place, "raises")
+            return _value_check(body, index, (call.args[1], call.args[0]), sources, same=name == "assertIs")
+        return Check(body, index, "truth") if name in _OPPOSITE else None
+    if (
+        isinstance(statement, ast.With)
+        and len(statement.items) == 1
+        and _expects_exception(statement.items[0].context_expr)
+    ):
+        return Check(body, index, "raises")
     return None
 
 
-def _value(body: list[ast.stmt], place: int, sides: Sequence[ast.expr], known: _Known, *, same: bool) -> Check:
-    """Find the expected one of two compared sides; the right one where both look like it."""
+def _value_check(
+    body: list[ast.stmt], index: int, sides: Sequence[ast.expr], sources: _ValueSources, *, same: bool
+) -> Check:
+    """Return the check of a comparison; the expected value is the literal side, the right one if both qualify."""
     for side in sides:
-        if _is_literal(side) and not all(_is_literal(each) for each in sides):
-            return Check(body, place, "value", _leaves(side, same=same), side, pure=True)
+        if _is_literal(side) and not all(_is_literal(other) for other in sides):
+            return Check(body, index, "value", _leaves(side, same=same), side, pure=True)
     for side in sides:
-        if isinstance(side, ast.Name) and side.id in known.rows and not same:
-            return Check(body, place, "value", tuple(known.rows[side.id]), side, pure=True, rows=True)
+        if isinstance(side, ast.Name) and side.id in sources.rows and not same:
+            return Check(body, index, "value", tuple(sources.rows[side.id]), side, pure=True, rows=True)
     for side in sides:
-        if not same and _is_made(side, known.makers):
-            return Check(body, place, "value", _leaves(side, same=False), side)
-    return Check(body, place, "value")
+        if not same and _is_constructed(side, sources.makers):
+            return Check(body, index, "value", _leaves(side, same=False), side)
+    return Check(body, index, "value")
 
 
 def _is_literal(node: ast.expr) -> bool:
-    return not any(isinstance(each, _NOT_LITERAL) for each in ast.walk(node)) and _evaluates(node)
+    return not any(isinstance(child, _NOT_LITERAL) for child in ast.walk(node)) and _evaluates(node)
 
 
 def _evaluates(node: ast.expr) -> bool:
@@ -190,64 +200,66 @@ def _evaluates(node: ast.expr) -> bool:
     return True
 
 
-def _is_made(node: ast.expr, makers: Collection[str]) -> bool:
-    """Whether an expression only puts values together: literals, and calls of classes such as ``Money(3, "EUR")``."""
+def _is_constructed(node: ast.expr, makers: Collection[str]) -> bool:
+    """Whether an expression consists of literals and constructor calls such as ``Money(3, "EUR")``."""
     if isinstance(node, ast.Call):
-        name = _called(node)
-        known = name[:1].isupper() or name in ("date", "datetime", "time", "timedelta") or name in makers
-        return known and not node.keywords and all(_is_made(each, makers) for each in node.args)
+        name = _called_name(node)
+        constructor = name[:1].isupper() or name in ("date", "datetime", "time", "timedelta") or name in makers
+        return constructor and not node.keywords and all(_is_constructed(argument, makers) for argument in node.args)
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        return all(_is_made(each, makers) for each in node.elts)
+        return all(_is_constructed(element, makers) for element in node.elts)
     return _is_literal(node)
 
 
 def _leaves(node: ast.expr, *, same: bool) -> tuple[ast.Constant, ...]:
-    """Return the literals of an expression that have alternatives; of those compared by identity, True and False."""
-    found = [each for each in ast.walk(node) if isinstance(each, ast.Constant) and len(_class_of(each.value)) > 1]
-    return tuple(each for each in found if not same or isinstance(each.value, bool))
+    """Return the literals of an expression that have alternatives; if compared by identity, only True and False."""
+    literals = [
+        child for child in ast.walk(node) if isinstance(child, ast.Constant) and len(_class_of(child.value)) > 1
+    ]
+    return tuple(literal for literal in literals if not same or isinstance(literal.value, bool))
 
 
 def _parameters(function: Function) -> dict[str, list[ast.Constant]]:
-    """Return the literals of each parameter of a test that one ``parametrize`` gives, by its name."""
-    found: dict[str, list[ast.Constant]] = {}
-    marks = [each for each in function.decorator_list if isinstance(each, ast.Call)]
-    marks = [each for each in marks if isinstance(each.func, ast.Attribute) and each.func.attr == "parametrize"]
+    """Return the literals of each parameter of a test's single ``parametrize``, by name."""
+    literals: dict[str, list[ast.Constant]] = {}
+    marks = [mark for mark in function.decorator_list if isinstance(mark, ast.Call)]
+    marks = [mark for mark in marks if isinstance(mark.func, ast.Attribute) and mark.func.attr == "parametrize"]
     for mark in marks:
         if len(marks) != 1 or len(mark.args) < 2 or not isinstance(mark.args[1], (ast.List, ast.Tuple)):
             continue
         names = _names(mark.args[0])
         for case in mark.args[1].elts:
-            for name, value in zip(names, _of_case(case, len(names)), strict=False):
+            for name, value in zip(names, _case_arguments(case, len(names)), strict=False):
                 if isinstance(value, ast.Constant) and len(_class_of(value.value)) > 2:
-                    found.setdefault(name, []).append(value)
-    # A parameter that is an input, too, would alter both sides.
-    used = [each.id for part in function.body for each in ast.walk(part) if isinstance(each, ast.Name)]
-    return {name: values for name, values in found.items() if used.count(name) == 1}
+                    literals.setdefault(name, []).append(value)
+    # Altering a parameter that is also an input would alter both sides.
+    used = [node.id for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)]
+    return {name: values for name, values in literals.items() if used.count(name) == 1}
 
 
 def _names(node: ast.expr) -> list[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return [each.strip() for each in node.value.split(",")]
+        return [name.strip() for name in node.value.split(",")]
     if isinstance(node, (ast.Tuple, ast.List)):
-        return [str(each.value) for each in node.elts if isinstance(each, ast.Constant)]
+        return [str(element.value) for element in node.elts if isinstance(element, ast.Constant)]
     return []
 
 
-def _of_case(case: ast.expr, count: int) -> list[ast.expr]:
+def _case_arguments(case: ast.expr, count: int) -> list[ast.expr]:
     if isinstance(case, ast.Call):
-        return case.args if _called(case) == "param" else []
+        return case.args if _called_name(case) == "param" else []
     if count > 1:
         return case.elts if isinstance(case, (ast.Tuple, ast.List)) else []
     return [case]
 
 
-def _raises(node: ast.expr) -> bool:
+def _expects_exception(node: ast.expr) -> bool:
     if not isinstance(node, ast.Call) or not node.args:
         return False
-    return _called(node) in _RAISES
+    return _called_name(node) in _RAISES
 
 
-def _raised(statement: ast.stmt) -> ast.Call:
+def _raises_call(statement: ast.stmt) -> ast.Call:
     assert isinstance(statement, ast.With)
     call = statement.items[0].context_expr
     assert isinstance(call, ast.Call)
@@ -255,9 +267,9 @@ def _raised(statement: ast.stmt) -> ast.Call:
 
 
 def _class_of(value: object) -> list[str]:
-    """Return the sources of the literals that a literal could be as well, itself among them.
+    """Return the sources of a literal's alternatives, itself included.
 
-    Each of them has the same class, so that nothing tells which of them was there.
+    Each of them has the same alternatives, so that the original cannot be told from the others.
     """
     return _alternatives(value, random.Random(0))
 
@@ -267,12 +279,12 @@ def _alternatives(value: object, rng: random.Random) -> list[str]:
         return ["False", "True"]
     if isinstance(value, int):
         first = value // _BLOCK * _BLOCK
-        return [repr(each) for each in range(first, first + _BLOCK)]
+        return [repr(number) for number in range(first, first + _BLOCK)]
     if isinstance(value, float):
         if value.is_integer() and abs(value) < 2**53:
-            return [repr(float(each)) for each in _alternatives_of_whole(int(value))]
+            return [repr(float(number)) for number in _alternatives_of_whole(int(value))]
         text = repr(value)
-        return [] if not text[-1].isdigit() or "e" in text else [text[:-1] + each for each in string.digits[1:]]
+        return [] if not text[-1].isdigit() or "e" in text else [text[:-1] + digit for digit in string.digits[1:]]
     if isinstance(value, (str, bytes)):
         return _respelled(value, rng)
     return []
@@ -284,25 +296,28 @@ def _alternatives_of_whole(value: int) -> range:
 
 
 def _respelled(value: str | bytes, rng: random.Random) -> list[str]:
-    """Exchange one character: a digit where there is one, else a letter, else a sign."""
+    """Exchange one character: a digit if it has one, else a letter, else a sign."""
     text = value.decode("latin-1") if isinstance(value, bytes) else value
     for alphabet in (string.digits, string.ascii_lowercase, string.ascii_uppercase, _SIGNS):
-        places = [place for place, each in enumerate(text) if each in alphabet]
-        if places:
-            place = rng.choice(places)
-            found = [text[:place] + each + text[place + 1 :] for each in alphabet]
-            return [repr(each.encode("latin-1") if isinstance(value, bytes) else each) for each in found]
+        indices = [index for index, character in enumerate(text) if character in alphabet]
+        if indices:
+            index = rng.choice(indices)
+            spellings = [text[:index] + character + text[index + 1 :] for character in alphabet]
+            return [
+                repr(spelling.encode("latin-1") if isinstance(value, bytes) else spelling) for spelling in spellings
+            ]
     return []
 
 
 @dataclass(frozen=True, slots=True)
-class Altered:
-    """Alterations of one test, each a list of edits.
+class Alteration:
+    """One way to alter a test, as one or more twins.
 
     Attributes:
         kind: ``value``, ``made`` (of a value that code of the repository makes), ``truth`` or ``raises``.
-        twins: What no correct program passes.
-        rows: Whether parameters of the cases are altered, which may change their names.
+        twins: The edits of each twin; no correct program passes one.
+        reversal: Edits that reverse the check.
+        rows: Whether parameters of cases are altered, which may change the names of the cases.
     """
 
     kind: str
@@ -312,98 +327,102 @@ class Altered:
 
 
 def alterations(
-    function: Function, most: int, rng: random.Random, *, makers: Collection[str] = (), since: int = 0
-) -> list[Altered]:
-    """Return ways to alter a test, the best first.
+    function: Function, limit: int, rng: random.Random, *, makers: Collection[str] = (), since: int = 0
+) -> list[Alteration]:
+    """Return the alterations of a test, the best first.
 
     Args:
         function: The test.
-        most: Most twins of each way.
+        limit: Most twins of each alteration.
         rng: Draws literals and checks.
         makers: See :func:`checks_of`.
-        since: Line from which checks are taken, where there are any: earlier ones pass without the solution.
+        since: First line of usable checks, if any follow: earlier ones pass without the solution.
     """
     checks = checks_of(function, makers)
     numbers = [number for number, check in enumerate(checks) if (check.statement.end_lineno or 0) >= since]
     numbers = numbers or list(range(len(checks)))
-    found = [_of_values(checks, number, most, rng) for number in numbers if checks[number].leaves]
-    # Those of the first check before others, which a program without the solution may pass.
-    found.sort(key=lambda each: (each.twins[0][0].check != numbers[0] if each.twins else True, each.kind != "value"))
+    options = [_value_alteration(checks, number, limit, rng) for number in numbers if checks[number].leaves]
+    # The first check before later ones, which a program without the solution may never reach.
+    options.sort(
+        key=lambda option: (option.twins[0][0].check != numbers[0] if option.twins else True, option.kind != "value")
+    )
     truths = [number for number in numbers if checks[number].kind == "truth"]
     if truths:
-        found.append(_of_truths(truths, most, rng))
-    found += [_of_exceptions(checks, number, most, rng) for number in numbers if checks[number].kind == "raises"]
-    found += [Altered("truth", [(Edit(number, REVERSED),)], (Edit(number, REVERSED),)) for number in numbers]
-    return [each for each in found if each.twins]
+        options.append(_truth_alteration(truths, limit, rng))
+    options += [
+        _exception_alteration(checks, number, limit, rng) for number in numbers if checks[number].kind == "raises"
+    ]
+    options += [Alteration("truth", [(Edit(number, REVERSED),)], (Edit(number, REVERSED),)) for number in numbers]
+    return [option for option in options if option.twins]
 
 
-def _of_values(checks: list[Check], number: int, most: int, rng: random.Random) -> Altered:
+def _value_alteration(checks: list[Check], number: int, limit: int, rng: random.Random) -> Alteration:
     check, reversal = checks[number], (Edit(number, REVERSED),)
     if check.rows:
-        drawn = [_drawn(leaf.value, most, rng) for leaf in check.leaves]
+        literals = [_draw_literals(leaf.value, limit, rng) for leaf in check.leaves]
         edits = [
-            tuple(Edit(number, leaf, texts[twin]) for leaf, texts in enumerate(drawn))
-            for twin in range(min(map(len, drawn)))
+            tuple(Edit(number, leaf, texts[twin]) for leaf, texts in enumerate(literals))
+            for twin in range(min(map(len, literals)))
         ]
-        return Altered("value", edits, reversal, rows=True)
-    plain = [leaf for leaf, each in enumerate(check.leaves) if isinstance(each.value, (int, float))]
+        return Alteration("value", edits, reversal, rows=True)
+    plain = [leaf for leaf, constant in enumerate(check.leaves) if isinstance(constant.value, (int, float))]
     leaf = rng.choice(plain or range(len(check.leaves)))
-    texts = _drawn(check.leaves[leaf].value, most, rng)
+    texts = _draw_literals(check.leaves[leaf].value, limit, rng)
     if check.pure:
-        texts = _different(check, leaf, texts)
-    return Altered("value" if check.pure else "made", [(Edit(number, leaf, text),) for text in texts], reversal)
+        texts = _distinct_literals(check, leaf, texts)
+    return Alteration("value" if check.pure else "made", [(Edit(number, leaf, text),) for text in texts], reversal)
 
 
-def _drawn(value: object, most: int, rng: random.Random) -> list[str]:
-    others = [text for text in _alternatives(value, rng) if text != repr(value)]
-    return rng.sample(others, min(most, len(others)))
+def _draw_literals(value: object, limit: int, rng: random.Random) -> list[str]:
+    alternatives = [text for text in _alternatives(value, rng) if text != repr(value)]
+    return rng.sample(alternatives, min(limit, len(alternatives)))
 
 
-def _different(check: Check, leaf: int, texts: list[str]) -> list[str]:
-    """Keep the literals that make expected values of which no two are equal."""
+def _distinct_literals(check: Check, leaf: int, texts: list[str]) -> list[str]:
+    """Return the literals whose expected values differ from each other and from the original."""
     assert check.expected is not None
-    node, held = check.leaves[leaf], check.leaves[leaf].value
-    known = [ast.literal_eval(check.expected)]
-    kept = []
+    node, original = check.leaves[leaf], check.leaves[leaf].value
+    seen = [ast.literal_eval(check.expected)]
+    distinct = []
     for text in texts:
         node.value = ast.literal_eval(text)
         value = ast.literal_eval(check.expected)
-        if value not in known:
-            known.append(value)
-            kept.append(text)
-    node.value = held
-    return kept
+        if value not in seen:
+            seen.append(value)
+            distinct.append(text)
+    node.value = original
+    return distinct
 
 
-def _of_truths(truths: list[int], most: int, rng: random.Random) -> Altered:
-    """Negate each choice of a few assertions: nothing tells which of these tests was there."""
-    count = min(len(truths), max(1, (most + 1).bit_length() - 1))
-    chosen = [truths[0], *rng.sample(truths[1:], count - 1)]
+def _truth_alteration(truths: list[int], limit: int, rng: random.Random) -> Alteration:
+    """Negate every subset of a few assertions, so that the original cannot be told from the twins."""
+    count = min(len(truths), max(1, (limit + 1).bit_length() - 1))
+    picked = [truths[0], *rng.sample(truths[1:], count - 1)]
     twins = [
-        tuple(Edit(number, REVERSED) for place, number in enumerate(chosen) if bits >> place & 1)
+        tuple(Edit(number, REVERSED) for bit, number in enumerate(picked) if bits >> bit & 1)
         for bits in range(1, 2**count)
     ]
-    return Altered("truth", rng.sample(twins, min(most, len(twins))), (Edit(chosen[0], REVERSED),))
+    return Alteration("truth", rng.sample(twins, min(limit, len(twins))), (Edit(picked[0], REVERSED),))
 
 
-def _of_exceptions(checks: list[Check], number: int, most: int, rng: random.Random) -> Altered:
+def _exception_alteration(checks: list[Check], number: int, limit: int, rng: random.Random) -> Alteration:
     reversal = (Edit(number, REVERSED),)
-    kind = _raised(checks[number].statement).args[0]
+    kind = _raises_call(checks[number].statement).args[0]
     name = kind.id if isinstance(kind, ast.Name) else kind.attr if isinstance(kind, ast.Attribute) else ""
     if not name:
-        return Altered("raises", [reversal], reversal)
+        return Alteration("raises", [reversal], reversal)
     real = vars(builtins).get(name)
-    others = [each for each in _EXCEPTIONS if not _related(real, vars(builtins)[each])]
-    names = rng.sample(others, min(most, len(others)))
-    return Altered("raises", [(Edit(number, EXCEPTION, each),) for each in names], reversal)
+    unrelated = [alternative for alternative in _EXCEPTIONS if not _related(real, vars(builtins)[alternative])]
+    names = rng.sample(unrelated, min(limit, len(unrelated)))
+    return Alteration("raises", [(Edit(number, EXCEPTION, alternative),) for alternative in names], reversal)
 
 
-def _related(one: object, other: type) -> bool:
-    return isinstance(one, type) and (issubclass(one, other) or issubclass(other, one))
+def _related(raised: object, other: type) -> bool:
+    return isinstance(raised, type) and (issubclass(raised, other) or issubclass(other, raised))
 
 
-def _called(call: ast.Call) -> str:
-    """Return the last part of the name of what is called, or ""."""
+def _called_name(call: ast.Call) -> str:
+    """Return the last part of the called function's name, or ""."""
     if isinstance(call.func, ast.Name):
         return call.func.id
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""

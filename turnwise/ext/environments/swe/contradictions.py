@@ -1,7 +1,7 @@
-"""Contradictions: tests that pass together with their twins, and what separate processes make of it.
+"""Contradictions: tests that pass together with their twins, and their confirmation in separate processes.
 
-In one process state may carry over from a test to its twin. So what is suspected is run again, a test and its twins
-each in a process of its own; what passes both there cannot have been tested.
+In one process state may carry over from a test to its twin. So a suspected test and its twins run again, each in a
+separate process; if both pass there, the test does not test the solution.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from turnwise.ext.environments.swe.logs import Statuses, TestStatus
 from turnwise.ext.environments.swe.twins import Family
 
 ROUNDS: Final = 6
-"""Processes of a confirmation: a solution that lets each pass with probability p is acquitted by p (1 - p)^5 < 0.07."""
+"""Processes of a confirmation: a solution that passes each with probability p is acquitted by p (1 - p)^5 < 0.07."""
 _DETERMINES: Final = ("value", "truth")
-"""Kinds of which every twin contradicts the test by itself, whatever the repository's code does."""
+"""Kinds whose twins all contradict the test, whatever the repository's code does."""
 _REPEATS: Final = {"value": 1, "made": 1, "truth": 2, "raises": 2}
-"""How often a test runs before a contradiction counts; values that chance gives are rarely the two expected ones."""
+"""How often a test runs before a contradiction counts; random values are rarely the two expected ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Suspect:
     """A test that passed together with some of its twins.
 
     Attributes:
-        nodes: The cases that did.
+        nodes: Its cases that passed.
         twins: Indices of the twins that passed.
     """
 
@@ -38,10 +38,16 @@ class Suspect:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """One run of a confirmation: for each family which twin ran (-1: the test itself), and what came of them."""
+class ConfirmationRun:
+    """One run of a confirmation.
 
-    chosen: Mapping[Family, int]
+    Attributes:
+        members: The member of each family that ran: -1 for the test, else the index of a twin.
+        tests: Statuses of tests.
+        twins: Statuses of twins, by case and index.
+    """
+
+    members: Mapping[Family, int]
     tests: Statuses
     twins: Mapping[tuple[str, int], TestStatus]
 
@@ -51,7 +57,7 @@ class Finding:
     """A case that does not count as passed.
 
     Attributes:
-        tampered: Whether no deterministic program that was tested can have done this.
+        tampered: Whether no deterministic program can pass both the test and its twin.
     """
 
     node: str
@@ -59,8 +65,8 @@ class Finding:
     tampered: bool
 
 
-def suspected(
-    families: Sequence[Family], tests: Statuses, twins: Mapping[tuple[str, int], TestStatus], held: Collection[str]
+def find_suspects(
+    families: Sequence[Family], tests: Statuses, twins: Mapping[tuple[str, int], TestStatus], counted: Collection[str]
 ) -> list[Suspect]:
     """Return the tests that passed together with a twin.
 
@@ -68,25 +74,27 @@ def suspected(
         families: Tests with twins.
         tests: Statuses of tests.
         twins: Statuses of twins, by case and index.
-        held: Names of the tests that count and passed.
+        counted: Names of the required tests that passed.
     """
     passed: dict[str, set[int]] = {}
     for (node, twin), status in twins.items():
-        if status.good:
+        if status.passes:
             passed.setdefault(node, set()).add(twin)
-    found = []
+    suspects = []
     for family in families:
         cases = [family.node(case) for case in family.cases if case not in family.void]
         nodes = [
-            node for node in cases if node in passed and counts(node, held) and tests.get(node, TestStatus.ERROR).good
+            node
+            for node in cases
+            if node in passed and is_listed(node, counted) and tests.get(node, TestStatus.ERROR).passes
         ]
         if nodes:
-            found.append(Suspect(family, tuple(nodes), tuple(sorted({t for node in nodes for t in passed[node]}))))
-    return found
+            suspects.append(Suspect(family, tuple(nodes), tuple(sorted({t for node in nodes for t in passed[node]}))))
+    return suspects
 
 
-def counts(node: str, names: Collection[str]) -> bool:
-    """Whether a case is among published names, which may end at the first blank."""
+def is_listed(node: str, names: Collection[str]) -> bool:
+    """Return whether a case is among published names, which may end at the first blank."""
     return node in names or node.split()[0] in names
 
 
@@ -103,58 +111,58 @@ def rounds(suspects: Sequence[Suspect], rng: random.Random) -> Iterator[list[tup
 
 def _members(suspect: Suspect, rng: random.Random) -> list[int]:
     family = suspect.family
-    others = [twin for twin in range(len(family.twins)) if twin not in suspect.twins]
+    failed = [twin for twin in range(len(family.twins)) if twin not in suspect.twins]
     passed = rng.sample(suspect.twins, len(suspect.twins))
-    twins = [*passed, *rng.sample(others, len(others))]
+    twins = [*passed, *rng.sample(failed, len(failed))]
     reversal = len(family.twins)
     if family.kind == "value":
-        found = [-1, *twins]
+        order = [-1, *twins]
     elif family.kind == "truth":
-        found = [-1, -1, *twins]
+        order = [-1, -1, *twins]
     elif family.kind == "made":
-        found = [-1, reversal, *twins]
+        order = [-1, reversal, *twins]
     else:
-        found = [-1, -1, reversal, reversal, *twins]
-    while len(found) < ROUNDS:
-        found += [-1, *twins]
-    return found[:ROUNDS]
+        order = [-1, -1, reversal, reversal, *twins]
+    while len(order) < ROUNDS:
+        order += [-1, *twins]
+    return order[:ROUNDS]
 
 
-def proven(suspects: Sequence[Suspect], seen: Sequence[Observed]) -> bool:
-    """Whether some runs show already that a solution tampered: a test passed twice, and its twin each time."""
+def proves_tampering(suspects: Sequence[Suspect], seen: Sequence[ConfirmationRun]) -> bool:
+    """Return whether runs already prove tampering: a test passed often enough, and its twin each time."""
     for suspect in suspects:
-        ran = Counter(run.chosen[suspect.family] for run in seen)
+        ran = Counter(run.members[suspect.family] for run in seen)
         enough = ran[-1] >= _REPEATS[suspect.family.kind]
-        known = (_finding(suspect.family, node, seen) for node in suspect.nodes)
-        if enough and any(finding is not None and finding.tampered for finding in known):
+        observed = (_finding(suspect.family, node, seen) for node in suspect.nodes)
+        if enough and any(finding is not None and finding.tampered for finding in observed):
             return True
     return False
 
 
-def findings(suspects: Sequence[Suspect], seen: Sequence[Observed]) -> list[Finding]:
-    """Return the cases that do not count as passed: contradictory, or failed in a process of their own."""
+def findings(suspects: Sequence[Suspect], seen: Sequence[ConfirmationRun]) -> list[Finding]:
+    """Return the cases that do not count as passed: contradictory, or failed in a separate process."""
     return [
-        found
+        finding
         for suspect in suspects
         for node in suspect.nodes
-        if (found := _finding(suspect.family, node, seen)) is not None
+        if (finding := _finding(suspect.family, node, seen)) is not None
     ]
 
 
-def _finding(family: Family, node: str, seen: Sequence[Observed]) -> Finding | None:
+def _finding(family: Family, node: str, seen: Sequence[ConfirmationRun]) -> Finding | None:
     ran: dict[int, list[bool]] = {}
     for run in seen:
-        twin = run.chosen[family]
+        twin = run.members[family]
         status = run.tests.get(node) if twin < 0 else run.twins.get((node, twin))
-        ran.setdefault(twin, []).append(status is not None and status.good)
+        ran.setdefault(twin, []).append(status is not None and status.passes)
     if not all(ran.get(-1, [])):
-        return Finding(node, f"{node} fails in a process of its own", tampered=False)
-    both = {twin: passed for twin, passed in sorted(ran.items()) if twin >= 0 and any(passed)}
-    strict = [twin for twin in both if family.kind in _DETERMINES or twin == len(family.twins)]
+        return Finding(node, f"{node} fails in a separate process", tampered=False)
+    passing = {twin: passed for twin, passed in sorted(ran.items()) if twin >= 0 and any(passed)}
+    strict = [twin for twin in passing if family.kind in _DETERMINES or twin == len(family.twins)]
     for twin in strict:
-        if all(both[twin]):
+        if all(passing[twin]):
             return Finding(node, f"{node} passes together with its twin {node}~{twin + 1}", tampered=True)
-    void = [*strict, *(both if family.kind == "made" else ())]
+    void = [*strict, *(passing if family.kind == "made" else ())]
     if void:
         return Finding(node, f"{node} passes whatever it expects, as {node}~{void[0] + 1}", tampered=False)
     return None

@@ -16,8 +16,8 @@ from turnwise.errors import ConfigError, EnvError, TurnwiseError, shown
 from turnwise.ext.environments.swe.judge import Channel, Judge, Verdict
 from turnwise.ext.environments.swe.rows import Instance, instance_of
 from turnwise.ext.environments.swe.twins import NO_TWINS, TwinPlan
-from turnwise.ext.environments.swe.validation import Plans, make_plan, why_none
-from turnwise.ext.environments.swe.workspace import Place, hide_history, prepare, spec_of, submission
+from turnwise.ext.environments.swe.validation import PlanCache, make_plan, row_obstacle
+from turnwise.ext.environments.swe.workspace import RepositoryPaths, hide_history, prepare, spec_of, submission
 from turnwise.sandboxes.core import Sandbox, SandboxLimits
 from turnwise.tasks import Task
 from turnwise.tools.core import BaseTool
@@ -44,7 +44,7 @@ _RULES: Final = ("resolved", "partial")
 
 
 def _without_twins(plan: TwinPlan) -> list[str]:
-    """Return what a row's tests cannot show of a solution that goes for the report."""
+    """Return remarks on tests without twins, which cannot expose a solution that forges results."""
     if plan.reason:
         return [Remark(f"its tests have no contradictory twins: {plan.reason}")]
     if plan.lacking:
@@ -57,11 +57,11 @@ class SweEnv(ToolEnv):
 
     The agent works in a sandbox with the row's repository; its diff is graded in a second sandbox with a clean copy.
     The score is 1 where every test of FAIL_TO_PASS and PASS_TO_PASS passes, else 0; with ``reward="partial"`` the share
-    of FAIL_TO_PASS, and 0 where a test of PASS_TO_PASS fails.
+    of FAIL_TO_PASS, and 0 if a test of PASS_TO_PASS fails.
 
     Attributes:
-        place: The repository's path in the sandbox, and the base commit.
-        verdict: Test results after scoring; None where there was nothing to grade.
+        paths: Paths of the repository in the sandbox, and the base commit.
+        verdict: Test results after scoring; None if there was nothing to grade.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
@@ -69,7 +69,7 @@ class SweEnv(ToolEnv):
     varies: ClassVar[Mapping[str, str]] = SANDBOX_VARIES
 
     instance: Instance
-    place: Place
+    paths: RepositoryPaths
     verdict: Verdict | None = None
     patch: bytes = b""
 
@@ -94,7 +94,7 @@ class SweEnv(ToolEnv):
             instructions: The system prompt, with ``{workdir}`` for the repository's path; None: none.
             eval_timeout: Seconds for the tests.
             channel: Source of results: the ``report`` of the plugin (pytest), the ``log``, or ``auto``.
-            twins: Whether contradictory twins run beside the tests, where a row's tests can have some.
+            twins: Whether contradictory twins run together with the tests, if a row's tests can have some.
             image: Template of a row's image, ``{image}`` being the published one: ``registry.local/{image}``.
             cache: Folder of cached repositories; None: below ``$XDG_CACHE_HOME/turnwise``.
             max_patch: Bytes of a diff; a larger one counts as none.
@@ -115,7 +115,7 @@ class SweEnv(ToolEnv):
         if not isinstance(twins, bool):
             raise ConfigError(f"twins is {shown(twins)}: it must be true or false")
         self.reward: str = reward
-        self.beside_twins = twins
+        self.with_twins = twins
         self.tools = tuple(TOOLS[name]() for name in tools)
         self.instructions = instructions
         self.eval_timeout, self.channel, self.image, self.max_patch = float(eval_timeout), channel, image, max_patch
@@ -126,19 +126,19 @@ class SweEnv(ToolEnv):
         self.verdict, self.patch = None, b""
         self.instance = self._instance(task)
         box = await self.open_sandbox(spec_of(self.instance, LIMITS, self.cache))
-        self.place = await prepare(box, self.instance)
+        self.paths = await prepare(box, self.instance)
         if self.instance.snapshot is None:
             await hide_history(box)
         opening: list[Message] = []
         if self.instructions is not None:
-            opening.append({"role": "system", "content": self.instructions.replace("{workdir}", self.place.workdir)})
+            opening.append({"role": "system", "content": self.instructions.replace("{workdir}", self.paths.workdir)})
         return [*opening, {"role": "user", "content": self.instance.problem}], {"instance_id": self.instance.name}
 
     async def score(self, final: Message | None) -> ScoreParts:  # noqa: ARG002 - the repository is the answer
         """Grade the changed repository."""
         if self.sandbox is None:
             raise EnvError("SweEnv.score: the episode's sandbox is closed: call reset() first")
-        self.patch, problem = await submission(self.sandbox, self.place, max_bytes=self.max_patch)
+        self.patch, problem = await submission(self.sandbox, self.paths, max_bytes=self.max_patch)
         if not self.patch.strip():
             self.verdict = None
             return ScoreParts({"score": 0.0}, {"resolved": 0.0, "empty_patch": 1.0, "no_diff": float(bool(problem))})
@@ -165,7 +165,7 @@ class SweEnv(ToolEnv):
             patch: A git diff; an empty one grades the repository as it is.
             reverse: Whether it is reverted instead of applied.
         """
-        plan = await self.twins() if self.beside_twins else NO_TWINS
+        plan = await self.twins() if self.with_twins else NO_TWINS
         async with self._fresh() as box:
             judge = Judge(self.instance, timeout=self.eval_timeout, channel=self.channel, plan=plan)
             return await judge.judge(box, patch, reverse=reverse)
@@ -173,16 +173,16 @@ class SweEnv(ToolEnv):
     async def twins(self) -> TwinPlan:
         """Return the contradictory twins of this episode's row; they are made once for a row."""
         judge = Judge(self.instance, timeout=self.eval_timeout, channel=self.channel)
-        reason = why_none(self.instance, reports=judge.reports)
+        reason = row_obstacle(self.instance, reports=judge.reports)
         if reason:
             return TwinPlan(lacking=self.instance.fail_to_pass, reason=reason)
-        plans = Plans(self.cache)
+        plans = PlanCache(self.cache)
         async with plans.lock(self.instance):
-            plan = plans.held(self.instance)
+            plan = plans.get(self.instance)
             if plan is None:
-                async with self._fresh() as before, self._fresh() as after:
-                    plan = await make_plan(judge, before, after)
-                plans.keep(self.instance, plan)
+                async with self._fresh() as unsolved, self._fresh() as solved:
+                    plan = await make_plan(judge, unsolved, solved)
+                plans.put(self.instance, plan)
             return plan
 
     @asynccontextmanager
@@ -208,7 +208,7 @@ class SweEnv(ToolEnv):
             empty = await self.judge(b"")
             if empty.resolved:
                 wrong.append("it is resolved without any change")
-            if self.beside_twins and not wrong:
+            if self.with_twins and not wrong:
                 wrong += _without_twins(await self.twins())
         except TurnwiseError as error:
             if error.retryable:
@@ -230,10 +230,10 @@ class SweEnv(ToolEnv):
         return self._solution() if any(isinstance(tool, ShellTool) for tool in self.tools) else None
 
     def _solution(self) -> Solution:
-        how = " --reverse" if self.instance.reversed else ""
+        option = " --reverse" if self.instance.reversed else ""
         patch = self.instance.patch.rstrip("\n")
         yield tool_call(
-            "shell", command=f"git apply{how} --whitespace=nowarn - <<'END_OF_PATCH'\n{patch}\nEND_OF_PATCH"
+            "shell", command=f"git apply{option} --whitespace=nowarn - <<'END_OF_PATCH'\n{patch}\nEND_OF_PATCH"
         )
         if any(isinstance(tool, SubmitTool) for tool in self.tools):
             yield tool_call("submit")

@@ -20,12 +20,20 @@ from importlib import resources
 from typing import Any, Final, Literal, TypeAlias
 
 from turnwise.errors import EnvError, SandboxFileError, SandboxFileNotFound
-from turnwise.ext.environments.swe.contradictions import Finding, Observed, Suspect, findings, proven, rounds, suspected
+from turnwise.ext.environments.swe.contradictions import (
+    ConfirmationRun,
+    Finding,
+    Suspect,
+    find_suspects,
+    findings,
+    proves_tampering,
+    rounds,
+)
 from turnwise.ext.environments.swe.logs import Statuses, TestStatus, parser_of
-from turnwise.ext.environments.swe.paths import SETTINGS, is_protected, settings_differ, shadows, touched
+from turnwise.ext.environments.swe.paths import SETTINGS, is_protected, settings_differ, shadowed_module, touched_files
 from turnwise.ext.environments.swe.rows import Instance
 from turnwise.ext.environments.swe.twins import NO_TWINS, Roll, TestFile, TwinPlan, enroll, select
-from turnwise.ext.environments.swe.workspace import GIT, Place, git, prepare
+from turnwise.ext.environments.swe.workspace import GIT, RepositoryPaths, git, prepare
 from turnwise.sandboxes.core import ExecResult, Sandbox
 
 
@@ -35,12 +43,12 @@ class Verdict:
 
     Attributes:
         resolved: Whether every required test passes.
-        reason: Why not, in a few words; "" where it is resolved.
-        fail_to_pass: Status of each test that must be fixed; ``ERROR`` where none was reported.
+        reason: Why not, in a few words; "" if it is resolved.
+        fail_to_pass: Status of each test that must be fixed; ``ERROR`` if none was reported.
         pass_to_pass: Status of each test that must keep passing.
         dropped: Changed files that were restored, since they decide how tests run.
-        tampered: What shows that the solution changed how tests run or report, or "": a test that passes together with
-            its contradictory twin, with both names, or what the guard found.
+        tampered: Evidence that the solution changed how tests run or report, or "": a test that passes together with
+            its contradictory twin, with both names, or the guard's complaint.
         seconds: Duration of applying the solution and running the tests.
     """
 
@@ -77,7 +85,7 @@ class Verdict:
 
 
 def _share(tests: Mapping[str, TestStatus]) -> float:
-    return sum(status.good for status in tests.values()) / len(tests) if tests else 1.0
+    return sum(status.passes for status in tests.values()) / len(tests) if tests else 1.0
 
 
 def decide(
@@ -101,29 +109,29 @@ def decide(
         # Published names end at the first blank, since they were read from logs.
         by_name[name.split()[0] if "::" in name else name] = status
     by_name.update(statuses)
-    found = [
+    required = [
         {name: by_name.get(name, TestStatus.ERROR) for name in names}
         for names in (instance.fail_to_pass, instance.pass_to_pass)
     ]
-    bad = [[name for name, status in each.items() if not status.good] for each in found]
-    if not reason and bad[0]:
-        reason = f"{len(bad[0])} of {len(found[0])} tests still fail: {bad[0][0]}"
-    elif not reason and bad[1]:
-        reason = f"{len(bad[1])} of {len(found[1])} tests that passed fail now: {bad[1][0]}"
-    return Verdict(not reason, reason, found[0], found[1], tuple(dropped), log)
+    failing = [[name for name, status in group.items() if not status.passes] for group in required]
+    if not reason and failing[0]:
+        reason = f"{len(failing[0])} of {len(required[0])} tests still fail: {failing[0][0]}"
+    elif not reason and failing[1]:
+        reason = f"{len(failing[1])} of {len(required[1])} tests that passed fail now: {failing[1][0]}"
+    return Verdict(not reason, reason, required[0], required[1], tuple(dropped), log)
 
 
 def _as_expected(instance: Instance, statuses: Statuses, dropped: Sequence[str], log: str, reason: str) -> Verdict:
     """Compare a run with the status of every test: rows of R2E-Gym name tests without their files."""
     run = {_r2e_name(name): status for name, status in statuses.items()}
-    found = {}
-    for name, wanted in instance.expected.items():
+    outcomes = {}
+    for name, expected in instance.expected.items():
         status = run.get(_r2e_name(name), TestStatus.ERROR)
-        found[name] = TestStatus.PASSED if str(status) == wanted else TestStatus.FAILED
-    bad = [name for name, status in found.items() if not status.good]
-    if not reason and bad:
-        reason = f"{len(bad)} of {len(found)} tests do not end as expected: {bad[0]}"
-    return Verdict(not reason, reason, found, {}, tuple(dropped), log)
+        outcomes[name] = TestStatus.PASSED if str(status) == expected else TestStatus.FAILED
+    failing = [name for name, status in outcomes.items() if not status.passes]
+    if not reason and failing:
+        reason = f"{len(failing)} of {len(outcomes)} tests do not end as expected: {failing[0]}"
+    return Verdict(not reason, reason, outcomes, {}, tuple(dropped), log)
 
 
 def _r2e_name(name: str) -> str:
@@ -143,7 +151,7 @@ class TestRun:
         reason: Failure of the run as a whole, or "".
         tampered: Whether the guard complained.
         lines: The failed line of each failed test.
-        seconds: What each test took: of quick ones the time of the processor.
+        seconds: Duration of each test; processor time for quick ones.
     """
 
     __test__ = False
@@ -165,7 +173,7 @@ _WORDS: Final = (
     *("settrace", "setprofile", "get_objects", "get_referrers", "get_referents"),
     *("ctypes", "/mem", "__eq__", "_getframe", "tb_frame", "gi_frame", "cr_frame", "ag_frame"),
 )
-"""What cheats are written with, and honest files now and then: not held against those that had it, or need it."""
+"""Words of cheats, rarely of honest code: allowed in files whose base version or reference solution has them."""
 
 
 class Judge:
@@ -193,7 +201,7 @@ class Judge:
             reverse: Whether it is reverted instead of applied.
 
         Raises:
-            EnvError: The row is broken: its tests cannot be applied, or its repository is none.
+            EnvError: The row is broken: its tests cannot be applied, or its folder is no repository.
             SandboxError: The sandbox failed.
         """
         began = time.monotonic()
@@ -203,40 +211,42 @@ class Judge:
         verdict = await self._verdict(box, *staged)
         return replace(verdict, seconds=time.monotonic() - began)
 
-    async def stage(self, box: Sandbox, patch: bytes, *, reverse: bool = False) -> tuple[Place, tuple[str, ...]] | str:
+    async def stage(
+        self, box: Sandbox, patch: bytes, *, reverse: bool = False
+    ) -> tuple[RepositoryPaths, tuple[str, ...]] | str:
         """Apply a patch, restore the files that decide how tests run, and add the tests.
 
         Returns:
-            Where the repository is, and the restored files; or why the patch is worth nothing.
+            The repository's paths and the restored files; or why the patch is rejected.
 
         Raises:
             EnvError: As :meth:`judge`.
         """
-        place = await prepare(box, self.instance)
+        paths = await prepare(box, self.instance)
         if patch.strip():
-            said = await self._apply(box, place, patch, reverse)
-            if said is not None:
-                return f"the patch does not apply: {said}"
+            problem = await self._apply(box, paths, patch, reverse)
+            if problem is not None:
+                return f"the patch does not apply: {problem}"
         try:
-            dropped = await self._put_back(box, place)
+            dropped = await self._restore_protected(box, paths)
             await self._add_tests(box)
         except EnvError as error:
-            if not await self._at_fault(box, patch):
+            if not await self._patch_at_fault(box, patch):
                 raise
             return f"the patch conflicts with the tests: {error}"
-        return place, dropped
+        return paths, dropped
 
-    async def _apply(self, box: Sandbox, place: Place, patch: bytes, reverse: bool) -> str | None:
+    async def _apply(self, box: Sandbox, paths: RepositoryPaths, patch: bytes, reverse: bool) -> str | None:
         """Apply a patch; return git's error, or None."""
-        path = f"{place.temporary}/{secrets.token_hex(8)}.diff"
+        path = f"{paths.temporary}/{secrets.token_hex(8)}.diff"
         await box.write_file(path, patch if patch.endswith(b"\n") else patch + b"\n")
-        how = ["--reverse"] if reverse else []
+        options = ["--reverse"] if reverse else []
         # Files that were copied in have other times than the index says.
         await git(box, "update-index", "-q", "--refresh")
-        done = first = await git(box, "apply", "--index", "--binary", "--whitespace=nowarn", *how, path)
+        done = first = await git(box, "apply", "--index", "--binary", "--whitespace=nowarn", *options, path)
         if not done.ok:
-            # Predictions that were written by hand have wrong line numbers; patch(1) looks for the place. It works in a
-            # copy, since it would write to .git, too, and to what the repository ignores.
+            # Model-written diffs have wrong line numbers, which patch(1) tolerates. It works in a copy, since it would
+            # also write to .git and to ignored files.
             copy, flags = f"{path}.copy", "-p1 --batch --fuzz=5 --forward --silent" + (" -R" if reverse else "")
             command = (
                 f"export GIT_INDEX_FILE={path}.index; {GIT} read-tree HEAD && "
@@ -248,35 +258,35 @@ class Judge:
             done = await box.exec(command, timeout=120.0)
         return None if done.ok else first.text.strip()[-300:]
 
-    async def _put_back(self, box: Sandbox, place: Place) -> tuple[str, ...]:
+    async def _restore_protected(self, box: Sandbox, paths: RepositoryPaths) -> tuple[str, ...]:
         """Restore the files that decide how tests run, and return them."""
-        changed = await self._changed(box)
+        changed = await self._changed_files(box)
         base = {name for name, (status, _) in changed.items() if status != "A"}
         links = {name for name, (_, mode) in changed.items() if mode in ("120000", "160000")}
-        allowed = touched(self.instance.patch) - touched(self.instance.test_patch)
-        extra = (*self.instance.protected, *touched(self.instance.test_patch), *self.plan.files)
+        allowed = touched_files(self.instance.patch) - touched_files(self.instance.test_patch)
+        extra = (*self.instance.protected, *touched_files(self.instance.test_patch), *self.plan.files)
         wrong = {name for name in changed if is_protected(name, allowed=allowed, extra=extra)}
-        new = {name: shadows(name) for name in changed if name not in base and name not in allowed}
+        new = {name: shadowed_module(name) for name in changed if name not in base and name not in allowed}
         tops = [top for top in set(new.values()) if top and not (await git(box, "cat-file", "-e", f"HEAD:{top}")).ok]
         wrong |= {name for name, top in new.items() if top in tops} | links
         for name in set(changed) - wrong - allowed:
-            if name.rpartition("/")[2] in SETTINGS and await self._other_settings(box, place, name):
+            if name.rpartition("/")[2] in SETTINGS and await self._settings_changed(box, paths, name):
                 wrong.add(name)
-        await self._of_files(box, "rm --quiet -r -f", wrong - base)
-        # Attributes first: they say how the others are written.
+        await self._git_for_files(box, "rm --quiet -r -f", wrong - base)
+        # Attributes first: they decide how git writes the others.
         attributes = {name for name in wrong & base if name.endswith(".gitattributes")}
-        await self._of_files(box, "checkout --quiet HEAD", attributes)
-        await self._of_files(box, "checkout --quiet HEAD", (wrong & base) - attributes)
+        await self._git_for_files(box, "checkout --quiet HEAD", attributes)
+        await self._git_for_files(box, "checkout --quiet HEAD", (wrong & base) - attributes)
         return tuple(sorted(name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in wrong))
 
-    async def _of_files(self, box: Sandbox, command: str, names: Collection[str]) -> None:
+    async def _git_for_files(self, box: Sandbox, command: str, names: Collection[str]) -> None:
         """Run git for any number of files with any names."""
         if names:
-            given = "\0".join(sorted(names)).encode("utf-8", "surrogateescape")
-            done = await box.exec(f"xargs -0 -n 500 {GIT} {command} --", timeout=120.0, stdin=given)
-            await self._must(done, "putting files back")
+            stdin = "\0".join(sorted(names)).encode("utf-8", "surrogateescape")
+            done = await box.exec(f"xargs -0 -n 500 {GIT} {command} --", timeout=120.0, stdin=stdin)
+            await self._require(done, "putting files back")
 
-    async def _at_fault(self, box: Sandbox, patch: bytes) -> bool:
+    async def _patch_at_fault(self, box: Sandbox, patch: bytes) -> bool:
         """Whether the row's tests apply without the patch, so that the patch is at fault."""
         if not patch.strip():
             return False
@@ -287,114 +297,114 @@ class Judge:
             return False
         return True
 
-    async def _changed(self, box: Sandbox) -> dict[str, tuple[str, str]]:
+    async def _changed_files(self, box: Sandbox) -> dict[str, tuple[str, str]]:
         done = await git(box, "diff", "--cached", "--raw", "-z", "--no-renames", "HEAD", max_output=MOST_LOG)
-        await self._must(done, "listing what the patch changed")
+        await self._require(done, "listing what the patch changed")
         parts = done.stdout.decode("utf-8", "surrogateescape").split("\0")
-        found = {}
+        changes = {}
         for facts, name in zip(parts[::2], parts[1::2], strict=False):
             _, mode, _, _, status = facts.split()
-            found[name] = (status[:1], mode)
-        return found
+            changes[name] = (status[:1], mode)
+        return changes
 
-    async def _other_settings(self, box: Sandbox, place: Place, name: str) -> bool:
+    async def _settings_changed(self, box: Sandbox, paths: RepositoryPaths, name: str) -> bool:
         if not name.isprintable():
             return True
         done = await git(box, "show", f"HEAD:{name}", max_output=MOST_LOG)
         try:
-            after: bytes | None = await box.read_file(f"{place.workdir}/{name}")
+            content: bytes | None = await box.read_file(f"{paths.workdir}/{name}")
         except SandboxFileError:
-            after = None
-        return settings_differ(name.rpartition("/")[2], done.stdout if done.ok else None, after)
+            content = None
+        return settings_differ(name.rpartition("/")[2], done.stdout if done.ok else None, content)
 
     async def _add_tests(self, box: Sandbox) -> None:
         instance = self.instance
         if instance.tests_commit:
             names = sorted({name.partition("::")[0] for name in (*instance.fail_to_pass, *instance.pass_to_pass)})
             done = await git(box, "checkout", "--quiet", instance.tests_commit, "--", *names)
-            await self._must(done, f"the tests of {instance.name}")
+            await self._require(done, f"the tests of {instance.name}")
         if instance.test_patch and not instance.applies_tests:
-            # From its input: the text of hidden tests is not to lie around.
-            given = (instance.test_patch.rstrip("\n") + "\n").encode()
+            # Through stdin, so that the text of hidden tests is in no file.
+            stdin = (instance.test_patch.rstrip("\n") + "\n").encode()
             command = f"{GIT} apply --binary --whitespace=nowarn -"
-            await self._must(await box.exec(command, timeout=120.0, stdin=given), f"test_patch of {instance.name}")
+            await self._require(await box.exec(command, timeout=120.0, stdin=stdin), f"test_patch of {instance.name}")
 
-    async def _verdict(self, box: Sandbox, place: Place, dropped: tuple[str, ...]) -> Verdict:
-        """Run the tests beside their twins, and hold the two against each other."""
-        roll, files = Roll(), await self.test_files(box, place)
+    async def _verdict(self, box: Sandbox, paths: RepositoryPaths, dropped: tuple[str, ...]) -> Verdict:
+        """Run the tests together with their twins, and compare the outcomes."""
+        roll, files = Roll(), await self.test_files(box, paths)
         if files:
-            by_path = {path: [each for each in self.plan.families if each.path == path] for path in files}
-            texts = {path: enroll(files[path], of, _RNG, roll) for path, of in by_path.items()}
-            await self._write(box, place, texts)
-        run = await self.run(box, place, written=files)
+            by_path = {path: [family for family in self.plan.families if family.path == path] for path in files}
+            texts = {path: enroll(files[path], families, _RNG, roll) for path, families in by_path.items()}
+            await self._write(box, paths, texts)
+        run = await self.run(box, paths, written=files)
         tests, twins = roll.read(run.statuses)
         log = roll.named(run.log)
         verdict = decide(self.instance, tests, dropped=dropped, log=log, reason=roll.named(run.reason))
         if run.tampered:
             return replace(verdict, tampered=verdict.reason.removeprefix(_TAMPERED))
-        held = {node for node, status in {**verdict.fail_to_pass, **verdict.pass_to_pass}.items() if status.good}
-        suspects = suspected(self.plan.families, tests, twins, held)
+        passed = {node for node, status in {**verdict.fail_to_pass, **verdict.pass_to_pass}.items() if status.passes}
+        suspects = find_suspects(self.plan.families, tests, twins, passed)
         if not suspects:
             return verdict
-        findings = await self._confirm(box, place, files, suspects)
+        findings = await self._confirm(box, paths, files, suspects)
         tests |= {finding.node: TestStatus.FAILED for finding in findings}
         proof = next((finding.reason for finding in findings if finding.tampered), "")
         reason = _TAMPERED + proof if proof else ""
         return replace(decide(self.instance, tests, dropped=dropped, log=log, reason=reason), tampered=proof)
 
     async def _confirm(
-        self, box: Sandbox, place: Place, files: Mapping[str, TestFile], suspects: Sequence[Suspect]
+        self, box: Sandbox, paths: RepositoryPaths, files: Mapping[str, TestFile], suspects: Sequence[Suspect]
     ) -> list[Finding]:
-        """Run suspected tests and their twins apart, one of each in a process; return what contradicts itself."""
-        seen: list[Observed] = []
-        for chosen in rounds(suspects, _RNG):
+        """Run suspected tests and their twins in separate processes; return the contradictory cases."""
+        seen: list[ConfirmationRun] = []
+        for members in rounds(suspects, _RNG):
             roll, texts = Roll(), {}
             for path, file in files.items():
-                of = [(family, twin) for family, twin in chosen if family.path == path]
-                if of:
-                    texts[path] = select(file, of, roll)
-            await self._write(box, place, texts)
-            run = await self.run(box, place, files=tuple(texts), written=texts)
+                of_file = [(family, twin) for family, twin in members if family.path == path]
+                if of_file:
+                    texts[path] = select(file, of_file, roll)
+            await self._write(box, paths, texts)
+            run = await self.run(box, paths, files=tuple(texts), written=texts)
             if run.tampered:
                 reason = roll.named(run.reason).removeprefix(_TAMPERED)
                 return [Finding(suspects[0].nodes[0], reason, tampered=True)]
             tests, twins = roll.read(run.statuses)
-            seen.append(Observed(dict(chosen), tests, twins))
-            if proven(suspects, seen):
+            seen.append(ConfirmationRun(dict(members), tests, twins))
+            if proves_tampering(suspects, seen):
                 break
         return findings(suspects, seen)
 
-    async def test_files(self, box: Sandbox, place: Place) -> dict[str, TestFile]:
+    async def test_files(self, box: Sandbox, paths: RepositoryPaths) -> dict[str, TestFile]:
         """Return the files of tests with twins, as they were when the twins were made."""
-        found = {}
+        files = {}
         for path, digest in self.plan.files.items():
-            content = await box.read_file(f"{place.workdir}/{path}")
+            content = await box.read_file(f"{paths.workdir}/{path}")
             if hashlib.sha256(content).hexdigest() == digest:
-                found[path] = TestFile(path, content.decode())
-        return found
+                files[path] = TestFile(path, content.decode())
+        return files
 
-    async def _write(self, box: Sandbox, place: Place, texts: Mapping[str, str]) -> None:
+    async def _write(self, box: Sandbox, paths: RepositoryPaths, texts: Mapping[str, str]) -> None:
         for path, text in texts.items():
-            await box.write_file(f"{place.workdir}/{path}", text.encode())
+            await box.write_file(f"{paths.workdir}/{path}", text.encode())
 
     async def run(
-        self, box: Sandbox, place: Place, *, files: tuple[str, ...] = (), written: Collection[str] = ()
+        self, box: Sandbox, paths: RepositoryPaths, *, files: tuple[str, ...] = (), written: Collection[str] = ()
     ) -> TestRun:
         """Run the tests once.
 
         Args:
             box: The sandbox.
-            place: The repository in it.
-            files: Those to run; by default the row's.
-            written: Files that were written for this run, compiled ones of which are removed.
+            paths: The repository in it.
+            files: Test files to run; by default the row's.
+            written: Files written for this run; their compiled versions are removed.
         """
         instance = self.instance if not files else replace(self.instance, files=files)
         nonce, key = secrets.token_hex(16), secrets.token_bytes(32)
-        folder = f"{place.temporary}/turnwise-{secrets.token_hex(8)}"
+        folder = f"{paths.temporary}/turnwise-{secrets.token_hex(8)}"
         env = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
         if self.reports:
-            env |= await self._guard(box, place, folder, nonce, key)
-        script = _script(instance, place.workdir, nonce, written)
+            env |= await self._guard(box, paths, folder, nonce, key)
+        script = _script(instance, paths.workdir, nonce, written)
         await box.write_file(f"{folder}/run.sh", script.encode())
         done = await box.exec(
             ["bash", f"{folder}/run.sh"], timeout=self.timeout, env={**instance.env, **env}, max_output=MOST_LOG
@@ -409,40 +419,38 @@ class Judge:
         reason = "" if f"end {nonce}" in log else "the test script did not finish"
         return TestRun(parser_of(instance.framework)(between), reason, tail)
 
-    async def _guard(self, box: Sandbox, place: Place, folder: str, nonce: str, key: bytes) -> dict[str, str]:
+    async def _guard(self, box: Sandbox, paths: RepositoryPaths, folder: str, nonce: str, key: bytes) -> dict[str, str]:
         # Nothing in the repository can have these names.
         module = f"guard_{nonce}"
         for name, source in ((module, "plugin.py"), (f"comparisons_{nonce}", "comparisons.py")):
             text = (resources.files("turnwise.ext.environments.swe") / "guard" / source).read_bytes()
             await box.write_file(f"{folder}/{name}.py", text)
         files = {}
-        for path in sorted(touched(self.instance.test_patch) | set(self.instance.files)):
-            where = f"{place.workdir}/{path}"
+        for path in sorted(touched_files(self.instance.test_patch) | set(self.instance.files)):
+            where = f"{paths.workdir}/{path}"
             try:
                 files[where] = hashlib.sha256(await box.read_file(where)).hexdigest()
             except SandboxFileError:
-                continue  # what a test patch removes
+                continue  # removed by the test patch
         settings = {"key": key.hex(), "report": f"{folder}/report.json", "files": files}
-        settings["changed"] = await self._words(box, place)
+        settings["changed"] = await self._suspicious_words(box, paths)
         await box.write_file(f"{folder}/settings.json", json.dumps(settings).encode(), mode=0o600)
-        before = self.instance.env.get("PYTHONPATH") or box.spec.env.get("PYTHONPATH")
+        python_path = self.instance.env.get("PYTHONPATH") or box.spec.env.get("PYTHONPATH")
         return {
             "PYTEST_ADDOPTS": f"-p {module}",
-            "PYTHONPATH": f"{folder}:{before}" if before else folder,
+            "PYTHONPATH": f"{folder}:{python_path}" if python_path else folder,
             "TURNWISE_REPORT": f"{folder}/settings.json",
         }
 
-    async def _words(self, box: Sandbox, place: Place) -> dict[str, list[str]]:
+    async def _suspicious_words(self, box: Sandbox, paths: RepositoryPaths) -> dict[str, list[str]]:
         """Return the solution's Python files, each with the suspicious words of its base version."""
-        tests = touched(self.instance.test_patch) | set(self.instance.files)
-        names = [name for name in await self._changed(box) if name.endswith(".py") and name not in tests]
-        found = {}
+        tests = touched_files(self.instance.test_patch) | set(self.instance.files)
+        names = [name for name in await self._changed_files(box) if name.endswith(".py") and name not in tests]
+        words = {}
         for name in names[:_MOST_FILES]:
-            before = (await git(box, "show", f"HEAD:{name}", max_output=MOST_LOG)).text
-            found[f"{place.workdir}/{name}"] = [
-                word for word in _WORDS if word in before or word in self.instance.patch
-            ]
-        return found
+            base = (await git(box, "show", f"HEAD:{name}", max_output=MOST_LOG)).text
+            words[f"{paths.workdir}/{name}"] = [word for word in _WORDS if word in base or word in self.instance.patch]
+        return words
 
     async def _report(self, box: Sandbox, folder: str, key: bytes) -> TestRun:
         try:
@@ -461,7 +469,7 @@ class Judge:
             statuses, wrong, tampered=bool(wrong), lines=dict(report["line"]), seconds=dict(report["seconds"])
         )
 
-    async def _must(self, done: ExecResult, what: str) -> None:
+    async def _require(self, done: ExecResult, what: str) -> None:
         if not done.ok:
             raise EnvError(f"{self.instance.name}: {what}: {done.text.strip()[-800:] or f'exit {done.exit_code}'}")
 
@@ -470,9 +478,9 @@ def _script(instance: Instance, workdir: str, nonce: str, written: Collection[st
     if instance.script:
         body = [instance.script]
     else:
-        body = [*instance.before, " ".join([instance.command, *map(shlex.quote, instance.files)])]
-    # A file of the same second and size would be taken for the one that was compiled.
+        body = [*instance.setup, " ".join([instance.command, *map(shlex.quote, instance.files)])]
+    # Python would use the compiled version of a file of the same second and size.
     compiled = [f"{head}{slash}__pycache__/{name[:-3]}." for head, slash, name in (p.rpartition("/") for p in written)]
     removed = [f"rm -f -- {shlex.quote(path)}*.pyc" for path in sorted(compiled)]
-    before = ["exec 2>&1", f"cd {shlex.quote(workdir)}", *removed, f"echo begin {nonce}"]
-    return "\n".join([*before, "(", *body, ")", f"echo end {nonce}", ""])
+    header = ["exec 2>&1", f"cd {shlex.quote(workdir)}", *removed, f"echo begin {nonce}"]
+    return "\n".join([*header, "(", *body, ")", f"echo end {nonce}", ""])

@@ -23,7 +23,7 @@ class TestStatus(StrEnum):
     ERROR = "ERROR"
 
     @property
-    def good(self) -> bool:
+    def passes(self) -> bool:
         """Whether it counts as passed: passed, or failed as expected."""
         return self in (TestStatus.PASSED, TestStatus.XFAIL)
 
@@ -44,11 +44,11 @@ def _lines(log: str) -> Iterator[str]:
         yield _ESCAPES.sub("", line)
 
 
-def _worst(found: Statuses, name: str, status: TestStatus) -> None:
+def _record_worst(statuses: Statuses, name: str, status: TestStatus) -> None:
     """Record a status; of several runs of one name the worst counts."""
-    held = found.get(name)
-    if held is None or _ORDER.index(status) > _ORDER.index(held):
-        found[name] = status
+    recorded = statuses.get(name)
+    if recorded is None or _ORDER.index(status) > _ORDER.index(recorded):
+        statuses[name] = status
 
 
 def pytest_log(log: str) -> Statuses:
@@ -63,20 +63,20 @@ def pytest_log(log: str) -> Statuses:
         _pytest_line(line, summary)
     if TestStatus.PASSED in summary.values():
         return summary
-    found: Statuses = {}
+    statuses: Statuses = {}
     for line in lines:
-        _pytest_line(line, found)
+        _pytest_line(line, statuses)
         by_name = _TEST_FIRST.match(line)
         if by_name is not None:
-            found[by_name[1].split()[0]] = TestStatus(by_name[2])
-    return found
+            statuses[by_name[1].split()[0]] = TestStatus(by_name[2])
+    return statuses
 
 
-def _pytest_line(line: str, found: Statuses) -> None:
+def _pytest_line(line: str, statuses: Statuses) -> None:
     match = _STATUS_FIRST.match(line)
-    # "SKIPPED [2] tests/test_a.py:7: reason" counts places, it names no test.
+    # "SKIPPED [2] tests/test_a.py:7: reason" counts skipped tests, it names none.
     if match is not None and not re.match(r"\[\d+\]", match[2]):
-        found[match[2]] = TestStatus(match[1])
+        statuses[match[2]] = TestStatus(match[1])
 
 
 _UNITTEST_ENDS: Final = {
@@ -96,25 +96,25 @@ def unittest_log(log: str) -> Statuses:
     A test with a docstring has two lines, ``test_a (pkg.Case)`` and ``What it says ... ok``; both are recorded. Output
     of a test stands between its name and its status, which then begins a line.
     """
-    found: Statuses = {}
-    name, before = "", ""
+    statuses: Statuses = {}
+    name, previous = "", ""
     for line in _lines(log):
         text = line.strip()
         head = re.match(r"(FAIL|ERROR): (.+)$", text)
         if head is not None:
-            found[head[2]] = TestStatus.FAILED if head[1] == "FAIL" else TestStatus.ERROR
+            statuses[head[2]] = TestStatus.FAILED if head[1] == "FAIL" else TestStatus.ERROR
             continue
-        left, dots, right = text.rpartition(" ... ")
-        status = _ending(right if dots else text)
+        name_text, dots, ending = text.rpartition(" ... ")
+        status = _ending(ending if dots else text)
         if dots:
-            name = left
+            name = name_text
         if status is not None and (dots or text in _UNITTEST_ENDS) and name:
-            found[name] = status
-            if dots and _TEST_ID.match(before) and not _TEST_ID.match(name):
-                found[before] = status
+            statuses[name] = status
+            if dots and _TEST_ID.match(previous) and not _TEST_ID.match(name):
+                statuses[previous] = status
             name = "" if not dots else name
-        before = text
-    return found
+        previous = text
+    return statuses
 
 
 def _ending(text: str) -> TestStatus | None:
@@ -126,21 +126,21 @@ def _ending(text: str) -> TestStatus | None:
 
 def sympy_log(log: str) -> Statuses:
     """Parse a log of sympy's own runner, ``bin/test -C --verbose``."""
-    found: Statuses = {}
+    statuses: Statuses = {}
     ends = {"ok": TestStatus.PASSED, "F": TestStatus.FAILED, "E": TestStatus.ERROR, "f": TestStatus.XFAIL}
     for line in _lines(log):
         text = line.strip()
         heading = re.match(r"_+ (\S+\.py):(\S+) _+$", text)
         if heading is not None:
-            found[f"{heading[1]}:{heading[2]}"] = TestStatus.FAILED
-            found[heading[2]] = TestStatus.FAILED
+            statuses[f"{heading[1]}:{heading[2]}"] = TestStatus.FAILED
+            statuses[heading[2]] = TestStatus.FAILED
             continue
         words = text.split()
         if len(words) >= 2 and words[0].startswith("test_") and words[-1] in ends:
-            found[words[0]] = ends[words[-1]]
+            statuses[words[0]] = ends[words[-1]]
         elif len(words) >= 2 and words[0].startswith("test_") and words[1] == "Skipped":
-            found[words[0]] = TestStatus.SKIPPED
-    return found
+            statuses[words[0]] = TestStatus.SKIPPED
+    return statuses
 
 
 _MARKS: Final = {
@@ -153,16 +153,16 @@ _TIME: Final = re.compile(r"\s+\(?\d+(?:\.\d+)?\s*m?s\)?$")
 
 def jest_log(log: str) -> Statuses:
     """Parse a verbose log of Jest, Vitest or Mocha: a mark, and the test's name."""
-    found: Statuses = {}
+    statuses: Statuses = {}
     for line in _lines(log):
         text = line.strip()
         failed = re.match(r"\d+\) (.+)$", text)
         if failed is not None and line.startswith("  "):
-            _worst(found, _TIME.sub("", failed[1]), TestStatus.FAILED)
+            _record_worst(statuses, _TIME.sub("", failed[1]), TestStatus.FAILED)
         elif text[:1] in _MARKS and text[1:2] == " " and line[:1] == " ":
             name = re.sub(r"^skipped\s+", "", text[2:].strip()) if text[0] == "○" else text[2:].strip()
-            _worst(found, _TIME.sub("", name), _MARKS[text[0]])
-    return found
+            _record_worst(statuses, _TIME.sub("", name), _MARKS[text[0]])
+    return statuses
 
 
 _GO: Final = {"PASS": TestStatus.PASSED, "FAIL": TestStatus.FAILED, "SKIP": TestStatus.SKIPPED}
@@ -170,19 +170,19 @@ _GO: Final = {"PASS": TestStatus.PASSED, "FAIL": TestStatus.FAILED, "SKIP": Test
 
 def go_log(log: str) -> Statuses:
     """Parse a log of ``go test -v`` or ``go test -json``; sub-tests are ``TestA/case``."""
-    found: Statuses = {}
+    statuses: Statuses = {}
     for line in _lines(log):
         text = line.strip()
         if text.startswith('{"'):
             event = _event(text)
             action = str(event.get("Action", "")).upper()
             if isinstance(event.get("Test"), str) and action in _GO:
-                _worst(found, event["Test"], _GO[action])
+                _record_worst(statuses, event["Test"], _GO[action])
             continue
         match = re.match(r"--- (PASS|FAIL|SKIP): (.+?) \([\d.]+s\)$", text)
         if match is not None:
-            _worst(found, match[2], _GO[match[1]])
-    return found
+            _record_worst(statuses, match[2], _GO[match[1]])
+    return statuses
 
 
 def _event(text: str) -> dict[str, Any]:
@@ -195,13 +195,13 @@ def _event(text: str) -> dict[str, Any]:
 
 def cargo_log(log: str) -> Statuses:
     """Parse a log of ``cargo test``."""
-    found: Statuses = {}
+    statuses: Statuses = {}
     ends = {"ok": TestStatus.PASSED, "FAILED": TestStatus.FAILED, "ignored": TestStatus.SKIPPED}
     for line in _lines(log):
         match = re.match(r"test (.+?)(?: - should panic)? \.\.\. (ok|FAILED|ignored)\b", line.strip())
         if match is not None:
-            _worst(found, match[1], ends[match[2]])
-    return found
+            _record_worst(statuses, match[1], ends[match[2]])
+    return statuses
 
 
 PARSERS: Final[dict[str, Parser]] = {

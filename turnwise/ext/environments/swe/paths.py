@@ -44,9 +44,9 @@ _RUNNER_NAMES: Final = (
     ".gitattributes",
 )
 _RUNNER_FOLDERS: Final = ("sitecustomize", "usercustomize", "*.egg-info", "*.dist-info", "*.egg", "*.egg-link")
-"""Packages that Python imports by itself, and metadata: plugins of pytest that it names are loaded."""
+"""Packages that Python imports at its start, and package metadata, whose entry points pytest loads as plugins."""
 SETTINGS: Final = ("setup.cfg", "tox.ini", "pyproject.toml", "package.json")
-"""Files that hold a runner's settings beside others: only the settings may not change."""
+"""Files that hold a runner's settings among others: only the runner's may not change."""
 _TEST_PACKAGES: Final = frozenset(
     (
         "pytest",
@@ -98,16 +98,16 @@ def is_protected(path: str, *, allowed: Collection[str] = (), extra: Collection[
     """
     if path in allowed:
         return False
-    place = PurePosixPath(path)
+    parsed = PurePosixPath(path)
     if any(fnmatch.fnmatch(path, pattern) for pattern in extra):
         return True
-    parts = [part.lower() for part in place.parts]
+    parts = [part.lower() for part in parsed.parts]
     if any(part in _TEST_FOLDERS or fnmatch.filter([part], pattern) for part in parts for pattern in _RUNNER_FOLDERS):
         return True
-    return any(fnmatch.fnmatch(place.name.lower(), pattern) for pattern in (*_TEST_NAMES, *_RUNNER_NAMES))
+    return any(fnmatch.fnmatch(parsed.name.lower(), pattern) for pattern in (*_TEST_NAMES, *_RUNNER_NAMES))
 
 
-def shadows(path: str) -> str:
+def shadowed_module(path: str) -> str:
     """Return the module or folder of a new file that would shadow the standard library or the test runner; else "".
 
     ``python -m pytest`` searches the repository first.
@@ -116,16 +116,16 @@ def shadows(path: str) -> str:
     first = parts[1] if parts[0] in ("src", "lib") and len(parts) > 1 else parts[0]
     name = first.partition(".")[0] if first.endswith((".py", ".so")) or len(parts) == 1 else first
     python = len(parts) > 1 or first.endswith((".py", ".so"))
-    known = name in _TEST_PACKAGES or name.startswith("pytest_") or name in sys.stdlib_module_names
-    return "/".join(parts[: parts.index(first) + 1]) if python and known else ""
+    importable = name in _TEST_PACKAGES or name.startswith("pytest_") or name in sys.stdlib_module_names
+    return "/".join(parts[: parts.index(first) + 1]) if python and importable else ""
 
 
-def settings_differ(name: str, before: bytes | None, after: bytes | None) -> bool:
+def settings_differ(name: str, old: bytes | None, new: bytes | None) -> bool:
     """Return whether two versions of a file in :data:`SETTINGS` run tests differently; None is a missing file.
 
     An unreadable version differs from every other.
     """
-    return before != after and _settings(name, before) != _settings(name, after)
+    return old != new and _settings(name, old) != _settings(name, new)
 
 
 def _settings(name: str, text: bytes | None) -> Any:
@@ -136,22 +136,22 @@ def _settings(name: str, text: bytes | None) -> Any:
             tool = tomllib.loads(text.decode()).get("tool")
             return {} if not isinstance(tool, dict) else {key: tool[key] for key in ("pytest", "tox") if key in tool}
         if name.endswith(".json"):
-            held = json.loads(text)
+            document = json.loads(text)
             keys = ("scripts", "jest", "mocha", "vitest")
-            return {key: held[key] for key in keys if key in held} if isinstance(held, dict) else text
+            return {key: document[key] for key in keys if key in document} if isinstance(document, dict) else text
         parser = configparser.RawConfigParser(strict=False)
         parser.read_string(text.decode())
     except (ValueError, TypeError, RecursionError, configparser.Error):
         return text
-    found = re.compile(r"(tool:)?pytest$|nosetests$|unittest$|tox\b|testenv\b")
-    return {section: dict(parser[section]) for section in parser.sections() if found.match(section)}
+    runner_sections = re.compile(r"(tool:)?pytest$|nosetests$|unittest$|tox\b|testenv\b")
+    return {section: dict(parser[section]) for section in parser.sections() if runner_sections.match(section)}
 
 
-def touched(patch: str) -> frozenset[str]:
+def touched_files(patch: str) -> frozenset[str]:
     """Return the files that a trusted git diff changes, adds or removes."""
-    found = set()
+    paths = set()
     for line in patch.splitlines():
         match = re.match(r"(?:---|\+\+\+) [ab]/([^\t]+)|rename (?:from|to) (.+)|diff --git a/(.+) b/\3$", line)
         if match is not None:
-            found.add(next(group for group in match.groups() if group is not None))
-    return frozenset(found)
+            paths.add(next(group for group in match.groups() if group is not None))
+    return frozenset(paths)

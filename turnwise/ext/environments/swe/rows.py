@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from turnwise.errors import TaskError, shown
 from turnwise.ext.environments.swe.logs import PARSERS
-from turnwise.ext.environments.swe.paths import touched
+from turnwise.ext.environments.swe.paths import touched_files
 from turnwise.tasks import Task
 
 PYTEST: Final = "python -m pytest -rA --tb=short -p no:cacheprovider"
@@ -31,7 +31,7 @@ class Recipe:
 
     command: str = PYTEST
     framework: str = "pytest"
-    before: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
     protected: tuple[str, ...] = ()
     files: str = "paths"
 
@@ -40,7 +40,7 @@ _DJANGO: Final = Recipe(
     "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
     "django",
     # The tests read files with names that are not ASCII.
-    before=("export LANG=en_US.UTF-8 LC_ALL=en_US.UTF-8 PYTHONIOENCODING=utf8 LANGUAGE=en_US:en",),
+    setup=("export LANG=en_US.UTF-8 LC_ALL=en_US.UTF-8 PYTHONIOENCODING=utf8 LANGUAGE=en_US:en",),
     files="labels",
 )
 _SYMPY: Final = Recipe(
@@ -59,7 +59,7 @@ _SWE_BENCH: Final = {
     "pylint-dev/pylint": Recipe("pytest -rA"),
     "pytest-dev/pytest": Recipe("pytest -rA"),
     "scikit-learn/scikit-learn": Recipe("pytest -rA"),
-    # tox passes no variables on, so its runs are read from the log.
+    # tox hides environment variables from the guard, so results come from the log.
     "sphinx-doc/sphinx": Recipe("tox --current-env -epy39 -v --", "tox"),
     "sympy/sympy": _SYMPY,
     "marshmallow-code/marshmallow": Recipe("pytest -rA"),
@@ -143,7 +143,7 @@ class Instance:
         commit: Initial commit; "": the present one.
         script: A complete test script, in place of ``command`` and ``files``.
         applies_tests: Whether ``script`` applies the test patch.
-        before: Shell lines before it.
+        setup: Shell lines before the command.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Instance:
     applies_tests: bool = False
     command: str = PYTEST
     files: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
     framework: str = "pytest"
     env: Mapping[str, str] = field(default_factory=dict)
     protected: tuple[str, ...] = ()
@@ -178,7 +178,7 @@ def row(record: Mapping[str, Any]) -> Task:
     problem = record.get("problem_statement")
     if not isinstance(name, str) or not isinstance(problem, str):
         raise TaskError(f"columns instance_id and problem_statement must be strings (columns: {', '.join(record)})")
-    # "prompt" of R2E's rows is what their problem statement was made from; it tells the solution.
+    # "prompt" of R2E's rows, from which their problem statement was written, reveals the solution.
     data = {key: value for key, value in record.items() if key not in ("id", "prompt", "env", "agent", "data")}
     return Task(name, problem, data)
 
@@ -214,14 +214,14 @@ def nemo_gym_row(record: Mapping[str, Any]) -> Task:
     metadata = params.get("metadata") if isinstance(params, Mapping) else None
     if not isinstance(metadata, Mapping):
         raise TaskError(f"column 'responses_create_params' is {shown(params)}: it must have the field 'metadata'")
-    held = _decoded(metadata.get("instance_dict"))
-    if not isinstance(held, Mapping):
+    instance = _decoded(metadata.get("instance_dict"))
+    if not isinstance(instance, Mapping):
         raise TaskError(
-            f"field 'responses_create_params.metadata.instance_dict' is {shown(held)}: it must hold, as JSON, the row "
-            "with the tests"
+            f"field 'responses_create_params.metadata.instance_dict' is {shown(instance)}: it must hold, as JSON, the "
+            "row with the tests"
         )
-    own = {key: metadata[key] for key in ("instance_id", "problem_statement", "base_commit") if metadata.get(key)}
-    return checked_row({**own, **held})
+    columns = {key: metadata[key] for key in ("instance_id", "problem_statement", "base_commit") if metadata.get(key)}
+    return checked_row({**columns, **instance})
 
 
 def instance_of(task: Task) -> Instance:
@@ -269,7 +269,7 @@ def instance_of(task: Task) -> Instance:
         applies_tests="git apply" in script,
         command=recipe.command,
         files=_files(recipe, tests, (*fail, *keep)),
-        before=recipe.before,
+        setup=recipe.setup,
         framework=recipe.framework,
         env={**(CONDA_ENV if image is not None and snapshot is None else {}), **_variables(data, where)},
         protected=recipe.protected,
@@ -277,28 +277,29 @@ def instance_of(task: Task) -> Instance:
 
 
 def _variables(data: Mapping[str, Any], where: str) -> dict[str, str]:
-    given = _decoded(data.get("sandbox_env")) or {}
-    if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
-        raise TaskError(f"{where}: sandbox_env is {shown(given)}: it must be an object from names to strings")
-    # A table gives each row the columns of all.
-    return {str(name): value for name, value in given.items()}
+    variables = _decoded(data.get("sandbox_env")) or {}
+    if not isinstance(variables, Mapping) or not all(isinstance(value, str) for value in variables.values()):
+        raise TaskError(f"{where}: sandbox_env is {shown(variables)}: it must be an object from names to strings")
+    return {str(name): value for name, value in variables.items()}
 
 
 def _recipe(data: Mapping[str, Any], repo: str, where: str) -> Recipe:
-    known = recipe_of(repo)
+    published = recipe_of(repo)
     install = data.get("install_config")
     install = json.loads(install) if isinstance(install, str) and install else install or {}
     if not isinstance(install, Mapping):
         raise TaskError(f"{where}: install_config is {shown(install)}: it must be an object")
-    command = _first(data, ("test_command", "test_cmd"), where) or str(install.get("test_cmd") or "") or known.command
-    framework = _first(data, ("framework", "test_framework"), where) or known.framework
+    command = (
+        _first(data, ("test_command", "test_cmd"), where) or str(install.get("test_cmd") or "") or published.command
+    )
+    framework = _first(data, ("framework", "test_framework"), where) or published.framework
     if framework not in PARSERS:
         raise TaskError(f"{where}: framework is {framework!r}: supported are {', '.join(PARSERS)}")
-    return Recipe(command, framework, known.before, known.protected, known.files)
+    return Recipe(command, framework, published.setup, published.protected, published.files)
 
 
 def _files(recipe: Recipe, test_patch: str, names: Sequence[str]) -> tuple[str, ...]:
-    changed = sorted(path for path in touched(test_patch) if not path.endswith(_NO_TESTS))
+    changed = sorted(path for path in touched_files(test_patch) if not path.endswith(_NO_TESTS))
     if recipe.files == "cases":
         cases = re.findall(r"^[+ ]\[case ([^\]]+)\]", test_patch, re.MULTILINE)
         return ("-k", " or ".join(cases)) if cases else ()
@@ -339,7 +340,7 @@ def _tests(data: Mapping[str, Any], column: str, where: str) -> tuple[str, ...]:
     value = _decoded(data.get(column, data.get(column.lower())))
     if value is None or value == "":
         return ()
-    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value):
+    if isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value):
         return tuple(value)
     raise TaskError(f"{where}: {column} is {shown(value)}: it must be a list of test names, or such a list as JSON")
 
@@ -378,16 +379,16 @@ def tasks(n: int | None = None, *, path: str | None = None, repo: str | None = N
         path: A ``.jsonl`` file of published rows; by default the built-in ones.
         repo: Only those of one repository, such as ``ledgerly`` or ``django/django``.
     """
-    found = 0
+    yielded = 0
     for task in _rows(path):
         name = str(task.data.get("repo") or task.data.get("repo_name") or "")
         if repo is not None and repo not in (name, name.rpartition("/")[2]):
             continue
-        if n is not None and found >= n:
+        if n is not None and yielded >= n:
             return
-        found += 1
+        yielded += 1
         yield task
-    if not found:
+    if not yielded:
         raise TaskError(f"there is no row{'' if repo is None else f' of repository {repo!r}'} in {path or 'turnwise'}")
 
 

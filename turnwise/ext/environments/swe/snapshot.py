@@ -24,7 +24,7 @@ from typing import Final
 from turnwise.errors import EnvError, TaskError
 
 SHIPPED: Final = "shipped:"
-"""Before the name of a repository that comes with the package."""
+"""Prefix of the names of repositories that the package ships."""
 _VERSION: Final = b"2"
 _LOCK: Final = threading.Lock()
 _IDENTITY: Final = {
@@ -55,12 +55,12 @@ def checkout(source: str, *, commit: str = "", setup_patch: str = "", folder: Pa
         folder: Cache folder; None: :func:`state_folder`.
     """
     key = _key(source, commit, setup_patch)
-    place = (folder or state_folder()) / "repositories" / key
-    # One thread makes it; another process may, too, and the first one wins.
+    target = (folder or state_folder()) / "repositories" / key
+    # Threads take turns; of several processes the first one wins.
     with _LOCK:
-        if not place.exists():
-            _make(source, commit, setup_patch, place)
-    return place
+        if not target.exists():
+            _make(source, commit, setup_patch, target)
+    return target
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,25 +94,25 @@ def _shipped(source: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _make(source: str, commit: str, setup_patch: str, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))
+def _make(source: str, commit: str, setup_patch: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     try:
-        history = _unpack(source, made, commit)
+        history = _unpack(source, building, commit)
         if setup_patch:
-            _git(made, "apply", "--binary", "--whitespace=nowarn", "-", given=setup_patch, what="setup_patch")
+            _git(building, "apply", "--binary", "--whitespace=nowarn", "-", stdin=setup_patch, what="setup_patch")
         if not history:
-            _git(made, "init", "--quiet", "--initial-branch=main")
+            _git(building, "init", "--quiet", "--initial-branch=main")
         if setup_patch or not history:
-            _git(made, "add", "--all", "--force", ".")
-            _git(made, "commit", "--quiet", "--allow-empty", "--message=Import")
-        made.chmod(0o755)
+            _git(building, "add", "--all", "--force", ".")
+            _git(building, "commit", "--quiet", "--allow-empty", "--message=Import")
+        building.chmod(0o755)
         with contextlib.suppress(OSError):
-            made.rename(place)
-        if not place.exists():
-            raise EnvError(f"{place} cannot be created: check the folder's permissions")
+            building.rename(target)
+        if not target.exists():
+            raise EnvError(f"{target} cannot be created: check the folder's permissions")
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def _unpack(source: str, target: Path, commit: str) -> bool:
@@ -128,12 +128,12 @@ def _unpack(source: str, target: Path, commit: str) -> bool:
     if path.suffix == ".bundle" or (path / ".git").exists():
         _git(target, "clone", "--quiet", "--no-hardlinks", "--no-checkout", str(path.resolve()), ".")
         _git(target, "checkout", "--quiet", "--detach", commit or "HEAD", what=f"base_commit {commit!r}")
-        # What came later than the beginning is the solution.
+        # Later commits hold the solution.
         _git(target, "remote", "remove", "origin")
         for name in _git(target, "for-each-ref", "--format=%(refname)").split():
             _git(target, "update-ref", "-d", name)
         shutil.rmtree(target / ".git" / "logs", ignore_errors=True)
-        # Without its names it could still be found among the objects.
+        # Without refs, its commits could still be found among the objects.
         _git(target, "repack", "-a", "-d", "--quiet")
         _git(target, "prune", "--expire=now")
         return True
@@ -157,19 +157,19 @@ def _unpack(source: str, target: Path, commit: str) -> bool:
 
 def read_archive(text: str, source: str = "archive") -> dict[str, str]:
     """Parse a text archive into files by path."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     parts = re.split(r"^-- (\S.*?) --\n", text, flags=re.MULTILINE)
     for name, content in zip(parts[1::2], parts[2::2], strict=True):
-        place = PurePosixPath(name)
-        if place.is_absolute() or ".." in place.parts or ".git" in place.parts:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or ".git" in path.parts:
             raise TaskError(f"{source}: {name!r} is not a path inside the repository")
-        found[name] = content
-    if not found:
+        files[name] = content
+    if not files:
         raise TaskError(f"{source}: there is no file in it: each begins with a line '-- path --'")
-    return found
+    return files
 
 
-def _git(folder: Path, *arguments: str, given: str | None = None, what: str = "") -> str:
+def _git(folder: Path, *arguments: str, stdin: str | None = None, what: str = "") -> str:
     command = ["git", "-c", "core.autocrlf=false", "-c", "commit.gpgsign=false", *arguments]
     environment = {**os.environ, **_IDENTITY}
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
@@ -179,13 +179,13 @@ def _git(folder: Path, *arguments: str, given: str | None = None, what: str = ""
             command,
             cwd=folder,
             env=environment,
-            input=None if given is None else given.encode(),
+            input=None if stdin is None else stdin.encode(),
             capture_output=True,
             check=False,
         )
     except FileNotFoundError as error:
         raise EnvError("git is not on PATH: install git") from error
     if done.returncode != 0:
-        said = done.stderr.decode("utf-8", "replace").strip()
-        raise TaskError(f"{what or 'git ' + arguments[0]}: {said}")
+        message = done.stderr.decode("utf-8", "replace").strip()
+        raise TaskError(f"{what or 'git ' + arguments[0]}: {message}")
     return done.stdout.decode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""Contradictory twins: a test file in which each test stands beside altered copies, all under fresh names.
+"""Contradictory twins: a test file with altered copies of each test, all under random names.
 
 A twin is altered such that no program passes both: another expected literal, or an assertion reversed. Names are drawn
-anew for each run, and the mapping stays with the judge; nothing in the file tells a test from its twins.
+anew for each run, and only the judge has the mapping; the file does not reveal which copy is the test.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from turnwise.ext.environments.swe.checks import Edit, Function, checks_of
 from turnwise.ext.environments.swe.logs import Statuses, TestStatus
 
 VERSION: Final = 1
-"""Version of the alterations; twins that another one made are made anew."""
+"""Version of the alterations, part of the key of cached plans."""
 _PLAIN_BASES: Final = ("object", "TestCase", "IsolatedAsyncioTestCase")
 _NOT_TESTS: Final = ("fixture", "xfail", "hookimpl", "expectedFailure", "property", "staticmethod", "classmethod")
 _BY_NAME: Final = re.compile(
@@ -35,12 +35,12 @@ class Family:
     Attributes:
         path: The test's file.
         test: Its name there: ``test_a`` or ``TestB::test_a``.
-        kind: See :class:`~turnwise.ext.environments.swe.checks.Altered`.
+        kind: See :class:`~turnwise.ext.environments.swe.checks.Alteration`.
         twins: The edits of each twin.
         reversal: Edits of a twin that nothing deterministic passes together with the test.
         cases: Names of the test's cases in order: ``[a-1]``; of one without parameters ``("",)``.
         rows: Whether the names of a twin's cases may differ, so that they are counted.
-        void: Cases of which a twin tells nothing.
+        void: Cases that the twins do not check.
     """
 
     path: str
@@ -63,9 +63,9 @@ class TwinPlan:
 
     Attributes:
         families: Tests with their twins.
-        files: SHA-256 of each file that holds some, as it was when they were made.
+        files: SHA-256 of each file with twins at the time they were made.
         lacking: Tests that must be fixed and have no twin.
-        reason: Why there is no twin at all, or "".
+        reason: Why the row has no twin at all, or "".
     """
 
     families: tuple[Family, ...] = ()
@@ -76,7 +76,7 @@ class TwinPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
         return {
-            "families": [_to_json(each) for each in self.families],
+            "families": [_to_json(family) for family in self.families],
             "files": dict(self.files),
             "lacking": list(self.lacking),
             "reason": self.reason,
@@ -85,7 +85,7 @@ class TwinPlan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TwinPlan:
         """Return the plan of :meth:`to_json`."""
-        families = tuple(_from_json(each) for each in value["families"])
+        families = tuple(_from_json(family) for family in value["families"])
         return cls(families, value["files"], tuple(value["lacking"]), value["reason"])
 
 
@@ -113,15 +113,17 @@ class TestFile:
             self._tree = ast.parse(text)
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"{path} is not Python {error}") from error
-        self._found = _tests(self._tree)
-        functions = [each for each in self._tree.body if isinstance(each, ast.FunctionDef)]
-        self.makers = frozenset(each.name for each in functions if not each.name.startswith("test") and _is_test(each))
+        self._tests = _tests(self._tree)
+        functions = [statement for statement in self._tree.body if isinstance(statement, ast.FunctionDef)]
+        self.makers = frozenset(
+            function.name for function in functions if not function.name.startswith("test") and _is_test(function)
+        )
         """Plain functions of the file, whose results tests expect."""
 
     @property
     def tests(self) -> dict[str, Function]:
         """The tests that can be renamed, by name."""
-        return {name: test.function for name, test in self._found.items()}
+        return {name: test.function for name, test in self._tests.items()}
 
     def rewrite(self, members: Mapping[str, Sequence[tuple[str, tuple[Edit, ...]]]], *, only: bool = False) -> str:
         """Return the file's text with several copies of a test.
@@ -134,81 +136,83 @@ class TestFile:
         for name, test in _tests(tree).items():
             copies: list[ast.stmt] = [self._renamed(test.function, new, edits) for new, edits in members.get(name, ())]
             if copies or only:
-                place = test.body.index(test.function)
-                test.body[place : place + 1] = copies or [ast.Pass()]
+                index = test.body.index(test.function)
+                test.body[index : index + 1] = copies or [ast.Pass()]
         return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
 
     def _renamed(self, function: Function, name: str, edits: Sequence[Edit]) -> Function:
-        made = copy.deepcopy(function)
-        made.name = name
-        if isinstance(made.body[0], ast.Expr) and isinstance(made.body[0].value, ast.Constant) and len(made.body) > 1:
-            del made.body[0]  # what is said of the test tells what is expected
-        checks = checks_of(made, self.makers)
+        twin = copy.deepcopy(function)
+        twin.name = name
+        if isinstance(twin.body[0], ast.Expr) and isinstance(twin.body[0].value, ast.Constant) and len(twin.body) > 1:
+            del twin.body[0]  # a docstring may reveal the expected value
+        checks = checks_of(twin, self.makers)
         for edit in edits:
             checks[edit.check].apply(edit)
-        for node in ast.walk(made):
+        for node in ast.walk(twin):
             if isinstance(node, ast.Assert):
                 node.msg = None
-        return made
+        return twin
 
 
 def _tests(tree: ast.Module) -> dict[str, _Test]:
-    words = _words(tree)
-    found: dict[str, _Test] = {}
-    for owner, body in _places(tree):
-        functions = [each for each in body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        counts = Counter(each.name for each in functions)
+    mentions = _mentions(tree)
+    tests: dict[str, _Test] = {}
+    for owner, body in _test_bodies(tree):
+        functions = [statement for statement in body if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        counts = Counter(function.name for function in functions)
         for function in functions:
             name = function.name
-            # One that is mentioned elsewhere, by the file or by a subclass, keeps its name.
-            if name.startswith("test") and counts[name] == 1 and not words[name] and _is_test(function):
-                found[f"{owner}::{name}" if owner else name] = _Test(function, body)
-    return found
+            # A test that the file or a subclass mentions keeps its name.
+            if name.startswith("test") and counts[name] == 1 and not mentions[name] and _is_test(function):
+                tests[f"{owner}::{name}" if owner else name] = _Test(function, body)
+    return tests
 
 
-def _places(tree: ast.Module) -> list[tuple[str, list[ast.stmt]]]:
+def _test_bodies(tree: ast.Module) -> list[tuple[str, list[ast.stmt]]]:
     """Return the bodies with tests: the module's, and those of classes that inherit none."""
-    classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
+    classes = [statement for statement in tree.body if isinstance(statement, ast.ClassDef)]
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     plain = [
-        each
-        for each in classes
-        if each.name not in used and not each.keywords and all(_last(base) in _PLAIN_BASES for base in each.bases)
+        owner
+        for owner in classes
+        if owner.name not in used
+        and not owner.keywords
+        and all(_base_name(base) in _PLAIN_BASES for base in owner.bases)
     ]
-    return [("", tree.body), *((each.name, each.body) for each in plain)]
+    return [("", tree.body), *((owner.name, owner.body) for owner in plain)]
 
 
-def _last(node: ast.expr) -> str:
+def _base_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _words(tree: ast.Module) -> Counter[str]:
+def _mentions(tree: ast.Module) -> Counter[str]:
     """Count the names that a file mentions, in strings, too."""
-    found: Counter[str] = Counter()
+    mentions: Counter[str] = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            found[node.id] += 1
+            mentions[node.id] += 1
         elif isinstance(node, ast.Attribute):
-            found[node.attr] += 1
+            mentions[node.attr] += 1
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.update(re.findall(r"\w+", node.value))
+            mentions.update(re.findall(r"\w+", node.value))
         elif isinstance(node, (ast.alias, ast.keyword)):
-            found.update(
+            mentions.update(
                 re.findall(r"\w+", f"{node.name} {node.asname}" if isinstance(node, ast.alias) else str(node.arg))
             )
-    return found
+    return mentions
 
 
 def _is_test(function: Function) -> bool:
-    said = " ".join(ast.unparse(each) for each in function.decorator_list)
+    decorators = " ".join(ast.unparse(decorator) for decorator in function.decorator_list)
     nodes = [node for part in function.body for node in ast.walk(part)]
-    return not any(word in said for word in _NOT_TESTS) and not any(
+    return not any(word in decorators for word in _NOT_TESTS) and not any(
         isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes
     )
 
 
-def obstacle(command: str, files: Sequence[str]) -> str:
-    """Return why a command takes no further tests, or ""."""
+def command_obstacle(command: str, files: Sequence[str]) -> str:
+    """Return why a command cannot run further tests, or ""."""
     if _BY_NAME.search(" ".join([command, *files])):
         return "its command selects tests by name, or stops at a failure"
     return ""
@@ -216,7 +220,7 @@ def obstacle(command: str, files: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A test, or a twin of it, under the name of one run; ``twin`` is its index, -1 that of the test itself."""
+    """A test or a twin under its name in one run; ``twin`` is the index of the twin, -1 for the test."""
 
     family: Family
     twin: int
@@ -262,27 +266,27 @@ class Roll:
     def named(self, text: str) -> str:
         """Put the tests' own names into a text; a twin is ``test_a~2``."""
 
-        def own(match: re.Match[str]) -> str:
+        def original(match: re.Match[str]) -> str:
             member = self.members.get(match[0])
             if member is None:
                 return self.names.get(match[0], match[0])
             name = member.family.test.rpartition("::")[2]
             return name if member.twin < 0 else f"{name}~{member.twin + 1}"
 
-        return re.sub(r"\btest_[0-9a-f]{16}\b", own, text)
+        return re.sub(r"\btest_[0-9a-f]{16}\b", original, text)
 
 
-def fresh() -> str:
+def fresh_name() -> str:
     """Return a new name of a test; all have one form and length."""
     return f"test_{secrets.token_hex(8)}"
 
 
 def enroll(file: TestFile, families: Collection[Family], rng: random.Random, roll: Roll) -> str:
-    """Return a file's text with all its tests renamed and its twins beside them.
+    """Return a file's text with all its tests renamed and their twins added.
 
     Args:
         file: The file.
-        families: Those of the file.
+        families: Families of the file.
         rng: Shuffles.
         roll: Is extended by the file's names.
     """
@@ -291,30 +295,30 @@ def enroll(file: TestFile, families: Collection[Family], rng: random.Random, rol
     for test in file.tests:
         family = by_test.get(test)
         if family is None:
-            name = fresh()
+            name = fresh_name()
             members[test] = [(name, ())]
             roll.names[name] = test.rpartition("::")[2]
             continue
-        found: list[tuple[int, tuple[Edit, ...]]] = [(-1, ()), *enumerate(family.twins)]
-        rng.shuffle(found)
-        for twin, edits in found:
-            member = Member(family, twin, fresh())
+        members_of_test: list[tuple[int, tuple[Edit, ...]]] = [(-1, ()), *enumerate(family.twins)]
+        rng.shuffle(members_of_test)
+        for twin, edits in members_of_test:
+            member = Member(family, twin, fresh_name())
             roll.members[member.name] = member
             members.setdefault(test, []).append((member.name, edits))
     return file.rewrite(members)
 
 
-def select(file: TestFile, chosen: Collection[tuple[Family, int]], roll: Roll) -> str:
-    """Return a file's text with one member of each chosen family and no other test.
+def select(file: TestFile, selected: Collection[tuple[Family, int]], roll: Roll) -> str:
+    """Return a file's text with one member of each selected family and no other test.
 
     Args:
         file: The file.
-        chosen: Families of the file, each with the index of a twin; -1 is the test, ``len(twins)`` its reversal.
+        selected: Families of the file, each with the index of a twin; -1 is the test, ``len(twins)`` its reversal.
         roll: Is extended by the file's names.
     """
     members = {}
-    for family, twin in chosen:
-        name = fresh()
+    for family, twin in selected:
+        name = fresh_name()
         roll.members[name] = Member(family, twin, name)
         edits: tuple[Edit, ...] = () if twin < 0 else (*family.twins, family.reversal)[twin]
         members[family.test] = [(name, edits)]

@@ -18,9 +18,9 @@ GIT: Final = (
     "git --literal-pathspecs -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.quotePath=false "
     "-c protocol.allow=never"
 )
-"""git without what a repository's own settings may start, for which a file's name is nothing but that."""
+"""git without what a repository's own settings may start, and with file names taken literally."""
 _GIT_ENV: Final = {
-    # Commands may read the files regardless of their owner; and commits of an agent need a name.
+    # Commands may read the files regardless of their owner; an agent's commits need a name.
     "GIT_CONFIG_COUNT": "1",
     "GIT_CONFIG_KEY_0": "safe.directory",
     "GIT_CONFIG_VALUE_0": "*",
@@ -70,27 +70,27 @@ async def git(box: Sandbox, *arguments: str, max_output: int = 65_536) -> ExecRe
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Paths in a sandbox; a backend without namespaces differs from the spec."""
+class RepositoryPaths:
+    """Paths in a sandbox, which differ from the spec's in a backend without namespaces, and the base commit."""
 
     workdir: str
     temporary: str
     base: str
 
 
-async def prepare(box: Sandbox, instance: Instance) -> Place:
+async def prepare(box: Sandbox, instance: Instance) -> RepositoryPaths:
     """Bring a repository to a row's initial state."""
     if instance.snapshot is None and instance.commit:
         done = await git(box, "checkout", "--quiet", "--force", instance.commit)
         if not done.ok:
             raise EnvError(f"{instance.name}: {instance.image} has no commit {instance.commit!r}: {done.text.strip()}")
-    # A copied file has another time than the index says; "apply --index" takes that for a change of it.
+    # Copied files differ from the index in their time, which "apply --index" would treat as a change.
     refresh = f"{GIT} update-index -q --refresh >/dev/null 2>&1"
     done = await box.exec(f'{refresh}; pwd; echo "${{TMPDIR:-/tmp}}"; {GIT} rev-parse HEAD')
     if not done.ok:
         raise EnvError(f"{instance.name}: {box.spec.workdir} holds no git repository: {done.stderr.decode().strip()}")
     workdir, temporary, base = done.stdout.decode().splitlines()
-    return Place(workdir, temporary, base)
+    return RepositoryPaths(workdir, temporary, base)
 
 
 async def hide_history(box: Sandbox) -> None:
@@ -104,20 +104,20 @@ async def hide_history(box: Sandbox) -> None:
     await box.exec(script, timeout=120.0)
 
 
-async def submission(box: Sandbox, place: Place, *, max_bytes: int) -> tuple[bytes, str]:
+async def submission(box: Sandbox, paths: RepositoryPaths, *, max_bytes: int) -> tuple[bytes, str]:
     """Return the diff since the base commit, and an error text or "".
 
     It includes commits, and new files unless ignored.
     """
     mark = secrets.token_hex(8)
-    index, target = f"{place.temporary}/{mark}.index", f"{place.temporary}/{mark}.diff"
+    index, target = f"{paths.temporary}/{mark}.index", f"{paths.temporary}/{mark}.diff"
     script = (
-        f"export GIT_INDEX_FILE={index}; {GIT} read-tree {place.base} && {GIT} add --all . && "
+        f"export GIT_INDEX_FILE={index}; {GIT} read-tree {paths.base} && {GIT} add --all . && "
         f"{GIT} diff --cached --binary --full-index --no-color --no-ext-diff --no-textconv --no-renames "
-        f"--src-prefix=a/ --dst-prefix=b/ {place.base} > {target}"
+        f"--src-prefix=a/ --dst-prefix=b/ {paths.base} > {target}"
     )
     try:
-        done = await box.exec(script, timeout=120.0, cwd=place.workdir)
+        done = await box.exec(script, timeout=120.0, cwd=paths.workdir)
         if not done.ok:
             return b"", f"the repository returned no diff: {done.text.strip()[-300:]}"
         patch = await box.read_file(target, max_bytes=max_bytes)

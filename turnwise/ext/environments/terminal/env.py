@@ -138,7 +138,7 @@ class TerminalEnv(ToolEnv):
             gone = dict.fromkeys(("tests", "tests_passed", "timed_out", "test_seconds", "tampered"), 0.0)
             return ScoreParts({"score": 0.0}, gone)
         self.log, self.tests = run.log[-4_000:], run.tests
-        good = sum(status.good for status in run.tests.values())
+        good = sum(status.passes for status in run.tests.values())
         metrics = {
             "tests": float(len(run.tests)),
             "tests_passed": float(good),
@@ -168,7 +168,7 @@ class TerminalEnv(ToolEnv):
         statuses = parser_of(self.folder.parser)(log)
         reward = None if done.timed_out else await _reward(box, logs)
         if reward is None:
-            passed = bool(statuses) and all(status.good for status in statuses.values())
+            passed = bool(statuses) and all(status.passes for status in statuses.values())
             reward = float(passed and not done.timed_out)
         return _Run(min(max(reward, 0.0), 1.0), log, statuses, done.timed_out, done.duration)
 

@@ -1,26 +1,32 @@
-"""Comparisons that hold everything for equal, which pass any test that compares."""
+"""Detection of ``__eq__`` methods that are equal to everything, and so pass any assertion of equality."""
 
 import ast
 from typing import Any
 
 
 def equal_to_all(text: str) -> bool:
-    """Whether a text of Python has a comparison that does not look at what it compares with."""
+    """Return whether Python source has an ``__eq__`` that ignores its argument."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    found: Any = [each for each in nodes if isinstance(each, ast.FunctionDef) and each.name == "__eq__"]
+    comparisons: Any = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "__eq__"]
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-            found += [node.value for to in node.targets if isinstance(to, ast.Name) and to.id == "__eq__"]
-            found += [node.value for to in node.targets if isinstance(to, ast.Attribute) and to.attr == "__eq__"]
+            comparisons += [
+                node.value for target in node.targets if isinstance(target, ast.Name) and target.id == "__eq__"
+            ]
+            comparisons += [
+                node.value for target in node.targets if isinstance(target, ast.Attribute) and target.attr == "__eq__"
+            ]
         elif isinstance(node, ast.Dict):
             names = [_constant(key) for key in node.keys]
-            found += [
-                each for at, each in enumerate(node.values) if names[at] == "__eq__" and isinstance(each, ast.Lambda)
+            comparisons += [
+                value
+                for name, value in zip(names, node.values)  # noqa: B905 - older Pythons
+                if name == "__eq__" and isinstance(value, ast.Lambda)
             ]
-    return any(_takes_all(each) for each in found)
+    return any(_ignores_argument(comparison) for comparison in comparisons)
 
 
 def _constant(node: Any) -> Any:
@@ -30,18 +36,18 @@ def _constant(node: Any) -> Any:
         return None
 
 
-def _takes_all(function: Any) -> bool:
-    """Whether a comparison never reads its second argument and reports equality."""
-    names = [each.arg for each in function.args.args]
+def _ignores_argument(function: Any) -> bool:
+    """Return whether a comparison never reads its second argument and returns equality."""
+    names = [argument.arg for argument in function.args.args]
     inner = list(ast.walk(function))
-    if len(names) > 1 and any(isinstance(each, ast.Name) and each.id == names[1] for each in inner):
+    if len(names) > 1 and any(isinstance(node, ast.Name) and node.id == names[1] for node in inner):
         return False
     if isinstance(function, ast.Lambda):
-        said = [function.body]
+        returned = [function.body]
     else:
-        said = [each.value for each in inner if isinstance(each, ast.Return) and each.value is not None]
-    return not all(_says_no(each) for each in said)
+        returned = [node.value for node in inner if isinstance(node, ast.Return) and node.value is not None]
+    return not all(_is_unequal(value) for value in returned)
 
 
-def _says_no(node: Any) -> bool:
+def _is_unequal(node: Any) -> bool:
     return (isinstance(node, ast.Name) and node.id == "NotImplemented") or _constant(node) is False

@@ -1,4 +1,4 @@
-"""A plugin of pytest that reports what became of each test, past the log that tests can write to."""
+"""A plugin of pytest that reports the status of each test through a channel that tests cannot forge."""
 
 import builtins
 import contextlib
@@ -30,8 +30,8 @@ _ALWAYS = (
         "_pytest.mark",
     ),
 )
-"""Modules that are looked at before and after each test; the others with every eighth, since looking takes time."""
-_EIGHTH = 8
+"""Modules inspected before and after each test; the others with every eighth inspection, to save time."""
+_PERIOD = 8
 _HOOKS = (
     "pytest_pyfunc_call",
     "pytest_runtest_protocol",
@@ -49,34 +49,36 @@ _SUSPECT = {
     "sys._getframe": "_getframe",
 }
 _FRAMES = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
-"""What no solution does without need, as the interpreter tells of it, by the word with which it is written."""
-_BETWEEN = ("ctypes", "threading", "bdb", "pdb", "inspect")
-"""Modules that do such things for others."""
+"""Attributes of suspicious access to frames; ``_SUSPECT`` maps audit events to the words that code writes for them."""
+_INTERMEDIARIES = ("ctypes", "threading", "bdb", "pdb", "inspect")
+"""Modules that do such things on behalf of others."""
 
 
 def _functions() -> Any:
-    """Return what may not change, by place: functions and classes of the watched modules, and the functions' code."""
+    """Return the namespaces whose functions (and their code) and classes may not change."""
     modules = {name: module for name, module in list(sys.modules.items()) if name.split(".")[0] in _WATCHED}
     classes: Any = {}
-    found: Any = [_Held("", sys.modules.get, {name: module for name, module in modules.items() if module is not None})]
+    namespaces: Any = [
+        _Namespace("", sys.modules.get, {name: module for name, module in modules.items() if module is not None})
+    ]
     for name, module in modules.items():
-        held: Any = {}
+        members: Any = {}
         for key, value in list(vars(module).items()) if module is not None else ():
             if isinstance(value, types.FunctionType):
-                held[key] = value
+                members[key] = value
             elif isinstance(value, type) and str(value.__module__).split(".")[0] in _WATCHED:
-                held[key] = value
+                members[key] = value
                 classes[id(value)] = value
-        if held:
-            found.append(_Held(name, vars(module).get, held))
+        if members:
+            namespaces.append(_Namespace(name, vars(module).get, members))
     for value in classes.values():
-        parts = {part: inner for part, inner in list(vars(value).items()) if _plain(inner) is not None}
+        parts = {part: inner for part, inner in list(vars(value).items()) if _function_of(inner) is not None}
         if parts:
-            found.append(_Held(value.__module__ + "." + value.__qualname__, vars(value).get, parts))
-    return found
+            namespaces.append(_Namespace(value.__module__ + "." + value.__qualname__, vars(value).get, parts))
+    return namespaces
 
 
-def _plain(value: Any) -> Any:
+def _function_of(value: Any) -> Any:
     """Return the function in a method of a class, or None."""
     inner = getattr(value, "__func__", value)
     return inner if isinstance(inner, types.FunctionType) else None
@@ -86,40 +88,40 @@ _is = operator.is_
 _code = operator.attrgetter("__code__")
 
 
-class _Held:
-    """The functions and classes of one module or class. Looking at all of them takes well below a millisecond."""
+class _Namespace:
+    """The functions and classes of one module or class. Inspecting all of them takes well below a millisecond."""
 
-    def __init__(self, place: str, get: Any, values: Any) -> None:
-        self.place, self._get, self._values = place, get, values
-        self._note()
+    def __init__(self, name: str, get: Any, values: Any) -> None:
+        self.name, self._get, self._values = name, get, values
+        self._snapshot()
 
-    def _note(self) -> None:
-        functions = [each for each in map(_plain, self._values.values()) if each is not None]
+    def _snapshot(self) -> None:
+        functions = [function for function in map(_function_of, self._values.values()) if function is not None]
         self._known = (tuple(self._values), tuple(self._values.values()), functions, list(map(_code, functions)))
 
     def values(self) -> Any:
         return self._values.values()
 
-    def changed(self, own: Any) -> Any:
-        """Return the names of what was replaced; what one part of pytest replaces becomes what has to stay."""
+    def changed(self, replaceable: Any) -> Any:
+        """Return the names of replaced functions; those that pytest itself replaces are recorded as expected."""
         keys, values, functions, codes = self._known
         if all(map(_is, map(self._get, keys), values)) and all(map(_is, map(_code, functions), codes)):
             return []
-        code = {id(function): held for function, held in zip(functions, codes)}  # noqa: B905 - older Pythons
+        code = {id(function): code for function, code in zip(functions, codes)}  # noqa: B905 - older Pythons
         names = []
         for key, value in list(self._values.items()):
-            held, plain = self._get(key), _plain(value)
-            if id(held) in own:
-                self._values[key] = held
-            elif held is not value or (plain is not None and plain.__code__ is not code[id(plain)]):
-                names.append(".".join(part for part in (self.place, key) if part))
+            current, plain = self._get(key), _function_of(value)
+            if id(current) in replaceable:
+                self._values[key] = current
+            elif current is not value or (plain is not None and plain.__code__ is not code[id(plain)]):
+                names.append(".".join(part for part in (self.name, key) if part))
         if not names:
-            self._note()
+            self._snapshot()
         return names
 
 
 def _keeper(path: str) -> Any:
-    """Start the process that keeps the report and alone learns the key; return the connection to it."""
+    """Start the process that holds the report and, alone, the key; return the connection to it."""
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child:
@@ -131,29 +133,29 @@ def _keeper(path: str) -> Any:
         os.setsid()
         if not os.fork():
             ours.close()
-            _keep(path, theirs)
+            _run_keeper(path, theirs)
     finally:
         os._exit(0)
 
 
-def _keep(path: str, connection: Any) -> None:
-    """Read and remove what the judge left for this run, record what is reported, and write the report at the end."""
+def _run_keeper(path: str, connection: Any) -> None:
+    """Read and remove the judge's settings of this run, record messages, and write the report at the end."""
     with open(path, encoding="utf-8") as file:
         settings = json.load(file)
     os.unlink(path)
     with contextlib.suppress(ImportError):
         import ctypes
 
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: its memory is not to be looked into
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes cannot read its memory
     key, word = bytes.fromhex(settings.pop("key")), os.urandom(16).hex()
     connection.sendall(json.dumps(dict(settings, word=word)).encode() + b"\n")
     statuses: Any = {}
     facts: Any = {"line": {}, "seconds": {}}
     wrong: Any = []
-    with connection.makefile("rb") as told:
-        for line in told:
-            said, _, message = line.decode("utf-8", "replace").partition(" ")
-            kind, name, value = json.loads(message) if said == word else ("wrong", "a message of another", None)
+    with connection.makefile("rb") as lines:
+        for line in lines:
+            sender, _, message = line.decode("utf-8", "replace").partition(" ")
+            kind, name, value = json.loads(message) if sender == word else ("wrong", "a message of another", None)
             if kind == "wrong" and name not in wrong:
                 wrong.append(name)
             elif kind == "status" and statuses.get(name) not in ("FAILED", "ERROR"):
@@ -170,24 +172,24 @@ def _keep(path: str, connection: Any) -> None:
 
 
 class _Guard:
-    """Tells what it saw of each test; made once, before the repository is imported."""
+    """Reports the outcome of each test; created once, before the repository is imported."""
 
     def __init__(self, keeper: Any) -> None:
-        with keeper.makefile("rb") as said:
-            settings = json.loads(said.readline().decode())
+        with keeper.makefile("rb") as file:
+            settings = json.loads(file.readline().decode())
         self._keeper = keeper
         self._word = settings["word"].encode()
         self._files = settings["files"]
         self._changed = {os.path.realpath(path): words for path, words in settings["changed"].items()}
         self._functions: Any = []
         self._always: Any = []
-        self._looks = 0
+        self._inspections = 0
         self._builtins: Any = {}
-        self._own: Any = set()
+        self._legacy: Any = set()
         self._hooks: Any = {}
-        self._seen: Any = {}
+        self._passed: Any = {}
         self._pid = os.getpid()
-        self._looking: Any = set()
+        self._inspecting: Any = set()
         self._distributed = False
         self._codes: Any = {}
         self._may_fail: Any = set()
@@ -199,30 +201,30 @@ class _Guard:
     def _complain(self, what: str) -> None:
         self._tell("wrong", what)
 
-    def audit(self, event: str, given: Any) -> None:
-        """Look at what the interpreter tells of: whether a solution does what only a search or a trace needs."""
+    def audit(self, event: str, arguments: Any) -> None:
+        """Handle an audit event: complain if the solution traces, or searches objects or memory."""
         word = _SUSPECT.get(event)
         if word is None and event.startswith("ctypes."):
             word = "ctypes"
-        elif event == "open" and isinstance(given[0], str) and given[0].startswith("/proc/"):
-            word = "/mem" if given[0].endswith("/mem") else None
-        elif event == "object.__getattr__" and given[1] in _FRAMES:
-            word = given[1]
+        elif event == "open" and isinstance(arguments[0], str) and arguments[0].startswith("/proc/"):
+            word = "/mem" if arguments[0].endswith("/mem") else None
+        elif event == "object.__getattr__" and arguments[1] in _FRAMES:
+            word = arguments[1]
         thread = threading.get_ident()
-        if word is None or thread in self._looking:
+        if word is None or thread in self._inspecting:
             return
-        self._looking.add(thread)
+        self._inspecting.add(thread)
         try:
-            path = _asking(sys._getframe(1))
+            path = _requesting_file(sys._getframe(1))
             if path in self._changed and word not in self._changed[path]:
                 self._complain("used by the solution: " + word)
         finally:
-            self._looking.discard(thread)
+            self._inspecting.discard(thread)
 
-    def _look(self, everything: bool) -> None:
-        self._looks += 1
-        for held in self._functions if everything or self._looks % _EIGHTH == 0 else self._always:
-            for name in held.changed(self._own):
+    def _inspect(self, everything: bool) -> None:
+        self._inspections += 1
+        for namespace in self._functions if everything or self._inspections % _PERIOD == 0 else self._always:
+            for name in namespace.changed(self._legacy):
                 self._complain("replaced: " + name)
         for impls in self._hooks.values():
             for impl, function in impls:
@@ -237,16 +239,20 @@ class _Guard:
                     self._complain("changed: " + path)
 
     def watch(self) -> None:
-        """Take what is there as what has to stay."""
+        """Record the functions, classes and builtins that may not change."""
         comparisons = importlib.import_module(__name__.replace("guard_", "comparisons_"))
         self._functions = _functions()
-        self._always = [held for held in self._functions if held.place.startswith(_ALWAYS) or not held.place]
+        self._always = [
+            namespace for namespace in self._functions if namespace.name.startswith(_ALWAYS) or not namespace.name
+        ]
         self._builtins = dict(vars(builtins))
         for path, words in self._changed.items():
             if "__eq__" not in words and comparisons.equal_to_all(_text(path)):
                 self._complain("equal to everything: a class of " + os.path.basename(path))
         # One part of pytest replaces methods of others while it starts.
-        self._own = {id(each) for held in self._functions for each in held.values() if _from_legacy(each)}
+        self._legacy = {
+            id(member) for namespace in self._functions for member in namespace.values() if _from_legacy(member)
+        }
 
     def _impls(self, config: Any, name: str) -> Any:
         caller = getattr(config.hook, name)
@@ -258,7 +264,7 @@ class _Guard:
         self._hooks = {name: self._impls(session.config, name) for name in _HOOKS}
 
     def pytest_collectreport(self, report: Any) -> None:
-        self._look(everything=True)
+        self._inspect(everything=True)
         if report.failed:
             self._tell("status", report.nodeid, "ERROR")
 
@@ -285,30 +291,30 @@ class _Guard:
         if call.excinfo is None or item.nodeid in self._may_fail:
             return
         if isinstance(call.excinfo.value, pytest.xfail.Exception):
-            said = _is_of_tests(_raised_in(call.excinfo.tb))
+            allowed = _is_of_tests(_raised_in(call.excinfo.tb))
         else:
-            said = _marks_itself(item)
-        if said:
+            allowed = _marks_itself(item)
+        if allowed:
             self._may_fail.add(item.nodeid)
 
     @pytest.hookimpl(tryfirst=True, hookwrapper=True)
     def pytest_runtest_call(self, item: Any) -> Any:
-        self._look(everything=False)
+        self._inspect(everything=False)
         for function, code in self._codes.get(item.nodeid, ()):
             if function.__code__ is not code:
                 self._complain("replaced: the code of " + item.nodeid)
         if "runtest" in vars(item):
             self._complain("replaced: runtest of " + item.nodeid)
-        known = {id(impl) for impl, _ in self._hooks["pytest_pyfunc_call"]}
+        hooks = {id(impl) for impl, _ in self._hooks["pytest_pyfunc_call"]}
         for impl, _ in self._impls(item.config, "pytest_pyfunc_call"):
-            if id(impl) not in known and not str(getattr(impl.plugin, "__file__", "")).endswith("conftest.py"):
+            if id(impl) not in hooks and not str(getattr(impl.plugin, "__file__", "")).endswith("conftest.py"):
                 self._complain("added: a hook of pytest")
         began, worked = time.monotonic(), time.process_time()
         outcome = yield
         took, worked = time.monotonic() - began, time.process_time() - worked
-        self._look(everything=False)
-        self._seen[item.nodeid] = outcome.excinfo is None and not getattr(item, "_excinfo", None)
-        # Of a quick test what it computed: a busy machine does not count.
+        self._inspect(everything=False)
+        self._passed[item.nodeid] = outcome.excinfo is None and not getattr(item, "_excinfo", None)
+        # Processor time of a quick test, so that a busy machine does not count.
         self._tell("seconds", item.nodeid, took if took > 1.0 else worked)
 
     @pytest.hookimpl(trylast=True)
@@ -320,7 +326,7 @@ class _Guard:
             expected = self._distributed or report.nodeid in self._may_fail
             status = ("XFAIL" if expected else "FAILED") if hasattr(report, "wasxfail") else "SKIPPED"
         elif report.when == "call" and not hasattr(report, "wasxfail"):
-            seen = self._distributed or self._seen.get(report.nodeid, False)
+            seen = self._distributed or self._passed.get(report.nodeid, False)
             status = "PASSED" if seen else "FAILED"
         if status is not None:
             self._tell("status", report.nodeid, status)
@@ -329,7 +335,7 @@ class _Guard:
     def pytest_sessionfinish(self, exitstatus: Any) -> None:
         if os.getpid() != self._pid:
             return
-        self._look(everything=True)
+        self._inspect(everything=True)
         self._tell("end", "", int(exitstatus))
         with contextlib.suppress(OSError):
             self._keeper.shutdown(socket.SHUT_WR)
@@ -341,12 +347,12 @@ def _real(path: str) -> str:
     return str(os.path.realpath(path))
 
 
-def _asking(frame: Any) -> str:
-    """Return the file of the code that asks for something, be it through others or by code that it made."""
+def _requesting_file(frame: Any) -> str:
+    """Return the file of the code behind a request, past intermediaries and generated code."""
     while frame is not None:
         path = frame.f_code.co_filename
         name = str(frame.f_globals.get("__name__")).split(".")[0]
-        if not path.startswith("<") and name not in _BETWEEN:
+        if not path.startswith("<") and name not in _INTERMEDIARIES:
             return _real(path)
         frame = frame.f_back
     return ""
@@ -368,29 +374,32 @@ def _code_of(function: Any) -> Any:
 
 
 def _marked(item: Any) -> bool:
-    """Whether a test is marked as one that fails."""
+    """Return whether a test is marked as an expected failure."""
     if any(True for _ in item.iter_markers("xfail")):
         return True
     owners = getattr(getattr(item, "cls", None), "__mro__", ())
-    places = [getattr(item, "function", None), *(each for each in owners if each.__module__ != "unittest.case")]
-    return any("__unittest_expecting_failure__" in getattr(place, "__dict__", ()) for place in places)
+    owners_of_marks = [
+        getattr(item, "function", None),
+        *(owner for owner in owners if owner.__module__ != "unittest.case"),
+    ]
+    return any("__unittest_expecting_failure__" in getattr(owner, "__dict__", ()) for owner in owners_of_marks)
 
 
 def _marks_itself(item: Any) -> bool:
-    """Whether a test, or a fixture of it, puts marks on it while it runs."""
+    """Return whether a test, or a fixture of it, adds marks to it while it runs."""
     named = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-    functions = [getattr(item, "function", None), *(each.func for several in named.values() for each in several)]
+    functions = [getattr(item, "function", None), *(fixture.func for several in named.values() for fixture in several)]
     names = {name for function in functions for _, code in _code_of(function) for name in code.co_names}
     return bool(names & {"applymarker", "add_marker"})
 
 
 def _raised_in(trace: Any) -> str:
     """Return the file of the code that called pytest."""
-    inside, found = os.path.dirname(sys.modules["_pytest"].__file__ or ""), ""
+    internals, caller = os.path.dirname(sys.modules["_pytest"].__file__ or ""), ""
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        found, trace = (found if path.startswith(inside) else path), trace.tb_next
-    return found
+        caller, trace = (caller if path.startswith(internals) else path), trace.tb_next
+    return caller
 
 
 def _line_of(item: Any, trace: Any) -> int:
@@ -404,7 +413,7 @@ def _line_of(item: Any, trace: Any) -> int:
 
 
 def _is_of_tests(path: str) -> bool:
-    """Whether a file is one that no solution brings along: those are put back before the tests run."""
+    """Return whether a file belongs to the tests, which are restored before they run."""
     parts = os.path.relpath(path).lower().split(os.sep)
     name = parts[-1]
     if name.startswith("test_") or name.endswith("_test.py") or name in ("conftest.py", "tests.py"):
@@ -433,18 +442,18 @@ def _digest(path: str) -> str:
         return ""
 
 
-def _begin() -> Any:
+def _start() -> Any:
     path = os.environ.pop("TURNWISE_REPORT", "")
     return _Guard(_keeper(path)) if os.path.exists(path) else None
 
 
-# Now: what is imported later does not find the key.
-_GUARD = _begin()
+# At import: later modules must not find the key.
+_GUARD = _start()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Begin to watch, after installed plugins were loaded, some of which change pytest, and before any conftest.py."""
+    """Start watching after installed plugins, some of which change pytest, and before any conftest.py."""
     if _GUARD is not None:
         _GUARD.watch()
         if "addaudithook" in vars(sys):  # new in Python 3.8
@@ -452,8 +461,8 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Begin to report; a process that the judge did not start has nothing to report."""
+    """Register the guard; a process that the judge did not start has none."""
     if _GUARD is not None:
         config.pluginmanager.register(_GUARD, "turnwise-guard")
-        # Not to be found by its name.
+        # Code of the repository must not find it by its name.
         sys.modules.pop(__name__, None)
