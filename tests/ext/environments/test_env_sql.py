@@ -23,15 +23,15 @@ from turnwise.config import load_config
 from turnwise.envs import close_env, make, play_solution, reset_env, schemas, score_env, step_env
 from turnwise.errors import ConfigError, RegistryError, TaskError, ToolError
 from turnwise.ext.checks.environment import check_env
-from turnwise.ext.environments.sql.database import SCHEMAS, Database, Result, made, opened
+from turnwise.ext.environments.sql.database import SCHEMAS, Database, Result, create_database, open_file
 from turnwise.ext.environments.sql.gold import (
     MOST_ROWS,
+    is_informative,
     is_ordered,
     is_right,
     question_of,
     same_result,
-    says_something,
-    submitted,
+    submitted_query,
 )
 from turnwise.ext.environments.sql.tasks import SPLITS, tasks
 from turnwise.inference.scripted import ScriptedClient
@@ -66,7 +66,7 @@ async def answer(env, name, **arguments):
 
 @pytest.fixture
 def shop():
-    with closing(made("shop", 1)) as database:
+    with closing(create_database("shop", 1)) as database:
         yield database
 
 
@@ -84,7 +84,7 @@ def the_task(n=0, **arguments):
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_database_is_drawn_from_its_seed_and_keeps_its_references(name):
     def content(seed):
-        with closing(made(name, seed)) as database:
+        with closing(create_database(name, seed)) as database:
             return {table: rows_of(database, f"SELECT * FROM {table}") for table in database.tables}
 
     first = content(3)
@@ -166,7 +166,7 @@ def test_a_result_is_bounded_as_a_whole_and_the_next_query_runs(shop):
 
 def test_steps_are_limited_so_that_the_same_query_ends_the_same_way_everywhere():
     count = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r LIMIT {}) SELECT MAX(x) FROM r"
-    with closing(made("shop", 1, steps=200_000)) as database:
+    with closing(create_database("shop", 1, steps=200_000)) as database:
         assert rows_of(database, count.format(5_000)) == [(5_000,)]
         with pytest.raises(ToolError, match="takes too long"):
             database.query(count.format(50_000), most_rows=5)
@@ -184,7 +184,7 @@ def test_reads_of_every_kind_are_allowed(shop):
 
 
 def test_closing_ends_the_query_that_runs_in_another_thread():
-    database = made("shop", 1, steps=10**12)
+    database = create_database("shop", 1, steps=10**12)
     running = threading.Event()
     ended = []
 
@@ -240,10 +240,10 @@ def test_every_question_can_be_run_and_is_asked_in_one_split(name):
     assert all("{" not in question + gold for question, gold in found)
     answered = Counter()
     for seed in range(2):
-        with closing(made(name, seed)) as database:
+        with closing(create_database(name, seed)) as database:
             for template in schema.templates:
                 answered[template.gold] += sum(
-                    says_something(database.query(gold, most_rows=MOST_ROWS)) for _, gold in template.filled()
+                    is_informative(database.query(gold, most_rows=MOST_ROWS)) for _, gold in template.filled()
                 )
     assert min(answered.values()) > 0, "a template that no database answers is never asked"
 
@@ -278,7 +278,7 @@ async def test_the_gold_query_is_worth_1_and_its_result_written_down_nothing():
     for task in tasks(60, split="test"):
         env = await begun(task)
         assert (await play_solution(env))[-1][1].reward == 1.0
-        with closing(made(task.data["schema"], task.data["database"])) as database:
+        with closing(create_database(task.data["schema"], task.data["database"])) as database:
             rows = rows_of(database, task.data["gold"])
         written = " UNION ALL ".join("SELECT " + ", ".join(map(_literal, row)) for row in rows)
         await reset_env(env, task, seed=0)
@@ -384,9 +384,9 @@ def test_a_query_is_ordered_by_its_outermost_order_by(sql, ordered):
 
 
 def test_the_query_of_a_message_is_its_last_block():
-    assert submitted("SELECT 1;") == "SELECT 1"
-    assert submitted("a\n```sql\nSELECT 1\n```\nb\n```\nSELECT 2 ;\n```\n") == "SELECT 2"
-    assert submitted("```sqlite\nSELECT 1") == "```sqlite\nSELECT 1"
+    assert submitted_query("SELECT 1;") == "SELECT 1"
+    assert submitted_query("a\n```sql\nSELECT 1\n```\nb\n```\nSELECT 2 ;\n```\n") == "SELECT 2"
+    assert submitted_query("```sqlite\nSELECT 1") == "```sqlite\nSELECT 1"
 
 
 # Tools.
@@ -557,7 +557,7 @@ async def test_it_passes_the_doctor_with_a_file(files):
 
 def test_a_file_is_opened_by_any_name(files):
     (files / "one.sqlite").rename(files / "a b?c#d%20.sqlite")
-    with closing(opened(str(files / "a b?c#d%20.sqlite"), "here")) as database:
+    with closing(open_file(str(files / "a b?c#d%20.sqlite"), "here")) as database:
         assert rows_of(database, GOLD) == [(2,)]
 
 

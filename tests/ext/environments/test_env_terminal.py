@@ -13,7 +13,7 @@ from turnwise.envs.results import Remark
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, RegistryError, TaskError
 from turnwise.ext.environments.terminal import TerminalEnv, read_folder, tasks
-from turnwise.ext.environments.terminal.altered import NOTHING, altered_tests, keep_tests, known_tests
+from turnwise.ext.environments.terminal.altered import NO_TESTS, altered_tests, cache_tests, cached_tests
 from turnwise.tasks import load_tasks
 
 
@@ -61,7 +61,7 @@ def test_terminal_bench(tmp_path):
         ({"task_dot_toml": "[verifier.env]\nA = '${NOT_SET_HERE}'"}, r"verifier\.env\.A is .*NOT_SET_HERE is not set"),
         ({"task_dot_toml": "[[steps]]\nname = 'one'"}, r"needs several steps \(steps\), which an environment with one"),
         ({"task_dot_toml": "[environment]\ngpus = 1\nos = 'windows'"}, r"GPUs \(environment\.gpus\), Windows"),
-        ({"task_dot_toml": "[verifier.environment]\ncpus = 1"}, "an environment of its own for the tests"),
+        ({"task_dot_toml": "[verifier.environment]\ncpus = 1"}, "a separate environment for the tests"),
         ({"environment__docker-compose_dot_yaml": "services: {}"}, "several containers"),
     ],
 )
@@ -178,9 +178,9 @@ async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monke
 async def test_a_sandbox_in_which_the_solution_fails_says_nothing_for_the_next_process(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = read_folder(written(tmp_path / "number", **NUMBER))
-    keep_tests(folder, NOTHING)
-    assert known_tests(folder) == NOTHING
+    cache_tests(folder, NO_TESTS)
+    assert cached_tests(folder) == NO_TESTS
     assert not (tmp_path / "cache").exists()
-    keep_tests(folder, found := altered_tests(folder))
+    cache_tests(folder, found := altered_tests(folder))
     assert found.names == ("test_n.py::test_n",)
     assert len(list((tmp_path / "cache" / "turnwise" / "twins").iterdir())) == 1

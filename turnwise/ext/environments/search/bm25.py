@@ -22,9 +22,9 @@ class Index:
     def __init__(self, passages: Sequence[Passage]) -> None:
         """Index passages by title and text."""
         package = bm25s()
-        self.passages = {each.id: each for each in passages}
+        self.passages = {passage.id: passage for passage in passages}
         self._ordered = list(passages)
-        tokens = _tokens([f"{each.title}\n{each.text}" for each in passages])
+        tokens = _tokens([f"{passage.title}\n{passage.text}" for passage in passages])
         if not any(tokens):
             raise ConfigError("the corpus has no passage with a word in it")
         self._bm25: Any = package.BM25(method="lucene", k1=1.5, b=0.75)
@@ -41,18 +41,18 @@ class Index:
 
 def _best(scores: Any, k: int) -> Any:
     """Return the indices of the ``k`` largest scores, ties by index, without a full sort."""
-    least = np.partition(scores, -k)[-k]
-    found = np.flatnonzero(scores >= least)
-    return found[np.argsort(-scores[found], kind="stable")][:k]
+    threshold = np.partition(scores, -k)[-k]
+    candidates = np.flatnonzero(scores >= threshold)
+    return candidates[np.argsort(-scores[candidates], kind="stable")][:k]
 
 
 def _tokens(texts: list[str]) -> list[list[str]]:
-    found: list[list[str]] = bm25s().tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
-    return found
+    tokens: list[list[str]] = bm25s().tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
+    return tokens
 
 
 def bm25s() -> Any:
-    """Return the package. Raises MissingExtraError where it is not installed."""
+    """Return the package. Raises MissingExtraError if it is not installed."""
     try:
         import bm25s as package
     except ImportError as error:

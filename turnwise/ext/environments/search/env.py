@@ -13,7 +13,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, TaskError, ToolError, shown
 from turnwise.ext.environments.search.bm25 import Index, bm25s, index_of_encyclopedia, index_of_file
 from turnwise.ext.environments.search.encyclopedia import SPLITS
-from turnwise.ext.environments.search.tasks import accepted_of, answer_in, drawn, exact, f1
+from turnwise.ext.environments.search.tasks import accepted_of, answer_in, draw_task, exact, f1
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
@@ -63,7 +63,7 @@ class SearchEnv(ToolEnv):
             raise TaskError(
                 "a corpus of your own needs tasks: turnwise.ext.environments.search:qa_tasks?path=rows.jsonl"
             )
-        task = drawn(seed) if task is None else task
+        task = draw_task(seed) if task is None else task
         self.task = task
         where = f"task {task.id!r}: data"
         self.accepted = accepted_of(task.data, where)
@@ -76,8 +76,8 @@ class SearchEnv(ToolEnv):
     @function_tool(concurrent=True)
     def search(self, query: Annotated[str, "words to look for"], k: Annotated[int, Field(ge=1, le=20)] = 5) -> str:
         """The passages that fit best: id, title and the beginning of the text."""
-        found = self.index.search(query, k)
-        lines = [f"[{each.id}] {each.title}: {_beginning(each.text)}" for each in found]
+        passages = self.index.search(query, k)
+        lines = [f"[{passage.id}] {passage.title}: {_beginning(passage.text)}" for passage in passages]
         return "\n".join(lines) or "nothing was found: use other words"
 
     @function_tool("open", inline=True, max_output=8_000)
@@ -95,7 +95,7 @@ class SearchEnv(ToolEnv):
 
     def solve(self) -> Solution:
         """Open the articles that lead to the answer, and answer."""
-        ids = {each.title: each.id for each in self.index.passages.values()}
+        ids = {passage.title: passage.id for passage in self.index.passages.values()}
         for title in self.task.data.get("path", ()):
             yield tool_call("search", query=title)
             if title in ids:

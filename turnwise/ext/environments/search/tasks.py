@@ -19,29 +19,29 @@ from turnwise.ext.environments.search.encyclopedia import SPLITS, Town, Work, en
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 
-# Before the colon nothing but one line is looked at: else a text of blank lines takes time in the square of its length.
+# The part before the colon stays on one line: else blank lines would take quadratic time.
 _ANSWER: Final = re.compile(r"^[^\w\n]*(?:final )?answer[^\w\n]*:\W*(.*)$", re.IGNORECASE | re.MULTILINE)
 _ARTICLES: Final = frozenset(("a", "an", "the"))
 
 
 def answer_in(text: str) -> str:
     """Return what follows the last ``Answer:`` of a message, or all of it."""
-    found: list[str] = _ANSWER.findall(text)
-    return found[-1] if found else text
+    answers: list[str] = _ANSWER.findall(text)
+    return answers[-1] if answers else text
 
 
 def words(text: str) -> list[str]:
     """Return the normalised words of a text: NFKC, without case, punctuation, thousands separators and articles."""
     plain = unicodedata.normalize("NFKC", text).casefold()
     plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", plain)
-    found = re.findall(r"\w+", plain)
-    # An answer that is an article, such as the choice A, is not the same as none.
-    return [each for each in found if each not in _ARTICLES] or found
+    tokens = re.findall(r"\w+", plain)
+    # An answer that is only an article, such as the choice A, must not become empty.
+    return [token for token in tokens if token not in _ARTICLES] or tokens
 
 
 def exact(answer: str, accepted: Sequence[str]) -> float:
-    """Return 1 where the answer has the words of an accepted one, else 0."""
-    return float(any(words(answer) == words(each) for each in accepted))
+    """Return 1 if the answer has the words of an accepted one, else 0."""
+    return float(any(words(answer) == words(answer_text) for answer_text in accepted))
 
 
 def f1(answer: str, accepted: Sequence[str]) -> float:
@@ -50,7 +50,7 @@ def f1(answer: str, accepted: Sequence[str]) -> float:
     ``F1 = 2c / (p + g)`` with p words in the answer, g in the accepted one and c in common, counted with multiplicity,
     as in SQuAD (Rajpurkar et al. 2016).
     """
-    return max((_f1(words(answer), words(each)) for each in accepted), default=0.0)
+    return max((_f1(words(answer), words(answer_text)) for answer_text in accepted), default=0.0)
 
 
 def _f1(answer: list[str], accepted: list[str]) -> float:
@@ -76,15 +76,15 @@ def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task
         raise TaskError(f"search has no split {shown(split)}: it has {', '.join(SPLITS)}")
     for index in range(n):
         volume = stable_hash("search", seed, index // _PER_ENCYCLOPEDIA)
-        found = questions(split, volume)[index % _PER_ENCYCLOPEDIA]
-        yield _task(f"search-{split}-{seed}-{index}", found, split, volume)
+        question = questions(split, volume)[index % _PER_ENCYCLOPEDIA]
+        yield _task(f"search-{split}-{seed}-{index}", question, split, volume)
 
 
-def drawn(seed: int | None) -> Task:
+def draw_task(seed: int | None) -> Task:
     """Return the task drawn from a seed, or a random one for None; all share one encyclopedia."""
     number = random.getrandbits(63) if seed is None else seed
-    found = questions("train", 0)
-    return _task(f"search-seed-{number}", found[stable_hash("search", number) % len(found)], "train", 0)
+    candidates = questions("train", 0)
+    return _task(f"search-seed-{number}", candidates[stable_hash("search", number) % len(candidates)], "train", 0)
 
 
 def _task(name: str, question: Question, split: str, volume: int) -> Task:
@@ -132,10 +132,10 @@ def _row_task(line: bytes, where: str, name: str, question: str, answer: str) ->
 def accepted_of(data: dict[str, Any], where: str) -> list[str]:
     """Return the accepted answers of a task's data."""
     answer = data.get("answer")
-    found = [answer] if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else answer
-    if not isinstance(found, list) or not found or not all(isinstance(each, (str, int, float)) for each in found):
+    answers = [answer] if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else answer
+    if not isinstance(answers, list) or not answers or not all(isinstance(text, (str, int, float)) for text in answers):
         raise TaskError(f"{where}: field 'answer' is {shown(answer)}: it must be an accepted string or a list of them")
-    texts = [str(each) for each in found]
+    texts = [str(text) for text in answers]
     if not all(words(text) for text in texts):
         raise TaskError(
             f"{where}: field 'answer' is {shown(answer)}: an accepted answer is empty, or has no letter and no digit "
@@ -148,32 +148,32 @@ def accepted_of(data: dict[str, Any], where: str) -> list[str]:
 def questions(split: str, seed: int) -> tuple[Question, ...]:
     """Return the questions of an encyclopedia, shuffled: at least a thousand."""
     book = encyclopedia(split, seed)
-    found = [question for work in book.works for question in _about_work(work)]
-    found += [question for town in book.towns for question in _about_town(town)]
-    random.Random(stable_hash("search questions", split, seed)).shuffle(found)
-    return tuple(found)
+    pool = [question for work in book.works for question in _about_work(work)]
+    pool += [question for town in book.towns for question in _about_town(town)]
+    random.Random(stable_hash("search questions", split, seed)).shuffle(pool)
+    return tuple(pool)
 
 
 def _about_work(work: Work) -> Iterator[Question]:
     maker, town, birthplace = work.maker, work.town, work.maker.town
     name, title = work.name, work.name[0].upper() + work.name[1:]
     river = birthplace.river
-    made = {"building": "designed", "company": "founded", "book": "wrote"}[work.kind]
+    verb = {"building": "designed", "company": "founded", "book": "wrote"}[work.kind]
     by = (title, maker.name)
-    yield Question(f"In which year was the person born who {made} {name}?", str(maker.born), by)
-    yield Question(f"In which town was the person born who {made} {name}?", birthplace.name, by)
-    text = f"Who is the mayor of the town in which the person was born who {made} {name}?"
+    yield Question(f"In which year was the person born who {verb} {name}?", str(maker.born), by)
+    yield Question(f"In which town was the person born who {verb} {name}?", birthplace.name, by)
+    text = f"Who is the mayor of the town in which the person was born who {verb} {name}?"
     yield Question(text, birthplace.mayor, (*by, birthplace.name))
-    text = f"On which river lies the birthplace of the person who {made} {name}?"
+    text = f"On which river lies the birthplace of the person who {verb} {name}?"
     yield Question(text, river.name, (*by, birthplace.name))
-    place = {
+    town_phrase = {
         "building": f"the town in which {name} stands",
         "company": f"the town in which {name} has its seat",
         "book": f"the town that the book {name} is about",
     }[work.kind]
-    yield Question(f"In which year was {place} founded?", str(town.founded), (title, town.name))
+    yield Question(f"In which year was {town_phrase} founded?", str(town.founded), (title, town.name))
     here = town.river
-    text = f"How many kilometres long is the river on which {place} lies?"
+    text = f"How many kilometres long is the river on which {town_phrase} lies?"
     yield Question(text, str(here.length), (title, town.name, here.name[0].upper() + here.name[1:]))
 
 

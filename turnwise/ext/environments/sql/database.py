@@ -18,26 +18,26 @@ from turnwise.errors import TaskError, ToolError
 from turnwise.ext.environments.sql.schemas import FLIGHTS, LIBRARY, SCHOOL, SHOP, Rows, Schema
 from turnwise.seeding import stable_hash
 
-SCHEMAS: Final[dict[str, Schema]] = {each.name: each for each in (SHOP, SCHOOL, LIBRARY, FLIGHTS)}
-"""The databases that are made in place, by name."""
+SCHEMAS: Final[dict[str, Schema]] = {schema.name: schema for schema in (SHOP, SCHOOL, LIBRARY, FLIGHTS)}
+"""The generated databases, by name."""
 
 MOST_STEPS: Final = 10_000_000
 """Instructions of SQLite's machine that a query may take: the same on every machine, mostly less than half a second."""
 SECONDS_PER_STEP: Final = 1.5 / 10_000_000
-"""Processor time that a step may take on average. Only queries that are made to be slow come so far."""
+"""Processor time that a step may take on average. Only deliberately slow queries reach it."""
 LONGEST_VALUE: Final = 4_096
-"""Bytes of a text, a blob or a row in a database that is made here: what a query can pile up is bounded by it."""
+"""Bytes of a text, a blob or a row in a generated database; bounds what a query can accumulate."""
 LONGEST_VALUE_IN_FILES: Final = 1_000_000
 LONGEST_QUERY: Final = 10_000
 MOST_COLUMNS: Final = 200
 """Columns of a result."""
 LARGEST_RESULT: Final = 32_000_000
-"""Bytes of the rows of a result: each value may be short and all of them together more than there is memory."""
+"""Bytes of the rows of a result: many short values could still exceed the memory."""
 
-_STEPS_BETWEEN_LOOKS: Final = 1_000
+_STEPS_BETWEEN_CALLS: Final = 1_000
 _BYTES_PER_VALUE: Final = 32
 _READS: Final = frozenset((sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE))
-# What answers differently each time, or reaches out of the database.
+# Nondeterministic functions, and those that reach outside the database.
 _FORBIDDEN_FUNCTIONS: Final = frozenset(
     ("random", "randomblob", "load_extension", "current_date", "current_time", "current_timestamp", "fts3_tokenizer")
 )
@@ -74,17 +74,17 @@ class Database:
         self._closed = False
         connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
         connection.execute("PRAGMA query_only = ON")
-        for limit, most in (
+        for limit, maximum in (
             (sqlite3.SQLITE_LIMIT_LENGTH, longest_value),
             (sqlite3.SQLITE_LIMIT_SQL_LENGTH, LONGEST_QUERY),
             (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
             (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 200),
             (sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 200),
         ):
-            connection.setlimit(limit, most)
-        found = connection.execute("SELECT name, sql FROM sqlite_schema WHERE type IN ('table', 'view') ORDER BY name")
-        self.tables: dict[str, str] = {name: sql for name, sql in found if not name.startswith("sqlite_")}
-        # Now that the tables are read: one of a file may have more columns.
+            connection.setlimit(limit, maximum)
+        tables = connection.execute("SELECT name, sql FROM sqlite_schema WHERE type IN ('table', 'view') ORDER BY name")
+        self.tables: dict[str, str] = {name: sql for name, sql in tables if not name.startswith("sqlite_")}
+        # After reading the tables: those of a file may have more columns.
         connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, MOST_COLUMNS)
         connection.set_authorizer(_authorize)
 
@@ -92,15 +92,15 @@ class Database:
         """Run one query.
 
         Raises:
-            ToolError: It does not only read, is wrong, or exceeds a limit; the message is for the model.
+            ToolError: The query writes, is wrong, or exceeds a limit; the message is for the model.
         """
         with self._lock, self._limited():
             try:
                 with closing(self._connection.execute(sql)) as cursor:
                     if cursor.description is None:
                         raise ToolError("this is not a query: write one SELECT statement")
-                    rows = _fetched(cursor, most_rows + 1)
-                    columns = tuple(str(each[0]) for each in cursor.description)
+                    rows = _fetch_rows(cursor, most_rows + 1)
+                    columns = tuple(str(column[0]) for column in cursor.description)
             except sqlite3.DatabaseError as error:
                 raise ToolError(_explained(error)) from error
             except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
@@ -119,12 +119,12 @@ class Database:
             raise ToolError("the database is closed")
         steps, until = 0, time.thread_time() + self.steps * SECONDS_PER_STEP
 
-        def look() -> bool:
+        def exceeds_limit() -> bool:
             nonlocal steps
-            steps += _STEPS_BETWEEN_LOOKS
+            steps += _STEPS_BETWEEN_CALLS
             return self._closed or steps > self.steps or time.thread_time() > until
 
-        self._connection.set_progress_handler(look, _STEPS_BETWEEN_LOOKS)
+        self._connection.set_progress_handler(exceeds_limit, _STEPS_BETWEEN_CALLS)
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ class Database:
                 self._connection.set_progress_handler(None, 0)
 
 
-def _fetched(cursor: sqlite3.Cursor, most_rows: int) -> list[tuple[Any, ...]]:
+def _fetch_rows(cursor: sqlite3.Cursor, most_rows: int) -> list[tuple[Any, ...]]:
     rows: list[tuple[Any, ...]] = []
     size = 0
     for row in itertools.islice(cursor, most_rows):
@@ -161,7 +161,7 @@ def _explained(error: sqlite3.DatabaseError) -> str:
     return text
 
 
-def made(schema: str, seed: int, *, steps: int = MOST_STEPS) -> Database:
+def create_database(schema: str, seed: int, *, steps: int = MOST_STEPS) -> Database:
     """Create an in-memory database, determined by the seed."""
     kind = SCHEMAS[schema]
     connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
@@ -178,7 +178,7 @@ def _rows(schema: str, seed: int) -> Rows:
     return SCHEMAS[schema].rows(random.Random(stable_hash("sql", schema, seed)))
 
 
-def opened(path: str, where: str, *, steps: int = MOST_STEPS) -> Database:
+def open_file(path: str, where: str, *, steps: int = MOST_STEPS) -> Database:
     """Open a database file for reading.
 
     Args:

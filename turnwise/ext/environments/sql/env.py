@@ -10,8 +10,8 @@ from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, ToolError, shown
 from turnwise.ext.environments.sql.database import MOST_STEPS, Database, Result
-from turnwise.ext.environments.sql.gold import Question, is_right, question_of, submitted
-from turnwise.ext.environments.sql.tasks import drawn
+from turnwise.ext.environments.sql.gold import Question, is_right, question_of, submitted_query
+from turnwise.ext.environments.sql.tasks import draw_task
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
@@ -30,7 +30,7 @@ _LONGEST_CELL: Final = 120
 class SqlEnv(ToolEnv):
     """Asks a question about a database; the answer is a query.
 
-    The score is 1 where the query has the gold query's result, on this database and on a second one with other rows;
+    The score is 1 if the query has the gold query's result, on this database and on a second one with other rows;
     else 0. Column names do not count, row order only where the gold query sorts.
     """
 
@@ -57,8 +57,8 @@ class SqlEnv(ToolEnv):
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Open the database of the task; without a task, one is drawn from the seed."""
-        self._drop()
-        task = drawn(seed) if task is None else task
+        self._close_database()
+        task = draw_task(seed) if task is None else task
         self.question = question_of(task)
         self._open_database = self.database = self.question.open(steps=self.max_steps)
         opening = task.messages()
@@ -83,11 +83,11 @@ class SqlEnv(ToolEnv):
     @function_tool(max_output=8_000)
     def query(self, sql: Annotated[str, "one SELECT statement"]) -> str:
         """The result of a query. The database is read-only, and long results are cut."""
-        return _table(self.database.query(submitted(sql), most_rows=self.max_rows))
+        return _table(self.database.query(submitted_query(sql), most_rows=self.max_rows))
 
     def score(self, final: Message | None) -> float:
-        """1 where the query in the message is right, else 0."""
-        sql = "" if final is None else submitted(text_of(final))
+        """1 if the query in the message is right, else 0."""
+        sql = "" if final is None else submitted_query(text_of(final))
         return float(bool(sql) and is_right(self.question, self.database, sql))
 
     def solve(self) -> Solution:
@@ -97,17 +97,17 @@ class SqlEnv(ToolEnv):
         yield f"```sql\n{self.question.gold}\n```"
 
     async def fork(self) -> Env:
-        """Return a fork with a connection of its own: a connection answers one query at a time."""
-        made = cast("SqlEnv", await super().fork())
-        made._open_database = made.database = made.question.open(steps=made.max_steps)
-        return made
+        """Return a fork with a separate connection, since a connection answers one query at a time."""
+        copy = cast("SqlEnv", await super().fork())
+        copy._open_database = copy.database = copy.question.open(steps=copy.max_steps)
+        return copy
 
     async def close(self) -> None:
         """Close the database."""
         await super().close()
-        self._drop()
+        self._close_database()
 
-    def _drop(self) -> None:
+    def _close_database(self) -> None:
         if self._open_database is not None:
             self._open_database.close()
             self._open_database = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from turnwise.errors import TaskError, ToolError, shown
-from turnwise.ext.environments.sql.database import SCHEMAS, Database, Result, made, opened
+from turnwise.ext.environments.sql.database import SCHEMAS, Database, Result, create_database, open_file
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 
@@ -25,7 +25,7 @@ _QUOTED: Final = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|--[^\n]*")
 Row = tuple[Any, ...]
 
 
-def submitted(text: str) -> str:
+def submitted_query(text: str) -> str:
     """Return the query in a message: its last fenced block, or all of it."""
     blocks: list[str] = _FENCE.findall(text)
     return (blocks[-1] if blocks else text).strip().rstrip(";").strip()
@@ -39,37 +39,37 @@ def is_ordered(sql: str) -> bool:
     return re.search(r"\border\s+by\b", text, re.IGNORECASE) is not None
 
 
-def same_result(found: Result, gold: Result, *, ordered: bool) -> bool:
+def same_result(result: Result, gold: Result, *, ordered: bool) -> bool:
     """Compare a result with the gold one: the same columns in order, whatever their names, and the same multiset of
     rows.
 
     Args:
-        found: The submitted result.
+        result: The submitted result.
         gold: The gold result.
         ordered: Whether row order counts.
     """
-    if len(found.columns) != len(gold.columns) or len(found.rows) != len(gold.rows) or found.more != gold.more:
+    if len(result.columns) != len(gold.columns) or len(result.rows) != len(gold.rows) or result.more != gold.more:
         return False
     if ordered:
-        return all(_same_row(one, other) for one, other in zip(found.rows, gold.rows, strict=True))
-    left = sorted(found.rows, key=_rank)
+        return all(_same_row(row, expected) for row, expected in zip(result.rows, gold.rows, strict=True))
+    unmatched = sorted(result.rows, key=_rank)
     for row in sorted(gold.rows, key=_rank):
-        # Sorted, the counterpart is nearly always the first one that is left.
-        match = next((index for index, each in enumerate(left) if _same_row(each, row)), None)
+        # Sorted, the counterpart is nearly always the first one left.
+        match = next((index for index, candidate in enumerate(unmatched) if _same_row(candidate, row)), None)
         if match is None:
             return False
-        del left[match]
+        del unmatched[match]
     return True
 
 
-def _same_row(found: Row, gold: Row) -> bool:
-    return all(_same_value(one, other) for one, other in zip(found, gold, strict=True))
+def _same_row(row: Row, gold: Row) -> bool:
+    return all(_same_value(value, expected) for value, expected in zip(row, gold, strict=True))
 
 
-def _same_value(found: Any, gold: Any) -> bool:
-    if isinstance(gold, float) and isinstance(found, (int, float)):
-        return math.isclose(found, gold, rel_tol=1e-6, abs_tol=TOLERANCE)
-    return type(found) in _ALIKE.get(type(gold), (type(gold),)) and bool(found == gold)
+def _same_value(value: Any, gold: Any) -> bool:
+    if isinstance(gold, float) and isinstance(value, (int, float)):
+        return math.isclose(value, gold, rel_tol=1e-6, abs_tol=TOLERANCE)
+    return type(value) in _ALIKE.get(type(gold), (type(gold),)) and bool(value == gold)
 
 
 # 3.0 is 3; a text is never a number.
@@ -126,7 +126,7 @@ def question_of(task: Task) -> Question:
                 f"{where}['database'] is {shown(database)}: it must be a seed, or the path of a SQLite file"
             )
         if schema not in SCHEMAS:
-            raise TaskError(f"{where}['schema'] is {shown(schema)}: the databases made here are {', '.join(SCHEMAS)}")
+            raise TaskError(f"{where}['schema'] is {shown(schema)}: the generated databases are {', '.join(SCHEMAS)}")
         question = Question(str(schema), database, gold)
     try:
         _answers(question)
@@ -146,8 +146,8 @@ def is_right(question: Question, database: Database, sql: str) -> bool:
             return False
         if other is None:
             return True
-        place, result = other
-        with closing(_open(question.schema, place, "the second database", database.steps)) as second:
+        seed_or_path, result = other
+        with closing(_open(question.schema, seed_or_path, "the second database", database.steps)) as second:
             return same_result(second.query(sql, most_rows=MOST_ROWS), result, ordered=ordered)
     except ToolError:
         return False
@@ -166,26 +166,26 @@ def _answers(question: Question) -> tuple[Result, tuple[int | str, Result] | Non
     for attempt in range(_MOST_DRAWS):
         seed = stable_hash("sql check", question.database, attempt)
         other = _run(question, seed, "the second database")
-        if says_something(other) and not same_result(other, gold, ordered=False):
+        if is_informative(other) and not same_result(other, gold, ordered=False):
             return gold, (seed, other)
     raise TaskError(
-        f"data['gold'] has the same result on {_MOST_DRAWS} different databases (or none): a query that writes it down "
+        f"data['gold'] has the same result on {_MOST_DRAWS} different databases (or none): a query with that constant "
         f"would be right; ask for something that depends on the rows: {shown(question.gold)}"
     )
 
 
-def _run(question: Question, place: int | str, where: str) -> Result:
-    with closing(_open(question.schema, place, where, _GOLD_STEPS)) as database:
+def _run(question: Question, seed_or_path: int | str, where: str) -> Result:
+    with closing(_open(question.schema, seed_or_path, where, _GOLD_STEPS)) as database:
         return database.query(question.gold, most_rows=MOST_ROWS)
 
 
-def _open(schema: str | None, place: int | str, where: str, steps: int) -> Database:
-    if isinstance(place, str):
-        return opened(place, where, steps=steps)
+def _open(schema: str | None, seed_or_path: int | str, where: str, steps: int) -> Database:
+    if isinstance(seed_or_path, str):
+        return open_file(seed_or_path, where, steps=steps)
     assert schema is not None
-    return made(schema, place, steps=steps)
+    return create_database(schema, seed_or_path, steps=steps)
 
 
-def says_something(result: Result) -> bool:
-    """Return whether a result is neither empty nor all zeros, which would be guessed too easily."""
+def is_informative(result: Result) -> bool:
+    """Return whether a result is neither empty nor all zeros, which are too easy to guess."""
     return any(value not in (None, 0) for row in result.rows for value in row)

@@ -38,8 +38,8 @@ class Template:
     def filled(self) -> Iterator[tuple[str, str]]:
         """Yield every question with its query."""
         for values in itertools.product(*self.gaps.values()):
-            chosen = dict(zip(self.gaps, values, strict=True))
-            yield self.question.format(**chosen), " ".join(self.gold.format(**chosen).split())
+            values_by_gap = dict(zip(self.gaps, values, strict=True))
+            yield self.question.format(**values_by_gap), " ".join(self.gold.format(**values_by_gap).split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ def people(rng: random.Random, count: int) -> list[str]:
     return [f"{FIRST_NAMES[pair // len(LAST_NAMES)]} {LAST_NAMES[pair % len(LAST_NAMES)]}" for pair in pairs]
 
 
-def day(rng: random.Random, first: date, last: date) -> str:
+def day(rng: random.Random, start: date, end: date) -> str:
     """Draw a date, in ISO form."""
-    return (first + timedelta(days=rng.randint(0, (last - first).days))).isoformat()
+    return (start + timedelta(days=rng.randint(0, (end - start).days))).isoformat()
 
 
 def titles(rng: random.Random, count: int, adjectives: Sequence[str], nouns: Sequence[str]) -> list[str]:

@@ -10,8 +10,8 @@ from contextlib import closing
 from typing import Final
 
 from turnwise.errors import TaskError, shown
-from turnwise.ext.environments.sql.database import SCHEMAS, Database, made
-from turnwise.ext.environments.sql.gold import MOST_ROWS, says_something
+from turnwise.ext.environments.sql.database import SCHEMAS, Database, create_database
+from turnwise.ext.environments.sql.gold import MOST_ROWS, is_informative
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 
@@ -34,19 +34,19 @@ def tasks(n: int = 200, *, split: str = "train", seed: int = 0, schema: str | No
         raise TaskError(f"sql has no schema {shown(schema)}: it has {', '.join(SCHEMAS)}")
     names = tuple(SCHEMAS) if schema is None else (schema,)
     for start in range(0, n, _PER_DATABASE):
-        place = start // _PER_DATABASE
-        name, database = names[place % len(names)], stable_hash("sql database", split, seed, place)
-        with closing(made(name, database)) as rows:
+        database_number = start // _PER_DATABASE
+        name, database = names[database_number % len(names)], stable_hash("sql database", split, seed, database_number)
+        with closing(create_database(name, database)) as rows:
             for index in range(start, min(n, start + _PER_DATABASE)):
                 question, gold = _question(rows, name, split, database, index)
                 yield _task(f"sql-{split}-{seed}-{index}", name, database, question, gold)
 
 
-def drawn(seed: int | None) -> Task:
+def draw_task(seed: int | None) -> Task:
     """Return the task drawn from a seed; a random one for None."""
     number = random.getrandbits(63) if seed is None else seed
     name, database = list(SCHEMAS)[number % len(SCHEMAS)], stable_hash("sql database", "train", number, 0)
-    with closing(made(name, database)) as rows:
+    with closing(create_database(name, database)) as rows:
         question, gold = _question(rows, name, "train", database, number // len(SCHEMAS))
     return _task(f"sql-seed-{number}", name, database, question, gold)
 
@@ -58,16 +58,16 @@ def _task(name: str, schema: str, database: int, question: str, gold: str) -> Ta
 def _question(rows: Database, schema: str, split: str, database: int, index: int) -> tuple[str, str]:
     rng = random.Random(stable_hash("sql task", schema, split, database, index))
     by_template = _questions(schema, split)
-    # Whether a question has an answer depends on the rows; with other gaps, or another template, it has one.
-    drawn = (rng.choice(by_template[turn % len(by_template)]) for turn in itertools.count(index))
-    return next(pair for pair in drawn if says_something(rows.query(pair[1], most_rows=MOST_ROWS)))
+    # A question may have an empty answer in these rows; then other gaps or the next template are tried.
+    candidates = (rng.choice(by_template[turn % len(by_template)]) for turn in itertools.count(index))
+    return next(pair for pair in candidates if is_informative(rows.query(pair[1], most_rows=MOST_ROWS)))
 
 
 @functools.cache
 def _questions(schema: str, split: str) -> list[list[tuple[str, str]]]:
     """Return the questions of a split, by template, without empty ones."""
-    found = [
+    by_template = [
         [pair for pair in template.filled() if (stable_hash("sql", schema, pair[1]) % 4 == 0) == (split == "test")]
         for template in SCHEMAS[schema].templates
     ]
-    return [pairs for pairs in found if pairs]
+    return [pairs for pairs in by_template if pairs]

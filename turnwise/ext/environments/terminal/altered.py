@@ -1,4 +1,4 @@
-"""Altered tests of a terminal task: Python tests of which nothing passes together with the tests themselves."""
+"""Altered tests of a terminal task: Python tests with a changed check, which no solution passes with the original."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from turnwise.ext.environments.swe.twins import VERSION, TestFile
 from turnwise.ext.environments.terminal.folder import TaskFolder
 
 _RNG: Final = random.SystemRandom()
-_KNOWN: Final[dict[str, AlteredTests]] = {}
+_CACHE: Final[dict[str, AlteredTests]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class AlteredTests:
-    """Texts of test files by path below the tests' folder; nothing where there are none that can be altered.
+    """Texts of test files by path below the tests' folder; empty if no test can be altered.
 
     Attributes:
-        plain: The tests in the form of the altered ones: without comments, docstrings and messages.
-        altered: The same with one check of each test altered, as one that must fail.
+        plain: The tests, without comments, docstrings and messages like the altered ones.
+        altered: The same with one check of each test altered, so that it must fail.
         names: The altered tests.
     """
 
@@ -37,7 +37,7 @@ class AlteredTests:
     names: tuple[str, ...] = ()
 
 
-NOTHING: Final = AlteredTests()
+NO_TESTS: Final = AlteredTests()
 
 
 def altered_tests(folder: TaskFolder) -> AlteredTests:
@@ -48,7 +48,7 @@ def altered_tests(folder: TaskFolder) -> AlteredTests:
             continue
         with contextlib.suppress(ValueError, OSError):
             file, where = TestFile(path.name, path.read_text("utf-8")), path.relative_to(folder.tests).as_posix()
-            edits = {test: each for test in file.tests if (each := _edits(file, test))}
+            edits = {test: edit for test in file.tests if (edit := _edits(file, test))}
             if edits:
                 plain[where] = file.rewrite({test: [(test.rpartition("::")[2], ())] for test in file.tests})
                 altered[where] = file.rewrite(
@@ -59,42 +59,42 @@ def altered_tests(folder: TaskFolder) -> AlteredTests:
 
 
 def _edits(file: TestFile, test: str) -> tuple[Edit, ...]:
-    ways = alterations(file.tests[test], 1, _RNG, makers=file.makers)
-    sure = [way.twins[0] for way in ways if way.kind in ("value", "truth")]
-    return sure[0] if sure else ways[0].reversal if ways else ()
+    options = alterations(file.tests[test], 1, _RNG, makers=file.makers)
+    sure = [option.twins[0] for option in options if option.kind in ("value", "truth")]
+    return sure[0] if sure else options[0].reversal if options else ()
 
 
-def known_tests(folder: TaskFolder) -> AlteredTests | None:
-    """Return the altered tests of a task that were found to hold before, or that there are none."""
+def cached_tests(folder: TaskFolder) -> AlteredTests | None:
+    """Return the cached altered tests of a task, or None."""
     key = _key(folder)
-    if key not in _KNOWN:
+    if key not in _CACHE:
         with contextlib.suppress(OSError, ValueError, TypeError):
-            held = json.loads(_place(key).read_text("utf-8"))
-            _KNOWN[key] = AlteredTests(held["plain"], held["altered"], tuple(held["names"]))
-    return _KNOWN.get(key)
+            record = json.loads(_cache_path(key).read_text("utf-8"))
+            _CACHE[key] = AlteredTests(record["plain"], record["altered"], tuple(record["names"]))
+    return _CACHE.get(key)
 
 
-def keep_tests(folder: TaskFolder, tests: AlteredTests) -> None:
-    """Record altered tests; that a task has none for this process alone, since its sandboxes may be why."""
+def cache_tests(folder: TaskFolder, tests: AlteredTests) -> None:
+    """Record altered tests; their absence only in memory, since its cause may be this process's sandboxes."""
     key = _key(folder)
-    _KNOWN[key] = tests
+    _CACHE[key] = tests
     if not tests.names:
         return
-    place = _place(key)
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    made = place.with_suffix(f".{secrets.token_hex(4)}")
-    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+    path = _cache_path(key)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{secrets.token_hex(4)}")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         json.dump(asdict(tests), file)
-    made.replace(place)
+    partial.replace(path)
 
 
-def _place(key: str) -> Path:
+def _cache_path(key: str) -> Path:
     return state_folder() / "twins" / f"terminal-{key}.json"
 
 
 def _key(folder: TaskFolder) -> str:
     digest = hashlib.sha256(f"{VERSION} {folder.image} {folder.workdir}".encode())
-    for path in sorted(each for each in folder.path.rglob("*") if each.is_file()):
+    for path in sorted(file for file in folder.path.rglob("*") if file.is_file()):
         name, content = path.relative_to(folder.path).as_posix(), path.read_bytes()
         digest.update(f"\n{name} {len(content)}\n".encode() + content)
     return digest.hexdigest()[:32]

@@ -29,7 +29,7 @@ from turnwise.errors import (
 )
 from turnwise.ext.environments.swe.env import TOOLS
 from turnwise.ext.environments.swe.logs import Statuses, parser_of
-from turnwise.ext.environments.terminal.altered import NOTHING, AlteredTests, altered_tests, keep_tests, known_tests
+from turnwise.ext.environments.terminal.altered import NO_TESTS, AlteredTests, altered_tests, cache_tests, cached_tests
 from turnwise.ext.environments.terminal.folder import TaskFolder, read_folder, tasks
 from turnwise.sandboxes.core import Sandbox, SandboxSpec
 from turnwise.sandboxes.local import host_python
@@ -69,11 +69,11 @@ class TerminalEnv(ToolEnv):
     """Asks for a task in a terminal.
 
     After the agent ended, the task's tests are copied into its sandbox and run. The score is the reward that they write
-    (``/logs/verifier/reward.txt`` or ``reward.json``), or 1 where all tests of their log pass.
+    (``/logs/verifier/reward.txt`` or ``reward.json``), or 1 if all tests of their log pass.
 
     Attributes:
         log: Tail of the tests' output; "" before they ran.
-        tests: The status of each test, where the log tells it.
+        tests: The status of each test in the log.
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
@@ -107,7 +107,7 @@ class TerminalEnv(ToolEnv):
             raise ConfigError(f"test_timeout is {shown(test_timeout)}: it must be a number of seconds above 0")
         if not isinstance(twins, bool):
             raise ConfigError(f"twins is {shown(twins)}: it must be true or false")
-        self.names, self.beside_altered = tuple(tools), twins
+        self.names, self.with_twins = tuple(tools), twins
         self.tools = tuple(TOOLS[name]() for name in tools)
         self.instructions, self.test_timeout = instructions, float(test_timeout)
 
@@ -126,11 +126,11 @@ class TerminalEnv(ToolEnv):
         box = self.sandbox
         if box is None:
             raise EnvError("TerminalEnv.score: the episode's sandbox is closed: call reset() first")
-        altered = await self._altered() if self.beside_altered else NOTHING
+        altered = await self._altered() if self.with_twins else NO_TESTS
         try:
             run = await self._run(box, altered.plain)
             tampered = run.passed and bool(altered.names)
-            # What passes both ways once more does not depend on what the tests left behind.
+            # Repeated, so that state left by earlier runs cannot explain the outcome.
             for texts in (altered.altered, altered.plain, altered.altered):
                 tampered = tampered and (await self._run(box, texts)).passed
         except SandboxFileNotFound:
@@ -138,10 +138,10 @@ class TerminalEnv(ToolEnv):
             gone = dict.fromkeys(("tests", "tests_passed", "timed_out", "test_seconds", "tampered"), 0.0)
             return ScoreParts({"score": 0.0}, gone)
         self.log, self.tests = run.log[-4_000:], run.tests
-        good = sum(status.passes for status in run.tests.values())
+        passed = sum(status.passes for status in run.tests.values())
         metrics = {
             "tests": float(len(run.tests)),
-            "tests_passed": float(good),
+            "tests_passed": float(passed),
             "timed_out": float(run.timed_out),
             "test_seconds": run.seconds,
             "tampered": float(tampered),
@@ -158,7 +158,7 @@ class TerminalEnv(ToolEnv):
             box: The sandbox.
             texts: Texts of test files that differ from the task's.
         """
-        workdir, tests, logs = await self._bring(box, texts)
+        workdir, tests, logs = await self._upload_tests(box, texts)
         timeout = self.folder.test_timeout or self.test_timeout
         script = f"{tests}/{self.folder.script.rpartition('/')[2]}"
         env = {**self.folder.test_env, "TEST_DIR": tests, "VERIFIER_DIR": logs, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -173,29 +173,29 @@ class TerminalEnv(ToolEnv):
         return _Run(min(max(reward, 0.0), 1.0), log, statuses, done.timed_out, done.duration)
 
     async def _altered(self) -> AlteredTests:
-        """Return the task's altered tests, made once: its solution passes the tests and fails these, or there are none.
+        """Return the task's altered tests, cached; none unless its solution passes the tests and fails these.
 
-        The reference runs in a sandbox of its own.
+        The reference solution runs in a separate sandbox.
         """
-        known = known_tests(self.folder)
-        if known is not None:
-            return known
-        found, solution = altered_tests(self.folder), self.folder.solution
-        if found.names and solution is not None:
+        cached = cached_tests(self.folder)
+        if cached is not None:
+            return cached
+        tests, solution = altered_tests(self.folder), self.folder.solution
+        if tests.names and solution is not None:
             box = await self.open_sandbox(_spec(self.folder))
             try:
                 await box.exec(solution.read_text("utf-8"), timeout=self.test_timeout)
-                runs = [await self._run(box, texts) for texts in (found.plain, found.altered, found.plain)]
+                runs = [await self._run(box, texts) for texts in (tests.plain, tests.altered, tests.plain)]
             finally:
                 await self.close_sandbox(box)
-            found = found if [run.passed for run in runs] == [True, False, True] else NOTHING
-        keep_tests(self.folder, found if solution is not None else NOTHING)
-        return found if solution is not None else NOTHING
+            tests = tests if [run.passed for run in runs] == [True, False, True] else NO_TESTS
+        cache_tests(self.folder, tests if solution is not None else NO_TESTS)
+        return tests if solution is not None else NO_TESTS
 
-    async def _bring(self, box: Sandbox, texts: Mapping[str, str]) -> tuple[str, str, str]:
+    async def _upload_tests(self, box: Sandbox, texts: Mapping[str, str]) -> tuple[str, str, str]:
         """Copy the tests in, replacing leftovers; return working directory, tests' path and reward path."""
-        own = f"${{TMPDIR:-/tmp}}/turnwise-{secrets.token_hex(8)}"
-        done = await box.exec(_PREPARE.replace("{own}", own))
+        fallback = f"${{TMPDIR:-/tmp}}/turnwise-{secrets.token_hex(8)}"
+        done = await box.exec(_PREPARE.replace("{own}", fallback))
         if not done.ok:
             raise EnvError(f"{self.folder.name}: its tests cannot be uploaded: {done.text.strip()[-300:]}")
         workdir, tests, logs = done.stdout.decode().splitlines()
@@ -208,9 +208,9 @@ class TerminalEnv(ToolEnv):
         return workdir, tests, logs
 
     async def check_task(self, task: Task) -> list[str]:
-        """Check that a task's solution is worth 1, and doing nothing less."""
+        """Check that a task's solution scores 1, and doing nothing scores less."""
         try:
-            found = []
+            problems = []
             for solved in (True, False):
                 self.log, self.tests, self.folder = "", {}, _folder_of(task)
                 if solved and self.folder.solution is None:
@@ -219,17 +219,17 @@ class TerminalEnv(ToolEnv):
                 box = await self.open_sandbox(_spec(self.folder))
                 if solved and self.folder.solution is not None:
                     await box.exec(self.folder.solution.read_text("utf-8"), timeout=self.test_timeout)
-                worth = sum((await self.score(None)).values())
-                if solved != (worth >= 1.0):
+                score = sum((await self.score(None)).values())
+                if solved != (score >= 1.0):
                     what = "its own solution is" if solved else "doing nothing is"
-                    found.append(f"{what} worth {worth:g}; the tests say: {self.log.strip()[-300:]}")
+                    problems.append(f"{what} worth {score:g}; the tests say: {self.log.strip()[-300:]}")
         except TurnwiseError as error:
             if error.retryable:
                 raise
             return [str(error)]
-        if not found and self.beside_altered and not (await self._altered()).names:
+        if not problems and self.with_twins and not (await self._altered()).names:
             return [Remark("none of its tests is a Python test with a check that can be altered")]
-        return found
+        return problems
 
     def solve(self) -> Solution | None:
         """Run the task's solution, and submit; None without a shell."""
@@ -256,7 +256,7 @@ def harbor_class(prefix: str, name: str) -> type[TerminalEnv]:
         raise RegistryError(f"{prefix}:{name}: there is no folder {name!r}: write {prefix}:PATH of a folder of tasks")
     source = f"turnwise.ext.environments.terminal:tasks?path={quote(str(path.absolute()))}"
     next(tasks(str(path)))
-    # Module and qualified name together are the name by which it is made.
+    # Module and qualified name together form its registered name.
     named = {"__module__": prefix, "__qualname__": name, "__doc__": f"Tasks of {name}."}
     return type(name, (TerminalEnv,), {**named, "default_tasks": source})
 
@@ -297,8 +297,8 @@ async def _reward(box: Sandbox, logs: str) -> float | None:
     for name in ("reward.txt", "reward.json"):
         try:
             text = (await box.read_file(f"{logs}/{name}", max_bytes=65_536)).decode()
-            found: Any = json.loads(text) if name.endswith(".json") else text
-            value = float(found["reward"] if isinstance(found, dict) else found)
+            content: Any = json.loads(text) if name.endswith(".json") else text
+            value = float(content["reward"] if isinstance(content, dict) else content)
         except (SandboxFileError, ValueError, TypeError, KeyError):
             continue
         if math.isfinite(value):

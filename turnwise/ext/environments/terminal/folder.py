@@ -38,9 +38,9 @@ class TaskFolder:
         workspace: Initial files of the workdir; None: the image's.
         image: An image's name, or a folder with a Dockerfile; None: the backend's default.
         test_timeout: Seconds for the tests, or None.
-        parser: Format of the tests' log, where they write no reward.
+        parser: Format of the tests' log, for tests that write no reward.
         env: Environment variables of the sandbox.
-        test_env: Environment variables of the tests besides.
+        test_env: Further environment variables of the tests.
     """
 
     name: str
@@ -67,20 +67,20 @@ def tasks(path: str | None = None, n: int | None = None) -> Iterator[Task]:
         n: Most tasks.
     """
     root = _shipped_root() if path is None else Path(path).expanduser()
-    places = [root] if _is_task(root) else sorted(each for each in root.glob("*") if _is_task(each))
-    if not places:
+    folders = [root] if _is_task(root) else sorted(folder for folder in root.glob("*") if _is_task(folder))
+    if not folders:
         raise TaskError(f"{root} holds no task: a task is a folder with task.toml or task.yaml")
-    for place in places[:n]:
-        name = f"{SHIPPED}{place.name}" if path is None else str(place.resolve())
-        yield Task(place.name, read_folder(name).instruction, {"folder": name})
+    for folder in folders[:n]:
+        name = f"{SHIPPED}{folder.name}" if path is None else str(folder.resolve())
+        yield Task(folder.name, read_folder(name).instruction, {"folder": name})
 
 
 def _shipped_root() -> Path:
     return Path(str(resources.files("turnwise.ext.environments.terminal") / "shipped"))
 
 
-def _is_task(place: Path) -> bool:
-    return any((place / name).is_file() for name in ("task.toml", "task.yaml", "task.yml"))
+def _is_task(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("task.toml", "task.yaml", "task.yml"))
 
 
 def read_folder(name: str) -> TaskFolder:
@@ -92,75 +92,77 @@ def read_folder(name: str) -> TaskFolder:
             raise TaskError(f"folder {name!r}: no task of that name comes with turnwise")
     if not _is_task(path):
         raise TaskError(f"folder {name!r} is not a task: it has neither task.toml nor task.yaml")
-    found = _harbor(path) if (path / "task.toml").is_file() else _terminal_bench(path)
-    if not (path / found.script).is_file():
-        raise TaskError(f"{path}: there is no {found.script}, which decides whether the task is solved")
-    return found
+    task = _harbor(path) if (path / "task.toml").is_file() else _terminal_bench(path)
+    if not (path / task.script).is_file():
+        raise TaskError(f"{path}: there is no {task.script}, which decides whether the task is solved")
+    return task
 
 
 def _harbor(path: Path) -> TaskFolder:
     settings = _read(path / "task.toml", tomllib.loads)
-    place = _section(settings, "environment", path)
+    environment = _section(settings, "environment", path)
     verifier = _section(settings, "verifier", path)
     docker = path / "environment"
-    _refuse(path, settings, place, verifier)
+    _check_supported(path, settings, environment, verifier)
     return _folder(
         path,
         instruction=_text(path / "instruction.md"),
         script="tests/test.sh",
         solution=path / "solution" / "solve.sh",
-        image=place.get("docker_image") or (str(docker) if (docker / "Dockerfile").is_file() else None),
-        workdir=place.get("workdir"),
+        image=environment.get("docker_image") or (str(docker) if (docker / "Dockerfile").is_file() else None),
+        workdir=environment.get("workdir"),
         timeout=verifier.get("timeout_sec"),
-        memory=_bytes(place, "memory", path),
-        disk=_bytes(place, "storage", path),
-        cpus=place.get("cpus"),
-        network=bool(place.get("allow_internet", False)),
+        memory=_bytes(environment, "memory", path),
+        disk=_bytes(environment, "storage", path),
+        cpus=environment.get("cpus"),
+        network=bool(environment.get("allow_internet", False)),
         parser="pytest",
-        env=_variables(path, "environment.env", place.get("env")),
+        env=_variables(path, "environment.env", environment.get("env")),
         test_env=_variables(path, "verifier.env", verifier.get("env")),
     )
 
 
-def _refuse(path: Path, settings: Mapping[str, Any], place: Mapping[str, Any], verifier: Mapping[str, Any]) -> None:
-    """Refuse what a Harbor task may ask for, and one sandbox with a shell does not have. Raises TaskError."""
+def _check_supported(
+    path: Path, settings: Mapping[str, Any], environment: Mapping[str, Any], verifier: Mapping[str, Any]
+) -> None:
+    """Refuse features of Harbor that one sandbox with a shell does not have. Raises TaskError."""
     separate = verifier.get("environment") or verifier.get("environment_mode") == "separate"
-    asked = {
+    requests = {
         "several steps (steps)": settings.get("steps"),
         "several containers (environment/docker-compose.yaml)": (path / "environment/docker-compose.yaml").is_file(),
-        "an environment of its own for the tests (verifier.environment)": separate,
+        "a separate environment for the tests (verifier.environment)": separate,
         "hooks before the tests (verifier.collect)": verifier.get("collect"),
-        "GPUs (environment.gpus)": place.get("gpus"),
-        "TPUs (environment.tpu)": place.get("tpu"),
-        "MCP servers (environment.mcp_servers)": place.get("mcp_servers"),
-        "a health check (environment.healthcheck)": place.get("healthcheck"),
-        "Windows (environment.os)": str(place.get("os") or "linux").lower() != "linux",
+        "GPUs (environment.gpus)": environment.get("gpus"),
+        "TPUs (environment.tpu)": environment.get("tpu"),
+        "MCP servers (environment.mcp_servers)": environment.get("mcp_servers"),
+        "a health check (environment.healthcheck)": environment.get("healthcheck"),
+        "Windows (environment.os)": str(environment.get("os") or "linux").lower() != "linux",
     }
-    wanted = [what for what, value in asked.items() if value]
-    if wanted:
+    unsupported = [what for what, value in requests.items() if value]
+    if unsupported:
         raise TaskError(
-            f"{path}: the task needs {', '.join(wanted)}, which an environment with one Linux sandbox does not have: "
+            f"{path}: the task needs {', '.join(unsupported)}, which an environment with one Linux sandbox does not have: "
             "leave it out"
         )
 
 
-def _variables(path: Path, name: str, given: Any) -> dict[str, str]:
+def _variables(path: Path, name: str, table: Any) -> dict[str, str]:
     """Return environment variables; ``${NAME}`` and ``${NAME:-default}`` are those of this process."""
-    if given is None:
+    if table is None:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
-        raise TaskError(f"{path / 'task.toml'}: {name} is {shown(given)}: it must be a table of texts")
-    found = {}
-    for key, value in given.items():
+    if not isinstance(table, Mapping) or not all(isinstance(value, str) for value in table.values()):
+        raise TaskError(f"{path / 'task.toml'}: {name} is {shown(table)}: it must be a table of texts")
+    variables = {}
+    for key, value in table.items():
         match = _TEMPLATE.fullmatch(value)
         if match is None:
-            found[key] = value
+            variables[key] = value
             continue
-        known = os.environ.get(match[1], match[2])
-        if known is None:
+        resolved = os.environ.get(match[1], match[2])
+        if resolved is None:
             raise TaskError(f"{path / 'task.toml'}: {name}.{key} is {value!r}, and {match[1]} is not set: set it")
-        found[key] = known
-    return found
+        variables[key] = resolved
+    return variables
 
 
 def _terminal_bench(path: Path) -> TaskFolder:
@@ -229,12 +231,12 @@ def _folder(
 
 def _read(file: Path, parse: Any) -> Mapping[str, Any]:
     try:
-        found = parse(_text(file))
+        document = parse(_text(file))
     except (ValueError, yaml.YAMLError) as error:
         raise TaskError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, Mapping):
-        raise TaskError(f"{file} is {shown(found)}: it must be a mapping")
-    return found
+    if not isinstance(document, Mapping):
+        raise TaskError(f"{file} is {shown(document)}: it must be a mapping")
+    return document
 
 
 def _text(file: Path) -> str:
@@ -245,15 +247,15 @@ def _text(file: Path) -> str:
 
 
 def _section(settings: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
-    found = settings.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise TaskError(f"{path / 'task.toml'}: {name} is {shown(found)}: it must be a table")
-    return found
+    section = settings.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise TaskError(f"{path / 'task.toml'}: {name} is {shown(section)}: it must be a table")
+    return section
 
 
-def _bytes(place: Mapping[str, Any], name: str, path: Path) -> int | None:
+def _bytes(environment: Mapping[str, Any], name: str, path: Path) -> int | None:
     """Parse a size: ``memory_mb = 2048``, or ``memory = "2G"`` in older tasks."""
-    number, text = place.get(f"{name}_mb"), place.get(name)
+    number, text = environment.get(f"{name}_mb"), environment.get(name)
     if number is not None and not isinstance(number, bool) and isinstance(number, (int, float)) and number > 0:
         return int(number * 2**20)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])i?b?", str(text).lower()) if text is not None else None
