@@ -141,8 +141,8 @@ def _check_supported(
     unsupported = [what for what, value in requests.items() if value]
     if unsupported:
         raise TaskError(
-            f"{path}: the task needs {', '.join(unsupported)}, which an environment with one Linux sandbox does not have: "
-            "leave it out"
+            f"{path}: the task needs {', '.join(unsupported)}, which an environment with one Linux sandbox does not "
+            "have: leave it out"
         )
 
 
