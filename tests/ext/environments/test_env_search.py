@@ -289,7 +289,7 @@ async def test_questions_from_a_file_over_ones_own_passages(own):
     part = make("search", corpus=corpus, metric="f1")
     await reset_env(part, first, seed=0)
     assert (await step_env(part, says("Elbe river probably"))).reward == pytest.approx(2 * 2 / 5)
-    with pytest.raises(TaskError, match=r"tasks: see turnwise.ext.environments.search:qa_tasks"):
+    with pytest.raises(TaskError, match=r"tasks: turnwise.ext.environments.search:qa_tasks"):
         await reset_env(env, None, seed=0)
     assert (await check_env(lambda: make("search", corpus=corpus), tasks=[first])).ok
 
