@@ -147,7 +147,7 @@ def _end_to_end(batch: MicroBatch) -> MicroBatch:
         (Averages, "in one call and in small micro-batches differ"),
         (StepsEarly, r"forward_backward\(\) changed weights"),
         (ForgetsTemperature, "trained and those that logprobs.. returns differ"),
-        (ForgetsMoments, "the optimizer's state is not whole"),
+        (ForgetsMoments, "the optimizer state is incomplete"),
         (NamesTwice, "yields a name twice"),
         (ReadsNoParents, "before a step on rows that share their beginning and on the same rows one by one differ"),
     ],

@@ -27,7 +27,9 @@ _WHOLE, _SPLIT = 1000, 14
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
+class _Exam:
+    """A learner's factory, the rows to train on and the tolerance of comparisons."""
+
     make: Callable[[], Learner]
     rows: Sequence[TrainRow]
     tolerance: float
@@ -47,11 +49,11 @@ class _Checked:
     def logprobs(self, learner: Learner, budget: int = _WHOLE, *, shared: bool = False) -> Tensor:
         """Return the log-probabilities of all trained tokens in the order of the rows."""
         batches = pack(self.rows, budget, share_prefixes=shared)
-        found: dict[int, Tensor] = {}
+        by_row: dict[int, Tensor] = {}
         for batch, scores in zip(batches, learner.logprobs(batches), strict=True):
             parts = torch.split(scores.cpu(), [self.rows[index].sample.trained_tokens for index in batch.rows])
-            found |= dict(zip(batch.rows, parts, strict=True))
-        return torch.cat([found[index] for index in sorted(found)])
+            by_row |= dict(zip(batch.rows, parts, strict=True))
+        return torch.cat([by_row[index] for index in sorted(by_row)])
 
     def gap(self, one: Tensor, other: Tensor) -> str | None:
         """Describe the difference of two results, or return None where it is rounding."""
@@ -73,46 +75,46 @@ def check_learner(make: Callable[[], Learner], *, vocabulary: int, tolerance: fl
     """
     random = np.random.default_rng(0)
     rows = [_row(random, number, length, vocabulary) for number, length in enumerate(_LENGTHS)]
-    found: list[str] = []
+    violations: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        exam = _Checked(make, rows, tolerance, Path(folder))
+        exam = _Exam(make, rows, tolerance, Path(folder))
         for check in (_splits, _trees, _scores, _idle, _exports, _checkpoints, _offloads):
             try:
-                found += check(exam)
+                violations += check(exam)
             except TurnwiseError as error:
-                found.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
-    return found
+                violations.append(f"{check.__name__.strip('_')}: {type(error).__name__}: {error}")
+    return violations
 
 
-def _splits(exam: _Checked) -> list[str]:
-    found = []
-    ways = {"one call": (_WHOLE, 1), "small micro-batches": (_SPLIT, 1), "three calls": (_SPLIT, 3)}
+def _splits(exam: _Exam) -> list[str]:
+    violations = []
+    layouts = {"one call": (_WHOLE, 1), "small micro-batches": (_SPLIT, 1), "three calls": (_SPLIT, 3)}
     results = []
-    for budget, calls in ways.values():
+    for budget, calls in layouts.values():
         learner = exam.make()
-        before = exam.logprobs(learner, budget)
+        initial = exam.logprobs(learner, budget)
         loss = exam.step(learner, budget, calls=calls)
-        results.append((before, torch.tensor(loss), exam.logprobs(learner, budget)))
+        results.append((initial, torch.tensor(loss), exam.logprobs(learner, budget)))
     if torch.equal(results[0][0], results[0][2]):
-        found.append("a step with a gradient did not change a single log-probability")
+        violations.append("a step with a gradient did not change a single log-probability")
     names = ("log-probabilities before", "the loss of", "log-probabilities after")
-    for (first, one), (second, other) in pairwise(zip(ways, results, strict=True)):
-        for what, left, right in zip(names, one, other, strict=True):
-            if gap := exam.gap(left, right):
-                found.append(f"{what} a step in {first} and in {second} differ by {gap}")
-    return found
+    for (first, one), (second, other) in pairwise(zip(layouts, results, strict=True)):
+        for quantity, first_tensor, second_tensor in zip(names, one, other, strict=True):
+            if gap := exam.gap(first_tensor, second_tensor):
+                violations.append(f"{quantity} a step in {first} and in {second} differ by {gap}")
+    return violations
 
 
-def _trees(exam: _Checked) -> list[str]:
+def _trees(exam: _Exam) -> list[str]:
     """Compare rows laid out as a tree (``MicroBatch.segments`` with parents) with the same rows end to end."""
-    begin = np.concatenate([row.sample.input_ids for row in exam.rows])[: SHORTEST_SHARED + 1]
-    exam = replace(exam, rows=[_behind(begin, row) for row in exam.rows])
+    prefix = np.concatenate([row.sample.input_ids for row in exam.rows])[: SHORTEST_SHARED + 1]
+    exam = replace(exam, rows=[_with_prefix(prefix, row) for row in exam.rows])
     results = []
     for shared in (False, True):
         learner = exam.make()
-        before = exam.logprobs(learner, shared=shared)
+        initial = exam.logprobs(learner, shared=shared)
         loss = exam.step(learner, shared=shared)
-        results.append((before, torch.tensor(loss), exam.logprobs(learner)))
+        results.append((initial, torch.tensor(loss), exam.logprobs(learner)))
     names = ("log-probabilities before", "the loss of", "log-probabilities after")
     return [
         f"{what} a step on rows that share their beginning and on the same rows one by one differ by {gap}"
@@ -121,49 +123,49 @@ def _trees(exam: _Checked) -> list[str]:
     ]
 
 
-def _scores(exam: _Checked) -> list[str]:
-    learner, found = exam.make(), []
+def _scores(exam: _Exam) -> list[str]:
+    learner, violations = exam.make(), []
     batches = pack(exam.rows, _SPLIT)
     scored = learner.logprobs(batches)
-    if any(each.requires_grad for each in scored):
-        found.append("logprobs() returned tensors that require a gradient")
-    if [tuple(each.shape) for each in scored] != [(batch.trained_tokens,) for batch in batches]:
-        return [*found, "logprobs() returned other shapes than [N] of each micro-batch"]
-    before = _exported(learner)
+    if any(scores.requires_grad for scores in scored):
+        violations.append("logprobs() returned tensors that require a gradient")
+    if [tuple(scores.shape) for scores in scored] != [(batch.trained_tokens,) for batch in batches]:
+        return [*violations, "logprobs() returned other shapes than [N] of each micro-batch"]
+    initial = _exported(learner)
     trained = learner.forward_backward(batches, CrossEntropyObjective(), 1.0)
-    if not _equal(before, _exported(learner)):
-        found.append(
+    if not _equal(initial, _exported(learner)):
+        violations.append(
             "forward_backward() changed weights: where a loss raises they are saved as if nothing had happened"
         )
-    if gap := exam.gap(torch.tensor(trained.loss), -torch.cat([each.cpu() for each in scored]).sum()):
-        found.append(f"the log-probabilities that are trained and those that logprobs() returns differ by {gap}")
+    if gap := exam.gap(torch.tensor(trained.loss), -torch.cat([scores.cpu() for scores in scored]).sum()):
+        violations.append(f"the log-probabilities that are trained and those that logprobs() returns differ by {gap}")
     if trained.tokens != sum(batch.trained_tokens for batch in batches):
-        found.append(f"forward_backward() counted {trained.tokens} tokens")
-    return found
+        violations.append(f"forward_backward() counted {trained.tokens} tokens")
+    return violations
 
 
-def _idle(exam: _Checked) -> list[str]:
-    learner, found = exam.make(), []
-    before = _exported(learner)
+def _idle(exam: _Exam) -> list[str]:
+    learner, violations = exam.make(), []
+    initial = _exported(learner)
     exam.logprobs(learner)
     learner.forward_backward([], PolicyObjective(), 1.0)
     result = learner.optim_step()
     if result.skipped != "no_gradient":
-        found.append(f"a step without gradient says skipped={result.skipped!r}, not 'no_gradient'")
+        violations.append(f"a step without gradient reports skipped={result.skipped!r}, not 'no_gradient'")
     if learner.steps != 1 or learner.skipped["no_gradient"] != 1:
-        found.append("a step without gradient was not counted, as a step and as skipped")
-    if not _equal(before, _exported(learner)):
-        found.append("scoring and a step without gradient changed weights")
+        violations.append("a step without gradient was not counted, as a step and as skipped")
+    if not _equal(initial, _exported(learner)):
+        violations.append("scoring and a step without gradient changed weights")
     exam.step(learner)
     once = exam.logprobs(learner)
     learner.optim_step()
     if not torch.equal(once, exam.logprobs(learner)):
-        found.append("optim_step() used a gradient a second time")
-    return found
+        violations.append("optim_step() used a gradient a second time")
+    return violations
 
 
-def _exports(exam: _Checked) -> list[str]:
-    learner, found = exam.make(), []
+def _exports(exam: _Exam) -> list[str]:
+    learner, violations = exam.make(), []
     exam.step(learner)
     exported = list(learner.export_weights())
     names = [name for name, _ in exported]
@@ -172,25 +174,25 @@ def _exports(exam: _Checked) -> list[str]:
     if (adapter := learner.adapter) is not None:
         want = {f"{target}.{part}.weight" for target in adapter.targets for part in ("lora_A", "lora_B")}
         if set(names) != want:
-            found.append("export_weights() yields other names than the two factors of each target of its adapter")
+            violations.append("export_weights() yields other names than the two factors of each target of its adapter")
     manifest = write_weights(exported, exam.home / "exported", 1, adapter=adapter)
     read = read_weights(manifest)
     if not _equal(_exported(learner), read):
-        found.append("what is exported does not survive being written and read")
+        violations.append("what is exported does not survive being written and read")
     learner.save_model(exam.home / "model")
     saved = load_model(exam.home / "model")
     batches = pack(exam.rows, _WHOLE)
     with torch.no_grad():
         scored = torch.cat([saved.forward(batch).logprobs for batch in batches])
-    if gap := exam.gap(scored, torch.cat([each.cpu() for each in learner.logprobs(batches)])):
-        found.append(f"the model that save_model() wrote scores differently: {gap}")
+    if gap := exam.gap(scored, torch.cat([scores.cpu() for scores in learner.logprobs(batches)])):
+        violations.append(f"the model that save_model() wrote scores differently: {gap}")
     if adapter is None and not _equal(dict(saved.named_weights()), read):
-        found.append("export_weights() and save_model() tell of different weights")
-    return found
+        violations.append("export_weights() and save_model() disagree about the weights")
+    return violations
 
 
-def _checkpoints(exam: _Checked) -> list[str]:
-    learner, found = exam.make(), []
+def _checkpoints(exam: _Exam) -> list[str]:
+    learner, violations = exam.make(), []
     for _ in range(2):
         exam.step(learner)
     learner.save(exam.home / "checkpoint")
@@ -198,31 +200,33 @@ def _checkpoints(exam: _Checked) -> list[str]:
     other = exam.make()
     other.load(exam.home / "checkpoint")
     if not _equal(saved, _exported(other)):
-        found.append("load() did not bring back the weights bit for bit")
+        violations.append("load() did not restore the weights bit for bit")
     if (other.steps, other.skipped) != (learner.steps, learner.skipped):
-        found.append("load() did not bring back the counts of steps")
-    for each in (learner, other):
-        exam.step(each)
+        violations.append("load() did not restore the counts of steps")
+    for trained_learner in (learner, other):
+        exam.step(trained_learner)
     if not _equal(_exported(learner), _exported(other)):
-        found.append("a step after load() differs from the same step without it: the optimizer's state is not whole")
-    return found
+        violations.append(
+            "a step after load() differs from the same step without it: the optimizer state is incomplete"
+        )
+    return violations
 
 
-def _offloads(exam: _Checked) -> list[str]:
-    learner, other, found = exam.make(), exam.make(), []
-    for each in (learner, other):
-        exam.step(each)
+def _offloads(exam: _Exam) -> list[str]:
+    learner, other, violations = exam.make(), exam.make(), []
+    for trained_learner in (learner, other):
+        exam.step(trained_learner)
     away = learner.offload()
     if not _equal(_exported(learner), _exported(other)):
-        found.append("offload() changed weights")
+        violations.append("offload() changed weights")
     learner.offload()
     if (back := learner.onload()) != away:
-        found.append(f"offload() moved {away} bytes and onload() {back}")
+        violations.append(f"offload() moved {away} bytes and onload() {back}")
     exam.step(learner)
     exam.step(other)
     if not _equal(_exported(learner), _exported(other)):
-        found.append("a step after offload() and onload() differs from the same step without them")
-    return found
+        violations.append("a step after offload() and onload() differs from the same step without them")
+    return violations
 
 
 def _exported(learner: Learner) -> dict[str, Tensor]:
@@ -233,11 +237,11 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(tensor.cpu(), other[name]) for name, tensor in one.items())
 
 
-def _behind(begin: npt.NDArray[np.int32], row: TrainRow) -> TrainRow:
-    sample, count = row.sample, len(begin)
+def _with_prefix(prefix: npt.NDArray[np.int32], row: TrainRow) -> TrainRow:
+    sample, count = row.sample, len(prefix)
     longer = replace(
         sample,
-        input_ids=np.concatenate([begin, sample.input_ids]),
+        input_ids=np.concatenate([prefix, sample.input_ids]),
         loss_mask=np.concatenate([np.zeros(count, np.bool_), sample.loss_mask]),
         rollout_logprobs=np.concatenate([np.zeros(count, np.float32), sample.rollout_logprobs]),
         weight_versions=np.concatenate([np.full(count, -1, np.int32), sample.weight_versions]),
