@@ -37,21 +37,21 @@ PLAIN = st.recursive(
 @settings(max_examples=examples(15), deadline=None)
 @given(PLAIN)
 def test_values_keep_their_kind_and_value_on_the_wire(value: Any) -> None:
-    found = decode(json.loads(json.dumps(encode(value))))
-    assert found == value
-    assert type(found) is type(value)
+    decoded = decode(json.loads(json.dumps(encode(value))))
+    assert decoded == value
+    assert type(decoded) is type(value)
 
 
-def test_what_is_no_plain_value_becomes_one_or_is_refused() -> None:
+def test_values_without_plain_form_are_converted_or_refused() -> None:
     class Equal(list):
         def __eq__(self, other: object) -> bool:
             return True
 
         __hash__ = None  # type: ignore[assignment]
 
-    found = decode(encode(Equal([1])))
-    assert type(found) is list
-    assert found != [2]
+    decoded = decode(encode(Equal([1])))
+    assert type(decoded) is list
+    assert decoded != [2]
     assert decode(encode(collections.Counter("aab"))) == {"a": 2, "b": 1}
     assert decode(encode(range(1, 9, 2))) == range(1, 9, 2)
     assert math.isnan(decode(encode(math.nan)))
@@ -66,14 +66,14 @@ def test_what_is_no_plain_value_becomes_one_or_is_refused() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_rows_that_ship_are_read_as_they_are_published(form: str) -> None:
-    for made, record in zip(BUILTIN_PROBLEMS, rows(form), strict=True):
+    for builtin, record in zip(BUILTIN_PROBLEMS, rows(form), strict=True):
         problem = problem_of(record)
         assert problem.reference
         task = Task.from_record(row(record), default_id="x")
-        assert made.text in str(task.prompt)
-        again = problem_of(task.data, str(task.prompt))
-        assert (again.kind, again.cases, again.asserts) == (problem.kind, problem.cases, problem.asserts)
-        hidden = made.cases[-1][1]
+        assert builtin.text in str(task.prompt)
+        reparsed = problem_of(task.data, str(task.prompt))
+        assert (reparsed.kind, reparsed.cases, reparsed.asserts) == (problem.kind, problem.cases, problem.asserts)
+        hidden = builtin.cases[-1][1]
         if form != "humaneval" and isinstance(hidden, (list, dict)) and hidden:
             assert str(hidden) not in str(task.prompt)
     assert len(list(tasks(format=form))) == 12
@@ -94,7 +94,7 @@ def test_packed_tests_of_livecodebench_are_read_and_nothing_else_is_unpickled() 
             problem_of({**record, "private_test_cases": wrong})
 
 
-def test_further_formats() -> None:
+def test_apps_code_contests_and_sanitized_rows_are_read() -> None:
     apps = problem_of({"question": "q", "input_output": json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})})
     assert (apps.kind, apps.cases[0].input) == ("programs", "1\n")
     called = {"inputs": [[1, [2]]], "outputs": [[3]], "fn_name": "f"}
@@ -122,12 +122,12 @@ def test_further_formats() -> None:
         ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "no 'func_name'"),
     ],
 )
-def test_rows_that_cannot_be_read_are_named(record: dict[str, Any], said: str) -> None:
+def test_malformed_rows_raise_task_error(record: dict[str, Any], said: str) -> None:
     with pytest.raises(TaskError, match=said):
         problem_of(record)
 
 
-def test_the_code_of_an_answer() -> None:
+def test_code_and_program_of_an_answer() -> None:
     assert code_of("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```\n") == "y = 2"
     assert code_of("```python\nx = 1\n```\n```bash\nls\n```") == "x = 1"
     assert code_of("```py\ncut off") == "cut off"
@@ -136,10 +136,10 @@ def test_the_code_of_an_answer() -> None:
     assert code_of("") == ""
     problem = problem_of(rows("humaneval")[3])
     assert "PAIRS" in problem.opening
-    whole = program_of(problem, "def balanced(text):\n    return True")
-    assert whole.startswith("PAIRS")
+    function = program_of(problem, "def balanced(text):\n    return True")
+    assert function.startswith("PAIRS")
     body = program_of(problem, "return True")
-    for program in (whole, body):
+    for program in (function, body):
         names: dict[str, Any] = {}
         exec(program, names)
         assert names["balanced"]("(") is True
@@ -163,7 +163,7 @@ def test_outputs_and_values_are_compared_as_the_datasets_do() -> None:
     assert not same_value(10**400, 1.0, 0.1)
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_settings_raise_config_error() -> None:
     for config in ({"time_limit": 0}, {"memory": -1}, {"memory": 1.5}, {"tolerance": -1}):
         with pytest.raises(ConfigError, match=next(iter(config))):
             make("code", **config)

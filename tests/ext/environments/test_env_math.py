@@ -1,4 +1,4 @@
-"""Word problems: rows from files and made in place, the calculator, and which rule compares answers."""
+"""Word problems: rows from files and generated, the calculator, and which rule compares answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turnwise.envs import close_env, make, play_solution, reset_env, score_env, 
 from turnwise.errors import EnvError, MissingExtraError, TaskError
 from turnwise.ext.environments import math
 from turnwise.ext.environments.math import calculations
-from turnwise.ext.environments.math.made import made_rows
+from turnwise.ext.environments.math.generated import generated_rows
 from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
 from turnwise.tools.arithmetic import evaluate, write_number
 from turnwise.types import ToolCall
@@ -22,7 +22,7 @@ def final(text):
     return {"role": "assistant", "content": text}
 
 
-async def worth(task, text):
+async def reward_of(task, text):
     env = make("math")
     await reset_env(env, task, seed=0)
     result = await step_env(env, final(text))
@@ -67,17 +67,17 @@ def test_rows_become_tasks(tmp_path):
         ("[1]", "column 'question' is missing (here: [1])"),
     ],
 )
-def test_line_17_is_named_and_read_when_it_is_reached(tmp_path, bad, words):
+def test_a_bad_line_is_named_by_number_and_read_lazily(tmp_path, bad, words):
     file = lines(tmp_path / "rows.jsonl", *[GOOD] * 16, bad)
     source = math.tasks(path=file)
     assert len(list(islice(source, 16))) == 16
-    with pytest.raises(TaskError) as found:
+    with pytest.raises(TaskError) as failure:
         next(source)
-    assert f"{file}:17: " in str(found.value)
-    assert words in str(found.value)
+    assert f"{file}:17: " in str(failure.value)
+    assert words in str(failure.value)
 
 
-def test_what_is_no_file_is_named(tmp_path):
+def test_missing_files_and_splits_raise_task_error(tmp_path):
     with pytest.raises(TaskError, match=r"nowhere.jsonl: there is no such file"):
         next(math.tasks(path=tmp_path / "nowhere.jsonl"))
     with pytest.raises(TaskError, match=r"dev.jsonl: there is no such file"):
@@ -95,23 +95,23 @@ def test_files_of_any_length_are_streamed(tmp_path):
     assert len(load_tasks(f"turnwise.ext.environments.math:tasks?path={file}&n=7")) == 7
 
 
-def test_made_problems_are_right_and_belong_to_one_split():
+def test_generated_problems_are_right_and_belong_to_one_split():
     texts = {}
     for split in ("train", "test"):
-        rows = list(made_rows(300, split=split, seed=0))
+        rows = list(generated_rows(300, split=split, seed=0))
         texts[split] = {question for question, _ in rows}
         assert len(texts[split]) > 290
         for question, solution in rows:
-            found = calculations(solution)
-            assert len(found) >= 2
-            assert all(write_number(evaluate(expression)) == result for expression, result in found)
-            assert solution.endswith(f"#### {found[-1][1]}")
+            steps = calculations(solution)
+            assert len(steps) >= 2
+            assert all(write_number(evaluate(expression)) == result for expression, result in steps)
+            assert solution.endswith(f"#### {steps[-1][1]}")
             assert "{" not in question
     assert not texts["train"] & texts["test"]
     # Every template comes up.
     assert {text for text in texts["train"] if "coast" in text}
-    assert list(made_rows(5, split="test", seed=0)) == list(made_rows(9, split="test", seed=0))[:5]
-    assert list(made_rows(5, split="test", seed=1)) != list(made_rows(5, split="test", seed=0))
+    assert list(generated_rows(5, split="test", seed=0)) == list(generated_rows(9, split="test", seed=0))[:5]
+    assert list(generated_rows(5, split="test", seed=1)) != list(generated_rows(5, split="test", seed=0))
 
 
 def test_calculations_of_a_solution():
@@ -136,11 +136,11 @@ async def test_the_prompt_and_the_tool():
     assert "cannot be evaluated" in result.observation[0]["content"]
     plain = make("math", instructions=None)
     assert (await reset_env(plain, task, seed=0))[0] == messages[1:]
-    own = Task("t", [{"role": "system", "content": "mine"}, {"role": "user", "content": "?"}], {"answer": "1"})
-    assert (await reset_env(env, own, seed=0))[0] == own.prompt
+    custom = Task("t", [{"role": "system", "content": "mine"}, {"role": "user", "content": "?"}], {"answer": "1"})
+    assert (await reset_env(env, custom, seed=0))[0] == custom.prompt
 
 
-async def test_where_the_answer_stands():
+async def test_the_answer_is_boxed_or_hashed_or_the_only_number():
     task = Task("t", "?", {"answer": "1,450"})
     for text, value in {
         "#### 1450": 1, "It is 12.\n#### $1,450.00": 1, "#### 1450 dollars\n": 1, "\\boxed{1450}": 1,
@@ -149,7 +149,7 @@ async def test_where_the_answer_stands():
         "#### 1449": 0, "#### 1450.001": 0, "": 0, "####": 0, "\\boxed{1449} #### 1450": 0,
         "between 1450 and 1451": 0, "12 * 3 is 36, so 1450": 0, "#### unknown": 0,
     }.items():  # fmt: skip
-        assert await worth(task, text) == value, text
+        assert await reward_of(task, text) == value, text
     env = make("math")
     await reset_env(env, task, seed=0)
     assert await score_env(env, None) == {"score": 0.0}
@@ -158,27 +158,27 @@ async def test_where_the_answer_stands():
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
 async def test_an_answer_that_is_no_number_is_compared_symbolically():
     task = Task("t", "?", {"answer": "\\frac{\\sqrt{3}}{2}"})
-    assert await worth(task, "\\boxed{\\frac{3}{2\\sqrt{3}}}") == 1.0
-    assert await worth(task, "\\boxed{\\frac{\\sqrt{3}}{3}}") == 0.0
-    assert await worth(task, "It follows.\n#### \\frac{3}{2\\sqrt{3}}") == 1.0
-    assert await worth(task, "It follows.\n#### \\frac{3}{\\sqrt{3}}") == 0.0
-    assert await worth(task, "") == 0.0
+    assert await reward_of(task, "\\boxed{\\frac{3}{2\\sqrt{3}}}") == 1.0
+    assert await reward_of(task, "\\boxed{\\frac{\\sqrt{3}}{3}}") == 0.0
+    assert await reward_of(task, "It follows.\n#### \\frac{3}{2\\sqrt{3}}") == 1.0
+    assert await reward_of(task, "It follows.\n#### \\frac{3}{\\sqrt{3}}") == 0.0
+    assert await reward_of(task, "") == 0.0
 
 
-async def test_the_row_alone_decides_the_rule(monkeypatch):
+async def test_only_symbolic_rows_need_math_verify(monkeypatch):
     """Without math-verify a row that needs it does not begin; one that is a number neither needs nor asks for it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "math_verify" else find(name, *rest)
     )
-    assert await worth(Task("t", "?", {"answer": "0.5"}), "\\boxed{\\frac{1}{2}}") == 1.0
-    assert await worth(Task("t", "?", {"answer": "0.5"}), "\\boxed{\\sqrt{0.25}}") == 0.0
+    assert await reward_of(Task("t", "?", {"answer": "0.5"}), "\\boxed{\\frac{1}{2}}") == 1.0
+    assert await reward_of(Task("t", "?", {"answer": "0.5"}), "\\boxed{\\sqrt{0.25}}") == 0.0
     with pytest.raises(MissingExtraError, match=r"turnwise-rl\[rewards\]"):
-        await worth(Task("t", "?", {"answer": "\\sqrt{2}"}), "1")
+        await reward_of(Task("t", "?", {"answer": "\\sqrt{2}"}), "1")
 
 
-async def test_what_cannot_begin_says_why():
-    with pytest.raises(EnvError, match=r"turnwise\.envs\.library\.math:tasks"):
+async def test_reset_without_task_or_answer_raises():
+    with pytest.raises(EnvError, match=r"turnwise\.ext\.environments\.math:tasks"):
         await reset_env(make("math"), seed=0)
     for data in ({}, {"answer": 3}, {"answer": " "}):
         with pytest.raises(TaskError, match=r"task 't': data\['answer'\]"):

@@ -15,7 +15,7 @@ from turnwise.envs.rewards.symbolic import Symbolic
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TaskError, shown
-from turnwise.ext.environments.math.made import made_rows
+from turnwise.ext.environments.math.generated import generated_rows
 from turnwise.tasks import SourceConfig, Task, iter_tasks
 from turnwise.tools.arithmetic import evaluate, write_number
 from turnwise.tools.core import function_tool
@@ -43,7 +43,7 @@ def tasks(
         yield from itertools.islice(iter_tasks(source), n)
         return
     named = split or "train"
-    for index, (question, solution) in enumerate(made_rows(200 if n is None else n, split=named, seed=seed)):
+    for index, (question, solution) in enumerate(generated_rows(200 if n is None else n, split=named, seed=seed)):
         record = row({"question": question, "answer": solution})
         yield Task.from_record(record, default_id=f"math-{named}-{seed}-{index}")
 
@@ -72,19 +72,21 @@ def competition_row(record: Mapping[str, Any]) -> dict[str, Any]:
             alone; also ``level``, ``type`` or ``subject``, ``unique_id``.
     """
     problem, solution = _column(record, "problem"), _column(record, "solution")
-    given = record.get("answer")
-    answer = given if isinstance(given, str) and given.strip() else extract_answer(solution, "boxed")
+    answer_column = record.get("answer")
+    answer = (
+        answer_column if isinstance(answer_column, str) and answer_column.strip() else extract_answer(solution, "boxed")
+    )
     if not answer:
         raise TaskError(
             f"column 'solution' is {shown(solution)}, which has no \\boxed{{...}}, and there is no column 'answer'"
         )
-    held = {key: record[key] for key in ("level", "type", "subject") if record.get(key) is not None}
+    details = {key: record[key] for key in ("level", "type", "subject") if record.get(key) is not None}
     return {
         "id": record.get("unique_id") or record.get("id"),
         "prompt": problem,
         "answer": answer.strip(),
         "solution": solution,
-        **held,
+        **details,
     }
 
 

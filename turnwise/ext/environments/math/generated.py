@@ -88,34 +88,34 @@ _TEMPLATES: Final = (
 )
 
 
-def made_rows(n: int, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
+def generated_rows(n: int, *, split: str, seed: int) -> Iterator[tuple[str, str]]:
     """Yield ``n`` questions with solutions: sentences with ``<<12*3=36>>``, ending in ``#### 36``."""
     if split not in SPLITS:
         raise TaskError(f"math has no split {split!r}: {', '.join(SPLITS)}; for your own rows give path=FILE.jsonl")
     for index in range(n):
         rng = random.Random(stable_hash("math", split, seed, index))
         while True:
-            row = _draw(rng)
+            row = _draw_problem(rng)
             if row is not None and (stable_hash(row[0]) % 4 == 0) == (split == "test"):
                 yield row
                 break
 
 
-def _draw(rng: random.Random) -> tuple[str, str] | None:
+def _draw_problem(rng: random.Random) -> tuple[str, str] | None:
     """Draw a problem; None where a result is not a positive integer, or occurs in the question."""
     template = rng.choice(_TEMPLATES)
     numbers = {key: rng.choice(values) for key, values in template.numbers.items()}
-    said = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS)}
-    shown = {key: str(value) for key, value in numbers.items()}
+    words = {"name": rng.choice(_NAMES), "thing": rng.choice(_THINGS)}
+    operands = {key: str(value) for key, value in numbers.items()}
     lines: list[str] = []
     value = Fraction(0)
     for count, step in enumerate(template.steps, 1):
-        expression = step.format(**shown)
+        expression = step.format(**operands)
         value = evaluate(expression)
         if value.denominator != 1 or value <= 0:
             return None
-        shown[f"r{count}"] = write_number(value)
+        operands[f"r{count}"] = write_number(value)
         lines.append(f"{expression} = <<{expression}={write_number(value)}>>{write_number(value)}")
     if value in numbers.values():
         return None
-    return template.question.format(**said, **numbers), "\n".join([*lines, f"#### {write_number(value)}"])
+    return template.question.format(**words, **numbers), "\n".join([*lines, f"#### {write_number(value)}"])

@@ -26,16 +26,16 @@ class Desk:
     customer: str | None = None
     transferred: bool = False
 
-    def serve(self, found: Row | None, what: str) -> str:
+    def identify(self, user: Row | None, what: str) -> str:
         """Identify the customer by a lookup's result. Raises ToolError for no result, or another customer."""
-        if found is None:
+        if user is None:
             raise ToolError(f"there is no customer with {what}")
-        if self.customer not in (None, found["user_id"]):
+        if self.customer not in (None, user["user_id"]):
             raise ToolError("this conversation is with another customer: one conversation serves one customer")
-        self.customer = found["user_id"]
+        self.customer = user["user_id"]
         return self.customer
 
-    def served(self) -> str:
+    def identified(self) -> str:
         """Return the customer's id. Raises ToolError before identification."""
         if self.customer is None:
             raise ToolError("no customer has been identified: find the customer by e-mail, or by name and zip, first")
@@ -43,38 +43,38 @@ class Desk:
 
     def user(self, user_id: str) -> Row:
         """Return the customer's row. Raises ToolError for other ids."""
-        if user_id != self.served():
+        if user_id != self.identified():
             raise ToolError(f"{shown(user_id)} is not the customer who was identified in this conversation")
-        found = self.store.row("SELECT * FROM users WHERE user_id = ?", user_id)
-        assert found is not None
-        return found
+        user = self.store.row("SELECT * FROM users WHERE user_id = ?", user_id)
+        assert user is not None
+        return user
 
     def order(self, order_id: str) -> Row:
         """Return an order of the customer. Raises ToolError for other ids."""
-        customer = self.served()
-        found = self.store.row("SELECT * FROM orders WHERE order_id = ?", order_id.strip().removeprefix("#"))
-        if found is None:
+        customer = self.identified()
+        order = self.store.row("SELECT * FROM orders WHERE order_id = ?", order_id.strip().removeprefix("#"))
+        if order is None:
             raise ToolError(f"there is no order {shown(order_id)}: order ids look like W1234567")
-        if found["user_id"] != customer:
+        if order["user_id"] != customer:
             raise ToolError(f"order {shown(order_id)} belongs to another customer")
-        return found
+        return order
 
     def payment_method(self, payment_id: str) -> Row:
         """Return a payment method of the customer. Raises ToolError for other ids."""
-        customer = self.served()
+        customer = self.identified()
         sql = "SELECT * FROM payment_methods WHERE payment_id = ? AND user_id = ?"
-        found = self.store.row(sql, payment_id.strip(), customer)
-        if found is None:
+        method = self.store.row(sql, payment_id.strip(), customer)
+        if method is None:
             raise ToolError(f"the customer has no payment method {shown(payment_id)}: see get_user")
-        return found
+        return method
 
     def variant(self, item_id: str) -> Row:
         """Return a variant with its product's name. Raises ToolError for unknown ids."""
         sql = "SELECT variants.*, name FROM variants JOIN products USING (product_id) WHERE item_id = ?"
-        found = self.store.row(sql, item_id.strip())
-        if found is None:
+        variant = self.store.row(sql, item_id.strip())
+        if variant is None:
             raise ToolError(f"there is no item {shown(item_id)}: see get_product for the ids of a product's variants")
-        return found
+        return variant
 
     def net_paid(self, order_id: str) -> dict[str, int]:
         """Return the net amounts paid for an order by payment method, in cents, without zeros."""
@@ -94,7 +94,7 @@ class Desk:
             "name": f"{user['first_name']} {user['last_name']}",
             "email": user["email"],
             "address": _address(user),
-            "payment_methods": [_payment_method(each) for each in methods],
+            "payment_methods": [_payment_method(method) for method in methods],
             "orders": [row["order_id"] for row in orders],
         }
 
@@ -111,7 +111,7 @@ class Desk:
             "ordered_on": order["ordered_on"],
             "delivered_on": order["delivered_on"],
             "address": _address(order),
-            "items": [_item(each) for each in self.store.rows(sql, order["order_id"])],
+            "items": [_item(row) for row in self.store.rows(sql, order["order_id"])],
         }
         sql = "SELECT payment_id, kind, amount FROM payments WHERE order_id = ? ORDER BY rowid"
         view["payments"] = [
@@ -135,13 +135,13 @@ class Desk:
             "name": product["name"],
             "variants": [
                 {
-                    "item_id": each["item_id"],
-                    "options": json.loads(each["options"]),
-                    "price": dollars(each["price"]),
-                    "available": each["stock"] > 0,
-                    "final_sale": bool(each["final_sale"]),
+                    "item_id": variant["item_id"],
+                    "options": json.loads(variant["options"]),
+                    "price": dollars(variant["price"]),
+                    "available": variant["stock"] > 0,
+                    "final_sale": bool(variant["final_sale"]),
                 }
-                for each in variants
+                for variant in variants
             ],
         }
 

@@ -12,9 +12,9 @@ from turnwise.errors import EnvError, TaskError, shown
 from turnwise.ext.environments.retail import changes
 from turnwise.ext.environments.retail.changes import CancelReason, DeclineReason, Topic
 from turnwise.ext.environments.retail.desk import Desk
-from turnwise.ext.environments.retail.goal import Goal, goal_of, states, world_of
+from turnwise.ext.environments.retail.goal import Goal, goal_of, states_facts, world_of
 from turnwise.ext.environments.retail.store import Store
-from turnwise.ext.environments.retail.tasks import drawn
+from turnwise.ext.environments.retail.tasks import task_from_seed
 from turnwise.ext.environments.retail.world import RETURN_DAYS
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
@@ -111,7 +111,7 @@ NewItems = Annotated[list[str], "as many item ids, each of the same product as i
 
 
 class _Lookups:
-    """The tools that change nothing."""
+    """The read-only tools."""
 
     desk: Desk
 
@@ -119,14 +119,14 @@ class _Lookups:
     def find_user_by_email(self, email: str) -> str:
         """Identify the customer by e-mail address; returns the user id."""
         sql = "SELECT user_id FROM users WHERE email = ?"
-        return self.desk.serve(self.desk.store.row(sql, email.strip().lower()), "this e-mail address")
+        return self.desk.identify(self.desk.store.row(sql, email.strip().lower()), "this e-mail address")
 
     @function_tool(inline=True)
     def find_user_by_name(self, first_name: str, last_name: str, zip_code: str) -> str:
         """Identify the customer by name and zip code; returns the user id."""
         sql = "SELECT user_id FROM users WHERE lower(first_name) = ? AND lower(last_name) = ? AND zip = ?"
         values = (first_name.strip().lower(), last_name.strip().lower(), zip_code.strip())
-        return self.desk.serve(self.desk.store.row(sql, *values), "this name and zip code")
+        return self.desk.identify(self.desk.store.row(sql, *values), "this name and zip code")
 
     @function_tool(inline=True)
     def get_user(self, user_id: str) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class _Lookups:
 
 
 class _Changes:
-    """The tools that change the shop; each one does all that it says, or nothing."""
+    """The tools that change the shop; each is one transaction."""
 
     desk: Desk
 
@@ -206,8 +206,8 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
     """A customer asks something of a shop; the model answers through the shop's tools.
 
     The score is 1 where, at the end, the shop is in the state that the task asks for, table by table, and the answer
-    states the facts that were asked for; else 0. So a change too many is as wrong as one too few, and a request that
-    the policy forbids is met only by declining it for the right reason.
+    states the facts that were asked for; else 0. A superfluous change fails like a missing one, and a request that
+    the policy forbids must be declined for the right reason.
 
     Attributes:
         desk: The shop of this episode, as the tools see it.
@@ -228,8 +228,8 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Open the shop of the task; without a task, one is drawn from the seed."""
-        self._drop()
-        task = drawn(seed) if task is None else task
+        self._close_store()
+        task = task_from_seed(seed) if task is None else task
         self.goal = goal_of(task)
         world = world_of(self.goal.world)
         self._store = Store(world)
@@ -245,22 +245,22 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
     async def step(self, action: Message) -> StepResult:
         """Answer calls; pass a message without any to the customer."""
         if self._customer is not None and not action.get("tool_calls"):
-            reply = self._customer.reply(text_of(action))
-            if reply is not None:
+            answer = self._customer.reply(text_of(action))
+            if answer is not None:
                 await self._open()
-                return StepResult([{"role": "user", "content": reply}], 0.0, False, False, {})
+                return StepResult([{"role": "user", "content": answer}], 0.0, False, False, {})
         return await super().step(action)
 
     def differences(self) -> list[str]:
         """Return the tables that differ from the goal's."""
-        found = self.desk.store.digest()
-        return [table for table, wanted in self.goal.digest.items() if found[table] != wanted]
+        digest = self.desk.store.digest()
+        return [table for table, expected in self.goal.digest.items() if digest[table] != expected]
 
     def score(self, final: Message | None) -> float:
         """1 for the right state of the shop and the right facts, else 0."""
         if self.differences():
             return 0.0
-        return float(states("" if final is None else text_of(final), self.goal.facts))
+        return float(states_facts("" if final is None else text_of(final), self.goal.facts))
 
     def solve(self) -> Solution:
         """Identify the customer, make the changes of the goal, and state its facts."""
@@ -277,9 +277,9 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
     async def close(self) -> None:
         """Close the shop."""
         await super().close()
-        self._drop()
+        self._close_store()
 
-    def _drop(self) -> None:
+    def _close_store(self) -> None:
         self._customer = None
         if self._store is not None:
             self._store.close()

@@ -19,19 +19,19 @@ from turnwise.ext.environments.retail.world import World, draw
 from turnwise.tasks import Task
 
 LONGEST_ANSWER: Final = 1_000
-"""Characters of an answer that may state facts: one that lists the whole shop states none."""
+"""Maximum characters of an answer that states facts: listing the whole shop is no answer."""
 FURTHER_AMOUNTS: Final = 1
-"""Different amounts of money in such an answer beyond those that were asked for: listing all prices is not
-finding the lowest. The policy says so."""
+"""Allowed amounts of money beyond those that were asked for: listing all prices is not finding the lowest, and
+the policy forbids it."""
 
 _AMOUNT: Final = re.compile(r"\$ ?(\d[\d,]*(?:\.\d+)?)|\b(\d[\d,]*(?:\.\d+)?) ?(?:dollars|USD)\b")
 
 Action = tuple[str, Mapping[str, Any]]
 
 
-def world_of(place: int | str) -> World:
-    """Return the shop of a seed, or of a folder of tau-bench's. Raises TaskError."""
-    return draw(place) if isinstance(place, int) else read_shop(place)
+def world_of(source: int | str) -> World:
+    """Return the shop of a seed, or of a tau-bench folder. Raises TaskError."""
+    return draw(source) if isinstance(source, int) else read_shop(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Goal:
 
     Attributes:
         actions: Tool calls that reach the goal.
-        facts: Texts that the answer must hold, such as ``$12.50``.
+        facts: Texts that the answer must contain, such as ``$12.50``.
         digest: Hash of each table in the goal state.
     """
 
@@ -62,12 +62,12 @@ def goal_of(task: Task) -> Goal:
     if customer not in world_of(world).users:
         raise TaskError(f"{where}['customer'] is {shown(customer)}: it must be a user id of the shop {world}")
     facts = task.data.get("facts", [])
-    if not isinstance(facts, Sequence) or isinstance(facts, str) or not all(isinstance(each, str) for each in facts):
+    if not isinstance(facts, Sequence) or isinstance(facts, str) or not all(isinstance(fact, str) for fact in facts):
         raise TaskError(f"{where}['facts'] is {shown(facts)}: it must be a list of strings")
     actions = task.data.get("actions", [])
     if not isinstance(actions, Sequence) or isinstance(actions, str):
         raise TaskError(f"{where}['actions'] is {shown(actions)}: it must be a list of actions")
-    pairs = tuple(_action(each, f"{where}['actions'][{index}]") for index, each in enumerate(actions))
+    pairs = tuple(_action(action, f"{where}['actions'][{index}]") for index, action in enumerate(actions))
     try:
         digest = _digest(world, str(customer), json.dumps(pairs, sort_keys=True))
     except (ToolError, TypeError) as error:
@@ -106,7 +106,7 @@ def _digest(world: int | str, customer: str, actions: str) -> dict[str, str]:
         store.close()
 
 
-def states(answer: str, facts: Sequence[str]) -> bool:
+def states_facts(answer: str, facts: Sequence[str]) -> bool:
     """Return whether an answer states all facts.
 
     Amounts of money match by value (``$1,250.5`` is ``$1250.50``), other facts by their words without case. An answer
@@ -114,26 +114,26 @@ def states(answer: str, facts: Sequence[str]) -> bool:
     """
     if not facts:
         return True
-    # Its length comes first: what looks for amounts takes time in the square of the digits that follow each other.
+    # The length is checked first: the search for amounts is quadratic in consecutive digits.
     if len(answer) > LONGEST_ANSWER:
         return False
     amounts = _amounts(answer)
-    asked = {amount for fact in facts for amount in _amounts(fact)}
-    if asked and len(amounts) > len(asked) + FURTHER_AMOUNTS:
+    requested = {amount for fact in facts for amount in _amounts(fact)}
+    if requested and len(amounts) > len(requested) + FURTHER_AMOUNTS:
         return False
     text = " ".join(answer.casefold().split())
     for fact in facts:
-        wanted = _amounts(fact)
-        there = wanted <= amounts if wanted else _holds(text, " ".join(fact.casefold().split()))
-        if not there:
+        expected = _amounts(fact)
+        stated = expected <= amounts if expected else _contains_words(text, " ".join(fact.casefold().split()))
+        if not stated:
             return False
     return True
 
 
-def _holds(text: str, words: str) -> bool:
+def _contains_words(text: str, words: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(words)}(?!\w)", text) is not None
 
 
 def _amounts(text: str) -> set[float]:
-    found = (one or other for one, other in _AMOUNT.findall(text))
-    return {round(float(each.replace(",", "")), 2) for each in found if len(each) <= 20}
+    numbers = (prefixed or suffixed for prefixed, suffixed in _AMOUNT.findall(text))
+    return {round(float(number.replace(",", "")), 2) for number in numbers if len(number) <= 20}

@@ -39,7 +39,7 @@ CREATE INDEX payments_of_orders ON payments (order_id);
 CREATE INDEX variants_of_products ON variants (product_id);
 """
 
-# What nothing can change (products) says nothing about what was done.
+# Without ``products``: nothing can change it.
 COMPARED: Final = ("users", "payment_methods", "variants", "orders", "order_items", "payments", "declined", "transfers")
 """The tables whose rows must be those of the goal, in any order."""
 
@@ -48,7 +48,7 @@ class Store:
     """A shop's tables; read-only outside of :meth:`changing`."""
 
     def __init__(self, world: World) -> None:
-        self._connection = _connected()
+        self._connection = _connect()
         self._connection.executescript(_TABLES)
         self._connection.execute("BEGIN")
         for table, rows in _rows(world).items():
@@ -59,11 +59,11 @@ class Store:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         """Return a store with the same rows in a database of its own."""
-        made = memo[id(self)] = Store.__new__(Store)
-        made._connection = _connected()
-        self._connection.backup(made._connection)
-        made._connection.execute("PRAGMA query_only = ON")
-        return made
+        copy = memo[id(self)] = Store.__new__(Store)
+        copy._connection = _connect()
+        self._connection.backup(copy._connection)
+        copy._connection.execute("PRAGMA query_only = ON")
+        return copy
 
     def rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         """Return the rows of a query."""
@@ -71,15 +71,15 @@ class Store:
 
     def row(self, sql: str, *values: Any) -> sqlite3.Row | None:
         """Return the first row of a query, or None."""
-        found: sqlite3.Row | None = self._execute(sql, values).fetchone()
-        return found
+        row: sqlite3.Row | None = self._execute(sql, values).fetchone()
+        return row
 
     def write(self, sql: str, *values: Any) -> None:
         """Execute a write; only within :meth:`changing`."""
         self._execute(sql, values)
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
         """Open a write transaction, rolled back on any exception."""
         self._connection.execute("PRAGMA query_only = OFF")
         try:
@@ -92,11 +92,13 @@ class Store:
 
     def digest(self) -> dict[str, str]:
         """Return a hash of each table of ``COMPARED``, without regard to row order, white space and case."""
-        found = {}
+        hashes = {}
         for table in COMPARED:
-            rows = sorted(json.dumps([_plain(value) for value in row]) for row in self.rows(f"SELECT * FROM {table}"))
-            found[table] = blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
-        return found
+            rows = sorted(
+                json.dumps([_normalized(value) for value in row]) for row in self.rows(f"SELECT * FROM {table}")
+            )
+            hashes[table] = blake2b("\n".join(rows).encode(), digest_size=16).hexdigest()
+        return hashes
 
     def close(self) -> None:
         """Close the database. Idempotent."""
@@ -110,20 +112,20 @@ class Store:
             raise ToolError(f"{shown(error.object)} is not text that can be stored") from error
 
 
-def _connected() -> sqlite3.Connection:
+def _connect() -> sqlite3.Connection:
     connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     connection.row_factory = sqlite3.Row
     connection.execute("PRAGMA foreign_keys = ON")
     return connection
 
 
-def _plain(value: Any) -> Any:
+def _normalized(value: Any) -> Any:
     return " ".join(value.split()).casefold() if isinstance(value, str) else value
 
 
 def _rows(world: World) -> dict[str, list[tuple[Any, ...]]]:
-    def address(each: Any) -> tuple[str, str, str, str]:
-        return (each.address.street, each.address.city, each.address.state, each.address.zip)
+    def address(holder: Any) -> tuple[str, str, str, str]:
+        return (holder.address.street, holder.address.city, holder.address.state, holder.address.zip)
 
     orders, items, payments = [], [], []
     for order in world.orders.values():
@@ -137,15 +139,23 @@ def _rows(world: World) -> dict[str, list[tuple[Any, ...]]]:
         payments.append((order.id, order.payment, "payment", sum(prices)))
     return {
         "users": [
-            (each.id, each.first_name, each.last_name, each.email, *address(each)) for each in world.users.values()
+            (user.id, user.first_name, user.last_name, user.email, *address(user)) for user in world.users.values()
         ],
         "payment_methods": [
-            (each.id, each.user, each.kind, each.last_four, each.balance) for each in world.payments.values()
+            (method.id, method.user, method.kind, method.last_four, method.balance)
+            for method in world.payments.values()
         ],
         "products": list(world.products.items()),
         "variants": [
-            (each.id, each.product, json.dumps(dict(each.options)), each.price, each.stock, each.final_sale)
-            for each in world.variants.values()
+            (
+                variant.id,
+                variant.product,
+                json.dumps(dict(variant.options)),
+                variant.price,
+                variant.stock,
+                variant.final_sale,
+            )
+            for variant in world.variants.values()
         ],
         "orders": orders,
         "order_items": items,

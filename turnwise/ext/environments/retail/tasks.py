@@ -62,22 +62,26 @@ class View:
 
     def orders(self, *statuses: str) -> list[Order]:
         """Return the customer's orders of these statuses, in random order."""
-        found = [each for each in self.world.orders.values() if each.user == self.user.id and each.status in statuses]
-        found = [each for each in found if each.id not in self.used]
-        self.rng.shuffle(found)
-        return found
+        orders = [
+            order for order in self.world.orders.values() if order.user == self.user.id and order.status in statuses
+        ]
+        orders = [order for order in orders if order.id not in self.used]
+        self.rng.shuffle(orders)
+        return orders
 
     def methods(self, *, without: str = "") -> list[PaymentMethod]:
         """Return the customer's payment methods, in random order."""
-        found = [each for each in self.world.payments.values() if each.user == self.user.id and each.id != without]
-        self.rng.shuffle(found)
-        return found
+        methods = [
+            method for method in self.world.payments.values() if method.user == self.user.id and method.id != without
+        ]
+        self.rng.shuffle(methods)
+        return methods
 
     def items(self, order: Order) -> list[Variant]:
         """Return the variants in an order, in random order."""
-        found = [self.world.variants[each] for each in order.items]
-        self.rng.shuffle(found)
-        return found
+        variants = [self.world.variants[item_id] for item_id in order.items]
+        self.rng.shuffle(variants)
+        return variants
 
     def product(self, variant: Variant) -> str:
         """Return the name of a variant's product."""
@@ -87,16 +91,18 @@ class View:
         """Return the days since an order's delivery."""
         return (date.fromisoformat(self.world.today) - date.fromisoformat(order.delivered_on or "")).days
 
-    def named(self, order: Order) -> str:
+    def order_phrase(self, order: Order) -> str:
         """Return the customer's name for an order: by a unique item, or by its id."""
-        others = [each for each in self.world.orders.values() if each.user == self.user.id and each.id != order.id]
-        elsewhere = {self.world.variants[item].product for each in others for item in each.items}
-        own = [self.product(each) for each in self.items(order) if each.product not in elsewhere]
-        if own and self.rng.random() < 0.5:
-            return f"my order with the {own[0]} in it"
+        other_orders = [
+            other for other in self.world.orders.values() if other.user == self.user.id and other.id != order.id
+        ]
+        elsewhere = {self.world.variants[item].product for other in other_orders for item in other.items}
+        unique_products = [self.product(variant) for variant in self.items(order) if variant.product not in elsewhere]
+        if unique_products and self.rng.random() < 0.5:
+            return f"my order with the {unique_products[0]} in it"
         return f"my order {order.id}"
 
-    def paying(self, method: PaymentMethod) -> str:
+    def method_phrase(self, method: PaymentMethod) -> str:
         """Return the customer's name for a payment method."""
         if method.kind == "credit_card":
             return f"my credit card ending in {method.last_four}"
@@ -105,12 +111,12 @@ class View:
     def other_variant(self, variant: Variant, *, available: bool) -> tuple[Variant, str] | None:
         """Return a variant that differs in one option, and the phrase that asks for it."""
         options = dict(variant.options)
-        found = []
-        for each in self.world.variants_of(variant.product):
-            changed = [(key, value) for key, value in each.options if options[key] != value]
-            if len(changed) == 1 and (each.stock > 0) == available:
-                found.append((each, f"with {changed[0][0]} {changed[0][1]} and everything else as it is"))
-        return self.rng.choice(found) if found else None
+        candidates = []
+        for candidate in self.world.variants_of(variant.product):
+            changed = [(key, value) for key, value in candidate.options if options[key] != value]
+            if len(changed) == 1 and (candidate.stock > 0) == available:
+                candidates.append((candidate, f"with {changed[0][0]} {changed[0][1]} and everything else as it is"))
+        return self.rng.choice(candidates) if candidates else None
 
 
 def refusal(view: View) -> list[Part]:
@@ -120,47 +126,48 @@ def refusal(view: View) -> list[Part]:
     return next((parts for maker in makers if (parts := maker(view))), [])
 
 
-def _declined(view: View, order: Order, reason: str, text: str) -> list[Part]:
+def _decline(view: View, order: Order, reason: str, text: str) -> list[Part]:
     view.used.add(order.id)
     return [Part(text, (("decline_request", {"order_id": order.id, "reason": reason}),))]
 
 
 def _not_pending(view: View) -> list[Part]:
     for order in view.orders("shipped", "delivered"):
-        text = f"Please cancel {view.named(order)}, I no longer need it."
-        return _declined(view, order, "order_not_pending", text)
+        text = f"Please cancel {view.order_phrase(order)}, I no longer need it."
+        return _decline(view, order, "order_not_pending", text)
     return []
 
 
 def _not_delivered(view: View) -> list[Part]:
     for order in view.orders("shipped"):
         # An item on final sale would be a second reason.
-        items = [each for each in view.items(order) if not each.final_sale]
+        items = [item for item in view.items(order) if not item.final_sale]
         if items:
-            text = f"I want to send back the {view.product(items[0])} from {view.named(order)}."
-            return _declined(view, order, "order_not_delivered", text)
+            text = f"I want to send back the {view.product(items[0])} from {view.order_phrase(order)}."
+            return _decline(view, order, "order_not_delivered", text)
     return []
 
 
-def _window(view: View) -> list[Part]:
+def _return_window(view: View) -> list[Part]:
     for order in view.orders("delivered"):
-        items = [each for each in view.items(order) if not each.final_sale]
+        items = [item for item in view.items(order) if not item.final_sale]
         if items and view.days_since_delivery(order) > RETURN_DAYS:
-            text = f"The {view.product(items[0])} from {view.named(order)} is not for me, I want my money back for it."
-            return _declined(view, order, "return_window_over", text)
+            text = f"The {view.product(items[0])} from {view.order_phrase(order)} is not for me, "
+            text += "I want my money back for it."
+            return _decline(view, order, "return_window_over", text)
     return []
 
 
 def _final_sale(view: View) -> list[Part]:
     for order in view.orders("delivered"):
-        items = [each for each in view.items(order) if each.final_sale]
+        items = [item for item in view.items(order) if item.final_sale]
         if items and view.days_since_delivery(order) <= RETURN_DAYS:
-            text = f"I want to send back the {view.product(items[0])} from {view.named(order)} and get a refund."
-            return _declined(view, order, "final_sale", text)
+            text = f"I want to send back the {view.product(items[0])} from {view.order_phrase(order)} and get a refund."
+            return _decline(view, order, "final_sale", text)
     return []
 
 
-def _reason(view: View) -> list[Part]:
+def _unaccepted_reason(view: View) -> list[Part]:
     for order in view.orders("pending"):
         why = view.rng.choice(
             (
@@ -169,77 +176,79 @@ def _reason(view: View) -> list[Part]:
                 "I do not like your company any more.",
             )
         )
-        return _declined(
-            view, order, "reason_not_accepted", f"Cancel {view.named(order)}. {why} That is my only reason."
+        return _decline(
+            view, order, "reason_not_accepted", f"Cancel {view.order_phrase(order)}. {why} That is my only reason."
         )
     return []
 
 
-def _different(view: View) -> list[Part]:
+def _different_product(view: View) -> list[Part]:
     for order in view.orders("delivered"):
         item = view.items(order)[0]
-        other = view.rng.choice([each for product, each in view.world.products.items() if product != item.product])
-        text = f"I would like to exchange the {view.product(item)} from {view.named(order)} for a {other}."
-        return _declined(view, order, "different_product", text)
+        other = view.rng.choice([name for product, name in view.world.products.items() if product != item.product])
+        text = f"I would like to exchange the {view.product(item)} from {view.order_phrase(order)} for a {other}."
+        return _decline(view, order, "different_product", text)
     return []
 
 
 def _out_of_stock(view: View) -> list[Part]:
     for order in view.orders("pending", "delivered"):
         for item in view.items(order):
-            found = view.other_variant(item, available=False)
-            if found is not None:
+            replacement = view.other_variant(item, available=False)
+            if replacement is not None:
                 verb = "swap" if order.status == "pending" else "exchange"
-                text = f"Please {verb} the {view.product(item)} in {view.named(order)} for one {found[1]}. "
+                text = (
+                    f"Please {verb} the {view.product(item)} in {view.order_phrase(order)} for one {replacement[1]}. "
+                )
                 text += "Nothing else will do."
-                return _declined(view, order, "out_of_stock", text)
+                return _decline(view, order, "out_of_stock", text)
     return []
 
 
 def _gift_card(view: View) -> list[Part]:
     for order in view.orders("pending"):
-        total = sum(each.price for each in view.items(order))
-        cards = [each for each in view.methods() if each.balance is not None and each.balance < total]
+        total = sum(item.price for item in view.items(order))
+        cards = [card for card in view.methods() if card.balance is not None and card.balance < total]
         if cards:
-            text = f"I want to pay for all of {view.named(order)} with my gift card instead."
-            return _declined(view, order, "gift_card_balance", text)
+            text = f"I want to pay for all of {view.order_phrase(order)} with my gift card instead."
+            return _decline(view, order, "gift_card_balance", text)
     return []
 
 
 _MAKERS: Final[tuple[Callable[[View], list[Part]], ...]] = (
     _not_pending,
     _not_delivered,
-    _window,
+    _return_window,
     _final_sale,
-    _reason,
-    _different,
+    _unaccepted_reason,
+    _different_product,
     _out_of_stock,
     _gift_card,
 )
 
 
-def _address(view: View) -> dict[str, str]:
-    other = view.rng.choice([each for each in view.world.users.values() if each.id != view.user.id]).address
+def _new_address(view: View) -> dict[str, str]:
+    other = view.rng.choice([user for user in view.world.users.values() if user.id != view.user.id]).address
     street = f"{view.rng.randint(1, 980)} {other.street.split(maxsplit=1)[1]}"
     return {"street": street, "city": other.city, "state": other.state, "zip_code": other.zip}
 
 
-def _spoken(address: Mapping[str, str]) -> str:
+def _address_phrase(address: Mapping[str, str]) -> str:
     return f"{address['street']}, {address['city']}, {address['state']} {address['zip_code']}"
 
 
 def cancel(view: View) -> list[Part]:
     """Cancel a pending order."""
     for order in view.orders("pending"):
-        reason, said = view.rng.choice(
+        reason, explanation = view.rng.choice(
             (("no longer needed", "I no longer need it."), ("ordered by mistake", "I ordered it by mistake."))
         )
-        text = f"Please cancel {view.named(order)}. {said}"
+        text = f"Please cancel {view.order_phrase(order)}. {explanation}"
         view.used.add(order.id)
         facts: tuple[str, ...] = ()
         if view.rng.random() < 0.5:
             text += " How much money do I get back?"
-            facts = (dollars(sum(each.price for each in view.items(order))),)
+            facts = (dollars(sum(item.price for item in view.items(order))),)
         return [Part(text, (("cancel_order", {"order_id": order.id, "reason": reason}),), facts)]
     return []
 
@@ -247,44 +256,43 @@ def cancel(view: View) -> list[Part]:
 def send_back(view: View) -> list[Part]:
     """Return items within the allowed days."""
     for order in view.orders("delivered"):
-        items = [each for each in view.items(order) if not each.final_sale]
+        items = [item for item in view.items(order) if not item.final_sale]
         if view.days_since_delivery(order) > RETURN_DAYS or not items:
             continue
         items = items[: view.rng.randint(1, 2)]
-        cards = [each for each in view.methods() if each.id == order.payment or each.kind == "gift_card"]
+        cards = [method for method in view.methods() if method.id == order.payment or method.kind == "gift_card"]
         method = cards[0]
         view.used.add(order.id)
-        names = " and the ".join(view.product(each) for each in items)
-        text = (
-            f"I want to send back the {names} from {view.named(order)}. The money should go to {view.paying(method)}."
-        )
-        arguments = {"order_id": order.id, "item_ids": [each.id for each in items], "payment_id": method.id}
+        names = " and the ".join(view.product(item) for item in items)
+        text = f"I want to send back the {names} from {view.order_phrase(order)}. "
+        text += f"The money should go to {view.method_phrase(method)}."
+        arguments = {"order_id": order.id, "item_ids": [item.id for item in items], "payment_id": method.id}
         facts: tuple[str, ...] = ()
         if view.rng.random() < 0.5:
             text += " Tell me how much that is."
-            facts = (dollars(sum(each.price for each in items)),)
+            facts = (dollars(sum(item.price for item in items)),)
         return [Part(text, (("return_items", arguments),), facts)]
     return []
 
 
-def _replace(view: View, status: str, tool: str, wish: str) -> list[Part]:
+def _replace_items(view: View, status: str, tool: str, wish: str) -> list[Part]:
     for order in view.orders(status):
-        pairs = [(each, view.other_variant(each, available=True)) for each in view.items(order)]
-        found = [(old, *new) for old, new in pairs if new is not None][: view.rng.randint(1, 2)]
-        if not found:
+        pairs = [(item, view.other_variant(item, available=True)) for item in view.items(order)]
+        replacements = [(old, *new) for old, new in pairs if new is not None][: view.rng.randint(1, 2)]
+        if not replacements:
             continue
-        difference = sum(new.price - old.price for old, new, _ in found)
-        # A gift card with too little on it would be a request to decline.
-        methods = [each for each in view.methods() if each.balance is None or each.balance >= difference]
+        difference = sum(new.price - old.price for old, new, _ in replacements)
+        # A gift card with too small a balance would make this a request to decline.
+        methods = [method for method in view.methods() if method.balance is None or method.balance >= difference]
         method = methods[0]
         view.used.add(order.id)
-        wanted = " and ".join(f"the {view.product(old)} for one {how}" for old, _, how in found)
-        text = f"{wish.format(order=view.named(order), items=wanted)} Settle the difference in price with "
-        text += f"{view.paying(method)}."
+        phrases = " and ".join(f"the {view.product(old)} for one {how}" for old, _, how in replacements)
+        text = f"{wish.format(order=view.order_phrase(order), items=phrases)} Settle the difference in price with "
+        text += f"{view.method_phrase(method)}."
         arguments = {
             "order_id": order.id,
-            "item_ids": [old.id for old, _, _ in found],
-            "new_item_ids": [new.id for _, new, _ in found],
+            "item_ids": [old.id for old, _, _ in replacements],
+            "new_item_ids": [new.id for _, new, _ in replacements],
             "payment_id": method.id,
         }
         return [Part(text, ((tool, arguments),))]
@@ -293,20 +301,20 @@ def _replace(view: View, status: str, tool: str, wish: str) -> list[Part]:
 
 def exchange(view: View) -> list[Part]:
     """Exchange items of a delivered order."""
-    return _replace(view, "delivered", "exchange_items", "From {order} I would like to exchange {items}.")
+    return _replace_items(view, "delivered", "exchange_items", "From {order} I would like to exchange {items}.")
 
 
 def change_items(view: View) -> list[Part]:
     """Swap items of a pending order."""
-    return _replace(view, "pending", "change_order_items", "Before {order} is sent, please swap {items}.")
+    return _replace_items(view, "pending", "change_order_items", "Before {order} is sent, please swap {items}.")
 
 
 def address_change(view: View) -> list[Part]:
     """Send a pending order to another address, and perhaps change the customer's own."""
     for order in view.orders("pending"):
-        address = _address(view)
+        address = _new_address(view)
         view.used.add(order.id)
-        text = f"Please send {view.named(order)} to {_spoken(address)} instead."
+        text = f"Please send {view.order_phrase(order)} to {_address_phrase(address)} instead."
         actions: tuple[Action, ...] = (("change_order_address", {"order_id": order.id, **address}),)
         if view.user.id not in view.used and view.rng.random() < 0.3:
             view.used.add(view.user.id)
@@ -319,13 +327,16 @@ def address_change(view: View) -> list[Part]:
 def payment(view: View) -> list[Part]:
     """Pay for a pending order by another method."""
     for order in view.orders("pending"):
-        total = sum(each.price for each in view.items(order))
+        total = sum(item.price for item in view.items(order))
         methods = [
-            each for each in view.methods(without=order.payment) if each.balance is None or each.balance >= total
+            method
+            for method in view.methods(without=order.payment)
+            if method.balance is None or method.balance >= total
         ]
         if methods:
             view.used.add(order.id)
-            text = f"I would rather pay for {view.named(order)} with {view.paying(methods[0])}. Please change that."
+            text = f"I would rather pay for {view.order_phrase(order)} with {view.method_phrase(methods[0])}. "
+            text += "Please change that."
             return [Part(text, (("change_order_payment", {"order_id": order.id, "payment_id": methods[0].id}),))]
     return []
 
@@ -335,10 +346,10 @@ def question(view: View) -> list[Part]:
     orders = view.orders("pending", "shipped", "delivered")
     if view.rng.random() < 0.5 and orders:
         view.used.add(orders[0].id)
-        total = sum(each.price for each in view.items(orders[0]))
-        return [Part(f"What did I pay for {view.named(orders[0])} in total?", (), (dollars(total),))]
+        total = sum(item.price for item in view.items(orders[0]))
+        return [Part(f"What did I pay for {view.order_phrase(orders[0])} in total?", (), (dollars(total),))]
     product = view.rng.choice(list(view.world.products))
-    prices = [each.price for each in view.world.variants_of(product) if each.stock > 0]
+    prices = [variant.price for variant in view.world.variants_of(product) if variant.stock > 0]
     if not prices:
         return []
     text = f"What does the cheapest {view.world.products[product]} cost that you can deliver right now?"
@@ -368,7 +379,7 @@ def compose(world: World, kind: str, rng: random.Random) -> Request:
         parts = KINDS[kind](view)
         if parts:
             actions = tuple(action for part in parts for action in part.actions)
-            # A transfer ends what the desk can do, so it comes last whatever the customer says first.
+            # After a transfer the desk can change nothing, so it comes last in any request.
             actions = tuple(sorted(actions, key=lambda action: action[0] == "transfer_to_human"))
             facts = tuple(fact for part in parts for fact in part.facts)
             return Request(user.id, _identity(user, rng), " ".join(part.text for part in parts), actions, facts)
@@ -389,10 +400,10 @@ def _identity(user: User, rng: random.Random) -> str:
 def _multi(view: View) -> list[Part]:
     makers = [cancel, send_back, exchange, change_items, address_change, payment, refusal]
     view.rng.shuffle(makers)
-    wanted = view.rng.randint(2, 3)
+    part_count = view.rng.randint(2, 3)
     parts: list[Part] = []
     for maker in makers:
-        if len(parts) < wanted:
+        if len(parts) < part_count:
             parts += maker(view)
     if len(parts) < 2:
         return []
@@ -413,7 +424,7 @@ KINDS: Final[dict[str, Callable[[View], list[Part]]]] = {
     "transfer": transfer,
     "multi": _multi,
 }
-"""The kinds of requests, each with what makes one."""
+"""Makers of requests by kind."""
 
 
 _PER_SHOP: Final = 8
@@ -438,8 +449,8 @@ def tasks(n: int = 200, *, split: str = "train", seed: int = 0, kind: str | None
         yield _task(f"retail-{split}-{seed}-{index}", world, kinds[index % len(kinds)], index)
 
 
-def drawn(seed: int | None) -> Task:
-    """Return the task drawn from a seed; a random one for None."""
+def task_from_seed(seed: int | None) -> Task:
+    """Return the training task of a seed; a random one for None."""
     number = random.getrandbits(63) if seed is None else seed
     return _task(f"retail-seed-{number}", draw(world_seed("train", number, 0)), list(KINDS)[number % len(KINDS)], 0)
 
@@ -451,7 +462,7 @@ def _task(name: str, world: World, kind: str, index: int) -> Task:
         "world": world.seed,
         "kind": kind,
         "customer": request.customer,
-        # Apart from each other: in a dialogue the customer says who they are only when they are asked.
+        # Two columns: in a dialogue the customer states the identity only when asked.
         "identity": request.identity,
         "request": request.text,
         "actions": actions,

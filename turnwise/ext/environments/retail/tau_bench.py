@@ -1,4 +1,4 @@
-"""The retail domain of tau-bench: its shop, and its tasks as requests to this one's desk."""
+"""The retail domain of tau-bench: its shop, and its tasks as requests to this environment's desk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from turnwise.errors import TaskError, shown
 from turnwise.ext.environments.retail.world import Address, Order, PaymentMethod, User, Variant, World
 
 _TODAY: Final = "2024-05-15"
-"""The date of its conversations. It has no dates of orders and deliveries: all are of this day."""
+"""The date of its conversations. Its orders and deliveries are undated: all get this date."""
 _IN_STOCK: Final = 100
-"""Of what is available; how many there are, it does not say."""
+"""Stock of an available variant, whose number tau-bench does not state."""
 _STATUS: Final = {"processed": "shipped"}
 _READS: Final = frozenset(
     (
@@ -40,14 +40,14 @@ _CHANGES: Final[dict[str, tuple[str, Mapping[str, str | None]]]] = {
     "modify_user_address": ("change_user_address", _ADDRESS),
     "return_delivered_order_items": ("return_items", _PAYMENT),
 }
-"""Its tools with the names here, and the arguments that are called otherwise (None: that do not exist)."""
+"""Tools of tau-bench: their names here, and renamed arguments (None: dropped)."""
 
 
 def rows(path: str) -> Iterator[dict[str, Any] | None]:
     """Yield the tasks of ``tau_bench/envs/retail``, None for one without a counterpart here.
 
-    That is one whose conversation ends with a human, whose summary this shop has no words for, or in which nothing is
-    changed and nothing is to be said.
+    Left out: tasks that end with a transfer to a human (its summary has no counterpart here), and tasks without
+    changes and outputs.
 
     Args:
         path: That folder, with ``:train``, ``:dev`` or ``:test`` (the default): the list in ``tasks_test.py``; its
@@ -57,12 +57,12 @@ def rows(path: str) -> Iterator[dict[str, Any] | None]:
         TaskError: A file is missing or malformed.
     """
     folder, _, split = path.partition(":") if not Path(path).is_dir() else (path, "", "")
-    place = Path(folder).expanduser().absolute()
-    file = place / f"tasks_{split or 'test'}.py"
-    for number, task in enumerate(_tasks(file)):
-        changes = [each for each in task.get("actions") or () if each.get("name") not in _READS]
-        playable = all(each.get("name") in _CHANGES for each in changes) and (changes or task.get("outputs"))
-        record = {"id": f"tau-retail-{split or 'test'}-{number}", "world": str(place / "data"), **task}
+    retail_folder = Path(folder).expanduser().absolute()
+    file = retail_folder / f"tasks_{split or 'test'}.py"
+    for number, task in enumerate(_task_literals(file)):
+        changes = [action for action in task.get("actions") or () if action.get("name") not in _READS]
+        playable = all(action.get("name") in _CHANGES for action in changes) and (changes or task.get("outputs"))
+        record = {"id": f"tau-retail-{split or 'test'}-{number}", "world": str(retail_folder / "data"), **task}
         yield record if playable else None
 
 
@@ -81,7 +81,7 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
         raise TaskError(f"column 'user_id' is {shown(user)}, whom the shop {world} does not know")
     request = f"What I know and want, as it was told to me:\n\n{record['instruction']}"
     identity = f"My name is {customer.first_name} {customer.last_name}, zip code {customer.address.zip}."
-    actions = [_action(each) for each in record["actions"] if each.get("name") not in _READS]
+    actions = [_action(action) for action in record["actions"] if action.get("name") not in _READS]
     return {
         "id": record.get("id"),
         "prompt": f"{identity} {request}",
@@ -91,25 +91,28 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
             "identity": identity,
             "request": request,
             "actions": actions,
-            "facts": [str(each) for each in record["outputs"]],
+            "facts": [str(text) for text in record["outputs"]],
         },
     }
 
 
 def _action(value: Any) -> dict[str, Any]:
     name = value.get("name") if isinstance(value, Mapping) else None
-    given = (value.get("kwargs") or value.get("arguments") or {}) if isinstance(value, Mapping) else None
-    if name not in _CHANGES or not isinstance(given, Mapping):
+    arguments = (value.get("kwargs") or value.get("arguments") or {}) if isinstance(value, Mapping) else None
+    if name not in _CHANGES or not isinstance(arguments, Mapping):
         raise TaskError(f"column 'actions' has {shown(value)}: it must be a tool of tau-bench's, with name and kwargs")
     ours, renamed = _CHANGES[name]
-    arguments = {renamed.get(key, key): each for key, each in given.items()}
-    if "street" in arguments and given.get("address2"):
-        arguments["street"] = f"{given['address1']}, {given['address2']}"
-    return {"name": ours, "arguments": {key: each for key, each in arguments.items() if key is not None}}
+    renamed_arguments = {renamed.get(key, key): argument for key, argument in arguments.items()}
+    if "street" in renamed_arguments and arguments.get("address2"):
+        renamed_arguments["street"] = f"{arguments['address1']}, {arguments['address2']}"
+    return {
+        "name": ours,
+        "arguments": {key: argument for key, argument in renamed_arguments.items() if key is not None},
+    }
 
 
-def _tasks(file: Path) -> list[dict[str, Any]]:
-    """Return the list of tasks in a Python file, which is read and not run."""
+def _task_literals(file: Path) -> list[dict[str, Any]]:
+    """Return the list of tasks of a Python file, which is parsed and not run."""
     try:
         tree = ast.parse(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, SyntaxError) as error:
@@ -117,14 +120,14 @@ def _tasks(file: Path) -> list[dict[str, Any]]:
     lists = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.List)]
     if len(lists) != 1:
         raise TaskError(f"{file}: there are {len(lists)} lists of tasks; tau-bench has one, of Task(...)")
-    return [_value(each, file) for each in lists[0].elts]
+    return [_literal(element, file) for element in lists[0].elts]
 
 
-def _value(node: ast.expr, file: Path) -> Any:
+def _literal(node: ast.expr, file: Path) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Task", "Action"):
-        return {each.arg: _value(each.value, file) for each in node.keywords if each.arg is not None}
+        return {keyword.arg: _literal(keyword.value, file) for keyword in node.keywords if keyword.arg is not None}
     if isinstance(node, ast.List):
-        return [_value(each, file) for each in node.elts]
+        return [_literal(element, file) for element in node.elts]
     try:
         return ast.literal_eval(node)
     except ValueError as error:
@@ -134,12 +137,12 @@ def _value(node: ast.expr, file: Path) -> Any:
 @functools.lru_cache(maxsize=4)
 def read_shop(folder: str) -> World:
     """Return the shop in a folder with ``users.json``, ``products.json`` and ``orders.json``. Raises TaskError."""
-    place = Path(folder)
-    users, products, orders = (_json(place / f"{name}.json") for name in ("users", "products", "orders"))
+    shop = Path(folder)
+    users, products, orders = (_json(shop / f"{name}.json") for name in ("users", "products", "orders"))
     return World(
         seed=folder,
         today=_TODAY,
-        users=_each(users, place / "users.json", _user),
+        users=_parse_records(users, shop / "users.json", _user),
         payments={
             payment: _payment(payment, user, method)
             for user, record in users.items()
@@ -152,34 +155,38 @@ def read_shop(folder: str) -> World:
             for item, variant in record["variants"].items()
         },
         orders={
-            order.id: order for order in _each(orders, place / "orders.json", _order).values() if order is not None
+            order.id: order
+            for order in _parse_records(orders, shop / "orders.json", _order).values()
+            if order is not None
         },
     )
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text("utf-8"))
+        records = json.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise TaskError(f"{file}: cannot be read as a part of tau-bench's shop: {error}") from error
-    if not isinstance(found, dict):
-        raise TaskError(f"{file}: it holds {shown(found)}: tau-bench has an object by ids there")
-    return found
+    if not isinstance(records, dict):
+        raise TaskError(f"{file}: it holds {shown(records)}: tau-bench has an object by ids there")
+    return records
 
 
-def _each(records: Mapping[str, Any], file: Path, made: Callable[[str, Any], Any]) -> dict[str, Any]:
-    found = {}
+def _parse_records(records: Mapping[str, Any], file: Path, build: Callable[[str, Any], Any]) -> dict[str, Any]:
+    entries = {}
     for name, record in records.items():
         try:
-            found[name] = made(name, record)
+            entries[name] = build(name, record)
         except (KeyError, TypeError) as error:
             raise TaskError(f"{file}: {name} has no {error}") from error
-    return found
+    return entries
 
 
 def _user(name: str, record: Any) -> User:
-    whole = record["name"]
-    return User(name, whole["first_name"], whole["last_name"], record["email"].lower(), _address(record["address"]))
+    full_name = record["name"]
+    return User(
+        name, full_name["first_name"], full_name["last_name"], record["email"].lower(), _address(record["address"])
+    )
 
 
 def _address(record: Mapping[str, Any]) -> Address:
@@ -199,7 +206,7 @@ def _variant(item: str, product: str, record: Mapping[str, Any]) -> Variant:
 
 
 def _order(name: str, record: Mapping[str, Any]) -> Order | None:
-    paid = [each for each in record["payment_history"] if each["transaction_type"] == "payment"]
+    paid = [payment for payment in record["payment_history"] if payment["transaction_type"] == "payment"]
     if not paid:
         return None
     status = str(record["status"]).partition(" ")[0]
@@ -210,9 +217,9 @@ def _order(name: str, record: Mapping[str, Any]) -> Order | None:
         ordered_on=_TODAY,
         delivered_on=_TODAY if status == "delivered" else None,
         address=_address(record["address"]),
-        items=tuple(each["item_id"] for each in record["items"]),
+        items=tuple(item["item_id"] for item in record["items"]),
         payment=paid[0]["payment_method_id"],
-        prices=tuple(_cents(each["price"]) for each in record["items"]),
+        prices=tuple(_cents(item["price"]) for item in record["items"]),
     )
 
 

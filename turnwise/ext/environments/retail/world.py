@@ -146,7 +146,7 @@ class World:
 
     def variants_of(self, product: str) -> list[Variant]:
         """Return the variants of a product."""
-        return [each for each in self.variants.values() if each.product == product]
+        return [variant for variant in self.variants.values() if variant.product == product]
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,13 +155,15 @@ def draw(seed: int) -> World:
     rng = random.Random(stable_hash("retail", seed))
     today = date(2025, 3, 1) + timedelta(days=rng.randrange(270))
     numbers = iter(rng.sample(range(1_000_000, 10_000_000), 600))
-    users = {each.id: each for each in _users(seed)}
-    payments = {each.id: each for user in users for each in _payment_methods(rng, user, numbers)}
+    users = {user.id: user for user in _users(seed)}
+    payments = {method.id: method for user in users for method in _payment_methods(rng, user, numbers)}
     products = {f"p{next(numbers)}": name for name in _CATALOGUE}
-    variants = {each.id: each for product, name in products.items() for each in _variants(rng, product, name, numbers)}
+    variants = {
+        variant.id: variant for product, name in products.items() for variant in _variants(rng, product, name, numbers)
+    }
     orders: dict[str, Order] = {}
     for user in users.values():
-        methods = [each for each in payments.values() if each.user == user.id]
+        methods = [method for method in payments.values() if method.user == user.id]
         for _ in range(rng.randint(3, 5)):
             order = _order(rng, user, methods, list(variants.values()), today, f"W{next(numbers)}")
             orders[order.id] = order
@@ -171,11 +173,11 @@ def draw(seed: int) -> World:
 def world_seed(split: str, seed: int, index: int) -> int:
     """Return the seed of the ``index``-th shop of a split."""
     tried = (stable_hash("retail world", split, seed, index, attempt) for attempt in itertools.count())
-    return next(found for found in tried if _split(_users(found)) == split)
+    return next(candidate for candidate in tried if _split(_users(candidate)) == split)
 
 
 def _split(users: Iterable[User]) -> str:
-    people = [part for each in users for part in (each.email, each.address.street)]
+    people = [part for user in users for part in (user.email, user.address.street)]
     return "test" if stable_hash(*people) % 4 == 0 else "train"
 
 
@@ -190,10 +192,12 @@ def _users(seed: int) -> Iterator[User]:
     # Users have their own generator: the split of a shop is known without drawing the rest of it.
     rng = random.Random(stable_hash("retail customers", seed))
     for pair in rng.sample(range(len(_FIRST) * len(_LAST)), 20):
-        first, last = _FIRST[pair // len(_LAST)], _LAST[pair % len(_LAST)]
+        first_name, last_name = _FIRST[pair // len(_LAST)], _LAST[pair % len(_LAST)]
         number = rng.randint(1000, 9999)
-        name = f"{first}.{last}".lower()
-        yield User(f"{name.replace('.', '_')}_{number}", first, last, f"{name}{number}@example.com", _address(rng))
+        name = f"{first_name}.{last_name}".lower()
+        yield User(
+            f"{name.replace('.', '_')}_{number}", first_name, last_name, f"{name}{number}@example.com", _address(rng)
+        )
 
 
 def _payment_methods(rng: random.Random, user: str, numbers: Iterator[int]) -> Iterator[PaymentMethod]:
@@ -207,10 +211,10 @@ def _payment_methods(rng: random.Random, user: str, numbers: Iterator[int]) -> I
 
 def _variants(rng: random.Random, product: str, name: str, numbers: Iterator[int]) -> Iterator[Variant]:
     base, options = _CATALOGUE[name]
-    for chosen in itertools.product(*options.values()):
+    for values in itertools.product(*options.values()):
         price = base + 50 * rng.randint(-base // 400, base // 400)
         stock = 0 if rng.random() < 0.2 else rng.randint(1, 30)
-        pairs = tuple(zip(options, chosen, strict=True))
+        pairs = tuple(zip(options, values, strict=True))
         yield Variant(f"i{next(numbers)}", product, pairs, price, stock, rng.random() < 0.12)
 
 
@@ -218,18 +222,18 @@ def _order(
     rng: random.Random, user: User, methods: list[PaymentMethod], variants: list[Variant], today: date, name: str
 ) -> Order:
     status = rng.choices(("pending", "shipped", "delivered"), (45, 12, 43))[0]
-    chosen: dict[str, str] = {}
+    items: dict[str, str] = {}
     for variant in rng.sample(variants, rng.randint(1, 4)):
-        chosen.setdefault(variant.product, variant.id)
+        items.setdefault(variant.product, variant.id)
     age = {"pending": (0, 2), "shipped": (3, 6), "delivered": (5, 75)}[status]
     ordered = today - timedelta(days=rng.randint(*age))
     delivered = None
     if status == "delivered":
-        # Near the end of the window one would have to ask what the day of the delivery counts as.
+        # Not near the end of the window: whether the day of the delivery counts would be ambiguous there.
         days = min(rng.choice((rng.randint(1, RETURN_DAYS - 5), rng.randint(RETURN_DAYS + 5, 70))), 70)
         delivered = today - timedelta(days=days)
         ordered = delivered - timedelta(days=rng.randint(2, 6))
-    paid_with = rng.choice([each for each in methods if each.kind != "gift_card"])
+    paid_with = rng.choice([method for method in methods if method.kind != "gift_card"])
     address = user.address if rng.random() < 0.8 else _address(rng)
     return Order(
         id=name,
@@ -238,6 +242,6 @@ def _order(
         ordered_on=ordered.isoformat(),
         delivered_on=None if delivered is None else delivered.isoformat(),
         address=address,
-        items=tuple(chosen.values()),
+        items=tuple(items.values()),
         payment=paid_with.id,
     )
