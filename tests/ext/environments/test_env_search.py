@@ -53,14 +53,14 @@ def test_an_encyclopedia_is_drawn_from_its_seed():
     assert encyclopedia("train", 3) == first
     assert encyclopedia("train", 4) != first
     assert len(first.passages) == 40 + 120 + 240 + 480
-    assert len({each.title for each in first.passages}) == len({each.id for each in first.passages}) == 880
+    assert len({passage.title for passage in first.passages}) == len({passage.id for passage in first.passages}) == 880
 
 
 def test_nobody_and_no_place_of_one_split_occurs_in_the_other():
     def names(split, seed):
         book = encyclopedia(split, seed)
-        found = {part for each in book.works for part in each.maker.name.split()}
-        return found | {town.name for town in book.towns} | {town.region for town in book.towns}
+        parts = {part for work in book.works for part in work.maker.name.split()}
+        return parts | {town.name for town in book.towns} | {town.region for town in book.towns}
 
     train = names("train", 0) | names("train", 1)
     test = names("test", 0) | names("test", 1)
@@ -70,28 +70,28 @@ def test_nobody_and_no_place_of_one_split_occurs_in_the_other():
 
 def test_questions_are_answered_by_the_articles_of_their_path_and_by_no_shorter_one():
     book = encyclopedia("test", 0)
-    texts = {each.title: each.text for each in book.passages}
-    found = questions("test", 0)
-    assert len(found) >= 1_000
-    assert len({each.text for each in found}) == len(found)
-    assert {len(each.path) for each in found} == {2, 3}
-    for each in found:
-        assert words(each.answer)
-        last = words(texts[each.path[-1]])
-        wanted = words(each.answer)
-        assert any(last[at : at + len(wanted)] == wanted for at in range(len(last))), each
-        assert not set(wanted) <= set(words(each.text)), "the question tells its answer"
-        assert each.path[0].casefold() in each.text.casefold(), "the question must say where to begin"
-        for title in each.path[1:]:
-            assert title.casefold() not in each.text.casefold(), "the question tells the next step"
+    texts = {passage.title: passage.text for passage in book.passages}
+    asked = questions("test", 0)
+    assert len(asked) >= 1_000
+    assert len({question.text for question in asked}) == len(asked)
+    assert {len(question.path) for question in asked} == {2, 3}
+    for question in asked:
+        assert words(question.answer)
+        article = words(texts[question.path[-1]])
+        answer = words(question.answer)
+        assert any(article[at : at + len(answer)] == answer for at in range(len(article))), question
+        assert not set(answer) <= set(words(question.text)), "the question tells its answer"
+        assert question.path[0].casefold() in question.text.casefold(), "the question must say where to begin"
+        for title in question.path[1:]:
+            assert title.casefold() not in question.text.casefold(), "the question tells the next step"
 
 
 def test_one_passage_is_not_enough():
     """The first article, which the question names, seldom holds the answer: two years may be the same by chance."""
-    texts = {each.title: each.text for each in encyclopedia("train", 0).passages}
-    found = questions("train", 0)
-    told = sum(each.answer in texts[each.path[0]] for each in found)
-    assert told <= len(found) // 100
+    texts = {passage.title: passage.text for passage in encyclopedia("train", 0).passages}
+    asked = questions("train", 0)
+    answered = sum(question.answer in texts[question.path[0]] for question in asked)
+    assert answered <= len(asked) // 100
 
 
 def test_tasks_are_stable_and_different():
@@ -102,8 +102,8 @@ def test_tasks_are_stable_and_different():
     assert first[:7] == list(tasks(7, split="test"))
     assert first[3].id == "search-test-0-3"
     many = list(tasks(2_100))
-    assert len({(each.prompt, each.data["encyclopedia"]) for each in many}) == 2_100
-    assert len({each.data["encyclopedia"] for each in many}) == 3
+    assert len({(task.prompt, task.data["encyclopedia"]) for task in many}) == 2_100
+    assert len({task.data["encyclopedia"] for task in many}) == 3
     with pytest.raises(TaskError, match="split 'dev'"):
         next(tasks(split="dev"))
 
@@ -116,7 +116,7 @@ async def test_the_solution_finds_what_it_opens_and_is_worth_1(split):
         played = await play_solution(env)
         assert played[-1][1].reward == 1.0
         contents = [message["content"] for _, step in played for message in step.observation]
-        assert not [each for each in contents if "error" in each]
+        assert not [content for content in contents if "error" in content]
         for text in ("", task.prompt, "I do not know.", f"It is {env.accepted[0]}, I think", contents[-1]):
             assert await score_env(env, says(text)) == {"score": 0.0}
         assert await score_env(env, None) == {"score": 0.0}
@@ -133,10 +133,10 @@ def test_the_best_come_first_and_ties_in_the_order_of_the_corpus():
         Passage("4", "Birds", "Birds sing."),
     ]
     index = Index(corpus)
-    assert [each.id for each in index.search("sing birds", 5)] == ["3", "4"]
-    assert [each.id for each in index.search("cat", 5)] == ["1", "2"]
-    assert [each.id for each in index.search("CAT!", 1)] == ["1"]
-    assert [each.id for each in index.search("dogs", 5)] == ["2"]
+    assert [passage.id for passage in index.search("sing birds", 5)] == ["3", "4"]
+    assert [passage.id for passage in index.search("cat", 5)] == ["1", "2"]
+    assert [passage.id for passage in index.search("CAT!", 1)] == ["1"]
+    assert [passage.id for passage in index.search("dogs", 5)] == ["2"]
     for nothing in ("", "the", "?", "zebra", "\ud800"):
         assert index.search(nothing, 5) == []
 
@@ -145,29 +145,29 @@ def test_the_best_of_a_large_corpus_are_the_first_of_all_that_fit():
     corpus = [Passage(str(n), "", f"word{n % 7} word{n % 11} filler") for n in range(3_000)]
     index = Index(corpus)
     # Longer ones, with both words, come before those with one; among equals the order is the corpus's.
-    both = [str(n) for n in range(3_000) if {n % 7, n % 11} == {3, 5}]
-    everything = [each.id for each in index.search("word3 word5", 5_000)]
-    assert everything[: len(both)] == both
+    matching = [str(n) for n in range(3_000) if {n % 7, n % 11} == {3, 5}]
+    everything = [passage.id for passage in index.search("word3 word5", 5_000)]
+    assert everything[: len(matching)] == matching
     for k in (1, 5, 20, 100, 1_000):
-        assert [each.id for each in index.search("word3 word5", k)] == everything[:k]
+        assert [passage.id for passage in index.search("word3 word5", k)] == everything[:k]
     assert len(everything) == sum(bool({n % 7, n % 11} & {3, 5}) for n in range(3_000))
 
 
 def test_each_corpus_is_indexed_once_also_by_many_threads(monkeypatch, tmp_path):
-    made = Counter()
+    builds = Counter()
 
     class Counted(Index):
         def __init__(self, passages):
-            made[len(passages)] += 1
+            builds[len(passages)] += 1
             super().__init__(passages)
 
     monkeypatch.setattr(bm25, "Index", Counted)
     path = lines(tmp_path / "c.jsonl", *({"text": f"passage {n}"} for n in range(50)))
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(index_of_file, [path] * 40))
+        indexes = list(threads.map(index_of_file, [path] * 40))
         books = list(threads.map(lambda _: index_of_encyclopedia("train", 987), range(16)))
-    assert len(set(map(id, found))) == len(set(map(id, books))) == 1
-    assert made == {50: 1, 880: 1}
+    assert len(set(map(id, indexes))) == len(set(map(id, books))) == 1
+    assert builds == {50: 1, 880: 1}
     lines(tmp_path / "c.jsonl", *({"text": f"passage {n}"} for n in range(51)))
     assert len(index_of_file(path).passages) == 51
     bm25._file_index.cache_clear()
@@ -178,11 +178,11 @@ async def test_the_tools_tell_ids_and_errors():
     env = make("search")
     (task,) = tasks(1, split="test")
     await reset_env(env, task, seed=0)
-    assert [each.name for each in schemas(env)] == ["search", "open"]
+    assert [schema.name for schema in schemas(env)] == ["search", "open"]
     k = schemas(env)[0].parameters["properties"]["k"]
     assert (k["minimum"], k["maximum"], k["default"]) == (1, 20, 5)
-    found = await answer(env, "search", query=task.data["path"][0], k=2)
-    first, second = found.splitlines()
+    passages = await answer(env, "search", query=task.data["path"][0], k=2)
+    first, second = passages.splitlines()
     assert f"] {task.data['path'][0]}: " in first
     name = first[1 : first.index("]")]
     for written in (name, f"[{name}]", f" {name} "):
@@ -225,9 +225,9 @@ def test_answers_are_compared_by_their_words(text, accepted, right):
 @pytest.mark.parametrize("piece", ["\n", "\n.", "#### \n", "Answer:\n", "answer\n"])
 def test_no_answer_costs_more_than_its_length(piece):
     # In the square of it, each of these takes 10 to 60 s of processor time.
-    before = time.process_time()
+    started = time.process_time()
     answer_in(piece * 20_000)
-    assert time.process_time() - before < 2
+    assert time.process_time() - started < 2
 
 
 def test_f1_is_the_share_of_common_words():
@@ -244,7 +244,9 @@ def test_f1_is_the_share_of_common_words():
 def test_f1_is_1_exactly_where_the_words_are_the_same_up_to_their_order(text, accepted):
     value = f1(text, accepted)
     assert 0.0 <= value <= 1.0
-    same = any(words(each) and Counter(words(text)) == Counter(words(each)) for each in accepted)
+    same = any(
+        words(accepted_text) and Counter(words(text)) == Counter(words(accepted_text)) for accepted_text in accepted
+    )
     assert (value == 1.0) == same
     if exact(text, accepted) and words(text):
         assert value == 1.0
@@ -391,18 +393,18 @@ def test_nothing_of_it_is_imported_before_it_is_used():
 async def test_500_episodes_share_one_index_and_leave_no_thread():
     def indexes():
         gc.collect()
-        return sum(type(each) is Index for each in gc.get_objects())
+        return sum(type(instance) is Index for instance in gc.get_objects())
 
     (task,) = tasks(1)
     env = make("search")
     env.reset(task, seed=0)
-    before, threads = indexes(), threading.active_count()
+    indexes_before, threads = indexes(), threading.active_count()
     for _ in range(500):
         other = make("search")
         other.reset(task, seed=0)
         assert other.index is env.index
         await close_env(other)
-    assert indexes() == before
+    assert indexes() == indexes_before
     assert threading.active_count() == threads
 
 

@@ -131,11 +131,11 @@ REFUSED = (
 @pytest.mark.parametrize("sql", REFUSED, ids=range(len(REFUSED)))
 def test_whatever_is_no_plain_read_is_refused_and_changes_nothing(shop, sql, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = {table: rows_of(shop, f"SELECT * FROM {table}") for table in shop.tables}
+    original = {table: rows_of(shop, f"SELECT * FROM {table}") for table in shop.tables}
     with pytest.raises(ToolError) as caught:
         shop.query(sql, most_rows=5)
     assert str(caught.value)
-    assert {table: rows_of(shop, f"SELECT * FROM {table}") for table in shop.tables} == before
+    assert {table: rows_of(shop, f"SELECT * FROM {table}") for table in shop.tables} == original
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +186,7 @@ def test_reads_of_every_kind_are_allowed(shop):
 def test_closing_ends_the_query_that_runs_in_another_thread():
     database = create_database("shop", 1, steps=10**12)
     running = threading.Event()
-    ended = []
+    errors = []
 
     def endless():
         running.set()
@@ -195,7 +195,7 @@ def test_closing_ends_the_query_that_runs_in_another_thread():
                 "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x FROM r) SELECT COUNT(*) FROM r", most_rows=1
             )
         except ToolError as error:
-            ended.append(str(error))
+            errors.append(str(error))
 
     thread = threading.Thread(target=endless)
     thread.start()
@@ -203,7 +203,7 @@ def test_closing_ends_the_query_that_runs_in_another_thread():
     database.close()
     thread.join(30)
     assert not thread.is_alive()
-    assert ended
+    assert errors
     with pytest.raises(ToolError, match="closed"):
         database.query("SELECT 1", most_rows=1)
     database.close()
@@ -235,9 +235,9 @@ def test_there_are_at_least_25_templates_over_four_schemas_with_all_that_sql_is_
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_question_can_be_run_and_is_asked_in_one_split(name):
     schema = SCHEMAS[name]
-    found = [pair for template in schema.templates for pair in template.filled()]
-    assert len({gold for _, gold in found}) == len(found)
-    assert all("{" not in question + gold for question, gold in found)
+    pairs = [pair for template in schema.templates for pair in template.filled()]
+    assert len({gold for _, gold in pairs}) == len(pairs)
+    assert all("{" not in question + gold for question, gold in pairs)
     answered = Counter()
     for seed in range(2):
         with closing(create_database(name, seed)) as database:
@@ -249,11 +249,15 @@ def test_every_question_can_be_run_and_is_asked_in_one_split(name):
 
 
 def test_no_gold_query_of_one_split_is_asked_for_in_the_other():
-    found = {split: list(tasks(600, split=split)) for split in SPLITS}
-    golds = {split: {(each.data["schema"], each.data["gold"]) for each in rows} for split, rows in found.items()}
+    rows_by_split = {split: list(tasks(600, split=split)) for split in SPLITS}
+    golds = {
+        split: {(task.data["schema"], task.data["gold"]) for task in rows} for split, rows in rows_by_split.items()
+    }
     assert not golds["train"] & golds["test"]
-    assert not {each.data["database"] for each in found["train"]} & {each.data["database"] for each in found["test"]}
-    for split, most in (("train", 28), ("test", 22)):
+    assert not {task.data["database"] for task in rows_by_split["train"]} & {
+        task.data["database"] for task in rows_by_split["test"]
+    }
+    for split, maximum in (("train", 28), ("test", 22)):
         used = {
             (s, t.gold)
             for s, schema in SCHEMAS.items()
@@ -261,7 +265,7 @@ def test_no_gold_query_of_one_split_is_asked_for_in_the_other():
             for _, g in t.filled()
             if (s, g) in golds[split]
         }
-        assert len(used) >= most, f"{split}: {len(used)} templates"
+        assert len(used) >= maximum, f"{split}: {len(used)} templates"
 
 
 def test_tasks_are_stable_and_do_not_tell_the_answer():
@@ -269,9 +273,9 @@ def test_tasks_are_stable_and_do_not_tell_the_answer():
     assert first == list(tasks(50, split="test")) == load_tasks("turnwise.ext.environments.sql:tasks?n=50&split=test")
     assert first[:23] == list(tasks(23, split="test"))
     assert first[3].id == "sql-test-0-3"
-    assert {each.data["schema"] for each in tasks(100)} == set(SCHEMAS)
-    assert {each.data["schema"] for each in tasks(30, schema="library")} == {"library"}
-    assert not [each for each in first if "SELECT" in each.prompt or each.data["gold"] in each.prompt]
+    assert {task.data["schema"] for task in tasks(100)} == set(SCHEMAS)
+    assert {task.data["schema"] for task in tasks(30, schema="library")} == {"library"}
+    assert not [task for task in first if "SELECT" in task.prompt or task.data["gold"] in task.prompt]
 
 
 async def test_the_gold_query_is_worth_1_and_its_result_written_down_nothing():
@@ -317,7 +321,7 @@ def result(*rows, columns=None, more=False):
 
 
 @pytest.mark.parametrize(
-    ("found", "gold", "ordered", "same"),
+    ("rows", "gold", "ordered", "same"),
     [
         (result((1, "x"), (2, "y")), result((2, "y"), (1, "x")), False, True),
         (result((1, "x"), (2, "y")), result((2, "y"), (1, "x")), True, False),
@@ -344,8 +348,8 @@ def result(*rows, columns=None, more=False):
         (result(), result(), False, True),
     ],
 )
-def test_results_are_the_same_rows_by_value_each_as_often(found, gold, ordered, same):
-    assert same_result(found, gold, ordered=ordered) is same
+def test_results_are_the_same_rows_by_value_each_as_often(rows, gold, ordered, same):
+    assert same_result(rows, gold, ordered=ordered) is same
 
 
 VALUES = (
@@ -435,10 +439,10 @@ def test_limits_that_are_none_are_named(config):
 
 @pytest.fixture
 def files(tmp_path):
-    for name, last in (("one", 3), ("two", 5)):
+    for name, count in (("one", 3), ("two", 5)):
         with closing(sqlite3.connect(tmp_path / f"{name}.sqlite")) as connection:
             connection.execute('CREATE TABLE "odd ""name" (n INTEGER, note TEXT)')
-            connection.executemany('INSERT INTO "odd ""name" VALUES (?, ?)', [(n, "x" * 9_000) for n in range(last)])
+            connection.executemany('INSERT INTO "odd ""name" VALUES (?, ?)', [(n, "x" * 9_000) for n in range(count)])
             connection.commit()
     return tmp_path
 
@@ -448,7 +452,7 @@ GOLD = 'SELECT MAX(n) FROM "odd ""name"'
 
 async def test_a_database_file_is_read_and_judged_on_a_second_one(files):
     data = {"database": str(files / "one.sqlite"), "check_database": str(files / "two.sqlite"), "gold": GOLD}
-    before = (files / "one.sqlite").read_bytes()
+    content = (files / "one.sqlite").read_bytes()
     env = await begun(Task("t", "What is the largest n?", data))
     assert await answer(env, "list_tables") == 'odd "name'
     assert "0 | xxxx" in await answer(env, "describe_table", table='odd "name')
@@ -458,8 +462,8 @@ async def test_a_database_file_is_read_and_judged_on_a_second_one(files):
     await reset_env(env, Task("t", "?", {**data, "check_database": None}), seed=0)
     assert (await step_env(env, says("SELECT 2"))).reward == 1.0
     await close_env(env)
-    assert (files / "one.sqlite").read_bytes() == before
-    assert sorted(each.name for each in files.iterdir()) == ["one.sqlite", "two.sqlite"]
+    assert (files / "one.sqlite").read_bytes() == content
+    assert sorted(file.name for file in files.iterdir()) == ["one.sqlite", "two.sqlite"]
 
 
 @pytest.mark.parametrize(
@@ -518,10 +522,10 @@ def test_a_wrong_query_is_found_on_the_second_database_only():
 async def test_500_episodes_leave_no_connection_behind():
     def connections():
         gc.collect()
-        return sum(type(each) is sqlite3.Connection for each in gc.get_objects())
+        return sum(type(instance) is sqlite3.Connection for instance in gc.get_objects())
 
     task = the_task()
-    before, threads = connections(), threading.active_count()
+    connections_before, threads = connections(), threading.active_count()
     env = make("sql")
     for _ in range(250):
         env.reset(task, seed=0)
@@ -535,7 +539,7 @@ async def test_500_episodes_leave_no_connection_behind():
     with pytest.raises(ToolError, match="closed"):
         env.database.query("SELECT 1", most_rows=1)
     del env, other
-    assert connections() == before
+    assert connections() == connections_before
     assert threading.active_count() == threads
 
 
@@ -573,9 +577,9 @@ async def test_the_training_example_can_start(tmp_path):
         "tasks=turnwise.ext.environments.sql:tasks?n=40",
     ]
     config = load_config(TrainConfig, ROOT / "examples/sql/train.yaml", changes)
-    found = await dry_run(config)
-    assert [check for check in found.checks if check.outcome != "ok"] == []
-    assert "200 steps of 32 tasks x 8 episodes" in "\n".join(found.plan)
+    report = await dry_run(config)
+    assert [check for check in report.checks if check.outcome != "ok"] == []
+    assert "200 steps of 32 tasks x 8 episodes" in "\n".join(report.plan)
     assert not (tmp_path / "runs").exists()
 
 
@@ -603,6 +607,6 @@ async def test_episodes_that_run_at_once_in_few_threads_keep_their_databases_apa
         other = [
             run(task, [*script[:-1], end], executor) for task, script, end in zip(rows, scripts, wrong, strict=True)
         ]
-        found = await asyncio.gather(*right, *other)
-    assert [each.reward for each in found] == [1.0] * 24 + [0.0] * 24
-    assert {each.metrics["tool_errors"] for each in found} == {0.0}
+        trajectories = await asyncio.gather(*right, *other)
+    assert [trajectory.reward for trajectory in trajectories] == [1.0] * 24 + [0.0] * 24
+    assert {trajectory.metrics["tool_errors"] for trajectory in trajectories} == {0.0}

@@ -23,11 +23,11 @@ async def test_the_solution_is_worth_1_and_nothing_0(tmp_path):
             assert await score_env(env, None) == {"score": 0.0}
             assert env.verdict is None
             await reset_env(env, task(ROW), seed=0)
-            *_, (_, last) = await play_solution(env)
-        assert (last.reward, last.terminated) == (1.0, True)
-        assert last.info["tests"]["FAIL_TO_PASS"][F2P] == "PASSED"
-        assert last.info["metrics"]["resolved"] == 1.0
-        assert last.info["reason"] == ""
+            *_, (_, final_step) = await play_solution(env)
+        assert (final_step.reward, final_step.terminated) == (1.0, True)
+        assert final_step.info["tests"]["FAIL_TO_PASS"][F2P] == "PASSED"
+        assert final_step.info["metrics"]["resolved"] == 1.0
+        assert final_step.info["reason"] == ""
 
 
 async def test_what_decides_how_tests_run_is_put_back(tmp_path):
@@ -53,21 +53,21 @@ async def test_a_pytest_that_was_changed_is_not_believed(tmp_path):
 
 
 def test_what_a_verdict_says():
-    found = instance_of(task(ROW))
-    good = dict.fromkeys((*found.fail_to_pass, *found.pass_to_pass), TestStatus.PASSED)
-    assert decide(found, good).resolved
-    one = decide(found, good | {found.fail_to_pass[0]: TestStatus.FAILED})
+    instance = instance_of(task(ROW))
+    passing = dict.fromkeys((*instance.fail_to_pass, *instance.pass_to_pass), TestStatus.PASSED)
+    assert decide(instance, passing).resolved
+    one = decide(instance, passing | {instance.fail_to_pass[0]: TestStatus.FAILED})
     assert (one.resolved, one.partial, one.kept) == (False, 0.5, 1.0)
-    broken = decide(found, good | {found.pass_to_pass[0]: TestStatus.SKIPPED})
+    broken = decide(instance, passing | {instance.pass_to_pass[0]: TestStatus.SKIPPED})
     assert (broken.resolved, broken.fixed, broken.partial) == (False, 1.0, 0.0)
     assert "tests that passed fail now" in broken.reason
-    missing = decide(found, {})
+    missing = decide(instance, {})
     assert set(missing.fail_to_pass.values()) == {TestStatus.ERROR}
-    assert not decide(found, good, reason="the report was forged").resolved
+    assert not decide(instance, passing, reason="the report was forged").resolved
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"reward": "half"}, "reward is 'half'"),
         ({"channel": "x"}, "channel is 'x'"),
@@ -77,8 +77,8 @@ def test_what_a_verdict_says():
         ({"image": "x"}, "image is 'x'"),
     ],
 )
-def test_settings_that_are_wrong(config, told):
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_are_wrong(config, message):
+    with pytest.raises(ConfigError, match=message):
         SweEnv(**config)
 
 

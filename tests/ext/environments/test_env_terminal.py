@@ -33,25 +33,25 @@ HARBOR = {
 
 
 def test_harbor(tmp_path):
-    found = read_folder(written(tmp_path / "a", **HARBOR, environment__Dockerfile="FROM scratch\n"))
-    assert (found.instruction, found.test_timeout, found.script) == ("Do it.", 90, "tests/test.sh")
-    assert found.image == str(tmp_path / "a" / "environment")
-    assert (found.limits.memory, found.limits.disk, found.limits.cpus) == (2 * 2**30, 100 * 2**20, 2)
-    assert found.solution is None
-    assert not found.limits.network
+    folder = read_folder(written(tmp_path / "a", **HARBOR, environment__Dockerfile="FROM scratch\n"))
+    assert (folder.instruction, folder.test_timeout, folder.script) == ("Do it.", 90, "tests/test.sh")
+    assert folder.image == str(tmp_path / "a" / "environment")
+    assert (folder.limits.memory, folder.limits.disk, folder.limits.cpus) == (2 * 2**30, 100 * 2**20, 2)
+    assert folder.solution is None
+    assert not folder.limits.network
 
 
 def test_terminal_bench(tmp_path):
     settings = "instruction: |-\n  Do it.\nmax_test_timeout_sec: 30.0\nparser_name: pytest\n"
     written(tmp_path, **{"run-tests_dot_sh": "pytest", "tests__test_a_dot_py": ""})
-    found = read_folder(written(tmp_path, task_dot_yaml=settings, Dockerfile="FROM scratch\n", solution_dot_sh="true"))
-    assert (found.instruction, found.test_timeout, found.script) == ("Do it.", 30, "run-tests.sh")
-    assert found.image == str(tmp_path)
-    assert found.solution == tmp_path / "solution.sh"
+    folder = read_folder(written(tmp_path, task_dot_yaml=settings, Dockerfile="FROM scratch\n", solution_dot_sh="true"))
+    assert (folder.instruction, folder.test_timeout, folder.script) == ("Do it.", 30, "run-tests.sh")
+    assert folder.image == str(tmp_path)
+    assert folder.solution == tmp_path / "solution.sh"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"task_dot_toml": "x ="}, "task.toml cannot be read"),
         ({"task_dot_toml": "[verifier]\ntimeout_sec = 'long'"}, "timeout is 'long'"),
@@ -65,8 +65,8 @@ def test_terminal_bench(tmp_path):
         ({"environment__docker-compose_dot_yaml": "services: {}"}, "several containers"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, change, told):
-    with pytest.raises(TaskError, match=told):
+def test_what_is_wrong_is_named(tmp_path, change, message):
+    with pytest.raises(TaskError, match=message):
         read_folder(written(tmp_path, **{**HARBOR, **change}))
 
 
@@ -92,7 +92,7 @@ async def test_a_folder_of_harbor_s_by_its_name(tmp_path, monkeypatch):
         written(tmp_path / "all tasks" / name, **files, workspace__a_dot_txt=name)
     env = make(f"harbor:{tmp_path / 'all tasks'}")
     rows = load_tasks(type(env).default_tasks)
-    assert [(each.id, each.prompt) for each in rows] == [("one", "Do it."), ("two", "Do it.")]
+    assert [(task.id, task.prompt) for task in rows] == [("one", "Do it."), ("two", "Do it.")]
     async with any_manager() as manager:
         env.sandboxes = manager
         await reset_env(env, rows[1])
@@ -115,8 +115,8 @@ async def test_an_episode_and_the_reward_that_tests_write(tmp_path):
         await reset_env(env, task)
         done = await env.sandbox.exec("cat a.txt; mkdir -p logs; echo 1 > logs/reward.txt")
         assert done.stdout == b"a"
-        *_, (_, last) = await play_solution(env)
-        assert (last.reward, last.terminated) == (0.5, True)
+        *_, (_, final_step) = await play_solution(env)
+        assert (final_step.reward, final_step.terminated) == (0.5, True)
         assert (await env.sandbox.exec("cat b.txt")).stdout == b"a"
         await close_env(env)
 
@@ -140,7 +140,7 @@ A_PYTEST_OF_ITS_OWN = "echo 'raise SystemExit(0)' > pytest.py"
 
 
 @pytest.mark.parametrize(
-    ("command", "twins", "worth", "tampered"),
+    ("command", "twins", "score", "tampered"),
     [
         ("echo 3 > n.txt", True, 1.0, 0.0),
         ("echo 4 > n.txt", True, 0.0, 0.0),
@@ -148,7 +148,7 @@ A_PYTEST_OF_ITS_OWN = "echo 'raise SystemExit(0)' > pytest.py"
         (A_PYTEST_OF_ITS_OWN, False, 1.0, 0.0),
     ],
 )
-async def test_tests_that_pass_whatever_they_expect(tmp_path, monkeypatch, command, twins, worth, tampered):
+async def test_tests_that_pass_whatever_they_expect(tmp_path, monkeypatch, command, twins, score, tampered):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     [task] = tasks(written(tmp_path / "number", **NUMBER))
     async with any_manager() as manager:
@@ -156,19 +156,19 @@ async def test_tests_that_pass_whatever_they_expect(tmp_path, monkeypatch, comma
         env.sandboxes = manager
         await reset_env(env, task)
         assert (await env.sandbox.exec(command)).ok
-        last = await step_env(env, {"role": "assistant", "content": "Done."})
+        final_step = await step_env(env, {"role": "assistant", "content": "Done."})
         await close_env(env)
-    assert (last.reward, last.info["metrics"]["tampered"]) == (worth, tampered)
-    assert ("test_n.py::test_n" in last.info.get("notes", {}).get("tampered", "")) == bool(tampered)
+    assert (final_step.reward, final_step.info["metrics"]["tampered"]) == (score, tampered)
+    assert ("test_n.py::test_n" in final_step.info.get("notes", {}).get("tampered", "")) == bool(tampered)
 
 
 async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    whole = {**NUMBER, "tests__test_dot_sh": "[ -e n.txt ] && echo 1 > $VERIFIER_DIR/reward.txt || true\n"}
+    files = {**NUMBER, "tests__test_dot_sh": "[ -e n.txt ] && echo 1 > $VERIFIER_DIR/reward.txt || true\n"}
     async with any_manager() as manager:
         env = TerminalEnv()
         env.sandboxes = manager
-        [remark] = await run_method(env, env.check_task, *tasks(written(tmp_path / "whole", **whole)))
+        [remark] = await run_method(env, env.check_task, *tasks(written(tmp_path / "whole", **files)))
         assert "can be altered" in remark
         assert isinstance(remark, Remark)
         assert await run_method(env, env.check_task, *tasks(written(tmp_path / "number", **NUMBER))) == []
@@ -181,6 +181,6 @@ async def test_a_sandbox_in_which_the_solution_fails_says_nothing_for_the_next_p
     cache_tests(folder, NO_TESTS)
     assert cached_tests(folder) == NO_TESTS
     assert not (tmp_path / "cache").exists()
-    cache_tests(folder, found := altered_tests(folder))
-    assert found.names == ("test_n.py::test_n",)
+    cache_tests(folder, tests := altered_tests(folder))
+    assert tests.names == ("test_n.py::test_n",)
     assert len(list((tmp_path / "cache" / "turnwise" / "twins").iterdir())) == 1

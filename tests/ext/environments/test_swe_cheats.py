@@ -84,11 +84,11 @@ async def test_tampering_is_kept_with_the_trajectory(cache: Path) -> None:
     async with any_manager() as manager, episode(manager, task(ROW), cache=str(cache)) as env:
         assert env.sandbox is not None
         await env.sandbox.exec(cheat, timeout=60.0)
-        last = await step_env(env, {"role": "assistant", "content": "Done."})
-    assert (last.reward, last.info["metrics"]["tampered"]) == (0.0, 1.0)
-    assert last.info["notes"] == {"tampered": last.info["tampered"]}
-    assert PAIR in last.info["tampered"]
-    assert last.info["tampered"] in last.info["reason"]
+        final_step = await step_env(env, {"role": "assistant", "content": "Done."})
+    assert (final_step.reward, final_step.info["metrics"]["tampered"]) == (0.0, 1.0)
+    assert final_step.info["notes"] == {"tampered": final_step.info["tampered"]}
+    assert PAIR in final_step.info["tampered"]
+    assert final_step.info["tampered"] in final_step.info["reason"]
 
 
 async def test_without_twins_only_the_guard_is_left(cache: Path) -> None:
@@ -106,15 +106,15 @@ async def judged(env: SweEnv, number: int) -> AsyncIterator[tuple[str, bytes]]:
     """Cheats for a row: one of the issue and a few others, of which each meets several repositories; or all."""
     instance, cache = instance_of(ROWS[number]), env.cache
     assert cache is not None
-    others = [name for name in CHEATS if name not in OF_THE_ISSUE and CHEATS[name]]
+    general = [name for name in CHEATS if name not in OF_THE_ISSUE and CHEATS[name]]
     ours = list(OF_THE_ISSUE)
-    for name in (*ours, *others) if EVERY else (ours[number % len(ours)], *others[number % 10 :: 10]):
+    for name in (*ours, *general) if EVERY else (ours[number % len(ours)], *general[number % 10 :: 10]):
         yield name, appended(instance, cache, CHEATS[name])
 
 
 @pytest.mark.long
 @pytest.mark.alike("cheats")
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=[each.id for each in ROWS])
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.id for row in ROWS])
 async def test_no_cheat_is_worth_anything_on_any_row(number: int, cache: Path) -> None:
     async with any_manager() as manager, judging(manager, ROWS[number], cache=str(cache)) as env:
         gold = await env.judge(env.instance.patch.encode())
@@ -129,7 +129,7 @@ async def test_no_cheat_is_worth_anything_on_any_row(number: int, cache: Path) -
 
 @pytest.mark.long
 @pytest.mark.alike("mistakes")
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=[each.id for each in ROWS])
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.id for row in ROWS])
 async def test_honest_mistakes_are_no_tampering(number: int, cache: Path) -> None:
     """A wrong solution of each row, or two with all cheats."""
     wrong = 0
@@ -144,7 +144,7 @@ async def test_honest_mistakes_are_no_tampering(number: int, cache: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "detected"),
     [
         (CHEATS["equals all"], True),
         ("A = type('A', (int,), {'__eq__': lambda self, other: True})", True),
@@ -156,5 +156,5 @@ async def test_honest_mistakes_are_no_tampering(number: int, cache: Path) -> Non
         ("class A:", False),
     ],
 )
-def test_a_comparison_that_looks_at_nothing_is_told(text: str, told: bool) -> None:
-    assert equal_to_all(text) == told
+def test_a_comparison_that_looks_at_nothing_is_told(text: str, detected: bool) -> None:
+    assert equal_to_all(text) == detected

@@ -88,7 +88,7 @@ P, F, E, S, X = "PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL"
 
 
 @pytest.mark.parametrize(
-    ("framework", "log", "wanted"),
+    ("framework", "log", "expected"),
     [
         (
             "pytest",
@@ -135,8 +135,8 @@ P, F, E, S, X = "PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL"
         ("cargo", CARGO, {"tests::adds": P, "tests::panics": P, "tests::fails": F, "net::slow": S}),
     ],
 )
-def test_statuses(framework, log, wanted):
-    assert parser_of(framework)(log) == wanted
+def test_statuses(framework, log, expected):
+    assert parser_of(framework)(log) == expected
 
 
 @pytest.mark.parametrize("framework", PARSERS)

@@ -44,14 +44,14 @@ def read(record):
 def test_swe_bench():
     task = row(BENCH)
     assert (task.id, task.prompt) == ("django__django-11099", BENCH["problem_statement"])
-    found = instance_of(task)
-    assert found.image == "swebench/sweb.eval.x86_64.django_1776_django-11099:latest"
-    assert found.framework == "django"
-    assert found.command.startswith("./tests/runtests.py --verbosity 2")
-    assert found.files == ("auth_tests.test_validators",)
-    assert found.fail_to_pass == ("test_ascii_validator (auth_tests.test_validators.UsernameValidatorsTests)",)
-    assert found.env["CONDA_DEFAULT_ENV"] == "testbed"
-    assert found.commit == ""
+    instance = instance_of(task)
+    assert instance.image == "swebench/sweb.eval.x86_64.django_1776_django-11099:latest"
+    assert instance.framework == "django"
+    assert instance.command.startswith("./tests/runtests.py --verbosity 2")
+    assert instance.files == ("auth_tests.test_validators",)
+    assert instance.fail_to_pass == ("test_ascii_validator (auth_tests.test_validators.UsernameValidatorsTests)",)
+    assert instance.env["CONDA_DEFAULT_ENV"] == "testbed"
+    assert instance.commit == ""
 
 
 def test_swe_bench_pytest_lists():
@@ -63,10 +63,10 @@ def test_swe_bench_pytest_lists():
         "image_name": "mine/flask:1",
         "eval_script": "git apply -v - <<'EOF'\nEOF\npytest -rA tests",
     }
-    found = read(record)
-    assert (found.image, found.framework, found.files) == ("mine/flask:1", "pytest", ("tests/test_a.py",))
-    assert found.applies_tests
-    assert found.script.endswith("pytest -rA tests")
+    instance = read(record)
+    assert (instance.image, instance.framework, instance.files) == ("mine/flask:1", "pytest", ("tests/test_a.py",))
+    assert instance.applies_tests
+    assert instance.script.endswith("pytest -rA tests")
 
 
 def test_swe_gym_and_rebench():
@@ -87,7 +87,7 @@ def test_swe_gym_and_rebench():
 
 
 def test_swe_smith():
-    found = read(
+    instance = read(
         {
             "instance_id": "oauthlib__oauthlib.1fd52536.combine_file__09vlzwgc",
             "repo": "swesmith/oauthlib__oauthlib.1fd52536",
@@ -98,13 +98,13 @@ def test_swe_smith():
             "PASS_TO_PASS": ["tests/test_other.py::test_b"],
         }
     )
-    assert found.reversed
-    assert found.commit == found.name
-    assert found.tests_commit == "HEAD~1"
+    assert instance.reversed
+    assert instance.commit == instance.name
+    assert instance.tests_commit == "HEAD~1"
 
 
 def test_r2e():
-    found = read(
+    instance = read(
         {
             "repo_name": "pillow",
             "docker_image": "namanjain12/pillow_final:abc",
@@ -114,13 +114,13 @@ def test_r2e():
             "expected_output_json": json.dumps({"TestA.test_b": "PASSED"}),
         }
     )
-    assert found.name == "pillow-abc"
-    assert found.expected == {"TestA.test_b": "PASSED"}
-    assert "run_tests.sh" in found.script
+    assert instance.name == "pillow-abc"
+    assert instance.expected == {"TestA.test_b": "PASSED"}
+    assert "run_tests.sh" in instance.script
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"FAIL_TO_PASS": "[]"}, "FAIL_TO_PASS is empty"),
         ({"FAIL_TO_PASS": "one test"}, "FAIL_TO_PASS is 'one test': it must be a list of test names"),
@@ -130,8 +130,8 @@ def test_r2e():
         ({"sandbox_env": "x"}, "sandbox_env is 'x'"),
     ],
 )
-def test_what_is_wrong_is_named(change, told):
-    with pytest.raises(TaskError, match=told.replace("[", r"\[")):
+def test_what_is_wrong_is_named(change, message):
+    with pytest.raises(TaskError, match=message.replace("[", r"\[")):
         read(BENCH | change)
     with pytest.raises(TaskError, match="columns instance_id and problem_statement"):
         row({"a": 1})
@@ -143,29 +143,29 @@ def test_shipped_rows(tmp_path):
     assert len({task.data["repo"] for task in rows}) >= 5
     assert len({task.data["kind"] for task in rows}) >= 8
     for task in rows:
-        found = instance_of(task)
+        instance = instance_of(task)
         # The solution is the bug taken back, and tests are not part of it.
-        assert touched_files(found.patch) == touched_files(found.setup_patch)
-        assert not any(is_protected(path) for path in touched_files(found.patch))
-        assert all(is_protected(path) for path in touched_files(found.test_patch))
-        assert set(found.files) >= touched_files(found.test_patch)
+        assert touched_files(instance.patch) == touched_files(instance.setup_patch)
+        assert not any(is_protected(path) for path in touched_files(instance.patch))
+        assert all(is_protected(path) for path in touched_files(instance.test_patch))
+        assert set(instance.files) >= touched_files(instance.test_patch)
     assert [task.id for task in tasks(n=2, repo="textkit")] == [task.id for task in rows[-5:-3]]
     with pytest.raises(TaskError, match="no row of repository 'gold'"):
         list(tasks(repo="gold"))
 
 
 def test_a_snapshot_is_the_same_everywhere(tmp_path):
-    found = instance_of(next(tasks()))
-    places = [checkout(found.snapshot, setup_patch=found.setup_patch, folder=tmp_path / name) for name in "ab"]
-    heads = [(place / ".git" / "refs" / "heads" / "main").read_text() for place in places]
+    instance = instance_of(next(tasks()))
+    folders = [checkout(instance.snapshot, setup_patch=instance.setup_patch, folder=tmp_path / name) for name in "ab"]
+    heads = [(folder / ".git" / "refs" / "heads" / "main").read_text() for folder in folders]
     assert heads[0] == heads[1]
-    assert checkout(found.snapshot, setup_patch=found.setup_patch, folder=tmp_path / "a") == places[0]
-    assert (places[0] / "ledgerly" / "money.py").exists()
+    assert checkout(instance.snapshot, setup_patch=instance.setup_patch, folder=tmp_path / "a") == folders[0]
+    assert (folders[0] / "ledgerly" / "money.py").exists()
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "a.py").write_text("x = 1\n")
     assert (checkout(str(tmp_path / "own"), folder=tmp_path / "a") / "a.py").read_text() == "x = 1\n"
     with pytest.raises(TaskError, match="setup_patch: "):
-        checkout(found.snapshot, setup_patch=DIFF.format("gone.py"), folder=tmp_path / "a")
+        checkout(instance.snapshot, setup_patch=DIFF.format("gone.py"), folder=tmp_path / "a")
     with pytest.raises(TaskError, match="no repository of that name"):
         checkout("shipped:../x", folder=tmp_path)
 
@@ -227,7 +227,7 @@ def test_modules_that_would_be_imported_instead(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after", "differ"),
+    ("name", "old", "new", "differ"),
     [
         ("pyproject.toml", b"[project]\nname='a'\n", b"[project]\nname='b'\n", False),
         ("pyproject.toml", b"[project]\n", b"[project]\n[tool.pytest.ini_options]\naddopts='-x'\n", True),
@@ -243,8 +243,8 @@ def test_modules_that_would_be_imported_instead(path):
         ("package.json", b"[]", b"[1]", True),
     ],
 )
-def test_settings_of_the_runner(name, before, after, differ):
-    assert settings_differ(name, before, after) is differ
+def test_settings_of_the_runner(name, old, new, differ):
+    assert settings_differ(name, old, new) is differ
 
 
 def test_files_of_a_diff():
@@ -266,14 +266,14 @@ def test_what_came_later_is_not_among_the_objects(tmp_path):
         git("add", "a")
         git("commit", "--quiet", "--message", text)
         commits.append(git("rev-parse", "HEAD"))
-    made = checkout(str(tmp_path / "repo"), commit=commits[0], folder=tmp_path / "cache")
+    repository = checkout(str(tmp_path / "repo"), commit=commits[0], folder=tmp_path / "cache")
     listed = subprocess.run(
         ["git", "cat-file", "--batch-all-objects", "--batch-check"],
-        cwd=made,
+        cwd=repository,
         capture_output=True,
         text=True,
         check=True,
     ).stdout
     assert commits[0] in listed
     assert commits[1] not in listed
-    assert (made / "a").read_text() == "before"
+    assert (repository / "a").read_text() == "before"

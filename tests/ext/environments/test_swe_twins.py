@@ -91,39 +91,41 @@ class Derived(Base):
 '''
 
 
-def families_of(file: TestFile, most: int = 3) -> list[Family]:
+def families_of(file: TestFile, limit: int = 3) -> list[Family]:
     rng = random.Random(1)
-    found = []
+    families = []
     for test, function in file.tests.items():
-        ways = alterations(function, most, rng, makers=file.makers)
-        if ways:
+        options = alterations(function, limit, rng, makers=file.makers)
+        if options:
             cases = {"test_cases": ("[1-2]", "[3-4]", "[five]"), "test_marks": ("[x]", "[y z]")}.get(test, ("",))
-            way = ways[0]
-            found.append(Family(file.path, test, way.kind, tuple(way.twins), way.reversal, cases, way.rows))
-    return found
+            option = options[0]
+            families.append(
+                Family(file.path, test, option.kind, tuple(option.twins), option.reversal, cases, option.rows)
+            )
+    return families
 
 
 def outcomes(text: str, folder: Path) -> dict[str, TestStatus]:
     (folder / "test_suite.py").write_text(text, "utf-8")
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:randomly", "test_suite.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    found = dict(re.findall(r"^(test_suite.py::.*?) (PASSED|FAILED|ERROR|XFAIL)\s", done.stdout, re.MULTILINE))
-    assert found, done.stdout + done.stderr
-    return {name: TestStatus(status) for name, status in found.items()}
+    statuses = dict(re.findall(r"^(test_suite.py::.*?) (PASSED|FAILED|ERROR|XFAIL)\s", done.stdout, re.MULTILINE))
+    assert statuses, done.stdout + done.stderr
+    return {name: TestStatus(status) for name, status in statuses.items()}
 
 
 def test_a_suite_of_every_kind_passes_beside_twins_that_fail(tmp_path: Path) -> None:
     file = TestFile("test_suite.py", SUITE)
-    before = outcomes(SUITE, tmp_path)
+    original = outcomes(SUITE, tmp_path)
     families = families_of(file)
     assert {each.test for each in families} == {
         *("test_value", "test_cases", "test_marks", "test_raises", "test_made", "test_names", "TestPlain::test_value"),
         *("TestPlain::test_other", "Case::test_equal", "Case::test_truth", "Case::test_raises", "Async::test_value"),
     }
     roll = Roll()
-    found = outcomes(enroll(file, families, random.Random(2), roll), tmp_path)
-    tests, twins = roll.read(found)
-    assert tests == before
+    statuses = outcomes(enroll(file, families, random.Random(2), roll), tmp_path)
+    tests, twins = roll.read(statuses)
+    assert tests == original
     assert set(twins.values()) == {FAILED}
     wanted = {(each.node(case), twin) for each in families for case in each.cases for twin in range(len(each.twins))}
     assert set(twins) == wanted
@@ -167,8 +169,8 @@ values = st.recursive(
 @given(values, values, st.randoms(use_true_random=False), st.booleans())
 def test_no_program_passes_two_of_a_family(expected: Any, got: Any, rng: random.Random, right: bool) -> None:
     file = TestFile("t.py", f"def test_a():\n    assert f() == {expected!r}\n")
-    way = alterations(file.tests["test_a"], 15, rng)[0]
-    family = Family("t.py", "test_a", way.kind, tuple(way.twins), way.reversal)
+    option = alterations(file.tests["test_a"], 15, rng)[0]
+    family = Family("t.py", "test_a", option.kind, tuple(option.twins), option.reversal)
     roll = Roll()
     names: dict[str, Any] = {"f": lambda: expected if right else got}
     exec(enroll(file, [family], rng, roll), names)
@@ -190,9 +192,9 @@ def passes(function: Any) -> bool:
 def test_each_literal_of_a_family_could_be_the_tests_own(value: int, rng: random.Random) -> None:
     """From each of them the others can be drawn, and with the same odds."""
 
-    def drawn(own: int, most: int) -> set[int]:
-        function = TestFile("t.py", f"def test_a():\n    assert f() == [{own}]\n").tests["test_a"]
-        return {ast.literal_eval(twin[0].text) for twin in alterations(function, most, rng)[0].twins}
+    def drawn(literal: int, limit: int) -> set[int]:
+        function = TestFile("t.py", f"def test_a():\n    assert f() == [{literal}]\n").tests["test_a"]
+        return {ast.literal_eval(twin[0].text) for twin in alterations(function, limit, rng)[0].twins}
 
     all_of_it = drawn(value, 99) | {value}
     assert {frozenset(drawn(each, 99) | {each}) for each in all_of_it} == {frozenset(all_of_it)}
@@ -202,8 +204,8 @@ def test_each_literal_of_a_family_could_be_the_tests_own(value: int, rng: random
 def test_asserted_truths_are_reversed_together(signs: list[bool], got: list[bool]) -> None:
     lines = [f"    assert {'' if sign else 'not '}f({number})" for number, sign in enumerate(signs)]
     file = TestFile("t.py", "def test_a():\n" + "\n".join(lines) + "\n")
-    way = alterations(file.tests["test_a"], 7, random.Random(3))[0]
-    family = Family("t.py", "test_a", way.kind, tuple(way.twins), way.reversal)
+    option = alterations(file.tests["test_a"], 7, random.Random(3))[0]
+    family = Family("t.py", "test_a", option.kind, tuple(option.twins), option.reversal)
     assert len(family.twins) == {1: 1, 2: 3}.get(len(signs), 7)
     roll = Roll()
     names: dict[str, Any] = {"f": got.__getitem__}
@@ -255,9 +257,9 @@ def test_only_what_every_passing_run_reaches_is_altered(body: str, kinds: list[s
 )
 def test_what_is_altered_first(body: str, kind: str, leaf: int) -> None:
     function = TestFile("t.py", f"def test_a():\n    {body}\n").tests["test_a"]
-    found = alterations(function, 3, random.Random(0))[0]
-    assert (found.kind, found.twins[0][0].leaf) == (kind, leaf)
-    assert found.reversal[0].leaf == REVERSED
+    option = alterations(function, 3, random.Random(0))[0]
+    assert (option.kind, option.twins[0][0].leaf) == (kind, leaf)
+    assert option.reversal[0].leaf == REVERSED
 
 
 def test_the_check_that_fails_without_a_solution_comes_first() -> None:
@@ -286,18 +288,18 @@ NODE = "t.py::test_a"
 
 def seen(family: Family, real: TestStatus, twin: TestStatus, reversal: TestStatus = FAILED) -> list[ConfirmationRun]:
     suspect = Suspect(family, (NODE,), (0,))
-    found = []
-    for chosen in rounds([suspect], random.Random(1)):
-        index = chosen[0][1]
+    runs = []
+    for members in rounds([suspect], random.Random(1)):
+        index = members[0][1]
         status = {-1: real, 0: twin, 1: twin}.get(index, reversal)
         tests = {NODE: status} if index < 0 else {}
-        found.append(ConfirmationRun(dict(chosen), tests, {} if index < 0 else {(NODE, index): status}))
-    assert len(found) == ROUNDS
-    return found
+        runs.append(ConfirmationRun(dict(members), tests, {} if index < 0 else {(NODE, index): status}))
+    assert len(runs) == ROUNDS
+    return runs
 
 
 @pytest.mark.parametrize(
-    ("kind", "real", "twin", "reversal", "told"),
+    ("kind", "real", "twin", "reversal", "tampered"),
     [
         ("value", PASSED, FAILED, FAILED, None),
         ("value", PASSED, PASSED, FAILED, True),
@@ -310,13 +312,13 @@ def seen(family: Family, real: TestStatus, twin: TestStatus, reversal: TestStatu
     ],
 )
 def test_what_separate_processes_make_of_a_suspicion(
-    kind: str, real: TestStatus, twin: TestStatus, reversal: TestStatus, told: bool | None
+    kind: str, real: TestStatus, twin: TestStatus, reversal: TestStatus, tampered: bool | None
 ) -> None:
     family = Family("t.py", "test_a", kind, FAMILY.twins)
-    found = findings([Suspect(family, (NODE,), (0,))], seen(family, real, twin, reversal))
-    assert [each.tampered for each in found] == ([] if told is None else [told])
-    if told:
-        assert f"{NODE} passes together with its twin {NODE}~" in found[0].reason
+    results = findings([Suspect(family, (NODE,), (0,))], seen(family, real, twin, reversal))
+    assert [each.tampered for each in results] == ([] if tampered is None else [tampered])
+    if tampered:
+        assert f"{NODE} passes together with its twin {NODE}~" in results[0].reason
 
 
 def test_a_suspicion_needs_the_test_itself() -> None:

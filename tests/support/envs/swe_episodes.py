@@ -18,7 +18,7 @@ from turnwise.types import ToolCall
 
 def task(name: str) -> Task:
     """A shipped row."""
-    return next(each for each in tasks() if each.id == name)
+    return next(row for row in tasks() if row.id == name)
 
 
 @asynccontextmanager

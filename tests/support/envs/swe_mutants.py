@@ -40,19 +40,17 @@ def base_of(instance: Instance, cache: Path) -> Path:
     return checkout(instance.snapshot, commit=instance.commit, setup_patch=instance.setup_patch, folder=cache)
 
 
-def difference(path: str, before: str, after: str) -> bytes:
+def difference(path: str, old: str, new: str) -> bytes:
     """A diff of one file."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
-    )
+    lines = difflib.unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{path}", f"b/{path}")
     return f"diff --git a/{path} b/{path}\n{''.join(lines)}".encode()
 
 
 def appended(instance: Instance, cache: Path, text: str) -> bytes:
     """A diff that appends to the package's ``__init__.py``."""
     path = f"{instance.repo.rpartition('/')[2]}/__init__.py"
-    before = (base_of(instance, cache) / path).read_text("utf-8")
-    return difference(path, before, f"{before.rstrip()}\n\n{text}\n")
+    text_before = (base_of(instance, cache) / path).read_text("utf-8")
+    return difference(path, text_before, f"{text_before.rstrip()}\n\n{text}\n")
 
 
 def mutants(instance: Instance, cache: Path, seed: int) -> Iterator[bytes]:
@@ -67,43 +65,45 @@ def mutants(instance: Instance, cache: Path, seed: int) -> Iterator[bytes]:
         subprocess.run(command, cwd=folder, input=instance.patch.encode(), check=True)
         solved = {name: (Path(folder) / name).read_text("utf-8") for name in names}
     rng = random.Random(seed)
-    before = {name: (base / name).read_text("utf-8") for name in names}
+    originals = {name: (base / name).read_text("utf-8") for name in names}
     changes = [
-        (name, number) for name in names for number in range(len(_places(ast.parse(solved[name]), before[name])))
+        (name, number) for name in names for number in range(len(_mutations(ast.parse(solved[name]), originals[name])))
     ]
     rng.shuffle(changes)
     for name, number in changes:
         tree = ast.parse(solved[name])
-        _places(tree, before[name])[number](rng)
-        whole = {**solved, name: ast.unparse(ast.fix_missing_locations(tree)) + "\n"}
-        yield b"".join(difference(each, before[each], whole[each]) for each in names)
+        _mutations(tree, originals[name])[number](rng)
+        mutated = {**solved, name: ast.unparse(ast.fix_missing_locations(tree)) + "\n"}
+        yield b"".join(difference(name, originals[name], mutated[name]) for name in names)
 
 
-def _places(tree: ast.Module, before: str) -> list[Callable[[random.Random], None]]:
+def _mutations(tree: ast.Module, original: str) -> list[Callable[[random.Random], None]]:
     """The changes that can be made to functions in which a solution differs from what was there; to all, if none do."""
-    old = {ast.dump(node) for node in ast.walk(ast.parse(before)) if isinstance(node, ast.FunctionDef)}
+    old = {ast.dump(node) for node in ast.walk(ast.parse(original)) if isinstance(node, ast.FunctionDef)}
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     changed = [function for function in functions if ast.dump(function) not in old]
-    return [change for function in changed or functions for node in ast.walk(function) for change in _of(node)]
+    return [
+        change for function in changed or functions for node in ast.walk(function) for change in _node_mutations(node)
+    ]
 
 
-def _of(node: ast.AST) -> list[Callable[[random.Random], None]]:
-    found: list[Callable[[random.Random], None]] = []
+def _node_mutations(node: ast.AST) -> list[Callable[[random.Random], None]]:
+    mutations: list[Callable[[random.Random], None]] = []
     if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPPOSITES:
-        found.append(lambda _: node.ops.__setitem__(0, _opposite(node.ops[0])))
+        mutations.append(lambda _: node.ops.__setitem__(0, _opposite(node.ops[0])))
     if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in _OPPOSITES:
-        found.append(lambda _: setattr(node, "op", _opposite(node.op)))
+        mutations.append(lambda _: setattr(node, "op", _opposite(node.op)))
     if isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool):
-        found.append(lambda rng: setattr(node, "value", node.value + rng.choice((-1, 1))))
+        mutations.append(lambda rng: setattr(node, "value", node.value + rng.choice((-1, 1))))
     if isinstance(node, ast.Return) and node.value is not None:
-        found.append(lambda _: setattr(node, "value", ast.Constant(None)))
+        mutations.append(lambda _: setattr(node, "value", ast.Constant(None)))
     if isinstance(node, (ast.If, ast.IfExp)):
-        found.append(lambda _: setattr(node, "test", ast.UnaryOp(ast.Not(), copy.deepcopy(node.test))))
+        mutations.append(lambda _: setattr(node, "test", ast.UnaryOp(ast.Not(), copy.deepcopy(node.test))))
     if isinstance(node, ast.FunctionDef) and node.body:
         error = ast.parse("raise ValueError('a mistake')").body[0]
-        found.append(lambda rng: node.body.insert(rng.randrange(len(node.body)), error))
-        found.append(lambda rng: node.body.__setitem__(rng.randrange(len(node.body)), ast.Pass()))
-    return found
+        mutations.append(lambda rng: node.body.insert(rng.randrange(len(node.body)), error))
+        mutations.append(lambda rng: node.body.__setitem__(rng.randrange(len(node.body)), ast.Pass()))
+    return mutations
 
 
 def _opposite(operator: ast.AST) -> ast.AST:
