@@ -303,7 +303,8 @@ class CurriculumOrder(TaskOrder):
             raise TaskError(f"the checkpoint was made without a curriculum for {name}: {REMEDY}")
         first = None if state is None else {"ids": state["ids"]}
         self._first = InMemoryOrder(tasks, seed=seed, shuffle=shuffle, state=first, name=name, dropped=dropped)
-        self._tasks, self._config, self._seed = tasks, config, seed
+        self._tasks, self._seed = tasks, seed
+        self._config = config
         self._index_of = {task.id: number for number, task in enumerate(tasks)}
         self.position = 0 if state is None else int(state["position"])
         count = len(tasks)
