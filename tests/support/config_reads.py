@@ -11,6 +11,8 @@ import ast
 from collections.abc import Iterable, Mapping
 
 Read = tuple[str, str]  # class, field
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_LEAVES = (ast.Constant, ast.Name, ast.expr_context, ast.operator, ast.cmpop, ast.alias)
 
 
 class Code:
@@ -134,9 +136,11 @@ class Code:
             self._bind(node.target, self.type_of(node.iter, scope), scope)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             self.type_of(node, scope)
-        children = list(ast.iter_child_nodes(node))
-        # What a comprehension yields is read after what it goes through.
-        for child in sorted(children, key=lambda child_node: not isinstance(child_node, ast.comprehension)):
+        children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _LEAVES)]
+        if isinstance(node, _COMPREHENSIONS):
+            # What a comprehension yields is read after what it goes through.
+            children.sort(key=lambda child: not isinstance(child, ast.comprehension))
+        for child in children:
             self.follow(child, owner, scope)
 
     def _assign(self, target: ast.expr, value: ast.expr, scope: dict[str, str]) -> None:

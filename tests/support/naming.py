@@ -51,9 +51,15 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+@functools.cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax tree."""
+    return tuple(ast.walk(parsed(text)))
+
+
+def bound_names(text: str) -> Iterator[tuple[int, str]]:
     """Yield the parameters and assigned variables of a file, each with its line."""
-    for node in ast.walk(tree):
+    for node in nodes(text):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):
@@ -63,7 +69,7 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 @functools.cache
 def wording(text: str) -> Wording:
     """Return the names and phrases of a file."""
-    names = list(bound_names(parsed(text)))
+    names = list(bound_names(text))
     vague = tuple((line, name) for line, name in names if VAGUE.fullmatch(name))
     lines = text.splitlines()
     phrases = ((number, match.group()) for number, line in enumerate(lines, 1) for match in PHRASES.finditer(line))

@@ -21,7 +21,7 @@ from typing import Any, Final, get_args
 import grimp
 from pydantic import BaseModel
 
-from support.naming import Wording, bound_names, parsed, wording
+from support.naming import Wording, bound_names, nodes, wording
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGE: Final = "turnwise"
@@ -154,7 +154,7 @@ def import_graph(files: Mapping[str, str], *, runtime: bool = False) -> Imports:
 def late_lines(text: str) -> set[int]:
     """Return the lines of a file that stand inside functions."""
     lines: set[int] = set()
-    for node in ast.walk(parsed(text)):
+    for node in nodes(text):
         if isinstance(node, FUNCTIONS):
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
@@ -179,7 +179,7 @@ def large_functions(tree: Tree) -> list[str]:
     """Find functions of too many lines."""
     oversized = []
     for path, text in tree.files.items():
-        for node in ast.walk(parsed(text)):
+        for node in nodes(text):
             length = (node.end_lineno or 0) - node.lineno + 1 if isinstance(node, FUNCTIONS) else 0
             if isinstance(node, FUNCTIONS) and length > MOST_LINES_OF_A_FUNCTION:
                 oversized.append(
@@ -192,7 +192,7 @@ def large_classes(tree: Tree) -> list[str]:
     """Find classes of too many public methods; properties are not counted."""
     oversized = []
     for path, text in tree.files.items():
-        for node in ast.walk(parsed(text)):
+        for node in nodes(text):
             if not isinstance(node, ast.ClassDef):
                 continue
             count = sum(isinstance(member, FUNCTIONS) and _is_public_method(member) for member in node.body)
@@ -342,7 +342,7 @@ def import_aliases(tree: Tree) -> list[str]:
     modules |= {module.rpartition(".")[0] for module in modules}
     aliases = []
     for path, text in tree.files.items():
-        for node in ast.walk(parsed(text)):
+        for node in nodes(text):
             for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
                 if alias.asname in (None, alias.name, *MODULE_ALIASES):
                     continue
@@ -356,8 +356,8 @@ def import_aliases(tree: Tree) -> list[str]:
 @functools.cache
 def taken_names(text: str) -> Set[str]:
     """Return the builtin names and those that a file defines, assigns or imports, aliased ones by their aliases."""
-    names = {*dir(builtins), *(name for _, name in bound_names(parsed(text)))}
-    for node in ast.walk(parsed(text)):
+    names = {*dir(builtins), *(name for _, name in bound_names(text))}
+    for node in nodes(text):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.alias):
@@ -384,7 +384,7 @@ def headed_docstrings(tree: Tree) -> list[str]:
     """Find docstrings with the headings "Owns:" and "Refuses:"."""
     offenders = []
     for path, text in tree.package():
-        for node in ast.walk(parsed(text)):
+        for node in nodes(text):
             docstring = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
             if docstring is not None and re.search(r"\b(Owns|Refuses):", docstring):
                 offenders.append(path if isinstance(node, ast.Module) else f"{path}: {node.name}")
@@ -394,7 +394,7 @@ def headed_docstrings(tree: Tree) -> list[str]:
 def broad_handlers(text: str) -> Iterator[tuple[int, str]]:
     """Yield every handler of everything: its line, and its line's text."""
     lines = text.splitlines()
-    for node in ast.walk(parsed(text)):
+    for node in nodes(text):
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]

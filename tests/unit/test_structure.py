@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from support.config_reads import unread_fields
-from support.naming import wording
+from support.naming import nodes, parsed, wording
 from support.structure import (
     FUNCTIONS,
     LONGEST_CHAIN,
@@ -31,7 +31,6 @@ from support.structure import (
     longest_chain,
     may_be_small,
     module_of,
-    parsed,
     read_tree,
     room_of,
 )
@@ -65,7 +64,11 @@ def tree() -> Tree:
     gc.disable()
     try:
         tree = read_tree()
+        for text in (*tree.files.values(), *tree.tests.values()):
+            nodes(text)
     finally:
+        # The nodes are kept: no later collection looks at them.
+        gc.freeze()
         gc.enable()
     assert {path.partition("/")[0] for path in tree.files} == {"turnwise", "benchmarks", "examples", "tests"}
     return tree
@@ -350,7 +353,7 @@ FOREIGN_ATTRIBUTES = {
 def test_no_attribute_of_our_own_is_asked_for_by_its_name(tree: Tree) -> None:
     attributes = set()
     for _, text in tree.package():
-        for node in ast.walk(parsed(text)):
+        for node in nodes(text):
             by_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
             if by_name and node.func.id in ("getattr", "hasattr", "setattr") and isinstance(node.args[1], ast.Constant):
                 attributes.add(node.args[1].value)
@@ -439,10 +442,10 @@ def test_a_key_that_nothing_reads_is_found_although_its_name_is_read_elsewhere()
 ROLE = re.compile(r":(class|func|meth|data|mod):`~?([\w.]+)`")
 
 
-def names_in(tree: ast.Module) -> set[str]:
+def names_in(text: str) -> set[str]:
     """What a file defines, assigns or imports, the members of its classes included."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(text):
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -452,26 +455,26 @@ def names_in(tree: ast.Module) -> set[str]:
     return names
 
 
-def references(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def references(text: str) -> Iterator[tuple[str, str]]:
     """What the docstrings of a file refer to, with the role that they give it."""
-    for node in ast.walk(tree):
+    for node in nodes(text):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield from ROLE.findall(node.value.value)
 
 
 def test_names_in_docstrings_exist(tree: Tree) -> None:
-    trees = {module_of(path): parsed(text) for path, text in tree.package()}
-    names = {module: names_in(syntax) for module, syntax in trees.items()}
-    for module, syntax in trees.items():
-        for role, target in references(syntax):
+    texts = {module_of(path): text for path, text in tree.package()}
+    names = {module: names_in(text) for module, text in texts.items()}
+    for module, text in texts.items():
+        for role, target in references(text):
             owner, _, name = target.rpartition(".")
             if role == "mod":
-                assert target in trees, f"{module} speaks of the module {target}, which is not there"
+                assert target in texts, f"{module} speaks of the module {target}, which is not there"
                 continue
             if owner and not owner.startswith("turnwise."):
                 assert owner in names[module], f"{module} speaks of {target}, but knows no {owner}"
                 owner = ""
-            while owner and owner not in trees:
+            while owner and owner not in texts:
                 owner = owner.rpartition(".")[0]
             assert name in names[owner or module], f"{module} speaks of {target}, which is not there"
-    assert sum(len(list(references(syntax))) for syntax in trees.values()) > 100
+    assert sum(len(list(references(text))) for text in texts.values()) > 100

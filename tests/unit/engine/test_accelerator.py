@@ -18,12 +18,14 @@ PACKAGE = Path(__file__).parents[3] / "turnwise"
 # Scripts that run in another engine's environment, control groups of sandboxes, and the two modules of devices.
 APART = ("engine/vllm_side", "engine/sglang_side", "sandboxes", "placement/devices.py", "engine/accelerator.py")
 KIND = re.compile(rf"({'|'.join(KINDS)})(:\d+)?")
+# What a module that names one contains: most are not parsed.
+MENTION = re.compile(rf"[\"'](?:{KIND.pattern})[\"']|torch\.({'|'.join(KINDS)})\b")
 
 
 def literals(text: str) -> list[tuple[int, str]]:
     """Return the texts of a module that name a device, and attributes such as ``torch.cuda``, with their lines."""
     names = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(text)) if MENTION.search(text) else ():
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and KIND.fullmatch(node.value):
             names.append((node.lineno, node.value))
         elif isinstance(node, ast.Attribute) and node.attr in KINDS and getattr(node.value, "id", "") == "torch":

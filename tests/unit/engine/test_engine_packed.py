@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch.nn.functional import linear
 
 from support.engine.tiny_lm import greedy, make_model, random_prompt, save_model
+from support.processes.warm import run_command
 from turnwise.engine import causal_lm as packed_linear
 from turnwise.engine.batching.batch_state import Generation, Output
 from turnwise.engine.causal_lm import CausalLM, PackedLinear, pack_linears
@@ -68,7 +68,8 @@ for dtype in (torch.float32, torch.bfloat16):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the feature that is masked is one of x86")
 def test_without_avx512_layers_of_bfloat16_stay_plain():
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", _WITHOUT_AVX512], capture_output=True, text=True, check=False, env=env)
+    command = [sys.executable, "-c", _WITHOUT_AVX512]
+    done = run_command(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "PackedLinear\nLinear\n"
 

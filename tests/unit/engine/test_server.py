@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ import pytest_asyncio
 import torch
 
 from support.engine.tiny_lm import VOCABULARY, greedy, logprobs, make_model, random_prompt, save_model
+from support.processes.warm import WarmPopen
 from turnwise.engine.weights import write_weights
 from turnwise.errors import InferenceError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
@@ -531,17 +531,14 @@ async def test_kill_9_of_the_parent_leaves_no_server_behind(lm, tmp_path):
         asyncio.run(main())
         """
     )
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=subprocess.PIPE)
-    try:
-        server = psutil.Process(int(await asyncio.wait_for(parent.stdout.readline(), 60)))
-        assert os.getsid(server.pid) == server.pid
-        parent.kill()
-        await parent.wait()
-        await asyncio.to_thread(psutil.wait_procs, [server], 20)
-        assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
-    finally:
-        with contextlib.suppress(ProcessLookupError):
+    with WarmPopen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        try:
+            server = psutil.Process(int(await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 60)))
+            assert os.getsid(server.pid) == server.pid
+        finally:
             parent.kill()
+    await asyncio.to_thread(psutil.wait_procs, [server], 20)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
 async def test_an_engine_that_fails_ends_the_process_with_its_reason(lm, tmp_path):
@@ -563,15 +560,8 @@ async def test_an_engine_that_fails_ends_the_process_with_its_reason(lm, tmp_pat
     )
     read, write = os.pipe()
     spec = {"model": str(lm[1]), "report_fd": write}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        script,
-        "--config-json",
-        orjson.dumps(spec).decode(),
-        pass_fds=(write,),
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-c", script, "--config-json", orjson.dumps(spec).decode()]
+    process = WarmPopen(command, pass_fds=(write,), stderr=subprocess.PIPE)
     os.close(write)
     try:
         with os.fdopen(read, "rb") as report:
@@ -580,10 +570,9 @@ async def test_an_engine_that_fails_ends_the_process_with_its_reason(lm, tmp_pat
         with pytest.raises(InferenceError, match="cannot be reached"):
             await client.generate(TokenPrompt(prompt()), GREEDY, session_id="s")
         await client.close()
-        _, log = await asyncio.wait_for(process.communicate(), 20)
+        _, log = await asyncio.to_thread(process.communicate, timeout=20)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        process.kill()
     assert process.returncode == 70
     assert b"CRITICAL turnwise.engine.server: the engine died" in log
     assert b"RuntimeError: planted" in log

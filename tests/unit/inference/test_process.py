@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from support.processes.warm import WarmPopen
 from support.trainer.lookup_run import environment, gone, wait_until
 from turnwise.errors import InferenceError
 from turnwise.inference.process import ServerProcess, answer_json, bind, check_host
@@ -115,15 +116,16 @@ async def test_starts_that_fail_show_the_log(tmp_path: Path) -> None:
 
 
 PARENT = """
-import asyncio, json, os, sys
+import asyncio, json, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_process import server, start
+from turnwise.inference.process import ServerProcess
 
 async def main():
-    process = server(Path(sys.argv[2]))
-    child = await start(process)
-    print(json.dumps([process.pid, child.pid]), flush=True)
+    process = ServerProcess("a model", log_file=Path(sys.argv[1]), launch_timeout=60.0, close_timeout=10.0)
+    reported = await process.start(
+        lambda inherited: [sys.executable, "-c", sys.argv[2], str(inherited.report), str(inherited.lifeline), ""], dict
+    )
+    print(json.dumps([process.pid, reported["child"]]), flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -131,8 +133,8 @@ asyncio.run(main())
 
 
 def test_kill_9_of_the_parent_ends_all(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PARENT, str(Path(__file__).parent), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment()) as parent:
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "server.log"), SERVER]
+    with WarmPopen(command, stdout=subprocess.PIPE, env=environment()) as parent:
         try:
             started = [psutil.Process(pid) for pid in json.loads(parent.stdout.readline())]
         finally:

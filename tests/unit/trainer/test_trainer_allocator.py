@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.processes.warm import run_command
+
 # How many pages are cleared when a block of 48 MiB is made and freed for the third time.
 FAULTS = """
-import resource, sys
+import os, resource, sys
 from turnwise.trainer.learn.torch_learner import keep_freed_memory
+os.environ.update(word.split("=") for word in sys.argv[1:])
 done = keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -30,15 +32,18 @@ def glibc() -> bool:
         return False
 
 
-@pytest.mark.skipif(not glibc(), reason="there is no glibc here")
-@pytest.mark.parametrize(("decided", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
-def test_pages_are_cleared_once(decided: dict[str, str], kept: bool) -> None:
+def output(script: str, *arguments: str) -> list[str]:
+    """Return the words that a script prints in a process for which nobody has decided anything."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=environment | decided, capture_output=True, text=True, check=True
-    )
-    said, faults = done.stdout.split()
-    assert said == str(kept)
+    command = [sys.executable, "-c", script, *arguments]
+    return run_command(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.skipif(not glibc(), reason="there is no glibc here")
+@pytest.mark.parametrize(("decided", "kept"), [((), True), (("MALLOC_TRIM_THRESHOLD_=131072",), False)])
+def test_pages_are_cleared_once(decided: tuple[str, ...], kept: bool) -> None:
+    changed, faults = output(FAULTS, *decided)
+    assert changed == str(kept)
     # Of the block's 12,288 pages.
     assert int(faults) < 100 if kept else int(faults) > 10_000
 
@@ -64,9 +69,7 @@ print(held, kept, resident() - before, int(refused), int(returned))
 
 @pytest.mark.skipif(not glibc() or not Path("/proc/self/status").is_file(), reason="there is no glibc or no /proc here")
 def test_freed_memory_is_returned_between_two_trainings() -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run([sys.executable, "-c", RETURNED], env=environment, capture_output=True, text=True, check=True)
-    held, kept, left, refused, returned = map(int, done.stdout.split())
+    held, kept, left, refused, returned = map(int, output(RETURNED))
     # Ten blocks of 38 MiB: less than the first limit, more than the second.
     assert held > 350
     assert kept > 350
