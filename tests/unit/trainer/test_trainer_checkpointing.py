@@ -44,15 +44,15 @@ def held(policy: Policy, batch: MicroBatch) -> tuple[int, list[Tensor | None]]:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    before = [each for each in gc.get_objects() if type(each) in DENSE]
-    known = {each.untyped_storage().data_ptr() for each in before}
+    # What is there already is not listed afterwards: in a run of all tests it is millions of objects.
+    gc.freeze()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = policy.forward(batch, entropy=True)
     assert scores.entropy is not None
     # Results of matrix products are kept outside of the graph.
-    for each in gc.get_objects():
-        if type(each) in DENSE and each.untyped_storage().data_ptr() not in known:
-            keep(each)
+    for tensor in gc.get_objects():
+        if type(tensor) in DENSE:
+            keep(tensor)
     (scores.logprobs.sum() + 0.3 * scores.entropy.sum()).backward()
     return sum(kept.values()), [parameter.grad for parameter in policy.model.parameters()]
 
