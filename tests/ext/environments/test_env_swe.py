@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from support.envs.swe_episodes import any_manager, episode, task, worth
@@ -17,9 +19,14 @@ ROW = "ledgerly__half-units"
 F2P = "tests/test_money.py::test_half_a_unit_goes_to_the_even_neighbour"
 
 
-async def test_the_solution_is_worth_1_and_nothing_0(tmp_path):
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("repositories")
+
+
+async def test_the_solution_is_worth_1_and_nothing_0(cache: Path) -> None:
     async with any_manager() as manager:
-        async with episode(manager, task(ROW), cache=str(tmp_path)) as env:
+        async with episode(manager, task(ROW), cache=str(cache)) as env:
             assert await score_env(env, None) == {"score": 0.0}
             assert env.verdict is None
             await reset_env(env, task(ROW), seed=0)
@@ -30,24 +37,24 @@ async def test_the_solution_is_worth_1_and_nothing_0(tmp_path):
         assert final_step.info["reason"] == ""
 
 
-async def test_what_decides_how_tests_run_is_put_back(tmp_path):
+async def test_what_decides_how_tests_run_is_put_back(cache: Path) -> None:
     cheat = (
         "rm -r tests; echo 'import os; os._exit(0)' > conftest.py; echo x > pytest.py; printf '[pytest]\\n' > tox.ini"
     )
     async with any_manager() as manager:
-        score, env = await worth(manager, task(ROW), cheat, cache=str(tmp_path))
+        score, env = await worth(manager, task(ROW), cheat, cache=str(cache))
     assert score == 0.0
     assert {"conftest.py", "pytest.py", "tox.ini", "tests/test_money.py"} <= set(env.verdict.dropped)
     assert env.verdict.kept == 1.0
     assert env.verdict.reason.startswith("2 of 2 tests still fail")
 
 
-async def test_a_pytest_that_was_changed_is_not_believed(tmp_path):
+async def test_a_pytest_that_was_changed_is_not_believed(cache: Path) -> None:
     # The bug is mended; what is told of it is not to be trusted.
     mended = "sed -i 's/cls(int(scaled), /cls(int(scaled.quantize(Decimal(1))), /' ledgerly/money.py"
     changed = f"{mended}; echo 'import pytest; pytest.raises = None' >> ledgerly/__init__.py"
     async with any_manager() as manager:
-        score, env = await worth(manager, task(ROW), changed, cache=str(tmp_path), reward="partial")
+        score, env = await worth(manager, task(ROW), changed, cache=str(cache), reward="partial")
     assert score == 0.0
     assert env.verdict.reason == "the run was tampered with: replaced: pytest.raises"
 

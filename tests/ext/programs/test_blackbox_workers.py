@@ -58,7 +58,7 @@ async def test_worker_serves_episodes_in_turn() -> None:
     assert workers_left == 1
 
 
-@pytest.mark.parametrize("fail", ["die", "hang", "error"])
+@pytest.mark.parametrize("fail", ["die", pytest.param("hang", marks=pytest.mark.long), "error"])
 async def test_a_worker_that_was_lost_is_replaced(fail: str) -> None:
     # Long enough for an episode on a machine that is busy.
     outcomes, workers_left = await play({"env": {"FAIL": fail}, "timeout": 5.0 if fail == "hang" else None})

@@ -115,7 +115,8 @@ async def test_a_missing_extra_is_named(monkeypatch):
         Symbolic()
 
 
-async def test_processes_end_with_the_loop_and_when_everything_is_killed():
+@pytest.mark.parametrize("mode", [pytest.param("done", marks=pytest.mark.long), "busy"])
+async def test_processes_end_with_the_loop_and_when_everything_is_killed(mode):
     """A parent that is killed leaves idle processes without input, and busy ones without CPU time."""
     code = textwrap.dedent(
         r"""
@@ -123,7 +124,7 @@ async def test_processes_end_with_the_loop_and_when_everything_is_killed():
         from turnwise.envs.rewards import Symbolic
 
         async def main():
-            compare = Symbolic(cpu_seconds=3)
+            compare = Symbolic(cpu_seconds=1)
             await compare(r"\boxed{3}", {"answer": "3"})
             print("ready", flush=True)
             if sys.argv[1] == "busy":
@@ -132,16 +133,15 @@ async def test_processes_end_with_the_loop_and_when_everything_is_killed():
         asyncio.run(main())
         """
     )
-    for mode in ("done", "busy"):
-        parent = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs meanwhile
-            [sys.executable, "-c", code, mode], stdout=subprocess.PIPE, text=True
-        )
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "ready\n"
-        children = psutil.Process(parent.pid).children(recursive=True)
-        if mode == "busy":
-            os.kill(parent.pid, signal.SIGKILL)
-        code_of_parent = parent.wait(60)
-        assert code_of_parent == (-signal.SIGKILL if mode == "busy" else 0)
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert not alive
+    parent = subprocess.Popen(  # noqa: ASYNC220 - nothing else runs meanwhile
+        [sys.executable, "-c", code, mode], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    children = psutil.Process(parent.pid).children(recursive=True)
+    if mode == "busy":
+        os.kill(parent.pid, signal.SIGKILL)
+    code_of_parent = parent.wait(60)
+    assert code_of_parent == (-signal.SIGKILL if mode == "busy" else 0)
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
