@@ -126,14 +126,17 @@ def test_npm_reads_the_settings_of_the_machine() -> None:
     assert "--prefix" not in plan
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("body", "markers", "status"),
     [
         ("def test_a(): pass", "real", 0),
         ("def test_a(): pytest.skip('no docker here')", "real", 1),
-        ("def test_a(): pytest.importorskip('no_such_package')", "real", 1),
-        ("def test_a(): assert False", "real", 1),
-        ("@pytest.mark.skipif(True, reason='never')\ndef test_a(): pass", "real", 1),
+        pytest.param("def test_a(): pytest.importorskip('no_such_package')", "real", 1, marks=LONG),
+        pytest.param("def test_a(): assert False", "real", 1, marks=LONG),
+        pytest.param("@pytest.mark.skipif(True, reason='never')\ndef test_a(): pass", "real", 1, marks=LONG),
         # A selection that is empty proves nothing.
         ("def test_a(): pass", "long", 1),
     ],

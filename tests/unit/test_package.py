@@ -34,15 +34,22 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 
 def test_importing_the_package_takes_under_three_tenths_of_a_second() -> None:
-    # CPU seconds: wall time says how busy the machine is. The least of three: the first one may compile.
+    # CPU seconds: wall time says how busy the machine is. One of three is enough: the first one may compile.
     code = "import time; t = time.process_time(); import turnwise; print(time.process_time() - t)"
-    assert min(float(child(code)) for _ in range(3)) < 0.3
+    assert any(float(child(code)) < 0.3 for _ in range(3))
 
 
-@pytest.mark.parametrize("name", ["Env", "ToolEnv", "function_tool", "Task", "Session", "RolloutConfig", "check_env"])
-def test_rooms_without_torch_import_none(name: str) -> None:
-    loaded = json.loads(child(f"from turnwise import {name}; import sys, json; print(json.dumps(sorted(sys.modules)))"))
-    assert not {"torch", "transformers", "renderers", "ray"} & set(loaded)
+def test_rooms_without_torch_import_none() -> None:
+    names = ["Env", "ToolEnv", "function_tool", "Task", "Session", "RolloutConfig", "check_env"]
+    code = (
+        "import json, sys, turnwise\n"
+        f"loaded = {{name: (getattr(turnwise, name), sorted(sys.modules))[1] for name in {names}}}\n"
+        "print(json.dumps(loaded))"
+    )
+    loaded = json.loads(child(code))
+    assert list(loaded) == names
+    for name, modules in loaded.items():
+        assert not {"torch", "transformers", "renderers", "ray"} & set(modules), name
 
 
 def test_the_public_names_are_there_and_are_those_that_type_checkers_see() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from support.chat.model_dirs import Family, write_model_dir
+from support.processes.warm import run_command
 from turnwise.cli.app import main
 
 BROKEN = """
@@ -131,7 +131,7 @@ def test_tasks_and_their_limit(tmp_path: Path, file: str, capsys: pytest.Capture
     [("Hangs", "final messages: step took longer than 0.3 s"), ("Exits", "reset: Exits.reset raised SystemExit: 7")],
 )
 def test_hanging_and_exiting_environments_are_reported(file: str, name: str, words: str) -> None:
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "turnwise", "check-env", f"{file}:{name}", "--timeout", "0.3"],
         capture_output=True,
         text=True,

@@ -143,9 +143,9 @@ A_PYTEST_OF_ITS_OWN = "echo 'raise SystemExit(0)' > pytest.py"
     ("command", "twins", "score", "tampered"),
     [
         ("echo 3 > n.txt", True, 1.0, 0.0),
-        ("echo 4 > n.txt", True, 0.0, 0.0),
+        pytest.param("echo 4 > n.txt", True, 0.0, 0.0, marks=pytest.mark.long),
         (A_PYTEST_OF_ITS_OWN, True, 0.0, 1.0),
-        (A_PYTEST_OF_ITS_OWN, False, 1.0, 0.0),
+        pytest.param(A_PYTEST_OF_ITS_OWN, False, 1.0, 0.0, marks=pytest.mark.long),
     ],
 )
 async def test_tests_that_pass_whatever_they_expect(tmp_path, monkeypatch, command, twins, score, tampered):

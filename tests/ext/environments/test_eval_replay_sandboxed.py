@@ -113,7 +113,9 @@ def planted(trajectory: Trajectory, original: str, replacement: str) -> Trajecto
     return replace(trajectory, segments=segments)
 
 
-@pytest.mark.parametrize("name", ["code answers", "code", "swe", "terminal"])
+@pytest.mark.parametrize(
+    "name", ["code answers", "code", *(pytest.param(name, marks=pytest.mark.long) for name in ("swe", "terminal"))]
+)
 async def test_a_sandboxed_environment_diverges_nowhere_and_a_planted_difference_is_found(name: str) -> None:
     renderer, (arguments, task, lines) = renderer_for("qwen3"), played(name)
     config, by_id = configured(name, arguments), {task.id: task}

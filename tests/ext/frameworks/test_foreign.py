@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
+from support.processes.warm import run_command
 from turnwise.envs.core import Env, close_env, fork_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.registration import EnvSpec, default_task_source, env_class, make, register_prefix
 from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError
@@ -172,7 +173,7 @@ async def test_lost_worker_fails_its_episode_and_no_later_one(trouble, message) 
 
 
 async def test_request_timeout_starts_after_earlier_answers() -> None:
-    envs = [tiny(sys.executable, "slow", timeout=2.5) for _ in range(5)]
+    envs = [tiny(sys.executable, "slow", timeout=1.2) for _ in range(4)]
     for env in envs:
         await reset_env(env, None, seed=1)
     steps = await asyncio.gather(*(step_env(env, say("5")) for env in envs))
@@ -515,7 +516,7 @@ async def main():
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ran = run_command([sys.executable, "-c", program], capture_output=True, text=True)
     pid = int(ran.stdout)
     # SIGKILL reaches it with the parent's death: only its reaping takes a moment.
     for _ in range(1000):

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from support.processes.warm import WarmPopen
 from turnwise.ext.programs.program import MARK, Exit, Program, ProgramError
 
 ENV = {"PATH": os.environ["PATH"]}
@@ -286,7 +287,7 @@ asyncio.run(main())
 
 def test_a_host_that_is_killed_leaves_nothing() -> None:
     tag = f"--tag={os.urandom(8).hex()}"
-    host = subprocess.Popen([sys.executable, "-c", HOST, tag], stdout=subprocess.PIPE)
+    host = WarmPopen([sys.executable, "-c", HOST, tag], stdout=subprocess.PIPE)
     try:
         assert host.stdout is not None
         assert host.stdout.readline() == b"up\n"

@@ -94,7 +94,7 @@ class Episode:
         self._die()
 
     def _slow(self):
-        time.sleep(0.8)
+        time.sleep(0.4)
 
     def _hang(self):
         time.sleep(600)

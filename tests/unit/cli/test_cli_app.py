@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import turnwise
+from support.processes.warm import WarmPopen, run_command
 from turnwise.cli import main
 
 COMMANDS = (
@@ -69,13 +70,14 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         "try: main(['eval', '--help'])\nexcept SystemExit: pass\n"
         "print(json.dumps([time.process_time(), sorted(sys.modules)]))"
     )
-    times = []
+    # CPU seconds; the first of three may compile.
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
         seconds, modules = json.loads(done.stdout.splitlines()[-1])
-        times.append(seconds)
         assert not {"torch", "transformers", "renderers", "numpy", "aiohttp", "turnwise.config"} & set(modules)
-    assert min(times) < 1.0
+        if seconds < 1.0:
+            break
+    assert seconds < 1.0
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +111,7 @@ def test_error_is_printed_in_one_line_with_exit_status_1(tmp_path: Path, capsys:
 def test_debug_shows_the_traceback_at_any_position(tmp_path: Path, position: int) -> None:
     arguments = ["view", str(tmp_path)]
     arguments.insert(position, "--debug")
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "turnwise", *arguments], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 1
@@ -135,7 +137,7 @@ def test_ctrl_c_cleans_up_and_exits_with_130(tmp_path: Path) -> None:
         "        finally:\n            print('cleaned up', flush=True)\n"
     )
     command = [sys.executable, "-m", "turnwise", "check-env", f"{file}:Slow"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "waiting\n"

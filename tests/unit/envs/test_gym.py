@@ -64,10 +64,13 @@ def test_every_shipped_environment_passes_the_checker_of_gymnasium(name):
     "code",
     [
         "import gymnasium, turnwise; gymnasium.register_envs(turnwise)",
-        "import turnwise, gymnasium; gymnasium.register_envs(turnwise)",
-        "import turnwise; import importlib.util; importlib.util.find_spec('gymnasium'); import gymnasium",
-        "import turnwise; from gymnasium import spaces; import gymnasium",
-        "from turnwise.envs.basic.lookup import LookupEnv; import gymnasium",
+        pytest.param("import turnwise, gymnasium; gymnasium.register_envs(turnwise)", marks=pytest.mark.long),
+        pytest.param(
+            "import turnwise; import importlib.util; importlib.util.find_spec('gymnasium'); import gymnasium",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("import turnwise; from gymnasium import spaces; import gymnasium", marks=pytest.mark.long),
+        pytest.param("from turnwise.envs.basic.lookup import LookupEnv; import gymnasium", marks=pytest.mark.long),
         "from turnwise.envs.gym.to_gymnasium import to_gymnasium; import gymnasium",
     ],
 )

@@ -115,7 +115,8 @@ async def test_a_missing_extra_is_named(monkeypatch):
         Symbolic()
 
 
-@pytest.mark.parametrize("mode", [pytest.param("done", marks=pytest.mark.long), "busy"])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["done", "busy"])
 async def test_processes_end_with_the_loop_and_when_everything_is_killed(mode):
     """A parent that is killed leaves idle processes without input, and busy ones without CPU time."""
     code = textwrap.dedent(

@@ -85,12 +85,14 @@ def group_reward(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-async def test_resumed_evaluation_equals_the_uninterrupted_one(group_reward: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
+async def test_resumed_evaluation_equals_the_uninterrupted_one(group_reward: bool, kills: int, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     uninterrupted, _ = await run(tmp_path / "whole", group_reward)
     requests = len(SEEN)
-    partial_states = list(states(tmp_path / "whole"))
-    for number, (payloads, lines) in enumerate(random.Random(1).sample(partial_states, min(len(partial_states), 20))):
+    every_state = list(states(tmp_path / "whole"))
+    partial_states = random.Random(1).sample(every_state, min(len(every_state), kills))
+    for number, (payloads, lines) in enumerate(partial_states):
         folder = tmp_path / f"killed-{number}"
         folder.mkdir()
         (folder / TRAJECTORIES).write_bytes(payloads)

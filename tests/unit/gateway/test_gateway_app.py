@@ -395,6 +395,7 @@ async def test_no_id_is_given_twice() -> None:
     assert len(set(ids)) == len(ids)
 
 
+@pytest.mark.long
 async def test_a_client_that_takes_nothing_is_let_go() -> None:
     requested = asyncio.Event()
 

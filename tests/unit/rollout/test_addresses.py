@@ -137,7 +137,9 @@ def recorded(outcome: EpisodeOutcome) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_6", "glm4moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(family, marks=pytest.mark.long) for family in ("qwen3_6", "glm4moe"))]
+)
 async def test_recorded_episode_is_the_same_over_every_dialect(family: str) -> None:
     expected, first = await run_episode(ReActAgent_, LINES, family=family)
     assert [kind for _, kind, *_ in recorded(expected)] == ["context", "sampled"] * 3

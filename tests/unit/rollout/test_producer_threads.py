@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.chat.toy_renderer import ToyRenderer
+from support.processes.warm import run_command
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TurnwiseError
@@ -180,7 +180,5 @@ asyncio.run(main())
 
 def test_a_process_with_a_lost_thread_ends() -> None:
     tests = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tests, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_command([sys.executable, "-c", PROGRAM], cwd=tests, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "failed 1\n"), done.stderr

@@ -113,6 +113,7 @@ async def test_a_call_that_takes_too_long_is_answered_and_the_connection_goes_on
         assert (await answer(runner, "count")).text == "1"
 
 
+@pytest.mark.long
 async def test_hanging_server_is_replaced() -> None:
     async with toolbox(command=COMMAND, timeout=0.5) as box:
         runner = await runner_of(box)
@@ -123,6 +124,7 @@ async def test_hanging_server_is_replaced() -> None:
     assert not _children()
 
 
+@pytest.mark.long
 async def test_a_server_that_starts_more_slowly_than_calls_may_take_is_connected_to_all_the_same() -> None:
     async with toolbox(command=COMMAND, timeout=0.05) as box:
         runner = await runner_of(box)

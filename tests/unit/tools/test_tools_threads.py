@@ -1,12 +1,12 @@
 """Threads that may be lost: places are given away, losses counted and capped, and nobody waits for them."""
 
-import subprocess
 import sys
 import threading
 from concurrent.futures import CancelledError
 
 import pytest
 
+from support.processes.warm import run_command
 from turnwise.errors import EnvError
 from turnwise.tools import ToolThreads
 
@@ -121,7 +121,7 @@ def test_a_lost_thread_does_not_keep_the_process_alive():
         "future = ToolThreads(1).submit(lambda: (begun.set(), threading.Event().wait()))\n"
         "assert begun.wait(20)\nprint('end')\n"
     )
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    completed = run_command([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert completed.stdout == "end\n"
 
 
