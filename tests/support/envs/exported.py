@@ -14,7 +14,7 @@ from turnwise.envs.solution import play_solution
 from turnwise.ext.frameworks.export import export_env, load_exported
 from turnwise.types import Message
 
-NAMES = ("guess_number", "calculator", "retail")
+NAMES = ("guess_number", "calculator", "sql")
 SEED = 7
 WRONG: Message = {"role": "assistant", "content": "0"}
 

@@ -90,4 +90,4 @@ def test_the_commands_of_the_page_export(tmp_path, monkeypatch) -> None:
     for line in lines:
         done = CliRunner().invoke(app, shlex.split(line)[1:])
         assert done.exit_code == 0, done.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["Dice-mcp", "calculator-gymnasium", "path", "retail"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Dice-mcp", "calculator-gymnasium", "path", "sql"]

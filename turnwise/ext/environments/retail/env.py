@@ -12,9 +12,9 @@ from turnwise.errors import EnvError, TaskError, shown
 from turnwise.ext.environments.retail import changes
 from turnwise.ext.environments.retail.changes import CancelReason, DeclineReason, Topic
 from turnwise.ext.environments.retail.desk import Desk
-from turnwise.ext.environments.retail.goal import Goal, goal_of, states_facts, world_of
+from turnwise.ext.environments.retail.goal import Goal, goal_of, states_facts
 from turnwise.ext.environments.retail.store import Store
-from turnwise.ext.environments.retail.tasks import task_from_seed
+from turnwise.ext.environments.retail.tau_bench import read_shop
 from turnwise.ext.environments.retail.world import RETURN_DAYS
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
@@ -216,7 +216,6 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
     """
 
     score_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
-    default_tasks: ClassVar[str] = "turnwise.ext.environments.retail:tasks"
 
     desk: Desk
     goal: Goal
@@ -226,12 +225,13 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
     def __init__(self, *, dialogue: bool = False) -> None:
         self.dialogue = dialogue
 
-    def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
-        """Open the shop of the task; without a task, one is drawn from the seed."""
+    def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
+        """Open the shop of the task."""
         self._close_store()
-        task = task_from_seed(seed) if task is None else task
+        if task is None:
+            raise EnvError("RetailEnv.reset got no task: load tau-bench's retail tasks with format: tau-retail")
         self.goal = goal_of(task)
-        world = world_of(self.goal.world)
+        world = read_shop(self.goal.world)
         self._store = Store(world)
         self.desk = Desk(self._store)
         opening = task.messages()

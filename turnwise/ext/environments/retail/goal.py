@@ -15,7 +15,6 @@ from turnwise.ext.environments.retail.changes import CHANGES
 from turnwise.ext.environments.retail.desk import Desk
 from turnwise.ext.environments.retail.store import Store
 from turnwise.ext.environments.retail.tau_bench import read_shop
-from turnwise.ext.environments.retail.world import World, draw
 from turnwise.tasks import Task
 
 LONGEST_ANSWER: Final = 1_000
@@ -29,22 +28,18 @@ _AMOUNT: Final = re.compile(r"\$ ?(\d[\d,]*(?:\.\d+)?)|\b(\d[\d,]*(?:\.\d+)?) ?(
 Action = tuple[str, Mapping[str, Any]]
 
 
-def world_of(source: int | str) -> World:
-    """Return the shop of a seed, or of a tau-bench folder. Raises TaskError."""
-    return draw(source) if isinstance(source, int) else read_shop(source)
-
-
 @dataclass(frozen=True, slots=True)
 class Goal:
     """Goal of an episode.
 
     Attributes:
+        world: Folder of the shop.
         actions: Tool calls that reach the goal.
         facts: Texts that the answer must contain, such as ``$12.50``.
         digest: Hash of each table in the goal state.
     """
 
-    world: int | str
+    world: str
     customer: str
     actions: tuple[Action, ...]
     facts: tuple[str, ...]
@@ -55,11 +50,9 @@ def goal_of(task: Task) -> Goal:
     """Return the goal of a task."""
     where = f"task {task.id!r}: data"
     world, customer = task.data.get("world"), task.data.get("customer")
-    if isinstance(world, bool) or not isinstance(world, (int, str)) or (isinstance(world, str) and not _is_shop(world)):
-        raise TaskError(
-            f"{where}['world'] is {shown(world)}: it must be the seed of a shop, an integer, or the folder of one"
-        )
-    if customer not in world_of(world).users:
+    if not isinstance(world, str) or not Path(world).is_dir():
+        raise TaskError(f"{where}['world'] is {shown(world)}: it must be tau-bench's folder retail/data, with the shop")
+    if customer not in read_shop(world).users:
         raise TaskError(f"{where}['customer'] is {shown(customer)}: it must be a user id of the shop {world}")
     facts = task.data.get("facts", [])
     if not isinstance(facts, Sequence) or isinstance(facts, str) or not all(isinstance(fact, str) for fact in facts):
@@ -79,10 +72,6 @@ def goal_of(task: Task) -> Goal:
     return Goal(world, str(customer), pairs, tuple(facts), digest)
 
 
-def _is_shop(folder: str) -> bool:
-    return Path(folder).is_dir()
-
-
 def _action(value: Any, where: str) -> Action:
     name = value.get("name") if isinstance(value, Mapping) else None
     arguments = value.get("arguments") if isinstance(value, Mapping) else None
@@ -95,8 +84,8 @@ def _action(value: Any, where: str) -> Action:
 
 
 @functools.lru_cache(maxsize=1024)
-def _digest(world: int | str, customer: str, actions: str) -> dict[str, str]:
-    store = Store(world_of(world))
+def _digest(world: str, customer: str, actions: str) -> dict[str, str]:
+    store = Store(read_shop(world))
     try:
         desk = Desk(store, customer)
         for name, arguments in json.loads(actions):

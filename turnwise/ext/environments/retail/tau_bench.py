@@ -140,7 +140,6 @@ def read_shop(folder: str) -> World:
     shop = Path(folder)
     users, products, orders = (_json(shop / f"{name}.json") for name in ("users", "products", "orders"))
     return World(
-        seed=folder,
         today=_TODAY,
         users=_parse_records(users, shop / "users.json", _user),
         payments={
