@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from support.rollout.finished_groups import lively, same
+from support.rollout.memory_payloads import MemoryPayloads
 from turnwise.errors import EngineDied, TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.group_store import MemoryPayloads, PayloadStore
+from turnwise.rollout.replay.group_store import PayloadStore
 from turnwise.rollout.replay.strategies import Bounded, Fifo, Mixed, Strategy
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup

@@ -210,14 +210,13 @@ class _ToolInterface(ToolEnv):
         return self.env.invalid_in_a_row
 
 
-async def call_by_name(env: Env, method: str, *args: Any, executor: Executor | None = None) -> Any:
+async def call_by_name(env: Env, method: str, *args: Any) -> Any:
     """Call a public method that an environment's class defines, through all wrappers.
 
     Args:
         env: The environment.
         method: A public method besides :class:`Env`'s.
         *args: Its arguments.
-        executor: As for :func:`~turnwise.envs.core.reset_env`.
 
     Raises:
         AgentError: There is no such method.
@@ -229,8 +228,6 @@ async def call_by_name(env: Env, method: str, *args: Any, executor: Executor | N
         close = difflib.get_close_matches(method, methods, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(methods) or 'no methods'}"
         raise AgentError(f"{type(inner).__qualname__} has no method {method!r}{hint}")
-    if executor is not None:
-        inner.executor = executor
     function: Callable[..., Any] = getattr(inner, method)
     return await run_method(inner, function, *args)
 

@@ -242,23 +242,21 @@ def sign_flip_test(differences: Means) -> float:
     return (extreme + 1) / (_PERMUTATIONS + 1)
 
 
-def bootstrap_interval(differences: Means, level: float = 0.95) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of the mean over tasks (Efron and Tibshirani 1993, chapter 13).
+def bootstrap_interval(differences: Means) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the mean over tasks (Efron and Tibshirani 1993, chapter 13).
 
     10,000 resamples of whole tasks, which keeps the dependence between episodes of a task; seeded, so equal input gives
     equal output.
 
     Args:
         differences: float64 of shape [tasks].
-        level: Confidence level.
     """
     rng = np.random.default_rng(0)
     size = len(differences)
     means = np.concatenate(
         [differences[rng.integers(0, size, (count, size))].mean(axis=1) for count in _chunks(_RESAMPLES, size)]
     )
-    tail = (1 - level) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
 
 

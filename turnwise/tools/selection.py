@@ -390,8 +390,8 @@ def named_tool(item: str | NamedToolConfig) -> Tool:
     return tool
 
 
-def check_names(tools: Iterable[tuple[Tool, str]], error: type[Exception] = ConfigError) -> list[Tool]:
-    """Return (tool, location) pairs without repetitions; raise ``error`` for different tools of one name."""
+def check_names(tools: Iterable[tuple[Tool, str]]) -> list[Tool]:
+    """Return (tool, location) pairs without repetitions; raise ConfigError for different tools of one name."""
     named: dict[str, dict[int, tuple[Tool, str]]] = {}
     for tool, location in tools:
         named.setdefault(tool.name, {}).setdefault(id(tool), (tool, location))
@@ -400,7 +400,7 @@ def check_names(tools: Iterable[tuple[Tool, str]], error: type[Exception] = Conf
         lines = [
             f"  {name!r}: {', and '.join(location for _, location in namesakes)}" for name, namesakes in clashes.items()
         ]
-        raise error("several tools have one name: rename or leave out all but one of each\n" + "\n".join(lines))
+        raise ConfigError("several tools have one name: rename or leave out all but one of each\n" + "\n".join(lines))
     return [tool for namesakes in named.values() for tool, _ in namesakes.values()]
 
 

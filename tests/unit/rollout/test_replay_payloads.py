@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from support.rollout.finished_groups import lively, same
+from support.rollout.memory_payloads import MemoryPayloads
 from turnwise.columns import DTYPES, pack_trajectory, unpack_trajectory
 from turnwise.errors import FormatError, MissingExtraError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts, check_replay
-from turnwise.rollout.replay.group_store import MemoryPayloads, PayloadsLost, columns_of
+from turnwise.rollout.replay.group_store import PayloadsLost, columns_of
 from turnwise.rollout.replay.strategies import Mixed
 from turnwise.tasks import Task
 

@@ -279,9 +279,9 @@ class Rubric:
         self._lone = False
 
     @classmethod
-    def lone(cls, function: Callable[..., Any] | str, *, timeout: float | None = None) -> Rubric:
+    def lone(cls, function: Callable[..., Any] | str) -> Rubric:
         """Return the rubric of one function: a number is the reward ``score``, named numbers are rewards themselves."""
-        rubric = cls({"score": Part(function)}, timeout=timeout)
+        rubric = cls({"score": Part(function)})
         rubric._lone = True
         return rubric
 
