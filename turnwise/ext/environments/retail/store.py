@@ -132,11 +132,11 @@ def _rows(world: World) -> dict[str, list[tuple[Any, ...]]]:
         orders.append(
             (order.id, order.user, order.status, order.ordered_on, order.delivered_on, *address(order), None, 0)
         )
-        prices = order.prices or tuple(world.variants[item].price for item in order.items)
         items += [
-            (order.id, item, price, "ordered", None, None) for item, price in zip(order.items, prices, strict=True)
+            (order.id, item, price, "ordered", None, None)
+            for item, price in zip(order.items, order.prices, strict=True)
         ]
-        payments.append((order.id, order.payment, "payment", sum(prices)))
+        payments.append((order.id, order.payment, "payment", sum(order.prices)))
     return {
         "users": [
             (user.id, user.first_name, user.last_name, user.email, *address(user)) for user in world.users.values()

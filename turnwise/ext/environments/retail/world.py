@@ -58,7 +58,7 @@ class Order:
     """An order of distinct variants.
 
     Attributes:
-        prices: What each item cost; empty: what it costs now.
+        prices: What each item cost.
     """
 
     id: str
@@ -69,7 +69,7 @@ class Order:
     address: Address
     items: tuple[str, ...]
     payment: str
-    prices: tuple[int, ...] = ()
+    prices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
