@@ -45,7 +45,7 @@ COMPARED: Final = ("users", "payment_methods", "variants", "orders", "order_item
 
 
 class Store:
-    """A shop's tables; read-only outside of :meth:`changing`."""
+    """A shop's tables; read-only outside of :meth:`transaction`."""
 
     def __init__(self, world: World) -> None:
         self._connection = _connect()
@@ -75,7 +75,7 @@ class Store:
         return row
 
     def write(self, sql: str, *values: Any) -> None:
-        """Execute a write; only within :meth:`changing`."""
+        """Execute a write; only within :meth:`transaction`."""
         self._execute(sql, values)
 
     @contextmanager
