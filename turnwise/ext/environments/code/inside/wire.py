@@ -309,7 +309,7 @@ def _exception_of(details: Any) -> BaseException:
 def _exception_text(error: BaseException) -> str:
     try:
         return str(error)[:2000]
-    except Exception:  # noqa: BLE001 - ``__str__`` of a solution's exception may raise
+    except Exception:  # noqa: BLE001 - a solution's exception may raise in its ``__str__``
         return ""
 
 
