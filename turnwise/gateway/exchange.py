@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -17,11 +17,13 @@ from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Answer, ChatRequest, Dialect, Reader, StreamWriter, TokenLogprob
 from turnwise.gateway.errors import ApiError, api_error, too_deep
-from turnwise.gateway.sessions import GatewaySession
 from turnwise.inference.process import Receive, Scope, Send, answer_json
 from turnwise.model.canonical import template_arguments
 from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds
+
+if TYPE_CHECKING:
+    from turnwise.gateway.sessions import GatewaySession
 
 _TAIL = 64
 """Number of last ids in which a stop string is searched."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -28,9 +28,11 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.datasets import Dataset, task_config
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.run.dry_run import DryRun, dry_run
-from turnwise.trainer.run.run import TrainRun
 from turnwise.trainer.train import TrainSummary, run_train, train
 from turnwise.trainer.training import Training, TrainingLoop
+
+if TYPE_CHECKING:
+    from turnwise.trainer.run.run import TrainRun
 
 Config: TypeAlias = "TrainConfig | Mapping[str, Any] | str | Path | Sequence[str | Path]"
 NameOrObject: TypeAlias = "str | type[Any] | Mapping[str, Any] | Any"

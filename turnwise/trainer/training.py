@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from turnwise.errors import TrainError
 from turnwise.evaluation.metrics import EvalResult
@@ -14,8 +14,10 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.loops.modes import train_as_configured
 from turnwise.trainer.loops.steps import Batch, finish_step, roll_out, train_on
 from turnwise.trainer.run.budget import Budget
-from turnwise.trainer.run.run import TrainRun
 from turnwise.trajectory import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from turnwise.trainer.run.run import TrainRun
 
 
 class Training:

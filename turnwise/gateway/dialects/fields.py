@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import shown
-from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.errors import Lenient, invalid, unsupported
 from turnwise.types import Json, ToolSchema
+
+if TYPE_CHECKING:
+    from turnwise.gateway.dialects.core import Abilities
 
 _MOST_TOKENS = 2**31 - 1
 _MOST_STOPS = 64

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from turnwise.errors import DiskError, TrainError
 from turnwise.trainer.config.train import Mode
@@ -37,7 +37,9 @@ from turnwise.trainer.loops.steps import (
     train_on,
     wait_for,
 )
-from turnwise.trainer.run.run import TrainRun
+
+if TYPE_CHECKING:
+    from turnwise.trainer.run.run import TrainRun
 
 
 async def train_sync(run: TrainRun) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.metrics import dropped_tokens, split_policy, tool_metrics
 from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
 from turnwise.trainer.run.policies import TrainedPolicy
-from turnwise.trainer.run.run import TrainRun
 from turnwise.trajectory import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from turnwise.trainer.run.run import TrainRun
 
 Result = TypeVar("Result")
 
