@@ -39,18 +39,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "turnwise"
 
 # What still breaks each rule; nothing else may. A rule that is not here has nothing against it.
-NOT_YET: dict[str, set[str]] = {
-    "imports have no alias": {
-        "turnwise/ext/environments/search/bm25.py: bm25s as package",
-        "turnwise/ext/frameworks/mcp_server.py: mcp_types as types",
-    }
-}
+NOT_YET: dict[str, set[str]] = {}
 
 # How many there still are of what is above its limit: these figures only go down, and their rows go with the excess.
 FIGURES_NOT_YET: dict[str, int] = {
     "lines of the core": 97_000,
     "lines of ext": 26_200,
-    "modules in the longest import chain": 24,
     "vague names in the package": 580,
     "vague names in tests": 1_400,
     "vague names in ext/environments": 500,

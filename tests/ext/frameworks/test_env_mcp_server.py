@@ -11,7 +11,7 @@ import socket
 import sys
 from urllib.parse import urlsplit
 
-import mcp_types as types
+import mcp_types
 import psutil
 import pytest
 from mcp import Client, MCPError, StdioServerParameters
@@ -28,11 +28,11 @@ from turnwise.tools import MCPServerConfig, Toolbox, ToolResponse, ToolRunner, T
 from turnwise.types import ToolCall
 
 
-def texts(result: types.CallToolResult) -> list[str]:
+def texts(result: mcp_types.CallToolResult) -> list[str]:
     return [block.text for block in result.content]
 
 
-async def play(client: Client, seed: int, *, of_a_task: bool = False) -> types.CallToolResult:
+async def play(client: Client, seed: int, *, of_a_task: bool = False) -> mcp_types.CallToolResult:
     """Play lookup right; a task names the person."""
     [text] = texts(await client.call_tool("task", {}))
     person = text.removeprefix("Who manages ").removesuffix("?")

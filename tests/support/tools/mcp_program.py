@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import mcp_types as types
+import mcp_types
 import uvicorn
 from mcp.server import Server
 from mcp.server.stdio import stdio_server
@@ -51,17 +51,17 @@ class Tools:
         self.counted = 0
         self.begun = asyncio.Event()
 
-    async def list_tools(self, ctx, params) -> types.ListToolsResult:
+    async def list_tools(self, ctx, params) -> mcp_types.ListToolsResult:
         tools = [
-            types.Tool(name=name, description=f"The tool {name}.", input_schema=schema)
+            mcp_types.Tool(name=name, description=f"The tool {name}.", input_schema=schema)
             for name, schema in SCHEMAS.items()
         ]
         # On two pages.
         if params is None or params.cursor is None:
-            return types.ListToolsResult(tools=tools[:4], next_cursor="rest")
-        return types.ListToolsResult(tools=tools[4:])
+            return mcp_types.ListToolsResult(tools=tools[:4], next_cursor="rest")
+        return mcp_types.ListToolsResult(tools=tools[4:])
 
-    async def call_tool(self, ctx, params) -> types.CallToolResult:
+    async def call_tool(self, ctx, params) -> mcp_types.CallToolResult:
         name, arguments = params.name, params.arguments or {}
         if name == "die":
             print("dying as asked", file=sys.stderr, flush=True)
@@ -76,16 +76,21 @@ class Tools:
         if name == "refuse":
             raise types_error()
         if name == "fail":
-            return types.CallToolResult(content=[text(arguments["text"])], is_error=True)
+            return mcp_types.CallToolResult(content=[text(arguments["text"])], is_error=True)
         self.counted += name == "count"
-        return types.CallToolResult(**self.answers(name, arguments))
+        return mcp_types.CallToolResult(**self.answers(name, arguments))
 
     def answers(self, name: str, arguments: dict) -> dict:
-        picture = types.ImageContent(data=PICTURE, mime_type="image/png")
-        note = types.TextResourceContents(uri="file:///note", text="a note")
-        blob = types.BlobResourceContents(uri="file:///data", mime_type="application/zip", blob="QUJD")
-        link = types.ResourceLink(uri="file:///more", name="more")
-        mixed = [text("first"), types.EmbeddedResource(resource=note), types.EmbeddedResource(resource=blob), link]
+        picture = mcp_types.ImageContent(data=PICTURE, mime_type="image/png")
+        note = mcp_types.TextResourceContents(uri="file:///note", text="a note")
+        blob = mcp_types.BlobResourceContents(uri="file:///data", mime_type="application/zip", blob="QUJD")
+        link = mcp_types.ResourceLink(uri="file:///more", name="more")
+        mixed = [
+            text("first"),
+            mcp_types.EmbeddedResource(resource=note),
+            mcp_types.EmbeddedResource(resource=blob),
+            link,
+        ]
         return {
             "echo": {"content": [text(arguments.get("text", ""))]},
             "tree": {"content": [text(str(arguments))]},
@@ -101,14 +106,14 @@ class Tools:
         return Server("tools of a test", on_list_tools=self.list_tools, on_call_tool=self.call_tool)
 
 
-def text(value: str) -> types.TextContent:
-    return types.TextContent(text=value)
+def text(value: str) -> mcp_types.TextContent:
+    return mcp_types.TextContent(text=value)
 
 
 def types_error() -> Exception:
     from mcp import MCPError
 
-    return MCPError(types.INVALID_PARAMS, "that is refused")
+    return MCPError(mcp_types.INVALID_PARAMS, "that is refused")
 
 
 class _HTTP(uvicorn.Server):

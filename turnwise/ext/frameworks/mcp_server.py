@@ -200,7 +200,7 @@ def _is_error(text: str) -> bool:
 
 
 try:
-    import mcp_types as types
+    import mcp_types
     import uvicorn
     from mcp import MCPError
     from mcp.server import Server
@@ -351,15 +351,15 @@ class EnvServer:
                 self._episodes[session] = episode
             return self._episodes[session]
 
-    async def _list_tools(self, ctx: Any, _: Any) -> types.ListToolsResult:
+    async def _list_tools(self, ctx: Any, _: Any) -> mcp_types.ListToolsResult:
         episode = await self._episode(ctx)
         tools = [
-            types.Tool(name=schema.name, description=schema.description or None, input_schema=schema.parameters)
+            mcp_types.Tool(name=schema.name, description=schema.description or None, input_schema=schema.parameters)
             for schema in episode.tools()
         ]
-        return types.ListToolsResult(tools=tools)
+        return mcp_types.ListToolsResult(tools=tools)
 
-    async def _call_tool(self, ctx: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+    async def _call_tool(self, ctx: Any, params: mcp_types.CallToolRequestParams) -> mcp_types.CallToolResult:
         episode = await self._episode(ctx)
         try:
             outcome = await episode.call(params.name, params.arguments or {})
@@ -367,34 +367,36 @@ class EnvServer:
             raise _failed(error) from error
         return _result(outcome)
 
-    async def _list_resources(self, ctx: Any, _: Any) -> types.ListResourcesResult:
+    async def _list_resources(self, ctx: Any, _: Any) -> mcp_types.ListResourcesResult:
         await self._episode(ctx)
         description = "The beginning of the conversation, which states the task."
-        return types.ListResourcesResult(
-            resources=[types.Resource(uri=_URI, name="task", description=description, mime_type="text/plain")]
+        return mcp_types.ListResourcesResult(
+            resources=[mcp_types.Resource(uri=_URI, name="task", description=description, mime_type="text/plain")]
         )
 
-    async def _read_resource(self, ctx: Any, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
+    async def _read_resource(
+        self, ctx: Any, params: mcp_types.ReadResourceRequestParams
+    ) -> mcp_types.ReadResourceResult:
         if params.uri != _URI:
-            raise MCPError(types.INVALID_PARAMS, f"there is no resource {params.uri!r}; known: {_URI}")
+            raise MCPError(mcp_types.INVALID_PARAMS, f"there is no resource {params.uri!r}; known: {_URI}")
         episode = await self._episode(ctx)
-        text = types.TextResourceContents(uri=_URI, mime_type="text/plain", text=episode.text())
-        return types.ReadResourceResult(contents=[text])
+        text = mcp_types.TextResourceContents(uri=_URI, mime_type="text/plain", text=episode.text())
+        return mcp_types.ReadResourceResult(contents=[text])
 
-    async def _list_prompts(self, _ctx: Any, _: Any) -> types.ListPromptsResult:
-        return types.ListPromptsResult(prompts=[types.Prompt(name="task", description="The task.")])
+    async def _list_prompts(self, _ctx: Any, _: Any) -> mcp_types.ListPromptsResult:
+        return mcp_types.ListPromptsResult(prompts=[mcp_types.Prompt(name="task", description="The task.")])
 
-    async def _get_prompt(self, ctx: Any, params: types.GetPromptRequestParams) -> types.GetPromptResult:
+    async def _get_prompt(self, ctx: Any, params: mcp_types.GetPromptRequestParams) -> mcp_types.GetPromptResult:
         if params.name != "task":
-            raise MCPError(types.INVALID_PARAMS, f"there is no prompt {params.name!r}; known: 'task'")
+            raise MCPError(mcp_types.INVALID_PARAMS, f"there is no prompt {params.name!r}; known: 'task'")
         episode = await self._episode(ctx)
         messages = []
         for message in episode.messages:
-            role: types.Role = "assistant" if message["role"] == "assistant" else "user"
+            role: mcp_types.Role = "assistant" if message["role"] == "assistant" else "user"
             messages += [
-                types.PromptMessage(role=role, content=block) for block in _blocks(message.get("content") or "")
+                mcp_types.PromptMessage(role=role, content=block) for block in _blocks(message.get("content") or "")
             ]
-        return types.GetPromptResult(messages=messages)
+        return mcp_types.GetPromptResult(messages=messages)
 
 
 class _Sessions:
@@ -431,7 +433,7 @@ class _Sessions:
 async def _refuse(send: Any, version: str) -> None:
     """Refuse a protocol version without sessions; clients then fall back."""
     error = {
-        "code": types.UNSUPPORTED_PROTOCOL_VERSION,
+        "code": mcp_types.UNSUPPORTED_PROTOCOL_VERSION,
         "message": "an episode needs a session: use a protocol version with the initialize handshake",
         "data": {"supported": list(HANDSHAKE_PROTOCOL_VERSIONS), "requested": version},
     }
@@ -441,31 +443,31 @@ async def _refuse(send: Any, version: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _result(outcome: CallAnswer) -> types.CallToolResult:
+def _result(outcome: CallAnswer) -> mcp_types.CallToolResult:
     blocks = _blocks(outcome.content)
     if outcome.result is not None:
         # The reward is in the result, and in the text for clients that read text alone.
-        blocks.append(types.TextContent(text=f"The episode is over. {json.dumps(outcome.result)}"))
-    return types.CallToolResult(content=blocks, structured_content=outcome.result, is_error=outcome.error)
+        blocks.append(mcp_types.TextContent(text=f"The episode is over. {json.dumps(outcome.result)}"))
+    return mcp_types.CallToolResult(content=blocks, structured_content=outcome.result, is_error=outcome.error)
 
 
-def _blocks(content: Content) -> list[types.ContentBlock]:
+def _blocks(content: Content) -> list[mcp_types.ContentBlock]:
     if isinstance(content, str):
-        return [types.TextContent(text=content)] if content else []
+        return [mcp_types.TextContent(text=content)] if content else []
     return [_block(part) for part in content]
 
 
-def _block(part: dict[str, Any]) -> types.ContentBlock:
+def _block(part: dict[str, Any]) -> mcp_types.ContentBlock:
     kind, content, mime_type = content_block(part)
     if kind == "text":
-        return types.TextContent(text=content)
+        return mcp_types.TextContent(text=content)
     if kind == "image":
-        return types.ImageContent(data=content, mime_type=mime_type)
-    return types.AudioContent(data=content, mime_type=mime_type)
+        return mcp_types.ImageContent(data=content, mime_type=mime_type)
+    return mcp_types.AudioContent(data=content, mime_type=mime_type)
 
 
 def _failed(error: TurnwiseError) -> MCPError:
-    return MCPError(types.INTERNAL_ERROR, f"the episode ended with an error: {type(error).__name__}: {error}")
+    return MCPError(mcp_types.INTERNAL_ERROR, f"the episode ended with an error: {type(error).__name__}: {error}")
 
 
 def _bind(host: str, port: int) -> socket.socket:

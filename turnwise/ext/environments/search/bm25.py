@@ -21,7 +21,7 @@ class Index:
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         """Index passages by title and text."""
-        package = bm25s()
+        package = load_bm25s()
         self.passages = {passage.id: passage for passage in passages}
         self._ordered = list(passages)
         tokens = _tokens([f"{passage.title}\n{passage.text}" for passage in passages])
@@ -47,17 +47,17 @@ def _best(scores: Any, k: int) -> Any:
 
 
 def _tokens(texts: list[str]) -> list[list[str]]:
-    tokens: list[list[str]] = bm25s().tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
+    tokens: list[list[str]] = load_bm25s().tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
     return tokens
 
 
-def bm25s() -> Any:
+def load_bm25s() -> Any:
     """Return the package. Raises MissingExtraError if it is not installed."""
     try:
-        import bm25s as package
+        import bm25s
     except ImportError as error:
         raise MissingExtraError("bm25s", "search", "the environment 'search'") from error
-    return package
+    return bm25s
 
 
 def index_of_file(path: str) -> Index:

@@ -11,7 +11,7 @@ from turnwise.envs.core import ResetResult, Solution
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, TaskError, ToolError, shown
-from turnwise.ext.environments.search.bm25 import Index, bm25s, index_of_encyclopedia, index_of_file
+from turnwise.ext.environments.search.bm25 import Index, index_of_encyclopedia, index_of_file, load_bm25s
 from turnwise.ext.environments.search.encyclopedia import SPLITS
 from turnwise.ext.environments.search.tasks import accepted_of, answer_in, draw_task, exact, f1
 from turnwise.tasks import Task
@@ -51,7 +51,7 @@ class SearchEnv(ToolEnv):
         """
         if metric not in ("exact", "f1"):
             raise ConfigError(f"metric is {shown(metric)}: it must be 'exact' or 'f1'")
-        bm25s()
+        load_bm25s()
         self.metric = metric
         self.corpus = corpus
         if corpus is not None:
