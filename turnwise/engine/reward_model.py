@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 import torch
@@ -42,16 +42,6 @@ _KNOWN = frozenset(
     ("model", "user", "request_id", "priority", "input", "messages", "use_activation", "add_special_tokens",
      "chat_template_kwargs")
 )  # fmt: skip
-
-
-class Encode(Protocol):
-    """Encodes texts and conversations to ids."""
-
-    def text(self, text: str, *, special: bool) -> list[int]:
-        """Return the ids of a text."""
-
-    def chat(self, messages: list[dict[str, Any]], *, arguments: dict[str, Any]) -> list[int]:
-        """Return the ids of a conversation. Raises RenderError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +68,7 @@ class RewardApp:
     def __init__(
         self,
         served: ServedClassifier,
-        encode: Encode,
+        encode: Encoder,
         submit: Callable[[list[int]], Future[list[float]]],
         stats: Callable[[], dict[str, int]],
     ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,13 +20,12 @@ _BACKOFF: Final = 0.1
 
 @dataclass(slots=True)
 class SandboxStats:
-    """Counters of a manager: sandboxes opened, of these prewarmed, start retries, failures and seconds."""
+    """Counters of a manager: sandboxes opened, of these prewarmed, start retries and failures."""
 
     opened: int = 0
     warm: int = 0
     retries: int = 0
     failed: int = 0
-    start_seconds: float = 0.0
 
 
 class SandboxManager:
@@ -129,7 +127,6 @@ class SandboxManager:
             sandbox.start_slots = self._starts
             try:
                 async with self._starts:
-                    began = time.monotonic()
                     await sandbox.start()
             except SandboxError as error:
                 with contextlib.suppress(SandboxError):
@@ -140,7 +137,6 @@ class SandboxManager:
                 self.stats.retries += 1
                 await asyncio.sleep(_BACKOFF * 2**attempt * random.uniform(0.75, 1.25))
             else:
-                self.stats.start_seconds += time.monotonic() - began
                 return sandbox
         raise AssertionError("unreachable: the last attempt returns or raises")
 

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -60,16 +60,7 @@ class TrainSummary:
 
     def write(self) -> None:
         """Write ``summary.json``."""
-        record = {
-            "steps": self.steps,
-            "before": self.before,
-            "after": self.after,
-            "wall_s": self.wall_s,
-            "cpu_s": self.cpu_s,
-            "memory_gb": self.memory_gb,
-            "ended_by": self.ended_by,
-            "spent": self.spent,
-        }
+        record = {key: figure for key, figure in asdict(self).items() if key != "directory"}
         file = self.directory / "summary.json"
         with writing(file):
             write_private(file, orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")

@@ -62,7 +62,8 @@ async def test_a_dry_run_for_the_cluster_passes(models: Path, tmp_path: Path, la
     memory = next(check.finding for check in report.checks if check.name == "memory")
     assert "72.0 GB of each are usable" in memory
     plan = Plan(config, cluster)
-    assert plan.separate == layout.endswith("separate.yaml")
+    (placement,) = (policy.placement for policy in plan.policies.values())
+    assert placement.serving.isdisjoint(placement.trainer) == layout.endswith("separate.yaml")
     assert len(plan.devices) == LAYOUTS[layout]
     assert not (tmp_path / "runs").exists()
 

@@ -56,7 +56,6 @@ def read_messages_request(body: Mapping[str, Any], abilities: Abilities) -> Chat
         tools=resolved.tools,
         sampling=read_sampling(fields, limit_fields=("max_tokens",), stop="stop_sequences"),
         stream=fields.flag("stream"),
-        tool_choice=choice,
         guide=resolved.guide,
         guide_field=resolved.field,
         ignored=resolved.ignored | ignored,

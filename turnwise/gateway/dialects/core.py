@@ -97,7 +97,6 @@ class ChatRequest:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
-    tool_choice: ToolChoice = ToolChoice()
     guide: Guide | None = None
     guide_field: str = ""
     logprobs: bool = False

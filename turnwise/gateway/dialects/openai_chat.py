@@ -83,7 +83,6 @@ class OpenAIChat:
             n=fields.integer("n", 1, abilities.most_choices) or 1,
             stream=fields.flag("stream"),
             include_usage=options.flag("include_usage"),
-            tool_choice=choice,
             guide=resolved.guide,
             guide_field=resolved.field,
             ignored=resolved.ignored,
@@ -271,8 +270,9 @@ def _calls(answer: Answer) -> list[dict[str, Any]]:
     return calls
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
-    content = [
+def token_logprobs(answer: Answer) -> list[dict[str, Any]]:
+    """Return the log-probabilities of an answer's tokens, as both of OpenAI's APIs write them."""
+    return [
         {
             "token": token.text,
             "logprob": token.logprob,
@@ -281,7 +281,10 @@ def _logprobs(answer: Answer) -> dict[str, Any]:
         }
         for token in answer.logprobs
     ]
-    return {"content": content, "refusal": None}
+
+
+def _logprobs(answer: Answer) -> dict[str, Any]:
+    return {"content": token_logprobs(answer), "refusal": None}
 
 
 def _choice(request: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, Origin, call_for_client, new_id
-from turnwise.gateway.dialects.openai_chat import openai_error
+from turnwise.gateway.dialects.openai_chat import openai_error, token_logprobs
 from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_responses_request
 from turnwise.gateway.errors import ApiError
 from turnwise.types import Message, ToolCall
@@ -171,17 +171,7 @@ class _Response:
         }
 
     def text(self, text: str, answer: Answer | None) -> dict[str, Any]:
-        logprobs = []
-        if self._request.logprobs and answer is not None:
-            logprobs = [
-                {
-                    "token": token.text,
-                    "logprob": token.logprob,
-                    "bytes": list(token.text.encode("utf-8", "replace")),
-                    "top_logprobs": [],
-                }
-                for token in answer.logprobs
-            ]
+        logprobs = token_logprobs(answer) if self._request.logprobs and answer is not None else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def call(self, index: int, call: ToolCall) -> dict[str, Any]:

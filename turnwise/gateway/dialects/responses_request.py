@@ -81,7 +81,6 @@ def read_responses_request(body: Mapping[str, Any], abilities: Abilities, stored
         tools=resolved.tools,
         sampling=read_sampling(fields, limit_fields=("max_output_tokens",), stop="stop"),
         stream=fields.flag("stream"),
-        tool_choice=choice,
         guide=resolved.guide,
         guide_field=resolved.field,
         ignored=resolved.ignored | tools.ignored,

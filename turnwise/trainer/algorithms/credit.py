@@ -87,11 +87,6 @@ class CreditConfig(BaseModel):
         """Whether the branches of forked episodes are compared."""
         return self.name in TREE_CREDITS
 
-    @property
-    def discount(self) -> float:
-        """The discount from one turn or token to the next."""
-        return 1.0 if self.gamma is None else self.gamma
-
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryCredit:
@@ -171,7 +166,7 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
         return ReturnCredit([custom.turn_returns(trajectory) for trajectory in trajectories])
     if config.of_trees:
         return TreeCredit(config.name, [Tree.of(trajectory) for trajectory in trajectories])
-    gamma = config.discount
+    gamma = 1.0 if config.gamma is None else config.gamma
     if config.name == "tokens":
         pairs = list(zip(rewards.branches, rewards.turn_lengths, strict=True))
         starts = [_token_starts(lengths)[:-1] for _, lengths in pairs]

@@ -65,15 +65,6 @@ class Experience:
     rows: list[TrainRow]
     metrics: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def has_trajectories(self) -> bool:
-        """Whether the policy has a trajectory without an error."""
-        return bool(self.metrics["batch/trajectories"])
-
-    def with_metrics(self, metrics: Mapping[str, float]) -> Experience:
-        """Return the experience with further metrics."""
-        return replace(self, metrics=self.metrics | dict(metrics))
-
 
 def collect(
     groups: Sequence[TrajectoryGroup], *, policy: str = "main", max_tokens_per_row: int | None = None

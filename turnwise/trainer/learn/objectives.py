@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class PolicyObjective:
         watch: Optional callback with every token's log-probabilities.
     """
 
+    entropy: ClassVar[bool] = True  # it is reported even without a bonus
     loss: ConfiguredFunction = PPO_CLIP
     entropy_coef: float = 0.0
     kl: tuple[str, float] | None = None
@@ -50,11 +51,6 @@ class PolicyObjective:
             RegistryError: No such loss, or a wrong option.
         """
         return cls(config.chosen_loss(), config.entropy_coef, None if kl is None else (kl.estimator, kl.coef))
-
-    @property
-    def entropy(self) -> bool:
-        """Always true: entropy is reported even without a bonus."""
-        return True
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
         """Return the summed loss of a micro-batch.
@@ -107,10 +103,7 @@ class PolicyObjective:
 class CrossEntropyObjective:
     """Supervised learning: the negative log-likelihood of the trained tokens."""
 
-    @property
-    def entropy(self) -> bool:
-        """Always false."""
-        return False
+    entropy: ClassVar[bool] = False
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
         """Return the summed loss of a micro-batch."""

@@ -338,7 +338,9 @@ async def learn(run: TrainRun, batch: Batch, runner: Runner = inline, *, part: b
     with run.timeline.span(UPDATE, step):
         experiences = {name: await _prepare_experience(policy, batch, runner) for name, policy in run.policies.items()}
         by_policy = {name: experience.metrics for name, experience in experiences.items()}
-        trained = {name: experience for name, experience in experiences.items() if experience.has_trajectories}
+        trained = {
+            name: experience for name, experience in experiences.items() if experience.metrics["batch/trajectories"]
+        }
         if not trained:
             if part:
                 return TrainedBatch(batch, batch.metrics | policy_metrics(by_policy), {}, time.monotonic(), 0.0)
@@ -371,10 +373,11 @@ def _compute_experience(policy: TrainedPolicy, batch: Batch) -> Experience:
     values = critic_values(policy.critic, collected.trajectories, collected.samples, config.batch)
     experience = build_experience(collected, config.algorithm, temperature=config.rollout.temperature, values=values)
     tools = tool_metrics(batch.groups, policy=policy.name)
-    return experience.with_metrics(
-        tools
-        | dropped_tokens(batch.groups, collected.trajectories, collected.samples, experience.rows, policy=policy.name)
+    experience.metrics |= tools
+    experience.metrics |= dropped_tokens(
+        batch.groups, collected.trajectories, collected.samples, experience.rows, policy=policy.name
     )
+    return experience
 
 
 async def _train_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import re
 import sys
@@ -11,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from turnwise.append_file import private_directory
 from turnwise.errors import MissingExtraError, RegistryError
@@ -130,25 +131,51 @@ def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, str(value)
 
 
-class TensorBoardLogger(Logger):
+class PackageLogger(Logger):
+    """A logger that uses an optional package, which the extra of the same name installs.
+
+    Attributes:
+        extra: The extra.
+        modules: The modules that are needed; the first is the one that is called.
+    """
+
+    extra: ClassVar[str]
+    modules: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def check(cls) -> None:
+        """Check that the package is installed. Raises MissingExtraError."""
+        cls.load_package()
+
+    @classmethod
+    def load_package(cls) -> Any:
+        """Return the package's module. Raises MissingExtraError."""
+        try:
+            package, *_ = [importlib.import_module(module) for module in cls.modules]
+        except ImportError as error:
+            raise MissingExtraError(cls.extra, cls.extra, f"the logger {cls.extra}") from error
+        return package
+
+
+class TensorBoardLogger(PackageLogger):
     """Writes event files to ``directory``, by default ``tensorboard`` in the run's directory.
 
     ``tensorboard --logdir runs`` shows all runs.
     """
 
+    extra = "tensorboard"
+    modules = ("torch.utils.tensorboard",)
+
     def __init__(self, run: LoggedRun, *, directory: str | None = None) -> None:
         folder = run.directory / "tensorboard" if directory is None else Path(directory)
         private_directory(folder)
         # What an earlier process logged of later steps is hidden: these are logged again.
-        self._writer = _writer()(log_dir=str(folder), purge_step=run.step + 1 if run.step else None)
+        self._writer = self.load_package().SummaryWriter(
+            log_dir=str(folder), purge_step=run.step + 1 if run.step else None
+        )
         if not run.step:
             rows = "".join(f"| {key} | {value} |\n" for key, value in run.settings().items())
             self._writer.add_text("config", f"| key | value |\n|---|---|\n{rows}", 0)
-
-    @classmethod
-    def check(cls) -> None:
-        """Check that tensorboard is installed. Raises MissingExtraError."""
-        _writer()
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the figures of a step."""
@@ -161,15 +188,7 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
 
-def _writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtraError("tensorboard", "tensorboard", "the logger tensorboard") from error
-    return SummaryWriter
-
-
-class WandbLogger(Logger):
+class WandbLogger(PackageLogger):
     """Logs to a project of Weights & Biases; offline, to the run's directory, for ``wandb sync``.
 
     Args:
@@ -179,6 +198,9 @@ class WandbLogger(Logger):
         group: Groups runs in the workspace.
         tags: Tags of the run.
     """
+
+    extra = "wandb"
+    modules = ("wandb",)
 
     def __init__(
         self,
@@ -190,7 +212,7 @@ class WandbLogger(Logger):
         group: str | None = None,
         tags: list[str] | None = None,
     ) -> None:
-        wandb = _wandb_package()
+        wandb = self.load_package()
         self._run: Any = wandb.init(
             project=project,
             entity=entity,
@@ -208,11 +230,6 @@ class WandbLogger(Logger):
         # wandb's own step only grows; a resumed run logs some of its steps again.
         self._run.define_metric("*", step_metric="step")
 
-    @classmethod
-    def check(cls) -> None:
-        """Check that wandb is installed. Raises MissingExtraError."""
-        _wandb_package()
-
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Log the figures of a step."""
         self._run.log({"step": step, **figures})
@@ -222,15 +239,7 @@ class WandbLogger(Logger):
         self._run.finish()
 
 
-def _wandb_package() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise MissingExtraError("wandb", "wandb", "the logger wandb") from error
-    return wandb
-
-
-class TrackioLogger(Logger):
+class TrackioLogger(PackageLogger):
     """Logs to trackio's own folder (``TRACKIO_DIR``), or to a Space; ``trackio show`` shows it.
 
     Args:
@@ -239,10 +248,13 @@ class TrackioLogger(Logger):
         space_id: A Hugging Face Space to log to; None stays on this machine.
     """
 
+    extra = "trackio"
+    modules = ("trackio",)
+
     def __init__(self, run: LoggedRun, *, project: str = "turnwise", space_id: str | None = None) -> None:
         # trackio prints instructions; standard output is reserved for results.
         with contextlib.redirect_stdout(sys.stderr):
-            self._run: Any = _trackio_package().init(
+            self._run: Any = self.load_package().init(
                 project=project,
                 # Runs are resumed by name.
                 name=f"{run.name}-{run.id}",
@@ -254,11 +266,6 @@ class TrackioLogger(Logger):
                 auto_log_cpu=False,
             )
 
-    @classmethod
-    def check(cls) -> None:
-        """Check that trackio is installed. Raises MissingExtraError."""
-        _trackio_package()
-
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Log the figures of a step."""
         self._run.log(dict(figures), step=step)
@@ -269,21 +276,13 @@ class TrackioLogger(Logger):
             self._run.finish()
 
 
-def _trackio_package() -> Any:
-    try:
-        import trackio
-    except ImportError as error:
-        raise MissingExtraError("trackio", "trackio", "the logger trackio") from error
-    return trackio
-
-
 _ID = "turnwise.run_id"
 # What MLflow takes at once, and of one parameter.
 _PARAMETERS_AT_ONCE, _LONGEST_PARAMETER = 100, 500
 _METRICS_AT_ONCE = 1000
 
 
-class MLflowLogger(Logger):
+class MLflowLogger(PackageLogger):
     """Logs to a tracking server, a database or, by default, a database in the run's directory.
 
     Args:
@@ -293,8 +292,11 @@ class MLflowLogger(Logger):
             run's directory.
     """
 
+    extra = "mlflow"
+    modules = ("mlflow", "sqlalchemy")  # the default store needs sqlalchemy, and not every mlflow brings it along
+
     def __init__(self, run: LoggedRun, *, experiment: str = "turnwise", tracking_uri: str | None = None) -> None:
-        self._mlflow = _mlflow_package()
+        self._mlflow = self.load_package()
         configured_uri = tracking_uri or self._mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
         uri = configured_uri or f"sqlite:///{(run.directory / 'mlflow.db').resolve()}"
         self._client: Any = self._mlflow.MlflowClient(tracking_uri=uri)
@@ -313,11 +315,6 @@ class MLflowLogger(Logger):
         for start in range(0, len(parameters), _PARAMETERS_AT_ONCE):
             self._client.log_batch(self._id, params=parameters[start : start + _PARAMETERS_AT_ONCE])
 
-    @classmethod
-    def check(cls) -> None:
-        """Check that MLflow is installed. Raises MissingExtraError."""
-        _mlflow_package()
-
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Log the figures of a step."""
         now = int(time.time() * 1000)
@@ -333,12 +330,3 @@ class MLflowLogger(Logger):
 def _name(name: str) -> str:
     """Replace characters that MLflow does not allow (``pass@4``)."""
     return re.sub(r"[^\w\-. :/]", "_", name)
-
-
-def _mlflow_package() -> Any:
-    try:
-        import mlflow
-        import sqlalchemy  # noqa: F401 - the default store needs it, and not every mlflow brings it along
-    except ImportError as error:
-        raise MissingExtraError("mlflow", "mlflow", "the logger mlflow") from error
-    return mlflow

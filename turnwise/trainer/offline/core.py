@@ -41,13 +41,11 @@ class OfflineResult:
         model: Directory of the trained model, in Hugging Face format.
         steps: Optimizer steps.
         metrics: Of the last step.
-        cut_tokens: Trained tokens that ``max_tokens_per_row`` cut off.
     """
 
     model: Path
     steps: int
     metrics: dict[str, float]
-    cut_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from rich.console import Console
@@ -49,14 +50,10 @@ class PreferenceObjective:
         reference: float32 of shape [pairs, 2]: the reference's log-probabilities of chosen and rejected.
     """
 
+    entropy: ClassVar[bool] = False
     config: DPOConfig
     sides: Tensor
     reference: Tensor
-
-    @property
-    def entropy(self) -> bool:
-        """Always false."""
-        return False
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
         """Return the summed loss of the pairs of a micro-batch."""

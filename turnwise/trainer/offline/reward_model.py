@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -131,14 +131,10 @@ class RewardObjective:
         margins: float32 of shape [pairs].
     """
 
+    entropy: ClassVar[bool] = False
     center_coef: float
     sides: Tensor
     margins: Tensor
-
-    @property
-    def entropy(self) -> bool:
-        """Always false."""
-        return False
 
     def __call__(self, batch: MicroBatch, scores: TokenScores) -> LossSums:
         """Return the summed loss of the pairs of a micro-batch."""

@@ -64,7 +64,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
     order = shuffled(len(rows), config.conversations, config.seed)
     metrics = fit(config, learner, steps, order, make, _SHOWN, console)
     save_model(learner, renderer, target)
-    return OfflineResult(target, steps, metrics, cut)
+    return OfflineResult(target, steps, metrics)
 
 
 def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tuple[list[list[TrainRow]], int]:

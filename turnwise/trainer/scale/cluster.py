@@ -140,8 +140,3 @@ class Placement:
     def devices(self) -> set[int]:
         """Devices of trainer and servers."""
         return {*self.trainer} | self.serving
-
-    @property
-    def separate(self) -> bool:
-        """Whether trainer and servers share no device."""
-        return not set(self.trainer) & self.serving

@@ -20,7 +20,6 @@ BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHECKPOINTING: Final = (False, "matmuls", True)
 """The values of ``model.gradient_checkpointing``, from the most memory to the least."""
 
-_KEPT_LOGITS: Final = 1 << 26
 _LOGITS_TILE: Final = 1 << 28
 _TILES: Final = 3
 _KV_TOKENS: Final = 131_072

@@ -140,12 +140,6 @@ class Plan:
         """Devices in use."""
         return {device for policy in self.policies.values() for device in policy.placement.devices}
 
-    @property
-    def separate(self) -> bool:
-        """Whether trainers and servers share no device."""
-        trainers = {device for policy in self.policies.values() for device in policy.placement.trainer}
-        return not any(trainers & policy.placement.serving for policy in self.policies.values())
-
     def memory(self) -> list[tuple[str, Memory]]:
         """Return the memory by part of each group of devices with the same parts, named by their numbers.
 
