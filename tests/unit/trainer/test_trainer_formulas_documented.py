@@ -13,7 +13,8 @@ from turnwise.trainer.algorithms import advantages, correction, credit, kl
 from turnwise.trainer.algorithms.advantages import ADVANTAGES, gigpo
 from turnwise.trainer.algorithms.gae import gae, returns_to_go
 from turnwise.trainer.algorithms.kl import KL_ESTIMATORS, adapted_coef, kl_estimate
-from turnwise.trainer.algorithms.losses import LOSSES, entropy_bonus
+from turnwise.trainer.algorithms.losses import LOSSES
+from turnwise.trainer.algorithms.losses.core import entropy_bonus
 
 MOST_LINES = 60
 # Where a formula was published: an arXiv id, an address, or authors with a year.

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.trainer.algorithms.losses import cross_entropy_loss, entropy_bonus, logprob_gap, ppo_clip_loss
+from turnwise.trainer.algorithms.losses import ppo_clip_loss
+from turnwise.trainer.algorithms.losses.core import cross_entropy_loss, entropy_bonus, logprob_gap
 
 LN2 = math.log(2.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from turnwise.trainer.algorithms.losses import value_loss
+from turnwise.trainer.algorithms.losses.core import value_loss
 
 
 def f(*numbers: float) -> Tensor:

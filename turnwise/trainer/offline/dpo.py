@@ -126,7 +126,6 @@ def _pairs(config: DPOConfig, renderer: Renderer) -> tuple[list[Pair], int]:
     if config.trajectories is not None:
         recorded = make_pairs(read_recorded(config.trajectories, renderer), config.trajectories)
         return recorded_pairs(recorded[: config.limit], config.max_tokens_per_row)
-    if config.data is None:
-        raise TrainError("data: there is none")
+    assert config.data is not None, "a configuration has data or trajectories"
     preferences = load_preferences(config.data, config.limit)
     return asyncio.run(preference_pairs(preferences, renderer, config.max_tokens_per_row))

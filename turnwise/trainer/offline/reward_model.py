@@ -216,8 +216,7 @@ def scored_row(token_ids: Sequence[int], name: str) -> TrainRow:
 
 def _pairs(config: RewardModelConfig, encoder: Encoder, console: Console | None) -> list[Pair]:
     if config.trajectories is None:
-        if config.data is None:
-            raise TrainError("data: there is none")
+        assert config.data is not None, "a configuration has data or trajectories"
         return _read_pairs(load_preferences(config.data, config.limit), encoder, console)
     # What the reward's server will be asked about is messages: they are encoded as it encodes them.
     renderer = config.renderer.load(config.model.path)

@@ -69,8 +69,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
 
 def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tuple[list[list[TrainRow]], int]:
     if config.trajectories is None:
-        if config.data is None:
-            raise TrainError("data: there is none")
+        assert config.data is not None, "a configuration has data or trajectories"
         demonstrations = load_demonstrations(config.data, config.limit)
         return asyncio.run(demonstration_rows(demonstrations, renderer, config.max_tokens_per_row))
     recorded = read_recorded(config.trajectories, renderer)

@@ -13,14 +13,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 from torch import Tensor
 
 from turnwise.plugins import register_entry
-from turnwise.trainer.algorithms.losses.core import (
-    LossAggregation,
-    LossSums,
-    cross_entropy_loss,
-    entropy_bonus,
-    logprob_gap,
-    value_loss,
-)
+from turnwise.trainer.algorithms.losses.core import LossAggregation, LossSums
 from turnwise.trainer.algorithms.losses.policy import (
     cispo_loss,
     clip_cov_loss,
@@ -145,34 +138,3 @@ def find_loss(name: str) -> Loss:
     """
     loss: Any = find(name, LOSSES, "algorithm.loss")
     return loss if isinstance(loss, Loss) else Loss(loss, idle_at_zero=False)
-
-
-__all__ = [
-    "LOSSES",
-    "LOSS_ARGUMENTS",
-    "LOSS_DATA",
-    "SELECT_ARGUMENTS",
-    "SELECT_DATA",
-    "Loss",
-    "LossFn",
-    "LossSums",
-    "cispo_loss",
-    "clip_cov_loss",
-    "cross_entropy_loss",
-    "dppo_kl_loss",
-    "dppo_tv_loss",
-    "dro_loss",
-    "entropy_bonus",
-    "find_loss",
-    "gmpo_loss",
-    "gpg_loss",
-    "gspo_loss",
-    "kl_cov_loss",
-    "logprob_gap",
-    "ppo_clip_loss",
-    "register_loss",
-    "sapo_loss",
-    "select_clip_cov",
-    "select_kl_cov",
-    "value_loss",
-]  # fmt: skip
