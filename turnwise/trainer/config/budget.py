@@ -70,7 +70,12 @@ class BudgetConfig(BaseModel):
     @property
     def limits(self) -> dict[str, float]:
         """The limits that are set, by name."""
-        return {name: float(limit) for name, limit in self if limit is not None}
+        limits = {
+            "trained_tokens": self.trained_tokens,
+            "sampled_tokens": self.sampled_tokens,
+            "wall_time": self.wall_time,
+        }
+        return {name: float(limit) for name, limit in limits.items() if limit is not None}
 
 
 def check_limits(steps: int | None, config: BudgetConfig) -> None:
