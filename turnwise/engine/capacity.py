@@ -120,14 +120,15 @@ def check_memory(
     if total <= memory:
         return
     remedy = ", ".join(("choose a smaller model", *remedies))
-    parts = ", ".join(f"{need.part} {_gigabytes(need.amount)}" for need in needs)
+    parts = ", ".join(f"{need.part} {gigabytes(need.amount)}" for need in needs)
     raise ConfigError(
         f"{key} is {path}, a model of {size.parameters / 1e9:,.3g} billion parameters: it needs at least "
-        f"{_gigabytes(total)} of memory ({parts}), and {owner} has {_gigabytes(memory)}: {remedy}"
+        f"{gigabytes(total)} of memory ({parts}), and {owner} has {gigabytes(memory)}: {remedy}"
     )
 
 
-def _gigabytes(amount: int) -> str:
+def gigabytes(amount: float) -> str:
+    """Return bytes as text."""
     return f"{amount / 1e9:,.1f} GB"
 
 

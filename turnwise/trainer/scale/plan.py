@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from turnwise.engine.capacity import gigabytes
 from turnwise.engine.lora import model_under
 from turnwise.errors import ConfigError
 from turnwise.inference.engines import served_dtype
@@ -267,8 +268,3 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _table_row(name: str, cells: Sequence[str], width: int) -> str:
     return f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in cells)
-
-
-def gigabytes(size: float) -> str:
-    """Return bytes as text."""
-    return f"{size / 1e9:,.1f} GB"
