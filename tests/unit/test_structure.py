@@ -43,11 +43,9 @@ NOT_YET: dict[str, set[str]] = {}
 
 # How many there still are of what is above its limit: these figures only go down, and their rows go with the excess.
 FIGURES_NOT_YET: dict[str, int] = {
-    "lines of the core": 97_000,
-    "lines of ext": 26_200,
-    "vague names in the package": 580,
-    "vague names in tests": 1_400,
-    "vague names in ext/environments": 500,
+    "lines of the core": 96_720,
+    "lines of ext": 25_420,
+    "vague names in tests": 670,
 }
 
 
