@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "turnwise"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from turnwise.errors import TurnwiseError  # noqa: E402
+
 # Registries, each by names that it must hold: a registry is found whatever it is called and wherever it stands.
 REGISTRIES = {
     "advantages": ("grpo", "rloo"),
@@ -65,7 +67,7 @@ TASKS = "turnwise.envs.basic.lookup:tasks?n=3&split=test"
 METHODS = {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"}
 FILE_NAME = re.compile(r"[\w.{}*-]*\.(jsonl|json|safetensors|ya?ml|pt|html|jinja|lock|toml|log|txt|sock)")
 ROUTE = re.compile(r"/?(v1|s|inference|sessions|runners|chat|responses|messages|models|classify|health)(/[\w{}]+)*")
-NOT_IMPORTED = re.compile(r"\.(inside|boot|programs|guard|vllm_side|shipped|__main__)(\.|$)")
+NOT_IMPORTED = re.compile(r"\.(inside|boot|guard|vllm_side|shipped|__main__)(\.|$)")
 
 Places = dict[str, list[str]]
 
@@ -90,7 +92,7 @@ def imported(trees: Mapping[str, ast.Module], locations: Places) -> dict[str, An
             continue
         try:
             modules_by_name[name] = importlib.import_module(name)
-        except (ImportError, SystemExit) as error:
+        except (ImportError, SystemExit, TurnwiseError) as error:
             locations.setdefault("not imported", []).append(f"{name}: {error}")
     return modules_by_name
 
