@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from support.chat.toy_renderer import ToyRenderer
 from support.envs import foreign_plays
 from support.trainer.lookup_run import MODEL, build_model, environment, lines, shared, silent, train_config
-from turnwise.envs import foreign
 from turnwise.envs.core import close_env, fork_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.registration import make
 from turnwise.errors import ConfigError, EnvError
+from turnwise.ext.frameworks import foreign
 from turnwise.ext.frameworks.foreign import tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import NamedConfig, RolloutConfig, SpecConfig

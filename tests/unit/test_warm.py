@@ -76,7 +76,7 @@ def test_warm_process_ends_with_its_parent() -> None:
         wait_until(lambda: len(host.children()) == 1, "its warm process")
         below = host.children()
         assert started_by(psutil.Process(process.pid)) == []
-        assert "turnwise" in psutil.Process(process.pid).cmdline()
+        wait_until(lambda: "turnwise" in psutil.Process(process.pid).cmdline(), "its command line")
         process.kill()
     wait_until(lambda: gone(below), "the end of its warm process")
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.envs.shipped import SHIPPED
+from support.envs.tau_shop import write_tau_shop
 from turnwise.envs import Env, StepResult, ToolEnv, wrap
 from turnwise.envs.core import call_env, close_env, fork_env, reset_env, step_env
 from turnwise.envs.registration import make, register
@@ -40,6 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 SANDBOXED = ("code", "swe", "terminal")
 TASK = Task(id="t", prompt="Say something.", data={})
+TASKS: dict[str, Task] = {}
 LAST: Message = {"role": "assistant", "content": "1"}
 
 
@@ -65,8 +67,15 @@ async def play(env: Env, moves: Sequence[Message]) -> list[Any]:
     return answers
 
 
-def first_task(env: Env) -> Task | None:
-    return TASK if env.default_tasks is None else load_tasks(env.default_tasks, limit=1)[0]
+@pytest.fixture(scope="module", autouse=True)
+def _retail_task(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Retail plays rows of tau-bench only."""
+    world = str(write_tau_shop(tmp_path_factory.mktemp("shop")))
+    TASKS["retail"] = Task("t", "What did I pay?", {"world": world, "customer": "customer_0", "facts": ["$79.00"]})
+
+
+def first_task(name: str, env: Env) -> Task | None:
+    return TASKS.get(name, TASK) if env.default_tasks is None else load_tasks(env.default_tasks, limit=1)[0]
 
 
 async def fork_at_random(name: str, seed: int) -> None:
@@ -74,7 +83,7 @@ async def fork_at_random(name: str, seed: int) -> None:
     draw = random.Random(seed)
     envs = [make(name, **CONFIGS.get(name, {})) for _ in range(2)]
     try:
-        task = first_task(envs[0])
+        task = first_task(name, envs[0])
         for env in envs:
             env.max_invalid_calls = 0  # type: ignore[attr-defined]
             await reset_env(env, task, seed=seed)

