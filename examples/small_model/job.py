@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from turnwise.config import load_config
+from turnwise.envs.registration import env_class
 from turnwise.errors import TurnwiseError
 from turnwise.trainer.config.offline import SFTConfig
 from turnwise.trainer.config.train import TrainConfig
@@ -238,7 +239,8 @@ def report_success(job: Job, summary: TrainSummary) -> None:
     run_directory = summary.directory
     last = max(path.name for path in (run_directory / "checkpoints").iterdir())
     env = job.env or job.name
-    tasks = job.tasks or f"{env.rpartition(':')[0] or f'turnwise.ext.environments.{job.name}'}:tasks?split=test"
+    home = env.rpartition(":")[0] or env_class(env).__module__
+    tasks = job.tasks or f"{home}:tasks?split=test"
     print(f"\neverything is in {run_directory}. Next steps:")
     print(f"  turnwise view {run_directory} -n 2              read what the model did, turn by turn")
     print(f"  turnwise report {run_directory} --open          curves, tasks, trajectories and tokens on one HTML page")
