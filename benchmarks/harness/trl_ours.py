@@ -55,8 +55,7 @@ def _configuration(
         "inference": {"device": "cpu", "threads": 1},
         "algorithm": {
             "drop_zero_variance": False,
-            "clip_low": settings["clip_low"],
-            "clip_high": settings["clip_high"],
+            "loss_options": {"clip_low": settings["clip_low"], "clip_high": settings["clip_high"]},
             "loss_aggregation": "token_mean",
         },
         "batch": {"groups": settings["groups"], "max_tokens_per_micro_batch": settings["our_micro_batch_tokens"]},
