@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("agents", "cli", "envs", "model", "recorder", "rollout", "tasks", "tools")
+ROOMS = ("agents", "model", "recorder", "tasks", "tools")
 """Rooms below ``tests/unit`` whose tests are run; those of all others are collected."""
 # An installation for development finds modules in the checkout whatever PYTHONPATH says.
 SITE = """
@@ -58,4 +58,4 @@ def test_tests_of_the_core_import_nothing_of_ext(tree: Path) -> None:
 @pytest.mark.long
 def test_tests_of_the_core_pass_without_ext(tree: Path) -> None:
     output = run_tests(tree, "-x", "tests/contracts", *(f"tests/unit/{room}" for room in ROOMS))
-    assert int(output.rpartition(" passed")[0].split()[-1]) > 1500
+    assert int(output.rpartition(" passed")[0].split()[-1]) > 1000
