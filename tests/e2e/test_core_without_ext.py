@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("agents", "model", "recorder", "tasks", "tools")
+ROOMS = ("agents", "model", "recorder", "tasks")
 """Rooms below ``tests/unit`` whose tests are run; those of all others are collected."""
 # An installation for development finds modules in the checkout whatever PYTHONPATH says.
 SITE = """
@@ -24,7 +24,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "_EditableFinder" not 
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of the project in a folder without ``ext``."""
     folder = tmp_path_factory.mktemp("core")
-    for name in ("turnwise", "tests", "examples", "benchmarks"):
+    for name in ("turnwise", "tests", "examples", "benchmarks", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".cache"))
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, folder)
@@ -58,4 +58,4 @@ def test_tests_of_the_core_import_nothing_of_ext(tree: Path) -> None:
 @pytest.mark.long
 def test_tests_of_the_core_pass_without_ext(tree: Path) -> None:
     output = run_tests(tree, "-x", "tests/contracts", *(f"tests/unit/{room}" for room in ROOMS))
-    assert int(output.rpartition(" passed")[0].split()[-1]) > 1000
+    assert int(output.rpartition(" passed")[0].split()[-1]) > 500
