@@ -29,8 +29,13 @@ class Graded(LookupEnv):
         self.answered = 0
         return super().reset(task, seed=seed)
 
+    async def step(self, action):
+        result = await super().step(action)
+        self.answered += sum('"error"' not in message["content"] for message in result.observation)
+        return result
+
     async def call(self, call):
-        # A program's calls come one by one, those of a message by step: all pass here.
+        # The calls of a program come one by one and never pass through step.
         response = await super().call(call)
         self.answered += response.error is None
         return response
