@@ -69,6 +69,26 @@ def test_muon_gets_matrices_and_adamw_the_rest(model_dir: Callable[..., Path], f
     }
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("shape", [(), (5,), (1, 5), (5, 1), (1, 1), (4, 5), (2, 3, 4)])
+def test_every_trainable_tensor_is_in_an_optimizer(name: str, shape: tuple[int, ...]) -> None:
+    """A matrix with a side of 1 is what a LoRA of rank 1, a reward model's head and the gate of an expert have."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(shape))
+            self.matrix = torch.nn.Parameter(torch.ones(4, 4))
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    model = Model()
+    optimizer = OptimizerSet(model, OptimConfig.model_validate({"name": name}))
+    parameters = [parameter for _, parameter, _ in optimizer.states()]
+    assert sorted(map(id, parameters)) == sorted(map(id, model.parameters()))
+
+
 def test_first_adamw_step_by_hand(model_dir: Callable[..., Path]) -> None:
     model = load_model(model_dir("qwen3")).model
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

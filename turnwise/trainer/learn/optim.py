@@ -88,7 +88,7 @@ class OptimizerSet:
             self.names.append(list(matrices))
         else:
             decayed = {**matrices, **decayed}
-        decayed |= {name: p for name, p in rest.items() if p.ndim > 2}
+        decayed |= {name: p for name, p in rest.items() if p.ndim >= 2}
         plain = {name: p for name, p in rest.items() if p.ndim < 2}
         groups: list[dict[str, Any]] = []
         if decayed:
