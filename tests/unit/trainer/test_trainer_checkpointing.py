@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from turnwise.trainer.batch.packing import pack
@@ -76,3 +77,24 @@ def test_checkpointing_gives_the_same_gradients_and_holds_less(
         # Recomputed, not approximated.
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
     assert checkpointed < share * plain
+
+
+@pytest.mark.parametrize("family", ["OPT", "SeedOss"])
+def test_checkpointed_scores_are_those_of_evaluation_mode(row: Row, tmp_path: Path, family: str) -> None:
+    """Both families drop values by functions in their layers, and by default."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
+    if family == "SeedOss":
+        sizes |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64, "residual_dropout": 0.1}
+        sizes["attention_dropout"] = 0.1
+    else:
+        sizes |= {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "dropout": 0.1}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    (batch,) = pack(branching(row), 1000, share_prefixes=False)
+    plain = load_model(tmp_path).forward(batch).logprobs
+    policy = load_model(tmp_path, gradient_checkpointing=True)
+    scores = policy.forward(batch).logprobs
+    torch.testing.assert_close(scores, plain, atol=1e-6, rtol=1e-6)
+    scores.sum().backward()
+    torch.testing.assert_close(policy.forward(batch).logprobs, plain, atol=1e-6, rtol=1e-6)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from turnwise.chat.model_dir import TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
@@ -35,6 +35,7 @@ from turnwise.trainer.model.sequence_parallel import SequenceGroup, split_heads
 try:
     from safetensors import SafetensorError
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 except ImportError as error:
     raise MissingExtraError("transformers", "train", "training a model") from error
@@ -376,17 +377,28 @@ def _make_savable(generation: Any) -> None:
 
 def _checkpoint_layers(model: Any, *, keep_matmuls: bool) -> None:
     """Recompute activations of each layer in the backward pass. Raises TrainError where the model cannot."""
-    if not model.supports_gradient_checkpointing:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not (layers and model.supports_gradient_checkpointing):
         raise TrainError(f"model.gradient_checkpointing is set, but {type(model).__name__} does not support it")
-    arguments: dict[str, Any] = {"use_reentrant": False}
-    if keep_matmuls:
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _MATMULS)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-    # Transformers checkpoints in training mode only; dropout has to stay off.
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.eval()
+    context = partial(create_selective_checkpoint_contexts, _MATMULS) if keep_matmuls else noop_context_fn
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(_run_checkpointed, layer, context)
+        # Transformers checkpoints in training mode only: the layer's flag is set, and reset while it computes.
+        layer.training = True
+
+
+def _run_checkpointed(layer: nn.Module, context: Callable[[], Any], forward: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a layer under activation checkpointing in evaluation mode: dropout and router noise stay off."""
+
+    def evaluate(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluate, *inputs, use_reentrant=False, context_fn=context)
 
 
 def sequence_obstacle(path: Path, ranks: int) -> str | None:

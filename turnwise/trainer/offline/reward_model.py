@@ -112,12 +112,9 @@ def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
     prefix = model.base_model_prefix
     if not isinstance(model.score, nn.Linear) or causal.model.base_model_prefix != prefix:
         raise TrainError(f"{type(model).__name__} has no linear head on the trunk of {type(causal.model).__name__}")
+    # Before the trunk is set: activation checkpointing keeps a flag of its layers in training mode.
+    model.eval()
     setattr(model, prefix, causal.model.base_model)
-    if causal.model.training:
-        model.train()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.eval()
     return ScoringPolicy(model.to(causal.device), source=causal.source, config=config)
 
 
