@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar
+
+INTERRUPTS = (CancelledError, KeyboardInterrupt, GeneratorExit)
+"""What ends a user's code from outside. It is raised on, where whatever else that code raises becomes data."""
 
 
 class TurnwiseError(Exception):
@@ -199,11 +203,15 @@ def shown(value: object, limit: int = 80) -> str:
     return f"{text[: limit - tail - 3]}...{text[-tail:]}"
 
 
-def first_of(error: Exception) -> Exception:
-    """Return the first error of a group, of groups of groups too; any other error itself."""
-    while isinstance(error, ExceptionGroup):
+def first_of(error: BaseException) -> Exception:
+    """Return the first error of a group, of nested groups too, or the error itself; no Exception: as an AgentError."""
+    while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return error
+    if isinstance(error, Exception):
+        return error
+    named = AgentError(f"{type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
 
 
 @contextmanager
@@ -231,7 +239,7 @@ def user_code(kind: type[TurnwiseError], what: str) -> Iterator[None]:
     """Name what a user's code raises in the block: as ``kind``, ``what`` and the error. A TurnwiseError passes."""
     try:
         yield
-    except TurnwiseError:
+    except (TurnwiseError, *INTERRUPTS):
         raise
-    except Exception as error:  # a user's code may raise anything
+    except BaseException as error:  # a user's code may raise anything, such as SystemExit or the panic of an extension
         raise kind(f"{what} {type(error).__name__}: {error}") from error

@@ -27,7 +27,7 @@ from turnwise.envs.results import StepResult as StepResult
 from turnwise.envs.results import as_messages as as_messages
 from turnwise.envs.results import check_reset, check_score, check_step
 from turnwise.envs.sandbox_owner import SandboxOwner
-from turnwise.errors import ConfigError, EnvError, ToolSchemaError, TurnwiseError
+from turnwise.errors import INTERRUPTS, ConfigError, EnvError, ToolSchemaError, TurnwiseError
 from turnwise.tasks.core import Task
 from turnwise.tools.core import BaseTool, FunctionTool, Tool, as_tool
 from turnwise.tools.execute import ToolThreads, default_threads, guarded
@@ -429,7 +429,9 @@ async def run_method(env: Env, method: Callable[P, MaybeAwaitable[T]], *args: P.
         raise
     except NotImplementedError as error:
         raise EnvError(f"{type(env).__qualname__} defines no {method.__name__}(): {error}") from error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment's code: what it raises is named as its own
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # noqa: BLE001 - an environment's code: what it raises is named as its own
         secrets = _secrets(env)
         text = f"{type(env).__qualname__}.{method.__name__} raised {type(error).__name__}: {error}"
         raise EnvError(secrets.redact(text)) from secrets.cause(error)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from turnwise.envs.core import AsyncSolution, Env, Solution, StepResult, as_messages, step_env
-from turnwise.errors import EnvError, TurnwiseError, shown
+from turnwise.errors import EnvError, shown, user_code
 from turnwise.types import Message, ToolCall
 
 
@@ -32,17 +32,14 @@ class Solver:
             observation: Answer to the message before; None at first.
         """
         answered = cast("list[Message]", None if observation is None else list(observation))
-        try:
-            if isinstance(self._solution, AsyncGenerator):
-                move = await self._solution.asend(answered)
-            else:
-                move = self._solution.send(answered)
-        except (StopIteration, StopAsyncIteration):
-            return None
-        except TurnwiseError:
-            raise
-        except (Exception, SystemExit) as error:  # an environment's code: what it raises is named as its own
-            raise EnvError(f"{self._name}.solve raised {type(error).__name__}: {error}") from error
+        with user_code(EnvError, f"{self._name}.solve raised"):
+            try:
+                if isinstance(self._solution, AsyncGenerator):
+                    move = await self._solution.asend(answered)
+                else:
+                    move = self._solution.send(answered)
+            except (StopIteration, StopAsyncIteration):
+                return None
         self.moves += 1
         return self._message(move)
 
@@ -85,12 +82,8 @@ class Solver:
 def solver_of(env: Env) -> Solver | None:
     """Return the driver of an environment's reference solution, or None."""
     name = type(env).__qualname__
-    try:
+    with user_code(EnvError, f"{name}.solve raised"):
         solution: Any = env.solve()
-    except TurnwiseError:
-        raise
-    except (Exception, SystemExit) as error:  # an environment's code: what it raises is named as its own
-        raise EnvError(f"{name}.solve raised {type(error).__name__}: {error}") from error
     if solution is None:
         return None
     if not isinstance(solution, (Generator, AsyncGenerator)):

@@ -25,6 +25,7 @@ from turnwise.envs.results import finite, named_numbers
 from turnwise.envs.rewards.core import call_function, is_async
 from turnwise.envs.rewards.registry import describe, load_function
 from turnwise.errors import (
+    INTERRUPTS,
     ConfigError,
     DiskError,
     EnvError,
@@ -432,7 +433,9 @@ class RolloutProducer(RolloutManager):
             await buffer.put(group)
             if (error := self._failures.arrived(group)) is not None:
                 raise error
-        except Exception as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a task's outermost boundary: who waits for groups must hear of it
             buffer.fail(first_of(error))
 
     async def _group(self, request: RolloutRequest, name: str) -> TrajectoryGroup:

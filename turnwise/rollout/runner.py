@@ -22,6 +22,7 @@ from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import make
 from turnwise.envs.wrappers import wrap
 from turnwise.errors import (
+    INTERRUPTS,
     AgentError,
     ConfigError,
     EnvError,
@@ -246,7 +247,9 @@ class EpisodeRunner:
             run.stop_reason, run.error = StopReason.TIMEOUT, error
         except TurnwiseError as error:
             run.stop_reason, run.error = StopReason.ERROR, error
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent's own code: what it raises becomes data
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - an agent's own code: what it raises becomes data
             run.stop_reason = StopReason.ERROR
             run.error = AgentError(f"the agent raised {type(error).__name__}: {error}")
             run.error.__cause__ = error

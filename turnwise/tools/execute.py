@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
-from turnwise.errors import EnvError, ToolError, TurnwiseError, shown
+from turnwise.errors import INTERRUPTS, EnvError, ToolError, TurnwiseError, shown
 from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest, undeclared_media
 from turnwise.tools.response import (
     INVALID_CALLS,
@@ -359,7 +359,9 @@ class ToolRunner:
             if task is None or task.cancelling():
                 raise
             response = crash(call, "CancelledError: the tool cancelled itself")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: the model reads the error and may continue
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a tool's code: the model reads the error and may continue
             message = f"{type(error).__name__}: {error}".removesuffix(": ")
             response = crash(call, self._told(tool, message))
         else:

@@ -16,6 +16,7 @@ import yaml
 
 from turnwise.config import load_config
 from turnwise.errors import (
+    INTERRUPTS,
     ConfigError,
     EnvError,
     RegistryError,
@@ -139,7 +140,9 @@ class Instances:
         except TurnwiseError as error:
             self._secrets().scrub(error)
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool's code: what it raises is named as its own
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a tool's code: what it raises is named as its own
             secrets = self._secrets()
             text = f"{type(tool).__qualname__}.{method} of tool {name!r} raised {type(error).__name__}: {error}"
             raise EnvError(secrets.redact(text)) from secrets.cause(error)

@@ -84,7 +84,10 @@ class TestInvoke:
         executor.shutdown()
 
     @KINDS
-    @pytest.mark.parametrize("raised", [ValueError("why"), StopIteration("why"), SystemExit("why"), KeyError("why")])
+    @pytest.mark.parametrize(
+        "raised",
+        [ValueError("why"), StopIteration("why"), SystemExit("why"), KeyError("why"), pytest.fail.Exception("why")],
+    )
     async def test_exceptions_of_methods_become_env_errors_with_their_name(self, kind, raised):
         with pytest.raises(EnvError, match=rf"{kind.__name__}\.step raised \w+: .*(why|StopIteration)") as error:
             await step_env(kind(step=raised), ACTION)

@@ -197,6 +197,10 @@ def exits(text):
     raise SystemExit(3)
 
 
+def fails_as_a_test(text):
+    pytest.fail("broken")
+
+
 async def hangs(text):
     await asyncio.Event().wait()
 
@@ -214,6 +218,7 @@ async def cancels_itself(text):
     [
         (raises, "raised ValueError: broken inside"),
         (exits, "raised SystemExit: 3"),
+        (fails_as_a_test, "raised Failed: broken"),
         (hangs, r"took longer than 0.05 s \(timeout\)"),
         (times_out_itself, "raised TimeoutError: their own"),
         (cancels_itself, "raised CancelledError without having been cancelled"),

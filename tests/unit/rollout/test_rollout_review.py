@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 
 import pytest
 
@@ -125,13 +124,32 @@ async def test_numbers_that_are_not_finite_are_the_agents_error_and_are_written(
     assert len(read.segments) == 2
 
 
-async def test_an_agent_that_exits_ends_its_episode_only() -> None:
+class Panic(BaseException):
+    """What extensions in Rust raise; like the outcomes of pytest it is no Exception."""
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), Panic(3), pytest.fail.Exception("3")])
+async def test_an_agent_that_raises_no_exception_ends_its_episode_only(raised: BaseException) -> None:
     async def act(episode):
-        sys.exit(3)
+        raise raised
 
     outcome = await run(["42"], act=act)
-    assert str(outcome.error) == "the agent raised SystemExit: 3"
+    assert str(outcome.error) == f"the agent raised {type(raised).__name__}: 3"
     assert LOG == ["close"]
+
+
+async def test_groups_whose_members_raise_no_exception_arrive() -> None:
+    async def act(episode):
+        raise Panic(3)
+
+    Acting.act = staticmethod(act)
+    renderer = ToyRenderer()
+    config = RolloutConfig(env=SpecConfig(name=HERE + "World"), agent=SpecConfig(name=HERE + "Acting"))
+    producer = await RolloutProducer.create(config, ScriptedClient(renderer, []), None, RolloutParts(renderer))
+    async with asyncio.timeout(10):
+        [group] = await producer.gather([RolloutRequest(Task("t", "go"), group_size=2)])
+    assert (group.failed, group.trajectories) == (2, [])
+    await producer.close()
 
 
 async def test_a_cancellation_that_nobody_asked_for_is_an_error_and_the_group_arrives() -> None:

@@ -140,7 +140,16 @@ class TestAnswers:
         assert response.metrics == {}
 
     @pytest.mark.parametrize(
-        "kind", [KeyError, StopIteration, SystemExit, TimeoutError, RecursionError, asyncio.CancelledError]
+        "kind",
+        [
+            KeyError,
+            StopIteration,
+            SystemExit,
+            pytest.fail.Exception,
+            TimeoutError,
+            RecursionError,
+            asyncio.CancelledError,
+        ],
     )
     @pytest.mark.parametrize("form", ["thread", "inline", "async"])
     async def test_any_other_exception_is_answered_and_counted(self, kind, form):

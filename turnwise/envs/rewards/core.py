@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, finite, named_numbers
 from turnwise.envs.rewards.registry import describe, load_function
-from turnwise.errors import ConfigError, EnvError, shown
+from turnwise.errors import INTERRUPTS, ConfigError, EnvError, shown
 from turnwise.tasks.core import Task
 from turnwise.tools.core import nearest
 from turnwise.tools.execute import CANCEL_GRACE_S
@@ -452,7 +452,9 @@ async def _settled(
     try:
         result = function(*args, **kwargs) if inline else await in_thread(env, function, args, kwargs)
         return (await result if inspect.isawaitable(result) else result), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a reward function's code: it is named as its own
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a reward function's code: it is named as its own
         return None, error
 
 

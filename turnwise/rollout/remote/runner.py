@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from turnwise.agents.core import Agent
-from turnwise.errors import AgentError, ConfigError, FormatError, InferenceError, RunnerDisconnected
+from turnwise.errors import INTERRUPTS, AgentError, ConfigError, FormatError, InferenceError, RunnerDisconnected
 from turnwise.rollout.remote.episode import LeaseClient, RemoteEpisode
 from turnwise.rollout.remote.protocol import PREFIX, VERSION, dump, load
 
@@ -170,7 +170,9 @@ class _RunConnection:
                 raise
             # The episode was not cancelled: if this were re-raised, the run would wait for a result that never comes.
             error = AgentError("the agent raised CancelledError without being cancelled")
-        except (Exception, SystemExit) as raised:  # noqa: BLE001 - an agent's own code: reported to the run
+        except INTERRUPTS:
+            raise
+        except BaseException as raised:  # noqa: BLE001 - an agent's own code: reported to the run
             error = raised
         try:
             await lease.ask("result", episode.result(error))

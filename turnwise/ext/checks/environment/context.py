@@ -15,7 +15,7 @@ import orjson
 
 from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.registration import EnvSpec, make
-from turnwise.errors import EnvError, TurnwiseError
+from turnwise.errors import EnvError, TurnwiseError, user_code
 from turnwise.tasks.core import Task
 from turnwise.tools.sample_arguments import example_arguments
 from turnwise.tools.selection import Toolbox
@@ -339,16 +339,12 @@ async def make_env(source: EnvSource, toolbox: Toolbox | None = None) -> Env:
     """Make an environment from its source."""
     if isinstance(source, Env):
         return source
-    try:
+    with user_code(EnvError, "the constructor raised"):
         if isinstance(source, str):
             return make(source)
         if isinstance(source, EnvSpec):
             return source.make(() if toolbox is None else await toolbox.tools())
         env: Any = source()
-    except TurnwiseError:
-        raise
-    except (Exception, SystemExit) as error:  # the environment's code may raise anything
-        raise EnvError(f"the constructor raised {type(error).__name__}: {error}") from error
     if not isinstance(env, Env):
         raise EnvError(f"{brief(source)} made {brief(env)}: it must make an environment (a turnwise.Env)")
     return env
