@@ -6,16 +6,52 @@ An append is whole or absent, also across kills and full disks.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from turnwise.errors import DiskError
+from turnwise.errors import DiskError, TurnwiseError
 
 
 def private_directory(path: Path) -> None:
     """Create a directory for its owner only, if missing; missing parents get the usual mode."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def lock_directory(path: Path, kind: type[TurnwiseError], use: str) -> Iterator[None]:
+    """Create a directory for its owner only, and lock it for the block; the lock ends with the process.
+
+    It is removed again if nothing was written to it.
+
+    Args:
+        path: The directory.
+        kind: The class of the error.
+        use: What is in the directory, such as ``the run``, for the error.
+
+    Raises:
+        TurnwiseError: Another process has it, of class ``kind``.
+        DiskError: It cannot be created.
+    """
+    with writing(path):
+        private_directory(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise kind(
+                f"another process is using {use} {path}: wait for it, stop it, or choose another directory"
+            ) from None
+        except OSError:
+            # A file system without locks: used without one.
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def private_opener(path: str, flags: int) -> int:

@@ -104,6 +104,10 @@ class RenderError(TurnwiseError):
     """A chat template cannot render these messages, or no chat format was detected."""
 
 
+class GatewayError(TurnwiseError):
+    """A request failed in the gateway's own code. The message names what was raised there."""
+
+
 class PromptTooLong(TurnwiseError):
     """A text has at least ``tokens`` ids, more than the caller has room for; it was not tokenized."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import orjson
 import yaml
 
+from turnwise.append_file import lock_directory
 from turnwise.config import dump_config, read_yaml
 from turnwise.envs.registration import run_name
 from turnwise.errors import ConfigError
@@ -18,22 +20,38 @@ from turnwise.rollout.journal.finished import FINISHED
 from turnwise.trajectory_file import TRAJECTORIES
 
 
-def output_directory(config: EvalConfig) -> Path:
-    """Return the directory to write to: a new one, or that of an unfinished evaluation with the same configuration.
+@contextmanager
+def output_directory(config: EvalConfig) -> Iterator[Path]:
+    """Lock the directory to write to: a new one, or that of an unfinished evaluation with the same configuration.
 
     Raises:
-        ConfigError: ``out`` holds a complete evaluation, or one that this configuration cannot continue.
+        ConfigError: ``out`` holds a complete evaluation, or one that this configuration cannot continue, or that
+            another process writes.
     """
-    folder = config.out
-    if folder is None:
-        folder = Path.cwd() / "runs" / f"eval-{run_name(config.rollout.env.name)}-{datetime.now():%Y%m%d-%H%M%S}"
-        number = 2
-        while folder.exists():
-            folder, number = folder.with_name(f"{folder.name.partition('.')[0]}.{number}"), number + 1
-        return folder
+    folder = config.out or new_directory(f"eval-{run_name(config.rollout.env.name)}")
+    with lock_directory(folder, ConfigError, "the evaluation in"):
+        _check_unfinished(folder, config)
+        yield folder
+
+
+def new_directory(name: str) -> Path:
+    """Create a directory in ``runs``, named by the time; with a number where another process was faster."""
+    folder = Path.cwd() / "runs" / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 1
+    while True:
+        try:
+            folder.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            number += 1
+            folder = folder.with_name(f"{folder.name.partition('.')[0]}.{number}")
+        else:
+            return folder
+
+
+def _check_unfinished(folder: Path, config: EvalConfig) -> None:
     existing = [name for name in (TRAJECTORIES, "ledger.jsonl", "summary.json") if (folder / name).exists()]
     if not existing:
-        return folder
+        return
     if not (folder / FINISHED).exists() or is_complete(folder / "summary.json"):
         raise ConfigError(f"out is {folder}, which holds {', '.join(existing)} already: choose another directory")
     if config.rollout.agent_loop_manager_class is not None:
@@ -42,7 +60,6 @@ def output_directory(config: EvalConfig) -> Path:
             f"{config.rollout.agent_loop_manager_class!r}, which cannot be continued: choose another directory"
         )
     check_continues(folder, config)
-    return folder
 
 
 def check_continues(folder: Path, config: EvalConfig) -> None:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from turnwise.append_file import private_directory, write_private
+from turnwise.append_file import lock_directory, write_private
 from turnwise.config import read_yaml
 from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import Rubric, as_rubric
@@ -120,23 +120,24 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
     trajectories = _selected_trajectories(settings)
     config = _run_config(settings.source)
     tasks = _tasks(settings, config, {trajectory.task_id for trajectory in trajectories})
-    private_directory(settings.out)
-    _claim_directory(settings)
-    file = settings.out / TRAJECTORIES
-    done = {(trajectory.id, trajectory.attempt) for trajectory in read_trajectories(file)} if file.exists() else set()
-    started = time.monotonic()
-    writer = TrajectoryWriter(file)
-    try:
-        with _progress(console, len(trajectories), len(done)) as advance:
-            waiting = [trajectory for trajectory in trajectories if (trajectory.id, trajectory.attempt) not in done]
-            errors = asyncio.run(_score_all(waiting, rubric, tasks, writer, advance))
-    finally:
-        writer.close()
-    reported = _Breakdown.of(config, tasks)
-    result = _result(settings, reported, list(read_trajectories(file)), errors, time.monotonic() - started)
-    if errors and not any(summary.success.episodes for summary in result.parts.values()):
-        raise EnvError(f"no episode could be scored; the last error: {errors[-1][1]}")
-    result.write(settings.out)
+    with lock_directory(settings.out, ConfigError, "the rescoring in"):
+        _claim_directory(settings)
+        file = settings.out / TRAJECTORIES
+        scored = read_trajectories(file) if file.exists() else ()
+        done = {(trajectory.id, trajectory.attempt) for trajectory in scored}
+        started = time.monotonic()
+        writer = TrajectoryWriter(file)
+        try:
+            with _progress(console, len(trajectories), len(done)) as advance:
+                waiting = [trajectory for trajectory in trajectories if (trajectory.id, trajectory.attempt) not in done]
+                errors = asyncio.run(_score_all(waiting, rubric, tasks, writer, advance))
+        finally:
+            writer.close()
+        reported = _Breakdown.of(config, tasks)
+        result = _result(settings, reported, list(read_trajectories(file)), errors, time.monotonic() - started)
+        if errors and not any(summary.success.episodes for summary in result.parts.values()):
+            raise EnvError(f"no episode could be scored; the last error: {errors[-1][1]}")
+        result.write(settings.out)
     if errors:
         console.print(
             f"{len(errors)} episodes could not be scored and are not counted, the last one: {errors[-1][1]}. The same "

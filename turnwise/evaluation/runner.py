@@ -17,7 +17,7 @@ from rich.progress import Task as ProgressTask
 from rich.text import Text
 
 from turnwise.agents.roles import role_of
-from turnwise.append_file import private_directory, write_private
+from turnwise.append_file import write_private
 from turnwise.config import dump_config
 from turnwise.envs.core import Env
 from turnwise.envs.registration import env_class
@@ -326,9 +326,9 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     if config.search is not None:
         # A scorer that cannot be loaded is an error before a model is served.
         SearchStrategy(config.search)
-    folder = output_directory(config)
     errors: list[str] = []
-    result = asyncio.run(_evaluate(config, folder, console, errors))
+    with output_directory(config) as folder:
+        result = asyncio.run(_evaluate(config, folder, console, errors))
     has_episodes = any(summary.success.episodes for summary in result.parts.values())
     if result.ended_by is not None and not has_episodes:
         raise ConfigError(
@@ -401,7 +401,6 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
     for report in loaded.reports:
         console.print(Text(report.line, style="dim"), soft_wrap=True)
     task_tags(loaded.tasks, config.by)
-    private_directory(folder)
     write_private(folder / "config.yaml", dump_config(config))
     finished = FinishedMembers(folder)
     if finished.restored:

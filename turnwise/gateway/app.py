@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from turnwise.errors import StructuredOutputError, TurnwiseError, shown
+from turnwise.errors import GatewayError, StructuredOutputError, TurnwiseError, shown
 from turnwise.gateway.config import SETTINGS
 from turnwise.gateway.dialects.anthropic import Anthropic
 from turnwise.gateway.dialects.core import Abilities, ChatRequest, Dialect, Reader
@@ -125,6 +125,11 @@ class SessionApp(ABC):
             await exchange.refuse(dialect, api_error(error))
         except RecursionError:
             await exchange.refuse(dialect, too_deep())
+        except Exception as error:  # noqa: BLE001 - the boundary of a request: what fails here is no answer of the model
+            _log.exception("a request of session %s failed", entry.id)
+            failure = GatewayError(f"{type(error).__name__}: {error}")
+            entry.note_outcome(failure)
+            await exchange.refuse(dialect, api_error(failure))
 
     async def _post(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
         """Admit a request that only a model answers."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from turnwise.chat.formats.live import LiveTurn, StreamedTurn
-from turnwise.errors import TurnwiseError
+from turnwise.errors import GatewayError, TurnwiseError
 from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Answer, ChatRequest, Dialect, Reader, StreamWriter, TokenLogprob
@@ -395,7 +395,9 @@ async def _produce(
         raise
     except BaseException as error:  # the boundary of a request: the reader of the stream must see its end
         _log.exception("a request of session %s failed", entry.id)
-        queue.put_nowait((index, ApiError(500, f"{type(error).__name__}: {error}", code="server_error")))
+        failure = GatewayError(f"{type(error).__name__}: {error}")
+        entry.note_outcome(failure)
+        queue.put_nowait((index, api_error(failure)))
         if not isinstance(error, Exception):
             raise
 

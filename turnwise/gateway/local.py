@@ -131,7 +131,7 @@ class SessionEndpoint:
     @property
     def failure(self) -> TurnwiseError | None:
         """Error of the last request (budget, rendering, server); None after a success."""
-        return self.entry.budget_error or self.entry.render_error or self.entry.session.failure
+        return self.entry.budget_error or self.entry.request_error or self.entry.session.failure
 
     async def serve_at(self, listener: socket.socket) -> str:
         """Serve the session on another listening socket, too, and return its base URL there.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from turnwise.append_file import private_directory, write_private
+from turnwise.append_file import lock_directory, write_private
 from turnwise.config import dump_config
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.gateway.app import GatewayApp, SessionApp
@@ -183,16 +182,7 @@ def _prepare(config: GatewayConfig, stack: contextlib.ExitStack | contextlib.Asy
 
     Raises ConfigError if another gateway uses it.
     """
-    private_directory(config.out)
-    lock = os.open(config.out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    stack.callback(os.close, lock)
-    try:
-        # A killed process holds no lock.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(
-            f"out is {config.out}, where another gateway runs: end that one, or choose another directory"
-        ) from None
+    stack.enter_context(lock_directory(config.out, ConfigError, "the gateway in"))
     key = admin_key(config.out / "admin.key")
     write_private(config.out / "config.yaml", dump_config(config))
     return key

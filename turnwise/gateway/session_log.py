@@ -24,6 +24,7 @@ from turnwise.errors import (
     BudgetExceeded,
     DiskError,
     FormatError,
+    GatewayError,
     InferenceError,
     RenderError,
     SessionError,
@@ -42,7 +43,7 @@ _NO_IDS: TokenIds = np.zeros(0, np.int32)
 _NO_LOGPROBS: Logprobs = np.zeros(0, np.float32)
 _log = logging.getLogger(__name__)
 _FAILURES: dict[str, type[TurnwiseError]] = {
-    error.__name__: error for error in (InferenceError, SessionError, RenderError, BudgetExceeded)
+    error.__name__: error for error in (InferenceError, SessionError, RenderError, GatewayError, BudgetExceeded)
 }
 
 

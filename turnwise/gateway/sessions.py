@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from turnwise.errors import BudgetExceeded, RenderError, TurnwiseError, shown
+from turnwise.errors import BudgetExceeded, GatewayError, RenderError, TurnwiseError, shown
 from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.fields import Fields
@@ -126,7 +126,7 @@ class GatewaySession:
         temperatures: Temperatures of its requests.
         budget_error: Budget error of its last request, or None.
         exhausted: Set while ``budget_error`` is a budget that compaction cannot restore.
-        render_error: Rendering error of its last request, or None.
+        request_error: What kept its last request from being rendered or handled, or None.
         turn_metrics: Metrics by turn id.
         fixed_sampling: Whether requests cannot change their sampling; None for the gateway's setting.
         sampling_metrics: Sampling settings for the trajectory's metrics.
@@ -151,7 +151,7 @@ class GatewaySession:
     temperatures: set[float] = field(default_factory=set)
     budget_error: BudgetExceeded | None = None
     exhausted: asyncio.Event = field(default_factory=asyncio.Event)
-    render_error: RenderError | None = None
+    request_error: RenderError | GatewayError | None = None
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     fixed_sampling: bool | None = None
     sampling_metrics: dict[str, float] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class GatewaySession:
             if self.log is not None:
                 self.log.append_failure(self.id, error, self.session.counters)
         self.budget_error = error if isinstance(error, BudgetExceeded) else None
-        self.render_error = error if isinstance(error, RenderError) else None
+        self.request_error = error if isinstance(error, (RenderError, GatewayError)) else None
         if self.budget_error is not None and self.budget_error.stop_reason != StopReason.CONTEXT_OVERFLOW:
             self.exhausted.set()
         elif error is None:
@@ -215,7 +215,7 @@ class GatewaySession:
     def to_trajectory(self, stop_reason: StopReason, error: str | None) -> Trajectory:
         """Return the trajectory; completed sessions whose last request failed take the stop reason of that failure."""
         if stop_reason is StopReason.COMPLETED and error is None:
-            failure = self.session.failure or self.render_error
+            failure = self.session.failure or self.request_error
             if failure is not None:
                 stop_reason, error = StopReason.ERROR, clean(f"{type(failure).__name__}: {failure}")
             elif self.budget_error is not None:
@@ -426,7 +426,7 @@ class Sessions:
         for error, counters in saved.failures:
             session.counters = counters
             entry.note_outcome(error)
-            if not isinstance(error, (BudgetExceeded, RenderError)):
+            if not isinstance(error, (BudgetExceeded, RenderError, GatewayError)):
                 session.failure = error
         self._apply_settings(entry, SessionSettings.from_json(saved.settings))
 

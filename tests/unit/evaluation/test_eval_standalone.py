@@ -15,7 +15,10 @@ import pytest
 
 from support.engine.tiny_lm import save_random_model
 from support.processes.warm import WarmPopen, started_by
+from turnwise.append_file import lock_directory
 from turnwise.cli import main
+from turnwise.errors import ConfigError
+from turnwise.evaluation.directory import new_directory
 from turnwise.trajectory_file import read_trajectories
 
 TASKS = "turnwise.envs.basic.lookup:tasks?n=3&split=test"
@@ -262,3 +265,20 @@ def test_invalid_evaluation_fails_before_a_server_starts(
     assert evaluate(model, tmp_path / "out", silent) == 1
     assert "environment 'lookup' offers the model tools (team_of, manager_of)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_two_evaluations_of_one_directory_are_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    with lock_directory(out, ConfigError, "the evaluation in"):
+        assert evaluate(model, out) == 1
+        assert list(out.iterdir()) == []
+    assert f"another process is using the evaluation in {out}" in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def test_evaluations_that_begin_in_the_same_second_have_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len({new_directory("eval-lookup") for _ in range(5)}) == 5

@@ -416,3 +416,37 @@ async def test_a_client_that_takes_nothing_is_let_go() -> None:
             while running:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.05)
         writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+async def test_failures_of_the_gateway_itself_are_errors_of_the_trajectory(route: str, stream: bool) -> None:
+    def fail(_: Any) -> Any:
+        raise TypeError("a defect")
+
+    async with serving(fail) as served:
+        opened = await served.open(id="one")
+        async with served.http.post(f"{opened['path']}/v1/{route}", json={**ROUTES[route], "stream": stream}) as answer:
+            assert answer.status == 500
+            assert b"TypeError: a defect" in await answer.read()
+        _, body = await post(served, "/sessions/one/finalize", {}, **ADMIN_HEADERS)
+        assert body["trajectory"]["stop_reason"] == "error"
+        assert body["trajectory"]["error"] == "GatewayError: TypeError: a defect"
+
+
+@pytest.mark.parametrize(
+    ("schema", "field"),
+    [({"required": [{}]}, "required"), ({"required": 3}, "required"), ({"properties": []}, "properties")],
+)
+async def test_tool_schemas_that_name_no_parameters_are_refused(schema: dict[str, Any], field: str) -> None:
+    function = {"name": "f", "parameters": schema}
+    bodies: dict[str, Any] = {
+        "chat/completions": {**ASK, "tools": [{"type": "function", "function": function}]},
+        "messages": {**ASK, "tools": [{"name": "f", "input_schema": schema}]},
+        "responses": {"model": "m", "input": "Go.", "tools": [{"type": "function", **function}]},
+    }
+    async with serving(lambda _: SAID) as served:
+        opened = await served.open()
+        for route, request in bodies.items():
+            status, body = await post(served, f"{opened['path']}/v1/{route}", request)
+            assert (status, f".{field}: must be" in body["error"]["message"]) == (400, True)

@@ -476,7 +476,7 @@ def test_second_gateway_in_a_directory_is_refused(tmp_path: Path) -> None:
     config = GatewayConfig(model=tmp_path, out=tmp_path / "out")
     with contextlib.ExitStack() as first:
         _prepare(config, first)
-        with contextlib.ExitStack() as second, pytest.raises(ConfigError, match="where another gateway runs"):
+        with contextlib.ExitStack() as second, pytest.raises(ConfigError, match="another process is using"):
             _prepare(config, second)
     with contextlib.ExitStack() as third:
         _prepare(config, third)

@@ -70,10 +70,7 @@ def _tools(fields: Fields, abilities: Abilities, ignored: set[Lenient]) -> Itera
         tool = Fields(entry, at)
         kind = tool.text("type", "custom")
         if kind == "custom":
-            schema = tool.get("input_schema")
-            if schema is not None and not isinstance(schema, dict):
-                raise invalid(tool.name("input_schema"), f"must be a JSON schema, not {shown(schema)}")
-            yield read_tool(tool.get("name"), tool.get("description"), schema, at)
+            yield read_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), at, "input_schema")
         elif _RUN_BY_THE_SERVER.match(kind):
             ignored.add(ignore_server_tool(tool, kind, abilities))
         else:

@@ -127,8 +127,8 @@ def _stops(fields: Fields, key: str) -> tuple[str, ...]:
     return stops
 
 
-def read_tool(name: Any, description: Any, parameters: Any, at: str) -> ToolSchema:
-    """Parse a tool."""
+def read_tool(name: Any, description: Any, parameters: Any, at: str, field: str = "parameters") -> ToolSchema:
+    """Parse a tool; ``field`` is the dialect's name of its parameters."""
     if not isinstance(name, str) or not name:
         raise invalid(f"{at}.name", f"must be a non-empty string, not {shown(name)}")
     if description is not None and not isinstance(description, str):
@@ -136,7 +136,12 @@ def read_tool(name: Any, description: Any, parameters: Any, at: str) -> ToolSche
     if parameters is None:
         return ToolSchema(name, description or "")
     if not isinstance(parameters, dict):
-        raise invalid(f"{at}.parameters", f"must be a JSON schema, not {shown(parameters)}")
+        raise invalid(f"{at}.{field}", f"must be a JSON schema, not {shown(parameters)}")
+    required, properties = parameters.get("required", []), parameters.get("properties", {})
+    if not (isinstance(required, list) and all(isinstance(key, str) for key in required)):
+        raise invalid(f"{at}.{field}.required", f"must be a list of names, not {shown(required)}")
+    if not isinstance(properties, dict):
+        raise invalid(f"{at}.{field}.properties", f"must be an object, not {shown(properties)}")
     return ToolSchema(name, description or "", parameters)
 
 

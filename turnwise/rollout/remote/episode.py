@@ -192,7 +192,7 @@ class RemoteEndpoint(SessionEndpoint):
             if failure is not None:
                 error = read_error(failure)
                 self.entry.note_outcome(error)
-                if not self.entry.budget_error and not self.entry.render_error:
+                if not self.entry.budget_error and not self.entry.request_error:
                     session._failure = error
 
     async def wait_exhausted(self) -> None:

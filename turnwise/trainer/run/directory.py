@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
-import os
 import resource
 import shutil
 import time
@@ -20,7 +18,7 @@ import orjson
 from rich.console import Console
 
 from turnwise.agents.roles import MAIN
-from turnwise.append_file import private_directory, write_private, writing
+from turnwise.append_file import lock_directory, write_private, writing
 from turnwise.chat.model_dir import trained_digest
 from turnwise.config import dump_config, load_config
 from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError, shown
@@ -115,32 +113,9 @@ class RunDirectory:
         self.path = path
         self._file = path / "run.json"
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Create and lock the directory; the lock ends with the process.
-
-        Raises:
-            TrainError: Another process works in it.
-        """
-        with writing(self.path):
-            private_directory(self.path)
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise TrainError(
-                    f"another process is using the run {self.path}: wait for it, stop it, or choose another name"
-                ) from None
-            except OSError:
-                # A file system without locks: run without one.
-                pass
-            yield
-        finally:
-            os.close(descriptor)
-            # Remove the directory again if nothing was written to it.
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
+    def lock(self) -> contextlib.AbstractContextManager[None]:
+        """Create and lock the directory for a block. Raises TrainError if another process works in it."""
+        return lock_directory(self.path, TrainError, "the run")
 
     def resume_point(
         self, store: CheckpointStore, config: TrainConfig, step: int | None = None
