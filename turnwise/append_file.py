@@ -36,8 +36,9 @@ def lock_directory(path: Path, kind: type[TurnwiseError], use: str) -> Iterator[
     """
     with writing(path):
         private_directory(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with contextlib.ExitStack() as stack:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -47,11 +48,11 @@ def lock_directory(path: Path, kind: type[TurnwiseError], use: str) -> Iterator[
         except OSError:
             # A file system without locks: used without one.
             pass
-        yield
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            path.rmdir()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def private_opener(path: str, flags: int) -> int:
