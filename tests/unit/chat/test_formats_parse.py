@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import pytest
 
 from support.chat.model_dirs import FAMILIES, model_dir, renderer_for
-from turnwise.chat.formats.core import INSIDE_REASONING
+from turnwise.chat.formats import find_format
+from turnwise.chat.formats.core import INSIDE_REASONING, Probe, TurnText
+from turnwise.chat.formats.mistral import Mistral
+from turnwise.chat.formats.tagged import Glm, MiniMax, Qwen3Coder, Tagged, TaggedFormat, coerce
 from turnwise.chat.renderer import load_renderer
+from turnwise.chat.tokens import Marks
 from turnwise.model.canonical import canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
 
@@ -391,3 +396,90 @@ def test_a_model_that_repeats_itself_costs_no_quadratic_time(family: str, piece:
     started = time.process_time()
     renderer.parse(ids, tail, TOOLS)
     assert time.process_time() - started < 3
+
+
+GLM_ON_ONE_LINE = {
+    **Glm.defaults,
+    "first": "<arg_key>",
+    "value": "</arg_key><arg_value>",
+    "next": "</arg_value><arg_key>",
+}
+
+
+@pytest.mark.parametrize("blank", ["", "\n", " ", "\n\n  "])
+def test_white_space_between_tags_is_no_part_of_a_value(blank: str) -> None:
+    call = Tagged({**GLM_ON_ONE_LINE, "end": "</arg_value>", "empty": ""}, Marks({}, ()))
+    tags = (
+        "<arg_key>key</arg_key>",
+        "<arg_value>a b</arg_value>",
+        "<arg_key>n</arg_key>",
+        "<arg_value>3</arg_value>",
+        "",
+    )
+    parsed = call.read("lookup" + blank.join(tags), TOOLS)
+    assert (parsed.error, parsed.arguments) == (None, {"key": "a b", "n": 3})
+
+
+@pytest.mark.parametrize("chat_format", [Glm, MiniMax, Qwen3Coder])
+def test_a_value_without_its_closing_tag_is_an_error(chat_format: type[TaggedFormat]) -> None:
+    markers = chat_format.defaults
+    inner = markers["head"] + "lookup" + markers["first"] + "key" + markers["value"] + "a" + markers["next"] + "n"
+    inner += markers["value"] + "3" + markers["end"]
+    call = Tagged(markers, Marks({}, ()))
+    assert call.read(inner, TOOLS).arguments == {"key": "a", "n": 3}
+    closing, _, _ = markers["next"].strip().partition(">")
+    broken = call.read(inner.replace(f"{closing}>", "", 1), TOOLS)
+    assert (broken.name, broken.arguments) == ("lookup", {})
+    assert broken.error == "the parameter 'key' is not closed"
+
+
+def coder(text: str) -> Message:
+    """Parse a turn of Qwen 3 Coder whose markers are ordinary text."""
+    return Qwen3Coder(Qwen3Coder.defaults, {}).parse(TurnText(text, "", opened=False, stopped=True), TOOLS).message()
+
+
+def test_a_call_of_qwen_3_coder_without_its_opener_is_a_call() -> None:
+    call = "<function=lookup>\n<parameter=key>\na\n</parameter>\n</function>\n"
+    for text in (f"I look.\n{call}</tool_call>", f"I look.\n{call}"):
+        message = coder(text)
+        assert (message["content"], only(message).arguments) == ("I look.", {"key": "a"})
+    two = coder(f"{call}</tool_call>\n<tool_call>\n{call}</tool_call>")
+    assert [parsed.error for parsed in two["tool_calls"]] == [None, None]
+    mention = "Write <function=other>\n<parameter=key>\na\n</parameter>\n</function> to call other."
+    assert coder(mention) == {"role": "assistant", "content": mention}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("['a', True, None]", ["a", True, None]),
+        ("{'a': 1}", {"a": 1}),
+        ("(1, 2)", [1, 2]),
+        ("[a]", "[a]"),
+        ("{1}", "{1}"),
+    ],
+)
+def test_python_literals_are_read_where_an_array_or_object_is_expected(text: str, value: Any) -> None:
+    assert coerce(text, frozenset({"array", "object"})) == value
+    assert coerce(text, frozenset({"string"})) == text
+
+
+def test_a_call_of_llama_3_by_a_wrong_key_is_an_error_and_no_answer() -> None:
+    call = only(parse("llama3_1", '{"name": "lookup", "arguments": {"key": "a"}}<|eot_id|>'))
+    assert (call.name, call.error) == ("lookup", 'the call has no "parameters"')
+    answer = '{"name": "Ana", "arguments": {"key": "a"}}'
+    assert parse("llama3_1", answer + "<|eot_id|>") == {"role": "assistant", "content": answer}
+
+
+def test_ids_of_which_a_template_writes_the_end_are_read() -> None:
+    arguments = {Probe.KEY: Probe.VALUE, Probe.NUMBER_KEY: Probe.NUMBER}
+    first = "0123456789abcdef"
+    one = f"[TOOL_CALLS][{json.dumps({'name': Probe.FIRST, 'arguments': arguments, 'id': first[-9:]})}]"
+    probe = Probe({"[TOOL_CALLS]": 1}, "", None, None, one, None, (first, "x"), None)
+    markers = Mistral.detect(probe)
+    assert markers is not None
+    assert markers["id"] == "id"
+
+
+def test_formats_are_found_by_names_with_hyphens() -> None:
+    assert find_format("gpt-oss") is find_format("gpt_oss")

@@ -60,8 +60,8 @@ def find_format(name: str) -> type[ChatFormat]:
         RegistryError: There is none, or the reference is none.
         ConfigError: The reference cannot be imported.
     """
-    if name in FORMATS:
-        return FORMATS[name]
+    if (registered := FORMATS.get(name) or FORMATS.get(name.replace("-", "_"))) is not None:
+        return registered
     if ":" not in name:
         close = difflib.get_close_matches(name, FORMATS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""

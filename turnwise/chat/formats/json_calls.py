@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
-from turnwise.types import Json, ToolCall
+from turnwise.types import Json, ToolCall, ToolSchema
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -105,9 +106,14 @@ class JsonCalls:
         match = self._broken.match(text)
         return match is not None and match[2] is not None
 
-    def is_call(self, value: Json) -> bool:
-        """Return whether a JSON value is a call rather than an answer in JSON."""
-        return isinstance(value, dict) and isinstance(value.get(self._name), str) and self._arguments in value
+    def is_call(self, value: Json, tools: Sequence[ToolSchema]) -> bool:
+        """Return whether a JSON value is a call rather than an answer in JSON; one of a tool also by a wrong key."""
+        if not isinstance(value, dict) or not isinstance(value.get(self._name), str):
+            return False
+        if self._arguments in value:
+            return True
+        by_wrong_key = any(isinstance(value.get(key), dict) for key in ("arguments", "parameters"))
+        return by_wrong_key and any(tool.name == value[self._name] for tool in tools)
 
     def read(self, raw: str) -> ToolCall:
         """Parse a call; with ``error`` if it is invalid."""

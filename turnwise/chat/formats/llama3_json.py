@@ -79,7 +79,7 @@ class Llama3Json(ChatFormat):
                     return Block(limit, (*calls, call), closed=False)
                 break
             raw = self.marks.plain(text[position:stop])
-            if not tagged and not self._calls.is_call(value):
+            if not tagged and not self._calls.is_call(value, region.tools):
                 break
             calls.append(self._calls.read(raw))
             end = position = stop

@@ -48,7 +48,9 @@ class Mistral(ChatFormat):
             keys = json_keys(span.value[0], probe.FIRST, probe.arguments)
             if keys is None or not prefix:
                 return None
-            id_key = next((key for key, value in span.value[0].items() if value == probe.ids[0]), "")
+            # Some templates write only the end of an id: nine characters are what the models sample.
+            written = {key: value for key, value in span.value[0].items() if isinstance(value, str) and value}
+            id_key = next((key for key, value in written.items() if probe.ids[0].endswith(value)), "")
             return {"open": prefix, "separator": "", "name": keys[0], "arguments": keys[1], "id": id_key}
         if span.value != probe.arguments or prefix.count(probe.FIRST) != 1:
             return None

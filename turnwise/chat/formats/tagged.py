@@ -8,6 +8,8 @@ r"""GLM, MiniMax and Qwen 3 Coder: calls as tags, with a name, keys and unquoted
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import math
 import re
@@ -50,6 +52,10 @@ def _parse_word(text: str, types: frozenset[str]) -> Json:
         return word == "true"
     if "null" in types and word in ("null", "none"):
         return None
+    if types & {"object", "array"}:
+        # Models that are trained on Python write its literals. What is not JSON either stays text.
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return decode_whole(json.dumps(ast.literal_eval(text), allow_nan=False))
     return _NOTHING
 
 
@@ -131,7 +137,8 @@ def _ahead(text: str, marker: str) -> str:
 
 
 def _loose(text: str) -> str:
-    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
+    """Return a pattern for a text, with any white space where it has some, and between two tags."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+|(?<=>)(?=<)", text))
 
 
 def _padded(text: str, *, at_end: bool) -> str:
@@ -150,10 +157,12 @@ class Tagged:
         "_end",
         "_first",
         "_head",
+        "_key_tag",
         "_markers",
         "_next",
         "_value",
         "close",
+        "head",
         "open",
         "plain",
         "section",
@@ -162,7 +171,7 @@ class Tagged:
     def __init__(self, markers: Mapping[str, str], marks: Marks) -> None:
         part = {key: marks.of(markers[key]) for key in KEYS}
         self.plain = marks.plain
-        self.open, self.close = part["open"], part["close"]
+        self.open, self.close, self.head = part["open"], part["close"], part["head"]
         self.section = (part["section_open"], part["section_close"]) if part["section_open"] else None
         self._markers = markers
         self._head = re.compile(r"\s*" + _loose(part["head"]))
@@ -172,6 +181,8 @@ class Tagged:
         self._value = re.compile(_padded(part["value"].lstrip(), at_end=True))
         self._next = re.compile(_padded(part["next"], at_end=False))
         self._end = re.compile(_padded(part["end"], at_end=False) + r"\s*\Z")
+        # The tag before a key: within a value it shows that the value was not closed.
+        self._key_tag = re.compile(re.escape("<" + part["next"].rpartition("<")[2]))
         self._empty = re.compile(_loose(part["empty"].strip()) + r"\Z")
 
     def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:
@@ -201,6 +212,8 @@ class Tagged:
             stop = following or self._end.search(inner, value.end())
             if stop is None:
                 return ToolCall("", name, {}, raw, f"the parameter {key!r} is not closed")
+            if self._key_tag.search(inner, value.end(), stop.start()):
+                return ToolCall("", name, {}, raw, f"the parameter {key!r} is not closed")
             text = plain(inner[value.end() : stop.start()])
             arguments[key] = coerce(text, types.get(key, frozenset()))
             if following is None:
@@ -218,6 +231,19 @@ class Tagged:
             error = f"the call was not closed with {self.plain(self.close)}"
             return Block(end, (ToolCall("", broken.name, {}, broken.raw, error),), closed=False)
         return Block(close + len(self.close), (self.read(text[inner:close], tools),))
+
+    def without_opener(self, region: Region) -> Block | None:
+        """Parse a call of an offered tool whose opening marker is missing: it begins with its head."""
+        text, start, limit = region.text, region.start, region.limit
+        if limit < len(text) or text[:start].rstrip().endswith(self.plain(self.open)):
+            # Closed reasoning mentions a call; a marker that is spelled out of ordinary tokens opens none.
+            return None
+        ends = (text.find(marker, start + 1, limit) for marker in (self.close, self.open, self.head))
+        end = min((at for at in ends if at >= 0), default=limit)
+        call = self.read(text[start:end], region.tools)
+        if all(tool.name != call.name for tool in region.tools):
+            return None
+        return Block(end + len(self.close) * text.startswith(self.close, end), (call,))
 
     @staticmethod
     def _named(name: str, arguments: dict[str, Json], raw: str) -> ToolCall:
@@ -414,3 +440,13 @@ class Qwen3Coder(TaggedFormat):
         """Return the grammar if a tag precedes the name and calls share no section."""
         markers = derive(probe)
         return markers if markers and markers["head"] and not markers["section_open"] else None
+
+    def openers(self) -> tuple[str, ...]:
+        """Return the opening marker of a call, and its head: models leave the marker out at times."""
+        return (*super().openers(), self._mark("head"))
+
+    def block(self, region: Region) -> Block | None:
+        """Parse one call."""
+        if region.text.startswith(self._call.open, region.start):
+            return super().block(region)
+        return self._call.without_opener(region)
