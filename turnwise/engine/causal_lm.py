@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from torch.nn.functional import linear
 
 from turnwise.engine.accelerator import avoid_planned_attention, on_cpu, peak_bytes, resolve_device
@@ -143,7 +144,7 @@ class CausalLM:
                 str(base), config=config, dtype=dtype, attn_implementation=self._attention(IMPLEMENTATION)
             )
             merge_adapters(model, adapters)
-        except (OSError, ValueError, KeyError, FormatError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, FormatError) as error:
             raise InferenceError(f"the model {str(path)!r} cannot be loaded: {error}") from error
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._config: Any = self._model.config.get_text_config()

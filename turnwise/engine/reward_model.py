@@ -25,6 +25,7 @@ from typing import Any
 
 import orjson
 import torch
+from safetensors import SafetensorError
 
 from turnwise.chat.model_dir import check_trained, read_model_dir
 from turnwise.chat.template import ChatTemplate, template_digest
@@ -276,7 +277,7 @@ class Classifier:
             model = AutoModelForSequenceClassification.from_pretrained(
                 directory, dtype="auto" if dtype == "auto" else getattr(torch, dtype), local_files_only=True
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise InferenceError(f"{directory} cannot be loaded as a sequence classifier: {error}") from error
         self._model = model.to(target).eval().requires_grad_(False)
         self._device = target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
-from turnwise.errors import TrainError
+from turnwise.engine.causal_lm import CausalLM
+from turnwise.errors import InferenceError, TrainError
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.model import policy as policy_module
@@ -219,6 +221,16 @@ def test_a_missing_model_raises_train_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TrainError, match="no causal language model can be loaded"):
         load_model(tmp_path)
+
+
+def test_a_truncated_weight_file_is_a_named_error(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    shutil.copytree(model_dir("qwen3"), tmp_path, dirs_exist_ok=True)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(TrainError, match=r"model\.path is .*: no causal language model can be loaded"):
+        load_model(tmp_path)
+    with pytest.raises(InferenceError, match="cannot be loaded"):
+        CausalLM(tmp_path)
 
 
 def test_policy_reports_its_device(model_dir: Callable[..., Path]) -> None:

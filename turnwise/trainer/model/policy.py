@@ -332,7 +332,7 @@ def load_model(
         with _no_progress_bars():
             model = _auto_class(base).from_pretrained(str(base), dtype=torch.float32)
         merge_adapters(model, adapters)
-    except (OSError, ValueError, FormatError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, FormatError) as error:
         raise TrainError(
             f"model.path is {str(path)!r}: no causal language model can be loaded from it: {error}"
         ) from error

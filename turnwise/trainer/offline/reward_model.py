@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from turnwise.engine.reward_model import Encoder
@@ -107,7 +108,7 @@ def load_scoring(config: ModelConfig, *, seed: int) -> ScoringPolicy:
             )
         else:
             model = AutoModelForSequenceClassification.from_config(settings, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise TrainError(f"model.path is {config.path}: no reward model can be made of it: {error}") from error
     prefix = model.base_model_prefix
     if not isinstance(model.score, nn.Linear) or causal.model.base_model_prefix != prefix:
