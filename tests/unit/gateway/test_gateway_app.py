@@ -368,6 +368,19 @@ async def test_sessions_whose_time_is_over_are_ended(settings: dict[str, Any], t
     assert trajectory.stop_reason == "timeout"
 
 
+async def test_session_with_a_running_request_is_not_idle() -> None:
+    client = GatedClient(gate_after=0)
+    async with serving(client=client, limits=GatewayLimits(idle_seconds=0.001)) as served:
+        opened = await served.open()
+        running = asyncio.ensure_future(post(served, opened["path"] + "/v1/messages", ASK))
+        await client.waiting.wait()
+        # Long idle by its last use, which was the beginning of the request.
+        served.app.sessions.of_id(opened["id"]).used = 0.0
+        assert await served.app.sessions.sweep() == 0
+        client.gate.set()
+        assert (await running)[0] == 200
+
+
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"a": ' * 100_000])
 async def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     async with serving([SAID]) as served:

@@ -72,6 +72,9 @@ def test_targets_may_reach_further_than_advantages() -> None:
     [found] = critic_gae([f(0, 5)], [f(1, 3)], [i(0, 0)], [0.0], lam=0.0, value_lam=1.0, whiten=False)
     assert_is(found.advantages, 2, 2)
     assert_is(found.returns, 5, 5)
+    # Where the episode was cut, the value after its end belongs to the targets too: 5 + 8 for both tokens.
+    [cut] = critic_gae([f(0, 5)], [f(1, 3)], [i(0, 0)], [8.0], lam=0.0, value_lam=1.0, whiten=False)
+    assert_is(cut.returns, 13, 13)
     [same] = critic_gae([f(0, 5)], [f(1, 3)], [i(0, 0)], [0.0], lam=0.0, whiten=False)
     assert_is(same.returns, 3, 5)
 
