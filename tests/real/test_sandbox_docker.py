@@ -106,9 +106,7 @@ async def test_missing_features_of_the_engine_are_named(
 
 async def test_unavailable_image_is_named(docker_engine: TestEngine) -> None:
     backend = backend_of(docker_engine, image="127.0.0.1:1/no/such:1", pull="missing")
-    with pytest.raises(
-        SandboxUnavailable, match=r"image '127\.0\.0\.1:1/no/such:1' is not there and cannot be fetched"
-    ):
+    with pytest.raises(SandboxUnavailable, match=r"image '127\.0\.0\.1:1/no/such:1' is missing and cannot be fetched"):
         await backend.probe()
     await backend.close()
 

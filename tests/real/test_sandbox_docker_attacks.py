@@ -15,7 +15,7 @@ from support.sandboxes.opened_backends import OpenedDocker
 from turnwise.ext.checks.sandbox import check_sandbox
 from turnwise.sandboxes import Sandbox, SandboxConfig, SandboxLimits, SandboxSpec, archives
 from turnwise.sandboxes.docker import DockerBackend, commands, scripts
-from turnwise.sandboxes.docker.commands import CommandKiller
+from turnwise.sandboxes.docker.commands import Commands
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
@@ -136,7 +136,7 @@ async def test_command_outlives_its_timeout_without_the_killer(
     async def no_kill(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(CommandKiller, "end", no_kill)
+    monkeypatch.setattr(Commands, "end", no_kill)
     statuses = await outcomes(DockerBackend(**options(docker_engine)), ["outlive the time-out"])
     assert statuses == {"outlive the time-out": "escaped"}
 

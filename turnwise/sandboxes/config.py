@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from turnwise.config import ConfigReference
+from turnwise.config import ConfigReference, report_problems
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.plugins import load_object, references
 from turnwise.sandboxes.core import SandboxBackend, SandboxLimits, SandboxSpec
 
 B = TypeVar("B", bound=type[SandboxBackend])
+M = TypeVar("M", bound=BaseModel)
 
 BACKENDS: dict[str, type[SandboxBackend] | str] = {
     "local": "turnwise.sandboxes.local:LocalBackend",
@@ -65,14 +66,7 @@ class LimitsConfig(BaseModel):
 
     def override(self, limits: SandboxLimits) -> SandboxLimits:
         """Return limits overridden by those that are set here."""
-        values: dict[str, Any] = {
-            "memory": self.memory,
-            "pids": self.pids,
-            "cpus": self.cpus,
-            "disk": self.disk,
-            "network": self.network,
-        }
-        return replace(limits, **{name: value for name, value in values.items() if value is not None})
+        return replace(limits, **self.model_dump(exclude_none=True))
 
 
 class SandboxConfig(BaseModel):
@@ -115,6 +109,15 @@ def register_backend(name: str) -> Callable[[B], B]:
         return cls
 
     return register
+
+
+def read_options(model: type[M], backend: str, options: Mapping[str, Any]) -> M:
+    """Validate the options of a backend. Raises ConfigError."""
+    try:
+        return model.model_validate(options)
+    except ValidationError as error:
+        problems = report_problems(model, options, {}, error.errors(include_url=False))
+        raise ConfigError(f"sandbox.config of {backend!r}: {problems}") from error
 
 
 def open_backend(config: SandboxConfig) -> SandboxBackend:

@@ -191,7 +191,7 @@ async def test_missing_and_rejected_keys_are_reported(
     ],
 )
 def test_invalid_options_are_named(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"sandbox.config.{name}"):
+    with pytest.raises(ConfigError, match=f"sandbox.config of 'e2b': {name}: "):
         E2BBackend(**options)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.sandboxes.docker.commands import CommandKiller, Commands
+from turnwise.sandboxes.docker.commands import Commands
 from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Output, Stream
 
 
@@ -50,12 +50,10 @@ def frame(stream: int, data: bytes) -> bytes:
 
 async def run(engine: Engine) -> tuple[int | None, bytes]:
     fake: Any = engine
-    commands = Commands(CommandKiller(fake, "box", "1:1", {}, pids=10, keeps_files=True))
+    commands, out, err = Commands(fake, "box", "1:1", {}, pids=10, keeps_files=True), Output(), Output()
     with engine.theirs:
         async with asyncio.timeout(10):
-            code, out, _ = await commands.run(
-                "ls", "/", lambda mark: (Output(mark), Output(mark)), env={}, timeout=None
-            )
+            code = await commands.run("ls", "/", out, err, env={}, timeout=None)
     return code, out.data
 
 

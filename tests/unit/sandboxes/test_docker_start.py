@@ -33,7 +33,7 @@ async def test_cancelled_start_removes_the_container_once_created() -> None:
         containers.discard(name)
 
     engine = SimpleNamespace(call=call)
-    options = DockerOptions.read({})
+    options = DockerOptions()
     pool: Any = SimpleNamespace(engine=engine, options=options, settings=settings, remove_container=remove)
     sandbox = DockerSandbox(SandboxSpec(), pool)
     starting = asyncio.create_task(sandbox.start())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.sandboxes.core import MAX_OUTPUT
 from turnwise.sandboxes.docker.scripts import run_command, spawn_command
 from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Demux, Output, Stream
 
@@ -20,6 +21,12 @@ MARK = b"0f" * 16
 
 def frame(number: int, data: bytes) -> bytes:
     return struct.pack(">BxxxL", number, len(data)) + data
+
+
+def output(limit: int = MAX_OUTPUT) -> Output:
+    out = Output(limit)
+    out.mark = MARK
+    return out
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -42,7 +49,7 @@ def test_end_marker_is_recognised_at_any_chunk_size(seed: int) -> None:
     # Parts of the marker in the output are no end.
     text = b"".join(draw.choice((b"a\n", MARK[:5], MARK[:31], MARK + b".", b"\0\xff")) for _ in range(20))
     wire = text + MARK + b":17\n" + b"of a background process"
-    out = Output(MARK, 10_000)
+    out = output(10_000)
     while wire:
         size = draw.choice((1, 2, 5, 40))
         out.feed(wire[:size])
@@ -53,7 +60,7 @@ def test_end_marker_is_recognised_at_any_chunk_size(seed: int) -> None:
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 1000])
 def test_long_output_keeps_head_and_tail(limit: int) -> None:
     text = bytes(index % 251 for index in range(300_000))
-    out = Output(MARK, limit)
+    out = output(limit)
     for begin in range(0, len(text), 7001):
         out.feed(text[begin : begin + 7001])
     out.finish()
@@ -64,7 +71,7 @@ def test_long_output_keeps_head_and_tail(limit: int) -> None:
 
 
 def test_output_of_exactly_the_limit_is_not_cut() -> None:
-    out = Output(MARK, 11)
+    out = output(11)
     out.feed(b"hello world")
     out.finish()
     assert (out.data, out.truncated) == (b"hello world", False)
@@ -109,10 +116,10 @@ def test_run_script_reports_the_exit_code_on_both_streams(
 ) -> None:
     argv = [*shell, *run_command(command, str(tmp_path), has_input=stdin is not None)[1:]]
     done = subprocess.run(argv, input=MARK + b"\n" + (stdin or b""), capture_output=True, timeout=30, check=False)
-    outputs = Output(MARK), Output(MARK)
-    for output, data in zip(outputs, (done.stdout, done.stderr), strict=True):
-        output.feed(data)
-    assert [(output.end, output.data) for output in outputs] == [(code, out), (code, err)]
+    outputs = output(), output()
+    for stream, data in zip(outputs, (done.stdout, done.stderr), strict=True):
+        stream.feed(data)
+    assert [(stream.end, stream.data) for stream in outputs] == [(code, out), (code, err)]
     # A command that kills the shells above it cannot choose its exit code.
     assert done.returncode == 137
 

@@ -6,10 +6,10 @@ import asyncio
 import time
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from turnwise.errors import SandboxError, SandboxUnavailable
+from turnwise.sandboxes.config import read_options
 from turnwise.sandboxes.core import Capabilities, Mount, Sandbox, SandboxBackend, SandboxSpec
 from turnwise.sandboxes.docker.ownership import OWNER, is_leftover
 from turnwise.sandboxes.docker.pool import ContainerPool
@@ -40,7 +40,7 @@ class DockerBackend(SandboxBackend):
     name: ClassVar[str] = "docker"
 
     def __init__(self, **options: Any) -> None:
-        self._pool = ContainerPool(DockerOptions.read(options))
+        self._pool = ContainerPool(read_options(DockerOptions, self.name, options))
         self._probing = asyncio.Lock()
         self._sandboxes: weakref.WeakSet[Sandbox] = weakref.WeakSet()
 
@@ -119,14 +119,6 @@ class DockerBackend(SandboxBackend):
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)))
         await self._pool.close()
 
-    async def build(self, folder: Path, tag: str | None = None) -> str:
-        """Build the image of a folder with a ``Dockerfile`` and return its name. Raises SandboxUnavailable."""
-        return await self._pool.images.build(folder, tag)
-
-    async def import_root(self, source: Path, tag: str | None = None) -> str:
-        """Import a root file system as an image and return its name. Raises SandboxUnavailable."""
-        return await self._pool.images.import_root(source, tag)
-
     async def _choose_files(self, image: str) -> None:
         """Test whether the engine bounds a container's layer; otherwise files are kept in tmpfs."""
         pool = self._pool
@@ -138,14 +130,15 @@ class DockerBackend(SandboxBackend):
             "Labels": pool.owner.labels(60.0),
             "HostConfig": {"StorageOpt": {"size": "1G"}},
         }
-        name = f"turnwise-bounded-{pool.owner.token}"
-        status, _ = await pool.engine.status(
-            lambda client: client.create_container_from_config(settings, name),
+        container = await pool.engine.call(
+            lambda client: client.create_container_from_config(settings),
+            SandboxUnavailable,
             "the check of the engine's storage failed",
+            allowed=range(400, 600),
         )
-        pool.bounded_layer = status == 0
-        if pool.bounded_layer:
-            await pool.remove_container(name)
+        pool.bounded_layer = container is not None
+        if container is not None:
+            await pool.remove_container(container["Id"])
         pool.in_memory = pool.options.files == "auto" and not pool.bounded_layer
 
     async def _inspect(self, capabilities: Capabilities) -> Capabilities:

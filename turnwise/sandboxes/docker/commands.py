@@ -19,11 +19,11 @@ from turnwise.sandboxes.docker.engine import Engine
 from turnwise.sandboxes.docker.host_processes import kill_processes
 from turnwise.sandboxes.docker.streams import STDERR, STDOUT, Output, Stream
 
-KILL_S: Final = 10.0
+_KILL_S: Final = 10.0
 """Seconds for one attempt to end a command, before the next kind is tried."""
 _TICKS: Final = 100
 """Clock ticks per second, the unit of times in /proc."""
-CONTAINER_GONE: Final = (404, 409)
+_CONTAINER_GONE: Final = (404, 409)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,112 +36,6 @@ class RunningCommand:
     stream: Stream | None = None
 
 
-class CommandKiller:
-    """Starts and kills commands of one container; ``gone`` is the reason why no command can run any more, or None."""
-
-    def __init__(
-        self, engine: Engine, container: str, user: str, env: Mapping[str, str], *, pids: int, keeps_files: bool
-    ) -> None:
-        self.engine = engine
-        self.container = container
-        self._user = user
-        self._env = dict(env)
-        self._pids = pids
-        self._keeps_files = keeps_files
-        self._restarting = asyncio.Lock()
-        self.gone: str | None = None
-
-    async def run(self, argv: Sequence[str], more: Mapping[str, str]) -> tuple[str, Stream]:
-        """Start a program; return its exec id and connection. Raises SandboxDied."""
-        return await self.engine.run(self.container, argv, self._user, {**self._env, **more})
-
-    async def end(self, running: RunningCommand, concurrent: Collection[str]) -> None:
-        """Kill a command's processes, or the container if that fails; SandboxDied if its files are lost then."""
-        if not (await self._kill(running, concurrent) or await self._kill_at_pids_limit(running, concurrent)):
-            await self._restart()
-
-    async def interrupt(self, running: RunningCommand) -> None:
-        """Send SIGINT to a command's process group."""
-        await self._script_prints(b"", scripts.script(scripts.INTERRUPT, running.name))
-
-    async def first_pid(self) -> int | None:
-        """Return the host pid of the container's first process, None on another machine. Raises SandboxDied."""
-        container = await self.engine.call(lambda client: client.inspect_container(self.container))
-        assert container is not None
-        pid = int(container["State"]["Pid"])
-        try:
-            is_ours = pid > 0 and container["Id"] in Path(f"/proc/{pid}/cgroup").read_text()
-        except OSError:
-            is_ours = False
-        return pid if is_ours else None
-
-    async def _kill(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
-        ticks = int((time.monotonic() - running.began) * _TICKS) + 1
-        argv = scripts.script(scripts.KILL, running.name, str(ticks), *concurrent)
-        return await self._script_prints(b"ended\n", argv)
-
-    async def _kill_at_pids_limit(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
-        """Kill a command at the pids limit: from the host, else by raising the limit for a moment."""
-        if await self._kill_from_outside(running, concurrent):
-            return True
-        for more in (256, 2048):
-            await self._set_pids_limit(self._pids + more)
-            try:
-                if await self._kill(running, concurrent):
-                    return True
-            finally:
-                await self._set_pids_limit(self._pids)
-        return False
-
-    async def _kill_from_outside(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
-        first = await self.first_pid()
-        if first is None:
-            return False
-        since = int((time.clock_gettime(time.CLOCK_BOOTTIME) - (time.monotonic() - running.began)) * _TICKS)
-        return await asyncio.to_thread(kill_processes, first, running.name, since, concurrent, KILL_S)
-
-    async def _set_pids_limit(self, pids: int) -> None:
-        def update(client: Any) -> None:
-            url = client._url("/containers/{0}/update", self.container)
-            client._raise_for_status(client._post_json(url, data={"PidsLimit": pids}))
-
-        await self.engine.call(update, what="the sandbox has ended", allowed=CONTAINER_GONE)
-
-    async def _script_prints(self, word: bytes, argv: Sequence[str]) -> bool:
-        """Run a script and return whether it printed a word (without one, whether it ended)."""
-        output = b""
-        stream: Stream | None = None
-        try:
-            async with asyncio.timeout(KILL_S):
-                _, stream = await self.run(argv, {})
-                stream.end_input()
-                while not word or word not in output:
-                    pieces = await stream.pieces()
-                    if not pieces:
-                        break
-                    output += b"".join(piece for number, piece in pieces if number == STDOUT)
-        except TimeoutError:
-            return False
-        finally:
-            if stream is not None:
-                stream.close()
-        return word in output
-
-    async def _restart(self) -> None:
-        async with self._restarting:
-            if not self._keeps_files:
-                self.gone = (
-                    "the sandbox was abandoned: a command in it could not be killed, and its files are in memory"
-                )
-                await self.engine.call(
-                    lambda client: client.kill(self.container), what="the sandbox has ended", allowed=CONTAINER_GONE
-                )
-                raise SandboxDied(self.gone)
-            await self.engine.call(
-                lambda client: client.restart(self.container, timeout=0), what="the sandbox did not come back"
-            )
-
-
 _LAST_OUTPUT_S: Final = 1.0
 """Seconds to read the last output of a command that ended or was killed."""
 _SETTLE_S: Final = 10.0
@@ -152,30 +46,38 @@ _CHUNK: Final = 2**20
 
 
 class Commands:
-    """The commands of one container."""
+    """The commands of one container; ``gone`` is the reason why none can run any more, or None."""
 
-    def __init__(self, killer: CommandKiller) -> None:
-        self._killer = killer
+    def __init__(
+        self, engine: Engine, container: str, user: str, env: Mapping[str, str], *, pids: int, keeps_files: bool
+    ) -> None:
+        self._engine = engine
+        self._container = container
+        self._user = user
+        self._env = dict(env)
+        self._pids = pids
+        self._keeps_files = keeps_files
         self._running: dict[str, RunningCommand] = {}
         self._recent: deque[tuple[str, float]] = deque(maxlen=256)
+        self._restarting = asyncio.Lock()
+        self.gone: str | None = None
 
     async def run(
         self,
         command: Command,
         cwd: str,
-        outputs: Callable[[bytes], tuple[Output, Output]],
+        out: Output,
+        err: Output,
         *,
         env: Mapping[str, str],
         stdin: bytes | IO[bytes] | None = None,
         timeout: float | None,
-    ) -> tuple[int | None, Output, Output]:
-        """Run a command to its end; return its exit code (None after a timeout) and its outputs.
+    ) -> int | None:
+        """Run a command to its end; return its exit code, None after a timeout.
 
-        ``outputs`` makes the sinks of both streams from their end marker; a sink that raises kills the command. Raises
-        SandboxFileNotFound if ``cwd`` is not a folder, and SandboxDied.
+        An output that raises kills the command. Raises SandboxFileNotFound if ``cwd`` is not a folder, and SandboxDied.
         """
-        mark = secrets.token_hex(16).encode()
-        out, err = outputs(mark)
+        out.mark = err.mark = secrets.token_hex(16).encode()
         running = RunningCommand()
         self._check()
         self._running[running.name] = running
@@ -184,14 +86,14 @@ class Commands:
             async with asyncio.timeout(timeout) as bound:
                 argv = scripts.run_command(command, cwd, has_input=stdin is not None)
                 stream = await self._start_command(running, argv, env)
-                feeder = asyncio.create_task(_feed(stream, mark + b"\n", stdin))
+                feeder = asyncio.create_task(_feed(stream, out.mark + b"\n", stdin))
                 await self._read_output(running, stream, out, err)
         except TimeoutError:
             await self._end_shielded(running)
             if not bound.expired():
                 raise
             await self._read_last_output(running, out, err)
-            return None, out, err
+            return None
         except SandboxDied:
             raise
         except BaseException:  # also a cancellation
@@ -203,7 +105,13 @@ class Commands:
                 feeder.cancel()
                 await asyncio.gather(feeder, return_exceptions=True)
             self.forget(running)
-        return await self._result_code(running, out, err, cwd), out, err
+        if out.end is None or err.end is None:
+            out.finish()
+            err.finish()
+            return await self._outcome(running)
+        if out.end == "cwd":
+            raise _no_folder(cwd)
+        return int(out.end)
 
     async def spawn(self, command: Command, cwd: str, env: Mapping[str, str]) -> tuple[RunningCommand, bytes]:
         """Start a command; return it with its first output. Raises SandboxFileNotFound or SandboxDied."""
@@ -231,41 +139,40 @@ class Commands:
             return running, output
         self.forget(running)
         if first_line == f"{word}:cwd".encode():
-            raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
+            raise _no_folder(cwd)
         if first_line == f"{word}:program".encode():
             raise SandboxFileNotFound(f"there is no program {command[0]!r} in the sandbox")
         raise SandboxDied(f"the command did not start: {(first_line + output).decode(errors='replace')}")
 
     async def exit_code(self, running: RunningCommand) -> int | None:
         """Return a command's exit code, None while it runs. Raises SandboxDied."""
-        state = await self._killer.engine.call(
-            lambda client: client.exec_inspect(running.exec_id), what="the sandbox has ended", allowed=CONTAINER_GONE
-        )
+        state = await self._request(lambda client: client.exec_inspect(running.exec_id))
         if state is None:
             raise SandboxDied(self.gone or "the sandbox has ended: its container is gone")
         return None if state["Running"] or state["ExitCode"] is None else int(state["ExitCode"])
 
-    @property
-    def gone(self) -> str | None:
-        """Why commands cannot run any more, or None."""
-        return self._killer.gone
-
-    @gone.setter
-    def gone(self, why: str) -> None:
-        self._killer.gone = why
-
     async def end(self, running: RunningCommand) -> None:
-        """Kill a command, as :meth:`CommandKiller.end`."""
-        if running.name in self._running:
-            await self._killer.end(running, self._concurrent(running))
+        """Kill a command's processes, or the container if that fails; SandboxDied if its files are lost then."""
+        if running.name not in self._running:
+            return
+        concurrent = self._concurrent(running)
+        if not (await self._kill(running, concurrent) or await self._kill_at_pids_limit(running, concurrent)):
+            await self._restart()
 
     async def interrupt(self, running: RunningCommand) -> None:
         """Send SIGINT to a command's process group."""
-        await self._killer.interrupt(running)
+        await self._script_prints(b"", scripts.script(scripts.INTERRUPT, running.name))
 
     async def first_pid(self) -> int | None:
-        """Return the host pid of the first process, as :meth:`CommandKiller.first_pid`."""
-        return await self._killer.first_pid()
+        """Return the host pid of the container's first process, None on another machine. Raises SandboxDied."""
+        container = await self._engine.call(lambda client: client.inspect_container(self._container))
+        assert container is not None
+        pid = int(container["State"]["Pid"])
+        try:
+            is_ours = pid > 0 and container["Id"] in Path(f"/proc/{pid}/cgroup").read_text()
+        except OSError:
+            is_ours = False
+        return pid if is_ours else None
 
     def forget(self, running: RunningCommand) -> None:
         """Drop a command that has ended or is abandoned."""
@@ -276,11 +183,7 @@ class Commands:
 
     async def why_gone(self) -> str | None:
         """Return why the container does not run, or None."""
-        container = await self._killer.engine.call(
-            lambda client: client.inspect_container(self._killer.container),
-            what="the sandbox has ended",
-            allowed=CONTAINER_GONE,
-        )
+        container = await self._request(lambda client: client.inspect_container(self._container))
         if container is None:
             return "its container is gone: its ttl expired, or another program removed it"
         state: dict[str, Any] = container["State"]
@@ -289,18 +192,23 @@ class Commands:
         memory = ", out of memory" if state.get("OOMKilled") else ""
         return f"its container is {state['Status']} (exit code {state['ExitCode']}{memory})"
 
+    async def _request(self, request: Callable[[Any], Any]) -> Any:
+        """Make a request about the container; None if it is gone."""
+        return await self._engine.call(request, what="the sandbox has ended", allowed=_CONTAINER_GONE)
+
     def _check(self) -> None:
         if self.gone is not None:
             raise SandboxDied(self.gone)
 
     async def _start_command(self, running: RunningCommand, argv: Sequence[str], env: Mapping[str, str]) -> Stream:
-        starting = asyncio.create_task(self._killer.run(argv, {**env, scripts.ID_VARIABLE: running.name}))
+        env = {**self._env, **env, scripts.ID_VARIABLE: running.name}
+        starting = asyncio.create_task(self._engine.run(self._container, argv, self._user, env))
         try:
             running.exec_id, stream = await asyncio.shield(starting)
             running.stream = stream
         except asyncio.CancelledError:
             # A start cannot be revoked: it is awaited, so that its command can be killed.
-            await asyncio.wait([starting], timeout=KILL_S)
+            await asyncio.wait([starting], timeout=_KILL_S)
             if starting.done() and not starting.cancelled() and starting.exception() is None:
                 running.exec_id, running.stream = starting.result()
             raise
@@ -327,15 +235,6 @@ class Commands:
                 return
             for number, piece in pieces:
                 (err if number == STDERR else out).feed(piece)
-
-    async def _result_code(self, running: RunningCommand, out: Output, err: Output, cwd: str) -> int:
-        if out.end is None or err.end is None:
-            out.finish()
-            err.finish()
-            return await self._outcome(running)
-        if out.end == "cwd":
-            raise SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
-        return int(out.end)
 
     async def _read_last_output(self, running: RunningCommand, out: Output, err: Output) -> None:
         with contextlib.suppress(TimeoutError, SandboxDied):
@@ -370,6 +269,74 @@ class Commands:
     def _concurrent(self, running: RunningCommand) -> list[str]:
         concurrent = [name for name in self._running if name != running.name]
         return concurrent + [name for name, end in self._recent if end > running.began]
+
+    async def _kill(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
+        ticks = int((time.monotonic() - running.began) * _TICKS) + 1
+        argv = scripts.script(scripts.KILL, running.name, str(ticks), *concurrent)
+        return await self._script_prints(b"ended\n", argv)
+
+    async def _kill_at_pids_limit(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
+        """Kill a command at the pids limit: from the host, else by raising the limit for a moment."""
+        if await self._kill_from_outside(running, concurrent):
+            return True
+        for more in (256, 2048):
+            await self._set_pids_limit(self._pids + more)
+            try:
+                if await self._kill(running, concurrent):
+                    return True
+            finally:
+                await self._set_pids_limit(self._pids)
+        return False
+
+    async def _kill_from_outside(self, running: RunningCommand, concurrent: Collection[str]) -> bool:
+        first = await self.first_pid()
+        if first is None:
+            return False
+        since = int((time.clock_gettime(time.CLOCK_BOOTTIME) - (time.monotonic() - running.began)) * _TICKS)
+        return await asyncio.to_thread(kill_processes, first, running.name, since, concurrent, _KILL_S)
+
+    async def _set_pids_limit(self, pids: int) -> None:
+        def update(client: Any) -> None:
+            url = client._url("/containers/{0}/update", self._container)
+            client._raise_for_status(client._post_json(url, data={"PidsLimit": pids}))
+
+        await self._request(update)
+
+    async def _script_prints(self, word: bytes, argv: Sequence[str]) -> bool:
+        """Run a script and return whether it printed a word (without one, whether it ended)."""
+        output = b""
+        stream: Stream | None = None
+        try:
+            async with asyncio.timeout(_KILL_S):
+                _, stream = await self._engine.run(self._container, argv, self._user, self._env)
+                stream.end_input()
+                while not word or word not in output:
+                    pieces = await stream.pieces()
+                    if not pieces:
+                        break
+                    output += b"".join(piece for number, piece in pieces if number == STDOUT)
+        except TimeoutError:
+            return False
+        finally:
+            if stream is not None:
+                stream.close()
+        return word in output
+
+    async def _restart(self) -> None:
+        async with self._restarting:
+            if not self._keeps_files:
+                self.gone = (
+                    "the sandbox was abandoned: a command in it could not be killed, and its files are in memory"
+                )
+                await self._request(lambda client: client.kill(self._container))
+                raise SandboxDied(self.gone)
+            await self._engine.call(
+                lambda client: client.restart(self._container, timeout=0), what="the sandbox did not come back"
+            )
+
+
+def _no_folder(cwd: str) -> SandboxFileNotFound:
+    return SandboxFileNotFound(f"cwd {cwd!r} is not a folder in the sandbox, or is not accessible")
 
 
 async def _feed(stream: Stream, mark: bytes, stdin: bytes | IO[bytes] | None) -> None:

@@ -96,28 +96,12 @@ class Engine:
         except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
             raise otherwise(f"{what}: the container engine at {self.url} does not answer: {reason(error)}") from error
 
-    async def status(self, request: Callable[[Any], object], what: str) -> tuple[int, str]:
-        """Make a request; return 0, or status and reason of its refusal. Raises SandboxUnavailable."""
-
-        def attempt(client: Any) -> tuple[int, str]:
-            try:
-                request(client)
-            except docker.errors.APIError as error:
-                return int(error.status_code or 500), reason(error)
-            return 0, ""
-
-        outcome = await self.call(attempt, SandboxUnavailable, what)
-        assert outcome is not None
-        return outcome
-
-    async def run(
-        self, container: str, argv: Sequence[str], user: str, env: Mapping[str, str], *, has_input: bool = True
-    ) -> tuple[str, Stream]:
+    async def run(self, container: str, argv: Sequence[str], user: str, env: Mapping[str, str]) -> tuple[str, Stream]:
         """Start a command in a container; return its exec id and connection. Raises SandboxDied."""
 
         def begin(client: Any) -> tuple[str, Stream]:
             execution = client.exec_create(
-                container, list(argv), stdin=has_input, user=user, environment=[f"{k}={v}" for k, v in env.items()]
+                container, list(argv), stdin=True, user=user, environment=[f"{k}={v}" for k, v in env.items()]
             )
             return execution["Id"], _hijacked_stream(client.exec_start(execution["Id"], socket=True))
 

@@ -48,11 +48,9 @@ class Images:
             task.cancel()
         await asyncio.gather(*self._resolving.values(), return_exceptions=True)
 
-    async def build(self, folder: Path, tag: str | None = None) -> str:
-        """Build a folder's ``Dockerfile`` unless done; ``tag`` None derives a name. Raises SandboxUnavailable."""
-        if not (folder / "Dockerfile").is_file():
-            raise SandboxUnavailable(f"image {str(folder)!r} cannot be built: it has no Dockerfile")
-        name = tag or f"turnwise-built:{await asyncio.to_thread(_content_digest, folder)}"
+    async def _build(self, folder: Path) -> str:
+        """Build a folder's ``Dockerfile`` unless that is done."""
+        name = f"turnwise-built:{await asyncio.to_thread(_content_digest, folder)}"
 
         def build(client: Any) -> None:
             output: list[str] = []
@@ -64,9 +62,9 @@ class Images:
 
         return await self._make_once(name, build, f"building the image of {folder}")
 
-    async def import_root(self, source: Path, tag: str | None = None) -> str:
-        """Import a root file system unless that is done; ``tag`` None derives a name. Raises SandboxUnavailable."""
-        name = tag or f"turnwise-rootfs:{await asyncio.to_thread(_content_digest, source)}"
+    async def _import_root(self, source: Path) -> str:
+        """Import a root file system unless that is done."""
+        name = f"turnwise-rootfs:{await asyncio.to_thread(_content_digest, source)}"
 
         def load(client: Any) -> None:
             repository, _, version = name.rpartition(":")
@@ -101,8 +99,7 @@ class Images:
             )
 
         def pull(client: Any) -> None:
-            repository, _, tag = image.partition("@") if "@" in image else _split_tag(image)
-            for line in client.pull(repository, tag=tag, stream=True, decode=True):
+            for line in client.pull(image, stream=True, decode=True):
                 if "error" in line:
                     raise SandboxUnavailable(f"image {image!r} cannot be fetched: {line['error']}")
 
@@ -111,11 +108,10 @@ class Images:
 
     async def _from_path(self, path: Path) -> str:
         if path.is_dir() and (path / "Dockerfile").is_file():
-            return await self.build(path)
-        if path.name.endswith(_ARCHIVES) and path.is_file():
-            return await self.import_root(path)
-        if path.is_dir() and any((path / name).exists() for name in ("bin/sh", "usr/bin/sh")):
-            return await self.import_root(path)
+            return await self._build(path)
+        is_root = path.is_dir() and any((path / name).exists() for name in ("bin/sh", "usr/bin/sh"))
+        if is_root or (path.name.endswith(_ARCHIVES) and path.is_file()):
+            return await self._import_root(path)
         raise SandboxUnavailable(
             f"image {str(path)!r} is a path, but neither a folder with a Dockerfile, nor a root file system (a folder "
             f"with bin/sh, or an archive: {', '.join(_ARCHIVES)})"
@@ -129,12 +125,6 @@ class Images:
             allowed=(_NOT_FOUND,),
         )
         return image is not None
-
-
-def _split_tag(image: str) -> tuple[str, str, str]:
-    folder, slash, last_part = image.rpartition("/")
-    name, _, tag = last_part.partition(":")
-    return f"{folder}{slash}{name}", ":", tag or "latest"
 
 
 def _content_digest(path: Path) -> str:

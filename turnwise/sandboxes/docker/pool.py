@@ -21,7 +21,7 @@ from turnwise.sandboxes.docker.ownership import OWNER, SANDBOX, SNAPSHOT, Owner
 from turnwise.sandboxes.docker.settings import DockerOptions, container_settings
 
 _ABSENT: Final = (404, 409)
-_IN_USE: Final = 409
+_REFUSED: Final = range(400, 600)
 _REAPER_S: Final = 20.0
 _LAYER_REPOSITORY: Final = "turnwise-snapshot"
 _ARCHIVE_PREFIX: Final = "turnwise-files"
@@ -116,10 +116,8 @@ class ContainerPool:
 
     async def drop_snapshot(self, snapshot: str) -> None:
         """Remove a snapshot; one in use is removed when the backend closes."""
-        if self._snapshots.get(snapshot) == snapshot:
-            status = await self.remove_image(snapshot)
-            if status == _IN_USE:
-                return
+        if self._snapshots.get(snapshot) == snapshot and not await self.remove_image(snapshot):
+            return
         self._snapshots.pop(snapshot, None)
         if snapshot.startswith(_ARCHIVE_PREFIX):
             self._archive_path(snapshot).unlink(missing_ok=True)
@@ -132,12 +130,15 @@ class ContainerPool:
             allowed=_ABSENT,
         )
 
-    async def remove_image(self, image: str) -> int:
-        """Remove an image; return 0 or the engine's error status."""
-        status, _ = await self.engine.status(
-            lambda client: client.remove_image(image, force=True), f"image {image} was not removed"
+    async def remove_image(self, image: str) -> bool:
+        """Remove an image; return whether the engine did so."""
+        answer = await self.engine.call(
+            lambda client: client.remove_image(image, force=True),
+            SandboxUnavailable,
+            f"image {image} was not removed",
+            allowed=_REFUSED,
         )
-        return status
+        return answer is not None
 
     async def close(self) -> None:
         """Free everything; idempotent."""
@@ -161,8 +162,7 @@ class ContainerPool:
         async with self._starting_reaper:
             if self._reaper is None:
                 program = Path(__file__).with_name("reaper.py")
-                url = f"unix://{self.engine.socket_path}" if self.engine.socket_path else self.engine.url
-                argv = [sys.executable, "-I", "-S", str(program), url, f"{OWNER}={self.owner.token}"]
+                argv = [sys.executable, "-P", str(program), self.engine.url, f"{OWNER}={self.owner.token}"]
                 self._reaper = await asyncio.to_thread(
                     subprocess.Popen,
                     [*argv, str(os.getpid()), str(self.folder)],
@@ -172,7 +172,8 @@ class ContainerPool:
                     # Ctrl-C in the host's terminal must not reach it.
                     start_new_session=True,
                     cwd="/",
-                    env={},
+                    # It finds the docker SDK where this process does.
+                    env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if os.path.isabs(path))},
                 )
 
     def _archive_path(self, snapshot: str) -> Path:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 from typing import Final
 
+from turnwise.errors import SandboxDied
 from turnwise.sandboxes.core import MAX_OUTPUT, SandboxProcess
-from turnwise.sandboxes.docker.streams import Stream
+from turnwise.sandboxes.docker.commands import Commands, RunningCommand
 
 _MIN_POLL: Final = 0.02
 _MAX_POLL: Final = 0.5
@@ -17,19 +17,12 @@ _MAX_POLL: Final = 0.5
 class DockerProcess(SandboxProcess):
     """A spawned command and its connection; ``first`` is output that arrived with its start."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        first: bytes,
-        exit_code: Callable[[], Awaitable[int | None]],
-        interrupt: Callable[[], Awaitable[None]],
-        kill: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._stream = stream
+    def __init__(self, commands: Commands, running: RunningCommand, first: bytes) -> None:
+        assert running.stream is not None
+        self._commands = commands
+        self._running = running
+        self._stream = running.stream
         self._output = bytearray(first)
-        self._exit_code = exit_code
-        self._interrupt = interrupt
-        self._kill = kill
         self._input_open = True
         self._code: int | None = None
 
@@ -60,18 +53,18 @@ class DockerProcess(SandboxProcess):
     async def interrupt(self) -> None:
         """Send SIGINT to its process group."""
         if self._code is None:
-            await self._interrupt()
+            await self._commands.interrupt(self._running)
 
     async def kill(self) -> None:
         """Kill it with all its processes."""
-        with contextlib.suppress(OSError):
-            await self._kill()
+        with contextlib.suppress(OSError, SandboxDied):
+            await self._commands.end(self._running)
 
     async def wait(self) -> int:
         """Wait for its end by polling the engine, since its streams may stay open longer."""
         pause = _MIN_POLL
         while self._code is None:
-            self._code = await self._exit_code()
+            self._code = await self._commands.exit_code(self._running)
             if self._code is None:
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.5, _MAX_POLL)

@@ -39,7 +39,7 @@ from turnwise.sandboxes.core import (
     check_count,
 )
 from turnwise.sandboxes.docker import scripts
-from turnwise.sandboxes.docker.commands import CommandKiller, Commands
+from turnwise.sandboxes.docker.commands import Commands
 from turnwise.sandboxes.docker.pool import ContainerPool
 from turnwise.sandboxes.docker.process import DockerProcess
 from turnwise.sandboxes.docker.settings import HOME, TMP, user_of
@@ -125,13 +125,9 @@ class DockerSandbox(Sandbox):
     ) -> ExecResult:
         """Run a command to its end."""
         began = time.monotonic()
-        code, out, err = await self._commands_or_raise().run(
-            command,
-            self._inside(cwd),
-            lambda mark: (Output(mark, max_output), Output(mark, max_output)),
-            env=env or {},
-            stdin=stdin,
-            timeout=timeout,
+        out, err = Output(max_output), Output(max_output)
+        code = await self._commands_or_raise().run(
+            command, self._inside(cwd), out, err, env=env or {}, stdin=stdin, timeout=timeout
         )
         return ExecResult(
             exit_code=_TIMED_OUT if code is None else code,
@@ -148,22 +144,15 @@ class DockerSandbox(Sandbox):
         """Start a long-running command."""
         commands = self._commands_or_raise()
         running, output = await commands.spawn(command, self._inside(cwd), env or {})
-        stream = running.stream
-        assert stream is not None
-
-        async def kill() -> None:
-            with contextlib.suppress(SandboxDied):
-                await commands.end(running)
-
-        process = DockerProcess(
-            stream, output, lambda: commands.exit_code(running), lambda: commands.interrupt(running), kill
-        )
+        process = DockerProcess(commands, running, output)
         self._processes.append(process)
         return process
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
         """Return a file's content."""
-        out = await self._run_script(path, scripts.READ_FILE, str(max_bytes + 1), keep=max_bytes + 1)
+        # At twice the expected size nothing is cut.
+        out = Output(2 * max_bytes + 2)
+        await self._run_script(path, scripts.READ_FILE, str(max_bytes + 1), out=out)
         data = out.data
         if len(data) > max_bytes:
             raise SandboxFileTooLarge(f"{path!r} in the sandbox holds more than max_bytes={max_bytes}")
@@ -267,7 +256,7 @@ class DockerSandbox(Sandbox):
             SandboxStartError,
             f"sandbox {self.id} of image {settings['Image']!r} did not start (an image needs /bin/sh)",
         )
-        killer = CommandKiller(
+        self._commands = Commands(
             self._engine,
             self.id,
             f"{user[0]}:{user[1]}",
@@ -275,7 +264,6 @@ class DockerSandbox(Sandbox):
             pids=spec.limits.pids,
             keeps_files=not in_memory,
         )
-        self._commands = Commands(killer)
         if in_memory:
             await self._restore_files()
 
@@ -318,11 +306,9 @@ class DockerSandbox(Sandbox):
         return [folder.strip("/") for folder in (self.spec.workdir, TMP, HOME)]
 
     async def _pack(self, source: str, packed: IO[bytes], max_bytes: int, *names: str) -> None:
-        def outputs(mark: bytes) -> tuple[Output, Output]:
-            return _SpoolOutput(mark, packed, max_bytes + archives.HEADERS), Output(mark)
-
+        out = _SpoolOutput(packed, max_bytes + archives.HEADERS)
         try:
-            await self._run_script(source, scripts.PACK, *names, outputs=outputs, timeout=_ARCHIVE_S)
+            await self._run_script(source, scripts.PACK, *names, out=out, timeout=_ARCHIVE_S)
         except _OutputTooLarge as error:
             raise SandboxFileTooLarge(f"{source!r} in the sandbox holds more than max_bytes={max_bytes}") from error
         packed.seek(0)
@@ -333,23 +319,16 @@ class DockerSandbox(Sandbox):
         text: str,
         *arguments: str,
         stdin: bytes | IO[bytes] | None = None,
-        keep: int = MAX_OUTPUT,
         timeout: float = _FILE_S,
-        outputs: Callable[[bytes], tuple[Output, Output]] | None = None,
-    ) -> Output:
+        out: Output | None = None,
+    ) -> None:
         if "\0" in path:
             raise SandboxFileError(f"{path!r} is not a path")
-        code, out, err = await self._commands_or_raise().run(
-            scripts.script(text, self._inside(path), *arguments),
-            "/",
-            # At twice the expected size nothing is cut.
-            outputs or (lambda mark: (Output(mark, 2 * keep), Output(mark))),
-            env={},
-            stdin=stdin,
-            timeout=timeout,
-        )
+        out, err = out or Output(), Output()
+        command = scripts.script(text, self._inside(path), *arguments)
+        code = await self._commands_or_raise().run(command, "/", out, err, env={}, stdin=stdin, timeout=timeout)
         if code == 0:
-            return out
+            return
         errors = re.sub(r"^turnwise: (line \d+: |\d+: )?", "", err.data.decode("utf-8", "replace").strip())
         if code == scripts.NOT_FOUND:
             raise SandboxFileNotFound(f"there is no {path!r} in the sandbox")
@@ -396,12 +375,13 @@ class _OutputTooLarge(Exception):
 class _SpoolOutput(Output):
     """An output that is written to a file, up to a limit."""
 
-    def __init__(self, mark: bytes, file: IO[bytes], limit: int) -> None:
-        super().__init__(mark)
+    def __init__(self, file: IO[bytes], limit: int) -> None:
+        super().__init__()
         self._file = file
         self._remaining = limit
 
-    def _append(self, data: bytes) -> None:
+    def add(self, data: bytes) -> None:
+        """Write bytes."""
         self._remaining -= len(data)
         if self._remaining < 0:
             raise _OutputTooLarge

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from turnwise.errors import ConfigError, SandboxUnavailable
+from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.core import SandboxSpec
 from turnwise.sandboxes.docker.ownership import RESERVED
 from turnwise.sandboxes.docker.scripts import PID_1
@@ -59,21 +59,6 @@ class DockerOptions(BaseModel):
         if parse_user(value) is None:
             raise ValueError("write root, or numeric ids: 1000 or 1000:1000")
         return value
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> DockerOptions:
-        """Validate options. Raises ConfigError."""
-        try:
-            return cls(**options)
-        except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')} "
-                f"(it is {problem['input']!r})"
-                for problem in error.errors()
-            )
-            raise ConfigError(
-                f"sandbox.config of 'docker': {problems}. Its keys: {', '.join(cls.model_fields)}"
-            ) from error
 
 
 def parse_user(user: str) -> tuple[int, int] | None:

@@ -9,7 +9,8 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from turnwise.sandboxes.core import MAX_OUTPUT, HeadTailBuffer
+from turnwise.sandboxes.core import MAX_OUTPUT
+from turnwise.sandboxes.output import HeadTailBuffer
 
 _CHUNK: Final = 65_536
 _HEADER: Final = struct.Struct(">BxxxL")
@@ -45,51 +46,39 @@ class Demux:
         return pieces
 
 
-class Output:
-    """The bounded output of a stream up to its end marker ``mark``; ``end`` is the text after the marker."""
+class Output(HeadTailBuffer):
+    """The bounded output of a stream up to the end marker ``mark``; ``end`` is the text after the marker."""
 
-    def __init__(self, mark: bytes, max_bytes: int = MAX_OUTPUT) -> None:
+    def __init__(self, max_bytes: int = MAX_OUTPUT) -> None:
+        super().__init__(max_bytes)
+        self.mark = b""
         self.end: str | None = None
-        self._mark = mark + b":"
         self._waiting = bytearray()
-        self._buffer = HeadTailBuffer(max_bytes)
 
     def feed(self, data: bytes) -> None:
         """Append bytes; those after the end marker are dropped."""
         if self.end is not None:
             return
         self._waiting += data
-        at = self._waiting.find(self._mark)
+        mark = self.mark + b":"
+        at = self._waiting.find(mark)
         if at < 0:
             # The end of the data may be the beginning of the marker.
-            complete = len(self._waiting) - len(self._mark) + 1
+            complete = len(self._waiting) - len(mark) + 1
             if complete > 0:
-                self._append(bytes(self._waiting[:complete]))
+                self.add(bytes(self._waiting[:complete]))
                 del self._waiting[:complete]
             return
-        text, line_end, _ = bytes(self._waiting[at + len(self._mark) :]).partition(b"\n")
+        text, line_end, _ = bytes(self._waiting[at + len(mark) :]).partition(b"\n")
         if line_end:
-            self._append(bytes(self._waiting[:at]))
+            self.add(bytes(self._waiting[:at]))
             self._waiting.clear()
             self.end = text.decode("ascii", "replace")
 
     def finish(self) -> None:
         """Flush pending bytes: no more will come."""
-        self._append(bytes(self._waiting))
+        self.add(bytes(self._waiting))
         self._waiting.clear()
-
-    @property
-    def truncated(self) -> bool:
-        """Whether output is missing."""
-        return self._buffer.truncated
-
-    @property
-    def data(self) -> bytes:
-        """The kept output, with a line that counts the missing bytes."""
-        return self._buffer.data
-
-    def _append(self, data: bytes) -> None:
-        self._buffer.add(data)
 
 
 class Stream:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import e2b
 
 from turnwise.errors import SandboxDied, SandboxError, SandboxFileNotFound, SandboxStartError, SandboxUnavailable
+from turnwise.sandboxes import output
 from turnwise.sandboxes.core import MAX_OUTPUT, SandboxProcess
 
 _GONE = (e2b.SandboxNotFoundException, e2b.SandboxNotRunningException)
@@ -50,7 +51,7 @@ def start_errors(what: str) -> Iterator[None]:
         raise SandboxStartError(f"E2B did not start {what}: {type(error).__name__}: {error}") from error
 
 
-_GUEST: Final = (Path(__file__).parent / "guest.py").read_text()
+_GUEST: Final = "\n".join(Path(path).read_text() for path in (output.__file__, Path(__file__).parent / "guest.py"))
 _CHUNK: Final = 196_608
 """Bytes of input that are sent in one request."""
 _GRACE_S: Final = 15.0

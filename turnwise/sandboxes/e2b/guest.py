@@ -13,9 +13,14 @@ import pwd
 import resource
 import selectors
 import signal
+import subprocess
 import sys
 import time
 from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from turnwise.sandboxes.output import HeadTailBuffer
 
 CHUNK = 49_152
 
@@ -26,7 +31,10 @@ class Guest:
     def __init__(self, request: dict[str, Any], rest: bytes) -> None:
         self.request = request
         self.control = rest
-        self.outputs: dict[int, Output] = {}
+        self.streams: dict[int, str] = {}
+        self.buffers: dict[str, HeadTailBuffer] = {}
+        if request["max_output"] is not None:
+            self.buffers = {kind: HeadTailBuffer(request["max_output"]) for kind in "oe"}
         self.pending = bytearray()
         self.closing = False
         self.input: int | None = None
@@ -37,71 +45,63 @@ class Guest:
 
     def start(self) -> str:
         """Start the command; return an error or an empty text."""
-        child_in, self.input = os.pipe()
-        report_reader, report = os.pipe()
-        ends = {}
-        for kind in ("o",) if self.request["merged"] else ("o", "e"):
-            reading, ends[kind] = os.pipe()
-            os.set_blocking(reading, False)
-            self.outputs[reading] = Output(kind, self.request["max_output"])
-            self.poll.register(reading, selectors.EVENT_READ)
+        request = self.request
+        try:
+            user = pwd.getpwnam(request["user"])
+        except KeyError:
+            return "user"
+        env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+        env.update(HOME=user.pw_dir, USER=user.pw_name, LOGNAME=user.pw_name)
         waking, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.poll.register(waking, selectors.EVENT_READ)
-        self.pid = os.fork()
-        if self.pid == 0:
-            self.exec_command(child_in, ends["o"], ends.get("e", ends["o"]), report)
-        for descriptor in (child_in, report, *ends.values()):
-            os.close(descriptor)
-        os.set_blocking(self.input, False)
-        problem = os.read(report_reader, 100).decode()
-        if self.request["stdin_file"]:
-            os.close(self.input)
-            self.input = None
-            os.unlink(self.request["stdin_file"])
-        return problem
+        stdin = subprocess.PIPE
+        if request["stdin_file"]:
+            stdin = os.open(request["stdin_file"], os.O_RDONLY)
+            os.unlink(request["stdin_file"])
 
-    def exec_command(self, stdin: int, stdout: int, stderr: int, report: int) -> None:
-        """Exec the command in the forked child, or report why not."""
-        request, problem = self.request, "cwd"
-        try:
-            os.setsid()
-            for number in (signal.SIGPIPE, signal.SIGCHLD, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
-            if request["stdin_file"]:
-                stdin = os.open(request["stdin_file"], os.O_RDONLY)
-            for source, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
-                os.dup2(source, target)
+        def enter() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             for name, bound in request["limits"].items():
-                kind = getattr(resource, name)
-                hard = resource.getrlimit(kind)[1]
-                bound = bound if hard == resource.RLIM_INFINITY or os.getuid() == 0 else min(bound, hard)
-                resource.setrlimit(kind, (bound, bound))
-            env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
-            if os.getuid() == 0 and request["user"]:
-                problem = "user"
-                entry = pwd.getpwnam(request["user"])
-                os.initgroups(entry.pw_name, entry.pw_gid)
-                os.setgid(entry.pw_gid)
-                os.setuid(entry.pw_uid)
-                env.update(HOME=entry.pw_dir, USER=entry.pw_name, LOGNAME=entry.pw_name)
-                problem = "cwd"
-            env.setdefault("HOME", "/")
-            env.update(request["env"])
+                resource.setrlimit(getattr(resource, name), (bound, bound))
+            os.initgroups(user.pw_name, user.pw_gid)
+            os.setgid(user.pw_gid)
+            os.setuid(user.pw_uid)
             os.umask(0o022)
             os.chdir(request["cwd"])
-            problem = "missing"
-            os.execvpe(request["argv"][0], request["argv"], env)
-        except (OSError, KeyError, ValueError) as error:
-            os.write(report, problem.encode())
-            if problem == "missing":
-                os.write(2, f"{request['argv'][0]}: {error}\n".encode())
-        os._exit(127)
+
+        try:
+            process = subprocess.Popen(
+                request["argv"],
+                bufsize=0,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if request["merged"] else subprocess.PIPE,
+                env={**env, **request["env"]},
+                start_new_session=True,
+                preexec_fn=enter,  # noqa: PLW1509 - this process has one thread
+            )
+        except subprocess.SubprocessError:  # of the steps before the command only its folder may be missing
+            return "cwd"
+        except (OSError, ValueError) as error:
+            self.status = 127
+            self.add("o" if request["merged"] else "e", f"{request['argv'][0]}: {error}\n".encode())
+            return "missing"
+        self.process = process
+        for kind, stream in (("o", process.stdout), ("e", process.stderr)):
+            if stream is not None:
+                os.set_blocking(stream.fileno(), False)
+                self.streams[stream.fileno()] = kind
+                self.poll.register(stream.fileno(), selectors.EVENT_READ)
+        if process.stdin is not None:
+            self.input = process.stdin.fileno()
+            os.set_blocking(self.input, False)
+        return ""
 
     def run(self) -> None:
-        """Relay until the command has ended or timed out."""
+        """Relay until the command has ended or timed out, then send what is in its pipes."""
         self.poll.register(0, selectors.EVENT_READ)
         self.handle_orders(b"")
         while self.status is None:
@@ -113,11 +113,23 @@ class Guest:
             for key, events in self.poll.select(remaining):
                 self.handle(int(key.fd), events)
             self.reap()
-        self.drain()
+        for descriptor in list(self.streams):
+            while self.read(descriptor):
+                pass
+        for kind, buffer in self.buffers.items():
+            send(kind, buffer.data)
+        cut = any(buffer.truncated for buffer in self.buffers.values())
+        send_record("x", {"code": 124 if self.timed_out else self.status, "timed_out": self.timed_out, "cut": cut})
+        for descriptor in self.streams:
+            # Later output of background processes is read, so that they neither block nor fail.
+            os.set_blocking(descriptor, True)
+            subprocess.Popen(
+                ["cat"], stdin=descriptor, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            )
 
     def handle(self, descriptor: int, events: int) -> None:
         """Handle a ready descriptor."""
-        if descriptor in self.outputs:
+        if descriptor in self.streams:
             self.read(descriptor)
         elif descriptor == self.input and events & selectors.EVENT_WRITE:
             self.feed()
@@ -136,12 +148,18 @@ class Guest:
         except BlockingIOError:
             return False
         if data:
-            self.outputs[descriptor].add(data)
+            self.add(self.streams[descriptor], data)
         else:
             self.poll.unregister(descriptor)
-            self.outputs.pop(descriptor).end()
-            os.close(descriptor)
+            del self.streams[descriptor]
         return bool(data)
+
+    def add(self, kind: str, data: bytes) -> None:
+        """Keep output until the command's end, or send it at once if it is not bounded."""
+        if self.buffers:
+            self.buffers[kind].add(data)
+        else:
+            send(kind, data)
 
     def handle_orders(self, data: bytes) -> None:
         """Execute the host's lines."""
@@ -153,7 +171,7 @@ class Guest:
                 self.closing = True
             elif line == b"i":
                 with contextlib.suppress(OSError):
-                    os.killpg(self.pid, signal.SIGINT)
+                    os.killpg(self.process.pid, signal.SIGINT)
             elif line == b"k":
                 self.kill()
         self.feed()
@@ -175,7 +193,7 @@ class Guest:
         if self.input in self.poll.get_map():
             self.poll.unregister(self.input)
         if self.closing:
-            os.close(self.input)
+            self.process.stdin.close()
             self.input = None
 
     def reap(self) -> bool:
@@ -187,7 +205,7 @@ class Guest:
                 return False
             if pid == 0:
                 return True
-            if pid == self.pid:
+            if pid == self.process.pid:
                 code = os.waitstatus_to_exitcode(status)
                 self.status = code if code >= 0 else 128 - code
 
@@ -199,74 +217,6 @@ class Guest:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.002)
-
-    def drain(self) -> None:
-        """Read what is in the pipes now."""
-        for descriptor in list(self.outputs):
-            while self.read(descriptor):
-                pass
-        cut = any(output.end() for output in outputs)
-        send_record("x", {"code": 124 if self.timed_out else self.status, "timed_out": self.timed_out, "cut": cut})
-        if self.outputs and os.fork() == 0:
-            self.discard_outwrite_line()
-
-    def discard_outwrite_line(self) -> None:
-        """Drain later background output, so that its writers neither block nor fail."""
-        os.setsid()
-        poll = selectors.DefaultSelector()
-        for descriptor in (0, 1, 2):
-            os.close(descriptor)
-        for descriptor in self.outputs:
-            poll.register(descriptor, selectors.EVENT_READ)
-        while poll.get_map():
-            for key, _ in poll.select():
-                try:
-                    if not os.read(int(key.fd), CHUNK):
-                        poll.unregister(key.fd)
-                except BlockingIOError:
-                    pass
-
-
-outputs: "list[Output]" = []
-
-
-class Output:
-    """One stream: its head is sent at once, its tail at the end."""
-
-    def __init__(self, kind: str, limit: int | None) -> None:
-        self.kind = kind
-        self.limit = limit
-        self.head = 0 if limit is None else limit // 2
-        self.tail = bytearray()
-        self.missing = 0
-        self.cut = False
-        outputs.append(self)
-
-    def add(self, data: bytes) -> None:
-        """Send what belongs to the head and buffer the tail."""
-        if self.limit is None:
-            send(self.kind, data)
-            return
-        first, rest = data[: self.head], data[self.head :]
-        self.head -= len(first)
-        if first:
-            send(self.kind, first)
-        self.tail += rest
-        excess = len(self.tail) - (self.limit - self.limit // 2)
-        if excess > 0:
-            self.missing += excess
-            del self.tail[:excess]
-
-    def end(self) -> bool:
-        """Send the tail; return whether bytes are missing."""
-        if self.missing:
-            send(self.kind, b"\n[%d bytes are missing here]\n" % self.missing)
-        if self.tail:
-            send(self.kind, bytes(self.tail))
-            self.tail.clear()
-        self.cut = self.cut or self.missing > 0
-        self.missing = 0
-        return self.cut
 
 
 def descendants() -> list[int]:

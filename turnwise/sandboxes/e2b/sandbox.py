@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, ClassVar, Final, Protocol
+from typing import IO, ClassVar, Final
 
 import e2b
 
@@ -32,7 +32,6 @@ from turnwise.sandboxes.archives import HEADERS, pack, unpack
 from turnwise.sandboxes.core import (
     MAX_FILE,
     MAX_OUTPUT,
-    Capabilities,
     Command,
     ExecResult,
     Sandbox,
@@ -40,6 +39,7 @@ from turnwise.sandboxes.core import (
     SandboxSpec,
     check_count,
 )
+from turnwise.sandboxes.e2b.account import E2BAccount
 from turnwise.sandboxes.e2b.command import CommandRequest, E2BProcess, RunningCommand, sdk_errors, start_errors
 
 _GUEST_PROGRAM: Final = "\n".join(
@@ -54,33 +54,17 @@ _GRACE_S: Final = 20.0
 """Seconds after its timeout in which the guest program must end a command, before the host does."""
 
 
-class E2BHost(Protocol):
-    """The part of its backend that a sandbox uses."""
-
-    template: str | None
-    user: str
-    lifetime: int
-    snapshots: set[str]
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Isolation and features of all sandboxes."""
-
-    async def create(self, template: str | None, *, labels: Mapping[str, str], network: bool) -> e2b.AsyncSandbox:
-        """Create a sandbox of a template or a snapshot; None is E2B's default."""
-
-
 class E2BSandbox(Sandbox):
     """One sandbox in E2B's cloud, or of a server with its protocol."""
 
     backend: ClassVar[str] = "e2b"
 
-    def __init__(self, spec: SandboxSpec, backend: E2BHost) -> None:
+    def __init__(self, spec: SandboxSpec, account: E2BAccount) -> None:
         self.spec = spec
-        self.capabilities = backend.capabilities
+        self.capabilities = account.capabilities
         self.id = f"e2b-{uuid.uuid4().hex[:16]}"
-        self._backend = backend
-        self._user = spec.user or backend.user
+        self._account = account
+        self._user = spec.user or account.options.user
         self._sdk: e2b.AsyncSandbox | None = None
         self._closed = False
         self._running: set[RunningCommand] = set()
@@ -184,7 +168,7 @@ class E2BSandbox(Sandbox):
         """Snapshot the files."""
         with sdk_errors(self.id):
             snapshot = await self._live().create_snapshot(mode="filesystem")
-        self._backend.snapshots.add(str(snapshot.snapshot_id))
+        self._account.snapshots.add(str(snapshot.snapshot_id))
         return str(snapshot.snapshot_id)
 
     async def fork(self, count: int = 1) -> list[E2BSandbox]:
@@ -215,7 +199,7 @@ class E2BSandbox(Sandbox):
             while len(forks) < count and not failures:
                 batch = min(_FORKS_PER_REQUEST, count - len(forks))
                 with sdk_errors(self.id):
-                    answers = await sdk.fork(timeout=self._backend.lifetime, count=batch)
+                    answers = await sdk.fork(timeout=self._account.options.lifetime, count=batch)
                 failures = [answer for answer in answers if isinstance(answer, Exception)]
                 forks += [self._adopt(answer) for answer in answers if isinstance(answer, e2b.AsyncSandbox)]
         if failures:
@@ -225,7 +209,7 @@ class E2BSandbox(Sandbox):
         return forks
 
     def _adopt(self, sdk: e2b.AsyncSandbox) -> E2BSandbox:
-        fork = E2BSandbox(self.spec, self._backend)
+        fork = E2BSandbox(self.spec, self._account)
         fork._sdk, fork.id = sdk, sdk.sandbox_id
         fork.start_slots = self.start_slots
         fork._refreshing = asyncio.create_task(fork._keep_alive(sdk))
@@ -237,16 +221,16 @@ class E2BSandbox(Sandbox):
         return self._sdk
 
     async def _create(self) -> e2b.AsyncSandbox:
-        template = self.spec.snapshot or self.spec.image or self._backend.template
+        template = self.spec.snapshot or self.spec.image or self._account.options.template
         with start_errors(f"template or snapshot {template!r}" if template else "default template"):
-            return await self._backend.create(template, labels=self.spec.labels, network=self.spec.limits.network)
+            return await self._account.create(template, labels=self.spec.labels, network=self.spec.limits.network)
 
     async def _keep_alive(self, sdk: e2b.AsyncSandbox) -> None:
         """Extend its lifetime while this process lives; without refreshes E2B kills it."""
         while True:
-            await asyncio.sleep(self._backend.lifetime / 3)
+            await asyncio.sleep(self._account.options.lifetime / 3)
             with contextlib.suppress(SandboxError), sdk_errors(self.id):
-                await sdk.set_timeout(self._backend.lifetime)
+                await sdk.set_timeout(self._account.options.lifetime)
 
     def _check_uploads(self) -> None:
         """Check uploads before anything is created."""

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from turnwise.errors import SandboxDied
-from turnwise.sandboxes.core import MAX_OUTPUT, HeadTailBuffer, SandboxProcess
+from turnwise.sandboxes.core import MAX_OUTPUT, SandboxProcess
 from turnwise.sandboxes.local.channel import Channel, Request
+from turnwise.sandboxes.output import HeadTailBuffer
 
 KILL_SECONDS: Final = 30.0
 """Seconds for an agent to kill a tree of processes; a slower agent counts as dead."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from turnwise.errors import SandboxError
-from turnwise.sandboxes.core import HeadTailBuffer, SandboxProcess
+from turnwise.sandboxes.core import SandboxProcess
+from turnwise.sandboxes.output import HeadTailBuffer
 
 _LONGEST_TAIL: Final = 64 * 1024
 """Bytes that may follow a marker in its line."""
