@@ -44,17 +44,31 @@ def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0,
     stream.write(bytes(2 * _BLOCK))
 
 
-def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: str) -> None:
-    """Extract one member without special permission bits, as ``tarfile``'s filter ``tar``. Raises OSError."""
+def extract_archive(stream: IO[bytes], folder: str) -> None:
+    """Extract an archive into a folder without special permission bits, as ``tarfile``'s filter ``tar``.
+
+    A file or link in the way is replaced, a folder merged. Raises OSError, also for what is no archive.
+    """
+    os.makedirs(folder, exist_ok=True)
     top = os.path.realpath(folder)
-    destination = os.path.realpath(os.path.join(top, member.name))
-    if os.path.commonpath((destination, top)) != top:  # a folder of that name is a link that leads elsewhere
-        raise OSError(errno.EINVAL, f"{member.name!r} points outside the folder that it is unpacked into")
-    member.mode &= 0o755
-    if hasattr(tarfile, "fully_trusted_filter"):
-        archive.extract(member, folder, numeric_owner=True, filter="fully_trusted")
-    else:
-        archive.extract(member, folder, numeric_owner=True)
+    trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+    try:
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            for member in archive:
+                target = os.path.join(folder, member.name)
+                if os.path.islink(target) or (os.path.isfile(target) and not member.isdir()):
+                    os.unlink(target)
+                destination = os.path.realpath(os.path.join(top, member.name))
+                if (
+                    os.path.commonpath((destination, top)) != top
+                ):  # a folder of that name is a link that leads elsewhere
+                    raise OSError(errno.EINVAL, f"{member.name!r} points outside the folder that it is unpacked into")
+                member.mode &= 0o755
+                archive.extract(member, folder, numeric_owner=True, **trusted)
+        while stream.read(_CHUNK):
+            pass
+    except tarfile.TarError as error:
+        raise OSError(errno.EINVAL, f"it is not an archive: {error}") from error
 
 
 def _add_entry(path: str, name: str, stream: IO[bytes], uid: int, gid: int) -> list[str]:

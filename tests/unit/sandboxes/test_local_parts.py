@@ -157,7 +157,7 @@ async def test_collector_keeps_head_and_tail_and_counts_missing_bytes() -> None:
     async with asyncio.timeout(5):
         await stream.done
     assert stream.truncated
-    assert stream.result() == data[:5] + b"\n[250 bytes are missing here]\n" + data[-5:]
+    assert stream.data == data[:5] + b"\n[250 bytes are missing here]\n" + data[-5:]
 
 
 def test_reaping_removes_folders_of_dead_hosts_only(tmp_path: Path) -> None:

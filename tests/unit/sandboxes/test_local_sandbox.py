@@ -118,7 +118,7 @@ def test_checkout_and_interpreter_work_in_any_folder(links: bool) -> None:
 async def test_unexpected_error_of_a_file_request_is_reported() -> None:
     async with backend() as local, open_sandbox(local) as sandbox:
         assert isinstance(sandbox, LocalSandbox)
-        request = await sandbox._alive().request({"op": "write", "path": "no stream", "mode": None})
+        request = sandbox._alive().request({"op": "write", "path": "no stream", "mode": None})
         with pytest.raises(RequestRefused, match=r"^IndexError: "):
             await request.exit_status
 

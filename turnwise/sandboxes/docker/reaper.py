@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from typing import Any
 
 import docker
 import docker.errors
@@ -21,7 +22,7 @@ _CLEAN_ROUNDS = 2
 
 def remove_labelled(url: str, label: str) -> int:
     """Remove everything with a label; return the count."""
-    client = docker.APIClient(base_url=url, version="auto", timeout=60)
+    client: Any = docker.APIClient(base_url=url, version="auto", timeout=60)
     filters = {"label": [label]}
     count = 0
     for rows, remove in (

@@ -84,16 +84,17 @@ class CommandEnd:
     cut: bool
 
 
-class RunningCommand:
-    """A running command; created by :meth:`start`.
+class E2BProcess(SandboxProcess):
+    """A command; created by :meth:`start`.
 
-    ``output`` holds its output by stream (``o``, ``e``); for a spawned command ``pieces`` holds it until read, None at
-    the end.
+    ``output`` holds its output by stream (``o``, ``e``); that of a spawned command waits in a queue until it is read.
     """
 
     def __init__(self, name: str, *, live: bool) -> None:
         self.output: dict[str, bytearray] = {"o": bytearray(), "e": bytearray()}
-        self.pieces: asyncio.Queue[bytes | None] | None = asyncio.Queue(_READ_AHEAD) if live else None
+        self._pieces: asyncio.Queue[bytes | None] | None = asyncio.Queue(_READ_AHEAD) if live else None
+        self._read_to_end = False
+        self._input_open = True
         self._name = name
         self._handle: Any = None
         self._line = self._errors = ""
@@ -103,7 +104,7 @@ class RunningCommand:
         self._watching: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, sdk: e2b.AsyncSandbox, request: CommandRequest, *, live: bool = False) -> RunningCommand:
+    async def start(cls, sdk: e2b.AsyncSandbox, request: CommandRequest, *, live: bool = False) -> E2BProcess:
         """Start a command. Raises SandboxFileNotFound (cwd, spawned program), SandboxError or SandboxDied."""
         running = cls(sdk.sandbox_id, live=live)
         with sdk_errors(running._name):
@@ -137,18 +138,42 @@ class RunningCommand:
             raise
         return running
 
-    async def feed(self, data: bytes) -> None:
-        """Write input. Raises BrokenPipeError."""
+    async def write(self, data: bytes) -> None:
+        """Write to its input."""
         for at in range(0, len(data), _CHUNK):
-            if self._ended.done():
-                raise BrokenPipeError("the command has ended")
+            if not self._input_open or self.over:
+                raise BrokenPipeError("the command has ended, or its input is closed")
             await self._send(b"d " + base64.b64encode(data[at : at + _CHUNK]) + b"\n")
 
-    async def send_order(self, order: str) -> None:
-        """Close its input (``c``), interrupt (``i``) or kill it (``k``); a no-op after its end."""
-        if not self._ended.done():
-            with contextlib.suppress(BrokenPipeError):
-                await self._send(order.encode() + b"\n")
+    async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
+        """Return output as soon as there is any."""
+        assert self._pieces is not None
+        unread = self.output["o"]
+        while not unread and not self._read_to_end:
+            piece = await self._pieces.get()
+            self._read_to_end = piece is None
+            unread += piece or b""
+        data = bytes(unread[:max_bytes])
+        del unread[:max_bytes]
+        return data
+
+    async def close_stdin(self) -> None:
+        """Close its input."""
+        if self._input_open:
+            self._input_open = False
+            await self._send_order(b"c\n")
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to its process group."""
+        await self._send_order(b"i\n")
+
+    async def kill(self) -> None:
+        """Kill it with all its processes."""
+        await self._send_order(b"k\n")
+
+    async def wait(self) -> int:
+        """Wait for its end and return its exit code."""
+        return (await self.result()).code
 
     async def result(self) -> CommandEnd:
         """Wait for its end. Raises SandboxDied."""
@@ -163,7 +188,7 @@ class RunningCommand:
         """Kill it with all its processes, ignoring errors."""
         with contextlib.suppress(SandboxError, TimeoutError):
             async with asyncio.timeout(_GRACE_S):
-                await self.send_order("k")
+                await self.kill()
                 await self.result()
         with contextlib.suppress(SandboxError, TimeoutError):
             async with asyncio.timeout(_GRACE_S):
@@ -179,9 +204,14 @@ class RunningCommand:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # it may have no waiter
-        if self.pieces is not None:
+        if self._pieces is not None:
             with contextlib.suppress(asyncio.QueueFull):
-                self.pieces.put_nowait(None)
+                self._pieces.put_nowait(None)
+
+    async def _send_order(self, order: bytes) -> None:
+        if not self.over:
+            with contextlib.suppress(BrokenPipeError):
+                await self._send(order)
 
     async def _send(self, data: bytes) -> None:
         try:
@@ -222,60 +252,13 @@ class RunningCommand:
             kind, _, rest = line.partition(" ")
             if kind in self.output:
                 data = base64.b64decode(rest)
-                if self.pieces is None:
+                if self._pieces is None:
                     self.output[kind] += data
                 else:
-                    await self.pieces.put(data)
+                    await self._pieces.put(data)
             elif kind == "s" and not self._started.done():
                 self._started.set_result(json.loads(rest))
             elif kind == "x" and not self._ended.done():
                 self._ended.set_result(CommandEnd(**json.loads(rest)))
-                if self.pieces is not None:
-                    await self.pieces.put(None)
-
-
-class E2BProcess(SandboxProcess):
-    """A spawned command."""
-
-    def __init__(self, running: RunningCommand) -> None:
-        self._running = running
-        self._unread = bytearray()
-        self._done = False
-        self._open = True
-
-    async def write(self, data: bytes) -> None:
-        """Write to its input."""
-        if not self._open or self._running.over:
-            raise BrokenPipeError("the command has ended, or its input is closed")
-        await self._running.feed(data)
-
-    async def read(self, max_bytes: int = MAX_OUTPUT) -> bytes:
-        """Return output as soon as there is any."""
-        assert self._running.pieces is not None
-        while not self._unread and not self._done:
-            piece = await self._running.pieces.get()
-            if piece is None:
-                self._done = True
-            else:
-                self._unread += piece
-        data = bytes(self._unread[:max_bytes])
-        del self._unread[:max_bytes]
-        return data
-
-    async def close_stdin(self) -> None:
-        """Close its input."""
-        if self._open:
-            self._open = False
-            await self._running.send_order("c")
-
-    async def interrupt(self) -> None:
-        """Send SIGINT to its process group."""
-        await self._running.send_order("i")
-
-    async def kill(self) -> None:
-        """Kill it with all its processes."""
-        await self._running.send_order("k")
-
-    async def wait(self) -> int:
-        """Wait for its end and return its exit code."""
-        return (await self._running.result()).code
+                if self._pieces is not None:
+                    await self._pieces.put(None)

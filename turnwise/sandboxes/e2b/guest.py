@@ -193,6 +193,7 @@ class Guest:
         if self.input in self.poll.get_map():
             self.poll.unregister(self.input)
         if self.closing:
+            assert self.process.stdin is not None
             self.process.stdin.close()
             self.input = None
 

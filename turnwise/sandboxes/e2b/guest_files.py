@@ -4,13 +4,12 @@ import os
 import shutil
 import stat
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from turnwise.sandboxes.packing import extract, write_archive
+    from turnwise.sandboxes.packing import extract_archive, write_archive
 
 
 def fail(code: int, reason: object) -> None:
@@ -59,14 +58,7 @@ def write(path: str, mode: str) -> None:
 
 def unpack(path: str) -> None:
     """Extract an archive into a folder."""
-    os.makedirs(path, exist_ok=True)
-    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
-        for member in archive:
-            target = os.path.join(path, member.name)
-            # A link or a file is replaced; a folder is merged.
-            if os.path.islink(target) or (os.path.isfile(target) and not member.isdir()):
-                os.unlink(target)
-            extract(archive, member, path)
+    extract_archive(sys.stdin.buffer, path)
 
 
 def pack(path: str, max_bytes: str) -> None:
@@ -104,8 +96,6 @@ def main() -> None:
         fail(44, error.strerror)
     except OSError as error:
         fail(46, f"{error.strerror} ({error.filename})")
-    except tarfile.TarError as error:
-        fail(46, error)
 
 
 main()

@@ -40,7 +40,7 @@ from turnwise.sandboxes.core import (
     check_count,
 )
 from turnwise.sandboxes.e2b.account import E2BAccount
-from turnwise.sandboxes.e2b.command import CommandRequest, E2BProcess, RunningCommand, sdk_errors, start_errors
+from turnwise.sandboxes.e2b.command import CommandRequest, E2BProcess, sdk_errors, start_errors
 
 _GUEST_PROGRAM: Final = "\n".join(
     Path(path).read_text() for path in (packing.__file__, Path(__file__).parent / "guest_files.py")
@@ -67,7 +67,7 @@ class E2BSandbox(Sandbox):
         self._user = spec.user or account.options.user
         self._sdk: e2b.AsyncSandbox | None = None
         self._closed = False
-        self._running: set[RunningCommand] = set()
+        self._running: set[E2BProcess] = set()
         self._refreshing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -119,11 +119,10 @@ class E2BSandbox(Sandbox):
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
     ) -> SandboxProcess:
         """Start a long-running command."""
-        running = await RunningCommand.start(
-            self._live(), replace(self._request(command, cwd, env), merged=True), live=True
-        )
-        self._running.add(running)
-        return E2BProcess(running)
+        request = replace(self._request(command, cwd, env), merged=True)
+        process = await E2BProcess.start(self._live(), request, live=True)
+        self._running.add(process)
+        return process
 
     async def read_file(self, path: str, *, max_bytes: int = MAX_FILE) -> bytes:
         """Return a file's content."""
@@ -287,8 +286,8 @@ class E2BSandbox(Sandbox):
         return ExecResult(code, out, err, late, cut, time.monotonic() - began)
 
     @contextlib.asynccontextmanager
-    async def _command(self, request: CommandRequest) -> AsyncIterator[RunningCommand]:
-        running = await RunningCommand.start(self._live(), request)
+    async def _command(self, request: CommandRequest) -> AsyncIterator[E2BProcess]:
+        running = await E2BProcess.start(self._live(), request)
         self._running.add(running)
         try:
             yield running
@@ -345,11 +344,11 @@ class E2BSandbox(Sandbox):
             raise SandboxFileError(f"upload to {target!r}: {errors or result.exit_code}")
 
 
-async def _send_input(running: RunningCommand, stdin: bytes) -> None:
+async def _send_input(running: E2BProcess, stdin: bytes) -> None:
     # A command that does not read its input, or has ended, is no failure.
     with contextlib.suppress(BrokenPipeError, SandboxError):
-        await running.feed(stdin)
-        await running.send_order("c")
+        await running.write(stdin)
+        await running.close_stdin()
 
 
 def _write_host_file(spool: IO[bytes], target: Path, mode: int) -> None:

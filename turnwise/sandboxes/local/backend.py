@@ -126,7 +126,7 @@ class LocalBackend(SandboxBackend):
             return await select_isolation(self, self._isolation, self._uid, self._without)
         except BaseException:  # also a cancellation: the launcher is closed, its folder removed
             self._state = None
-            await self.launcher.close()
+            await self.launcher.end()
             await asyncio.to_thread(remove_folder, state)
             raise
 
@@ -146,7 +146,7 @@ class LocalBackend(SandboxBackend):
         """Stop the launcher and everything it started."""
         if self._state is not None:
             state, self._state = self._state, None
-            await self.launcher.close()
+            await self.launcher.end()
             await asyncio.to_thread(remove_folder, state)
 
     def try_level(self, level: IsolationLevel, program: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import itertools
 import marshal
@@ -10,12 +9,10 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from turnwise.errors import SandboxDied, undo_on_error
-
-MAX_MESSAGE: Final = 60_000
-"""Bytes of a request that fit into one message; a longer request is passed as a memory file."""
+from turnwise.sandboxes.local.packets import PacketSocket
 
 
 class RequestRefused(Exception):
@@ -46,48 +43,27 @@ class Request:
     descriptor: int = -1
 
 
-class Channel:
-    """Concurrent requests to one agent over an owned socket; ``lost`` returns why the sandbox is gone."""
+class Channel(PacketSocket):
+    """Concurrent requests to one agent over an owned socket; ``why_lost`` returns why the sandbox is gone."""
 
-    def __init__(self, end: socket.socket, lost: Callable[[], str]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._end = end
-        self._lost = lost
+    def __init__(self, end: socket.socket, why_lost: Callable[[], str]) -> None:
+        super().__init__(end)
+        self._why_lost = why_lost
         self._ids = itertools.count(1)
         self._open: dict[str, Request] = {}
         self._killing: set[str] = set()
         # The version of the Python that the agent runs on.
         self.ready: asyncio.Future[int] = self._loop.create_future()
         self.ready.add_done_callback(mark_retrieved)
-        self.dead = False
-        end.setblocking(False)
-        self._loop.add_reader(end.fileno(), self._receive)
 
-    async def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send a message without an answer. Raises SandboxDied."""
-        data = marshal.dumps(message, 2)
-        memory = None
-        if len(data) > MAX_MESSAGE:
-            memory = memory_file(data)
-            data, fds = b"memfd", (memory, *fds)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
-            while True:
-                if self.dead:
-                    raise SandboxDied(self._lost())
-                try:
-                    self._end.sendmsg([data], ancillary)
-                except BlockingIOError:
-                    await asyncio.sleep(0.002)
-                except OSError:
-                    self._die()
-                else:
-                    return
-        finally:
-            if memory is not None:
-                os.close(memory)
+            self._send(marshal.dumps(message, 2), fds)
+        except BrokenPipeError:
+            raise SandboxDied(self._why_lost()) from None
 
-    async def request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> Request:
+    def request(self, message: dict[str, Any], fds: Sequence[int] = ()) -> Request:
         """Send a request and return it in flight. Raises SandboxDied."""
         name = str(next(self._ids))
         request = Request(name, self._loop.create_future(), self._loop.create_future(), self._loop.create_future())
@@ -95,7 +71,7 @@ class Channel:
             future.add_done_callback(mark_retrieved)
         self._open[name] = request
         with undo_on_error(lambda: self._open.pop(name, None)):
-            await self.send({**message, "id": name}, fds)
+            self.send({**message, "id": name}, fds)
         return request
 
     async def kill(self, request: Request, seconds: float) -> bool:
@@ -103,7 +79,7 @@ class Channel:
         self._open[request.id] = request
         self._killing.add(request.id)
         try:
-            await self.send({"op": "kill", "id": request.id})
+            self.send({"op": "kill", "id": request.id})
             done, _ = await asyncio.wait([request.gone], timeout=seconds)
         finally:
             self._killing.discard(request.id)
@@ -112,24 +88,8 @@ class Channel:
             raise error
         return bool(done)
 
-    def close(self) -> None:
-        """Close the host end, which ends the sandbox; idempotent."""
-        self._die()
-
-    def _receive(self) -> None:
-        for _ in range(64):
-            try:
-                data, fds, _, _ = socket.recv_fds(self._end, 65_536, 4, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                return
-            except OSError:
-                data, fds = b"", []
-            if not data:
-                self._die()
-                return
-            self._handle_answer(data.decode("utf-8", "replace").split(" ", 4), fds)
-
-    def _handle_answer(self, words: list[str], fds: list[int]) -> None:
+    def _take(self, data: bytes, fds: list[int]) -> None:
+        words = data.decode("utf-8", "replace").split(" ", 4)
         kind, name = words[0], words[1]
         if kind == "ready":
             if not self.ready.done():
@@ -161,33 +121,14 @@ class Channel:
         if kind == "gone":
             _complete(request.gone, None)
 
-    def _die(self) -> None:
-        if self.dead:
-            return
-        self.dead = True
-        self._loop.remove_reader(self._end.fileno())
-        self._end.close()
+    def _lose(self) -> None:
         futures: list[asyncio.Future[Any]] = [self.ready]
         for request in self._open.values():
             futures += [request.started, request.exit_status, request.gone]
         self._open.clear()
         for future in futures:
             if not future.done():
-                future.set_exception(SandboxDied(self._lost()))
-
-
-def memory_file(data: bytes) -> int:
-    """Return a memory file (memfd) with some bytes, positioned at its start."""
-    fd = os.memfd_create("turnwise")
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.lseek(fd, 0, os.SEEK_SET)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+                future.set_exception(SandboxDied(self._why_lost()))
 
 
 def _complete(future: asyncio.Future[None], value: None) -> None:

@@ -146,70 +146,42 @@ def _is_root() -> bool:
 
 
 def _capabilities(level: IsolationLevel, overlay: bool) -> Capabilities:
-    strong = level.isolation == "bubblewrap"
-    notes: list[str] = []
-    memory = level.groups.memory is not None
-    if not memory:
-        notes.append(
-            "no control group bounds memory: each process is bounded on its own, and their total is checked ten "
-            "times a second"
-        )
-    if level.groups.pids is None and not strong:
-        notes.append("no control group bounds processes: they are counted ten times a second")
-    if level.groups.cpu is None:
-        notes.append("no control group bounds processors: limits.cpus does not hold")
+    strong, contained = level.isolation == "bubblewrap", level.isolation != "plain"
+    groups, bounded, version = level.groups, level.stage is not None, landlock.version()
     filtered = seccomp.program(platform.machine()) is not None
-    if not filtered:
-        notes.append(f"no filter of system calls is known for {platform.machine()}")
-    if strong:
-        return _of_bubblewrap(level, overlay, filtered, notes)
-    version = landlock.version() if level.isolation == "landlock" else 0
-    contained = level.isolation == "landlock"
-    bounded = level.stage is not None
-    if contained:
-        if version < 4:
-            notes.append(f"Landlock {version} leaves TCP open (4 or newer: Linux 6.7)")
-        if version < 6:
-            notes.append(f"Landlock {version} leaves signals and abstract sockets open (6 or newer: Linux 6.12)")
-        notes.append(
-            "UDP, the machine's process list and System V IPC are accessible, and the workdir is not where the spec "
-            "names it"
-        )
-        if not bounded:
-            notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
-    else:
-        notes.append("code inside has all rights of this user")
+    as_root = strong and level.uid is None and _is_root()
+    pids = groups.pids is not None or (strong and not as_root)
+    by_landlock = level.isolation == "landlock"
+    gaps = {
+        "no control group bounds memory: each process is bounded on its own, and their total is checked ten times a "
+        "second": groups.memory is None,
+        "no control group bounds processes: they are counted ten times a second": not strong and not pids,
+        "no control group bounds processors: limits.cpus does not hold": groups.cpu is None,
+        f"no filter of system calls is known for {platform.machine()}": not filtered,
+        f"Landlock {version} leaves TCP open (4 or newer: Linux 6.7)": by_landlock and version < 4,
+        f"Landlock {version} leaves signals and abstract sockets open (6 or newer: Linux 6.12)": by_landlock
+        and version < 6,
+        "UDP, the machine's process list and System V IPC are accessible, and the workdir is not where the spec names "
+        "it": by_landlock,
+        "workspaces are copied: an overlay is not allowed here": strong and not overlay,
+        "no file system of bounded size is allowed here: limits.disk does not hold": contained and not bounded,
+        "code inside has all rights of this user": not contained,
+        "sandboxes run as root, which may read and change more than other users: run this process as another user": (
+            as_root
+        ),
+        "no control group bounds processes, and the kernel counts none of root's: limits.pids does not hold": strong
+        and not pids,
+    }
     return Capabilities(
         level.isolation,
         filesystem=contained,
-        processes=False,
-        network=False,
-        memory=memory,
-        pids=level.groups.pids is not None,
+        processes=strong,
+        network=strong,
+        memory=groups.memory is not None or strong,
+        pids=pids,
         disk=bounded,
-        kernel=False,
-        snapshots=True,
-        expose=False,
-        images=False,
-        notes=tuple(notes),
-    )
-
-
-def _of_bubblewrap(level: IsolationLevel, overlay: bool, filtered: bool, notes: list[str]) -> Capabilities:
-    if not overlay:
-        notes.append("workspaces are copied: an overlay is not allowed here")
-    if level.stage is None:
-        notes.append("no file system of bounded size is allowed here: limits.disk does not hold")
-    as_root = level.uid is None and _is_root()
-    pids = not as_root or level.groups.pids is not None
-    if as_root:
-        notes.append(
-            "sandboxes run as root, which may read and change more than other users: run this process as another user"
-        )
-    if not pids:
-        notes.append(
-            "no control group bounds processes, and the kernel counts none of root's: limits.pids does not hold"
-        )
-    return Capabilities(
-        "bubblewrap", pids=pids, disk=level.stage is not None, kernel=filtered and not as_root, notes=tuple(notes)
+        kernel=strong and filtered and not as_root,
+        expose=strong,
+        images=strong,
+        notes=tuple(note for note, holds in gaps.items() if holds),
     )

@@ -30,7 +30,6 @@ class IsolationLevel:
         overlay: Whether workspaces are copy-on-write overlays; otherwise copies.
         groups: Available control groups.
         without: Containments switched off by tests that show their effect.
-        notes: Gaps of the isolation on this machine.
     """
 
     isolation: Isolation
@@ -39,7 +38,6 @@ class IsolationLevel:
     overlay: bool = False
     groups: ControlGroups = field(default_factory=ControlGroups)
     without: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
 
 
 USER: Final = "sandbox"

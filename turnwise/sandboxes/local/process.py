@@ -67,7 +67,7 @@ class LocalProcess(SandboxProcess):
     async def interrupt(self) -> None:
         """Send SIGINT to the command's process group."""
         if not self._request.exit_status.done():
-            await self._channel.send({"op": "interrupt", "id": self._request.id})
+            self._channel.send({"op": "interrupt", "id": self._request.id})
 
     async def kill(self) -> None:
         """Kill it with all its processes."""
@@ -129,31 +129,22 @@ _MAX_REMAINDER: Final = 2**20 + _CHUNK
 """Bytes read after a command's end: more than a pipe holds, so all its own output is included."""
 
 
-class Collector:
-    """Reads an owned pipe and keeps the head and tail (``limit`` bytes) of its data."""
+class Collector(HeadTailBuffer):
+    """The head and tail (``limit`` bytes) of the data of an owned pipe."""
 
     def __init__(self, fd: int, limit: int) -> None:
+        super().__init__(limit)
         self._loop = asyncio.get_running_loop()
         self.fd = fd
-        self._buffer = HeadTailBuffer(limit)
         self._dropping = False
         self.done: asyncio.Future[None] = self._loop.create_future()
         os.set_blocking(fd, False)
-        self._loop.add_reader(fd, self._ready)
-
-    @property
-    def truncated(self) -> bool:
-        """Whether bytes are missing."""
-        return self._buffer.truncated
+        self._loop.add_reader(fd, self._read)
 
     @property
     def closed(self) -> bool:
         """Whether all writers are gone, or this was closed."""
         return self.fd < 0
-
-    def result(self) -> bytes:
-        """Return the kept bytes, with a line that counts the missing ones."""
-        return self._buffer.data
 
     def finish(self) -> None:
         """Take the buffered data and drop what comes later, so that writers neither block nor fail."""
@@ -174,9 +165,6 @@ class Collector:
             if not self.done.done():
                 self.done.set_result(None)
 
-    def _ready(self) -> None:
-        self._read()
-
     def _read(self) -> int:
         try:
             data = os.read(self.fd, _CHUNK)
@@ -186,5 +174,5 @@ class Collector:
             self.close()
             return 0
         if not self._dropping:
-            self._buffer.add(data)
+            self.add(data)
         return len(data)

@@ -35,10 +35,11 @@ from turnwise.sandboxes.core import (
     SandboxSpec,
     check_count,
 )
-from turnwise.sandboxes.local.channel import Channel, Request, RequestRefused, mark_retrieved, memory_file
+from turnwise.sandboxes.local.channel import Channel, Request, RequestRefused, mark_retrieved
 from turnwise.sandboxes.local.host_python import check_python
 from turnwise.sandboxes.local.launch_plan import HostPaths, IsolationLevel, check_spec, hello_message, launch_plan
 from turnwise.sandboxes.local.launcher import Launcher
+from turnwise.sandboxes.local.packets import memory_file
 from turnwise.sandboxes.local.process import KILL_SECONDS, Collector, LocalProcess, exit_code
 from turnwise.sandboxes.local.snapshots import Origin
 
@@ -193,7 +194,7 @@ class LocalSandbox(Sandbox):
                 ends.callback(os.close, writing)
                 passed.append(writing)
             with undo_on_error(lambda: self._release(streams)):
-                request = await channel.request(message | {"spawned": False}, passed)
+                request = channel.request(message | {"spawned": False}, passed)
         timed_out = False
         try:
             done, _ = await asyncio.wait([request.exit_status], timeout=timeout)
@@ -218,7 +219,7 @@ class LocalSandbox(Sandbox):
             stream.finish()
         cut = any(stream.truncated for stream in streams)
         took = time.monotonic() - began
-        return ExecResult(status, streams[0].result(), streams[1].result(), timed_out, cut, took)
+        return ExecResult(status, streams[0].data, streams[1].data, timed_out, cut, took)
 
     async def spawn(
         self, command: Command, *, cwd: str | None = None, env: Mapping[str, str] | None = None
@@ -230,7 +231,7 @@ class LocalSandbox(Sandbox):
         request: Request | None = None
         try:
             message = exec_request(command, self._inside(cwd or "."), env) | {"streams": [0, 1, 1], "spawned": True}
-            request = await channel.request(message, [inner_in, inner_out])
+            request = channel.request(message, [inner_in, inner_out])
             done, _ = await asyncio.wait([request.started], timeout=_START_SECONDS)
             if not done:
                 await self._kill(request)
@@ -262,13 +263,13 @@ class LocalSandbox(Sandbox):
         stream = self._track(Collector(reading, 2 * max_bytes + 2))
         try:
             try:
-                request = await channel.request({"op": "read", "path": self._inside(path), "max": max_bytes}, [writing])
+                request = channel.request({"op": "read", "path": self._inside(path), "max": max_bytes}, [writing])
             finally:
                 os.close(writing)
             await self._wait_file_request(request, path, max_bytes)
             if not stream.closed:
                 await asyncio.wait([stream.done], timeout=_FILE_SECONDS)
-            return stream.result()
+            return stream.data
         except SandboxFileTooLarge:
             raise SandboxFileTooLarge(f"{path} holds more than {max_bytes} bytes (max_bytes)") from None
         finally:
@@ -279,7 +280,7 @@ class LocalSandbox(Sandbox):
         channel = await self._channel_in_use()
         fd = memory_file(data)
         try:
-            request = await channel.request({"op": "write", "path": self._inside(path), "mode": mode}, [fd])
+            request = channel.request({"op": "write", "path": self._inside(path), "mode": mode}, [fd])
         finally:
             os.close(fd)
         await self._wait_file_request(request, path, len(data))
@@ -291,7 +292,7 @@ class LocalSandbox(Sandbox):
             reading, writing = os.pipe2(os.O_CLOEXEC)
             try:
                 with undo_on_error(lambda: os.close(writing)):
-                    request = await channel.request({"op": "unpack", "path": self._inside(target)}, [reading])
+                    request = channel.request({"op": "unpack", "path": self._inside(target)}, [reading])
             finally:
                 os.close(reading)
             sending = archives.ArchiveSender(source, writing)
@@ -306,7 +307,7 @@ class LocalSandbox(Sandbox):
         try:
             size = os.fstat(fd)
             message = {"op": "write", "path": self._inside(target), "mode": size.st_mode & 0o777}
-            request = await channel.request(message, [fd])
+            request = channel.request(message, [fd])
             await self._wait_file_request(request, target, size.st_size)
         finally:
             os.close(fd)
@@ -317,7 +318,7 @@ class LocalSandbox(Sandbox):
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             with undo_on_error(lambda: os.close(reading)):
-                request = await channel.request({"op": "pack", "path": self._inside(source)}, [writing])
+                request = channel.request({"op": "pack", "path": self._inside(source)}, [writing])
         finally:
             os.close(writing)
         unpacking = asyncio.create_task(asyncio.to_thread(archives.receive_archive, reading, target, max_bytes))
@@ -363,7 +364,7 @@ class LocalSandbox(Sandbox):
                 f"a sandbox isolated by {self.capabilities.isolation} cannot be given access to a single address: "
                 "install bubblewrap, or choose the docker backend"
             )
-        request = await (await self._channel_in_use(changes=False)).request({"op": "listen", "port": port})
+        request = (await self._channel_in_use(changes=False)).request({"op": "listen", "port": port})
         try:
             await self._wait_file_request(request, f"port {port}", 0)
         except BaseException as error:  # also a cancellation: the passed descriptors are closed
@@ -390,7 +391,7 @@ class LocalSandbox(Sandbox):
             error_pipe = -1
             greeting = hello_message(backend.level, self.spec, paths, self.spec.env)
             with contextlib.suppress(SandboxDied):
-                await self._channel.send(greeting)
+                self._channel.send(greeting)
             # The end of its process closes the channel, which completes this wait, too.
             await asyncio.wait([self._channel.ready], timeout=_START_SECONDS)
             late = not self._channel.ready.done()

@@ -25,7 +25,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # imports for annotations would take longer than all others
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import Any
 
 REPORTED = 77
@@ -45,6 +45,43 @@ def prctl(option: int, value: int) -> None:
     """Set an attribute of this process."""
     library = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]
     _ctypes.call_function(_ctypes.dlsym(library, "prctl"), (option, value, 0, 0, 0))
+
+
+def take_packet(control: _socket.socket) -> tuple[bytes, list[int]]:
+    """Return the next packet from the host and its descriptors; no bytes once the host is gone."""
+    try:
+        data, ancillary, _, _ = control.recvmsg(262_144, 1024, _CLOEXEC)
+    except OSError:
+        return b"", []
+    fds: list[int] = []
+    for _, _, raw in ancillary:
+        fds += [int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(0, len(raw) // 4 * 4, 4)]
+    if data == b"memfd":
+        with open(fds.pop(0), "rb") as file:
+            data = file.read()
+    return data, fds
+
+
+def child_pipe() -> int:
+    """Return a pipe that becomes readable when a child ends."""
+    reading, wake = os.pipe()
+    for end in (reading, wake):
+        os.set_blocking(end, False)
+    _signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    _signal.signal(_signal.SIGCHLD, lambda *_: None)
+    return reading
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Reap children that have ended; return their pids and statuses."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        yield pid, status
 
 
 def limit(limits: dict[str, int]) -> None:
@@ -141,11 +178,7 @@ class Agent:
         self.killing: dict[str, int] = {}
         self.stray = False
         self.settings: dict[str, Any] = {}
-        self.wake, wake = os.pipe()
-        for end in (self.wake, wake):
-            os.set_blocking(end, False)
-        _signal.signal(_signal.SIGCHLD, lambda *_: None)
-        _signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self.wake = child_pipe()
 
     def tell(self, *words: object) -> None:
         """Tell the host. The end of the host is noticed where its requests are read."""
@@ -179,18 +212,9 @@ class Agent:
 
     def receive(self) -> bool:
         """Take one request; return whether there may be another."""
-        try:
-            data, ancillary, _, _ = self.control.recvmsg(262_144, 1024, _CLOEXEC)
-        except OSError:
-            return False
+        data, fds = take_packet(self.control)
         if not data:
             return False
-        fds: list[int] = []
-        for _, _, raw in ancillary:
-            fds += [int.from_bytes(raw[at : at + 4], sys.byteorder) for at in range(0, len(raw) // 4 * 4, 4)]
-        if data == b"memfd":
-            with open(fds.pop(0), "rb") as file:
-                data = file.read()
         request: dict[str, Any] = marshal.loads(data)
         operation = request["op"]
         if operation == "hello":
@@ -328,13 +352,7 @@ class Agent:
 
     def reap(self) -> None:
         """Register ended shims. One that was killed from inside has sent no message."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
+        for pid, status in ended_children():
             name = self.shims.pop(pid, None)
             if name is None:
                 continue

@@ -95,20 +95,7 @@ def pack(path: str, out: int) -> None:
 
 def unpack(path: str, source: int) -> None:
     """Extract an archive into a folder."""
-    import tarfile
-
     import packing
 
-    os.makedirs(path, exist_ok=True)
-    try:
-        with os.fdopen(source, "rb", closefd=False) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-            for member in archive:
-                target = os.path.join(path, member.name)
-                # A file replaces a link of the same name, as in an empty folder.
-                if not member.isdir() and os.path.islink(target):
-                    os.unlink(target)
-                packing.extract(archive, member, path)
-            while stream.read(_CHUNK):
-                pass
-    except tarfile.TarError as error:
-        raise OSError(errno.EINVAL, f"it is not an archive: {error}") from error
+    with os.fdopen(source, "rb", closefd=False) as stream:
+        packing.extract_archive(stream, path)

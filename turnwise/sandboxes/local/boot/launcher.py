@@ -20,8 +20,6 @@ from typing import Any
 
 from . import agent, file_copy, groups, prepare, syscalls
 
-_MAX_REQUEST = 1 << 20
-
 
 class Launcher:
     """All sandboxes of one host.
@@ -36,11 +34,7 @@ class Launcher:
         self.boxes: dict[int, tuple[str, dict[str, Any]]] = {}
         self.helpers: dict[int, Callable[[], None]] = {}
         self.state: str | None = None
-        self.wake, wake = os.pipe()
-        for end in (self.wake, wake):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.wake = agent.child_pipe()
 
     def run(self) -> None:
         """Serve until the host is gone."""
@@ -58,15 +52,9 @@ class Launcher:
 
     def receive(self) -> bool:
         """Take one request; return whether there may be another."""
-        try:
-            data, fds, _, _ = socket.recv_fds(self.control, _MAX_REQUEST, 8, socket.MSG_CMSG_CLOEXEC)
-        except OSError:
-            return False
+        data, fds = agent.take_packet(self.control)
         if not data:
             return False
-        if data == b"memfd":
-            with open(fds.pop(0), "rb") as file:
-                data = file.read()
         request = json.loads(data)
         operation = request["op"]
         if operation == "hello":
@@ -159,13 +147,7 @@ class Launcher:
 
     def reap(self) -> None:
         """Register sandboxes that ended, and remove their folders and groups."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
+        for pid, status in agent.ended_children():
             unfinished = self.helpers.pop(pid, None)
             if unfinished is not None and status:
                 unfinished()
