@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from typing import Any, Final
 
 from turnwise.errors import SandboxDied, SandboxError
@@ -20,6 +19,7 @@ from turnwise.ext.checks.sandbox.context import (
     processes_ended,
     stopped_writing,
 )
+from turnwise.ext.checks.sandbox.link_attacks import changes_outside
 from turnwise.ext.checks.sandbox.report import CheckFailed, CheckSkipped
 from turnwise.sandboxes.core import SandboxLimits
 
@@ -73,15 +73,15 @@ def overuse(name: str, *, may_die: bool = False, **options: Any) -> Attack:
     return attack
 
 
-fork_bomb = overuse("fork bomb", may_die=True, limit=_LIMITS.pids, most=_LIMITS.pids * 3, seconds=1.5)
+fork_bomb = overuse("fork_bomb", may_die=True, limit=_LIMITS.pids, most=_LIMITS.pids * 3, seconds=1.5)
 one_process = overuse("memory", may_die=True, limit=_LIMITS.memory, each=_LIMITS.memory * 3 // 2, count=1, seconds=3.0)
 several_processes = overuse(
     "memory", may_die=True, limit=_LIMITS.memory, each=_LIMITS.memory * 2 // 5, count=4, seconds=3.0
 )
-large_file = overuse("one file", folder=".", limit=_LIMITS.file_size, most=_LIMITS.file_size * 2)
+large_file = overuse("one_file", folder=".", limit=_LIMITS.file_size, most=_LIMITS.file_size * 2)
 # Several file systems may each hold the limit, or less: more than three times the limit is no rounding.
 many_files = overuse(
-    "many files",
+    "many_files",
     limit=_LIMITS.disk,
     most=_LIMITS.disk * 3,
     each=8 * _MIB,
@@ -91,19 +91,14 @@ many_files = overuse(
 
 async def write_outside(context: CheckContext) -> list[str]:
     """Write to a file of the host, and beside it."""
-    host = context.host
-    file = host.files["open"]
-    original = file.read_bytes()
-    await host.run_program(await context.sandbox(), "write file", {"file": "open"})
-    created = [path for path in file.parent.iterdir() if path not in host.files.values()]
-    for path in created:
-        path.unlink()
-    return [f"{file} was changed"] * (file.read_bytes() != original) + [f"{path} was made" for path in created]
+    original = context.host.files["open"].read_bytes()
+    await context.host.run_program(await context.sandbox(), "write_file", {"file": "open"})
+    return changes_outside(context, original)
 
 
 async def signal_host(context: CheckContext) -> list[str]:
     """Kill a process of the host."""
-    await context.host.run_program(await context.sandbox(), "signal", {})
+    await context.host.run_program(await context.sandbox(), "signal_host", {})
     return ["a process of the host was killed"] if context.host.victim_died() else []
 
 
@@ -162,9 +157,8 @@ async def outlive_host(context: CheckContext) -> list[str]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    request = {"config": context.config.model_dump(mode="json"), "spec": asdict(context.spec), "mark": mark}
     try:
-        process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+        process.stdin.write(pickle.dumps((context.config, context.spec, mark)))
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         if line != b"ready\n":
             raise CheckFailed(f"the host process did not start its sandbox: it wrote {line!r}")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.errors import SandboxFileNotFound
-from turnwise.ext.checks.sandbox.context import CheckContext, expect, need
+from turnwise.ext.checks.sandbox.context import CheckContext, expect, need, same
 from turnwise.ext.checks.sandbox.fixtures import SECRET
-from turnwise.sandboxes.core import Command
+from turnwise.sandboxes.core import Command, ExecResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,10 @@ def results(*commands: Expected) -> Callable[[CheckContext], Awaitable[None]]:
         sandbox = await context.sandbox()
         for row in commands:
             result = await sandbox.exec(row.command, **row.options)
-            words = f"{str(row.command)[:100]!r} gave {str(result)[:400]}"
-            need(result.exit_code == row.exit_code and result.ok == (row.exit_code == 0), words)
-            need(not result.timed_out and not result.truncated, words)
-            need(result.stdout == row.stdout, f"{words}: stdout is not {row.stdout[:100]!r}")
-            need(row.stderr is None or result.stderr == row.stderr, f"{words}: stderr is not {row.stderr!r}")
+            stderr = result.stderr if row.stderr is None else row.stderr
+            expected = ExecResult(row.exit_code, row.stdout, stderr, duration=result.duration)
+            words = f"{str(row.command)[:100]!r} gave {str(result)[:400]}, not {str(expected)[:400]}"
+            need(result == expected and result.ok == (row.exit_code == 0), words)
 
     return check
 
@@ -83,23 +82,18 @@ uncut = results(Expected("head -c 10000 /dev/zero", stdout=bytes(10_000), option
 
 async def folders(context: CheckContext) -> None:
     """Commands run in the workdir, or in ``cwd``, absolute or relative to it."""
-    sandbox = await context.sandbox()
-    name = context.name()
+    sandbox, name = await context.scratch()
     await sandbox.exec(["mkdir", "-p", f"{name}/inner"])
     home = context.spec.workdir if context.rooted else (await sandbox.exec("pwd -P")).stdout.decode().strip()
     cases = ((None, home), (f"{name}/inner", f"{home}/{name}/inner"), ("/", "/"))
     for cwd, expected_folder in cases:
         result = await sandbox.exec("pwd -P", cwd=cwd)
-        need(
-            result.stdout.decode().strip() == expected_folder,
-            f"cwd={cwd!r} ran in {result.stdout!r}, not {expected_folder}",
-        )
+        same(result.stdout.decode().strip(), expected_folder, f"folder of a command with cwd={cwd!r}")
 
 
 async def bad_folder(context: CheckContext) -> None:
     """A ``cwd`` that is not a folder is distinguished from a missing program."""
-    sandbox = await context.sandbox()
-    name = context.name()
+    sandbox, name = await context.scratch()
     await sandbox.write_file(name, b"")
     for cwd in ("no/such/folder", "/no/such/folder", name):
         with expect(SandboxFileNotFound, what=f"exec with cwd={cwd!r}"):
@@ -146,16 +140,14 @@ async def cut_output(context: CheckContext) -> None:
 async def much_output(context: CheckContext) -> None:
     """Twenty megabytes of output are drained, and the command ends."""
     result = await (await context.sandbox()).exec("head -c 20000000 /dev/zero; echo end", timeout=60)
-    need(
-        result.ok and result.truncated and result.stdout.endswith(b"end\n"), f"{result.exit_code=} {result.timed_out=}"
-    )
+    end = (result.exit_code, result.timed_out, result.truncated, result.stdout[-4:])
+    same(end, (0, False, True, b"end\n"), "exit code, time-out, truncation and last line")
     need(len(result.stdout) < 70_000, f"{len(result.stdout)} bytes are kept of 65536")
 
 
 async def concurrent(context: CheckContext) -> None:
     """Commands run concurrently, each with its own result."""
-    sandbox = await context.sandbox()
-    name = context.name()
+    sandbox, name = await context.scratch()
     # Each waits for all others: run one after another they would wait for ever.
     met = f"until [ $(ls {name}.* | wc -l) -eq 8 ]; do sleep 0.05; done"
     results = await asyncio.gather(
@@ -174,8 +166,7 @@ async def duration(context: CheckContext) -> None:
 
 async def unprivileged_user(context: CheckContext) -> None:
     """Commands run as an unprivileged user with write access to the workdir and /tmp."""
-    sandbox = await context.sandbox()
-    name = context.name()
+    sandbox, name = await context.scratch()
     temporary = "/tmp" if context.rooted else "${TMPDIR:-/tmp}"
     script = f"T={temporary}; echo x > {name} && echo x > $T/{name} && cat {name} $T/{name} && rm $T/{name}"
     result = await sandbox.exec(f"id -u; {script}")

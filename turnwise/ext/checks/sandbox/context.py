@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,17 +27,23 @@ def need(condition: bool, message: str) -> None:
         raise CheckFailed(message)
 
 
+def same(actual: object, expected: object, what: str) -> None:
+    """Raise CheckFailed unless two values are equal."""
+    need(actual == expected, f"{what}: {str(actual)[:400]!r} instead of {str(expected)[:400]!r}")
+
+
 @contextlib.contextmanager
-def expect(*kinds: type[BaseException], what: str) -> Any:
-    """Raise CheckFailed unless the block raises one of these errors."""
-    names = " or ".join(kind.__name__ for kind in kinds)
+def expect(kind: type[BaseException], *, but: type[BaseException] | tuple[()] = (), what: str) -> Any:
+    """Raise CheckFailed unless the block raises an error of one kind, and not of the narrower ``but``."""
     try:
         yield
-    except kinds:
-        return
-    except (SandboxError, OSError) as error:
-        raise CheckFailed(f"{what} raised {type(error).__name__} ({error}) instead of {names}") from error
-    raise CheckFailed(f"{what} did not raise {names}")
+    except CheckFailed:
+        raise
+    except Exception as error:
+        if not isinstance(error, kind) or isinstance(error, but):
+            raise CheckFailed(f"{what} raised {type(error).__name__} ({error}) instead of {kind.__name__}") from error
+    else:
+        raise CheckFailed(f"{what} did not raise {kind.__name__}")
 
 
 async def result_within(work: Awaitable[Any], seconds: float, what: str) -> Any:
@@ -76,22 +82,10 @@ class CheckContext:
         return self.fixtures
 
     @property
-    def claims(self) -> dict[str, bool]:
+    def claims(self) -> dict[str, Any]:
         """Whether each isolation or feature is claimed by the capabilities, ``always`` included."""
-        capabilities = self.capabilities
-        return {
-            "always": True,
-            "filesystem": capabilities.filesystem,
-            "processes": capabilities.processes,
-            "network": capabilities.network and not self.spec.limits.network,
-            "memory": capabilities.memory,
-            "pids": capabilities.pids,
-            "disk": capabilities.disk,
-            "kernel": capabilities.kernel,
-            "images": capabilities.images,
-            "snapshots": capabilities.snapshots,
-            "expose": capabilities.expose,
-        }
+        network = self.capabilities.network and not self.spec.limits.network
+        return {**asdict(self.capabilities), "network": network, "always": True}
 
     @property
     def rooted(self) -> bool:
@@ -128,6 +122,10 @@ class CheckContext:
         """Return an unused file name."""
         return f"check-{uuid.uuid4().hex[:12]}"
 
+    async def scratch(self) -> tuple[Sandbox, str]:
+        """Return the shared sandbox, and a file name that is unused in it."""
+        return await self.sandbox(), self.name()
+
     def host_folder(self) -> Path:
         """Create an empty folder on the host."""
         folder = self.folder / self.name()
@@ -139,6 +137,17 @@ class CheckContext:
         if self._shared is not None:
             await self._shared.close()
             self._shared = None
+
+
+@contextlib.asynccontextmanager
+async def forks_of(sandbox: Sandbox, count: int = 1) -> AsyncIterator[list[Sandbox]]:
+    """Fork a sandbox; the forks, and what is added to them, are closed at the end."""
+    forks = list(await sandbox.fork(count))
+    try:
+        yield forks
+    finally:
+        for fork in forks:
+            await fork.close()
 
 
 def endless_writer(file: str, token: str, *, hardened: bool = True) -> str:

@@ -41,9 +41,7 @@ class HostFixtures:
     secret: str
     mark: str
     files: dict[str, Path]
-    victim: int
-    tcp_port: int
-    udp_port: int
+    ports: dict[str, int]
     addresses: list[str]
     _process: subprocess.Popen[bytes]
     note: str = ""
@@ -57,9 +55,8 @@ class HostFixtures:
         """
         path = {"path": str(self.files[options["file"]])} if "file" in options else {}
         sockets = {"abstract": f"@{self.mark}", "path": str(self.files["socket"])}
-        ports = {"tcp": self.tcp_port, "udp": self.udp_port}
-        common = {"secret": self.secret, "mark": self.mark, "victim": self.victim, "addresses": self.addresses}
-        return {**common, "ports": ports, "sockets": sockets, "folder": ".", **path, **options}
+        common = {"secret": self.secret, "mark": self.mark, "victim": self._process.pid, "addresses": self.addresses}
+        return {**common, "ports": self.ports, "sockets": sockets, "folder": ".", **path, **options}
 
     def victim_died(self) -> bool:
         """Return whether the victim process is gone; a new one is started then."""
@@ -69,7 +66,6 @@ class HostFixtures:
         except subprocess.TimeoutExpired:
             return False
         self._process = _start_victim(self.mark, self.secret)
-        self.victim = self._process.pid
         return True
 
     def end(self) -> None:
@@ -146,17 +142,8 @@ async def host_fixtures(token: str) -> AsyncIterator[HostFixtures]:
     for name, mode in (("world", 0o644), ("private", 0o600), ("open", 0o666)):
         files[name].write_text(secret if name != "open" else "untouched")
         files[name].chmod(mode)
-    host = HostFixtures(
-        secret,
-        mark,
-        files,
-        process.pid,
-        tcp.sockets[0].getsockname()[1],
-        transport.get_extra_info("sockname")[1],
-        _addresses(),
-        process,
-        _received=received,
-    )
+    ports = {"tcp": tcp.sockets[0].getsockname()[1], "udp": transport.get_extra_info("sockname")[1]}
+    host = HostFixtures(secret, mark, files, ports, _addresses(), process, _received=received)
     try:
         yield host
     finally:
@@ -184,15 +171,9 @@ class _Datagrams(asyncio.DatagramProtocol):
 
 def _shared_folder() -> Path:
     """Create a folder that all users of this machine can enter, if possible."""
-    for candidate in ("/var/tmp", "/tmp", tempfile.gettempdir()):
-        base = Path(candidate)
-        if (
-            base.is_dir()
-            and os.access(base, os.W_OK)
-            and all(folder.stat().st_mode & 1 for folder in (base, *base.parents))
-        ):
-            break
-    folder = Path(tempfile.mkdtemp(prefix="turnwise-check-", dir=base))
+    bases = [Path(name) for name in ("/var/tmp", "/tmp") if os.access(name, os.W_OK)]
+    shared = (base for base in bases if all(folder.stat().st_mode & 1 for folder in (base, *base.parents)))
+    folder = Path(tempfile.mkdtemp(prefix="turnwise-check-", dir=next(shared, None)))
     folder.chmod(0o777)
     return folder
 

@@ -6,17 +6,21 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from turnwise.errors import SandboxDied, SandboxError
 from turnwise.ext.checks.sandbox.context import (
     CheckContext,
     endless_writer,
     expect,
+    forks_of,
     keeps_writing,
     lines_written,
     need,
     processes_ended,
     result_within,
+    same,
     stopped_writing,
 )
 from turnwise.ext.checks.sandbox.report import CheckSkipped
@@ -27,12 +31,8 @@ async def identity(context: CheckContext) -> None:
     """Sandboxes have unique ids, separate files, and the probed capabilities."""
     async with context.fresh() as first, context.fresh() as second:
         need(bool(first.id) and first.id != second.id, f"two sandboxes have the ids {first.id!r} and {second.id!r}")
-        need(
-            first.capabilities.isolation == context.capabilities.isolation, f"the probe reported {context.capabilities}"
-        )
-        need(
-            first.backend == context.backend.name, f"sandbox.backend is {first.backend!r}, not {context.backend.name!r}"
-        )
+        same(first.capabilities.isolation, context.capabilities.isolation, "isolation of a sandbox and of the probe")
+        same(first.backend, context.backend.name, "sandbox.backend")
         for path in ("file", "/tmp/file") if context.rooted else ("file",):
             await first.write_file(path, b"of one")
             need(not (await second.exec(["ls", path])).ok, f"{path} of one sandbox is seen in another")
@@ -69,10 +69,7 @@ async def close_during(context: CheckContext) -> None:
         with expect(SandboxDied, what="a command during which the sandbox was closed"):
             await result_within(work, 10, "a command during which the sandbox was closed")
         with contextlib.suppress(SandboxDied):
-            need(
-                await result_within(process.read(), 10, "read of a spawned command after close") == b"",
-                "it gave output",
-            )
+            same(await result_within(process.read(), 10, "read after close"), b"", "output after close")
 
 
 async def close_ends_all(context: CheckContext) -> None:
@@ -99,19 +96,23 @@ async def start_cancelled(context: CheckContext) -> None:
         need((await sandbox.exec(["true"])).ok, "after cancelled starts a sandbox does not respond")
 
 
-async def start_refused(context: CheckContext) -> None:
-    """An impossible spec raises SandboxError, and the sandbox can be closed."""
-    specs = {
-        "a missing image": replace(context.spec, image=f"turnwise-no-such-image-{context.name()}"),
-        "a missing snapshot": replace(context.spec, snapshot=f"no-such-snapshot-{context.name()}"),
-    }
-    for what, spec in specs.items():
-        sandbox = context.backend.make(spec)
-        try:
-            with expect(SandboxError, what=f"a start with {what}"):
-                await result_within(sandbox.start(), 60, f"a start with {what}")
-        finally:
-            await sandbox.close()
+def refused(*specs: dict[str, Any]) -> Callable[[CheckContext], Awaitable[None]]:
+    """Return a check that impossible specs raise SandboxError, and that their sandboxes can be closed."""
+
+    async def check(context: CheckContext) -> None:
+        for changes in specs:
+            sandbox = context.backend.make(replace(context.spec, **changes))
+            try:
+                with expect(SandboxError, what=f"a start with {changes}"):
+                    await result_within(sandbox.start(), 60, f"a start with {changes}")
+            finally:
+                await sandbox.close()
+
+    return check
+
+
+start_refused = refused({"image": "turnwise-no-such-image"}, {"snapshot": "turnwise-no-such-snapshot"})
+workspace_missing = refused({"workspace": Path("/turnwise/no-such-folder")})
 
 
 async def workdir(context: CheckContext) -> None:
@@ -129,10 +130,7 @@ async def snapshot(context: CheckContext) -> None:
         await sandbox.exec("chmod 700 kept; ln -s file kept/link; sleep 60 &")
         name = await sandbox.snapshot()
         await sandbox.write_file("kept/file", b"after")
-        need(
-            (await sandbox.exec(["cat", "kept/link"])).stdout == b"after",
-            "a sandbox does not continue after a snapshot",
-        )
+        same((await sandbox.exec(["cat", "kept/link"])).stdout, b"after", "file that was changed after a snapshot")
     try:
         async with context.fresh(snapshot=name) as first, context.fresh(snapshot=name) as second:
             for box in (first, second):
@@ -152,8 +150,7 @@ async def fork(context: CheckContext) -> None:
         await sandbox.write_file("file", b"common")
         with expect(ValueError, what="fork(0)"):
             await sandbox.fork(0)
-        forked = list(await sandbox.fork(2))
-        try:
+        async with forks_of(sandbox, 2) as forked:
             need(len(forked) == 2, f"fork(2) returned {len(forked)} sandboxes")
             need(len({sandbox.id, *(fork.id for fork in forked)}) == 3, "forks have an id in common, or their origin's")
             await sandbox.write_file("file", b"of origin")
@@ -165,15 +162,9 @@ async def fork(context: CheckContext) -> None:
             forked += await first.fork()
             forked += await sandbox.fork()
             need(await forked[2].read_file("file") == b"of fork", "a fork of a fork lacks its files")
-            need(
-                await forked[3].read_file("file") == b"of origin",
-                "a second fork lacks what was written since the first",
-            )
+            same(await forked[3].read_file("file"), b"of origin", "file of a second fork")
             await sandbox.close()
             need((await first.exec(["cat", "file"])).stdout == b"of fork", "a fork does not outlive its origin")
-        finally:
-            for fork in forked:
-                await fork.close()
 
 
 async def fork_processes(context: CheckContext) -> None:
@@ -181,37 +172,24 @@ async def fork_processes(context: CheckContext) -> None:
     async with context.fresh() as sandbox:
         await sandbox.exec(endless_writer("beats", context.token))
         need(await keeps_writing(sandbox, "beats"), "a background process does not run")
-        [forked] = await sandbox.fork()
-        try:
+        async with forks_of(sandbox) as [forked]:
             need(await keeps_writing(sandbox, "beats"), "a fork ended a process of its origin")
             if context.capabilities.fork_processes:
                 need(await keeps_writing(forked, "beats"), "a fork lacks the processes of its origin")
             else:
-                need(
-                    await stopped_writing(forked, "beats"),
-                    "a process writes to a fork, and the capabilities say that none runs",
-                )
-            [later] = await sandbox.fork()
-            try:
-                seen = await lines_written(later, "beats")
-                need(seen > 0, "a fork lacks what a process of its origin wrote")
-            finally:
-                await later.close()
-        finally:
-            await forked.close()
+                need(await stopped_writing(forked, "beats"), "a process writes to a fork that is said to have none")
+            async with forks_of(sandbox) as [later]:
+                need(await lines_written(later, "beats") > 0, "a fork lacks what a process of its origin wrote")
 
 
 async def fork_limits(context: CheckContext) -> None:
     """A fork has the limits and the environment of its origin."""
     limits = replace(context.spec.limits, file_size=2**20)
-    async with context.fresh(limits=limits, env={**context.spec.env, "MARK": "of origin"}) as sandbox:
-        [forked] = await sandbox.fork()
-        try:
-            need((await forked.exec('printf %s "$MARK"')).stdout == b"of origin", "a fork lacks the spec's variables")
-            result = await forked.exec("head -c 3000000 /dev/zero > large; wc -c < large")
-            need(int(result.stdout or b"0") <= 2**20, f"limits.file_size does not hold in a fork: {result.text!r}")
-        finally:
-            await forked.close()
+    env = {**context.spec.env, "MARK": "of origin"}
+    async with context.fresh(limits=limits, env=env) as sandbox, forks_of(sandbox) as [forked]:
+        need((await forked.exec('printf %s "$MARK"')).stdout == b"of origin", "a fork lacks the spec's variables")
+        result = await forked.exec("head -c 3000000 /dev/zero > large; wc -c < large")
+        need(int(result.stdout or b"0") <= 2**20, f"limits.file_size does not hold in a fork: {result.text!r}")
 
 
 async def expose(context: CheckContext) -> None:
@@ -244,16 +222,15 @@ async def reap_spares_live(context: CheckContext) -> None:
     """Reaping spares live sandboxes, forks included."""
     async with context.fresh() as sandbox:
         await sandbox.write_file("file", b"x")
-        boxes = [sandbox, *(await sandbox.fork(2) if context.capabilities.snapshots else ())]
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            boxes = [sandbox]
+            if context.capabilities.snapshots:
+                boxes += await stack.enter_async_context(forks_of(sandbox, 2))
             need(await boxes[-1].read_file("file") == b"x", "a fork lacks the files of its origin")
             need(await context.backend.reap() >= 0, "reap returned a negative number")
             for box in boxes:
                 need(await box.read_file("file") == b"x", "reap removed a sandbox whose host is alive, or its files")
                 need((await box.exec(["true"])).ok, "reap removed a sandbox whose host is alive")
-        finally:
-            for box in boxes[1:]:
-                await box.close()
 
 
 async def reaped_orphans(context: CheckContext) -> None:

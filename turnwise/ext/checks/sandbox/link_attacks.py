@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 from turnwise.errors import SandboxError
@@ -13,20 +14,14 @@ from turnwise.ext.checks.sandbox.report import CheckFailed
 
 async def read_link(context: CheckContext) -> list[str]:
     """Make the host read through links to its own files."""
-    sandbox, name = await context.sandbox(), context.name()
+    sandbox, name = await context.scratch()
     world = context.host.files["world"]
-    await _run_inside(
-        context, f"mkdir {name}; ln -s {world} {name}/file; ln -s {world.parent} {name}/folder; ln -s / {name}/root"
-    )
+    links = f"ln -s {world} {name}/file; ln -s {world.parent} {name}/folder; ln -s / {name}/root"
+    await _run_inside(context, f"mkdir {name}; {links}")
     dots = "../" * 12
     findings = []
-    for path in (
-        f"{name}/file",
-        f"{name}/folder/world",
-        f"{name}/root{world}",
-        f"{dots}{world}",
-        f"{name}/{dots}{world}",
-    ):
+    through = ("file", "folder/world", f"root{world}", f"{dots}{world}")
+    for path in (*(f"{name}/{path}" for path in through), f"{dots}{world}"):
         with contextlib.suppress(SandboxError):
             if context.host.secret.encode() in await sandbox.read_file(path):
                 findings.append(f"read_file({path!r}) gave a file of the host")
@@ -34,14 +29,12 @@ async def read_link(context: CheckContext) -> list[str]:
     for path in (f"{name}/file", f"{name}/folder/world", f"{name}/folder"):
         with contextlib.suppress(SandboxError):
             await sandbox.download(path, target / path.replace("/", "-"))
-    if any(context.host.secret.encode() in path.read_bytes() for path in _plain_files(target)):
-        findings.append("a download gave a file of the host")
-    return findings
+    return findings + _secrets(context, target)
 
 
 async def write_link(context: CheckContext) -> list[str]:
     """Make the host write through links to its own files and folders."""
-    sandbox, name = await context.sandbox(), context.name()
+    sandbox, name = await context.scratch()
     file = context.host.files["open"]
     original = file.read_bytes()
     await _run_inside(context, f"mkdir {name}; ln -s {file} {name}/file; ln -s {file.parent} {name}/folder")
@@ -49,12 +42,12 @@ async def write_link(context: CheckContext) -> list[str]:
     for path in (f"{name}/file", f"{name}/folder/open", f"{name}/folder/new", f"{dots}{file}", f"{dots}{file}-new"):
         with contextlib.suppress(SandboxError):
             await sandbox.write_file(path, b"attacked")
-    return _changes_outside(context, original)
+    return changes_outside(context, original)
 
 
 async def upload_link(context: CheckContext) -> list[str]:
     """Make the host upload into links to its own folders."""
-    sandbox, name = await context.sandbox(), context.name()
+    sandbox, name = await context.scratch()
     file = context.host.files["open"]
     original = file.read_bytes()
     source = context.host_folder()
@@ -70,12 +63,12 @@ async def upload_link(context: CheckContext) -> list[str]:
             await sandbox.upload(source, target)
     with contextlib.suppress(SandboxError):
         await sandbox.upload(source / "open", f"{name}/open")
-    return _changes_outside(context, original)
+    return changes_outside(context, original)
 
 
 async def download_links(context: CheckContext) -> list[str]:
     """Make the host write outside a download's target by links and names."""
-    sandbox, name = await context.sandbox(), context.name()
+    sandbox, name = await context.scratch()
     outer = context.host_folder()
     (outer / "bystander").write_bytes(b"untouched")
     world = context.host.files["world"]
@@ -96,14 +89,13 @@ async def download_links(context: CheckContext) -> list[str]:
 
 async def download_twice(context: CheckContext) -> list[str]:
     """Make a downloaded link redirect the next download."""
-    sandbox, name = await context.sandbox(), context.name()
+    sandbox, name = await context.scratch()
     outer = context.host_folder()
     (outer / "bystander").write_bytes(b"untouched")
     target = outer / "target"
-    for command in (
-        f"mkdir {name}; ln -s .. {name}/door; ln -s ../bystander {name}/file",
-        _SECOND_DOWNLOAD.format(name=name),
-    ):
+    first = f"mkdir {name}; ln -s .. {name}/door; ln -s ../bystander {name}/file"
+    second = f"cd {name}; rm door file; mkdir door; echo x > door/made; echo attacked > file"
+    for command in (first, second):
         await _run_inside(context, command)
         with contextlib.suppress(SandboxError):
             await sandbox.download(name, target)
@@ -119,15 +111,12 @@ async def download_twice(context: CheckContext) -> list[str]:
 
 async def download_race(context: CheckContext) -> list[str]:
     """Swap a folder and a link while the host downloads it."""
-    sandbox, name = await context.sandbox(), context.name()
+    sandbox, name = await context.scratch()
     outer = context.host_folder()
     (outer / "bystander").write_bytes(b"untouched")
     world = context.host.files["world"]
-    await _run_inside(
-        context,
-        f"mkdir -p {name}/flip; cd {name}/flip; i=0; while [ $i -lt 50 ]; do echo x > world$i; i=$((i+1)); done; "
-        "cp world0 world",
-    )
+    files = "i=0; while [ $i -lt 50 ]; do echo x > world$i; i=$((i+1)); done; cp world0 world"
+    await _run_inside(context, f"mkdir -p {name}/flip; cd {name}/flip; {files}")
     flip = f"while :; do mv flip away; ln -s {world.parent} flip; rm flip; mv away flip; done"
     process = await sandbox.spawn(flip, cwd=name)
     findings = []
@@ -136,13 +125,7 @@ async def download_race(context: CheckContext) -> list[str]:
             target = outer / f"target{number}"
             with contextlib.suppress(SandboxError):
                 await sandbox.download(name, target)
-            if target.exists() and any(
-                context.host.secret.encode() in path.read_bytes() for path in _plain_files(target)
-            ):
-                findings.append("a download gave a file of the host")
-            findings += [
-                f"{path} leads out of the download" for path in (_links_out(target) if target.exists() else [])
-            ]
+            findings += _secrets(context, target) + [f"{path} leads out of the download" for path in _links_out(target)]
             with contextlib.suppress(SandboxError):
                 await sandbox.write_file(f"{name}/flip/open", b"attacked")
     finally:
@@ -151,16 +134,8 @@ async def download_race(context: CheckContext) -> list[str]:
         # A sandbox that sees the host's files need not distinguish a changing link.
         findings = [finding for finding in findings if "gave a file" not in finding]
         context.host.files["open"].write_text("untouched")
-    return (
-        findings
-        + _changes_outside(context, b"untouched")
-        + _strangers(outer, {"bystander", *(f"target{n}" for n in range(6))})
-    )
-
-
-_SECOND_DOWNLOAD = (
-    "rm {name}/door {name}/file; mkdir {name}/door; echo x > {name}/door/made; echo attacked > {name}/file"
-)
+    findings += changes_outside(context, b"untouched")
+    return findings + _strangers(outer, {"bystander", *(f"target{number}" for number in range(6))})
 
 
 async def _run_inside(context: CheckContext, script: str) -> None:
@@ -169,37 +144,33 @@ async def _run_inside(context: CheckContext, script: str) -> None:
         raise CheckFailed(f"the attack could not be prepared: {result.text}")
 
 
-def _plain_files(folder: Path) -> list[Path]:
-    files = [folder] if folder.is_file() and not folder.is_symlink() else []
-    for root, _, names in os.walk(folder, followlinks=False):
-        files += [
-            Path(root) / name
-            for name in names
-            if (Path(root) / name).is_file() and not (Path(root) / name).is_symlink()
-        ]
-    return files
+def _below(folder: Path) -> list[Path]:
+    """Return everything below a folder, and the folder itself, without following links."""
+    walk = os.walk(folder, followlinks=False)
+    return [folder, *(Path(root) / name for root, folders, names in walk for name in (*folders, *names))]
+
+
+def _secrets(context: CheckContext, download: Path) -> list[str]:
+    files = [path for path in _below(download) if path.is_file() and not path.is_symlink()]
+    secret = context.host.secret.encode()
+    return ["a download gave a file of the host"] * any(secret in path.read_bytes() for path in files)
 
 
 def _links_out(folder: Path) -> list[Path]:
-    leading_out = []
     top = os.path.realpath(folder)
-    for root, folders, names in os.walk(folder, followlinks=False):
-        links = [path for path in (Path(root) / name for name in (*folders, *names)) if path.is_symlink()]
-        leading_out += [path for path in links if not (os.path.realpath(path) + "/").startswith(top + "/")]
-    return leading_out
+    links = [path for path in _below(folder) if path.is_symlink()]
+    return [path for path in links if not f"{os.path.realpath(path)}/".startswith(f"{top}/")]
 
 
-def _changes_outside(context: CheckContext, original: bytes) -> list[str]:
+def changes_outside(context: CheckContext, original: bytes) -> list[str]:
     """Return what changed in and beside the world-writable file, and restore it."""
     file = context.host.files["open"]
-    findings = [f"{file} was changed"] if file.read_bytes() != original or file.is_symlink() else []
+    findings = [f"{file} was changed"] * (file.read_bytes() != original or file.is_symlink())
     for entry in file.parent.iterdir():
         if entry not in context.host.files.values():
             findings.append(f"{entry} was made")
             if entry.is_dir() and not entry.is_symlink():
-                for below in entry.iterdir():
-                    below.unlink()
-                entry.rmdir()
+                shutil.rmtree(entry)
             else:
                 entry.unlink()
     file.write_bytes(original)
@@ -209,6 +180,5 @@ def _changes_outside(context: CheckContext, original: bytes) -> list[str]:
 def _strangers(outer: Path, expected: set[str]) -> list[str]:
     """Return what a download created or changed beside its targets."""
     findings = [f"{outer / name} was made" for name in sorted({entry.name for entry in outer.iterdir()} - expected)]
-    return findings + (
-        ["a file beside the download was changed"] if (outer / "bystander").read_bytes() != b"untouched" else []
-    )
+    changed = (outer / "bystander").read_bytes() != b"untouched"
+    return findings + ["a file beside the download was changed"] * changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 
@@ -17,6 +18,7 @@ from turnwise.ext.checks.sandbox.context import (
     lines_written,
     need,
     result_within,
+    same,
     stopped_writing,
 )
 from turnwise.sandboxes.core import Sandbox, SandboxProcess
@@ -29,17 +31,14 @@ async def timeout_result(context: CheckContext) -> None:
     result = await sandbox.exec("echo before; echo sorry >&2; sleep 60; echo after", timeout=0.7)
     took = time.monotonic() - began
     need(result.timed_out and result.exit_code == 124 and not result.ok, f"got {result}")
-    need(
-        (result.stdout, result.stderr) == (b"before\n", b"sorry\n"), f"its output before the time-out is lost: {result}"
-    )
+    same((result.stdout, result.stderr), (b"before\n", b"sorry\n"), "output before the time-out")
     need(0.6 < took < 10, f"a time-out of 0.7 s returned after {took:.1f} s")
     need((await sandbox.exec("echo on")).stdout == b"on\n", "the sandbox does not respond after a time-out")
 
 
 async def timeout_tree(context: CheckContext) -> None:
     """A timeout kills all processes of the command, however detached."""
-    sandbox = await context.sandbox()
-    file = context.name()
+    sandbox, file = await context.scratch()
     script = f"{endless_writer(file, context.token)}; trap '' TERM INT; while :; do sleep 0.1; done"
     # On a busy machine the background process may start after more than a second.
     for seconds in (1.0, 15.0):
@@ -60,8 +59,7 @@ async def timeout_endless_output(context: CheckContext) -> None:
 
 async def timeout_spares(context: CheckContext) -> None:
     """A timeout spares other commands and their background processes."""
-    sandbox = await context.sandbox()
-    file = context.name()
+    sandbox, file = await context.scratch()
     await sandbox.exec(endless_writer(file, context.token))
     other = asyncio.create_task(sandbox.exec("sleep 1.2; echo other"))
     result = await sandbox.exec("sleep 60", timeout=0.5)
@@ -73,8 +71,7 @@ async def timeout_spares(context: CheckContext) -> None:
 
 async def cancellation(context: CheckContext) -> None:
     """Cancelling the call kills the command with all its processes."""
-    sandbox = await context.sandbox()
-    file = context.name()
+    sandbox, file = await context.scratch()
     work = asyncio.create_task(sandbox.exec(f"{endless_writer(file, context.token)}; sleep 60"))
     need(await keeps_writing(sandbox, file), "the command did not start")
     work.cancel()
@@ -87,8 +84,7 @@ async def cancellation(context: CheckContext) -> None:
 
 async def background_survives(context: CheckContext) -> None:
     """A command ends with its program; its background processes survive, even holding the output."""
-    sandbox = await context.sandbox()
-    file = context.name()
+    sandbox, file = await context.scratch()
     loop = f"while :; do echo >> {file}; sleep 0.05; done"
     result = await result_within(
         sandbox.exec(f"(: {context.token}; {loop}) & echo started"), 10, "a command with a background"
@@ -113,14 +109,12 @@ async def spawn_interactive(context: CheckContext) -> None:
     process = await (await context.sandbox()).spawn(["cat"])
     for data in (b"one\n", b"\x00\xff two\n"):
         await process.write(data)
-        need(await _read_bytes(process, len(data)) == data, f"cat did not return {data!r}")
+        need(await _read(process, len(data)) == data, f"cat did not return {data!r}")
     await process.close_stdin()
     await process.close_stdin()
-    need(
-        await result_within(process.read(), 10, "read at the end") == b"", "there is output after the end of the stream"
-    )
-    need(await result_within(process.wait(), 10, "wait") == 0, "cat did not end with 0")
-    need(await process.wait() == 0, "the second wait gives another exit code")
+    same(await result_within(process.read(), 10, "read at the end"), b"", "output after the end of the stream")
+    for _ in range(2):
+        same(await result_within(process.wait(), 10, "wait"), 0, "exit code of cat")
 
 
 def spawned(*commands: Expected) -> Callable[[CheckContext], Awaitable[None]]:
@@ -130,10 +124,8 @@ def spawned(*commands: Expected) -> Callable[[CheckContext], Awaitable[None]]:
         sandbox = await context.sandbox()
         for row in commands:
             process = await sandbox.spawn(row.command, **row.options)
-            output, code = await _read_all(process), await process.wait()
-            need(
-                (output, code) == (row.stdout, row.exit_code), f"{row.command!r} wrote {output!r} and ended with {code}"
-            )
+            output, code = await _read(process), await process.wait()
+            same((output, code), (row.stdout, row.exit_code), f"output and exit code of {row.command!r}")
 
     return check
 
@@ -157,28 +149,21 @@ async def spawn_interrupt(context: CheckContext) -> None:
     """``interrupt`` acts as Ctrl-C."""
     sandbox = await context.sandbox()
     trapping = "trap 'echo caught; exit 3' INT; echo ready; while :; do sleep 0.1; done"
-    process = await sandbox.spawn(trapping)
-    need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
-    await process.interrupt()
-    need(
-        await result_within(process.wait(), 10, "wait after an interrupt") == 3,
-        "the command did not handle the interrupt",
-    )
-    need(await _read_all(process) == b"caught\n", "its last output is lost")
-    process = await sandbox.spawn("echo ready; exec sleep 60")
-    need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
-    await process.interrupt()
-    need(await result_within(process.wait(), 10, "wait after an interrupt") == 130, "sleep did not end with 130")
+    for command, code, last in ((trapping, 3, b"caught\n"), ("echo ready; exec sleep 60", 130, b"")):
+        process = await sandbox.spawn(command)
+        same(await _read(process, 6), b"ready\n", "first output")
+        await process.interrupt()
+        same(await result_within(process.wait(), 10, "wait after an interrupt"), code, "exit code after an interrupt")
+        same(await _read(process), last, "output after an interrupt")
 
 
 async def spawn_kill(context: CheckContext) -> None:
     """``kill`` ends a spawned command with all its processes; calls on an ended one are no-ops."""
-    sandbox = await context.sandbox()
-    file = context.name()
+    sandbox, file = await context.scratch()
     process = await sandbox.spawn(
         f"{endless_writer(file, context.token)}; trap '' TERM INT; echo ready; while :; do sleep 1; done"
     )
-    need(await _read_bytes(process, 6) == b"ready\n", "the command did not start")
+    need(await _read(process, 6) == b"ready\n", "the command did not start")
     need(await keeps_writing(sandbox, file), "its background process did not start")
     await process.kill()
     need(await result_within(process.wait(), 10, "wait after kill") == 137, "a killed command does not end with 137")
@@ -210,19 +195,10 @@ async def spawn_volume(context: CheckContext) -> None:
     need(await process.wait() == 0, "cat did not end with 0")
 
 
-async def _read_bytes(process: SandboxProcess, size: int) -> bytes:
+async def _read(process: SandboxProcess, size: float = math.inf) -> bytes:
+    """Return output up to a size, or to its end."""
     output = b""
-    while len(output) < size:
-        piece = await result_within(process.read(), 10, "read")
-        if not piece:
-            break
-        output += piece
-    return output
-
-
-async def _read_all(process: SandboxProcess) -> bytes:
-    output = b""
-    while piece := await result_within(process.read(), 10, "read"):
+    while len(output) < size and (piece := await result_within(process.read(), 10, "read")):
         output += piece
     return output
 

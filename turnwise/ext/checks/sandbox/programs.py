@@ -1,7 +1,7 @@
 """The programs of the attacks: ``python3 programs.py NAME``, options as JSON on its input, findings as JSON.
 
-They run inside a sandbox, without this package, by its own ``python3``. Each attack returns its findings: what it
-read, changed or reached.
+They run inside a sandbox, without this package, by its own ``python3``. Each attack is a function of its name that
+returns its findings: what it read, changed or reached.
 """
 
 import array
@@ -18,7 +18,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 # Attacks on the host: its secrets, files, processes and sockets.
@@ -40,21 +40,25 @@ def environment(options: dict[str, Any]) -> list[str]:
 
 
 def process_environments(options: dict[str, Any]) -> list[str]:
-    """Look for the host's secret in the environment and memory map of every process that can be seen."""
-    findings = []
-    for path in glob.glob("/proc/[0-9]*/environ"):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if options["secret"].encode() in file.read():
-                findings.append(path)
-    return findings
+    """Look for the host's secret in the environment of every process that can be seen."""
+    return _files_with(options["secret"], glob.glob("/proc/[0-9]*/environ"))
 
 
 def read_file(options: dict[str, Any]) -> list[str]:
     """Read a file of the host."""
+    return _files_with(options["secret"], _paths(options))
+
+
+def see_processes(options: dict[str, Any]) -> list[str]:
+    """Find a process of the host by its command line."""
+    return _files_with(options["mark"], glob.glob("/proc/[0-9]*/cmdline"))
+
+
+def _files_with(text: str, paths: Iterable[str]) -> list[str]:
     findings = []
-    for path in _paths(options):
+    for path in paths:
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            if options["secret"].encode() in file.read():
+            if text.encode() in file.read():
                 findings.append(path)
     return findings
 
@@ -75,17 +79,7 @@ def _no_create(path: str, flags: int) -> int:
     return os.open(path, flags & ~os.O_CREAT)
 
 
-def see_processes(options: dict[str, Any]) -> list[str]:
-    """Find a process of the host by its command line."""
-    findings = []
-    for path in glob.glob("/proc/[0-9]*/cmdline"):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if options["mark"].encode() in file.read():
-                findings.append(path)
-    return findings
-
-
-def signal_process(options: dict[str, Any]) -> list[str]:
+def signal_host(options: dict[str, Any]) -> list[str]:
     """Kill a process of the host by its number. The host checks whether it lives."""
     try:
         os.kill(options["victim"], signal.SIGKILL)
@@ -94,7 +88,7 @@ def signal_process(options: dict[str, Any]) -> list[str]:
     return [f"kill({options['victim']}, SIGKILL) was accepted"]
 
 
-def trace_process(options: dict[str, Any]) -> list[str]:
+def trace(options: dict[str, Any]) -> list[str]:
     """Trace a process of the host, and read its memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.restype = ctypes.c_long
@@ -108,7 +102,7 @@ def trace_process(options: dict[str, Any]) -> list[str]:
     return findings
 
 
-def tcp_loopback(options: dict[str, Any]) -> list[str]:
+def tcp(options: dict[str, Any]) -> list[str]:
     """Connect to a server of the host on its loopback."""
     findings = []
     for host in ("127.0.0.1", "localhost", *options["addresses"]):
@@ -118,7 +112,7 @@ def tcp_loopback(options: dict[str, Any]) -> list[str]:
     return findings
 
 
-def udp_loopback(options: dict[str, Any]) -> list[str]:
+def udp(options: dict[str, Any]) -> list[str]:
     """Send a datagram to the host's loopback. Only the host can tell whether it arrived."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for host in ("127.0.0.1", *options["addresses"]):
@@ -127,7 +121,7 @@ def udp_loopback(options: dict[str, Any]) -> list[str]:
     return []
 
 
-def unix_socket(options: dict[str, Any]) -> list[str]:
+def unix(options: dict[str, Any]) -> list[str]:
     """Connect to a unix socket of the host: an abstract name, or a path."""
     name = options["sockets"][options["kind"]]
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
@@ -212,83 +206,63 @@ def _send_descriptors(descriptor: int, data: bytes) -> None:
 
 def fork_bomb(options: dict[str, Any]) -> list[str]:
     """Fork three times the processes that the limit allows, and count how many stay alive together for a while."""
-    limit, count = options["limit"], options["most"]
-    reading, writing = os.pipe()
-    alive: set[int] = set()
-    try:
-        for _ in range(count):
-            try:
-                pid = os.fork()
-            except OSError:
-                break
-            if pid == 0:
-                os.close(writing)
-                signal.alarm(15)
-                os.read(reading, 1)
-                os._exit(0)
-            alive.add(pid)
-        until = time.monotonic() + options["seconds"]
-        while len(alive) > limit and time.monotonic() < until:
-            alive -= {pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0]}
-            time.sleep(0.05)
-    finally:
-        os.close(writing)
-        os.close(reading)
-        for pid in alive:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+    limit, count = options["limit"], _hold(options["most"], 0, options["seconds"])
     # A backend may grant a few for its own processes inside.
-    return [f"{len(alive)} processes, more than the limit of {limit}"] if len(alive) > limit * 1.25 else []
+    return [f"{count} processes, more than the limit of {limit}"] if count > limit * 1.25 else []
 
 
 def memory(options: dict[str, Any]) -> list[str]:
     """Hold memory in several processes at the same time: more together than the limit, or more in one than it."""
     limit, size = options["limit"], options["each"]
+    total = size * _hold(options["count"], size, options["seconds"])
+    return [f"{total >> 20} MiB at the same time, and {limit >> 20} are allowed"] if total > limit * 1.1 else []
+
+
+def _hold(count: int, size: int, seconds: float) -> int:
+    """Fork processes that take memory; return how many hold theirs at the same time, for some seconds.
+
+    A periodic check of a limit has time to see them. They end with this process, at the latest after their alarm.
+    """
+    holding, release = os.pipe()
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     alive: set[int] = set()
-    for _ in range(options["count"]):
+    for _ in range(count):
         try:
             pid = os.fork()
         except OSError:
             break
         if pid == 0:
+            os.close(release)
             signal.alarm(30)
-            _hold_memory(size, writing)
+            _hold_memory(size, writing, holding)
         alive.add(pid)
-    # All processes take their memory first, then hold it long enough for a periodic check of the limit.
     touched: set[int] = set()
     patience, until = time.monotonic() + 20, 0.0
     while alive and (not until or time.monotonic() < until):
-        for pid in list(alive):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                alive.discard(pid)
+        alive -= {pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0]}
         with contextlib.suppress(BlockingIOError):
-            touched |= {int(line) for line in os.read(reading, 4096).split()}
+            touched |= {int(line) for line in os.read(reading, 65_536).split()}
         if not until and alive <= touched:
-            until = time.monotonic() + options["seconds"]
+            until = time.monotonic() + seconds
         if not until and time.monotonic() > patience:
             raise SystemExit("the machine is too busy to tell")
         time.sleep(0.05)
-    full = alive & touched
+    os.close(release)
     for pid in alive:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    total = len(full) * size
-    return [f"{total >> 20} MiB at the same time, and {limit >> 20} are allowed"] if total > limit * 1.1 else []
+    return len(alive & touched)
 
 
-def _hold_memory(size: int, writing: int) -> None:
-    try:
+def _hold_memory(size: int, writing: int, holding: int) -> None:
+    with contextlib.suppress(MemoryError):
         block = bytearray(size)
         for at in range(0, size, 4096):
             block[at] = 1
         os.write(writing, b"%d\n" % os.getpid())
-        time.sleep(30)
-    except MemoryError:
-        pass
+        os.read(holding, 1)
     os._exit(0)
 
 
@@ -355,19 +329,18 @@ _NAMESPACES = {"user": 0x10000000, "mount": 0x00020000, "net": 0x40000000, "pid"
 def settings(options: dict[str, Any]) -> list[str]:
     """Open settings of the kernel for writing; nothing is written."""
     del options
-    paths = (
-        "/proc/sys/kernel/core_pattern",
-        "/proc/sys/kernel/modprobe",
-        "/proc/sys/kernel/hostname",
-        "/proc/sys/vm/overcommit_memory",
-        "/proc/sysrq-trigger",
-        "/sys/kernel/uevent_helper",
-        "/proc/sys/kernel/core_uses_pid",
-    )
+    names = ("core_pattern", "modprobe", "hostname", "core_uses_pid")
+    paths = [f"/proc/sys/kernel/{name}" for name in names]
+    paths += ["/proc/sys/vm/overcommit_memory", "/proc/sysrq-trigger", "/sys/kernel/uevent_helper"]
+    return _opened(paths, os.O_WRONLY | os.O_APPEND)
+
+
+def _opened(paths: Iterable[str], flags: int) -> list[str]:
+    """Return the paths that can be opened."""
     findings = []
     for path in paths:
         with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+            os.close(os.open(path, flags))
             findings.append(path)
     return findings
 
@@ -422,20 +395,8 @@ def mounts(options: dict[str, Any]) -> list[str]:
 
 def devices(options: dict[str, Any]) -> list[str]:
     """Open devices of the machine for reading, and make a node of the device that is its memory."""
-    findings = []
-    for path in (
-        "/dev/mem",
-        "/dev/kmsg",
-        "/dev/sda",
-        "/dev/vda",
-        "/dev/nvme0n1",
-        "/dev/loop0",
-        "/dev/kvm",
-        "/dev/fuse",
-    ):
-        with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-            findings.append(path)
+    names = ("mem", "kmsg", "sda", "vda", "nvme0n1", "loop0", "kvm", "fuse")
+    findings = _opened((f"/dev/{name}" for name in names), os.O_RDONLY | os.O_NONBLOCK)
     path = os.path.join(options["folder"], "node")
     with contextlib.suppress(OSError):
         os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 1))
@@ -458,35 +419,10 @@ def _in_child(attempt: Any) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-ATTACKS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "environment": environment,
-    "process environments": process_environments,
-    "read file": read_file,
-    "write file": write_file,
-    "see processes": see_processes,
-    "signal": signal_process,
-    "trace": trace_process,
-    "tcp": tcp_loopback,
-    "udp": udp_loopback,
-    "unix": unix_socket,
-    "interfaces": interfaces,
-    "forge": forge,
-    "fork bomb": fork_bomb,
-    "memory": memory,
-    "one file": one_file,
-    "many files": many_files,
-    "settings": settings,
-    "keyrings": keyrings,
-    "namespaces": namespaces,
-    "mounts": mounts,
-    "devices": devices,
-}
-
-
 def main() -> None:
     """Run the attack named on the command line."""
     _write_line("begun")
-    findings = ATTACKS[sys.argv[1]](json.load(sys.stdin))
+    findings = globals()[sys.argv[1]](json.load(sys.stdin))
     _write_line(json.dumps({"findings": findings}))
 
 
