@@ -341,8 +341,6 @@ async def test_many_sandboxes_leave_no_resources(docker_engine: TestEngine) -> N
 
     descriptors_before = set(os.listdir("/proc/self/fd"))
     await asyncio.gather(*(one(number) for number in range(60)))
-    assert manager.stats.opened == 60
-    assert manager.stats.warm > 0
     await manager.close()
     client.close()
     gc.collect()

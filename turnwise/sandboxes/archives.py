@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import stat
 import tarfile
 from collections.abc import Iterator
@@ -28,28 +29,30 @@ def pack(source: Path, stream: IO[bytes], *, name: str = ".", uid: int = 0, gid:
         raise SandboxFileError(f"{str(source)!r} cannot be uploaded: {error.strerror or error}") from error
 
 
-def open_regular_file(source: Path) -> int:
-    """Open a host file without blocking on a pipe. Raises FileNotFoundError or SandboxFileError."""
-    fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise SandboxFileError(f"{str(source)!r} cannot be uploaded: it is neither a file nor a folder")
-    return fd
+def pack_upload(source: Path, stream: IO[bytes], target: str) -> str:
+    """Pack a file or folder that is to become ``target``; return the folder to extract it in. Raises as pack."""
+    name = "." if source.is_dir() else posixpath.basename(target)
+    try:
+        pack(source, stream, name=name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{str(source)!r} does not exist and cannot be uploaded") from error
+    return target if name == "." else posixpath.dirname(target)
 
 
 class ArchiveSender:
-    """A folder that is written as an archive to a descriptor; ``sent`` counts the bytes taken so far."""
+    """A file or folder that is written as an archive to a descriptor; ``sent`` counts the bytes taken so far."""
 
-    def __init__(self, source: Path, fd: int) -> None:
+    def __init__(self, source: Path, target: str, fd: int) -> None:
         self.sent = 0
         self._source = source
+        self._target = target
         self._stream = os.fdopen(fd, "wb")
 
     def run(self) -> None:
-        """Write it, and close the descriptor. Raises as :func:`pack`."""
+        """Write it, and close the descriptor. Raises as :func:`pack_upload`."""
         stream: Any = self
         with self._stream:
-            pack(self._source, stream)
+            pack_upload(self._source, stream, self._target)
 
     def write(self, data: bytes) -> int:
         """Write a piece of it."""
@@ -63,17 +66,24 @@ def receive_archive(fd: int, target: Path, max_bytes: int) -> None:
         unpack(stream, target, max_bytes)
 
 
+class _ByteBudget:
+    def __init__(self, limit: int) -> None:
+        self.left = self._limit = limit
+
+    def take(self, size: int, what: str) -> None:
+        self.left -= size
+        if self.left < 0:
+            raise SandboxFileTooLarge(f"{what} exceeds max_bytes={self._limit}")
+
+
 class _BoundedReader:
-    def __init__(self, stream: IO[bytes], limit: int) -> None:
+    def __init__(self, stream: IO[bytes], max_bytes: int) -> None:
         self._stream = stream
-        self._remaining = limit
-        self._limit = limit
+        self._budget = _ByteBudget(max_bytes)
 
     def read(self, size: int) -> bytes:
         data = self._stream.read(size)
-        self._remaining -= len(data)
-        if self._remaining < 0:
-            raise SandboxFileTooLarge(f"the archive has more than {self._limit} bytes")
+        self._budget.take(len(data), "the archive")
         return data
 
 
@@ -101,16 +111,6 @@ def unpack(stream: IO[bytes], target: Path, max_bytes: int) -> None:
             pass
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise SandboxFileError(f"the sandbox sent an invalid archive: {error}") from error
-
-
-class _ByteBudget:
-    def __init__(self, limit: int) -> None:
-        self.left = self._limit = limit
-
-    def take(self, size: int, name: str) -> None:
-        self.left -= size
-        if self.left < 0:
-            raise SandboxFileTooLarge(f"{name!r} and the entries before it exceed max_bytes={self._limit}")
 
 
 @contextlib.contextmanager
@@ -214,13 +214,13 @@ def _open_folder(root: int, parts: list[str]) -> int:
 
 def _write_file(content: IO[bytes], member: tarfile.TarInfo, folder: int, name: str, budget: _ByteBudget) -> None:
     if member.size > budget.left:
-        budget.take(member.size, member.name)
+        budget.take(member.size, repr(member.name))
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb") as file:
         while data := content.read(min(_CHUNK, budget.left + 1)):
-            budget.take(len(data), member.name)
+            budget.take(len(data), repr(member.name))
             file.write(data)
         os.fchmod(file.fileno(), stat.S_IMODE(member.mode) & 0o755 | 0o600)
         with contextlib.suppress(OSError, OverflowError, ValueError):
@@ -228,10 +228,7 @@ def _write_file(content: IO[bytes], member: tarfile.TarInfo, folder: int, name: 
 
 
 def _make_link(root: int, parts: list[str], goal: str) -> None:
-    folder = _open_folder(root, parts[:-1])
-    try:
+    with _closing(_open_folder(root, parts[:-1])) as folder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(parts[-1], dir_fd=folder)
         os.symlink(goal, parts[-1], dir_fd=folder)
-    finally:
-        os.close(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,13 +11,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from turnwise.config import ConfigReference, report_problems
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.plugins import load_object, references
+from turnwise.plugins import find_class, load_object, references, register_entry
 from turnwise.sandboxes.core import SandboxBackend, SandboxLimits, SandboxSpec
 
 B = TypeVar("B", bound=type[SandboxBackend])
 M = TypeVar("M", bound=BaseModel)
 
-BACKENDS: dict[str, type[SandboxBackend] | str] = {
+BACKENDS: dict[str, Any] = {
     "local": "turnwise.sandboxes.local:LocalBackend",
     "docker": "turnwise.sandboxes.docker:DockerBackend",
     "e2b": "turnwise.sandboxes.e2b:E2BBackend",
@@ -102,10 +101,7 @@ def register_backend(name: str) -> Callable[[B], B]:
     def register(cls: B) -> B:
         if not issubclass(cls, SandboxBackend):
             raise RegistryError(f"sandbox backend {name!r}: {cls!r} does not derive from SandboxBackend")
-        registered = BACKENDS.setdefault(name, cls)
-        if registered is not cls and registered != f"{cls.__module__}:{cls.__qualname__}":
-            raise RegistryError(f"sandbox backend {name!r} is taken by {registered!r}: choose another name")
-        BACKENDS[name] = cls
+        register_entry(name, cls, BACKENDS, "sandbox backend", of=_load_class)
         return cls
 
     return register
@@ -122,19 +118,14 @@ def read_options(model: type[M], backend: str, options: Mapping[str, Any]) -> M:
 
 def open_backend(config: SandboxConfig) -> SandboxBackend:
     """Create the configured backend; ConfigError if it is unknown, misconfigured or lacks an extra."""
-    backend_class = BACKENDS.get(config.name, config.name)
-    if isinstance(backend_class, str):
-        if ":" not in backend_class:
-            close = difflib.get_close_matches(backend_class, BACKENDS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            names = ", ".join(sorted(BACKENDS))
-            raise ConfigError(
-                f"sandbox.name is {backend_class!r}{hint} Known: {names}, or your own class as pkg.mod:Class"
-            )
-        backend_class = load_object(backend_class, "sandbox backend")
+    backend_class = _load_class(find_class(config.name, BACKENDS, "sandbox.name"))
     if not (isinstance(backend_class, type) and issubclass(backend_class, SandboxBackend)):
         raise ConfigError(f"sandbox.name is {config.name!r}, which is {backend_class!r}, not a SandboxBackend")
     try:
         return backend_class(**config.config)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"sandbox.config of {config.name!r}: {error}") from error
+
+
+def _load_class(entry: Any) -> Any:
+    return load_object(entry, "sandbox backend") if isinstance(entry, str) else entry

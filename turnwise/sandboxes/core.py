@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
+from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.forwarding import PortForwarding
 
 MAX_OUTPUT: Final = 65_536
@@ -346,6 +347,15 @@ class Sandbox(PortForwarding, ABC):
             SandboxUnavailable: The backend cannot fork, or not now; the message says why.
             SandboxStartError: A fork did not start.
         """
+
+
+def check_sources(spec: SandboxSpec) -> None:
+    """Check the host's files of a spec. Raises SandboxUnavailable."""
+    if spec.workspace is not None and not spec.workspace.is_dir():
+        raise SandboxUnavailable(f"spec.workspace {str(spec.workspace)!r} is not a folder on this machine")
+    for mount in spec.mounts:
+        if not mount.source.exists():
+            raise SandboxUnavailable(f"spec.mounts: {str(mount.source)!r} does not exist on this machine")
 
 
 def check_count(count: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from dataclasses import dataclass
 from typing import Final
 
 from turnwise.errors import SandboxError, SandboxStartError
@@ -18,22 +17,11 @@ _BACKOFF: Final = 0.1
 """Seconds before a start is tried again, doubled each time, and spread by half."""
 
 
-@dataclass(slots=True)
-class SandboxStats:
-    """Counters of a manager: sandboxes opened, of these prewarmed, start retries and failures."""
-
-    opened: int = 0
-    warm: int = 0
-    retries: int = 0
-    failed: int = 0
-
-
 class SandboxManager:
     """Opens and closes the sandboxes of one configuration, lazily; ``backend`` replaces the configured one."""
 
     def __init__(self, config: SandboxConfig | None = None, backend: SandboxBackend | None = None) -> None:
         self.config = config or SandboxConfig()
-        self.stats = SandboxStats()
         self._backend = backend
         self._probed: Capabilities | None = None
         self._probing = asyncio.Lock()
@@ -75,13 +63,11 @@ class SandboxManager:
         warm = next((candidate for candidate in self._warm if candidate.spec == spec), None)
         if warm is not None:
             self._warm.remove(warm)
-            self.stats.warm += 1
         sandbox = warm or await self._start(spec)
         if self._closed:
             await sandbox.close()
             raise SandboxStartError("the sandbox manager was closed while the sandbox started")
         self._open[sandbox.id] = sandbox
-        self.stats.opened += 1
         self._latest_spec = spec
         self._prewarm()
         return sandbox
@@ -132,9 +118,7 @@ class SandboxManager:
                 with contextlib.suppress(SandboxError):
                     await sandbox.close()
                 if not error.retryable or attempt == _START_RETRIES:
-                    self.stats.failed += 1
                     raise
-                self.stats.retries += 1
                 await asyncio.sleep(_BACKOFF * 2**attempt * random.uniform(0.75, 1.25))
             else:
                 return sandbox

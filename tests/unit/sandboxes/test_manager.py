@@ -25,16 +25,11 @@ def open_manager(backend: NotedBackend, **config: object) -> SandboxManager:
     return SandboxManager(SandboxConfig.model_validate(config), backend)
 
 
-async def test_failed_start_is_retried_and_counted() -> None:
+async def test_failed_start_is_retried() -> None:
     backend = NotedBackend(failing={1, 2})
     sandbox_manager = open_manager(backend)
     sandbox = await sandbox_manager.open()
-    assert (sandbox.id, sandbox_manager.stats.retries, sandbox_manager.stats.opened, sandbox_manager.stats.failed) == (
-        "noted-3",
-        2,
-        1,
-        0,
-    )
+    assert (sandbox.id, backend.made) == ("noted-3", 3)
     await sandbox_manager.close()
     assert backend.alive == set()
     assert backend.closed
@@ -45,7 +40,7 @@ async def test_last_start_error_is_raised_and_unavailable_is_not_retried() -> No
     sandbox_manager = open_manager(backend)
     with pytest.raises(SandboxStartError, match="did not start"):
         await sandbox_manager.open()
-    assert (backend.made, sandbox_manager.stats.failed) == (3, 1)
+    assert backend.made == 3
     backend.error = SandboxUnavailable("no engine")
     with pytest.raises(SandboxUnavailable):
         await sandbox_manager.open()
@@ -73,14 +68,12 @@ async def test_prewarmed_sandboxes_follow_the_latest_spec() -> None:
     await sandbox_manager.open()
     await until(lambda: len(backend.alive) == 3, "two ahead")
     prewarmed = await sandbox_manager.open()
-    assert sandbox_manager.stats.warm == 1
     assert prewarmed.id in {"noted-2", "noted-3"}
     other = SandboxSpec(image="other")
     await sandbox_manager.open(other)
     await until(lambda: len(backend.alive) == 5 and len(sandbox_manager._warm) == 2, "two ahead of the other kind")
-    assert sandbox_manager.stats.warm == 1
-    assert (await sandbox_manager.open(other)).spec.image == "other"
-    assert sandbox_manager.stats.warm == 2
+    prewarmed_ids = {sandbox.id for sandbox in sandbox_manager._warm}
+    assert (await sandbox_manager.open(other)).id in prewarmed_ids
     await sandbox_manager.close()
     assert backend.alive == set()
 
@@ -146,7 +139,7 @@ async def test_configured_limits_override_the_environments() -> None:
 
 
 def test_unknown_backend_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'doker'; did you mean 'docker'"):
+    with pytest.raises(ConfigError, match="'doker' is not registered; did you mean 'docker'"):
         open_backend(SandboxConfig(name="doker"))
     with pytest.raises(ConfigError, match="not a SandboxBackend"):
         open_backend(SandboxConfig(name="turnwise.tasks:Task"))

@@ -322,7 +322,7 @@ class Boxed(ToolEnv):
 
 async def test_configured_sandboxes_are_probed(model: Path, tmp_path: Path) -> None:
     for sandbox, finding in (
-        ({"name": "doker"}, "failed: sandbox.name is 'doker'; did you mean 'docker'?"),
+        ({"name": "doker"}, "failed: sandbox.name 'doker' is not registered; did you mean 'docker'?"),
         ({"config": {"isolaton": "auto"}}, "failed: sandbox.config of 'local': "),
         ({"name": "docker", "config": {"url": f"unix://{tmp_path}/none.sock"}}, "failed: no container engine answers"),
         ({"name": NOTED, "prewarm": 2}, f"ok: {NOTED}"),

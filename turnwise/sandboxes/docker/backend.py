@@ -64,21 +64,13 @@ class DockerBackend(SandboxBackend):
             )
         await self._choose_files(await pool.images.resolve(options.image))
         disk = pool.in_memory or pool.bounded_layer
-        capabilities = Capabilities(
+        enforced = {"memory": bool(info.get("MemoryLimit")), "pids": bool(info.get("PidsLimit")), "disk": disk}
+        pool.capabilities = Capabilities(
             isolation="docker" if options.runtime is None else f"docker/{options.runtime}",
-            memory=bool(info.get("MemoryLimit")),
-            pids=bool(info.get("PidsLimit")),
-            disk=disk,
-            survives_host=False,
             expose=pool.local,
+            notes=tuple(f"this engine does not enforce limits.{name}" for name, holds in enforced.items() if not holds),
+            **enforced,
         )
-        unenforced = [
-            name
-            for name, holds in (("memory", capabilities.memory), ("pids", capabilities.pids), ("disk", disk))
-            if not holds
-        ]
-        notes = [f"this engine does not enforce limits.{name}" for name in unenforced]
-        pool.capabilities = replace(capabilities, notes=tuple(notes))
         try:
             pool.capabilities = await self._inspect(pool.capabilities)
         except SandboxError as error:

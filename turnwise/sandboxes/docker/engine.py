@@ -17,7 +17,6 @@ try:
     import docker
     import docker.errors
     import requests.exceptions
-    from docker.utils import parse_host
 except ImportError as error:
     raise MissingExtraError("docker", "docker", "the docker sandbox") from error
 
@@ -58,12 +57,6 @@ class Engine:
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="turnwise-docker")
         self._client: Any = None
         self._connecting = asyncio.Lock()
-
-    @property
-    def socket_path(self) -> str | None:
-        """Path of the engine's unix socket, or None."""
-        parsed = str(parse_host(self.url))
-        return parsed.removeprefix("http+unix://") if parsed.startswith("http+unix://") else None
 
     async def connect(self) -> None:
         """Connect, once. Raises SandboxUnavailable."""

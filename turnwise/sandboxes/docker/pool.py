@@ -44,7 +44,7 @@ class ContainerPool:
         self.owner = Owner()
         self.in_memory = options.files == "tmpfs"
         self.bounded_layer = False
-        self.local = self.engine.socket_path is not None
+        self.local = self.engine.url.startswith(("unix://", "http+unix://"))
         self.capabilities: Capabilities | None = None
         self._folder: Path | None = None
         self._reaper: subprocess.Popen[bytes] | None = None

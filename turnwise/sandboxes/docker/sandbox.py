@@ -37,6 +37,7 @@ from turnwise.sandboxes.core import (
     SandboxProcess,
     SandboxSpec,
     check_count,
+    check_sources,
 )
 from turnwise.sandboxes.docker import scripts
 from turnwise.sandboxes.docker.commands import Commands
@@ -165,21 +166,10 @@ class DockerSandbox(Sandbox):
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or folder into the container."""
-        destination = self._inside(target)
         with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as packed:
-            folder = source.is_dir()
-            name = "." if folder else posixpath.basename(destination)
-            try:
-                await asyncio.to_thread(archives.pack, source, packed, name=name)
-            except FileNotFoundError as error:
-                raise FileNotFoundError(f"{str(source)!r} does not exist and cannot be uploaded") from error
+            folder = await asyncio.to_thread(archives.pack_upload, source, packed, self._inside(target))
             packed.seek(0)
-            await self._run_script(
-                destination if folder else posixpath.dirname(destination),
-                scripts.UNPACK,
-                stdin=packed,
-                timeout=_ARCHIVE_S,
-            )
+            await self._run_script(folder, scripts.UNPACK, stdin=packed, timeout=_ARCHIVE_S)
 
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
         """Copy a file or folder to the host."""
@@ -231,8 +221,7 @@ class DockerSandbox(Sandbox):
 
     async def _start(self) -> None:
         spec, user = self.spec, user_of(self.spec, self._pool.options)
-        if spec.workspace is not None and not spec.workspace.is_dir():
-            raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} of the sandbox is not a folder")
+        check_sources(spec)
         settings = await self._pool.settings(spec, self.id)
         self._image = str(settings["Image"])
         making = asyncio.create_task(

@@ -28,7 +28,7 @@ from turnwise.errors import (
     undo_on_error_async,
 )
 from turnwise.sandboxes import packing
-from turnwise.sandboxes.archives import HEADERS, pack, unpack
+from turnwise.sandboxes.archives import HEADERS, pack_upload, unpack
 from turnwise.sandboxes.core import (
     MAX_FILE,
     MAX_OUTPUT,
@@ -38,6 +38,7 @@ from turnwise.sandboxes.core import (
     SandboxProcess,
     SandboxSpec,
     check_count,
+    check_sources,
 )
 from turnwise.sandboxes.e2b.account import E2BAccount
 from turnwise.sandboxes.e2b.command import CommandRequest, E2BProcess, sdk_errors, start_errors
@@ -72,7 +73,7 @@ class E2BSandbox(Sandbox):
 
     async def start(self) -> None:
         """Create it, keep it alive, and upload what the spec asks for."""
-        self._check_uploads()
+        check_sources(self.spec)
         creating = asyncio.ensure_future(self._create())
         try:
             self._sdk = await asyncio.shield(creating)
@@ -231,14 +232,6 @@ class E2BSandbox(Sandbox):
             with contextlib.suppress(SandboxError), sdk_errors(self.id):
                 await sdk.set_timeout(self._account.options.lifetime)
 
-    def _check_uploads(self) -> None:
-        """Check uploads before anything is created."""
-        if self.spec.workspace is not None and not self.spec.workspace.is_dir():
-            raise SandboxUnavailable(f"spec.workspace {str(self.spec.workspace)!r} is not a folder on this machine")
-        for mount in self.spec.mounts:
-            if not mount.source.exists():
-                raise SandboxUnavailable(f"spec.mounts: {str(mount.source)!r} does not exist on this machine")
-
     async def _prepare_files(self) -> None:
         script = 'mkdir -p "$1" && chown "$2" "$1"'
         result = await self._run(self._root_request(["sh", "-c", script, "sh", self.spec.workdir, self._user]))
@@ -326,19 +319,13 @@ class E2BSandbox(Sandbox):
 
     async def _upload(self, source: Path, target: str, user: str) -> None:
         self._live()
-        source = source.resolve(strict=True)
         target = posixpath.join(self.spec.workdir, target)
-        if source.is_file():
-            data = await asyncio.to_thread(source.read_bytes)
-            argv = [*_FILE_COMMAND, "write", target, str(source.stat().st_mode & 0o777)]
-        else:
-            archive = io.BytesIO()
-            await asyncio.to_thread(pack, source, archive)
-            data = archive.getvalue()
-            argv = [*_FILE_COMMAND, "unpack", target]
+        archive = io.BytesIO()
+        folder = await asyncio.to_thread(pack_upload, source, archive, target)
+        argv = [*_FILE_COMMAND, "unpack", folder]
         limits = {"RLIMIT_FSIZE": self.spec.limits.file_size}
         request = CommandRequest(argv, "/", {}, user, limits, timeout=600.0, max_output=MAX_OUTPUT)
-        result = await self._run(request, data)
+        result = await self._run(request, archive.getvalue())
         if not result.ok:
             errors = result.stderr.decode("utf-8", "replace").strip()[-300:]
             raise SandboxFileError(f"upload to {target!r}: {errors or result.exit_code}")

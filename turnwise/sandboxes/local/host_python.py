@@ -16,7 +16,11 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 def base_executable() -> Path:
     """Return the base interpreter's program: a virtual environment's copy finds no libraries when mounted alone."""
-    return Path(os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable))
+    return Path(os.path.realpath(_base_program()))
+
+
+def _base_program() -> str:
+    return getattr(sys, "_base_executable", None) or sys.executable
 
 
 def host_python() -> tuple[tuple[Mount, ...], dict[str, str]]:
@@ -28,9 +32,7 @@ def host_python() -> tuple[tuple[Mount, ...], dict[str, str]]:
     folders = [Path(sys.base_prefix), Path(sys.prefix), Path(sys.base_exec_prefix)]
     # A link in the path (a version manager's "3.11" for "3.11.7") is mounted with its target, each under its own name.
     folders += [Path(os.path.realpath(sys.executable)).parents[1], base_executable().parents[1]]
-    home = _home_of(Path(sys.prefix))
-    if home is not None:
-        folders.append(home.parent)
+    folders.append(Path(_base_program()).parents[1])
     package_folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     # A .pth file may add another environment's packages.
     package_folders += [
@@ -50,18 +52,6 @@ def host_python() -> tuple[tuple[Mount, ...], dict[str, str]]:
     if sys.prefix != sys.base_prefix:
         env["VIRTUAL_ENV"] = sys.prefix
     return tuple(mounts), env
-
-
-def _home_of(prefix: Path) -> Path | None:
-    """Return the base interpreter's program folder, as the virtual environment names it."""
-    try:
-        for line in (prefix / "pyvenv.cfg").read_text().splitlines():
-            key, _, value = line.partition("=")
-            if key.strip() == "home":
-                return Path(value.strip())
-    except OSError:
-        return None
-    return None
 
 
 def interpreter_folder() -> Path:

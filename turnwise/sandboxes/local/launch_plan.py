@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from turnwise.errors import SandboxUnavailable
-from turnwise.sandboxes.core import SandboxSpec
+from turnwise.sandboxes.core import SandboxSpec, check_sources
 from turnwise.sandboxes.local.boot import seccomp
 from turnwise.sandboxes.local.control_groups import RESERVE, ControlGroups
 from turnwise.sandboxes.local.host_python import SYSTEM_PATH, base_executable, interpreter_folder
@@ -284,10 +284,7 @@ def check_spec(spec: SandboxSpec) -> None:
     """Check the paths and options of a spec; SandboxUnavailable names what is impossible."""
     if not spec.workdir.startswith("/") or os.path.normpath(spec.workdir) == "/":
         raise SandboxUnavailable(f"workdir is {spec.workdir!r}: give an absolute path below /, such as /work")
-    if spec.workspace is not None and not spec.workspace.is_dir():
-        raise SandboxUnavailable(f"workspace {str(spec.workspace)!r} is not a folder on this machine")
+    check_sources(spec)
     for mount in spec.mounts:
         if not mount.target.startswith("/"):
             raise SandboxUnavailable(f"the mount of {str(mount.source)!r} has the relative target {mount.target!r}")
-        if not mount.source.exists():
-            raise SandboxUnavailable(f"the mount {str(mount.source)!r} (target {mount.target}) does not exist")

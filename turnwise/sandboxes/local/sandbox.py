@@ -288,29 +288,21 @@ class LocalSandbox(Sandbox):
     async def upload(self, source: Path, target: str) -> None:
         """Copy a host file or folder into the sandbox."""
         channel = await self._channel_in_use()
-        if source.is_dir():
-            reading, writing = os.pipe2(os.O_CLOEXEC)
-            try:
-                with undo_on_error(lambda: os.close(writing)):
-                    request = channel.request({"op": "unpack", "path": self._inside(target)}, [reading])
-            finally:
-                os.close(reading)
-            sending = archives.ArchiveSender(source, writing)
-            packing = asyncio.create_task(asyncio.to_thread(sending.run))
-            try:
-                await self._wait_file_request(request, target, 0, lambda: sending.sent)
-            finally:
-                with contextlib.suppress(BrokenPipeError):
-                    await packing
-            return
-        fd = archives.open_regular_file(source)
+        target = self._inside(target)
+        folder = target if source.is_dir() else os.path.dirname(target)
+        reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            size = os.fstat(fd)
-            message = {"op": "write", "path": self._inside(target), "mode": size.st_mode & 0o777}
-            request = channel.request(message, [fd])
-            await self._wait_file_request(request, target, size.st_size)
+            with undo_on_error(lambda: os.close(writing)):
+                request = channel.request({"op": "unpack", "path": folder or "."}, [reading])
         finally:
-            os.close(fd)
+            os.close(reading)
+        sending = archives.ArchiveSender(source, target, writing)
+        packing = asyncio.create_task(asyncio.to_thread(sending.run))
+        try:
+            await self._wait_file_request(request, target, 0, lambda: sending.sent)
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                await packing
 
     async def download(self, source: str, target: Path, *, max_bytes: int = MAX_FILE) -> None:
         """Copy a file or folder to the host."""

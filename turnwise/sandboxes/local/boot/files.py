@@ -78,7 +78,6 @@ def write(path: str, mode: int | None, source: int) -> None:
     os.ftruncate(fd, 0)
     if mode is not None:
         os.fchmod(fd, mode)
-    os.lseek(source, 0, os.SEEK_SET)
     while data := os.read(source, _CHUNK):
         write_all(fd, data)
     os.close(fd)
