@@ -13,7 +13,7 @@ import tarfile
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import IO
+    from typing import IO, Any
 
 _BLOCK = 512
 _CHUNK = 1 << 20
@@ -51,7 +51,7 @@ def extract_archive(stream: IO[bytes], folder: str) -> None:
     """
     os.makedirs(folder, exist_ok=True)
     top = os.path.realpath(folder)
-    trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
+    trusted: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:

@@ -24,17 +24,15 @@ def remove_labelled(url: str, label: str) -> int:
     """Remove everything with a label; return the count."""
     client: Any = docker.APIClient(base_url=url, version="auto", timeout=60)
     filters = {"label": [label]}
-    count = 0
-    for rows, remove in (
-        (client.containers(all=True, filters=filters), lambda row: client.remove_container(row, force=True, v=True)),
-        (client.images(filters=filters), lambda row: client.remove_image(row, force=True)),
-    ):
-        for row in rows:
-            count += 1
-            with contextlib.suppress(docker.errors.APIError):
-                remove(row["Id"])
+    containers, images = client.containers(all=True, filters=filters), client.images(filters=filters)
+    for container in containers:
+        with contextlib.suppress(docker.errors.APIError):
+            client.remove_container(container["Id"], force=True, v=True)
+    for image in images:
+        with contextlib.suppress(docker.errors.APIError):
+            client.remove_image(image["Id"], force=True)
     client.close()
-    return count
+    return len(containers) + len(images)
 
 
 def wait_for_end(pid: int) -> None:

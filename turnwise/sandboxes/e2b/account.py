@@ -58,8 +58,9 @@ class E2BAccount:
                 f"the environment variable {options.api_key_env} holds no E2B API key: set it, or name another "
                 "variable in sandbox.config.api_key_env"
             )
-        names = {"request_timeout", "api_url", "sandbox_url", "http_version"}
-        return {"api_key": key, **options.model_dump(include=names, exclude_none=True)}
+        common = {"api_key": key, "request_timeout": options.request_timeout, "http_version": options.http_version}
+        urls = {"api_url": options.api_url, "sandbox_url": options.sandbox_url}
+        return {name: value for name, value in (common | urls).items() if value is not None}
 
     async def create(self, template: str | None, *, labels: Mapping[str, str], network: bool) -> e2b.AsyncSandbox:
         """Create a sandbox of a template or a snapshot; None is E2B's default."""
