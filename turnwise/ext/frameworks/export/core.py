@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,29 +18,65 @@ from turnwise.envs.gym.to_gymnasium import GymnasiumAdapter
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import EnvSpec, default_task_source, env_class
 from turnwise.errors import ConfigError, TaskError, shown
-from turnwise.ext.frameworks.export.inspect_task import inspect_files
-from turnwise.ext.frameworks.export.openenv import openenv_files
-from turnwise.ext.frameworks.export.packages import Subject, gymnasium_files, mcp_files
-from turnwise.ext.frameworks.export.verifiers import verifiers_files
 from turnwise.tasks.core import Task
 from turnwise.tasks.reader import iter_tasks, load_tasks
+from turnwise.version import __version__
 
 SPEC_FILE: Final = "env.json"
 TASKS_FILE: Final = "tasks.jsonl"
 MOST_TASKS: Final = 1_000
 """Default number of tasks that are written; a source may be endless."""
 _HERE: Final = "{folder}/"
-_PACKAGES: Final = ("gymnasium", "verifiers")
-"""Forms whose environment lies in a package of the folder, which pip installs with it."""
 _VERSION: Final = 1
-FORMS: Final[dict[str, Callable[[Subject], dict[str, str]]]] = {
-    "gymnasium": gymnasium_files,
-    "inspect": inspect_files,
-    "mcp": mcp_files,
-    "openenv": openenv_files,
-    "verifiers": verifiers_files,
-}
-"""What each framework's folder holds besides the environment: texts by their paths."""
+_PACKAGE: Final = "package"
+"""Folder of a framework's templates that stands for the package in which the environment lies, if any."""
+_TEMPLATES: Final = Path(__file__).with_name("templates")
+FORMS: Final = tuple(sorted(folder.name for folder in _TEMPLATES.iterdir()))
+"""The frameworks: for each a folder of templates, the files of an export besides the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is exported.
+
+    Attributes:
+        name: A name of a Python package, such as ``guess_number``.
+        title: The name or reference of the environment.
+        summary: First sentence of its docstring.
+        has_tools: Whether it offers tools at the beginning of an episode.
+    """
+
+    name: str
+    title: str
+    summary: str
+    has_tools: bool
+
+    @property
+    def package(self) -> str:
+        """Name of the package that the framework imports."""
+        return f"turnwise_{self.name}"
+
+    def files(self, form: str) -> dict[str, str]:
+        """Return the texts of a framework's files by their paths: its templates with ``@NAME@`` and others replaced."""
+        words = self.summary or f"The environment {self.title}."
+        values = {
+            "NAME": self.name,
+            "CLASS": "".join(part.capitalize() for part in self.name.split("_")),
+            "PACKAGE": self.package,
+            "TITLE": self.title,
+            "SUMMARY": words,
+            "VERSION": __version__,
+            # In TOML and JSON a text is quoted alike.
+            "QUOTED": json.dumps(words, ensure_ascii=False),
+            # What has no tools is played by its only required text.
+            "DEFAULT": '""' if self.has_tools else "...",
+        }
+        texts = {}
+        for template in sorted((_TEMPLATES / form).rglob("*.in")):
+            path = template.relative_to(_TEMPLATES / form).with_suffix("")
+            name = str(path).replace(f"{_PACKAGE}/", f"{self.package}/")
+            texts[name] = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], template.read_text("utf-8"))
+        return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +140,7 @@ async def export_env(
     # Of a file or module, the class alone: where it was, the folder does not say.
     title = spec.id.rpartition(":")[2]
     subject = Subject(_slug(spec.id), title, describe(spec.id).summary, has_tools=bool(first.tools))
-    written = FORMS[form](subject)
-    home = folder / (subject.package if form in _PACKAGES else ".")
+    home = folder / subject.package if (_TEMPLATES / form / _PACKAGE).is_dir() else folder
     carried: dict[str, Path] = {}
     record = {
         "version": _VERSION,
@@ -119,7 +154,7 @@ async def export_env(
     files = {home / SPEC_FILE: json.dumps(record, ensure_ascii=False, indent=2) + "\n"}
     if rows:
         files[home / TASKS_FILE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    files |= {folder / name: text for name, text in written.items()}
+    files |= {folder / name: text for name, text in subject.files(form).items()}
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
