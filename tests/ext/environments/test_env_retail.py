@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -22,12 +23,11 @@ from turnwise.envs import close_env, make, play_solution, reset_env, schemas, sc
 from turnwise.errors import EnvError, TaskError, ToolError
 from turnwise.evaluation.replay.replay import replay
 from turnwise.ext.checks.environment import check_env
-from turnwise.ext.environments.retail.changes import CHANGES
+from turnwise.ext.environments.retail.changes import CHANGES, Changes
 from turnwise.ext.environments.retail.desk import Desk, dollars
 from turnwise.ext.environments.retail.goal import LONGEST_ANSWER, goal_of, states_facts
 from turnwise.ext.environments.retail.store import COMPARED, Store
 from turnwise.ext.environments.retail.tau_bench import read_shop
-from turnwise.ext.environments.retail.world import RETURN_DAYS
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import EpisodeSpec
@@ -53,22 +53,51 @@ async def started_env(task, **config):
 
 _FILES = TemporaryDirectory()
 _SHOP = str(write_tau_shop(Path(_FILES.name)))
-_WORLD = read_shop(_SHOP)
+_ROWS = read_shop(_SHOP)
+
+
+def shop_world():
+    """The records of the shop by their ids, with the items of an order and how it was paid."""
+    store = Store(_ROWS)
+    world = SimpleNamespace()
+    for table, key in (
+        ("users", "user_id"),
+        ("payment_methods", "payment_id"),
+        ("variants", "item_id"),
+        ("orders", "order_id"),
+    ):
+        rows = store.rows(f"SELECT {key} AS id, * FROM {table} ORDER BY rowid")
+        setattr(world, table, {row["id"]: SimpleNamespace(**row) for row in rows})
+    for order in world.orders.values():
+        items = store.rows("SELECT item_id FROM order_items WHERE order_id = ? ORDER BY rowid", order.id)
+        order.items = [row["item_id"] for row in items]
+        [order.payment] = store.row("SELECT payment_id FROM payments WHERE order_id = ?", order.id)
+    store.close()
+    return world
+
+
+def changes_of(store, customer):
+    changes = Changes()
+    changes.desk = Desk(store, customer)
+    return changes
+
+
+_WORLD = shop_world()
 _CUSTOMER = "customer_1"
-_OWN = [order for order in _WORLD.orders.values() if order.user == _CUSTOMER]
+_OWN = [order for order in _WORLD.orders.values() if order.user_id == _CUSTOMER]
 _PENDING = [order for order in _OWN if order.status == "pending"]
 _DELIVERED = [order for order in _OWN if order.status == "delivered"]
 _ADDRESS = {"street": "7 Oak Street", "city": "Eastport", "state": "ME", "zip_code": "04631"}
 
 
 def variants_of(product):
-    return [variant for variant in _WORLD.variants.values() if variant.product == product]
+    return [variant for variant in _WORLD.variants.values() if variant.product_id == product]
 
 
 def dearest_variants(items):
     """The most expensive available variant of each item's product that is not the item."""
     options = [
-        [other for other in variants_of(_WORLD.variants[item].product) if other.id != item and other.stock]
+        [other for other in variants_of(_WORLD.variants[item].product_id) if other.id != item and other.stock]
         for item in items
     ]
     return [max(variants, key=lambda variant: variant.price) for variants in options]
@@ -169,7 +198,8 @@ async def test_doing_nothing_and_superfluous_changes_score_0():
             await step_env(env, message)
         order = _OWN[-1].id
         extra = [
-            ("decline_request", {"order_id": order, "reason": reason}) for reason in ("final_sale", "out_of_stock")
+            ("decline_request", {"order_id": order, "reason": reason})
+            for reason in ("different_product", "out_of_stock")
         ]
         await step_env(env, calls(*extra))
         assert (await step_env(env, played[-1][0])).reward == 0.0
@@ -232,7 +262,7 @@ async def test_the_desk_serves_one_customer_who_was_identified():
     world = _WORLD
     customer = world.users[env.goal.customer]
     other = next(user for user in world.users.values() if user.id != customer.id)
-    other_order = next(order.id for order in world.orders.values() if order.user == other.id)
+    other_order = next(order.id for order in world.orders.values() if order.user_id == other.id)
 
     async def answer(name, **arguments):
         (message,) = (await step_env(env, calls((name, arguments)))).observation
@@ -243,15 +273,17 @@ async def test_the_desk_serves_one_customer_who_was_identified():
     assert "there is no customer" in await answer("find_user_by_email", email="nobody@example.com")
     wrong = {"first_name": customer.first_name, "last_name": customer.last_name, "zip_code": "00000"}
     assert "there is no customer" in await answer("find_user_by_name", **wrong)
-    right = {**wrong, "zip_code": customer.address.zip, "first_name": customer.first_name.upper()}
+    right = {**wrong, "zip_code": customer.zip, "first_name": customer.first_name.upper()}
     assert await answer("find_user_by_name", **right) == customer.id
     assert "another customer" in await answer("find_user_by_email", email=other.email)
     assert "not the customer" in await answer("get_user", user_id=other.id)
     assert "belongs to another customer" in await answer("get_order", order_id=other_order)
-    assert "belongs to another customer" in await answer("decline_request", order_id=other_order, reason="final_sale")
+    assert "belongs to another customer" in await answer(
+        "decline_request", order_id=other_order, reason="different_product"
+    )
     assert "there is no order" in await answer("get_order", order_id="W1")
     view = json.loads(await answer("get_user", user_id=customer.id))
-    assert view["orders"] == sorted(order.id for order in world.orders.values() if order.user == customer.id)
+    assert view["orders"] == sorted(order.id for order in world.orders.values() if order.user_id == customer.id)
     order = json.loads(await answer("get_order", order_id=f"#{view['orders'][0]}"))
     prices = [world.variants[item_id].price for item_id in world.orders[order["order_id"]].items]
     assert order["payments"][0]["amount"] == dollars(sum(prices))
@@ -271,8 +303,6 @@ async def test_fifteen_tools_whose_reasons_and_topics_are_in_the_policy():
     (system, _user), _ = await reset_env(env, task_of("cancel"), seed=1)
     words = (*reasons, *tools["transfer_to_human"].parameters["properties"]["topic"]["enum"])
     assert [word for word in words if word not in system["content"]] == []
-    assert f"within {RETURN_DAYS} days" in system["content"]
-    assert _WORLD.today in system["content"]
 
 
 async def test_after_a_transfer_nothing_can_be_changed():
@@ -283,7 +313,7 @@ async def test_after_a_transfer_nothing_can_be_changed():
     digest = env.desk.store.digest()
     order = _OWN[-1].id
     for call in (
-        ("decline_request", {"order_id": order, "reason": "final_sale"}),
+        ("decline_request", {"order_id": order, "reason": "different_product"}),
         ("cancel_order", {"order_id": order, "reason": "no longer needed"}),
         ("transfer_to_human", {"topic": "courier"}),
     ):
@@ -293,7 +323,7 @@ async def test_after_a_transfer_nothing_can_be_changed():
 
 
 def test_reading_cannot_change_the_shop():
-    store = Store(_WORLD)
+    store = Store(_ROWS)
     for sql in ("DELETE FROM orders", "UPDATE variants SET stock = 0", "DROP TABLE users", "CREATE TABLE t (x)"):
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
             store.rows(sql)
@@ -304,7 +334,7 @@ def test_reading_cannot_change_the_shop():
 
 
 def test_a_failed_change_is_rolled_back():
-    store = Store(_WORLD)
+    store = Store(_ROWS)
     digest = store.digest()
 
     def half():
@@ -324,10 +354,10 @@ def test_a_failed_change_is_rolled_back():
 
 _ORDER_IDS = [
     *(order.id for order in _OWN),
-    next(order.id for order in _WORLD.orders.values() if order.user != _CUSTOMER),
+    next(order.id for order in _WORLD.orders.values() if order.user_id != _CUSTOMER),
 ]
 _ITEMS = [item for order in _OWN for item in order.items]
-_PAYMENTS = [method.id for method in _WORLD.payments.values() if method.user == _CUSTOMER] + ["card_0"]
+_PAYMENTS = [method.id for method in _WORLD.payment_methods.values() if method.user_id == _CUSTOMER] + ["card_0"]
 
 
 # Items are changed most often, and a transfer, after which nothing can be done, comes seldom.
@@ -346,7 +376,7 @@ def _call(draw_from, usual):
     name = draw_from(st.sampled_from(_NAMES))
     order = draw_from(st.sampled_from([usual] * 5 + _ORDER_IDS))
     payment = draw_from(st.sampled_from(_PAYMENTS))
-    products = [_WORLD.variants[item].product for item in _WORLD.orders[order].items]
+    products = [_WORLD.variants[item].product_id for item in _WORLD.orders[order].items]
     near = {product: [variant.id for variant in variants_of(product)] for product in products}
     # What an order held at first, mostly; it may hold another variant of the product by now.
     picked = draw_from(st.lists(st.sampled_from(products), min_size=1, max_size=2))
@@ -355,7 +385,7 @@ def _call(draw_from, usual):
     new = [draw_from(st.sampled_from(near[product])) for product in picked]
     zip_code = draw_from(st.sampled_from(["18510", " "]))
     address = {"street": "1 Elm Street", "city": "Dunmore", "state": "PA", "zip_code": zip_code}
-    reason = draw_from(st.sampled_from(["final_sale", "out_of_stock"]))
+    reason = draw_from(st.sampled_from(["different_product", "out_of_stock"]))
     arguments = {
         "cancel_order": {"order_id": order, "reason": "no longer needed"},
         "change_order_address": {"order_id": order, **address},
@@ -373,14 +403,14 @@ def _call(draw_from, usual):
 @settings(max_examples=examples(80), deadline=None)
 @given(some_calls())
 def test_call_sequences_preserve_money_stock_and_history(sequence):
-    store = Store(_WORLD)
+    store = Store(_ROWS)
     try:
-        desk = Desk(store, _CUSTOMER)
+        changes = changes_of(store, _CUSTOMER)
         holdings, lines, statuses = _holdings(store), _lines(store), _statuses(store)
         for name, arguments in sequence:
             digest = store.digest()
             try:
-                CHANGES[name](desk, **arguments)
+                CHANGES[name](changes, **arguments)
             except ToolError:
                 assert store.digest() == digest
             else:
@@ -412,7 +442,7 @@ def _check_money(store):
         by_card[row["payment_id"]] += signed
     assert {order: paid[order] for order in kept_prices} == kept_prices
     for row in store.rows("SELECT * FROM payment_methods WHERE balance IS NOT NULL"):
-        assert row["balance"] == _WORLD.payments[row["payment_id"]].balance - by_card[row["payment_id"]]
+        assert row["balance"] == _WORLD.payment_methods[row["payment_id"]].balance - by_card[row["payment_id"]]
 
 
 def _holdings(store):
@@ -436,44 +466,46 @@ def _statuses(store):
 
 def test_money_that_went_to_another_method_is_given_back_once():
     """A cheaper variant paid back to a gift card, then a cancellation: in all, what was paid and no more."""
-    store = Store(_WORLD)
-    desk = Desk(store, _CUSTOMER)
+    store = Store(_ROWS)
+    changes = changes_of(store, _CUSTOMER)
     card = next(
-        method for method in _WORLD.payments.values() if method.user == _CUSTOMER and method.kind == "gift_card"
+        method
+        for method in _WORLD.payment_methods.values()
+        if method.user_id == _CUSTOMER and method.kind == "gift_card"
     )
     order, old, new = next(
         (order, _WORLD.variants[item], other)
         for order in _OWN
         if order.status == "pending"
         for item in order.items
-        for other in variants_of(_WORLD.variants[item].product)
+        for other in variants_of(_WORLD.variants[item].product_id)
         if other.stock > 0 and other.price < _WORLD.variants[item].price
     )
-    CHANGES["change_order_items"](desk, order.id, [old.id], [new.id], card.id)
+    CHANGES["change_order_items"](changes, order.id, [old.id], [new.id], card.id)
     with pytest.raises(ToolError, match="only once"):
-        CHANGES["change_order_items"](desk, order.id, [new.id], [old.id], card.id)
+        CHANGES["change_order_items"](changes, order.id, [new.id], [old.id], card.id)
     total = sum(_WORLD.variants[item].price for item in order.items)
-    back = CHANGES["cancel_order"](desk, order.id, "no longer needed")["refunded"]
+    back = CHANGES["cancel_order"](changes, order.id, "no longer needed")["refunded"]
     assert back == {order.payment: dollars(total - old.price + new.price)}
     _check_money(store)
     with pytest.raises(ToolError, match="is cancelled"):
-        CHANGES["cancel_order"](desk, order.id, "no longer needed")
+        CHANGES["cancel_order"](changes, order.id, "no longer needed")
     store.close()
 
 
 def test_a_gift_card_settles_several_items_exactly_where_it_holds_their_sum():
     seen = Counter()
-    for card in (method for method in _WORLD.payments.values() if method.kind == "gift_card"):
+    for card in (method for method in _WORLD.payment_methods.values() if method.kind == "gift_card"):
         for order in _WORLD.orders.values():
-            if order.user != card.user or order.status != "delivered":
+            if order.user_id != card.user_id or order.status != "delivered":
                 continue
             old = [_WORLD.variants[item] for item in order.items]
             new = dearest_variants(order.items)
             due = sum(variant.price for variant in new) - sum(variant.price for variant in old)
-            store = Store(_WORLD)
+            store = Store(_ROWS)
             try:
                 ids = [variant.id for variant in old], [variant.id for variant in new]
-                CHANGES["exchange_items"](Desk(store, card.user), order.id, *ids, card.id)
+                CHANGES["exchange_items"](changes_of(store, card.user_id), order.id, *ids, card.id)
                 paid = True
             except ToolError:
                 paid = False
@@ -487,8 +519,8 @@ def test_a_gift_card_settles_several_items_exactly_where_it_holds_their_sum():
 
 
 def test_items_are_exchanged_for_others_and_sent_back_once():
-    store = Store(_WORLD)
-    desk = Desk(store, _CUSTOMER)
+    store = Store(_ROWS)
+    changes = changes_of(store, _CUSTOMER)
     order = next(candidate for candidate in _OWN if candidate.status == "delivered")
     item = _WORLD.variants[order.items[0]]
     for items, new, words in (
@@ -499,22 +531,22 @@ def test_items_are_exchanged_for_others_and_sent_back_once():
         ([item.id], ["i1"], "there is no item 'i1'"),
         (
             [item.id],
-            [next(variant.id for variant in _WORLD.variants.values() if variant.product != item.product)],
+            [next(variant.id for variant in _WORLD.variants.values() if variant.product_id != item.product_id)],
             "exchanged for",
         ),
         (["i1"], ["i1"], "has no item 'i1'"),
     ):
         with pytest.raises(ToolError, match=words):
-            CHANGES["exchange_items"](desk, order.id, items, new, order.payment)
+            CHANGES["exchange_items"](changes, order.id, items, new, order.payment)
     sold_out = [variant for variant in _WORLD.variants.values() if variant.stock == 0]
     combinations = [(o, i, v) for o in _OWN if o.status == "delivered" for i in o.items for v in sold_out]
     for each, held, variant in combinations:
-        if _WORLD.variants[held].product == variant.product and held != variant.id:
+        if _WORLD.variants[held].product_id == variant.product_id and held != variant.id:
             with pytest.raises(ToolError, match="out of stock"):
-                CHANGES["exchange_items"](desk, each.id, [held], [variant.id], each.payment)
-    CHANGES["return_items"](desk, order.id, [item.id], order.payment)
+                CHANGES["exchange_items"](changes, each.id, [held], [variant.id], each.payment)
+    CHANGES["return_items"](changes, order.id, [item.id], order.payment)
     with pytest.raises(ToolError, match="is returned already"):
-        CHANGES["return_items"](desk, order.id, [item.id], order.payment)
+        CHANGES["return_items"](changes, order.id, [item.id], order.payment)
     _check_money(store)
     store.close()
 
@@ -526,11 +558,11 @@ def test_every_change_is_asked_for_by_some_task():
 def test_the_order_of_independent_changes_does_not_count():
     seen = set()
     for turn in (1, -1):
-        store = Store(_WORLD)
-        desk = Desk(store, _CUSTOMER)
+        store = Store(_ROWS)
+        changes = changes_of(store, _CUSTOMER)
         for order in [candidate for candidate in _OWN if candidate.status == "pending"][::turn]:
-            CHANGES["cancel_order"](desk, order.id, "no longer needed")
-            CHANGES["decline_request"](desk, order.id, "final_sale")
+            CHANGES["cancel_order"](changes, order.id, "no longer needed")
+            CHANGES["decline_request"](changes, order.id, "different_product")
         seen.add(json.dumps(store.digest()))
         store.close()
     assert len(seen) == 1

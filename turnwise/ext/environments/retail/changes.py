@@ -2,161 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from turnwise.errors import ToolError, shown
 from turnwise.ext.environments.retail.desk import Desk, Row, dollars
+from turnwise.tools.core import FunctionTool, function_tool
 
 CancelReason: TypeAlias = Literal["no longer needed", "ordered by mistake"]
 DeclineReason: TypeAlias = Literal[
     "order_not_pending",
     "order_not_delivered",
-    "return_window_over",
-    "final_sale",
     "reason_not_accepted",
     "different_product",
     "out_of_stock",
     "gift_card_balance",
 ]
 Topic: TypeAlias = Literal["account_data", "courier", "damaged_goods", "invoice"]
+Items: TypeAlias = Annotated[list[str], "item ids of the order"]
+NewItems: TypeAlias = Annotated[list[str], "as many item ids, each of the same product as its counterpart"]
 
 
-def cancel_order(desk: Desk, order_id: str, reason: CancelReason) -> dict[str, Any]:
-    """Cancel a pending order and refund it."""
-    with desk.store.transaction():
-        order = _open_order(desk, order_id, "pending", "cancelled")
-        refunds = _refund_all(desk, order["order_id"])
-        for item in desk.store.rows("SELECT item_id FROM order_items WHERE order_id = ?", order["order_id"]):
-            _change_stock(desk, item["item_id"], +1)
-        desk.store.write("UPDATE order_items SET state = 'cancelled' WHERE order_id = ?", order["order_id"])
-        sql = "UPDATE orders SET status = 'cancelled', cancel_reason = ? WHERE order_id = ?"
-        desk.store.write(sql, reason, order["order_id"])
-    return {"order_id": order["order_id"], "status": "cancelled", "refunded": _amounts(refunds)}
+class Changes:
+    """The tools that change the shop; each is one transaction."""
+
+    desk: Desk
+
+    @function_tool(inline=True)
+    def cancel_order(self, order_id: str, reason: CancelReason) -> dict[str, Any]:
+        """Cancel a pending order."""
+        with self.desk.store.transaction():
+            order = _open_order(self.desk, order_id, "pending", "cancelled")
+            refunds = _refund_all(self.desk, order["order_id"])
+            for item in self.desk.store.rows("SELECT item_id FROM order_items WHERE order_id = ?", order["order_id"]):
+                _change_stock(self.desk, item["item_id"], +1)
+            self.desk.store.write("UPDATE order_items SET state = 'cancelled' WHERE order_id = ?", order["order_id"])
+            sql = "UPDATE orders SET status = 'cancelled', cancel_reason = ? WHERE order_id = ?"
+            self.desk.store.write(sql, reason, order["order_id"])
+        return {"order_id": order["order_id"], "status": "cancelled", "refunded": _amounts(refunds)}
+
+    @function_tool(inline=True)
+    def change_order_address(self, order_id: str, street: str, city: str, state: str, zip_code: str) -> dict[str, Any]:
+        """Send a pending order to another address."""
+        parts = _address(street, city, state, zip_code)
+        with self.desk.store.transaction():
+            order = _open_order(self.desk, order_id, "pending", "sent to another address")
+            sql = "UPDATE orders SET street = ?, city = ?, state = ?, zip = ? WHERE order_id = ?"
+            self.desk.store.write(sql, *parts, order["order_id"])
+        return {"order_id": order["order_id"], "address": ", ".join(parts)}
+
+    @function_tool(inline=True)
+    def change_user_address(self, user_id: str, street: str, city: str, state: str, zip_code: str) -> dict[str, Any]:
+        """Change the customer's own address. Orders keep theirs."""
+        parts = _address(street, city, state, zip_code)
+        with self.desk.store.transaction():
+            _not_transferred(self.desk)
+            self.desk.user(user_id)
+            sql = "UPDATE users SET street = ?, city = ?, state = ?, zip = ? WHERE user_id = ?"
+            self.desk.store.write(sql, *parts, user_id)
+        return {"user_id": user_id, "address": ", ".join(parts)}
+
+    @function_tool(inline=True)
+    def change_order_payment(self, order_id: str, payment_id: str) -> dict[str, Any]:
+        """Pay a pending order with another payment method of the customer."""
+        with self.desk.store.transaction():
+            order = _open_order(self.desk, order_id, "pending", "paid in another way")
+            method = self.desk.payment_method(payment_id)
+            if set(self.desk.net_paid(order["order_id"])) == {method["payment_id"]}:
+                raise ToolError(f"order {order['order_id']} is paid with {method['payment_id']} already")
+            refunds = _refund_all(self.desk, order["order_id"])
+            _pay(self.desk, order["order_id"], method["payment_id"], sum(refunds.values()))
+        return {"order_id": order["order_id"], "paid_with": method["payment_id"], "refunded": _amounts(refunds)}
+
+    @function_tool(inline=True)
+    def change_order_items(
+        self, order_id: str, item_ids: Items, new_item_ids: NewItems, payment_id: str
+    ) -> dict[str, Any]:
+        """Change items of a pending order to other variants of the same products; once per order."""
+        with self.desk.store.transaction():
+            order = _open_order(self.desk, order_id, "pending", "changed")
+            if order["items_changed"]:
+                raise ToolError(
+                    f"the items of order {order['order_id']} were changed before: that can be done only once"
+                )
+            pairs = _replacements(self.desk, order, item_ids, new_item_ids)
+            for old, new in pairs:
+                _change_stock(self.desk, old["item_id"], +1)
+                _change_stock(self.desk, new["item_id"], -1)
+                sql = "UPDATE order_items SET item_id = ?, price = ? WHERE order_id = ? AND item_id = ?"
+                self.desk.store.write(sql, new["item_id"], new["price"], order["order_id"], old["item_id"])
+            self.desk.store.write("UPDATE orders SET items_changed = 1 WHERE order_id = ?", order["order_id"])
+            difference = _settle(self.desk, order["order_id"], payment_id, pairs)
+        return {"order_id": order["order_id"], "items": [new["item_id"] for _, new in pairs], "difference": difference}
+
+    @function_tool(inline=True)
+    def return_items(self, order_id: str, item_ids: Items, payment_id: str) -> dict[str, Any]:
+        """Take items of a delivered order back; their price goes to the payment method."""
+        with self.desk.store.transaction():
+            order = _open_order(self.desk, order_id, "delivered", "sent back")
+            items = _ordered_items(self.desk, order, item_ids)
+            method = self.desk.payment_method(payment_id)
+            paid = self.desk.net_paid(order["order_id"]).get(method["payment_id"], 0)
+            if method["kind"] != "gift_card" and paid <= 0:
+                raise ToolError(
+                    "a return is paid back to what the order was paid with, or to a gift card of the customer"
+                )
+            amount = sum(item["price"] for item in items)
+            for item in items:
+                sql = "UPDATE order_items SET state = 'returned' WHERE order_id = ? AND item_id = ?"
+                self.desk.store.write(sql, order["order_id"], item["item_id"])
+                # Item by item, so that several calls leave the same rows as one.
+                _refund(self.desk, order["order_id"], method["payment_id"], item["price"])
+        returned = [item["item_id"] for item in items]
+        return {"order_id": order["order_id"], "returned": returned, "refunded": dollars(amount)}
+
+    @function_tool(inline=True)
+    def exchange_items(self, order_id: str, item_ids: Items, new_item_ids: NewItems, payment_id: str) -> dict[str, Any]:
+        """Exchange items of a delivered order for other variants of the same products."""
+        with self.desk.store.transaction():
+            order = _open_order(self.desk, order_id, "delivered", "exchanged")
+            pairs = _replacements(self.desk, order, item_ids, new_item_ids)
+            for old, new in pairs:
+                _change_stock(self.desk, new["item_id"], -1)
+                sql = (
+                    "UPDATE order_items SET state = 'exchanged', new_item_id = ?, new_price = ? "
+                    "WHERE order_id = ? AND item_id = ?"
+                )
+                self.desk.store.write(sql, new["item_id"], new["price"], order["order_id"], old["item_id"])
+            difference = _settle(self.desk, order["order_id"], payment_id, pairs)
+        return {"order_id": order["order_id"], "items": [new["item_id"] for _, new in pairs], "difference": difference}
+
+    @function_tool(inline=True)
+    def decline_request(self, order_id: str, reason: DeclineReason) -> dict[str, Any]:
+        """Note that a request about an order is refused by the policy, and why."""
+        with self.desk.store.transaction():
+            _not_transferred(self.desk)
+            order = self.desk.order(order_id)
+            sql = "SELECT 1 FROM declined WHERE order_id = ? AND reason = ?"
+            if self.desk.store.row(sql, order["order_id"], reason) is not None:
+                raise ToolError(f"this was noted before: order {order['order_id']}, {reason}")
+            self.desk.store.write("INSERT INTO declined VALUES (?, ?)", order["order_id"], reason)
+        return {"order_id": order["order_id"], "declined": reason}
+
+    @function_tool(inline=True)
+    def transfer_to_human(self, topic: Topic) -> dict[str, Any]:
+        """Hand the customer over to a human, for what the tools cannot do. Nothing can be changed afterwards."""
+        with self.desk.store.transaction():
+            _not_transferred(self.desk)
+            self.desk.store.write("INSERT INTO transfers VALUES (?, ?)", self.desk.identified(), topic)
+        self.desk.transferred = True
+        return {"transferred": topic}
 
 
-def change_order_address(
-    desk: Desk, order_id: str, street: str, city: str, state: str, zip_code: str
-) -> dict[str, Any]:
-    """Change the address of a pending order."""
-    parts = _address(street, city, state, zip_code)
-    with desk.store.transaction():
-        order = _open_order(desk, order_id, "pending", "sent to another address")
-        sql = "UPDATE orders SET street = ?, city = ?, state = ?, zip = ? WHERE order_id = ?"
-        desk.store.write(sql, *parts, order["order_id"])
-    return {"order_id": order["order_id"], "address": ", ".join(parts)}
-
-
-def change_user_address(desk: Desk, user_id: str, street: str, city: str, state: str, zip_code: str) -> dict[str, Any]:
-    """Change the customer's own address; orders keep theirs."""
-    parts = _address(street, city, state, zip_code)
-    with desk.store.transaction():
-        _not_transferred(desk)
-        desk.user(user_id)
-        desk.store.write("UPDATE users SET street = ?, city = ?, state = ?, zip = ? WHERE user_id = ?", *parts, user_id)
-    return {"user_id": user_id, "address": ", ".join(parts)}
-
-
-def change_order_payment(desk: Desk, order_id: str, payment_id: str) -> dict[str, Any]:
-    """Move a pending order to another payment method."""
-    with desk.store.transaction():
-        order = _open_order(desk, order_id, "pending", "paid in another way")
-        method = desk.payment_method(payment_id)
-        if set(desk.net_paid(order["order_id"])) == {method["payment_id"]}:
-            raise ToolError(f"order {order['order_id']} is paid with {method['payment_id']} already")
-        refunds = _refund_all(desk, order["order_id"])
-        _pay(desk, order["order_id"], method["payment_id"], sum(refunds.values()))
-    return {"order_id": order["order_id"], "paid_with": method["payment_id"], "refunded": _amounts(refunds)}
-
-
-def change_order_items(
-    desk: Desk, order_id: str, item_ids: Sequence[str], new_item_ids: Sequence[str], payment_id: str
-) -> dict[str, Any]:
-    """Replace items of a pending order by other variants of their products, once per order."""
-    with desk.store.transaction():
-        order = _open_order(desk, order_id, "pending", "changed")
-        if order["items_changed"]:
-            raise ToolError(f"the items of order {order['order_id']} were changed before: that can be done only once")
-        pairs = _replacements(desk, order, item_ids, new_item_ids)
-        for old, new in pairs:
-            _change_stock(desk, old["item_id"], +1)
-            _change_stock(desk, new["item_id"], -1)
-            sql = "UPDATE order_items SET item_id = ?, price = ? WHERE order_id = ? AND item_id = ?"
-            desk.store.write(sql, new["item_id"], new["price"], order["order_id"], old["item_id"])
-        desk.store.write("UPDATE orders SET items_changed = 1 WHERE order_id = ?", order["order_id"])
-        difference = _settle(desk, order["order_id"], payment_id, pairs)
-    return {"order_id": order["order_id"], "items": [new["item_id"] for _, new in pairs], "difference": difference}
-
-
-def return_items(desk: Desk, order_id: str, item_ids: Sequence[str], payment_id: str) -> dict[str, Any]:
-    """Take back items of a delivered order and refund their price."""
-    with desk.store.transaction():
-        order = _open_order(desk, order_id, "delivered", "sent back")
-        items = _ordered_items(desk, order, item_ids)
-        method = desk.payment_method(payment_id)
-        if method["kind"] != "gift_card" and desk.net_paid(order["order_id"]).get(method["payment_id"], 0) <= 0:
-            raise ToolError("a return is paid back to what the order was paid with, or to a gift card of the customer")
-        amount = sum(item["price"] for item in items)
-        for item in items:
-            sql = "UPDATE order_items SET state = 'returned' WHERE order_id = ? AND item_id = ?"
-            desk.store.write(sql, order["order_id"], item["item_id"])
-            # Item by item, so that several calls leave the same rows as one.
-            _refund(desk, order["order_id"], method["payment_id"], item["price"])
-    return {"order_id": order["order_id"], "returned": [item["item_id"] for item in items], "refunded": dollars(amount)}
-
-
-def exchange_items(
-    desk: Desk, order_id: str, item_ids: Sequence[str], new_item_ids: Sequence[str], payment_id: str
-) -> dict[str, Any]:
-    """Exchange items of a delivered order for other variants of their products."""
-    with desk.store.transaction():
-        order = _open_order(desk, order_id, "delivered", "exchanged")
-        pairs = _replacements(desk, order, item_ids, new_item_ids)
-        for old, new in pairs:
-            _change_stock(desk, new["item_id"], -1)
-            sql = (
-                "UPDATE order_items SET state = 'exchanged', new_item_id = ?, new_price = ? "
-                "WHERE order_id = ? AND item_id = ?"
-            )
-            desk.store.write(sql, new["item_id"], new["price"], order["order_id"], old["item_id"])
-        difference = _settle(desk, order["order_id"], payment_id, pairs)
-    return {"order_id": order["order_id"], "items": [new["item_id"] for _, new in pairs], "difference": difference}
-
-
-def decline_request(desk: Desk, order_id: str, reason: DeclineReason) -> dict[str, Any]:
-    """Record that a request about an order was refused, and why."""
-    with desk.store.transaction():
-        _not_transferred(desk)
-        order = desk.order(order_id)
-        record = desk.store.row("SELECT 1 FROM declined WHERE order_id = ? AND reason = ?", order["order_id"], reason)
-        if record is not None:
-            raise ToolError(f"this was noted before: order {order['order_id']}, {reason}")
-        desk.store.write("INSERT INTO declined VALUES (?, ?)", order["order_id"], reason)
-    return {"order_id": order["order_id"], "declined": reason}
-
-
-def transfer_to_human(desk: Desk, topic: Topic) -> dict[str, Any]:
-    """Transfer the customer to a human. Nothing can be changed after it."""
-    with desk.store.transaction():
-        _not_transferred(desk)
-        desk.store.write("INSERT INTO transfers VALUES (?, ?)", desk.identified(), topic)
-    desk.transferred = True
-    return {"transferred": topic}
-
-
-CHANGES: Final[dict[str, Callable[..., dict[str, Any]]]] = {
-    function.__name__: function
-    for function in (
-        cancel_order,
-        change_order_address,
-        change_user_address,
-        change_order_payment,
-        change_order_items,
-        return_items,
-        exchange_items,
-        decline_request,
-        transfer_to_human,
-    )
+CHANGES: Final[dict[str, FunctionTool]] = {
+    name: tool for name, tool in vars(Changes).items() if isinstance(tool, FunctionTool)
 }
 """The changes by the names of their tools."""
 

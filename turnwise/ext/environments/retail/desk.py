@@ -9,6 +9,7 @@ from typing import Any
 
 from turnwise.errors import ToolError, shown
 from turnwise.ext.environments.retail.store import Store
+from turnwise.tools.core import function_tool
 
 Row = sqlite3.Row
 
@@ -84,11 +85,31 @@ class Desk:
         )
         return {row["payment_id"]: row["net"] for row in self.store.rows(sql, order_id) if row["net"]}
 
-    def user_view(self, user_id: str) -> dict[str, Any]:
-        """Return the customer's data for the model."""
-        user = self.user(user_id)
-        methods = self.store.rows("SELECT * FROM payment_methods WHERE user_id = ? ORDER BY payment_id", user_id)
-        orders = self.store.rows("SELECT order_id FROM orders WHERE user_id = ? ORDER BY order_id", user_id)
+
+class Lookups:
+    """The read-only tools."""
+
+    desk: Desk
+
+    @function_tool(inline=True)
+    def find_user_by_email(self, email: str) -> str:
+        """Identify the customer by e-mail address; returns the user id."""
+        sql = "SELECT user_id FROM users WHERE email = ?"
+        return self.desk.identify(self.desk.store.row(sql, email.strip().lower()), "this e-mail address")
+
+    @function_tool(inline=True)
+    def find_user_by_name(self, first_name: str, last_name: str, zip_code: str) -> str:
+        """Identify the customer by name and zip code; returns the user id."""
+        sql = "SELECT user_id FROM users WHERE lower(first_name) = ? AND lower(last_name) = ? AND zip = ?"
+        values = (first_name.strip().lower(), last_name.strip().lower(), zip_code.strip())
+        return self.desk.identify(self.desk.store.row(sql, *values), "this name and zip code")
+
+    @function_tool(inline=True)
+    def get_user(self, user_id: str) -> dict[str, Any]:
+        """Name, address, payment methods and order ids of the customer."""
+        user = self.desk.user(user_id)
+        methods = self.desk.store.rows("SELECT * FROM payment_methods WHERE user_id = ? ORDER BY payment_id", user_id)
+        orders = self.desk.store.rows("SELECT order_id FROM orders WHERE user_id = ? ORDER BY order_id", user_id)
         return {
             "user_id": user["user_id"],
             "name": f"{user['first_name']} {user['last_name']}",
@@ -98,36 +119,41 @@ class Desk:
             "orders": [row["order_id"] for row in orders],
         }
 
-    def order_view(self, order_id: str) -> dict[str, Any]:
-        """Return an order's data for the model."""
-        order = self.order(order_id)
+    @function_tool(inline=True)
+    def get_order(self, order_id: str) -> dict[str, Any]:
+        """Status, address, items and payments of an order of the customer."""
+        order = self.desk.order(order_id)
         sql = (
-            "SELECT order_items.*, product_id, name, options, final_sale FROM order_items "
+            "SELECT order_items.*, product_id, name, options FROM order_items "
             "JOIN variants USING (item_id) JOIN products USING (product_id) WHERE order_id = ? ORDER BY item_id"
         )
         view: dict[str, Any] = {
             "order_id": order["order_id"],
             "status": order["status"],
-            "ordered_on": order["ordered_on"],
-            "delivered_on": order["delivered_on"],
             "address": _address(order),
-            "items": [_item(row) for row in self.store.rows(sql, order["order_id"])],
+            "items": [_item(row) for row in self.desk.store.rows(sql, order["order_id"])],
         }
         sql = "SELECT payment_id, kind, amount FROM payments WHERE order_id = ? ORDER BY rowid"
         view["payments"] = [
             {"payment_id": row["payment_id"], "kind": row["kind"], "amount": dollars(row["amount"])}
-            for row in self.store.rows(sql, order["order_id"])
+            for row in self.desk.store.rows(sql, order["order_id"])
         ]
         if order["cancel_reason"] is not None:
             view["cancel_reason"] = order["cancel_reason"]
         return view
 
-    def product_view(self, product_id: str) -> dict[str, Any]:
-        """Return a product's data for the model. Raises ToolError for unknown ids."""
-        product = self.store.row("SELECT * FROM products WHERE product_id = ?", product_id.strip())
+    @function_tool(inline=True)
+    def list_products(self) -> dict[str, str]:
+        """The names of all products, with their product ids."""
+        return {row["name"]: row["product_id"] for row in self.desk.store.rows("SELECT * FROM products ORDER BY name")}
+
+    @function_tool(inline=True)
+    def get_product(self, product_id: str) -> dict[str, Any]:
+        """All variants of a product: item id, options, price, and whether it is available."""
+        product = self.desk.store.row("SELECT * FROM products WHERE product_id = ?", product_id.strip())
         if product is None:
             raise ToolError(f"there is no product {shown(product_id)}: see list_products")
-        variants = self.store.rows(
+        variants = self.desk.store.rows(
             "SELECT * FROM variants WHERE product_id = ? ORDER BY item_id", product["product_id"]
         )
         return {
@@ -139,7 +165,6 @@ class Desk:
                     "options": json.loads(variant["options"]),
                     "price": dollars(variant["price"]),
                     "available": variant["stock"] > 0,
-                    "final_sale": bool(variant["final_sale"]),
                 }
                 for variant in variants
             ],
@@ -171,7 +196,6 @@ def _item(row: Row) -> dict[str, Any]:
         "product": row["name"],
         "options": json.loads(row["options"]),
         "price": dollars(row["price"]),
-        "final_sale": bool(row["final_sale"]),
         "state": row["state"],
     }
     if row["new_item_id"] is not None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from turnwise.envs.core import ResetResult, Solution, StepResult
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, TaskError, shown
-from turnwise.ext.environments.retail import changes
-from turnwise.ext.environments.retail.changes import CancelReason, DeclineReason, Topic
-from turnwise.ext.environments.retail.desk import Desk
+from turnwise.ext.environments.retail.changes import Changes
+from turnwise.ext.environments.retail.desk import Desk, Lookups
 from turnwise.ext.environments.retail.goal import Goal, goal_of, states_facts
 from turnwise.ext.environments.retail.store import Store
 from turnwise.ext.environments.retail.tau_bench import read_shop
-from turnwise.ext.environments.retail.world import RETURN_DAYS
 from turnwise.tasks import Task
-from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
 
 _ASKS_WHO: Final = re.compile(r"\b(e-?mail|zip|name|who you are|identif\w*|verif\w*)\b", re.IGNORECASE)
@@ -67,13 +64,12 @@ def customer_of(task: Task) -> Customer:
     return Customer(*parts)
 
 
-def system_prompt(today: str) -> str:
-    """Return the policy, with the date of the conversation."""
-    return f"""You work at the customer service desk of an online shop. Today is {today}.
+SYSTEM_PROMPT: Final = """\
+You work at the customer service desk of an online shop.
 
 Identify the customer first: by e-mail address, or by first name, last name and zip code. Serve only this customer, \
 and act only on what the tools tell you and the customer asks for. Make exactly the changes that were asked for, \
-then answer in a few sentences, with the amounts, dates or ids that the customer wants to know, and no other amounts.
+then answer in a few sentences, with the amounts or ids that the customer wants to know, and no other amounts.
 
 Orders are pending, shipped, delivered or cancelled.
 
@@ -87,11 +83,9 @@ difference in price is charged or given back to the payment method that the cust
 Cancelling or changing an order that is not pending is declined with order_not_pending.
 
 Delivered orders
-- can have items sent back within {RETURN_DAYS} days of the delivery (later: decline with return_window_over). \
-Items on final sale cannot be sent back: decline with final_sale. The money goes to what the order was paid with, \
-or to a gift card of the customer, as the customer wishes.
-- can have items exchanged for other variants of the same product, items on final sale too, at any time after the \
-delivery. The difference is settled as above.
+- can have items sent back. The money goes to what the order was paid with, or to a gift card of the customer, as \
+the customer wishes.
+- can have items exchanged for other variants of the same product. The difference is settled as above.
 Sending back or exchanging items of an order that is not delivered is declined with order_not_delivered.
 
 A variant that is not available can be had neither by a change nor by an exchange: decline with out_of_stock, \
@@ -106,103 +100,7 @@ e-mail address (account_data), complaints about a delivery service (courier), go
 """
 
 
-Items = Annotated[list[str], "item ids of the order"]
-NewItems = Annotated[list[str], "as many item ids, each of the same product as its counterpart"]
-
-
-class _Lookups:
-    """The read-only tools."""
-
-    desk: Desk
-
-    @function_tool(inline=True)
-    def find_user_by_email(self, email: str) -> str:
-        """Identify the customer by e-mail address; returns the user id."""
-        sql = "SELECT user_id FROM users WHERE email = ?"
-        return self.desk.identify(self.desk.store.row(sql, email.strip().lower()), "this e-mail address")
-
-    @function_tool(inline=True)
-    def find_user_by_name(self, first_name: str, last_name: str, zip_code: str) -> str:
-        """Identify the customer by name and zip code; returns the user id."""
-        sql = "SELECT user_id FROM users WHERE lower(first_name) = ? AND lower(last_name) = ? AND zip = ?"
-        values = (first_name.strip().lower(), last_name.strip().lower(), zip_code.strip())
-        return self.desk.identify(self.desk.store.row(sql, *values), "this name and zip code")
-
-    @function_tool(inline=True)
-    def get_user(self, user_id: str) -> dict[str, Any]:
-        """Name, address, payment methods and order ids of the customer."""
-        return self.desk.user_view(user_id)
-
-    @function_tool(inline=True)
-    def get_order(self, order_id: str) -> dict[str, Any]:
-        """Status, dates, address, items and payments of an order of the customer."""
-        return self.desk.order_view(order_id)
-
-    @function_tool(inline=True)
-    def list_products(self) -> dict[str, str]:
-        """The names of all products, with their product ids."""
-        return {row["name"]: row["product_id"] for row in self.desk.store.rows("SELECT * FROM products ORDER BY name")}
-
-    @function_tool(inline=True)
-    def get_product(self, product_id: str) -> dict[str, Any]:
-        """All variants of a product: item id, options, price, and whether it is available and on final sale."""
-        return self.desk.product_view(product_id)
-
-
-class _Changes:
-    """The tools that change the shop; each is one transaction."""
-
-    desk: Desk
-
-    @function_tool(inline=True)
-    def cancel_order(self, order_id: str, reason: CancelReason) -> dict[str, Any]:
-        """Cancel a pending order."""
-        return changes.cancel_order(self.desk, order_id, reason)
-
-    @function_tool(inline=True)
-    def change_order_address(self, order_id: str, street: str, city: str, state: str, zip_code: str) -> dict[str, Any]:
-        """Send a pending order to another address."""
-        return changes.change_order_address(self.desk, order_id, street, city, state, zip_code)
-
-    @function_tool(inline=True)
-    def change_user_address(self, user_id: str, street: str, city: str, state: str, zip_code: str) -> dict[str, Any]:
-        """Change the customer's own address. Orders keep theirs."""
-        return changes.change_user_address(self.desk, user_id, street, city, state, zip_code)
-
-    @function_tool(inline=True)
-    def change_order_payment(self, order_id: str, payment_id: str) -> dict[str, Any]:
-        """Pay a pending order with another payment method of the customer."""
-        return changes.change_order_payment(self.desk, order_id, payment_id)
-
-    @function_tool(inline=True)
-    def change_order_items(
-        self, order_id: str, item_ids: Items, new_item_ids: NewItems, payment_id: str
-    ) -> dict[str, Any]:
-        """Change items of a pending order to other variants of the same products; once per order."""
-        return changes.change_order_items(self.desk, order_id, item_ids, new_item_ids, payment_id)
-
-    @function_tool(inline=True)
-    def return_items(self, order_id: str, item_ids: Items, payment_id: str) -> dict[str, Any]:
-        """Take items of a delivered order back; their price goes to the payment method."""
-        return changes.return_items(self.desk, order_id, item_ids, payment_id)
-
-    @function_tool(inline=True)
-    def exchange_items(self, order_id: str, item_ids: Items, new_item_ids: NewItems, payment_id: str) -> dict[str, Any]:
-        """Exchange items of a delivered order for other variants of the same products."""
-        return changes.exchange_items(self.desk, order_id, item_ids, new_item_ids, payment_id)
-
-    @function_tool(inline=True)
-    def decline_request(self, order_id: str, reason: DeclineReason) -> dict[str, Any]:
-        """Note that a request about an order is refused by the policy, and why."""
-        return changes.decline_request(self.desk, order_id, reason)
-
-    @function_tool(inline=True)
-    def transfer_to_human(self, topic: Topic) -> dict[str, Any]:
-        """Hand the customer over to a human, for what the tools cannot do. Nothing can be changed afterwards."""
-        return changes.transfer_to_human(self.desk, topic)
-
-
-class RetailEnv(_Lookups, _Changes, ToolEnv):
+class RetailEnv(Lookups, Changes, ToolEnv):
     """A customer asks something of a shop; the model answers through the shop's tools.
 
     The score is 1 where, at the end, the shop is in the state that the task asks for, table by table, and the answer
@@ -231,8 +129,7 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
         if task is None:
             raise EnvError("RetailEnv.reset got no task: load tau-bench's retail tasks with format: tau-retail")
         self.goal = goal_of(task)
-        world = read_shop(self.goal.world)
-        self._store = Store(world)
+        self._store = Store(read_shop(self.goal.world))
         self.desk = Desk(self._store)
         opening = task.messages()
         if self.dialogue:
@@ -240,7 +137,7 @@ class RetailEnv(_Lookups, _Changes, ToolEnv):
             opening = [{"role": "user", "content": self._customer.request}]
         if opening[0]["role"] == "system":
             return opening, {}
-        return [{"role": "system", "content": system_prompt(world.today)}, *opening], {}
+        return [{"role": "system", "content": SYSTEM_PROMPT}, *opening], {}
 
     async def step(self, action: Message) -> StepResult:
         """Answer calls; pass a message without any to the customer."""

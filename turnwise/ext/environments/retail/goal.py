@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnwise.errors import TaskError, ToolError, shown
-from turnwise.ext.environments.retail.changes import CHANGES
+from turnwise.ext.environments.retail.changes import CHANGES, Changes
 from turnwise.ext.environments.retail.desk import Desk
 from turnwise.ext.environments.retail.store import Store
 from turnwise.ext.environments.retail.tau_bench import read_shop
@@ -52,7 +52,7 @@ def goal_of(task: Task) -> Goal:
     world, customer = task.data.get("world"), task.data.get("customer")
     if not isinstance(world, str) or not Path(world).is_dir():
         raise TaskError(f"{where}['world'] is {shown(world)}: it must be tau-bench's folder retail/data, with the shop")
-    if customer not in read_shop(world).users:
+    if all(user[0] != customer for user in read_shop(world)["users"]):
         raise TaskError(f"{where}['customer'] is {shown(customer)}: it must be a user id of the shop {world}")
     facts = task.data.get("facts", [])
     if not isinstance(facts, Sequence) or isinstance(facts, str) or not all(isinstance(fact, str) for fact in facts):
@@ -87,9 +87,10 @@ def _action(value: Any, where: str) -> Action:
 def _digest(world: str, customer: str, actions: str) -> dict[str, str]:
     store = Store(read_shop(world))
     try:
-        desk = Desk(store, customer)
+        changes = Changes()
+        changes.desk = Desk(store, customer)
         for name, arguments in json.loads(actions):
-            CHANGES[name](desk, **arguments)
+            CHANGES[name](changes, **arguments)
         return store.digest()
     finally:
         store.close()

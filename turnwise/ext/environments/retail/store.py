@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from turnwise.errors import ToolError, shown, undo_on_error
-from turnwise.ext.environments.retail.world import World
 
 _TABLES: Final = """
 CREATE TABLE users (user_id TEXT PRIMARY KEY, first_name TEXT NOT NULL, last_name TEXT NOT NULL,
@@ -19,11 +18,11 @@ CREATE TABLE payment_methods (payment_id TEXT PRIMARY KEY, user_id TEXT NOT NULL
     kind TEXT NOT NULL, last_four TEXT, balance INTEGER CHECK (balance >= 0));
 CREATE TABLE products (product_id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE variants (item_id TEXT PRIMARY KEY, product_id TEXT NOT NULL REFERENCES products, options TEXT NOT NULL,
-    price INTEGER NOT NULL, stock INTEGER NOT NULL CHECK (stock >= 0), final_sale INTEGER NOT NULL);
+    price INTEGER NOT NULL, stock INTEGER NOT NULL CHECK (stock >= 0));
 CREATE TABLE orders (order_id TEXT PRIMARY KEY, user_id TEXT NOT NULL REFERENCES users,
     status TEXT NOT NULL CHECK (status IN ('pending', 'shipped', 'delivered', 'cancelled')),
-    ordered_on TEXT NOT NULL, delivered_on TEXT, street TEXT NOT NULL, city TEXT NOT NULL, state TEXT NOT NULL,
-    zip TEXT NOT NULL, cancel_reason TEXT, items_changed INTEGER NOT NULL DEFAULT 0);
+    street TEXT NOT NULL, city TEXT NOT NULL, state TEXT NOT NULL, zip TEXT NOT NULL, cancel_reason TEXT,
+    items_changed INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE order_items (order_id TEXT NOT NULL REFERENCES orders, item_id TEXT NOT NULL REFERENCES variants,
     price INTEGER NOT NULL, state TEXT NOT NULL DEFAULT 'ordered'
     CHECK (state IN ('ordered', 'cancelled', 'returned', 'exchanged')),
@@ -44,14 +43,18 @@ COMPARED: Final = ("users", "payment_methods", "variants", "orders", "order_item
 """The tables whose rows must be those of the goal, in any order."""
 
 
+Shop: TypeAlias = Mapping[str, Sequence[tuple[Any, ...]]]
+"""The initial rows of a shop's tables, each table after those that it refers to."""
+
+
 class Store:
     """A shop's tables; read-only outside of :meth:`transaction`."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, shop: Shop) -> None:
         self._connection = _connect()
         self._connection.executescript(_TABLES)
         self._connection.execute("BEGIN")
-        for table, rows in _rows(world).items():
+        for table, rows in shop.items():
             marks = ", ".join("?" * len(rows[0]))
             self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
         self._connection.execute("COMMIT")
@@ -121,43 +124,3 @@ def _connect() -> sqlite3.Connection:
 
 def _normalized(value: Any) -> Any:
     return " ".join(value.split()).casefold() if isinstance(value, str) else value
-
-
-def _rows(world: World) -> dict[str, list[tuple[Any, ...]]]:
-    def address(holder: Any) -> tuple[str, str, str, str]:
-        return (holder.address.street, holder.address.city, holder.address.state, holder.address.zip)
-
-    orders, items, payments = [], [], []
-    for order in world.orders.values():
-        orders.append(
-            (order.id, order.user, order.status, order.ordered_on, order.delivered_on, *address(order), None, 0)
-        )
-        items += [
-            (order.id, item, price, "ordered", None, None)
-            for item, price in zip(order.items, order.prices, strict=True)
-        ]
-        payments.append((order.id, order.payment, "payment", sum(order.prices)))
-    return {
-        "users": [
-            (user.id, user.first_name, user.last_name, user.email, *address(user)) for user in world.users.values()
-        ],
-        "payment_methods": [
-            (method.id, method.user, method.kind, method.last_four, method.balance)
-            for method in world.payments.values()
-        ],
-        "products": list(world.products.items()),
-        "variants": [
-            (
-                variant.id,
-                variant.product,
-                json.dumps(dict(variant.options)),
-                variant.price,
-                variant.stock,
-                variant.final_sale,
-            )
-            for variant in world.variants.values()
-        ],
-        "orders": orders,
-        "order_items": items,
-        "payments": payments,
-    }

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from turnwise.errors import TaskError, shown
-from turnwise.ext.environments.retail.world import Address, Order, PaymentMethod, User, Variant, World
+from turnwise.ext.environments.retail.store import Shop
 
-_TODAY: Final = "2024-05-15"
-"""The date of its conversations. Its orders and deliveries are undated: all get this date."""
 _IN_STOCK: Final = 100
 """Stock of an available variant, whose number tau-bench does not state."""
 _STATUS: Final = {"processed": "shipped"}
@@ -76,11 +74,12 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
     world, user = record.get("world"), record["user_id"]
     if not isinstance(world, str):
         raise TaskError(f"column 'world' is {shown(world)}: it must be tau-bench's folder retail/data, with the shop")
-    customer = read_shop(world).users.get(user)
+    customer = next((row for row in read_shop(world)["users"] if row[0] == user), None)
     if customer is None:
         raise TaskError(f"column 'user_id' is {shown(user)}, whom the shop {world} does not know")
     request = f"What I know and want, as it was told to me:\n\n{record['instruction']}"
-    identity = f"My name is {customer.first_name} {customer.last_name}, zip code {customer.address.zip}."
+    _, first_name, last_name, *_, zip_code = customer
+    identity = f"My name is {first_name} {last_name}, zip code {zip_code}."
     actions = [_action(action) for action in record["actions"] if action.get("name") not in _READS]
     return {
         "id": record.get("id"),
@@ -135,30 +134,19 @@ def _literal(node: ast.expr, file: Path) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def read_shop(folder: str) -> World:
+def read_shop(folder: str) -> Shop:
     """Return the shop in a folder with ``users.json``, ``products.json`` and ``orders.json``. Raises TaskError."""
-    shop = Path(folder)
-    users, products, orders = (_json(shop / f"{name}.json") for name in ("users", "products", "orders"))
-    return World(
-        today=_TODAY,
-        users=_parse_records(users, shop / "users.json", _user),
-        payments={
-            payment: _payment(payment, user, method)
-            for user, record in users.items()
-            for payment, method in record["payment_methods"].items()
-        },
-        products={product: str(record["name"]) for product, record in products.items()},
-        variants={
-            item: _variant(item, product, variant)
-            for product, record in products.items()
-            for item, variant in record["variants"].items()
-        },
-        orders={
-            order.id: order
-            for order in _parse_records(orders, shop / "orders.json", _order).values()
-            if order is not None
-        },
-    )
+    tables = ("users", "payment_methods", "products", "variants", "orders", "order_items", "payments")
+    shop: dict[str, list[tuple[Any, ...]]] = {table: [] for table in tables}
+    for name, rows_of in (("users", _user_rows), ("products", _product_rows), ("orders", _order_rows)):
+        file = Path(folder) / f"{name}.json"
+        for key, record in _json(file).items():
+            try:
+                for table, row in rows_of(key, record):
+                    shop[table].append(row)
+            except (KeyError, TypeError) as error:
+                raise TaskError(f"{file}: {key} has no {error}") from error
+    return shop
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -171,55 +159,43 @@ def _json(file: Path) -> dict[str, Any]:
     return records
 
 
-def _parse_records(records: Mapping[str, Any], file: Path, build: Callable[[str, Any], Any]) -> dict[str, Any]:
-    entries = {}
-    for name, record in records.items():
-        try:
-            entries[name] = build(name, record)
-        except (KeyError, TypeError) as error:
-            raise TaskError(f"{file}: {name} has no {error}") from error
-    return entries
+_TableRows = Iterator[tuple[str, tuple[Any, ...]]]
 
 
-def _user(name: str, record: Any) -> User:
-    full_name = record["name"]
-    return User(
-        name, full_name["first_name"], full_name["last_name"], record["email"].lower(), _address(record["address"])
-    )
+def _user_rows(user: str, record: Any) -> _TableRows:
+    name = record["name"]
+    address = _address(record["address"])
+    yield "users", (user, name["first_name"], name["last_name"], record["email"].lower(), *address)
+    for payment, method in record["payment_methods"].items():
+        balance = _cents(method.get("balance", 0)) if method["source"] == "gift_card" else None
+        yield "payment_methods", (payment, user, method["source"], method.get("last_four"), balance)
 
 
-def _address(record: Mapping[str, Any]) -> Address:
-    street = ", ".join(part for part in (record["address1"], record.get("address2")) if part)
-    return Address(street, record["city"], record["state"], record["zip"])
+def _product_rows(product: str, record: Any) -> _TableRows:
+    yield "products", (product, record["name"])
+    for item, variant in record["variants"].items():
+        options = {str(key): str(value) for key, value in variant["options"].items()}
+        stock = _IN_STOCK if variant["available"] else 0
+        yield "variants", (item, product, json.dumps(options), _cents(variant["price"]), stock)
 
 
-def _payment(name: str, user: str, record: Mapping[str, Any]) -> PaymentMethod:
-    kind = str(record["source"])
-    balance = _cents(record.get("balance", 0)) if kind == "gift_card" else None
-    return PaymentMethod(name, user, kind, record.get("last_four"), balance)
-
-
-def _variant(item: str, product: str, record: Mapping[str, Any]) -> Variant:
-    options = tuple((str(key), str(value)) for key, value in record["options"].items())
-    return Variant(item, product, options, _cents(record["price"]), _IN_STOCK if record["available"] else 0, False)
-
-
-def _order(name: str, record: Mapping[str, Any]) -> Order | None:
+def _order_rows(name: str, record: Any) -> _TableRows:
     paid = [payment for payment in record["payment_history"] if payment["transaction_type"] == "payment"]
     if not paid:
-        return None
+        return
+    order = name.removeprefix("#")
     status = str(record["status"]).partition(" ")[0]
-    return Order(
-        id=name.removeprefix("#"),
-        user=record["user_id"],
-        status=_STATUS.get(status, status),
-        ordered_on=_TODAY,
-        delivered_on=_TODAY if status == "delivered" else None,
-        address=_address(record["address"]),
-        items=tuple(item["item_id"] for item in record["items"]),
-        payment=paid[0]["payment_method_id"],
-        prices=tuple(_cents(item["price"]) for item in record["items"]),
-    )
+    address = _address(record["address"])
+    yield "orders", (order, record["user_id"], _STATUS.get(status, status), *address, None, 0)
+    prices = [_cents(item["price"]) for item in record["items"]]
+    for item, price in zip(record["items"], prices, strict=True):
+        yield "order_items", (order, item["item_id"], price, "ordered", None, None)
+    yield "payments", (order, paid[0]["payment_method_id"], "payment", sum(prices))
+
+
+def _address(record: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    street = ", ".join(part for part in (record["address1"], record.get("address2")) if part)
+    return street, record["city"], record["state"], record["zip"]
 
 
 def _cents(amount: float) -> int:
