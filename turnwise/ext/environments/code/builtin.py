@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, Final
 
 from turnwise.errors import TaskError, shown
@@ -17,7 +19,11 @@ FORMATS: Final = ("humaneval", "mbpp", "functional", "stdin")
 
 @dataclass(frozen=True, slots=True)
 class BuiltinProblem:
-    """A problem with its reference body and its test cases."""
+    """A problem with its reference body and its test cases.
+
+    Attributes:
+        top: Code before the function.
+    """
 
     name: str
     parameters: str
@@ -27,149 +33,16 @@ class BuiltinProblem:
     top: str = ""
 
 
-BUILTIN_PROBLEMS: Final = (
-    BuiltinProblem(
-        "merge_runs",
-        "text: str",
-        "Shorten every run of one letter in a text to the letter and the length of the run, where that is at least 3.",
-        "out = []\nfor letter, run in groupby(text):\n    size = len(list(run))\n"
-        "    out.append(letter + str(size) if size > 2 else letter * size)\nreturn ''.join(out)",
-        ((("aaabb",), "a3bb"), (("",), ""), (("abc",), "abc"), (("zzzzzzzzzzzz",), "z12"), (("aabbbaa",), "aab3aa")),
-        "from itertools import groupby",
-    ),
-    BuiltinProblem(
-        "first_gap",
-        "numbers: list",
-        "Return the smallest positive integer that is not in a list.",
-        "held = set(numbers)\nfound = 1\nwhile found in held:\n    found += 1\nreturn found",
-        ((([1, 2, 4],), 3), (([],), 1), (([3, 2, 1],), 4), (([-5, 0, 2],), 1), (([1, 1, 1],), 2)),
-    ),
-    BuiltinProblem(
-        "rotate_rows",
-        "grid: list, steps: int",
-        "Return a grid whose every row is shifted right by a number of steps; what leaves it comes in on the left.",
-        "if not grid or not grid[0]:\n    return grid\nsteps %= len(grid[0])\n"
-        "return [row[-steps:] + row[:-steps] if steps else list(row) for row in grid]",
-        (
-            (([[1, 2, 3], [4, 5, 6]], 1), [[3, 1, 2], [6, 4, 5]]),
-            (([[1, 2]], 2), [[1, 2]]),
-            (([], 3), []),
-            (([[1, 2, 3]], -1), [[2, 3, 1]]),
-            (([[7], [8]], 5), [[7], [8]]),
-        ),
-    ),
-    BuiltinProblem(
-        "balanced",
-        "text: str",
-        "Say whether the round, square and curly brackets of a text open and close each other in order.",
-        "waiting = []\nfor letter in text:\n    if letter in PAIRS.values():\n        waiting.append(letter)\n"
-        "    elif letter in PAIRS and (not waiting or waiting.pop() != PAIRS[letter]):\n        return False\n"
-        "return not waiting",
-        (
-            (("(a[b]{c})",), True),
-            (("(]",), False),
-            (("",), True),
-            (("((",), False),
-            (("}{",), False),
-            (("[()]x",), True),
-        ),
-        "PAIRS = {')': '(', ']': '[', '}': '{'}",
-    ),
-    BuiltinProblem(
-        "digit_sum_until",
-        "number: int",
-        "Add the digits of a number that is not negative, then those of the sum, until one digit is left.",
-        "while number > 9:\n    number = sum(map(int, str(number)))\nreturn number",
-        (((38,), 2), ((0,), 0), ((9,), 9), ((987654321,), 9), ((10**30 + 7,), 8)),
-    ),
-    BuiltinProblem(
-        "common_prefix",
-        "words: list",
-        "Return the longest text with which all words of a list begin; the empty text where there are no words.",
-        "if not words:\n    return ''\nlow, high = min(words), max(words)\nsize = 0\n"
-        "while size < len(low) and low[size] == high[size]:\n    size += 1\nreturn low[:size]",
-        (
-            ((["flow", "flower", "flood"],), "flo"),
-            ((["a", "b"],), ""),
-            (([],), ""),
-            ((["same", "same"],), "same"),
-            ((["", "x"],), ""),
-        ),
-    ),
-    BuiltinProblem(
-        "collatz_steps",
-        "start: int",
-        "Count the steps from a positive number to 1, where an even number is halved and an odd one tripled plus one.",
-        "steps = 0\nwhile start != 1:\n    start = start // 2 if start % 2 == 0 else 3 * start + 1\n    steps += 1\n"
-        "return steps",
-        (((6,), 8), ((1,), 0), ((27,), 111), ((2,), 1), ((97,), 118)),
-    ),
-    BuiltinProblem(
-        "overlaps",
-        "spans: list",
-        "Join spans [begin, end] that share a point, and return what is left in order of their beginnings.",
-        "joined = []\nfor begin, end in sorted(spans):\n    if joined and begin <= joined[-1][1]:\n"
-        "        joined[-1][1] = max(joined[-1][1], end)\n    else:\n        joined.append([begin, end])\n"
-        "return joined",
-        (
-            (([[1, 3], [2, 6], [8, 9]],), [[1, 6], [8, 9]]),
-            (([[1, 4], [4, 5]],), [[1, 5]]),
-            (([],), []),
-            (([[5, 6], [1, 9]],), [[1, 9]]),
-            (([[3, 4], [1, 2]],), [[1, 2], [3, 4]]),
-        ),
-    ),
-    BuiltinProblem(
-        "mean_of_middle",
-        "numbers: list",
-        "Return the mean of a list without its smallest and its largest number; 0.0 where fewer than three are there.",
-        "if len(numbers) < 3:\n    return 0.0\nreturn sum(sorted(numbers)[1:-1]) / (len(numbers) - 2)",
-        (
-            (([1, 2, 9],), 2.0),
-            (([4, 4],), 0.0),
-            (([1, 2, 3, 4],), 2.5),
-            (([-3, -3, -3],), -3.0),
-            (([10, 0, 5, 5],), 5.0),
-        ),
-    ),
-    BuiltinProblem(
-        "word_counts",
-        "text: str",
-        "Count how often each word of a text stands in it, regardless of case. Words are parted by white space.",
-        "found = {}\nfor word in text.lower().split():\n    found[word] = found.get(word, 0) + 1\nreturn found",
-        (
-            (("a b A",), {"a": 2, "b": 1}),
-            (("",), {}),
-            (("One  one\nONE",), {"one": 3}),
-            (("x y z",), {"x": 1, "y": 1, "z": 1}),
-        ),
-    ),
-    BuiltinProblem(
-        "is_prime_gap",
-        "low: int, high: int",
-        "Say whether two numbers are primes between which there is no other prime.",
-        "if low >= high or not prime(low) or not prime(high):\n    return False\n"
-        "return not any(prime(number) for number in range(low + 1, high))",
-        (((7, 11), True), ((7, 13), False), ((2, 3), True), ((9, 11), False), ((11, 7), False), ((113, 127), True)),
-        "def prime(number):\n    return number > 1 and all(number % part for part in range(2, int(number**0.5) + 1))",
-    ),
-    BuiltinProblem(
-        "spiral",
-        "size: int",
-        "Return the numbers from 1 in a square of a given size, written in a spiral from the top left, clockwise.",
-        "grid = [[0] * size for _ in range(size)]\nrow, column, down, right = 0, 0, 0, 1\n"
-        "for number in range(1, size * size + 1):\n    grid[row][column] = number\n"
-        "    if grid[(row + down) % size][(column + right) % size]:\n        down, right = right, -down\n"
-        "    row, column = row + down, column + right\nreturn grid",
-        (
-            ((2,), [[1, 2], [4, 3]]),
-            ((1,), [[1]]),
-            ((3,), [[1, 2, 3], [8, 9, 4], [7, 6, 5]]),
-            ((0,), []),
-            ((4,), [[1, 2, 3, 4], [12, 13, 14, 5], [11, 16, 15, 6], [10, 9, 8, 7]]),
-        ),
-    ),
-)
+def _read_problems() -> tuple[BuiltinProblem, ...]:
+    file = resources.files("turnwise.ext.environments.code") / "shipped" / "problems.toml"
+    records = tomllib.loads(file.read_text("utf-8"))["problem"]
+    return tuple(
+        BuiltinProblem(**{**record, "cases": tuple((tuple(inputs), expected) for inputs, expected in record["cases"])})
+        for record in records
+    )
+
+
+BUILTIN_PROBLEMS: Final = _read_problems()
 
 
 def tasks(n: int | None = None, *, format: str | None = None) -> Iterator[Task]:  # noqa: A002 - the user's word for it
