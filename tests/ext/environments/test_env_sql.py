@@ -23,7 +23,7 @@ from turnwise.config import load_config
 from turnwise.envs import close_env, make, play_solution, reset_env, schemas, score_env, step_env
 from turnwise.errors import ConfigError, RegistryError, TaskError, ToolError
 from turnwise.ext.checks.environment import check_env
-from turnwise.ext.environments.sql.database import SCHEMAS, Database, Result, create_database, open_file
+from turnwise.ext.environments.sql.database import Database, Result, create_database, open_file
 from turnwise.ext.environments.sql.gold import (
     MOST_ROWS,
     is_informative,
@@ -33,6 +33,7 @@ from turnwise.ext.environments.sql.gold import (
     same_result,
     submitted_query,
 )
+from turnwise.ext.environments.sql.schemas import SCHEMAS
 from turnwise.ext.environments.sql.tasks import SPLITS, tasks
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnwise.errors import TaskError, ToolError
-from turnwise.ext.environments.sql.schemas import FLIGHTS, LIBRARY, SCHOOL, SHOP, Rows, Schema
+from turnwise.ext.environments.sql.schemas import SCHEMAS, Rows
 from turnwise.seeding import stable_hash
-
-SCHEMAS: Final[dict[str, Schema]] = {schema.name: schema for schema in (SHOP, SCHOOL, LIBRARY, FLIGHTS)}
-"""The generated databases, by name."""
 
 MOST_STEPS: Final = 10_000_000
 """Instructions of SQLite's machine that a query may take: the same on every machine, mostly less than half a second."""

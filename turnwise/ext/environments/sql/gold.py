@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from turnwise.errors import TaskError, ToolError, shown
-from turnwise.ext.environments.sql.database import SCHEMAS, Database, Result, create_database, open_file
+from turnwise.ext.environments.sql.database import Database, Result, create_database, open_file
+from turnwise.ext.environments.sql.schemas import SCHEMAS
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 

@@ -10,8 +10,9 @@ from contextlib import closing
 from typing import Final
 
 from turnwise.errors import TaskError, shown
-from turnwise.ext.environments.sql.database import SCHEMAS, Database, create_database
+from turnwise.ext.environments.sql.database import Database, create_database
 from turnwise.ext.environments.sql.gold import MOST_ROWS, is_informative
+from turnwise.ext.environments.sql.schemas import SCHEMAS
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
 
