@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.ext.frameworks.foreign.inside import random_state
-from turnwise.ext.frameworks.foreign.inside.random_state import RandomState
+from turnwise.ext.frameworks.foreign.inside.core import RandomState
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
@@ -31,30 +29,26 @@ def drawn(plan: list[str], seed: int) -> list[Any]:
     return [DRAWS[name]() for name in plan]
 
 
-@pytest.mark.parametrize("readable", [True, False])
 @given(
     plans=st.lists(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), min_size=1, max_size=4),
     order=st.randoms(use_true_random=False),
 )
-def test_interleaved_episodes_draw_as_alone(readable: bool, plans: list[list[str]], order: random.Random) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if not readable:
-            patch.setattr(random_state, "_address", lambda numpy: None)
-        states = [RandomState() for _ in plans]
-        found: list[list[Any]] = [[] for _ in plans]
-        # The process has its own numbers, one of a pair of normal ones among them.
-        outside = drawn(["normal", "gauss", "normal", "uniform", "normal", "python"], 99)
-        random.seed(99)
-        np.random.seed(99)
-        seen = [DRAWS["normal"](), DRAWS["gauss"]()]
-        for number, state in enumerate(states):
-            with state.used(number):
-                pass
-        left = [number for number, plan in enumerate(plans) for _ in plan]
-        order.shuffle(left)
-        for number in left:
-            with states[number].used():
-                found[number].append(DRAWS[plans[number][len(found[number])]]())
-        seen += [DRAWS[name]() for name in ("normal", "uniform", "normal", "python")]
-    assert found == [drawn(plan, number) for number, plan in enumerate(plans)]
+def test_interleaved_episodes_draw_as_alone(plans: list[list[str]], order: random.Random) -> None:
+    states = [RandomState() for _ in plans]
+    draws: list[list[Any]] = [[] for _ in plans]
+    # The process has its own numbers, one of a pair of normal ones among them.
+    outside = drawn(["normal", "gauss", "normal", "uniform", "normal", "python"], 99)
+    random.seed(99)
+    np.random.seed(99)
+    seen = [DRAWS["normal"](), DRAWS["gauss"]()]
+    for number, state in enumerate(states):
+        with state.used(number):
+            pass
+    left = [number for number, plan in enumerate(plans) for _ in plan]
+    order.shuffle(left)
+    for number in left:
+        with states[number].used():
+            draws[number].append(DRAWS[plans[number][len(draws[number])]]())
+    seen += [DRAWS[name]() for name in ("normal", "uniform", "normal", "python")]
+    assert draws == [drawn(plan, number) for number, plan in enumerate(plans)]
     assert seen == outside

@@ -19,13 +19,13 @@ import importlib.util
 import inspect
 import json
 import math
+import random
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
-
-from .random_state import RandomState
 
 _STACK = 1500
 _MOST_SOURCES = 64
@@ -153,6 +153,40 @@ def _no_loop() -> Iterator[None]:
     finally:
         asyncio._set_running_loop(loop)
         asyncio.tasks._enter_task(loop, task)
+
+
+class RandomState:
+    """The state of ``random`` and ``numpy.random`` that one episode sees; frameworks draw from these generators."""
+
+    def __init__(self) -> None:
+        self._states: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def used(self, seed: int | None = None) -> Iterator[None]:
+        """Use it in a block, and restore what was there before; with a seed it begins anew."""
+        outside = _random_states()
+        if seed is not None:
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed % 2**32)
+        elif self._states is not None:
+            _restore_random(self._states)
+        try:
+            yield
+        finally:
+            self._states = _random_states()
+            _restore_random(outside)
+
+
+def _random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _restore_random(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
 
 
 class _Playing:
