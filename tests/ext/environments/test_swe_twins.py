@@ -28,6 +28,7 @@ from turnwise.ext.environments.swe.contradictions import (
 )
 from turnwise.ext.environments.swe.logs import TestStatus, pytest_log
 from turnwise.ext.environments.swe.rows import instance_of
+from turnwise.ext.environments.swe.snapshot import CachedTwins
 from turnwise.ext.environments.swe.twins import Family, Roll, TestFile, TwinPlan, command_obstacle, enroll, select
 from turnwise.ext.environments.swe.validation import PlanCache
 
@@ -332,7 +333,7 @@ def test_a_suspicion_needs_the_test_itself() -> None:
     assert find_suspects([FAMILY], {NODE: PASSED}, {(NODE, 1): FAILED}, {NODE}) == []
 
 
-def test_names_of_a_run_are_put_back() -> None:
+def test_names_of_a_run_are_put_back(tmp_path: Path) -> None:
     file = TestFile("t.py", "def test_a():\n    assert f() == 3\n")
     family = Family("t.py", "test_a", "value", tuple(alterations(file.tests["test_a"], 2, random.Random(0))[0].twins))
     roll = Roll()
@@ -341,7 +342,8 @@ def test_names_of_a_run_are_put_back() -> None:
     name = next(iter(roll.members))
     assert roll.named(f"FAILED t.py::{name} - x") == "FAILED t.py::test_a~2 - x"
     plan = TwinPlan((family,), {"t.py": "0"}, ("x",), "")
-    assert TwinPlan.from_json(plan.to_json()) == plan
+    CachedTwins(TwinPlan).put("row", plan, tmp_path, in_memory=False)
+    assert CachedTwins(TwinPlan).get("row", tmp_path) == plan
 
 
 def test_only_a_plan_with_twins_outlasts_the_process(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,11 @@ import threading
 from hashlib import blake2b
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, Generic, TypeVar
 
+from pydantic import TypeAdapter
+
+from turnwise.append_file import private_directory, write_private
 from turnwise.errors import EnvError, TaskError
 
 SHIPPED: Final = "shipped:"
@@ -43,6 +47,38 @@ _IDENTITY: Final = {
 def state_folder() -> Path:
     """Return the cache folder: ``$XDG_CACHE_HOME/turnwise``, by default below ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnwise"
+
+
+RecordT = TypeVar("RecordT")
+
+
+class CachedTwins(Generic[RecordT]):
+    """Records of one class by key: in memory, and as JSON files in the cache folder, which outlast the process."""
+
+    def __init__(self, kind: type[RecordT]) -> None:
+        self._json = TypeAdapter(kind)
+        self._records: dict[str, RecordT] = {}
+
+    def get(self, key: str, folder: Path | None = None) -> RecordT | None:
+        """Return a record, or None; ``folder`` replaces the default cache folder."""
+        if key not in self._records:
+            with contextlib.suppress(OSError, ValueError):
+                self._records[key] = self._json.validate_json(self._path(key, folder).read_bytes())
+        return self._records.get(key)
+
+    def put(self, key: str, record: RecordT, folder: Path | None = None, *, in_memory: bool) -> None:
+        """Add a record; ``in_memory`` ends with the process, for one whose cause may be this process or machine."""
+        self._records[key] = record
+        if in_memory:
+            return
+        path = self._path(key, folder)
+        private_directory(path.parent)
+        partial = path.with_suffix(f".{secrets.token_hex(4)}")
+        write_private(partial, self._json.dump_json(record))
+        partial.replace(path)
+
+    def _path(self, key: str, folder: Path | None) -> Path:
+        return (folder or state_folder()) / "twins" / f"{key}.json"
 
 
 def checkout(source: str, *, commit: str = "", setup_patch: str = "", folder: Path | None = None) -> Path:

@@ -14,13 +14,13 @@ import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from turnwise.ext.environments.swe.checks import Edit, Function, checks_of
 from turnwise.ext.environments.swe.logs import Statuses, TestStatus
 
-VERSION: Final = 1
-"""Version of the alterations, part of the key of cached plans."""
+VERSION: Final = 2
+"""Version of the alterations and their records, part of the key of cached plans."""
 _PLAIN_BASES: Final = ("object", "TestCase", "IsolatedAsyncioTestCase")
 _NOT_TESTS: Final = ("fixture", "xfail", "hookimpl", "expectedFailure", "property", "staticmethod", "classmethod")
 _BY_NAME: Final = re.compile(
@@ -72,21 +72,6 @@ class TwinPlan:
     files: Mapping[str, str] = field(default_factory=dict)
     lacking: tuple[str, ...] = ()
     reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
-        return {
-            "families": [_to_json(family) for family in self.families],
-            "files": dict(self.files),
-            "lacking": list(self.lacking),
-            "reason": self.reason,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TwinPlan:
-        """Return the plan of :meth:`to_json`."""
-        families = tuple(_from_json(family) for family in value["families"])
-        return cls(families, value["files"], tuple(value["lacking"]), value["reason"])
 
 
 NO_TWINS: Final = TwinPlan()
@@ -323,29 +308,3 @@ def select(file: TestFile, selected: Collection[tuple[Family, int]], roll: Roll)
         edits: tuple[Edit, ...] = () if twin < 0 else (*family.twins, family.reversal)[twin]
         members[family.test] = [(name, edits)]
     return file.rewrite(members, only=True)
-
-
-def _to_json(family: Family) -> dict[str, Any]:
-    return {
-        "path": family.path,
-        "test": family.test,
-        "kind": family.kind,
-        "twins": [[[edit.check, edit.leaf, edit.text] for edit in twin] for twin in family.twins],
-        "reversal": [[edit.check, edit.leaf, edit.text] for edit in family.reversal],
-        "cases": list(family.cases),
-        "rows": family.rows,
-        "void": list(family.void),
-    }
-
-
-def _from_json(value: Mapping[str, Any]) -> Family:
-    return Family(
-        path=value["path"],
-        test=value["test"],
-        kind=value["kind"],
-        twins=tuple(tuple(Edit(*edit) for edit in twin) for twin in value["twins"]),
-        reversal=tuple(Edit(*edit) for edit in value["reversal"]),
-        cases=tuple(value["cases"]),
-        rows=value["rows"],
-        void=tuple(value["void"]),
-    )

@@ -10,9 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import random
-import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +22,7 @@ from turnwise.ext.environments.swe.checks import Alteration, alterations
 from turnwise.ext.environments.swe.contradictions import is_listed
 from turnwise.ext.environments.swe.judge import Judge, TestRun, decide
 from turnwise.ext.environments.swe.rows import Instance
-from turnwise.ext.environments.swe.snapshot import checkout, state_folder
+from turnwise.ext.environments.swe.snapshot import CachedTwins, checkout
 from turnwise.ext.environments.swe.twins import VERSION, Family, Roll, TestFile, TwinPlan, command_obstacle, enroll
 from turnwise.ext.environments.swe.workspace import RepositoryPaths
 from turnwise.sandboxes.core import Sandbox
@@ -37,7 +35,7 @@ _MOST_KEPT: Final = 2
 _SHARE: Final = 0.1
 """Most time of the twins, as a share of the time of the tests; at least a tenth of a second."""
 _ATTEMPTS: Final = 8
-_PLANS: Final[dict[str, TwinPlan]] = {}
+_PLANS: Final = CachedTwins(TwinPlan)
 _LOCKS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]]] = WeakKeyDictionary()
 
 
@@ -64,31 +62,15 @@ class PlanCache:
 
     def get(self, instance: Instance) -> TwinPlan | None:
         """Return the cached plan, or None."""
-        key = self._key(instance)
-        if key not in _PLANS:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                _PLANS[key] = TwinPlan.from_json(json.loads(self._path(key).read_text("utf-8")))
-        return _PLANS.get(key)
+        return _PLANS.get(self._key(instance), self.folder)
 
     def put(self, instance: Instance, plan: TwinPlan) -> None:
         """Record a plan; one without twins only in memory, since its cause may be this machine."""
-        key = self._key(instance)
-        _PLANS[key] = plan
-        if not plan.families:
-            return
-        path = self._path(key)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{secrets.token_hex(4)}")
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(plan.to_json(), file)
-        partial.replace(path)
+        _PLANS.put(self._key(instance), plan, self.folder, in_memory=not plan.families)
 
     def lock(self, instance: Instance) -> asyncio.Lock:
         """Return the lock under which a row's plan is made."""
         return _LOCKS.setdefault(asyncio.get_running_loop(), {}).setdefault(self._key(instance), asyncio.Lock())
-
-    def _path(self, key: str) -> Path:
-        return (self.folder or state_folder()) / "twins" / f"{key}.json"
 
     def _key(self, instance: Instance) -> str:
         start = instance.image or ""

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
 import random
-import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Final
 
 from turnwise.ext.environments.swe.checks import Edit, alterations
-from turnwise.ext.environments.swe.snapshot import state_folder
+from turnwise.ext.environments.swe.snapshot import CachedTwins
 from turnwise.ext.environments.swe.twins import VERSION, TestFile
 from turnwise.ext.environments.terminal.folder import TaskFolder
 
 _RNG: Final = random.SystemRandom()
-_CACHE: Final[dict[str, AlteredTests]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +33,7 @@ class AlteredTests:
 
 
 NO_TESTS: Final = AlteredTests()
+_CACHE: Final = CachedTwins(AlteredTests)
 
 
 def altered_tests(folder: TaskFolder) -> AlteredTests:
@@ -66,30 +62,12 @@ def _edits(file: TestFile, test: str) -> tuple[Edit, ...]:
 
 def cached_tests(folder: TaskFolder) -> AlteredTests | None:
     """Return the cached altered tests of a task, or None."""
-    key = _key(folder)
-    if key not in _CACHE:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            record = json.loads(_cache_path(key).read_text("utf-8"))
-            _CACHE[key] = AlteredTests(record["plain"], record["altered"], tuple(record["names"]))
-    return _CACHE.get(key)
+    return _CACHE.get(_key(folder))
 
 
 def cache_tests(folder: TaskFolder, tests: AlteredTests) -> None:
     """Record altered tests; their absence only in memory, since its cause may be this process's sandboxes."""
-    key = _key(folder)
-    _CACHE[key] = tests
-    if not tests.names:
-        return
-    path = _cache_path(key)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{secrets.token_hex(4)}")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        json.dump(asdict(tests), file)
-    partial.replace(path)
-
-
-def _cache_path(key: str) -> Path:
-    return state_folder() / "twins" / f"terminal-{key}.json"
+    _CACHE.put(_key(folder), tests, in_memory=not tests.names)
 
 
 def _key(folder: TaskFolder) -> str:
@@ -97,4 +75,4 @@ def _key(folder: TaskFolder) -> str:
     for path in sorted(file for file in folder.path.rglob("*") if file.is_file()):
         name, content = path.relative_to(folder.path).as_posix(), path.read_bytes()
         digest.update(f"\n{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:32]
+    return f"terminal-{digest.hexdigest()[:32]}"
