@@ -11,18 +11,18 @@ import json
 import secrets
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 
 from turnwise.agents.core import Episode
 from turnwise.envs.core import as_messages
 from turnwise.errors import AgentError, BudgetExceeded, TurnwiseError, shown
-from turnwise.ext.programs.mcp_messages import mcp_answer, mcp_not_json, mcp_result, read_mcp_call
 from turnwise.gateway.local import SessionEndpoint
 from turnwise.model.canonical import canonical_messages
-from turnwise.tools.response import ToolResponse
+from turnwise.tools.response import ToolResponse, content_block
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
+from turnwise.version import __version__
 
 CALL_ID = "x-tool-call-id"
 """Header with the id of the model's call that a program executes."""
@@ -271,7 +271,7 @@ class ToolServer:
         try:
             body = json.loads(await request.text())
         except (ValueError, RecursionError):
-            return web.json_response(mcp_not_json(), status=400)
+            return web.json_response(_mcp_error(None, _NOT_JSON, "the body is not JSON"), status=400)
         answers = [
             answer
             for message in (body if isinstance(body, list) else [body])
@@ -288,15 +288,73 @@ class _RefusedConnection(asyncio.Protocol):
         transport.abort()
 
 
-async def _mcp_answer(offered: OfferedTools, message: Any) -> Mapping[str, Any] | None:
-    call = read_mcp_call(message)
-    if call is None:
-        return mcp_answer(message, offered.schemas)
+# MCP's tools are answered without the SDK of the extra ``mcp``: a program needs no extra for its tools.
+_MCP_VERSIONS: Final = ("2025-11-25", "2025-06-18", "2025-03-26")
+_UNKNOWN_METHOD, _INVALID_REQUEST, _INVALID_PARAMS, _NOT_JSON = -32601, -32600, -32602, -32700
+_CALL_IDS: Final = ("claudecode/toolUseId", "turnwise/toolCallId")
+"""Keys of ``_meta`` in which clients name the model's call that they execute."""
+
+
+async def _mcp_answer(offered: OfferedTools, message: Any) -> dict[str, Any] | None:
+    """Return the response to a JSON-RPC message of MCP, or None for one that needs none."""
+    if not isinstance(message, dict) or not isinstance(message.get("method"), str):
+        # A client's response to a request that was never sent needs no answer either.
+        is_response = isinstance(message, dict) and ("result" in message or "error" in message)
+        return None if is_response else _mcp_error(None, _INVALID_REQUEST, "a JSON-RPC request needs a 'method'")
+    number, params = message.get("id"), message.get("params")
+    params = params if isinstance(params, dict) else {}
+    if number is None:
+        return None
+    result: dict[str, Any] = {}
+    match message["method"]:
+        case "initialize":
+            version = params.get("protocolVersion")
+            result = {
+                "protocolVersion": version if version in _MCP_VERSIONS else _MCP_VERSIONS[0],
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "turnwise", "version": __version__},
+            }
+        case "ping":
+            pass
+        case "tools/list":
+            result = {
+                "tools": [
+                    {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters}
+                    for tool in offered.schemas
+                ]
+            }
+        case "tools/call" if isinstance(params.get("name"), str):
+            result = await _mcp_result(offered, params)
+        case "tools/call":
+            return _mcp_error(number, _INVALID_PARAMS, "tools/call needs a 'name'")
+        case method:
+            return _mcp_error(number, _UNKNOWN_METHOD, f"this server offers tools only: there is no method {method!r}")
+    return {"jsonrpc": "2.0", "id": number, "result": result}
+
+
+async def _mcp_result(offered: OfferedTools, params: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a tool call."""
+    meta, arguments = params.get("_meta"), params.get("arguments")
+    ids = [meta.get(key) for key in _CALL_IDS] if isinstance(meta, dict) else []
+    call_id = next((call_id for call_id in ids if isinstance(call_id, str)), "")
     try:
-        response = await offered.call(call.name, call.arguments, call.call_id)
+        response = await offered.call(params["name"], {} if arguments is None else arguments, call_id)
     except EpisodeOver as error:
-        return mcp_result(call, str(error), error=True)
-    return mcp_result(call, response.content(), error=response.error is not None)
+        return {"content": [{"type": "text", "text": str(error)}], "isError": True}
+    content = response.content()
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {"content": [_mcp_block(part) for part in parts], "isError": response.error is not None}
+
+
+def _mcp_block(part: dict[str, Any]) -> dict[str, Any]:
+    kind, content, mime_type = content_block(part)
+    if kind == "text":
+        return {"type": "text", "text": content}
+    return {"type": kind, "data": content, "mimeType": mime_type}
+
+
+def _mcp_error(number: Any, code: int, message: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message}}
 
 
 def _error_response(status: int, message: str) -> web.Response:
