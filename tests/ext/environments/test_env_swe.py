@@ -77,10 +77,8 @@ def test_what_a_verdict_says():
     ("config", "message"),
     [
         ({"reward": "half"}, "reward is 'half'"),
-        ({"channel": "x"}, "channel is 'x'"),
         ({"tools": ["bash"]}, "'bash' is not one of shell"),
         ({"eval_timeout": 0}, "eval_timeout is 0"),
-        ({"max_patch": 1.5}, "max_patch is 1.5"),
         ({"image": "x"}, "image is 'x'"),
     ],
 )

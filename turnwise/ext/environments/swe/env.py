@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Final, Literal, get_args
+from typing import Any, ClassVar, Final, Literal
 
 from turnwise.envs.core import ResetResult, Solution, StepResult
 from turnwise.envs.results import SANDBOX_VARIES, Remark, ScoreParts
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, TurnwiseError, shown
-from turnwise.ext.environments.swe.judge import Channel, Judge, Verdict
+from turnwise.ext.environments.swe.judge import Judge, Verdict
 from turnwise.ext.environments.swe.rows import Instance, instance_of
 from turnwise.ext.environments.swe.twins import NO_TWINS, TwinPlan
 from turnwise.ext.environments.swe.validation import PlanCache, make_plan, row_obstacle
@@ -41,6 +41,20 @@ TOOLS: Final[Mapping[str, type[BaseTool]]] = {
 }
 LIMITS: Final = SandboxLimits(memory=4 * 2**30, pids=512, disk=8 * 2**30)
 _RULES: Final = ("resolved", "partial")
+_MOST_PATCH: Final = 2**20
+"""Bytes of a diff; a larger one counts as none."""
+
+
+def check_settings(tools: Any, name: str, timeout: Any, twins: Any) -> tuple[tuple[BaseTool, ...], float]:
+    """Return the tools of these names and a timeout of that name, or raise ConfigError."""
+    unknown = [tools] if isinstance(tools, str) else [tool for tool in tools if tool not in TOOLS]
+    if unknown:
+        raise ConfigError(f"tools: {unknown[0]!r} is not one of {', '.join(TOOLS)}")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ConfigError(f"{name} is {shown(timeout)}: it must be a number of seconds above 0")
+    if not isinstance(twins, bool):
+        raise ConfigError(f"twins is {shown(twins)}: it must be true or false")
+    return tuple(TOOLS[tool]() for tool in tools), float(timeout)
 
 
 def _without_twins(plan: TwinPlan) -> list[str]:
@@ -80,11 +94,9 @@ class SweEnv(ToolEnv):
         tools: Sequence[str] = ("shell", "editor", "submit"),
         instructions: str | None = INSTRUCTIONS,
         eval_timeout: float = 600.0,
-        channel: Channel = "auto",
         twins: bool = True,
         image: str = "{image}",
         cache: str | None = None,
-        max_patch: int = 2**20,
     ) -> None:
         """Set reward, tools and limits.
 
@@ -93,32 +105,18 @@ class SweEnv(ToolEnv):
             tools: Which of ``shell``, ``editor``, ``apply_patch`` and ``submit`` the model has.
             instructions: The system prompt, with ``{workdir}`` for the repository's path; None: none.
             eval_timeout: Seconds for the tests.
-            channel: Source of results: the ``report`` of the plugin (pytest), the ``log``, or ``auto``.
             twins: Whether contradictory twins run together with the tests, if a row's tests can have some.
             image: Template of a row's image, ``{image}`` being the published one: ``registry.local/{image}``.
             cache: Folder of cached repositories; None: below ``$XDG_CACHE_HOME/turnwise``.
-            max_patch: Bytes of a diff; a larger one counts as none.
         """
         if reward not in _RULES:
             raise ConfigError(f"reward is {shown(reward)}: it must be {' or '.join(map(repr, _RULES))}")
-        if channel not in get_args(Channel):
-            raise ConfigError(f"channel is {shown(channel)}: it must be one of {', '.join(get_args(Channel))}")
-        unknown = [name for name in tools if name not in TOOLS] if not isinstance(tools, str) else [tools]
-        if unknown:
-            raise ConfigError(f"tools: {unknown[0]!r} is not one of {', '.join(TOOLS)}")
-        if isinstance(eval_timeout, bool) or not isinstance(eval_timeout, (int, float)) or not eval_timeout > 0:
-            raise ConfigError(f"eval_timeout is {shown(eval_timeout)}: it must be a number of seconds above 0")
-        if isinstance(max_patch, bool) or not isinstance(max_patch, int) or max_patch < 1:
-            raise ConfigError(f"max_patch is {shown(max_patch)}: it must be a number of bytes above 0")
         if "{image}" not in image:
             raise ConfigError(f"image is {shown(image)}: write {{image}} in place of the published name")
-        if not isinstance(twins, bool):
-            raise ConfigError(f"twins is {shown(twins)}: it must be true or false")
         self.reward: str = reward
         self.with_twins = twins
-        self.tools = tuple(TOOLS[name]() for name in tools)
-        self.instructions = instructions
-        self.eval_timeout, self.channel, self.image, self.max_patch = float(eval_timeout), channel, image, max_patch
+        self.tools, self.eval_timeout = check_settings(tools, "eval_timeout", eval_timeout, twins)
+        self.instructions, self.image = instructions, image
         self.cache = None if cache is None else Path(cache).expanduser()
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
@@ -138,7 +136,7 @@ class SweEnv(ToolEnv):
         """Grade the changed repository."""
         if self.sandbox is None:
             raise EnvError("SweEnv.score: the episode's sandbox is closed: call reset() first")
-        self.patch, problem = await submission(self.sandbox, self.paths, max_bytes=self.max_patch)
+        self.patch, problem = await submission(self.sandbox, self.paths, max_bytes=_MOST_PATCH)
         if not self.patch.strip():
             self.verdict = None
             return ScoreParts({"score": 0.0}, {"resolved": 0.0, "empty_patch": 1.0, "no_diff": float(bool(problem))})
@@ -167,12 +165,12 @@ class SweEnv(ToolEnv):
         """
         plan = await self.twins() if self.with_twins else NO_TWINS
         async with self._fresh() as box:
-            judge = Judge(self.instance, timeout=self.eval_timeout, channel=self.channel, plan=plan)
+            judge = Judge(self.instance, timeout=self.eval_timeout, plan=plan)
             return await judge.judge(box, patch, reverse=reverse)
 
     async def twins(self) -> TwinPlan:
         """Return the contradictory twins of this episode's row; they are made once for a row."""
-        judge = Judge(self.instance, timeout=self.eval_timeout, channel=self.channel)
+        judge = Judge(self.instance, timeout=self.eval_timeout)
         reason = row_obstacle(self.instance, reports=judge.reports)
         if reason:
             return TwinPlan(lacking=self.instance.fail_to_pass, reason=reason)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 from turnwise.errors import EnvError, SandboxFileError, SandboxFileNotFound
 from turnwise.ext.environments.swe.contradictions import (
@@ -139,10 +139,6 @@ def _r2e_name(name: str) -> str:
     return ".".join(name.split("::")[1:]) if "::" in name else name
 
 
-Channel: TypeAlias = Literal["auto", "report", "log"]
-"""Where results are read: the plugin's report (pytest only), or the log."""
-
-
 @dataclass(frozen=True, slots=True)
 class TestRun:
     """Result of running tests once.
@@ -180,17 +176,15 @@ class Judge:
     """Grades solutions of one row.
 
     Args:
-        channel: Source of results; ``auto`` is the report for pytest.
         plan: The twins of the row's tests.
     """
 
-    def __init__(
-        self, instance: Instance, *, timeout: float = 600.0, channel: Channel = "auto", plan: TwinPlan = NO_TWINS
-    ) -> None:
+    def __init__(self, instance: Instance, *, timeout: float = 600.0, plan: TwinPlan = NO_TWINS) -> None:
         self.instance = instance
         self.plan = plan
         self.timeout = timeout
-        self.reports = instance.framework == "pytest" if channel == "auto" else channel == "report"
+        # The results of others are read from their log.
+        self.reports = instance.framework == "pytest"
 
     async def judge(self, box: Sandbox, patch: bytes, *, reverse: bool = False) -> Verdict:
         """Grade a patch; an empty one grades the repository as it is.

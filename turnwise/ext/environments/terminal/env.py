@@ -18,7 +18,6 @@ from turnwise.envs.results import SANDBOX_VARIES, Remark, ScoreParts
 from turnwise.envs.solution import tool_call
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import (
-    ConfigError,
     EnvError,
     RegistryError,
     SandboxFileError,
@@ -27,7 +26,7 @@ from turnwise.errors import (
     TurnwiseError,
     shown,
 )
-from turnwise.ext.environments.swe.env import TOOLS
+from turnwise.ext.environments.swe.env import check_settings
 from turnwise.ext.environments.swe.logs import Statuses, parser_of
 from turnwise.ext.environments.terminal.altered import NO_TESTS, AlteredTests, altered_tests, cache_tests, cached_tests
 from turnwise.ext.environments.terminal.folder import TaskFolder, read_folder, tasks
@@ -100,16 +99,8 @@ class TerminalEnv(ToolEnv):
             test_timeout: Default seconds for tests.
             twins: Whether tests that pass run again with altered checks, which must fail.
         """
-        unknown = [tools] if isinstance(tools, str) else [name for name in tools if name not in TOOLS]
-        if unknown:
-            raise ConfigError(f"tools: {unknown[0]!r} is not one of {', '.join(TOOLS)}")
-        if isinstance(test_timeout, bool) or not isinstance(test_timeout, (int, float)) or not test_timeout > 0:
-            raise ConfigError(f"test_timeout is {shown(test_timeout)}: it must be a number of seconds above 0")
-        if not isinstance(twins, bool):
-            raise ConfigError(f"twins is {shown(twins)}: it must be true or false")
-        self.names, self.with_twins = tuple(tools), twins
-        self.tools = tuple(TOOLS[name]() for name in tools)
-        self.instructions, self.test_timeout = instructions, float(test_timeout)
+        self.tools, self.test_timeout = check_settings(tools, "test_timeout", test_timeout, twins)
+        self.names, self.with_twins, self.instructions = tuple(tools), twins, instructions
 
     async def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:  # noqa: ARG002
         """Start a sandbox with the task's files."""
