@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from turnwise.errors import FormatError
-from turnwise.ext.report.runs import MOST_TEXT, Decode, read_facts, read_gaps, thinned, token_decoder
+from turnwise.ext.report.runs import Decode, read_facts, read_gaps, thinned, token_decoder
 from turnwise.ext.report.trajectories import (
     LARGEST,
     MOST_ROWS,
@@ -243,15 +243,7 @@ class LiveRun:
             notes.append(f"{unread:,} trajectories are still being read: their calls, errors and forks are missing")
         if (left_out := len(self._rows) - MOST_ROWS) > 0:
             notes.append(f"the table lists the first {MOST_ROWS:,} of {len(self._rows):,}: {left_out:,} are left out")
-        return {
-            "name": self.facts.name,
-            "kind": self.facts.kind,
-            "total": len(self._rows),
-            "listed": min(len(self._rows), MOST_ROWS),
-            "kept": len(self._rows),
-            "success_reward": self.facts.success_reward,
-            "notes": [note if len(note) <= MOST_TEXT else f"{note[:MOST_TEXT]}..." for note in notes],
-        }
+        return self.facts.head(len(self._rows), min(len(self._rows), MOST_ROWS), len(self._rows), notes)
 
     def _facts(self) -> dict[str, Any]:
         return {

@@ -183,8 +183,8 @@ def _write(page: _Page, facts: Sequence[RunFacts], max_bytes: int) -> list[_Pack
         room = max(0, max_bytes - reserved - page.size) // (len(facts) - len(packed))
         packed[number] = _write_run(page, number, facts[number], room)
     runs = [packed[number] for number in range(len(facts))]
-    head = orjson.dumps({"format": FORMAT, "version": __version__, "runs": [_head(run) for run in runs]}).decode()
-    page.data("head", head.replace("<", "\\u003c"))
+    heads = [run.facts.head(run.total, run.listed, run.contents.trajectories, run.facts.notes) for run in runs]
+    page.data("head", _embedded({"format": FORMAT, "version": __version__, "runs": heads}))
     page.write(_closing(scripts))
     return runs
 
@@ -220,10 +220,9 @@ def _closing(scripts: Sequence[str]) -> str:
 def live_page(head: dict[str, Any]) -> str:
     """Return the page without data, which asks its server for them; ``head`` has the names of the ``runs``."""
     scripts = _scripts()
-    text = orjson.dumps(head).decode().replace("<", "\\u003c")
     return (
         f"{_opening(head['runs'], scripts, served=True)}<noscript>This report needs JavaScript.</noscript>\n"
-        f'<script type="text/plain" id="head">{text}</script>\n{_closing(scripts)}'
+        f'<script type="text/plain" id="head">{_embedded(head)}</script>\n{_closing(scripts)}'
     )
 
 
@@ -301,16 +300,9 @@ def _write_vocabulary(page: _Page, number: int, facts: RunFacts, contents: Conte
     page.data(f"run-{number}-vocabulary", text)
 
 
-def _head(run: _PackedRun) -> dict[str, Any]:
-    return {
-        "name": run.facts.name,
-        "kind": run.facts.kind,
-        "total": run.total,
-        "listed": run.listed,
-        "kept": run.contents.trajectories,
-        "success_reward": run.facts.success_reward,
-        "notes": [note if len(note) <= MOST_TEXT else f"{note[:MOST_TEXT]}..." for note in run.facts.notes],
-    }
+def _embedded(value: dict[str, Any]) -> str:
+    """Return the JSON of a value for the inside of a script element."""
+    return orjson.dumps(value).decode().replace("<", "\\u003c")
 
 
 def _escaped(text: str) -> str:

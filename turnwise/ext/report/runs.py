@@ -121,8 +121,20 @@ class RunFacts:
             steps.insert(index, step)
             values.insert(index, value)
 
+    def head(self, total: int, listed: int, readable: int, notes: Sequence[str]) -> dict[str, Any]:
+        """Return a run's entry in the head of a page, with the numbers of its trajectories, as JSON values."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "total": total,
+            "listed": listed,
+            "kept": readable,
+            "success_reward": self.success_reward,
+            "notes": [shortened(note) for note in notes],
+        }
+
     def _add_warning(self, step: int, name: str, text: str) -> None:
-        text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
+        text = shortened(text)
         previous = next((warning for warning in self.warnings if warning.name == name), None)
         if previous is None:
             self.warnings.append(RunWarning(name, step, step, text))
@@ -142,6 +154,11 @@ class RunFacts:
             "config": self.config,
             "thinned": max((len(steps) for steps, _ in self.series.values()), default=0) > max_points,
         }
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a long text."""
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], max_points: int) -> Series:

@@ -18,7 +18,7 @@ from turnwise.agents.roles import MAIN, role_of
 from turnwise.errors import FormatError
 from turnwise.evaluation.estimates import clustered_mean
 from turnwise.evaluation.searched import chosen_members, search_row
-from turnwise.ext.report.runs import MOST_TEXT, RunFacts
+from turnwise.ext.report.runs import RunFacts, shortened
 from turnwise.trajectory import Segment, Trajectory, branch_paths, messages_of, segment_record
 from turnwise.trajectory_file import TrajectoryEntry, TrajectoryFile, located_trajectories
 
@@ -184,7 +184,7 @@ def trajectory_row(offset: int, recorded: Trajectory, facts: RunFacts) -> Row:
         counted=not trajectory.frozen if facts.role is None else role_of(trajectory.agent) == facts.role,
         reward=round(trajectory.reward, 6),
         stop=str(trajectory.stop_reason),
-        error=_short(trajectory.error),
+        error=None if trajectory.error is None else shortened(trajectory.error),
         turns=sum(segment.sampled for segment in trajectory.segments),
         tokens=trajectory.sampled_tokens,
         calls=int(trajectory.metrics.get("tool_calls", 0)),
@@ -195,10 +195,6 @@ def trajectory_row(offset: int, recorded: Trajectory, facts: RunFacts) -> Row:
         success=trajectory.error is None and trajectory.reward >= facts.success_reward - _TOLERANCE,
         search=None if searched is None else (searched.ways, searched.sampled_tokens, searched.rewards),
     )
-
-
-def _short(text: str | None) -> str | None:
-    return text if text is None or len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
 
 
 def episodes_of(rows: Iterable[Row], facts: RunFacts) -> list[Episode]:
