@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from importlib import resources
 from typing import Any, Final, TypeAlias
 
-Rows: TypeAlias = dict[str, list[Sequence[Any]]]
+Rows: TypeAlias = Mapping[str, Sequence[Sequence[Any]]]
 """The rows of each table, in the order of its columns."""
 Values: TypeAlias = dict[str, list[Any]]
 """Lists of values, by name, from which rows are drawn and questions are filled."""
