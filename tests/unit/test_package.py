@@ -121,7 +121,7 @@ def test_no_text_recommends_a_distribution_that_is_not_this_one() -> None:
         ROOT / "Makefile",
         *(file for file in (ROOT / ".ci").iterdir() if file.is_file()),
     ]
-    kinds = (".md", ".py", ".jinja", ".toml", ".yaml")
+    kinds = (".md", ".py", ".jinja", ".toml", ".yaml", ".in")
     for folder in ("docs", "turnwise", "examples", "benchmarks"):
         files += [file for file in (ROOT / folder).rglob("*") if file.suffix in kinds]
     installed = r"pip install[^\n]*[ '\"]turnwise(?![-\w./])"
@@ -160,7 +160,8 @@ def test_the_wheel_has_one_top_level_name_and_all_of_the_package(wheel: Path) ->
     expected = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")} | {"turnwise/py.typed"}
     expected |= {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.jinja")}
     assert sum(name.endswith(".jinja") for name in expected) >= 2
-    expected |= {str(file.relative_to(ROOT)) for file in (PACKAGE / "ext/report/assets").rglob("*") if file.is_file()}
+    data = [file for file in (PACKAGE / "ext").rglob("*") if {"assets", "shipped", "templates"} & set(file.parts)]
+    expected |= {str(file.relative_to(ROOT)) for file in data if file.is_file() and file.suffix != ".pyc"}
     assert expected <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert "License-Expression: Apache-2.0" in metadata
