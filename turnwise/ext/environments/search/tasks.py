@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
-
 from turnwise.errors import TaskError, shown
 from turnwise.ext.environments.search.encyclopedia import SPLITS, Town, Work, encyclopedia
 from turnwise.seeding import stable_hash
 from turnwise.tasks import Task
+from turnwise.tasks.sources import JsonlRows
 
 # The part before the colon stays on one line: else blank lines would take quadratic time.
 _ANSWER: Final = re.compile(r"^[^\w\n]*(?:final )?answer[^\w\n]*:\W*(.*)$", re.IGNORECASE | re.MULTILINE)
@@ -103,17 +102,11 @@ def qa_tasks(path: str, *, question: str = "question", answer: str = "answer") -
     file = Path(path).expanduser()
     if not file.is_file():
         raise TaskError(f"path is {shown(path)}: there is no such file; give a .jsonl with {question!r} and {answer!r}")
-    with file.open("rb") as rows:
-        for number, line in enumerate(rows, 1):
-            if line.strip():
-                yield _row_task(line, f"{path}:{number}", f"{file.stem}-{number}", question, answer)
+    for line in JsonlRows(file).read():
+        yield _row_task(line.value, line.where, f"{file.stem}-{line.number + 1}", question, answer)
 
 
-def _row_task(line: bytes, where: str, name: str, question: str, answer: str) -> Task:
-    try:
-        row: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise TaskError(f"{where}: this line is not JSON ({error}): write one JSON object per line") from error
+def _row_task(row: Any, where: str, name: str, question: str, answer: str) -> Task:
     if not isinstance(row, dict):
         raise TaskError(f"{where}: a row is an object with {question!r} and {answer!r}, not {shown(row)}")
     for field in (question, answer):

@@ -15,6 +15,7 @@ from turnwise.errors import TaskError, shown
 from turnwise.ext.environments.swe.logs import PARSERS
 from turnwise.ext.environments.swe.paths import touched_files
 from turnwise.tasks import Task
+from turnwise.tasks.sources import JsonlRows
 
 PYTEST: Final = "python -m pytest -rA --tb=short -p no:cacheprovider"
 
@@ -393,19 +394,9 @@ def tasks(n: int | None = None, *, path: str | None = None, repo: str | None = N
 
 
 def _rows(path: str | None) -> Iterator[Task]:
-    if path is None:
-        text = (resources.files("turnwise.ext.environments.swe") / "shipped" / "rows.jsonl").read_text("utf-8")
-    else:
+    shipped = resources.files("turnwise.ext.environments.swe") / "shipped" / "rows.jsonl"
+    for line in JsonlRows(Path(str(shipped) if path is None else path).expanduser()).read():
         try:
-            text = Path(path).expanduser().read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TaskError(f"path {path!r} cannot be read: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            where = f"{path or 'rows.jsonl'}:{number}"
-            try:
-                yield row(json.loads(line))
-            except ValueError as error:
-                raise TaskError(f"{where}: {error}") from error
-            except TaskError as error:
-                raise TaskError(f"{where}: {error}") from error
+            yield row(line.value)
+        except TaskError as error:
+            raise TaskError(f"{line.where}: {error}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from turnwise.errors import TaskError, shown
+from turnwise.tasks.sources import JsonlRows
 
 _ANSWERS: Final = "possible_answer"
 _TYPES: Final = {"dict": "object", "float": "number", "tuple": "array", "list": "array"}
@@ -36,20 +37,10 @@ def rows(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{file}: cannot be read: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise TaskError(f"{file}:{number}: this line is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise TaskError(f"{file}:{number}: {shown(record)} is no row: BFCL has an object on each line")
-        yield record
+    for line in JsonlRows(file).read():
+        if not isinstance(line.value, dict):
+            raise TaskError(f"{line.where}: {shown(line.value)} is no row: BFCL has an object on each line")
+        yield line.value
 
 
 def row(record: Mapping[str, Any]) -> dict[str, Any]:
