@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Final, Self
 
 from turnwise.errors import AgentError, shown, undo_on_error, undo_on_error_async
+from turnwise.sandboxes.core import HeadTailBuffer
 
 MARK: Final = "TURNWISE_PROGRAM"
 """Environment variable of every process of a program, unless the program removes it."""
@@ -237,8 +238,7 @@ class Capture(asyncio.Protocol):
         self._kept_bytes = kept_bytes
         self._quota = quota
         self._on_line = on_line
-        self._head, self._tail, self._line = bytearray(), bytearray(), bytearray()
-        self._size = 0
+        self._buffer, self._line = HeadTailBuffer(kept_bytes), bytearray()
         self._ended = asyncio.Event()
         self._transport: asyncio.ReadTransport | None = None
 
@@ -251,23 +251,14 @@ class Capture(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Keep head and tail."""
-        self._size += len(data)
         if not self._quota.take(len(data)):
             # Further output stays in the pipe and blocks the program until it is killed.
             assert self._transport is not None
             self._transport.pause_reading()
             self._ended.set()
-        half = self._kept_bytes // 2
         if self._on_line is not None:
             self._split_lines(data)
-        room = half - len(self._head)
-        if room > 0:
-            self._head += data[:room]
-            data = data[room:]
-        if data:
-            self._tail += data
-            if len(self._tail) > 2 * half:
-                del self._tail[: len(self._tail) - half]
+        self._buffer.add(data)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the end is all that counts
         """Record EOF."""
@@ -280,12 +271,8 @@ class Capture(asyncio.Protocol):
                 async with asyncio.timeout(seconds):
                     await self._ended.wait()
             self._transport.close()
-        half = self._kept_bytes // 2
-        tail = self._tail[len(self._tail) - min(len(self._tail), half) :]
-        left_out = self._size - len(self._head) - len(tail)
-        between = f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b""
-        text = bytes(self._head + between + tail).decode("utf-8", "replace")
-        return Output(text, self._size, left_out > 0)
+        buffer = self._buffer
+        return Output(buffer.data.decode("utf-8", "replace"), buffer.total, buffer.truncated)
 
     def _split_lines(self, data: bytes) -> None:
         *complete, rest = data.split(b"\n")

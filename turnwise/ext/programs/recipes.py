@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.plugins import load_object
+from turnwise.tools.core import nearest
 
 Dialect = Literal["openai", "anthropic", "both"]
 
@@ -152,9 +152,8 @@ def recipe_of(name: str) -> Recipe:
     if name in _RECIPES:
         return _RECIPES[name]
     if not any(mark in name for mark in ":./"):
-        close = difflib.get_close_matches(name, _RECIPES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise RegistryError(f"no recipe is called {name!r}{hint} Known: {', '.join(_RECIPES)}; or pkg.mod:RECIPE")
+        known = f"known are {', '.join(_RECIPES)}, or pkg.mod:RECIPE"
+        raise RegistryError(f"no recipe is called {name!r}{nearest(name, _RECIPES)}; {known}")
     loaded = load_object(name, "recipe")
     if not isinstance(loaded, Recipe):
         raise ConfigError(f"recipe {name!r} is a {type(loaded).__name__}, not a turnwise.ext.programs.Recipe")
