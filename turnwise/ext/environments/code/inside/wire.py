@@ -88,13 +88,11 @@ def encode(value: Any, export: Callable[[Any], Any] | None = None) -> Any:
         return value if value - value == 0 else {"f": repr(value)}
     if isinstance(value, str):
         return str.__str__(value)
-    containers: list[Any] = [
-        (list, None), (tuple, "t"), (set, "s"), (frozenset, "z"), (collections.deque, "q"),
-    ]  # fmt: skip
-    for kind, tag in containers:
+    if isinstance(value, list):
+        return [encode(element, export) for element in list.__iter__(value)]
+    for tag, kind in _CONTAINERS.items():
         if isinstance(value, kind):
-            elements = [encode(element, export) for element in kind.__iter__(value)]
-            return elements if tag is None else {tag: elements}
+            return {tag: [encode(element, export) for element in kind.__iter__(value)]}
     if isinstance(value, dict):
         pairs = list(dict.items(value))
         return {"d": [[encode(key, export), encode(element, export)] for key, element in pairs]}
@@ -102,16 +100,9 @@ def encode(value: Any, export: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _encode_rare(value: Any, export: Callable[[Any], Any] | None) -> Any:
-    if isinstance(value, complex):
-        return {"c": [encode(value.real), encode(value.imag)]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"b" if isinstance(value, bytes) else "B": bytes(value).hex()}
-    if isinstance(value, decimal.Decimal):
-        return {"D": str(value)}
-    if isinstance(value, fractions.Fraction):
-        return {"F": [encode(value.numerator), encode(value.denominator)]}
-    if isinstance(value, range):
-        return {"r": [value.start, value.stop, value.step]}
+    for tag, (kind, to_plain, _) in _RARE.items():
+        if isinstance(value, kind):
+            return {tag: to_plain(value)}
     if type(value).__module__ == "numpy":
         if type(value).__name__ == "ndarray":
             return {"n": [str(value.dtype), encode(value.tolist())]}
@@ -147,10 +138,13 @@ def decode(form: Any, stand_in: Callable[[str, Any], Any] | None = None) -> Any:
         return {decode(key, stand_in): decode(element, stand_in) for key, element in content}
     if tag == "n":
         return _array(content, stand_in)
-    if tag in ("t", "s", "z", "q"):
-        kinds: dict[str, Any] = {"t": tuple, "s": set, "z": frozenset, "q": collections.deque}
-        return kinds[tag]([decode(element, stand_in) for element in content])
-    return _decode_rare(tag, content)
+    if tag in _CONTAINERS:
+        return _CONTAINERS[tag]([decode(element, stand_in) for element in content])
+    if tag not in _RARE and tag not in ("i", "f"):
+        raise ValueError(f"unknown kind of value {tag!r}")
+    if tag == "i":
+        return int(content, 16)
+    return float(content) if tag == "f" else _RARE[tag][2](content)
 
 
 def _array(content: Any, stand_in: Callable[[str, Any], Any] | None) -> Any:
@@ -162,22 +156,20 @@ def _array(content: Any, stand_in: Callable[[str, Any], Any] | None) -> Any:
     return decode(content[1]) if stand_in is None else numpy.array(decode(content[1]), dtype=str(content[0]))
 
 
-def _decode_rare(tag: str, content: Any) -> Any:
-    if tag == "i":
-        return int(content, 16)
-    if tag == "f":
-        return float(content)
-    if tag == "c":
-        return complex(decode(content[0]), decode(content[1]))
-    if tag in ("b", "B"):
-        return bytes.fromhex(content) if tag == "b" else bytearray.fromhex(content)
-    if tag == "D":
-        return decimal.Decimal(content)
-    if tag == "F":
-        return fractions.Fraction(decode(content[0]), decode(content[1]))
-    if tag == "r":
-        return range(*content)
-    raise ValueError(f"unknown kind of value {tag!r}")
+_CONTAINERS: dict[str, Any] = {"t": tuple, "s": set, "z": frozenset, "q": collections.deque}
+_RARE: dict[str, Any] = {
+    "c": (complex, lambda value: [encode(value.real), encode(value.imag)], lambda parts: complex(*map(decode, parts))),
+    "b": (bytes, bytes.hex, bytes.fromhex),
+    "B": (bytearray, bytearray.hex, bytearray.fromhex),
+    "D": (decimal.Decimal, str, decimal.Decimal),
+    "F": (
+        fractions.Fraction,
+        lambda value: [encode(value.numerator), encode(value.denominator)],
+        lambda parts: fractions.Fraction(*map(decode, parts)),
+    ),
+    "r": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+}
+"""Kinds of values by the tags of their plain forms; of rare ones the functions to the plain form and back."""
 
 
 class Peer:
