@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Final, Self
 
 from turnwise.errors import AgentError, shown, undo_on_error, undo_on_error_async
-from turnwise.sandboxes.core import HeadTailBuffer
+from turnwise.sandboxes.output import HeadTailBuffer
 
 MARK: Final = "TURNWISE_PROGRAM"
 """Environment variable of every process of a program, unless the program removes it."""
