@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from turnwise.engine.accelerator import on_cpu
@@ -29,28 +30,22 @@ class AttentionPlan(Protocol):
     """Attention plan of a forward pass, in place of a KV cache object."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
         """Attend for one layer: [T, heads, dim] each; returns [T, query heads, value dim]."""
 
 
 def attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - None: masks come from the plan
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - None: masks come from the plan
     scaling: float | None = None,
     sliding_window: int | None = None,
     plan: AttentionPlan | None = None,
     **arguments: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention function for ``transformers.AttentionInterface``; the plan is a keyword argument of ``forward``."""
     for name in ("softcap", "s_aux", "position_bias"):
         if arguments.get(name) is not None:
@@ -69,15 +64,10 @@ class GeometryProbe:
         self.seen: dict[int, tuple[int, int, int]] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,  # noqa: ARG002 - the contract of Attend
-        window: int | None,  # noqa: ARG002
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
         """Record the shapes; return zeros of the right shape."""
+        del scale, window
         if layer in self.seen:
             raise ValueError(f"layer {layer} attends twice in one forward pass")
         self.seen[layer] = (key.shape[1], key.shape[2], value.shape[2])
@@ -95,13 +85,13 @@ class GeometryProbe:
 class Masks:
     """Additive attention masks by sliding window, made on demand."""
 
-    positions: torch.Tensor
+    positions: Tensor
     """Positions of the queries, [batch, queries]."""
     length: int
     dtype: torch.dtype
-    by_window: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    by_window: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def get(self, window: int | None) -> torch.Tensor:
+    def get(self, window: int | None) -> Tensor:
         """Return the mask [batch, 1, queries, length] for a window (None: causal)."""
         if window is not None and window >= self.length:
             window = None
@@ -130,7 +120,7 @@ class DecodeBlock:
 
     stop: int
     region: int
-    row_index: torch.Tensor | None
+    row_index: Tensor | None
     masks: Masks
 
 
@@ -148,11 +138,11 @@ class PrefillBlock:
         masks: [chunks, width] positions.
     """
 
-    rows: torch.Tensor
+    rows: Tensor
     width: int
     length: int
-    packed: torch.Tensor
-    real: tuple[torch.Tensor, torch.Tensor]
+    packed: Tensor
+    real: tuple[Tensor, Tensor]
     fresh: bool
     masks: Masks
 
@@ -164,19 +154,13 @@ class PoolPlan:
     pool: KVPool
     start: int
     stop: int
-    index: torch.Tensor
+    index: Tensor
     decode: DecodeBlock | None
     prefills: Sequence[PrefillBlock]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
         """Write the new keys and values, then attend: [tokens, heads, dim] in and out."""
         pool = self.pool
         pool.flat_keys[layer].index_copy_(0, self.index, key.reshape(-1, key.shape[-1]))
@@ -201,39 +185,20 @@ class StepPlan:
     parts: Sequence[PoolPlan]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
         """Attend for all tokens of the step."""
         if len(self.parts) == 1:
             return self.parts[0].attend(layer, query, key, value, scale, window)
-        pieces = [
-            part.attend(
-                layer,
-                query[part.start : part.stop],
-                key[part.start : part.stop],
-                value[part.start : part.stop],
-                scale,
-                window,
-            )
-            for part in self.parts
-        ]
-        return torch.cat(pieces)
+        spans = [(part, slice(part.start, part.stop)) for part in self.parts]
+        return torch.cat(
+            [part.attend(layer, query[span], key[span], value[span], scale, window) for part, span in spans]
+        )
 
 
 def _decode(
-    block: DecodeBlock,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
+    block: DecodeBlock, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+) -> Tensor:
     """Attend with one query per row. Grouped query heads become queries of their key head, without copies."""
     tokens, heads, dim = query.shape
     grouped = query.reshape(tokens, keys.shape[1], -1, dim)
@@ -254,13 +219,8 @@ def _decode(
 
 
 def _prefill(
-    block: PrefillBlock,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
+    block: PrefillBlock, query: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+) -> Tensor:
     """Attend with the padded chunks; returns [chunks * width, heads, value dim]."""
     padded = query[block.packed].transpose(1, 2)
     # The keys of this step's tokens were just written, so a chunk reads all of its keys from the pool.
@@ -299,23 +259,9 @@ def _prefill(
     return out.transpose(1, 2).reshape(-1, heads, out.shape[-1])
 
 
-def decode_block(
-    rows: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-    capacity: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DecodeBlock:
-    """Plan the tokens of decoding sequences.
-
-    Args:
-        rows: Rows in the pool, ascending.
-        positions: Position of each token.
-        capacity: Tokens of a row.
-        dtype: Of the masks.
-        device: Of the masks.
-    """
-    region = int(rows[-1]) + 1
+def decode_block(pool: KVPool, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> DecodeBlock:
+    """Plan the tokens of decoding sequences, by rows of the pool, ascending, and positions."""
+    region, device = int(rows[-1]) + 1, pool.device
     row_index = None
     if region != len(rows):
         row_index = torch.from_numpy(rows).to(device)
@@ -325,29 +271,28 @@ def decode_block(
     length = int(positions.max()) + 1
     if not on_cpu(device):
         # Kernels are chosen, and some are planned, anew for each length.
-        length = min(-(-length // _LENGTHS) * _LENGTHS, capacity)
-    masks = Masks(torch.from_numpy(positions).to(device).unsqueeze(1), length, dtype)
+        length = min(-(-length // _LENGTHS) * _LENGTHS, pool.capacity)
+    masks = Masks(torch.from_numpy(positions).to(device).unsqueeze(1), length, pool.dtype)
     return DecodeBlock(len(rows), region, row_index, masks)
 
 
 def prefill_blocks(
+    pool: KVPool,
     rows: npt.NDArray[np.int64],
     starts: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64],
-    offset: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    offset: int = 0,
 ) -> list[PrefillBlock]:
     """Plan prefill chunks, grouped by similar size.
 
     Args:
+        pool: Where their keys and values are.
         rows: Row of each chunk.
         starts: Position of its first token.
         sizes: Number of its tokens.
         offset: Start of the first chunk in the pool's part of the step.
-        dtype: Of the masks.
-        device: Of the masks.
     """
+    device = pool.device
     begins = offset + np.cumsum(sizes) - sizes
     order = np.argsort(-sizes, kind="stable")
     blocks = []
@@ -371,7 +316,7 @@ def prefill_blocks(
                 packed=torch.from_numpy(packed).to(device),
                 real=(torch.from_numpy(in_block).to(device), torch.from_numpy(in_pool).to(device)),
                 fresh=not starts[chunks].any(),
-                masks=Masks(torch.from_numpy(starts[chunks][:, None] + steps).to(device), length, dtype),
+                masks=Masks(torch.from_numpy(starts[chunks][:, None] + steps).to(device), length, pool.dtype),
             )
         )
         first += len(chunks)

@@ -323,10 +323,7 @@ class Engine:
                     scored -= int(sizes[index])
                 budget -= int(sizes[index])
             slots, sizes = slots[sizes > 0], sizes[sizes > 0]
-        model = self.model
-        return build_model_input(
-            cache, slots, sizes, heads=model.geometry.heads, dtype=model.dtype, device=model.device
-        )
+        return build_model_input(cache, slots, sizes)
 
     def _targets(self, step: ModelInput) -> tuple[Slots, tuple[Slots, Slots]]:
         """Return which tokens of a step predict a scored prompt's ids, with the slots and positions of those ids."""

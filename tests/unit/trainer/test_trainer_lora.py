@@ -67,7 +67,7 @@ def served(model: CausalLM, ids: np.ndarray) -> torch.Tensor:
     pool.resize(1, np.zeros(0, dtype=np.int64))
     heads = np.arange(model.geometry.heads)[None, :]
     index = heads * pool.capacity + np.arange(count)[:, None]
-    blocks = prefill_blocks(np.array([0]), np.array([0]), np.array([count]), 0, model.dtype, model.device)
+    blocks = prefill_blocks(pool, np.array([0]), np.array([0]), np.array([count]))
     plan = StepPlan([PoolPlan(pool, 0, count, torch.from_numpy(index.reshape(-1)), None, blocks)])
     with torch.inference_mode():
         logits = model.forward(ids.astype(np.int64), np.arange(count), plan, np.arange(count))

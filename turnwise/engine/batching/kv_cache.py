@@ -66,15 +66,15 @@ class KVPool:
     """
 
     __slots__ = (
-        "_data", "_geometry", "_reserved", "capacity", "flat_keys", "flat_values", "keys", "owner", "values",
+        "_data", "_reserved", "capacity", "device", "dtype", "flat_keys", "flat_values", "geometry", "keys", "owner",
+        "values",
     )  # fmt: skip
 
     def __init__(
         self, geometry: Geometry, capacity: int, dtype: torch.dtype, device: torch.device, *, max_rows: int
     ) -> None:
         """Create an empty pool that may grow to ``max_rows`` rows."""
-        self._geometry = geometry
-        self.capacity = capacity
+        self.geometry, self.capacity, self.dtype, self.device = geometry, capacity, dtype, device
         shape = self._shape(max_rows)
         self._reserved = _reserve(math.prod(shape) * dtype.itemsize) if on_cpu(device) else None
         # Zeros, not empty: what a mask hides must still be finite.
@@ -105,11 +105,11 @@ class KVPool:
         return self.used // 4 + max(1, min(_SPARE_ROWS, _SPARE_TOKENS // self.capacity))
 
     def _shape(self, rows: int) -> tuple[int, ...]:
-        shape = self._geometry
+        shape = self.geometry
         return (2, shape.layers, rows, shape.heads, self.capacity, max(shape.key_dim, shape.value_dim))
 
     def _bind(self, data: torch.Tensor) -> None:
-        shape = self._geometry
+        shape = self.geometry
         self._data = data
         self.keys = [layer[..., : shape.key_dim] for layer in data[0]]
         self.values = [layer[..., : shape.value_dim] for layer in data[1]]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from turnwise.engine.attention import DecodeBlock, PoolPlan, PrefillBlock, StepPlan, decode_block, prefill_blocks
+from turnwise.engine.attention import PoolPlan, StepPlan, decode_block, prefill_blocks
 from turnwise.engine.batching.batch_state import WORTH_SHARING, BatchState, Generation, Output, PrefixIndex, PrefixMatch
 from turnwise.engine.batching.kv_cache import KVCache
 from turnwise.types import FinishReason
@@ -44,25 +44,15 @@ def arrange(cache: KVCache, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int6
     return slots[np.lexsort((cache.row_of[slots], cache.pool_of[slots]))]
 
 
-def build_model_input(
-    cache: KVCache,
-    slots: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    *,
-    heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> ModelInput:
+def build_model_input(cache: KVCache, slots: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> ModelInput:
     """Build the model input of a step.
 
     Args:
         cache: The KV cache.
         slots: Running slots in the order of :func:`arrange`.
         sizes: Tokens to run of each, from its first token without KV entries.
-        heads: Key/value heads of the model.
-        dtype: Of the model.
-        device: Of the model.
     """
+    heads = cache.pools[0].geometry.heads
     pools = cache.pool_of[slots]
     single = sizes == 1
     if not single.all():
@@ -73,7 +63,8 @@ def build_model_input(
     begins = ends - sizes
     total = int(ends[-1])
     capacity = cache.capacity[pools]
-    base = cache.row_of[slots] * heads * capacity
+    rows = cache.row_of[slots]
+    base = rows * heads * capacity
     if total == len(slots):
         owner, positions = slots, starts
         base_of, capacity_of = base, capacity
@@ -81,15 +72,16 @@ def build_model_input(
         owner, base_of, capacity_of = np.repeat(slots, sizes), np.repeat(base, sizes), np.repeat(capacity, sizes)
         positions = np.repeat(starts - begins, sizes) + np.arange(total)
     index = (base_of + positions)[:, None] + capacity_of[:, None] * np.arange(heads)
-    flat = torch.from_numpy(index.reshape(-1)).to(device)
+    flat = torch.from_numpy(index.reshape(-1)).to(cache.pools[0].device)
     parts = []
     borders = np.flatnonzero(np.diff(pools)) + 1
     for first, end in zip([0, *borders.tolist()], [*borders.tolist(), len(slots)], strict=True):
         start, stop = int(begins[first]), int(ends[end - 1])
         pool = cache.pools[int(pools[first])]
-        decode, prefills = _blocks(
-            cache.row_of[slots[first:end]], starts[first:end], sizes[first:end], pool.capacity, dtype, device
-        )
+        # Decoding sequences come first, in order of their rows.
+        chunks = first + int((sizes[first:end] == 1).sum())
+        decode = decode_block(pool, rows[first:chunks], starts[first:chunks]) if chunks > first else None
+        prefills = prefill_blocks(pool, rows[chunks:end], starts[chunks:end], sizes[chunks:end], chunks - first)
         parts.append(PoolPlan(pool, start, stop, flat[start * heads : stop * heads], decode, prefills))
     complete = starts + sizes == cache.length[slots]
     return ModelInput(
@@ -101,20 +93,6 @@ def build_model_input(
         sampling=slots[complete],
         keep=(ends - 1)[complete],
     )
-
-
-def _blocks(
-    rows: npt.NDArray[np.int64],
-    starts: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    capacity: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[DecodeBlock | None, list[PrefillBlock]]:
-    """Plan one pool's tokens; decoding sequences come first, in order of their rows."""
-    count = int((sizes == 1).sum())
-    decode = decode_block(rows[:count], starts[:count], capacity, dtype, device) if count else None
-    return decode, prefill_blocks(rows[count:], starts[count:], sizes[count:], count, dtype, device)
 
 
 class Scheduler:

@@ -16,6 +16,7 @@ from typing import Protocol, Self, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from turnwise.engine.accelerator import GraphMemory, has_kernels, recorded
 from turnwise.engine.batching.kv_cache import Geometry, KVCache
@@ -31,18 +32,12 @@ _ALIGNED = 16
 class DecodeKernels(Protocol):
     """Writes and attention of decoding, over rows given by address; ``decoding.kernels`` describes the arguments."""
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, geometry: Geometry, layer: int) -> None:
+    def store(self, key: Tensor, value: Tensor, rows: Tensor, geometry: Geometry, layer: int) -> None:
         """Write each sequence's new key and value."""
 
     def attend(
-        self,
-        query: torch.Tensor,
-        rows: torch.Tensor,
-        geometry: Geometry,
-        layer: int,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, query: Tensor, rows: Tensor, geometry: Geometry, layer: int, scale: float | None, window: int | None
+    ) -> Tensor:
         """Attend to the keys of each row up to its position."""
 
 
@@ -51,18 +46,12 @@ class RowPlan:
     """The attention plan of decoding sequences by their rows; ``rows`` as the kernels take them, [4, T]."""
 
     kernels: DecodeKernels
-    rows: torch.Tensor
+    rows: Tensor
     geometry: Geometry
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
         """Write the new keys and values, then attend: [tokens, heads, dim] in and out."""
         self.kernels.store(key, value, self.rows, self.geometry, layer)
         return self.kernels.attend(query, self.rows, self.geometry, layer, scale, window)
@@ -103,7 +92,7 @@ class DecodeGraphs:
         """Recorded graphs."""
         return len(self._graphs)
 
-    def logits(self, step: ModelInput) -> torch.Tensor | None:
+    def logits(self, step: ModelInput) -> Tensor | None:
         """Return the logits of ``step.keep``, valid until the next call; None for a step with prompts."""
         count = len(step.slots)
         if len(step.token_ids) != count:
