@@ -29,7 +29,7 @@ from turnwise.engine.attention import (
 )
 from turnwise.engine.batching.kv_cache import Geometry, KVPool
 from turnwise.engine.capacity import machine_memory
-from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters
+from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters, refuse
 from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
 from turnwise.model.core import AdapterInfo
@@ -252,12 +252,7 @@ class CausalLM:
                 elif tensors[name] is not tensor and not torch.equal(tensors[name], tensor):
                     problems.append(f"{name} is tied to {sent[0]}, but their values differ")
             updates.append(([targets[name] for name in names], tensor))
-        if problems:
-            listed = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
-            raise FormatError(
-                f"weights version {version} do not fit the served model ({len(problems)} problems: {listed}): "
-                "send the state dict of the same architecture"
-            )
+        refuse(f"weights version {version}", problems, "send the state dict of the same architecture")
         with torch.no_grad():
             for tied, tensor in updates:
                 adopted = self._adoptable(tensor, tied[0])
@@ -375,9 +370,9 @@ class CausalLM:
         index = (lines[:, None] * self.geometry.heads + heads) * pool.capacity + positions[:, None]
         decode, prefills = None, []
         if size == 1 and not unchunked:
-            decode = decode_block(rows, positions, pool.capacity, self.dtype, self.device)
+            decode = decode_block(pool, rows, positions)
         else:
-            prefills = prefill_blocks(rows, starts, sizes, 0, self.dtype, self.device)
+            prefills = prefill_blocks(pool, rows, starts, sizes)
         flat = torch.from_numpy(index.reshape(-1)).to(self.device)
         plan = StepPlan([PoolPlan(pool, 0, len(tokens), flat, decode, prefills)])
         return self.forward(tokens, positions, plan, np.arange(len(tokens)))

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -19,8 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear
 
+from turnwise.engine.vllm_side.turnwise_weight_file import adapter_problems
 from turnwise.errors import FormatError, InferenceError
 from turnwise.model.core import AdapterInfo
+
+_REMEDY = "send one with the architecture, rank and targets of its manifest"
 
 
 def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -71,13 +74,7 @@ class BaseWeights:
                 f"weights version {version} is an adapter of the model that this server was launched with, but its "
                 "full weights were replaced since: relaunch it, or send full weights"
             )
-        problems = list(_problems(served, tensors, adapter))
-        if problems:
-            listed = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
-            raise FormatError(
-                f"weights version {version} is an adapter that does not fit the served model ({len(problems)} "
-                f"problems: {listed}): send one with the architecture, rank and targets of its manifest"
-            )
+        refuse(f"weights version {version}, an adapter,", _problems(served, tensors, adapter), _REMEDY)
         # A parameter made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
             named = {f"{target}.weight": target for target in adapter.targets}
@@ -96,25 +93,17 @@ class BaseWeights:
 
 
 def _problems(served: Mapping[str, Tensor], tensors: Mapping[str, Tensor], adapter: AdapterInfo) -> list[str]:
-    expected = set()
-    problems: list[str] = []
-    for target in adapter.targets:
-        matrix = served.get(f"{target}.weight")
-        if matrix is None or matrix.ndim != 2:
-            problems.append(f"no matrix {target}.weight")
-            continue
-        shapes = {"lora_A": (adapter.rank, matrix.shape[1]), "lora_B": (matrix.shape[0], adapter.rank)}
-        for part, shape in shapes.items():
-            name = f"{target}.{part}.weight"
-            expected.add(name)
-            if name not in tensors:
-                problems.append(f"missing {name!r}")
-            elif tuple(tensors[name].shape) != shape:
-                problems.append(f"{name} has shape {tuple(tensors[name].shape)}, not {shape}")
+    shapes, served_shapes = ({name: tuple(one.shape) for name, one in group.items()} for group in (tensors, served))
+    problems = adapter_problems(asdict(adapter), shapes, served_shapes)
     addresses = [served[f"{target}.weight"].data_ptr() for target in adapter.targets if f"{target}.weight" in served]
-    if len(set(addresses)) < len(addresses):
-        problems.append("two targets are one tied matrix")
-    return problems + [f"unknown name {name!r}" for name in tensors if name not in expected]
+    return problems + ["two targets are one tied matrix"] * (len(set(addresses)) < len(addresses))
+
+
+def refuse(what: str, problems: Sequence[str], remedy: str) -> None:
+    """Raise FormatError if weights have problems."""
+    if problems:
+        listed = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
+        raise FormatError(f"{what} does not fit the served model ({len(problems)} problems: {listed}): {remedy}")
 
 
 class NamedAdapters:
@@ -157,13 +146,7 @@ class NamedAdapters:
         """
         assert adapter.name is not None, "the adapter has a name"
         problems = [*_problems(served, tensors, adapter), *self._not_adaptable(served, adapter)]
-        if problems:
-            listed = "; ".join(problems[:5]) + ("; ..." if len(problems) > 5 else "")
-            raise FormatError(
-                f"weights version {version} of the adapter {adapter.name!r} does not fit the served model "
-                f"({len(problems)} problems: {listed}): send one with the architecture, rank and targets of its "
-                "manifest"
-            )
+        refuse(f"weights version {version} of the adapter {adapter.name!r}", problems, _REMEDY)
         number = self._numbers.get(adapter.name, len(self._numbers) + 1)
         for factors in self._factors.values():
             factors.pop(number, None)
@@ -263,26 +246,25 @@ def adapter_chain(path: str | Path) -> tuple[Path, list[SavedAdapter]]:
 
     Raises FormatError for missing, broken or unmergeable files.
     """
-    base, chain = Path(path), list[SavedAdapter]()
-    while is_adapter(base):
-        if any(adapter.path.resolve() == base.resolve() for adapter in chain):
-            raise FormatError(f"{base / ADAPTER_CONFIG}: the adapter names itself as its model")
-        chain.insert(0, read_adapter(base))
-        base = chain[0].base
+    base, folders = _adapter_folders(path)
     if not (base / "config.json").is_file():
         raise FormatError(f"{base} holds no config.json: name a whole model directory in Hugging Face's format")
-    return base, chain
+    return base, [read_adapter(folder) for folder in reversed(folders)]
 
 
 def model_under(path: str | Path) -> Path:
     """Return the base model's folder of an adapter or chain of them, without reading weights. Raises FormatError."""
-    base, seen = Path(path), set[Path]()
+    return _adapter_folders(path)[0]
+
+
+def _adapter_folders(path: str | Path) -> tuple[Path, list[Path]]:
+    base, folders = Path(path), list[Path]()
     while is_adapter(base):
-        if base.resolve() in seen:
+        if any(folder.resolve() == base.resolve() for folder in folders):
             raise FormatError(f"{base / ADAPTER_CONFIG}: the adapter names itself as its model")
-        seen.add(base.resolve())
+        folders.append(base)
         base = read_settings(base)[0]
-    return base
+    return base, folders
 
 
 def read_settings(path: Path) -> tuple[Path, int, float]:

@@ -6,21 +6,20 @@ A complete file never changes, and its pages live as long as something maps them
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import orjson
 import torch
-from safetensors import SafetensorError, safe_open
 
-from turnwise.engine.vllm_side.turnwise_weight_file import bytes_of, checksum
+from turnwise.engine.vllm_side.turnwise_weight_file import bytes_of, checksum, map_weights
 from turnwise.errors import FormatError, undo_on_error
 from turnwise.model.core import AdapterInfo, TensorEntry, WeightManifest
 from turnwise.placement.devices import CPU
@@ -87,7 +86,7 @@ def write_weights(
         keep: Number of newest versions to keep, one spare by default for a server that still loads it; older files are
             removed.
         adapter: LoRA parameters, for adapter tensors.
-        previous: Last manifest. For bit-identical weights nothing is written, and the manifest names its file.
+        previous: Last manifest. For bit-identical weights no file is kept, and the manifest names that one.
 
     Raises:
         FormatError: No tensors, one name twice, or a dtype that safetensors does not know.
@@ -95,8 +94,6 @@ def write_weights(
     stream = tensors
     if not isinstance(stream, WeightStream):
         stored = _cpu_tensors(tensors, version)
-        if previous is not None and _has_tensors(previous, stored, adapter):
-            return replace(previous, version=version)
         described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
         stream = WeightStream(described, iter(stored.items()))
     home = Path(directory)
@@ -113,10 +110,12 @@ def write_weights(
         for name, (dtype, shape) in stream.described.items()
     )
     manifest = WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
-    if stream is tensors and previous is not None and _has_tensors(previous, _map_file(manifest), adapter):
-        # Of a stream it is known only now.
-        path.unlink()
-        return replace(previous, version=version)
+    if previous is not None and (previous.tensors, previous.adapter) == (entries, adapter):
+        # The same bits, by their checksums: that file serves on, unless it is gone or was changed.
+        with contextlib.suppress(FormatError):
+            read_weights(previous)
+            path.unlink()
+            return replace(previous, version=version)
     return manifest
 
 
@@ -138,31 +137,6 @@ def _cpu_tensors(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> d
     if not stored:
         raise FormatError(f"weights version {version}: there are no tensors to write")
     return stored
-
-
-def _has_tensors(written: WeightManifest, stored: Mapping[str, torch.Tensor], adapter: AdapterInfo | None) -> bool:
-    """Return whether a written file holds these tensors, bit for bit."""
-    described = [(name, tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in stored.items()]
-    if written.adapter != adapter or [(entry.name, entry.shape, entry.dtype) for entry in written.tensors] != described:
-        return False
-    try:
-        mapped = _map_file(written)
-    except FormatError:
-        return False
-    return all(_equal_bits(mapped[name], tensor) for name, tensor in stored.items())
-
-
-def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bits: equal NaNs are equal, zeros of different sign are not."""
-    bits, right = bytes_of(one), bytes_of(other)
-    words = bits.size - bits.size % 8
-    return np.array_equal(bits[:words].view(np.int64), right[:words].view(np.int64)) and np.array_equal(
-        bits[words:], right[words:]
-    )
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def write_weight_file(file: Path, stream: WeightStream) -> dict[str, str]:
@@ -208,37 +182,7 @@ def read_weights(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     Raises:
         FormatError: The file is missing or broken, or a name, shape, dtype or checksum differs from the manifest.
     """
-    what, tensors = _described(manifest), _map_file(manifest)
-    for entry in manifest.tensors:
-        tensor = tensors[entry.name]
-        dtype = _dtype_name(tensor)
-        if tuple(tensor.shape) != tuple(entry.shape) or dtype != entry.dtype:
-            raise FormatError(
-                f"{what}: {entry.name} is {dtype} {tuple(tensor.shape)} in the file, but {entry.dtype} "
-                f"{tuple(entry.shape)} in the manifest"
-            )
-        if checksum(tensor) != entry.checksum:
-            raise FormatError(f"{what}: the checksum of {entry.name} differs from the manifest; the file was changed")
+    tensors, problems = map_weights(asdict(manifest))
+    if problems:
+        raise FormatError(f"weights version {manifest.version} ({manifest.path}): {'; '.join(problems[:5])}")
     return tensors
-
-
-def _described(manifest: WeightManifest) -> str:
-    return f"weights version {manifest.version} ({manifest.path})"
-
-
-def _map_file(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    path, what = Path(manifest.path), _described(manifest)
-    if not path.is_file():
-        raise FormatError(f"{what}: there is no such file; write it again and send its manifest")
-    names = [entry.name for entry in manifest.tensors]
-    if len(set(names)) != len(names):
-        raise FormatError(f"{what}: the manifest names a tensor twice")
-    try:
-        with safe_open(path, framework="pt", device=CPU) as file:
-            names_in_file = set(file.keys())
-            if names_in_file != set(names):
-                missing, extra = sorted(set(names) - names_in_file)[:3], sorted(names_in_file - set(names))[:3]
-                raise FormatError(f"{what}: the file lacks {missing} and has {extra} that the manifest does not name")
-            return {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise FormatError(f"{what}: the file cannot be read: {error}") from error

@@ -344,7 +344,7 @@ async def test_an_update_in_flight(lm, replica, client, tmp_path):
         assert answer.token_ids[middle:].tolist() == greedy(new, so_far, 400 - middle, eos=False)
         assert (await client.model_info()).weight_version == 4
         misfit = write_weights([("model.norm.weight", torch.zeros(3))], tmp_path / "bad", 5)
-        with pytest.raises(RequestRefused, match="weights version 5 do not fit the served model"):
+        with pytest.raises(RequestRefused, match="weights version 5 does not fit the served model"):
             await replica.update_weights(misfit)
         # Another file of that name: what is served is mapped from the first one.
         Path(manifest.path).unlink()

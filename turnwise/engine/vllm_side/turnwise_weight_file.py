@@ -62,28 +62,43 @@ def find_problems(manifest: Mapping[str, Any], served: Shapes, *, tied: bool) ->
         served: Shapes of the served model's tensors, by their names in the checkpoint.
         tied: Whether the output matrix is the embedding.
     """
+    tensors, damaged = map_weights(manifest)
+    if damaged and not tensors:
+        return damaged
+    shapes = {entry["name"]: tuple(entry["shape"]) for entry in manifest["tensors"]}
+    adapter = manifest.get("adapter")
+    fits = adapter_problems(adapter, shapes, served) if adapter else _full_problems(shapes, served, tied)
+    return damaged + fits
+
+
+def map_weights(manifest: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Map the tensors of a weight file, none of one that cannot be read; also return how they differ from its manifest.
+
+    The tensors are backed by the file, also after it is removed. Writing to one copies its page.
+    """
     path = Path(manifest["path"])
     entries = {entry["name"]: entry for entry in manifest["tensors"]}
+    if len(entries) < len(manifest["tensors"]):
+        return {}, ["the manifest names a tensor twice"]
     if not path.is_file():
-        return [f"there is no file {path}; the server must see the trainer's file system"]
+        return {}, [f"there is no file {path}; the server must see the trainer's file system"]
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = set(file.keys())
             if names != set(entries):
-                return [f"the file and its manifest differ in {sorted(names ^ set(entries))[:5]}"]
-            damaged = [text for name in sorted(names) if (text := _entry_problem(file.get_tensor(name), entries[name]))]
+                missing, extra = sorted(set(entries) - names)[:3], sorted(names - set(entries))[:3]
+                return {}, [f"the file lacks {missing} and has {extra} that the manifest does not name"]
+            tensors = {name: file.get_tensor(name) for name in entries}
     except (SafetensorError, OSError) as error:
-        return [f"{path} cannot be read: {error}"]
-    shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    adapter = manifest.get("adapter")
-    fits = _adapter_problems(adapter, shapes, served) if adapter else _full_problems(shapes, served, tied)
-    return damaged + fits
+        return {}, [f"{path} cannot be read: {error}"]
+    return tensors, [text for name in sorted(entries) if (text := _entry_problem(tensors[name], entries[name]))]
 
 
 def _entry_problem(tensor: torch.Tensor, entry: Mapping[str, Any]) -> str:
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    if (dtype, shape) != (entry["dtype"], list(entry["shape"])):
-        return f"{entry['name']} is {dtype} {shape} in the file, but {entry['dtype']} {entry['shape']} in the manifest"
+    expected = list(entry["shape"])
+    if (dtype, shape) != (entry["dtype"], expected):
+        return f"{entry['name']} is {dtype} {shape} in the file, but {entry['dtype']} {expected} in the manifest"
     if checksum(tensor) != entry["checksum"]:
         return f"the checksum of {entry['name']} differs from the manifest: the file was changed"
     return ""
@@ -102,7 +117,8 @@ def _full_problems(shapes: Shapes, served: Shapes, tied: bool) -> list[str]:
     ]
 
 
-def _adapter_problems(adapter: Mapping[str, Any], shapes: Shapes, served: Shapes) -> list[str]:
+def adapter_problems(adapter: Mapping[str, Any], shapes: Shapes, served: Shapes) -> list[str]:
+    """Return why the tensors of an adapter do not fit: ``shapes`` are theirs, ``served`` those of the model."""
     problems, expected = [], set[str]()
     for target in adapter["targets"]:
         matrix = served.get(f"{target}.weight", ())
@@ -113,8 +129,10 @@ def _adapter_problems(adapter: Mapping[str, Any], shapes: Shapes, served: Shapes
         for part, shape in expected_shapes.items():
             name = f"{target}.{part}.weight"
             expected.add(name)
-            if shapes.get(name) != shape:
-                problems.append(f"{name} has shape {shapes.get(name)}, not {shape}")
+            if name not in shapes:
+                problems.append(f"missing {name!r}")
+            elif shapes[name] != shape:
+                problems.append(f"{name} has shape {shapes[name]}, not {shape}")
     return problems + [f"unknown name {name!r}" for name in shapes if name not in expected]
 
 
