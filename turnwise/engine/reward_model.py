@@ -9,7 +9,6 @@ regression), ``chat_template_kwargs`` (with messages), ``add_special_tokens`` (w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import math
@@ -17,66 +16,76 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
 from turnwise.chat.model_dir import check_trained, read_model_dir
 from turnwise.chat.template import ChatTemplate, template_digest
 from turnwise.chat.tokens import Tokens
 from turnwise.engine.accelerator import resolve_device
-from turnwise.errors import FormatError, InferenceError, MissingExtraError, RenderError, shown
+from turnwise.errors import InferenceError, MissingExtraError, RenderError, SessionError, shown
 from turnwise.inference import wire
 from turnwise.inference.builtin import RewardServerSpec
 from turnwise.inference.process import HTTPProcess, Receive, Scope, Send, answer_json, process_main, read_body
 from turnwise.inference.wire import BadRequest
-from turnwise.types import text_of
+from turnwise.model.canonical import canonical_messages
 
 CLASSIFY = "/classify"
-_KNOWN = frozenset(
-    ("model", "user", "request_id", "priority", "input", "messages", "use_activation", "add_special_tokens",
-     "chat_template_kwargs")
-)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ServedClassifier:
-    """Description of the served classifier; see :class:`Classifier`."""
+class ClassifyRequest(BaseModel):
+    """The body of a request; the fields that are not read here are those that clients of vLLM send."""
 
-    name: str
-    label_names: Sequence[str]
-    problem_type: str | None
-    vocabulary: int
-    max_context: int
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    user: Any = None
+    request_id: Any = None
+    priority: Any = None
+    input: str | list[str | list[int]] | list[int] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def read_request(raw: bytes) -> ClassifyRequest:
+    """Return the request of a body. Raises BadRequest."""
+    try:
+        request = ClassifyRequest.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else "body"
+        fields = ", ".join(sorted(ClassifyRequest.model_fields))
+        raise BadRequest(field, f"{field} is {shown(first['input'])}: {first['msg']} (fields: {fields})") from error
+    if (request.input is None) == (request.messages is None):
+        raise BadRequest("input", "give either input (a text, or several) or messages (a conversation)")
+    return request
 
 
 class RewardApp:
     """The ASGI application.
 
     Args:
-        served: Description of the model.
+        name: Served name.
+        classifier: The model.
         encode: Encoder of texts and conversations.
-        submit: Queues an input; the future resolves to its raw outputs.
-        stats: Returns counters.
+        batcher: Runs the model.
     """
 
-    def __init__(
-        self,
-        served: ServedClassifier,
-        encode: Encoder,
-        submit: Callable[[list[int]], Future[list[float]]],
-        stats: Callable[[], dict[str, int]],
-    ) -> None:
-        self._served = served
+    def __init__(self, name: str, classifier: Classifier, encode: Encoder, batcher: ClassifierBatcher) -> None:
+        self._name = name
+        self._classifier = classifier
         self._encode = encode
-        self._submit = submit
-        self._stats = stats
+        self._batcher = batcher
         self._started = int(time.time())
         self._received = 0
 
@@ -90,9 +99,11 @@ class RewardApp:
         elif route == ("GET", "/health"):
             await answer_json(send, 200, b'{"status":"ok"}')
         elif route == ("GET", "/v1/models"):
-            await answer_json(send, 200, orjson.dumps({"object": "list", "data": [self._card()]}))
+            card = {"id": self._name, "object": "model", "created": self._started, "owned_by": "turnwise"}
+            data = [{**card, "max_model_len": self._classifier.max_context}]
+            await answer_json(send, 200, orjson.dumps({"object": "list", "data": data}))
         elif route == ("GET", "/stats"):
-            await answer_json(send, 200, orjson.dumps(self._stats()))
+            await answer_json(send, 200, orjson.dumps(asdict(self._batcher.stats)))
         else:
             routes = f"POST {CLASSIFY}, GET /health, GET /v1/models, GET /stats"
             message = f"{' '.join(route)} is not a route of this server; there are {routes}"
@@ -100,16 +111,14 @@ class RewardApp:
 
     async def _classify(self, receive: Receive, send: Send) -> None:
         try:
-            body = wire.decode_json(await read_body(receive))
-            inputs = self._inputs(body)
-            activate = _activation(body, self._served)
-        except FormatError as error:
-            field = error.field if isinstance(error, BadRequest) else None
-            status = 404 if field == "model" else 400
-            await answer_json(send, status, wire.encode_error(str(error), status=status, field=field))
+            request = read_request(await read_body(receive))
+            inputs = self._inputs(request)
+        except BadRequest as error:
+            status = 404 if error.field == "model" else 400
+            await answer_json(send, status, wire.encode_error(str(error), status=status, field=error.field))
             return
         self._received += 1
-        running = [asyncio.wrap_future(self._submit(token_ids)) for token_ids in inputs]
+        running = [asyncio.wrap_future(self._batcher.submit(token_ids)) for token_ids in inputs]
         try:
             outputs = await asyncio.gather(*running)
         except InferenceError as error:
@@ -118,122 +127,49 @@ class RewardApp:
         if not all(math.isfinite(value) for values in outputs for value in values):
             await answer_json(send, 500, wire.encode_error("the model's output is not finite", status=500))
             return
-        await answer_json(send, 200, orjson.dumps(self._answer(body, inputs, [activate(output) for output in outputs])))
+        if request.use_activation is not False:
+            outputs = self._classifier.activate(outputs)
+        await answer_json(send, 200, orjson.dumps(self._answer(request, sum(map(len, inputs)), outputs)))
 
-    def _answer(self, body: dict[str, Any], inputs: Sequence[list[int]], outputs: list[list[float]]) -> dict[str, Any]:
-        tokens = sum(map(len, inputs))
+    def _answer(self, request: ClassifyRequest, tokens: int, outputs: list[list[float]]) -> dict[str, Any]:
         data = []
         for index, values in enumerate(outputs):
-            best = max(range(len(values)), key=values.__getitem__)
-            label = self._served.label_names[best]
+            label = self._classifier.label_names[max(range(len(values)), key=values.__getitem__)]
             data.append({"index": index, "label": label, "probs": values, "num_classes": len(values)})
         return {
-            "id": str(body.get("request_id") or f"classify-{self._received}-{self._started}"),
+            "id": str(request.request_id or f"classify-{self._received}-{self._started}"),
             "object": "list",
             "created": int(time.time()),
-            "model": self._served.name,
+            "model": self._name,
             "data": data,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
         }
 
-    def _card(self) -> dict[str, Any]:
-        served = self._served
-        return {
-            "id": served.name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "turnwise",
-            "max_model_len": served.max_context,
-        }
-
-    def _inputs(self, body: Any) -> list[list[int]]:
-        for key in body:
-            if key not in _KNOWN:
-                raise BadRequest(key, f"{key} is not a field of this route; fields are {', '.join(sorted(_KNOWN))}")
-        if body.get("model") not in (None, self._served.name):
-            raise BadRequest("model", f"model is {shown(body['model'])}, but {self._served.name!r} is served here")
-        if ("input" in body) == ("messages" in body):
-            raise BadRequest("input", "give either input (a text, or several) or messages (a conversation)")
-        inputs = self._chat(body) if "messages" in body else self._encode_inputs(body)
-        for token_ids in inputs:
+    def _inputs(self, request: ClassifyRequest) -> list[list[int]]:
+        if request.model not in (None, self._name):
+            raise BadRequest("model", f"model is {shown(request.model)}, but {self._name!r} is served here")
+        try:
+            inputs = self._encoded(request)
+        except (RenderError, SessionError) as error:
+            raise BadRequest("messages", f"messages cannot be rendered: {error}") from error
+        end, longest = self._classifier.vocabulary, self._classifier.max_context
+        for token_ids in inputs or [[]]:
             if not token_ids:
                 raise BadRequest("input", "an input has no tokens: there is nothing to score")
-            if len(token_ids) > self._served.max_context:
-                raise BadRequest(
-                    "input", f"an input has {len(token_ids)} tokens; the context length is {self._served.max_context}"
-                )
+            if len(token_ids) > longest:
+                raise BadRequest("input", f"an input has {len(token_ids)} tokens; the context length is {longest}")
+            if not 0 <= min(token_ids) <= max(token_ids) < end:
+                raise BadRequest("input", f"input holds {shown(token_ids)}: it must be text, or ids of 0 to {end - 1}")
         return inputs
 
-    def _chat(self, body: dict[str, Any]) -> list[list[int]]:
-        messages, arguments = body["messages"], body.get("chat_template_kwargs") or {}
-        if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-            raise BadRequest("messages", "messages must be a list of messages that is not empty")
-        for index, message in enumerate(messages):
-            _check_message(message, f"messages[{index}]")
-        if not isinstance(arguments, dict):
-            raise BadRequest("chat_template_kwargs", f"chat_template_kwargs must be an object, not {shown(arguments)}")
-        try:
-            return [self._encode.chat(messages, arguments=arguments)]
-        except RenderError as error:
-            raise BadRequest("messages", f"messages cannot be rendered: {error}") from error
-
-    def _encode_inputs(self, body: dict[str, Any]) -> list[list[int]]:
-        texts = body["input"]
-        special = _flag(body, "add_special_tokens", True)
-        if isinstance(texts, str) or (isinstance(texts, list) and texts and isinstance(texts[0], int)):
+    def _encoded(self, request: ClassifyRequest) -> list[list[int]]:
+        if request.messages is not None:
+            return [self._encode.chat(request.messages, arguments=request.chat_template_kwargs or {})]
+        texts: Any = request.input
+        if isinstance(texts, str) or (texts and isinstance(texts[0], int)):
             texts = [texts]
-        if not isinstance(texts, list) or not texts:
-            raise BadRequest("input", f"input must be a string, strings, ids or lists of ids, not {shown(texts)}")
-        return [self._encode_input(text, special) for text in texts]
-
-    def _encode_input(self, text: Any, special: bool) -> list[int]:
-        if isinstance(text, str):
-            return self._encode.text(text, special=special)
-        end = self._served.vocabulary
-        if not isinstance(text, list) or not all(type(token) is int and 0 <= token < end for token in text):
-            raise BadRequest("input", f"input holds {shown(text)}: it must be a string, or ids of 0 to {end - 1}")
-        return text
-
-
-def _check_message(message: dict[str, Any], where: str) -> None:
-    """Reject messages that a template would silently drop, or fail on."""
-    if not isinstance(message.get("role"), str):
-        raise BadRequest("messages", f"{where}.role is {shown(message.get('role'))}: it must be a string")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return
-    parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(
-                "messages",
-                f"{where}.content holds {shown(part)}: it must be a string, or text parts; media are not supported",
-            )
-
-
-def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise BadRequest(name, f"{name} must be true or false, not {shown(value)}")
-    return default if value is None else value
-
-
-def _activation(body: dict[str, Any], served: ServedClassifier) -> Callable[[list[float]], list[float]]:
-    if not _flag(body, "use_activation", True) or served.problem_type == "regression":
-        return list
-    one_by_one = len(served.label_names) == 1 or served.problem_type == "multi_label_classification"
-    return _sigmoid if one_by_one else _softmax
-
-
-def _sigmoid(values: list[float]) -> list[float]:
-    return [1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value)) for value in values]
-
-
-def _softmax(values: list[float]) -> list[float]:
-    top = max(values)
-    weights = [math.exp(value - top) for value in values]
-    total = sum(weights)
-    return [weight / total for weight in weights]
+        special = request.add_special_tokens is not False
+        return [self._encode.text(text, special=special) if isinstance(text, str) else text for text in texts]
 
 
 _log = logging.getLogger("turnwise.engine.reward_model")
@@ -288,6 +224,15 @@ class Classifier:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_context = min(limit for limit in (max_context, longest, 2**31 - 1) if limit)
+
+    def activate(self, outputs: list[list[float]]) -> list[list[float]]:
+        """Return raw outputs as probabilities, where they mean any: sigmoid or softmax, by the kind of problem."""
+        if self.problem_type == "regression":
+            return outputs
+        values = torch.tensor(outputs, dtype=torch.float64)
+        one_by_one = self.labels == 1 or self.problem_type == "multi_label_classification"
+        activated: list[list[float]] = (values.sigmoid() if one_by_one else values.softmax(-1)).tolist()
+        return activated
 
     def forward(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return raw outputs, one number per label for each input, independent of the batch (right-padded, masked)."""
@@ -396,32 +341,18 @@ class Encoder:
         return token_ids
 
     def chat(self, messages: list[dict[str, Any]], *, arguments: dict[str, Any]) -> list[int]:
-        """Return the ids of a conversation; spelled control tokens stay text. Raises RenderError."""
+        """Return the ids of a conversation; spelled control tokens stay text. Raises RenderError or SessionError."""
         if not self._template:
             raise RenderError("the tokenizer of this model has no chat template: send a text as input instead")
+        try:
+            forms = canonical_messages(messages)
+        except (AttributeError, TypeError) as error:
+            raise SessionError(f"a message is none of OpenAI's form ({error})") from error
+        if any(form.media for form in forms):
+            raise SessionError("a message holds an image: media are not supported by reward models")
         template = ChatTemplate(self._template, variables={**self._special, **arguments})
-        escaped = [self._template_message(message) for message in messages]
+        escaped = [self._escaped(form.to_template()) for form in forms]
         return self._tokens.encode(template.render(escaped, None, generate=False))
-
-    def _template_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message in the template's form: texts escaped, content joined, arguments as objects."""
-        escaped = {**message, "content": self._escaped(text_of(message))}
-        if isinstance(escaped.get("reasoning_content"), str):
-            escaped["reasoning_content"] = self._escaped(escaped["reasoning_content"])
-        if isinstance(escaped.get("tool_calls"), list):
-            escaped["tool_calls"] = [self._call(call) for call in escaped["tool_calls"]]
-        return escaped
-
-    def _call(self, call: Any) -> dict[str, Any]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise RenderError(f"a call is {shown(call)}: it must be an object with 'function'")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            # What a model wrote may be no JSON: it stays the text that it is.
-            with contextlib.suppress(orjson.JSONDecodeError):
-                arguments = orjson.loads(arguments)
-        return {**call, "function": {**function, "arguments": self._escaped(arguments)}}
 
     def _escaped(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -436,8 +367,6 @@ def serve_reward(spec: RewardServerSpec) -> None:
 
     Raises InferenceError, RenderError without a tokenizer, MissingExtraError without the extra ``serve``.
     """
-    import torch
-
     config = spec.config
     process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
     torch.set_num_threads(config.threads)
@@ -447,14 +376,7 @@ def serve_reward(spec: RewardServerSpec) -> None:
     hf_logging.disable_progress_bar()
     classifier = Classifier(spec.model, dtype=config.dtype, device=config.device, max_context=config.max_context)
     batcher = ClassifierBatcher(classifier, max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
-    served = ServedClassifier(
-        name=spec.name or spec.model.resolve().name,
-        label_names=classifier.label_names,
-        problem_type=classifier.problem_type,
-        vocabulary=classifier.vocabulary,
-        max_context=classifier.max_context,
-    )
-    app = RewardApp(served, encoder, batcher.submit, lambda: asdict(batcher.stats))
+    app = RewardApp(spec.name or spec.model.resolve().name, classifier, encoder, batcher)
 
     def on_loop() -> None:
         threading.Thread(target=batcher.run, name="classifier", daemon=True).start()

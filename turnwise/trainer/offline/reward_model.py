@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from turnwise.engine.reward_model import Encoder
-from turnwise.errors import MissingExtraError, RenderError, TaskError, TrainError
+from turnwise.errors import MissingExtraError, RenderError, SessionError, TaskError, TrainError
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.algorithms.losses.preference import bradley_terry_loss, pair_sums
 from turnwise.trainer.config.offline import RewardModelConfig
@@ -243,7 +243,7 @@ def _read_pairs(preferences: Sequence[Preference], encoder: Encoder, console: Co
 def _row(encoder: Encoder, messages: Sequence[Mapping[str, Any]], where: str, name: str) -> TrainRow:
     try:
         token_ids = encoder.chat([dict(message) for message in messages], arguments={})
-    except RenderError as error:
+    except (RenderError, SessionError) as error:
         raise TaskError(f"{where}: {error}") from error
     if not token_ids:
         raise TaskError(f"{where}: the chat template renders nothing of it")
