@@ -2,210 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from turnwise.agents import Agent, Episode, ReActAgent, SingleTurnAgent, TurnsAgent, make_agent, register_agent
-    from turnwise.agents.langgraph import ChatTurnwise, LangGraphAgent
-    from turnwise.cli.env_file import main
-    from turnwise.config import dump_config, load_config
-    from turnwise.envs import Env, EnvSpec, MultiAgentEnv, SingleTurnEnv, StepResult, ToolEnv, make, register, tool_call
-    from turnwise.envs.gym.to_gymnasium import from_gymnasium, to_gymnasium
-    from turnwise.envs.rewards import Rubric
-    from turnwise.errors import (
-        AgentError,
-        BudgetExceeded,
-        ConfigError,
-        EnvError,
-        InferenceError,
-        RenderError,
-        ToolError,
-        TurnwiseError,
-    )
-    from turnwise.evaluation import EvalConfig, EvalResult, evaluate
-    from turnwise.evaluation.runner import run_eval
-    from turnwise.evaluation.tables import RunTables, read_run
-    from turnwise.ext.checks.environment import check_env
-    from turnwise.ext.programs import BlackBoxAgent
-    from turnwise.images import image_part
-    from turnwise.inference.scripted import ScriptedClient
-    from turnwise.model.core import LLMClient, Renderer
-    from turnwise.plugins import load_extensions
-    from turnwise.recorder.session import Session
-    from turnwise.rollout import (
-        LocalReplayBuffer,
-        ReplayBuffer,
-        RolloutConfig,
-        RolloutManager,
-        RolloutProducer,
-        RolloutRequest,
-    )
-    from turnwise.tasks import SourceConfig, Task, iter_tasks, load_tasks
-    from turnwise.tools import BaseTool, OutputLimit, ToolResponse, function_tool
-    from turnwise.trainer.algorithms.advantages import register_advantage
-    from turnwise.trainer.algorithms.config import AlgorithmConfig
-    from turnwise.trainer.algorithms.losses import register_loss
-    from turnwise.trainer.api import Trainer
-    from turnwise.trainer.batch.collate import collate_padded
-    from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig, SFTConfig
-    from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.learn.learner import register_engine
-    from turnwise.trainer.offline.dpo import run_dpo
-    from turnwise.trainer.offline.reward_model import run_reward_model
-    from turnwise.trainer.offline.sft import run_sft
-    from turnwise.trainer.run.hooks import Hooks
-    from turnwise.trainer.train import run_train
-    from turnwise.trajectory import Segment, TrainSample, Trajectory, TrajectoryGroup, to_samples
-    from turnwise.types import Completion, Message, SamplingParams, StopReason, TokenPrompt, ToolCall, ToolSchema
+from pathlib import Path
+from typing import Any
 
 from turnwise.version import __version__ as __version__
 
-_HOMES = {
-    "agents": ("Agent", "Episode", "ReActAgent", "SingleTurnAgent", "TurnsAgent", "make_agent", "register_agent"),
-    "agents.langgraph": ("ChatTurnwise", "LangGraphAgent"),
-    "cli.env_file": ("main",),
-    "config": ("dump_config", "load_config"),
-    "envs": (
-        "Env", "EnvSpec", "MultiAgentEnv", "SingleTurnEnv", "StepResult", "ToolEnv", "make", "register", "tool_call",
-    ),
-    "envs.gym.to_gymnasium": ("from_gymnasium", "to_gymnasium"),
-    "envs.rewards": ("Rubric",),
-    "errors": (
-        "AgentError", "BudgetExceeded", "ConfigError", "EnvError", "InferenceError", "RenderError",
-        "ToolError", "TurnwiseError",
-    ),
-    "evaluation": ("EvalConfig", "EvalResult", "evaluate"),
-    "evaluation.runner": ("run_eval",),
-    "evaluation.tables": ("RunTables", "read_run"),
-    "ext.checks.environment": ("check_env",),
-    "ext.programs": ("BlackBoxAgent",),
-    "images": ("image_part",),
-    "inference.scripted": ("ScriptedClient",),
-    "model.core": ("LLMClient", "Renderer"),
-    "plugins": ("load_extensions",),
-    "recorder.session": ("Session",),
-    "rollout": (
-        "LocalReplayBuffer", "ReplayBuffer", "RolloutConfig", "RolloutManager", "RolloutProducer",
-        "RolloutRequest",
-    ),
-    "tasks": ("SourceConfig", "Task", "iter_tasks", "load_tasks"),
-    "tools": ("BaseTool", "OutputLimit", "ToolResponse", "function_tool"),
-    "trainer.algorithms.advantages": ("register_advantage",),
-    "trainer.algorithms.config": ("AlgorithmConfig",),
-    "trainer.algorithms.losses": ("register_loss",),
-    "trainer.api": ("Trainer",),
-    "trainer.batch.collate": ("collate_padded",),
-    "trainer.config.offline": ("DPOConfig", "RewardModelConfig", "SFTConfig"),
-    "trainer.config.train": ("TrainConfig",),
-    "trainer.learn.learner": ("register_engine",),
-    "trainer.offline.dpo": ("run_dpo",),
-    "trainer.offline.reward_model": ("run_reward_model",),
-    "trainer.offline.sft": ("run_sft",),
-    "trainer.run.hooks": ("Hooks",),
-    "trainer.train": ("run_train",),
-    "trajectory": ("Segment", "TrainSample", "Trajectory", "TrajectoryGroup", "to_samples"),
-    "types": ("Completion", "Message", "SamplingParams", "StopReason", "TokenPrompt", "ToolCall", "ToolSchema"),
-}  # fmt: skip
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-__all__ = [
-    "Agent",
-    "AgentError",
-    "AlgorithmConfig",
-    "BaseTool",
-    "BlackBoxAgent",
-    "BudgetExceeded",
-    "ChatTurnwise",
-    "Completion",
-    "ConfigError",
-    "DPOConfig",
-    "Env",
-    "EnvError",
-    "EnvSpec",
-    "Episode",
-    "EvalConfig",
-    "EvalResult",
-    "Hooks",
-    "InferenceError",
-    "LLMClient",
-    "LangGraphAgent",
-    "LocalReplayBuffer",
-    "Message",
-    "MultiAgentEnv",
-    "OutputLimit",
-    "ReActAgent",
-    "RenderError",
-    "Renderer",
-    "ReplayBuffer",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "RolloutManager",
-    "RolloutProducer",
-    "RolloutRequest",
-    "Rubric",
-    "RunTables",
-    "SFTConfig",
-    "SamplingParams",
-    "ScriptedClient",
-    "Segment",
-    "Session",
-    "SingleTurnAgent",
-    "SingleTurnEnv",
-    "SourceConfig",
-    "StepResult",
-    "StopReason",
-    "Task",
-    "TokenPrompt",
-    "ToolCall",
-    "ToolEnv",
-    "ToolError",
-    "ToolResponse",
-    "ToolSchema",
-    "TrainConfig",
-    "TrainSample",
-    "Trainer",
-    "Trajectory",
-    "TrajectoryGroup",
-    "TurnsAgent",
-    "TurnwiseError",
-    "check_env",
-    "collate_padded",
-    "dump_config",
-    "evaluate",
-    "from_gymnasium",
-    "function_tool",
-    "image_part",
-    "iter_tasks",
-    "load_config",
-    "load_extensions",
-    "load_tasks",
-    "main",
-    "make",
-    "make_agent",
-    "read_run",
-    "register",
-    "register_advantage",
-    "register_agent",
-    "register_engine",
-    "register_loss",
-    "run_dpo",
-    "run_eval",
-    "run_reward_model",
-    "run_sft",
-    "run_train",
-    "to_gymnasium",
-    "to_samples",
-    "tool_call",
-]
+# The stub names each public name once, for type checkers and for what follows: importing them all would take seconds.
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_HOME_OF = {
+    alias.name: str(node.module)
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom) and node.module != "turnwise.version"
+    for alias in node.names
+}
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - from the stub
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"turnwise.{home}"), name)
+    value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 
 

@@ -53,10 +53,10 @@ def test_rooms_without_torch_import_none() -> None:
 
 
 def test_the_public_names_are_there_and_are_those_that_type_checkers_see() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert typed == set(turnwise.__all__)
+    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    names = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert all(alias.name == alias.asname for alias in names), "a stub exports what it imports under its name"
+    assert {alias.name for alias in names} == {*turnwise.__all__, "__version__"}
     assert set(turnwise.__all__) <= set(dir(turnwise))
     for name in turnwise.__all__:
         assert getattr(turnwise, name) is not None
