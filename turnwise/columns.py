@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -11,7 +10,16 @@ import numpy.typing as npt
 import orjson
 
 from turnwise.errors import FormatError
-from turnwise.trajectory import ReadMedia, Segment, Trajectory, WriteMedia, read_segment, segment_record
+from turnwise.trajectory import (
+    ReadMedia,
+    Segment,
+    Trajectory,
+    WriteMedia,
+    check_finite,
+    dump_records,
+    read_segment,
+    segment_record,
+)
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 DTYPES = {"record": np.uint8, "segments": np.uint8, "messages": np.uint8, "token_ids": np.int32, "logprobs": np.float32}
@@ -37,13 +45,13 @@ def pack_trajectory(trajectory: Trajectory, media: WriteMedia | None = None) -> 
     """
     segments = trajectory.segments
     scored = [segment.logprobs for segment in segments if segment.logprobs is not None]
-    for segment in segments:
-        if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
-            raise FormatError(f"trajectory {trajectory.id}: segment {segment.index} has a logprob that is not finite")
+    check_finite(trajectory)
+    shapes = [_shape(segment, media) for segment in segments]
+    messages = [_messages_record(segment) for segment in segments]
     return {
         "record": _bytes(replace(trajectory, segments=[]).to_bytes()),
-        "segments": _json(trajectory.id, [_shape(segment, media) for segment in segments]),
-        "messages": _json(trajectory.id, [_messages_record(segment) for segment in segments]),
+        "segments": _bytes(dump_records(trajectory.id, shapes, shapes)),
+        "messages": _bytes(dump_records(trajectory.id, messages, messages)),
         "token_ids": np.concatenate([_NO_IDS, *(segment.token_ids for segment in segments)], dtype=np.int32),
         "logprobs": np.concatenate([np.empty(0, np.float32), *scored], dtype=np.float32),
     }
@@ -84,25 +92,6 @@ def _shape(segment: Segment, media: WriteMedia | None) -> dict[str, Any]:
 
 def _messages_record(segment: Segment) -> dict[str, Any]:
     return {"messages": segment.messages} | ({} if segment.tools is None else {"tools": segment.tools})
-
-
-def _json(name: str, records: list[dict[str, Any]]) -> npt.NDArray[np.uint8]:
-    try:
-        return _bytes(orjson.dumps(records))
-    except TypeError:
-        # A model may write numbers of more than 64 bits as arguments: what holds them is kept as JSON text.
-        texts = ("messages", "tools", "template_args")
-    try:
-        return _bytes(
-            orjson.dumps(
-                [
-                    {key: json.dumps(value) if key in texts else value for key, value in record.items()}
-                    for record in records
-                ]
-            )
-        )
-    except TypeError as error:
-        raise FormatError(f"trajectory {name!r} cannot be written as JSON: {error}") from error
 
 
 def _bytes(data: bytes) -> npt.NDArray[np.uint8]:

@@ -321,43 +321,30 @@ class Trajectory:
                 path = tuple(ancestor.index for ancestor in self.path(segment.parent))
                 yield Turn(segment.turn_id, segment, path)
 
-    def to_bytes(self, media: WriteMedia | None = None) -> bytes:
-        """Return one line of JSON for :meth:`from_bytes`; FormatError for non-finite or non-JSON values.
-
-        Images are named by digest where ``media`` writes them, else the line holds their bytes.
-        """
-        for segment in self.segments:
-            if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
-                raise FormatError(f"trajectory {self.id}: segment {segment.index} has a logprob that is not finite")
-        of_branches = [value for branch in self.branches for _, _, value in branch.rewards]
-        if not np.isfinite([*(value for _, _, value in self.rewards), *of_branches]).all():
-            raise FormatError(f"trajectory {self.id}: a reward is not finite: {self.rewards}, {of_branches}")
+    def to_bytes(self) -> bytes:
+        """Return one line of JSON, with its images. Raises FormatError for what JSON cannot express."""
+        check_finite(self)
         record = {name: getattr(self, name) for name in _TRAJECTORY_FIELDS}
         for rare in ("frozen", "branches", "search"):
             if not record[rare]:
                 del record[rare]
-        record["segments"] = [segment_record(segment, media) for segment in self.segments]
-        try:
-            return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError:
-            # A model may write numbers of more than 64 bits as arguments: such messages are kept as JSON text.
-            for segment in record["segments"]:
-                for key in {"messages", "tools", "template_args"} & segment.keys():
-                    segment[key] = json.dumps(segment[key])
-        try:
-            return orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:
-            raise FormatError(f"trajectory {self.id!r} cannot be written as JSON: {error}") from error
+        record["segments"] = segments = [segment_record(segment) for segment in self.segments]
+        return dump_records(self.id, record, segments)
 
     @classmethod
-    def from_bytes(cls, data: bytes | str, media: ReadMedia | None = None) -> Trajectory:
-        """Read a line of :meth:`to_bytes`; ``media`` reads the images that it only names.
-
-        Raises FormatError for another schema version, malformed fields, or a missing image.
-        """
-        record = _load(data, "trajectory")
+    def from_bytes(cls, data: bytes | str) -> Trajectory:
+        """Read a line of :meth:`to_bytes`. Raises FormatError for another schema version, or malformed fields."""
         try:
-            segments = [read_segment(item, media) for item in record.pop("segments")]
+            record = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise FormatError(f"a trajectory record is not JSON: {error}") from error
+        version = record.get("schema_version") if isinstance(record, dict) else None
+        if version != SCHEMA_VERSION:
+            raise FormatError(
+                f"a trajectory record has schema version {version!r}; this version reads {SCHEMA_VERSION}"
+            )
+        try:
+            segments = [read_segment(item) for item in record.pop("segments")]
             record["stop_reason"] = StopReason(record["stop_reason"])
             times = record.get("turn_times", {})
             record["turn_times"] = {turn: (begin, end) for turn, (begin, end) in times.items()}
@@ -384,15 +371,31 @@ def _read_branch(record: dict[str, Any]) -> Branch:
 _TRAJECTORY_FIELDS = tuple(attribute.name for attribute in fields(Trajectory) if attribute.name != "segments")
 
 
-def _load(data: bytes | str, what: str) -> dict[str, Any]:
+def check_finite(trajectory: Trajectory) -> None:
+    """Raise FormatError for a log-probability or reward that is not finite."""
+    for segment in trajectory.segments:
+        if segment.logprobs is not None and not np.isfinite(segment.logprobs).all():
+            raise FormatError(f"trajectory {trajectory.id}: segment {segment.index} has a logprob that is not finite")
+    of_branches = [value for branch in trajectory.branches for _, _, value in branch.rewards]
+    if not np.isfinite([*(value for _, _, value in trajectory.rewards), *of_branches]).all():
+        raise FormatError(f"trajectory {trajectory.id}: a reward is not finite: {trajectory.rewards}, {of_branches}")
+
+
+def dump_records(trajectory_id: str, value: Any, segments: Sequence[dict[str, Any]]) -> bytes:
+    """Return a value that holds these records of segments as JSON. Raises FormatError for what JSON cannot express.
+
+    A model may write numbers of more than 64 bits as arguments: then messages and tools are kept as JSON text.
+    """
     try:
-        record = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise FormatError(f"a {what} record is not JSON: {error}") from error
-    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
-        version = record.get("schema_version") if isinstance(record, dict) else None
-        raise FormatError(f"a {what} record has schema version {version!r}; this version reads {SCHEMA_VERSION}")
-    return record
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        texts = ("messages", "tools", "template_args")
+    try:
+        for segment in segments:
+            segment |= {key: json.dumps(segment[key]) for key in texts if key in segment}
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise FormatError(f"trajectory {trajectory_id!r} cannot be written as JSON: {error}") from error
 
 
 @dataclass(slots=True)
@@ -416,34 +419,6 @@ class TrajectoryGroup:
     failed: int = 0
     source: str | None = None
     baselines: list[Trajectory] = field(default_factory=list)
-
-    def to_bytes(self) -> bytes:
-        """Return one line of JSON that :meth:`from_bytes` reads back."""
-        head = {
-            "id": self.id,
-            "task_id": self.task_id,
-            "partition": self.partition,
-            "failed": self.failed,
-            "source": self.source,
-            "schema_version": SCHEMA_VERSION,
-            "trajectories": [orjson.Fragment(member.to_bytes()) for member in self.trajectories],
-            "baselines": [orjson.Fragment(member.to_bytes()) for member in self.baselines],
-        }
-        return orjson.dumps(head)
-
-    @classmethod
-    def from_bytes(cls, data: bytes | str) -> TrajectoryGroup:
-        """Read a line of :meth:`to_bytes`. Raises FormatError."""
-        record = _load(data, "group")
-        record.pop("schema_version")
-        try:
-            members, baselines = (
-                [Trajectory.from_bytes(orjson.dumps(member)) for member in record.pop(name, ())]
-                for name in ("trajectories", "baselines")
-            )
-            return cls(trajectories=members, baselines=baselines, **record)
-        except (KeyError, TypeError) as error:
-            raise FormatError(f"group record {record.get('id')!r} is malformed: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import FormatError
-from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup, to_samples
+from turnwise.trajectory import Segment, Trajectory, to_samples
 from turnwise.types import StopReason
 
 
@@ -95,13 +95,12 @@ def test_the_reward_is_the_sum_of_its_events() -> None:
 
 
 def test_bytes_hold_everything_exactly() -> None:
-    group = TrajectoryGroup("g", "t", [forked()], failed=2)
-    data = group.to_bytes()
+    data = forked().to_bytes()
     assert b"\n" not in data
-    copy = TrajectoryGroup.from_bytes(data)
+    copy = Trajectory.from_bytes(data)
     assert copy.to_bytes() == data
-    assert (copy.failed, copy.trajectories[0].rewards) == (2, forked().rewards)
-    for original, theirs in zip(forked().segments, copy.trajectories[0].segments, strict=True):
+    assert copy.rewards == forked().rewards
+    for original, theirs in zip(forked().segments, copy.segments, strict=True):
         np.testing.assert_array_equal(original.token_ids, theirs.token_ids)
         assert original.token_ids.dtype == theirs.token_ids.dtype
         if original.logprobs is not None:

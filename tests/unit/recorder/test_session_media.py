@@ -18,6 +18,7 @@ from support.chat.sees import seeing, shared
 from support.pictures import png
 from support.property_tests import examples
 from support.rollout.audited import assert_sound
+from turnwise.columns import pack_trajectory, unpack_trajectory
 from turnwise.errors import BudgetExceeded, FormatError, RenderError, SessionError
 from turnwise.images import image_part
 from turnwise.inference.scripted import ScriptedClient
@@ -159,9 +160,9 @@ async def test_a_trajectory_that_travels_holds_its_images(tmp_path: Path) -> Non
     received = Trajectory.from_bytes(sent.to_bytes())
     assert received.segments[0].media == sent.segments[0].media
     with pytest.raises(FormatError, match=r"names the image [0-9a-f]{64}, and there is no folder"):
-        Trajectory.from_bytes(sent.to_bytes(MediaFiles(tmp_path / "media").write))
+        unpack_trajectory(pack_trajectory(sent, MediaFiles(tmp_path / "media").write))
     with pytest.raises(FormatError, match=r"cannot be read .* Keep the folder media/ beside the records"):
-        Trajectory.from_bytes(sent.to_bytes(lambda media: None), MediaFiles(tmp_path / "other").read)
+        unpack_trajectory(pack_trajectory(sent, lambda media: None), MediaFiles(tmp_path / "other").read)
     file = next((tmp_path / "media").iterdir())
     file.write_bytes(b"changed")
     with pytest.raises(FormatError, match="the file was changed"):

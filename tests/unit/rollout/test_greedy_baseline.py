@@ -17,7 +17,7 @@ from turnwise.rollout.config import SpecConfig
 from turnwise.rollout.managers import create_manager
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
-from turnwise.trajectory import TrajectoryGroup
+from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 RESETS: list[int] = []
 
@@ -73,7 +73,7 @@ async def test_the_greedy_baseline_is_an_episode_at_temperature_zero(manager: st
     assert sorted((trajectory.baseline, trajectory.metrics["temperature"]) for trajectory in written) == [
         (False, 0.8)
     ] * 3 + [(True, 0)]
-    assert TrajectoryGroup.from_bytes(group.to_bytes()).baselines[0].baseline is True
+    assert Trajectory.from_bytes(greedy.to_bytes()).baseline is True
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
