@@ -10,7 +10,6 @@ import base64
 import binascii
 import hashlib
 import io
-import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,43 +194,16 @@ def _too_large(where: str, size: int) -> SessionError:
 
 
 def image_size(data: bytes) -> tuple[int, int] | None:
-    """Return width and height in pixels as the header of an encoded image says; None where it cannot be read."""
-    kind = image_type(data)
+    """Return width and height in pixels by the header of an encoded image; None where Pillow reads none."""
     try:
-        if kind == "png":
-            return struct.unpack(">II", data[16:24])
-        if kind == "gif":
-            return struct.unpack("<HH", data[6:10])
-        if kind == "bmp":
-            width, height = struct.unpack("<ii", data[18:26])
-            return width, abs(height)
-        if kind == "webp":
-            return _webp_size(data)
-        return _jpeg_size(data) if kind == "jpeg" else None
-    except (struct.error, IndexError):
+        from PIL import Image
+    except ImportError:
         return None
-
-
-def _webp_size(data: bytes) -> tuple[int, int] | None:
-    if data[12:16] == b"VP8X":
-        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
-    if data[12:16] == b"VP8L":
-        (bits,) = struct.unpack("<I", data[21:25])
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    width, height = struct.unpack("<HH", data[26:30])
-    return width & 0x3FFF, height & 0x3FFF
-
-
-def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return the size that the first frame header (SOF) of a JPEG says."""
-    at = 2
-    while data[at] == 0xFF:
-        marker, size = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack(">HH", data[at + 5 : at + 9])
-            return width, height
-        at += 2 + size
-    return None
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return image.size
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
 
 
 def image_label(data: bytes, digest: str = "") -> str:

@@ -10,10 +10,11 @@ import contextlib
 import hashlib
 import os
 import secrets
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from turnwise.append_file import private_directory, write_private, writing
 from turnwise.errors import FormatError
@@ -22,6 +23,8 @@ from turnwise.types import Media
 FOLDER = "media"
 """Name of the folder in the directory of a run, an evaluation or a gateway."""
 _CACHED_BYTES = 64 * 2**20
+
+Value = TypeVar("Value")
 
 
 class MediaSpan(NamedTuple):
@@ -49,6 +52,46 @@ def media_spans(media: Iterable[Media]) -> list[MediaSpan]:
     return [MediaSpan.of(image) for image in media]
 
 
+class ByteCache(Generic[Value]):
+    """Values by key, of up to ``room`` bytes: the least recently used go first, the last one stays. For any thread.
+
+    Args:
+        room: Most bytes.
+        size: Returns the bytes of a value.
+    """
+
+    def __init__(self, room: int, size: Callable[[Value], int]) -> None:
+        self._room = room
+        self._size = size
+        self._used = 0
+        self._values: OrderedDict[Any, Value] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Value | None:
+        """Return a value, or None where it is not kept."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def keep(self, key: Hashable, value: Value) -> Value:
+        """Keep a value, which is returned."""
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value
+                self._used += self._size(value)
+            self._values.move_to_end(key)
+            while self._used > self._room and len(self._values) > 1:
+                self._used -= self._size(self._values.popitem(last=False)[1])
+        return value
+
+    def clear(self) -> None:
+        """Drop all values."""
+        with self._lock:
+            self._values.clear()
+            self._used = 0
+
+
 class MediaFiles:
     """The folder of the images of one run; several processes may write it.
 
@@ -59,8 +102,7 @@ class MediaFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._written: set[str] = set()
-        self._cached: OrderedDict[str, bytes] = OrderedDict()
-        self._cached_bytes = 0
+        self._cached: ByteCache[bytes] = ByteCache(_CACHED_BYTES, len)
 
     @classmethod
     def beside(cls, file: Path) -> MediaFiles:
@@ -106,7 +148,6 @@ class MediaFiles:
         """
         cached = self._cached.get(digest)
         if cached is not None:
-            self._cached.move_to_end(digest)
             return cached
         path = self.folder / digest
         try:
@@ -118,8 +159,4 @@ class MediaFiles:
             ) from error
         if hashlib.sha256(data).hexdigest() != digest:
             raise FormatError(f"{path} does not hold the image that its name says: the file was changed")
-        self._cached[digest] = data
-        self._cached_bytes += len(data)
-        while self._cached_bytes > _CACHED_BYTES and len(self._cached) > 1:
-            self._cached_bytes -= len(self._cached.popitem(last=False)[1])
-        return data
+        return self._cached.keep(digest, data)

@@ -51,8 +51,8 @@ def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
         raise RenderError(f"model {str(model_dir)!r} is not a folder on this machine; give the path of a local copy")
     if remedy := _gguf_only(path):
         raise RenderError(f"model {str(model_dir)!r} {remedy}")
-    settings = _json(path / _TOKENIZER_CONFIG) or {}
-    special_map = _json(path / "special_tokens_map.json") or {}
+    settings = read_json(path / _TOKENIZER_CONFIG) or {}
+    special_map = read_json(path / "special_tokens_map.json") or {}
     special = {}
     for name in _SPECIAL:
         value = settings.get(name, special_map.get(name))
@@ -68,7 +68,7 @@ def read_model_dir(model_dir: str | os.PathLike[str]) -> ModelFiles:
         tool_template=tool_template,
         special=special,
         eos_ids=_eos_ids(path, tokenizer, special),
-        saved_format=_json(path / FORMAT_FILE),
+        saved_format=read_json(path / FORMAT_FILE),
     )
 
 
@@ -112,7 +112,8 @@ def model_settings(path: Path, key: str, *, weights: bool = True) -> dict[str, A
     return settings
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None where there is no file. Raises RenderError."""
     if not path.is_file():
         return None
     try:
@@ -166,7 +167,7 @@ def _slow_tokenizer(path: Path) -> Tokenizer:
 def read_templates(path: Path) -> tuple[str | None, str | None]:
     """Return a directory's chat template, and the one for prompts with tools if there are two. Raises RenderError."""
     named: dict[str, str] = {}
-    configured = (_json(path / _TOKENIZER_CONFIG) or {}).get("chat_template")
+    configured = (read_json(path / _TOKENIZER_CONFIG) or {}).get("chat_template")
     if isinstance(configured, str):
         named["default"] = configured
     elif isinstance(configured, list):
@@ -174,7 +175,7 @@ def read_templates(path: Path) -> tuple[str | None, str | None]:
     file = path / _TEMPLATE_FILE
     if file.is_file():
         named["default"] = _text(file)
-    elif (old := _json(path / _OLD_TEMPLATE_FILE)) and isinstance(old.get("chat_template"), str):
+    elif (old := read_json(path / _OLD_TEMPLATE_FILE)) and isinstance(old.get("chat_template"), str):
         named["default"] = old["chat_template"]
     more = path / TOOL_TEMPLATE_FILE
     if more.is_file():
@@ -203,7 +204,7 @@ def write_templates(path: Path, template: str, tool_template: str | None) -> Non
         more.write_bytes(tool_template.encode())
     # The older places of a template: their content would contradict the files.
     (path / _OLD_TEMPLATE_FILE).unlink(missing_ok=True)
-    settings = _json(path / _TOKENIZER_CONFIG) or {}
+    settings = read_json(path / _TOKENIZER_CONFIG) or {}
     if settings.pop("chat_template", None) is not None:
         text = json.dumps(settings, ensure_ascii=False, indent=2)
         (path / _TOKENIZER_CONFIG).write_text(text + "\n", encoding="utf-8")
@@ -211,7 +212,7 @@ def write_templates(path: Path, template: str, tool_template: str | None) -> Non
 
 def trained_digest(path: Path) -> str | None:
     """Return the digest of the chat template that a model was trained with, None if unknown. Raises RenderError."""
-    digest = (_json(path / FORMAT_FILE) or {}).get("template")
+    digest = (read_json(path / FORMAT_FILE) or {}).get("template")
     return digest if isinstance(digest, str) else None
 
 
@@ -242,7 +243,7 @@ def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple
     added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
     ids: list[int] = [added[special["eos_token"]]] if special.get("eos_token") in added else []
     for name in (_GENERATION_CONFIG, "config.json"):
-        value = (_json(path / name) or {}).get("eos_token_id")
+        value = (read_json(path / name) or {}).get("eos_token_id")
         eos_ids = value if isinstance(value, list) else [value]
         token_ids = [number for number in eos_ids if isinstance(number, int) and not isinstance(number, bool)]
         if token_ids:
@@ -258,7 +259,7 @@ def max_new_tokens(path: Path) -> int | None:
         ConfigError: It is no positive integer.
     """
     try:
-        limit = (_json(path / _GENERATION_CONFIG) or {}).get("max_new_tokens")
+        limit = (read_json(path / _GENERATION_CONFIG) or {}).get("max_new_tokens")
     except RenderError as error:
         raise ConfigError(str(error)) from error
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
@@ -270,7 +271,7 @@ def max_new_tokens(path: Path) -> int | None:
 
 def limit_new_tokens(path: Path, limit: int) -> None:
     """Write ``max_new_tokens`` into the ``generation_config.json`` of a model directory, beside what is in it."""
-    settings = _json(path / _GENERATION_CONFIG) or {}
+    settings = read_json(path / _GENERATION_CONFIG) or {}
     file = path / _GENERATION_CONFIG
     file.write_text(json.dumps({**settings, "max_new_tokens": limit}, indent=2) + "\n", encoding="utf-8")
 

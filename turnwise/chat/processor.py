@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import json
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -22,15 +20,14 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.chat.model_dir import read_model_dir
+from turnwise.chat.model_dir import read_json, read_model_dir
 from turnwise.errors import MissingExtraError, RenderError, shown
+from turnwise.media_files import ByteCache
 from turnwise.model.media import MediaProcessor, PlacedMedia
 from turnwise.types import as_ids
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of images that are read, by Pillow's names."""
-MAX_BYTES: Final = 32 * 2**20
-"""Largest file of an image."""
 MAX_PIXELS: Final = 64 * 2**20
 """Most pixels of an image, before it is scaled to what the model takes."""
 CACHE_BYTES: Final = 512 * 2**20
@@ -39,13 +36,6 @@ _PLACED: Final = 1 << 14
 """Most placements that a processor keeps: they are small."""
 
 Features = Mapping[str, npt.NDArray[np.generic]]
-
-# Beginnings of files that are mistaken for images.
-_OTHERS: Final = (
-    (b"RIFF", "a WAV or AVI file"), (b"ID3", "an MP3 file"), (b"OggS", "an Ogg file"), (b"fLaC", "a FLAC file"),
-    (b"%PDF", "a PDF"), (b"\x1aE\xdf\xa3", "a WebM or Matroska video"), (b"<svg", "an SVG drawing"),
-    (b"<?xml", "an XML or SVG file"), (b"II*\x00", "a TIFF file"), (b"MM\x00*", "a TIFF file"),
-)  # fmt: skip
 
 
 class _Family(ABC):
@@ -147,22 +137,20 @@ class ImageProcessor(MediaProcessor):
         if placeholder is None:
             raise RenderError(f"{path} is a {family} model, but its tokenizer has no token {model.marker!r}")
         self._placeholder = placeholder
-        self._room = cache_bytes
         self._lock = threading.Lock()
         self._placed: OrderedDict[bytes, PlacedMedia] = OrderedDict()
-        self._features: OrderedDict[bytes, Features] = OrderedDict()
-        self._used = 0
+        self._features: ByteCache[Features] = ByteCache(cache_bytes, _bytes)
         self.processed = 0
         """Number of images that were decoded and processed."""
 
     def marker(self, kind: str) -> str:
         """Return the text of the chat template for one image."""
-        self._check(kind)
+        del kind
         return self._family.marker
 
     def place(self, kind: str, data: bytes) -> PlacedMedia:
         """Return the ids that replace the marker."""
-        self._check(kind)
+        del kind
         key = hashlib.sha256(data).digest()
         with self._lock:
             placement = self._placed.get(key)
@@ -174,27 +162,17 @@ class ImageProcessor(MediaProcessor):
 
     def features(self, kind: str, data: bytes) -> Features:
         """Return the arguments of the model's forward for one image."""
-        self._check(kind)
+        del kind
         key = hashlib.sha256(data).digest()
         with self._lock:
             cached = self._features.get(key)
-            if cached is None:
-                return self._process(key, data)
-            self._features.move_to_end(key)
-        return cached
+            return self._process(key, data) if cached is None else cached
 
     def describe(self) -> dict[str, Any]:
         """Return family, class and size settings."""
         images = self._family.images
         size = {key: value for key, value in dict(images.size or {}).items() if value is not None}
         return {"family": self._name, "processor": type(images).__name__, "size": size}
-
-    def _check(self, kind: str) -> None:
-        if kind not in self.kinds:
-            raise RenderError(
-                f"the prompt holds media of kind {kind!r}, but {self._name} models take images only: remove it, "
-                "describe it as text, or send frames of a video as images"
-            )
 
     def _process(self, key: bytes, data: bytes) -> Features:
         output = self._family.images(images=decode_image(data), return_tensors="np", **self._family.arguments)
@@ -207,70 +185,41 @@ class ImageProcessor(MediaProcessor):
         offset, last_position = int(positions[0]), int(positions[-1])
         ids.flags.writeable = False
         self._placed[key] = PlacedMedia(ids, offset, last_position - offset + 1)
-        self._features[key] = features
-        self._used += _bytes(features)
         while len(self._placed) > _PLACED:
             self._placed.popitem(last=False)
-        while self._used > self._room and len(self._features) > 1:
-            self._used -= _bytes(self._features.popitem(last=False)[1])
-        return features
+        return self._features.keep(key, features)
 
 
 def decode_image(data: bytes) -> Any:
     """Return the image of an encoded file, upright and in RGB, as ``PIL.Image.Image``.
 
     Raises:
-        RenderError: It is no image of :data:`FORMATS`, is broken, or too large.
+        RenderError: It is no image of :data:`FORMATS`, is broken, or has too many pixels.
     """
     try:
-        from PIL import Image, ImageOps, UnidentifiedImageError
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise MissingExtraError("pillow", "vision", "a model that takes images") from error
-    if len(data) > MAX_BYTES:
-        raise RenderError(
-            f"an image has {len(data):,} bytes, but at most {MAX_BYTES:,} are read: scale it down, or save it as JPEG"
-        )
     try:
-        with warnings.catch_warnings():
-            # Its size is checked below, before anything is decoded.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError as error:
-        raise RenderError(_unknown(data)) from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise RenderError(f"an image of {len(data):,} bytes cannot be read ({error}): save it again") from error
-    width, height = image.size
-    if width * height > MAX_PIXELS:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        width, height = image.size
+        if width * height <= MAX_PIXELS:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise RenderError(
-            f"an image of {width} x {height} pixels is too large: at most {MAX_PIXELS:,} pixels are decoded: scale it "
-            "down"
-        )
-    try:
-        return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise RenderError(
-            f"an image ({image.format}, {width} x {height} pixels, {len(data):,} bytes) is broken ({error}): save it "
-            "again"
+            f"an image of {len(data):,} bytes, which begin with {shown(data[:12])}, cannot be read ({error}): save it "
+            f"again, as one of {', '.join(FORMATS)}"
         ) from error
-
-
-def _unknown(data: bytes) -> str:
-    remedy = f"send one of {', '.join(FORMATS)}"
-    if not data:
-        return f"an image is empty: {remedy}"
-    if data[4:8] == b"ftyp":
-        return f"the bytes of an image are an MP4, HEIC or AVIF file: {remedy}"
-    for start, name in _OTHERS:
-        if data.startswith(start):
-            return f"the bytes of an image are {name}: {remedy}"
-    return f"the {len(data):,} bytes of an image, which begin with {shown(data[:12])}, are no image: {remedy}"
+    raise RenderError(
+        f"an image of {width} x {height} pixels is too large: at most {MAX_PIXELS:,} pixels are decoded: scale it down"
+    )
 
 
 @functools.lru_cache(maxsize=8)
 def _load(path: Path, written: tuple[int, ...]) -> ImageProcessor | None:
     """Load a processor; ``written`` are the times of its files, so that another model in the same place is another."""
     del written
-    config = _read(path / "config.json")
+    config = read_json(path / "config.json") or {}
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not any((path / name).is_file() for name in (_PREPROCESSOR, _PROCESSOR)):
         return None
@@ -286,7 +235,7 @@ def _load(path: Path, written: tuple[int, ...]) -> ImageProcessor | None:
         images = AutoImageProcessor.from_pretrained(str(path), backend="pil", local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise RenderError(f"the image processor of {path} cannot be loaded: {error}") from error
-    model = family(images, _read(path / _PROCESSOR), _read(path / "tokenizer_config.json"))
+    model = family(images, *(read_json(path / name) or {} for name in (_PROCESSOR, "tokenizer_config.json")))
     return ImageProcessor(str(config["model_type"]), model, path)
 
 
@@ -304,16 +253,6 @@ def load_processor(model_dir: str | Path) -> MediaProcessor | None:
 
 _PROCESSOR: Final = "processor_config.json"
 _PREPROCESSOR: Final = "preprocessor_config.json"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError) as error:
-        raise RenderError(f"{file} cannot be read: {error}") from error
-    return settings if isinstance(settings, dict) else {}
 
 
 def _token(settings: Mapping[str, Any], name: str, default: str) -> str:

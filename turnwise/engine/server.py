@@ -25,7 +25,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from turnwise.engine.batching.batch_state import Generation, Output, PromptImage
-from turnwise.engine.batching.prompt_images import KeptFeatures, read_images
+from turnwise.engine.batching.prompt_images import features_cache, read_images
 from turnwise.engine.capacity import check_served, served_dtype_warning
 from turnwise.engine.engine import Engine
 from turnwise.engine.structured_output import GrammarCache, GrammarState, structured_output_available
@@ -50,50 +50,29 @@ _LONG_BODY = 100_000
 _log = logging.getLogger("turnwise.engine.server")
 
 
-class Outbox:
-    """Carries outputs from the engine's thread to requests on the event loop."""
-
-    def __init__(self) -> None:
-        self.queues: dict[str, asyncio.Queue[Output]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Set the event loop of the requests."""
-        self._loop = loop
-
-    def deliver(self, outputs: list[Output]) -> None:
-        """Accept the outputs of a step, from the engine's thread."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._dispatch, outputs)
-
-    def _dispatch(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            queue = self.queues.get(output.id)
-            if queue is not None:
-                queue.put_nowait(output)
-
-
 class App:
-    """The ASGI application; everything but the engine's steps runs on one event loop."""
+    """The ASGI application; everything but the engine's steps runs on one event loop.
 
-    def __init__(
-        self, engine: Engine, outbox: Outbox, name: str, *, stop_strings: bool, guides: GrammarCache | None = None
-    ) -> None:
+    Attributes:
+        loop: That event loop; None until it runs.
+    """
+
+    def __init__(self, engine: Engine, name: str, *, stop_strings: bool, guides: GrammarCache | None = None) -> None:
         """Create the application.
 
         Args:
-            engine: The engine.
-            outbox: Its outputs.
+            engine: The engine, which delivers its outputs by :meth:`deliver`.
             name: Served name.
             stop_strings: Whether there is a tokenizer to find them with.
             guides: Grammar cache; None if structured output is unavailable.
         """
         self._engine = engine
-        self._queues = outbox.queues
+        self._queues: dict[str, asyncio.Queue[Output]] = {}
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._name = name
         self._stop_strings = stop_strings
         self._guides = guides
-        self._kept = KeptFeatures()
+        self._kept = features_cache()
         self._started = int(time.time())
         self._received = 0
         self._routes: dict[tuple[str, str], Callable[[bytes, Scope], Awaitable[Any]]] = {
@@ -108,6 +87,16 @@ class App:
             ("POST", "/update_weights"): self._update_weights,
             ("POST", "/update_weight_version"): self._update_weight_version,
         }
+
+    def deliver(self, outputs: list[Output]) -> None:
+        """Pass the outputs of a step to their requests, from the engine's thread."""
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if (queue := self._queues.get(output.id)) is not None:
+                queue.put_nowait(output)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -429,14 +418,17 @@ def serve(spec: ServerSpec) -> None:
     gc.disable()
     config = spec.config
     process = HTTPProcess(config.host, config.port, config.log_level, spec.lifeline_fd, config.allowed_hosts)
-    outbox = Outbox()
-    engine, stop_strings, guides = _load(spec, outbox.deliver)
+
+    def deliver(outputs: list[Output]) -> None:
+        app.deliver(outputs)
+
+    engine, stop_strings, guides = _load(spec, deliver)
     if spec.paused:
         engine.pause(abort=False)
-    app = App(engine, outbox, spec.name or spec.model.resolve().name, stop_strings=stop_strings, guides=guides)
+    app = App(engine, spec.name or spec.model.resolve().name, stop_strings=stop_strings, guides=guides)
 
     def on_loop() -> None:
-        outbox.bind(asyncio.get_running_loop())
+        app.loop = asyncio.get_running_loop()
         threading.Thread(target=_run_engine, args=(engine,), name="engine", daemon=True).start()
 
     # What was imported and loaded stays: collections need not look at it again.

@@ -13,7 +13,6 @@ import base64
 import hashlib
 import itertools
 import math
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -22,8 +21,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import ormsgpack
 
 from turnwise.errors import FormatError, RequestRefused, shown
+from turnwise.media_files import ByteCache
 from turnwise.model.media import MediaProcessor
 from turnwise.types import Media
 
@@ -31,7 +32,6 @@ _RAW: Final = 3
 _BATCHED: Final = frozenset({"image_grid_thw", "num_patches"})
 """Inputs with one entry per image; the others have rows of patches or tiles."""
 _DTYPES: Final = frozenset({"float32", "int64"})
-_DEEPEST: Final = 8
 _DIGESTS: Final = 1 << 16
 """Most images whose hashes an encoder remembers."""
 
@@ -78,11 +78,9 @@ class MediaEncoder:
     def __init__(self, processor: MediaProcessor | None, *, room: int = 256 << 20) -> None:
         """Create an encoder that keeps up to ``room`` bytes of text."""
         self._processor = processor
-        self._room = room
-        self._used = 0
         self._lock = threading.Lock()
         self._digests: OrderedDict[str, str] = OrderedDict()
-        self._items: OrderedDict[str, str] = OrderedDict()
+        self._items: ByteCache[str] = ByteCache(room, len)
 
     def encode(self, media: Sequence[Media], sent: Container[str] = ()) -> dict[str, Any] | None:
         """Return ``features`` of a request; None without media.
@@ -124,11 +122,7 @@ class MediaEncoder:
                 features = processor.features(media.kind, media.data)
                 digest, text = features_digest(features), encode_item(features)
                 self._digests[media.digest] = digest
-                self._items[digest] = text
-                self._used += len(text)
-            self._items.move_to_end(digest)
-            while self._used > self._room and len(self._items) > 1:
-                self._used -= len(self._items.popitem(last=False)[1])
+                self._items.keep(digest, text)
             while len(self._digests) > _DIGESTS:
                 self._digests.popitem(last=False)
         return digest, None if digest in sent else text
@@ -199,118 +193,32 @@ def _image(
 
 def encode_item(features: Features) -> str:
     """Return the model inputs of one image as an entry of ``kwargs_data``."""
-    parts: list[bytes] = []
-    _write(
-        {
-            name: {
-                "data": [str(array.dtype), list(array.shape), array],
-                "field": ["batched", {"keep_on_cpu": True}]
-                if name in _BATCHED
-                else ["flat", {"keep_on_cpu": False, "slices": [[0, len(array), None]], "dim": 0}],
-            }
-            for name, array in features.items()
-        },
-        parts,
-    )
-    return base64.b64encode(b"".join(parts)).decode("ascii")
+    entries = {
+        name: {
+            "data": [str(array.dtype), list(array.shape), ormsgpack.Ext(_RAW, array.tobytes())],
+            "field": ["batched", {"keep_on_cpu": True}]
+            if name in _BATCHED
+            else ["flat", {"keep_on_cpu": False, "slices": [[0, len(array), None]], "dim": 0}],
+        }
+        for name, array in features.items()
+    }
+    return base64.b64encode(ormsgpack.packb(entries)).decode("ascii")
 
 
 def decode_item(text: str) -> dict[str, npt.NDArray[np.generic]]:
     """Return the model inputs of an entry of ``kwargs_data``. Raises FormatError."""
     try:
-        raw = base64.b64decode(text, validate=True)
-        value, end = _read(memoryview(raw), 0, 0)
-        if end != len(raw) or not isinstance(value, dict):
-            raise FormatError("kwargs_data holds more than one map")
+        value = ormsgpack.unpackb(base64.b64decode(text, validate=True), ext_hook=lambda _, data: data)
         arrays = {}
         for name, entry in value.items():
             dtype, shape, data = entry["data"]
             if dtype not in _DTYPES:
                 raise FormatError(f"{name} has dtype {shown(dtype)}; it must be one of {', '.join(sorted(_DTYPES))}")
-            if not isinstance(data, memoryview) or not all(type(size) is int and size >= 0 for size in shape):
+            if not isinstance(data, bytes) or not all(type(size) is int and size >= 0 for size in shape):
                 raise FormatError(f"{name} has no bytes, or the shape {shown(shape)}")
             if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
                 raise FormatError(f"{name} has {len(data)} bytes, which is not the size of {dtype} {shown(shape)}")
-            # A copy: bytes within a message need not be aligned.
-            arrays[str(name)] = np.frombuffer(data.tobytes(), dtype=dtype).reshape(shape)
+            arrays[str(name)] = np.frombuffer(data, dtype=dtype).reshape(shape)
         return arrays
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise FormatError(f"kwargs_data is not the MessagePack of model inputs: {error!r}") from error
-
-
-def _write(value: Any, parts: list[bytes]) -> None:
-    """Append the MessagePack of a value; arrays are extensions."""
-    if value is None or isinstance(value, bool):
-        parts.append({None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value])
-    elif isinstance(value, int):
-        parts.append(b"\xd3" + struct.pack(">q", value))
-    elif isinstance(value, str):
-        raw = value.encode()
-        parts += [b"\xdb" + struct.pack(">I", len(raw)), raw]
-    elif isinstance(value, np.ndarray):
-        parts += [b"\xc9" + struct.pack(">Ib", value.nbytes, _RAW), value.tobytes()]
-    elif isinstance(value, dict):
-        parts.append(b"\xdf" + struct.pack(">I", len(value)))
-        for key, item in value.items():
-            _write(key, parts)
-            _write(item, parts)
-    else:
-        parts.append(b"\xdd" + struct.pack(">I", len(value)))
-        for item in value:
-            _write(item, parts)
-
-
-_NUMBERS: Final = {
-    0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q",
-    0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q",
-}  # fmt: skip
-_SIZED: Final = {
-    0xC4: (bytes, ">B"), 0xC5: (bytes, ">H"), 0xC6: (bytes, ">I"),
-    0xD9: (str, ">B"), 0xDA: (str, ">H"), 0xDB: (str, ">I"),
-    0xDC: (list, ">H"), 0xDD: (list, ">I"), 0xDE: (dict, ">H"), 0xDF: (dict, ">I"),
-}  # fmt: skip
-_EXTENSIONS: Final = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
-_CONSTANTS: Final = {0xC0: None, 0xC2: False, 0xC3: True}
-
-
-def _read(raw: memoryview, at: int, depth: int) -> tuple[Any, int]:
-    """Return the MessagePack value at a position, and the position behind it; an extension is its bytes."""
-    if depth > _DEEPEST:
-        raise ValueError("it is nested too deeply")
-    code = raw[at]
-    at += 1
-    if code <= 0x7F or code >= 0xE0:
-        return code if code <= 0x7F else code - 256, at
-    if code in _CONSTANTS:
-        return _CONSTANTS[code], at
-    if code in _NUMBERS:
-        return struct.unpack_from(_NUMBERS[code], raw, at)[0], at + struct.calcsize(_NUMBERS[code])
-    if code in _EXTENSIONS or 0xD4 <= code <= 0xD8:
-        size, at = _size(raw, at, _EXTENSIONS[code]) if code in _EXTENSIONS else (1 << (code - 0xD4), at)
-        return _span(raw, at + 1, size)
-    kind: type
-    if code <= 0x9F:
-        kind, count = (dict, code & 0x0F) if code <= 0x8F else (list, code & 0x0F)
-    elif code <= 0xBF:
-        kind, count = str, code & 0x1F
-    else:
-        kind, form = _SIZED[code]
-        count, at = _size(raw, at, form)
-    if kind in (str, bytes):
-        span, at = _span(raw, at, count)
-        return span.tobytes().decode() if kind is str else span, at
-    values = []
-    for _ in range(count * (2 if kind is dict else 1)):
-        value, at = _read(raw, at, depth + 1)
-        values.append(value)
-    return dict(zip(values[::2], values[1::2], strict=True)) if kind is dict else values, at
-
-
-def _size(raw: memoryview, at: int, form: str) -> tuple[int, int]:
-    return struct.unpack_from(form, raw, at)[0], at + struct.calcsize(form)
-
-
-def _span(raw: memoryview, at: int, size: int) -> tuple[memoryview, int]:
-    if at + size > len(raw):
-        raise ValueError("it ends in the middle of a value")
-    return raw[at : at + size], at + size

@@ -10,6 +10,7 @@ import yaml
 
 from support.doc_pages import blocks, section
 from support.engine.tiny_vlm import CONVERSATIONS, make_vision_model
+from turnwise import images
 from turnwise.chat import processor
 from turnwise.engine.batching import prompt_images
 from turnwise.engine.vision import FAMILIES
@@ -34,7 +35,7 @@ def test_families_are_those_that_are_placed_and_loaded() -> None:
 
 
 def test_limits_are_those_of_the_code() -> None:
-    assert f"up to {processor.MAX_BYTES >> 20} MiB and {processor.MAX_PIXELS >> 20} megapixels" in MODELS
+    assert f"up to {images.MOST_BYTES >> 20} MiB and {processor.MAX_PIXELS >> 20} megapixels" in MODELS
     assert f"{processor.CACHE_BYTES >> 20} MiB of them per process" in MODELS
     serving = section("vision.md", "Serving images")
     assert f"({prompt_images._EMBEDDED_BYTES >> 20} MiB, dropped" in serving

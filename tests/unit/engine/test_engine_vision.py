@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 from support.engine.tiny_vlm import FAMILIES, PARAMS, SETS, Runner, image, prompt, reference, vision_model
 from turnwise.chat.processor import load_processor
-from turnwise.engine.batching.prompt_images import KeptFeatures, read_images
+from turnwise.engine.batching.prompt_images import features_cache, read_images
 from turnwise.engine.vision import VisionTower
 from turnwise.errors import FormatError, RequestRefused
 from turnwise.inference.builtin import BuiltinReplica
@@ -189,7 +189,7 @@ async def test_images_over_the_wire(tmp_path: Path) -> None:
 def test_images_kept_by_the_server_are_sent_once() -> None:
     directory = vision_model()
     tower = VisionTower(AutoModelForImageTextToText.from_pretrained(directory))
-    encoder, cache = MediaEncoder(load_processor(directory)), KeptFeatures()
+    encoder, cache = MediaEncoder(load_processor(directory)), features_cache()
     token_prompt = prompt(directory, SETS[3])
     first = encoder.encode(token_prompt.media)
     assert first is not None
@@ -202,14 +202,14 @@ def test_images_kept_by_the_server_are_sent_once() -> None:
         assert one.digest == other.digest
         np.testing.assert_array_equal(one.features["pixel_values"], other.features["pixel_values"])
     with pytest.raises(BadRequest, match="image 0 is not kept here") as refused:
-        read_images(named, token_prompt.token_ids, tower, KeptFeatures())
+        read_images(named, token_prompt.token_ids, tower, features_cache())
     assert refused.value.field == "features.mm_hashes"
 
 
 def test_a_hash_that_is_not_of_the_inputs_is_not_kept() -> None:
     directory = vision_model()
     tower = VisionTower(AutoModelForImageTextToText.from_pretrained(directory))
-    cache, token_prompt = KeptFeatures(), prompt(directory, SETS[0])
+    cache, token_prompt = features_cache(), prompt(directory, SETS[0])
     features = MediaEncoder(load_processor(directory)).encode(token_prompt.media)
     assert features is not None
     features["mm_hashes"]["image"] = ["another"]
@@ -220,7 +220,7 @@ def test_a_hash_that_is_not_of_the_inputs_is_not_kept() -> None:
 
 def test_kept_features_are_bounded() -> None:
     arrays = [{"pixel_values": np.zeros(100, np.float32)} for _ in range(3)]
-    cache = KeptFeatures(room=900)
+    cache = features_cache(room=900)
     for number, features in enumerate(arrays):
         cache.keep(str(number), features)
     assert [cache.get(str(number)) is not None for number in range(3)] == [False, True, True]

@@ -26,7 +26,7 @@ from turnwise.cli import main
 from turnwise.config import load_config
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.engine import Engine
-from turnwise.engine.server import App, Outbox
+from turnwise.engine.server import App
 from turnwise.errors import ConfigError, InferenceError
 from turnwise.gateway.config import GatewayConfig
 from turnwise.gateway.server import GatewayProcess, GatewaySpec, admin_key
@@ -43,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.asynccontextmanager
 async def answering(model: Path) -> AsyncIterator[str]:
     """Serve a model in this process, without an engine that runs: it says what it is."""
-    outbox = Outbox()
-    app = App(Engine(CausalLM(model, dtype="float32", device="cpu"), outbox.deliver), outbox, "m", stop_strings=True)
+    engine = Engine(CausalLM(model, dtype="float32", device="cpu"), lambda outputs: None)
+    app = App(engine, "m", stop_strings=True)
     async with listening(app) as url:
         yield url
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from turnwise.engine.batching.scheduler import ModelInput
 from turnwise.engine.vision import Features, ImageEmbedding, PlacedEmbeddings, VisionTower
 from turnwise.errors import FormatError
 from turnwise.inference.wire import BadRequest
+from turnwise.media_files import ByteCache
 from turnwise.model.media_wire import FeaturesError, decode_features, features_digest
 from turnwise.types import TokenIds
 
@@ -27,42 +27,19 @@ _EMBEDDED_BYTES = 256 << 20
 """Most bytes of embeddings that are kept, so that a prompt in several steps is encoded once."""
 
 
-class KeptFeatures:
-    """Model inputs of images by their hashes, so that a conversation sends each once. Threads may share it."""
-
-    def __init__(self, room: int = _KEPT_BYTES) -> None:
-        """Create a store of up to ``room`` bytes."""
-        self._room = room
-        self._used = 0
-        self._lock = threading.Lock()
-        self._features: OrderedDict[str, Features] = OrderedDict()
-
-    def get(self, digest: str) -> Features | None:
-        """Return the inputs with this hash; None where they are not kept."""
-        with self._lock:
-            if digest in self._features:
-                self._features.move_to_end(digest)
-            return self._features.get(digest)
-
-    def keep(self, digest: str, features: Features) -> None:
-        """Keep inputs, which must have this hash."""
-        with self._lock:
-            if digest not in self._features:
-                self._features[digest] = features
-                self._used += sum(array.nbytes for array in features.values())
-            while self._used > self._room and len(self._features) > 1:
-                _, oldest = self._features.popitem(last=False)
-                self._used -= sum(array.nbytes for array in oldest.values())
+def features_cache(room: int = _KEPT_BYTES) -> ByteCache[Features]:
+    """Return a store of model inputs by their hashes, so that a conversation sends each image once."""
+    return ByteCache(room, lambda features: sum(array.nbytes for array in features.values()))
 
 
 def read_images(
-    features: Any, token_ids: TokenIds, vision: VisionTower | None, cache: KeptFeatures | None = None
+    features: Any, token_ids: TokenIds, vision: VisionTower | None, cache: ByteCache[Features] | None = None
 ) -> tuple[PromptImage, ...]:
     """Return the images of a request's ``features``, checked against the model and the ids.
 
     Those that fit are kept in ``cache``. Raises BadRequest.
     """
-    cache = cache or KeptFeatures(0)
+    cache = cache or features_cache(0)
     if features is None:
         return ()
     if vision is None:
@@ -104,8 +81,7 @@ class PromptImages:
         self._vision = vision
         self._keys: OrderedDict[str, int] = OrderedDict()
         self._last = 0
-        self._embedded: OrderedDict[str, ImageEmbedding] = OrderedDict()
-        self._used = 0
+        self._embedded: ByteCache[ImageEmbedding] = ByteCache(_EMBEDDED_BYTES, lambda embedding: embedding.nbytes)
         self.encoded = 0
         """Number of images that the vision tower has encoded."""
 
@@ -128,7 +104,6 @@ class PromptImages:
     def forget(self) -> None:
         """Drop all embeddings: the weights have changed."""
         self._embedded.clear()
-        self._used = 0
 
     def prepare(
         self, step: ModelInput, images_of: Mapping[int, Generation]
@@ -183,12 +158,7 @@ class PromptImages:
             encoded = self._vision.encode([images[digest].features for digest in missing])
             self.encoded += len(missing)
             for digest, embedding in zip(missing, encoded, strict=True):
-                embeddings[digest] = self._embedded[digest] = embedding
-                self._used += embedding.nbytes
-        for digest in images:
-            self._embedded.move_to_end(digest)
-        while self._used > _EMBEDDED_BYTES and len(self._embedded) > 1:
-            self._used -= self._embedded.popitem(last=False)[1].nbytes
+                embeddings[digest] = self._embedded.keep(digest, embedding)
         return embeddings
 
     def _key(self, digest: str) -> int:
