@@ -4,7 +4,7 @@ SGLang is a child that listens on a loopback port of its own; the bridge listens
 update first has SGLang return all that is in flight with what it has, so that every id of a completion was sampled by
 the version that the bridge names for it; clients resume such completions from their ids.
 
-``turnwise_weight_file`` stands in the folder of vLLM's side, which is on the path too.
+Other modules of this package's are those in the folder of vLLM's side, which is on the path too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from turnwise_vllm_serve import bind, watch_parent
 
 _GENERATE = "/inference/v1/generate"
 _POLL = 0.1
@@ -266,26 +265,21 @@ class Bridge:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _health(self, request: web.Request) -> web.Response:
-        del request
+    async def _health(self, _: web.Request) -> web.Response:
         await self._native.raw("GET", "/health")
         return web.json_response({})
 
-    async def _models(self, request: web.Request) -> web.Response:
-        del request
+    async def _models(self, _: web.Request) -> web.Response:
         card = {"id": self._name, "object": "model", "owned_by": "sglang", "max_model_len": self._context}
         return web.json_response({"object": "list", "data": [{**card, "guides": False}]})
 
-    async def _weight_info(self, request: web.Request) -> web.Response:
-        del request
+    async def _weight_info(self, _: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        del request
+    async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=await self._native.raw("GET", "/metrics"), content_type="text/plain")
 
-    async def _missing_routes(self, request: web.Request) -> web.Response:
-        del request
+    async def _missing_routes(self, _: web.Request) -> web.Response:
         try:
             routes = (await self._native.ask("GET", "/openapi.json")).get("paths")
         except NativeError:
@@ -295,8 +289,7 @@ class Bridge:
             {"missing": [] if routes is None else [route for route in _NEEDED if route not in routes]}
         )
 
-    async def _is_paused(self, request: web.Request) -> web.Response:
-        del request
+    async def _is_paused(self, _: web.Request) -> web.Response:
         return web.json_response({"is_paused": not self._open.is_set()})
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -323,14 +316,12 @@ class Bridge:
                 self._reading.pop(rid).cancel()
             await self._idle.wait()
 
-    async def _resume(self, request: web.Request) -> web.Response:
-        del request
+    async def _resume(self, _: web.Request) -> web.Response:
         await self._native.ask("POST", "/continue_generation", {})
         self._open.set()
         return web.json_response({"is_paused": False})
 
-    async def _abort(self, request: web.Request) -> web.Response:
-        del request
+    async def _abort(self, _: web.Request) -> web.Response:
         count = len(self._flights)
         self._cut |= self._flights
         await self._native.ask("POST", "/abort_request", {"rid": "", "abort_all": True})
@@ -407,25 +398,6 @@ async def answer_errors(request: web.Request, handler: Any) -> web.StreamRespons
     except NativeError as error:
         return web.json_response({"error": {"message": str(error), "code": 500}}, status=500)
     return answer
-
-
-def watch_parent(descriptor: int) -> None:
-    """End this process and its children when the other end of the pipe is closed."""
-
-    def wait() -> None:
-        while os.read(descriptor, 4096):
-            pass
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a port; 0 for a free one."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    return listener
 
 
 def free_port() -> int:
