@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.chat.model_dirs import FAMILIES, model_dir, renderer_for
 from support.property_tests import examples
 from turnwise.chat.model_dir import read_model_dir
-from turnwise.chat.renderer import TemplateRenderer, make_renderer
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.trajectory import Trajectory
@@ -155,7 +155,7 @@ def counting(family: str) -> tuple[TemplateRenderer, Counting]:
     files = read_model_dir(model_dir(family))
     assert files.template is not None
     counter = Counting(files.tokenizer)
-    return make_renderer(replace(files, tokenizer=counter), files.template), counter
+    return load_renderer(replace(files, tokenizer=counter)), counter
 
 
 def other_words(number: int) -> str:

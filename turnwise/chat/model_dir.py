@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import Tokenizer
 
-from turnwise.chat.tokens import Tokenizer
 from turnwise.errors import ConfigError, MissingExtraError, RenderError
 
 FORMAT_FILE = "turnwise_format.json"
@@ -130,12 +129,12 @@ def _tokenizer(path: Path) -> Tokenizer:
     if not file.is_file():
         return _slow_tokenizer(path)
     try:
-        tokenizer: Any = FastTokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself
         raise RenderError(f"{file} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 _SLOW: Final = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
@@ -158,10 +157,10 @@ def _slow_tokenizer(path: Path) -> Tokenizer:
         raise RenderError(f"{path} has no tokenizer.json and none can be made: {error}") from error
     if not converted.is_fast:
         raise RenderError(f"{path} has no tokenizer.json and its tokenizer cannot be converted to one")
-    tokenizer: Any = converted.backend_tokenizer
+    tokenizer: Tokenizer = converted.backend_tokenizer
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def read_templates(path: Path) -> tuple[str | None, str | None]:

@@ -186,9 +186,13 @@ class TemplateRenderer:
 
     def __copy__(self) -> TemplateRenderer:
         """Return an equal renderer with separate caches and counters, which another thread may use."""
-        tokens = self._tokens.copy()
-        other = TemplateRenderer(
-            TemplateFacts(self._facts.template, tokens),
+        other = self._of(self._facts.template, self._tokens.copy())
+        other.arguments = self.arguments
+        return other
+
+    def _of(self, template: ChatTemplate, tokens: Tokens) -> TemplateRenderer:
+        return TemplateRenderer(
+            TemplateFacts(template, tokens),
             tokens,
             self._choice,
             eos_ids=self._eos,
@@ -196,8 +200,6 @@ class TemplateRenderer:
             fixed_arguments=self._fixed,
             placer=self._placer,
         )
-        other.arguments = self.arguments
-        return other
 
     @property
     def escaped(self) -> int:
@@ -249,14 +251,7 @@ class TemplateRenderer:
                 why = f"this chat template accepts {', '.join(sorted(self.reads)) or 'no arguments in requests'}"
                 raise RenderError(f"template argument {name}={shown_value(value)}: {why}")
         template = self._facts.template.with_variables(self._form.uncounted(values), now)
-        other = TemplateRenderer(
-            TemplateFacts(template, self._tokens),
-            self._tokens,
-            self._choice,
-            eos_ids=self._eos,
-            special_in_text="escape" if self._escape else "template",
-            placer=self._placer,
-        )
+        other = self._of(template, self._tokens)
         if other.stop_ids != self.stop_ids:
             raise RenderError(f"template arguments {values} change how the chat template ends turns")
         other._base, other.arguments = self, arguments
@@ -443,15 +438,7 @@ class TemplateRenderer:
         }
 
 
-__all__ = [
-    "TEMPLATES",
-    "SpecialInText",
-    "TemplateRenderer",
-    "load_renderer",
-    "make_renderer",
-    "save_format",
-    "shipped_templates",
-]
+__all__ = ["TEMPLATES", "SpecialInText", "TemplateRenderer", "load_renderer", "save_format", "shipped_templates"]
 
 TEMPLATES = Path(__file__).with_name("templates")
 """The folder of the chat templates that ship."""
@@ -465,7 +452,7 @@ def shipped_templates() -> list[str]:
 
 
 def load_renderer(
-    model_dir: str | os.PathLike[str],
+    model_dir: str | os.PathLike[str] | ModelFiles,
     *,
     format: str = "auto",  # noqa: A002 - the name of the config key
     special_in_text: SpecialInText = "escape",
@@ -474,11 +461,12 @@ def load_renderer(
     check_template: bool = True,
     now: datetime | None = None,
     fixed_arguments: bool = False,
+    processor: MediaProcessor | None = None,
 ) -> TemplateRenderer:
     """Return the renderer of a model directory.
 
     Args:
-        model_dir: Directory in Hugging Face's layout; never fetched from the network.
+        model_dir: Directory in Hugging Face's layout, never fetched from the network, or its contents.
         format: The chat format; ``auto``: that of ``turnwise_format.json``, else detected by rendering.
         special_in_text: Whether special tokens spelled in messages stay text.
         template_kwargs: Default template arguments (``enable_thinking``, ``reasoning_effort``).
@@ -487,6 +475,7 @@ def load_renderer(
         check_template: Whether a trained model refuses a template other than that of its training.
         now: The date that the template writes in all conversations; default: the day when each begins.
         fixed_arguments: Whether conversations cannot change ``template_kwargs`` or the date.
+        processor: Places images; None for that of the directory.
 
     Raises:
         ConfigError: ``chat_template`` is unreadable, unknown, or does not fit the tokenizer.
@@ -495,7 +484,7 @@ def load_renderer(
         MissingExtraError: There is no ``tokenizer.json`` and transformers is not installed, or the model takes images
             and Pillow is not installed.
     """
-    files = read_model_dir(model_dir)
+    files = model_dir if isinstance(model_dir, ModelFiles) else read_model_dir(model_dir)
     source = files.template if chat_template is None else _template_text(chat_template, files)
     if source is None:
         raise RenderError(
@@ -505,17 +494,29 @@ def load_renderer(
     tool_source = files.tool_template if chat_template is None else None
     if check_template:
         check_trained(files.path, template_digest(source, tool_source), chat_template)
-    return make_renderer(
-        files,
-        source,
-        format=format,
-        special_in_text=special_in_text,
-        template_kwargs=template_kwargs,
-        now=now,
-        fixed_arguments=fixed_arguments,
-        tool_source=tool_source,
-        processor=load_processor(files.path),
-    )
+    tokens = Tokens(files.tokenizer)
+    variables = {**files.special, **(template_kwargs or {})}
+    facts = TemplateFacts(ChatTemplate(source, tool_source=tool_source, variables=variables, now=now), tokens)
+    if format != "auto":
+        choice = configured_format(format, facts, tokens)
+    elif files.saved_format is not None:
+        choice = stored_format(files.saved_format, str(files.path / FORMAT_FILE), facts, tokens)
+    else:
+        choice = detect(facts, tokens)
+    try:
+        return TemplateRenderer(
+            facts,
+            tokens,
+            choice,
+            eos_ids=files.eos_ids,
+            special_in_text=special_in_text,
+            fixed_arguments=fixed_arguments,
+            placer=MediaPlacer(processor or load_processor(files.path), tokens),
+        )
+    except RenderError as error:
+        named = files.special.get("eos_token")
+        lacks = "" if named is None else f" (its eos_token, {named!r}, is no token of its tokenizer)"
+        raise RenderError(f"model {str(files.path)!r}: {error}{lacks}") from error
 
 
 def _template_text(chat_template: str | Path, files: ModelFiles) -> str:
@@ -542,49 +543,6 @@ def _template_text(chat_template: str | Path, files: ModelFiles) -> str:
             f"{files.path} has no token {' and '.join(missing)}: name a jinja file with this model's own headers"
         )
     return (TEMPLATES / f"{chat_template}.jinja").read_bytes().decode("utf-8")
-
-
-def make_renderer(
-    files: ModelFiles,
-    source: str,
-    *,
-    format: str = "auto",  # noqa: A002 - the name of the config key
-    special_in_text: SpecialInText = "escape",
-    template_kwargs: Mapping[str, Any] | None = None,
-    now: datetime | None = None,
-    fixed_arguments: bool = False,
-    tool_source: str | None = None,
-    processor: MediaProcessor | None = None,
-) -> TemplateRenderer:
-    """Return the renderer of a template text.
-
-    ``processor`` places images; other arguments and errors as :func:`load_renderer`.
-    """
-    tokens = Tokens(files.tokenizer)
-    template = ChatTemplate(
-        source, tool_source=tool_source, variables={**files.special, **(template_kwargs or {})}, now=now
-    )
-    facts = TemplateFacts(template, tokens)
-    if format != "auto":
-        choice = configured_format(format, facts, tokens)
-    elif files.saved_format is not None:
-        choice = stored_format(files.saved_format, str(files.path / FORMAT_FILE), facts, tokens)
-    else:
-        choice = detect(facts, tokens)
-    try:
-        return TemplateRenderer(
-            facts,
-            tokens,
-            choice,
-            eos_ids=files.eos_ids,
-            special_in_text=special_in_text,
-            fixed_arguments=fixed_arguments,
-            placer=MediaPlacer(processor, tokens),
-        )
-    except RenderError as error:
-        named = files.special.get("eos_token")
-        lacks = "" if named is None else f" (its eos_token, {named!r}, is no token of its tokenizer)"
-        raise RenderError(f"model {str(files.path)!r}: {error}{lacks}") from error
 
 
 def save_format(renderer: Renderer, model_dir: str | os.PathLike[str]) -> Path:

@@ -14,10 +14,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from turnwise.errors import PromptTooLong, RenderError
 
@@ -38,22 +37,6 @@ _NFC_SHRINKS = 3
 """NFC replaces at most this many bytes by one (U+212A, the Kelvin sign, by K)."""
 
 
-class Tokenizer(Protocol):
-    """The used part of ``tokenizers.Tokenizer``."""
-
-    def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
-        """Return an encoding with ``ids``."""
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of ids."""
-
-    def get_added_tokens_decoder(self) -> dict[int, Any]:
-        """Return the added tokens by id."""
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return the id of each token, added ones included."""
-
-
 def alternatives(strings: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern of any of the strings, longer ones first; None for none."""
     ordered = sorted(strings, key=len, reverse=True)
@@ -71,7 +54,7 @@ def _first_characters(strings: Iterable[str]) -> re.Pattern[str] | None:
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     """Return the function that encodes one text, without special tokens. It raises RenderError for a panic."""
-    if isinstance(tokenizer, tokenizers.Tokenizer) and os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in _OFF:
+    if isinstance(tokenizer, Tokenizer) and os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in _OFF:
         # A fifth faster, as it computes no offsets, and other threads run meanwhile. Only batches have it, and with
         # parallelism on they go through a pool of threads, which forbids this process to fork.
         batch = tokenizer.encode_batch_fast
@@ -106,7 +89,7 @@ def _longest(tokenizer: Tokenizer) -> int:
     Known for byte-level BPE, where no byte is dropped: neither by a normalizer other than NFC, nor by splitting, nor as
     blanks around an added token.
     """
-    if not isinstance(tokenizer, tokenizers.Tokenizer) or tokenizer.truncation is not None:
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.truncation is not None:
         return 0
     added = tokenizer.get_added_tokens_decoder().values()
     shrinks = 1 if tokenizer.normalizer is None else _NFC_SHRINKS if _state(tokenizer.normalizer) == _NFC else 0
@@ -130,7 +113,7 @@ def _borders(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
     They are found before anything else is done to a text, and what is between two of them is encoded by itself.
     """
-    if not isinstance(tokenizer, tokenizers.Tokenizer) or tokenizer.truncation is not None:
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.truncation is not None:
         return None
     added = tokenizer.get_added_tokens_decoder().values()
     # Matches of a token that looks at its neighbours may differ behind a cut.

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from support.chat.model_dirs import model_dir
 from turnwise.chat.model_dir import read_model_dir
-from turnwise.chat.renderer import TemplateRenderer, make_renderer
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.errors import RenderError
 from turnwise.images import image_size
 from turnwise.model.media import MediaProcessor, PlacedMedia
@@ -63,7 +63,7 @@ def seeing(template: str | None = None) -> tuple[TemplateRenderer, GridProcessor
     source = TEMPLATE.read_text().replace("IMAGE_MARKER", MARKER) if template is None else template
     from dataclasses import replace
 
-    return make_renderer(replace(files, tokenizer=tokenizer), source, processor=processor), processor
+    return load_renderer(replace(files, tokenizer=tokenizer), chat_template=source, processor=processor), processor
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pytest
 
 from support.chat.model_dirs import FAMILIES, MAIN, Family, model_dir, renderer_for, write_model_dir
 from turnwise.chat.model_dir import read_model_dir
-from turnwise.chat.renderer import TemplateRenderer, load_renderer, make_renderer
+from turnwise.chat.renderer import TemplateRenderer, load_renderer
 from turnwise.chat.tokens import Tokens
 from turnwise.model.canonical import canonical_messages
 from turnwise.types import Message, ToolCall, ToolSchema, as_ids
@@ -330,9 +330,7 @@ def test_encoding_a_turn_costs_its_new_tokens_only(family: str) -> None:
     files = read_model_dir(model_dir(family))
     counter = CountingTokenizer(files.tokenizer)
     assert files.template is not None
-    renderer = make_renderer(
-        type(files)(files.path, counter, files.template, None, files.special, files.eos_ids, None), files.template
-    )
+    renderer = load_renderer(type(files)(files.path, counter, files.template, None, files.special, files.eos_ids, None))
     last = says("", FIRST)
     completion = renderer.completion(last, TOOLS)
     history: list[Message] = [SYSTEM, USER]
