@@ -35,7 +35,7 @@ from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, 
 from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import canonical_messages, clean
 from turnwise.model.core import Renderer
-from turnwise.recorder.prompts import Prompts, in_thread, is_heavy, release_memory
+from turnwise.recorder.prompts import in_thread, is_heavy, release_memory, render_prompt
 from turnwise.types import StopReason
 
 _log = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ class GatewayApp(SessionApp):
             messages = await in_thread(canonical_messages, request.messages)
         else:
             messages = canonical_messages(request.messages)
-        prompt = await Prompts(threaded=True).render(renderer, messages, request.tools)
+        prompt = await render_prompt(renderer, messages, request.tools)
         assert prompt.token_ids is not None
         await exchange.answer(200, {"input_tokens": len(prompt.token_ids)})
 

@@ -154,34 +154,21 @@ def token_budget(
     Raises:
         BudgetExceeded: No tokens or turns are left.
     """
+
+    def exceeded(reason: StopReason, why: str, used: int, limit: int) -> BudgetExceeded:
+        return BudgetExceeded(reason, f"session {session_id}: {why}", used=used, limit=limit)
+
     if limits.max_turns is not None and requests >= limits.max_turns:
-        raise BudgetExceeded(
-            StopReason.MAX_TURNS,
-            f"session {session_id}: all {limits.max_turns} turns are used",
-            used=requests,
-            limit=limits.max_turns,
-        )
-    room = limits.context_length - prompt
-    if room <= 0:
-        raise BudgetExceeded(
-            StopReason.CONTEXT_OVERFLOW,
-            f"session {session_id}: the prompt has {prompt} tokens{_images_hint(images)}, the context "
-            f"{limits.context_length}",
-            used=prompt,
-            limit=limits.context_length,
-        )
-    allowed = [room]
-    if limits.max_total_tokens is not None:
-        remaining = limits.max_total_tokens - committed
-        if remaining <= 0:
-            raise BudgetExceeded(
-                StopReason.MAX_TOKENS,
-                f"session {session_id}: all {limits.max_total_tokens} tokens are used",
-                used=committed,
-                limit=limits.max_total_tokens,
-            )
-        allowed.append(remaining)
-    return min(allowed + [n for n in (limits.max_tokens_per_turn, requested) if n is not None])
+        raise exceeded(StopReason.MAX_TURNS, f"all {limits.max_turns} turns are used", requests, limits.max_turns)
+    context, total = limits.context_length, limits.max_total_tokens
+    if prompt >= context:
+        hint = f" ({sum(images)} of them of {len(images)} images: send fewer or smaller ones)" if images else ""
+        why = f"the prompt has {prompt} tokens{hint}, the context {context}"
+        raise exceeded(StopReason.CONTEXT_OVERFLOW, why, prompt, context)
+    if total is not None and committed >= total:
+        raise exceeded(StopReason.MAX_TOKENS, f"all {total} tokens are used", committed, total)
+    remaining = None if total is None else total - committed
+    return min(n for n in (context - prompt, remaining, limits.max_tokens_per_turn, requested) if n is not None)
 
 
 def context_overflow(limits: SessionLimits, session_id: str, tokens: int) -> BudgetExceeded:
@@ -194,7 +181,3 @@ def context_overflow(limits: SessionLimits, session_id: str, tokens: int) -> Bud
         limit=limit,
         exact=False,
     )
-
-
-def _images_hint(images: Sequence[int]) -> str:
-    return f" ({sum(images)} of them of {len(images)} images: send fewer or smaller ones)" if images else ""

@@ -32,6 +32,7 @@ from turnwise.append_file import AppendFile, writing
 from turnwise.errors import DiskError, FormatError
 from turnwise.media_files import MediaFiles, MediaSpan, media_spans
 from turnwise.model.core import LLMClient, ModelInfo, closing
+from turnwise.recorder.tree import common_length
 from turnwise.types import Completion, Logprobs, Media, SamplingParams, TokenDelta, TokenIds, TokenPrompt, VersionSpan
 
 SCHEMA_VERSION = 1
@@ -148,7 +149,9 @@ class LedgerWriter:
         """Append a successful call, its images before it. Raises DiskError."""
         previous, _, seen = self._last.pop(session, (b"", 0, ()))
         prompt_bytes = _id_bytes(prompt)
-        shared = len(previous) // _ID_BYTES if prompt_bytes.startswith(previous) else _shared_prefix(previous, prompt)
+        shared = len(previous) // _ID_BYTES
+        if not prompt_bytes.startswith(previous):
+            shared = common_length(np.frombuffer(previous, np.int32), prompt)
         media_places = tuple(media_spans(media))
         shared_images = _common_media(seen, media_places, shared)
         shared = min(
@@ -230,13 +233,6 @@ def _common_media(seen: Sequence[MediaSpan], media_places: Sequence[MediaSpan], 
             break
         count += 1
     return count
-
-
-def _shared_prefix(previous: bytes, prompt: TokenIds) -> int:
-    previous_ids = np.frombuffer(previous, np.int32)
-    length = min(len(previous_ids), len(prompt))
-    differ = np.flatnonzero(previous_ids[:length] != prompt[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def join_deltas(pieces: list[TokenDelta]) -> Completion:

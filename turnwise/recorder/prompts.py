@@ -91,70 +91,39 @@ def count_characters(messages: Iterable[Canonical]) -> int:
     )
 
 
-class Prompts:
-    """Renders prompts.
+async def render_prompt(
+    renderer: Renderer,
+    messages: Sequence[Canonical],
+    tools: Sequence[ToolSchema],
+    room: int | None = None,
+    *,
+    threaded: bool = True,
+) -> Encoded:
+    """Render a whole prompt, which may have ``room`` ids; arguments and errors as :func:`encode`."""
+    size = count_characters(messages) + sum(len(tool.description) for tool in tools)
+    return await encode(renderer, size, room, lambda target: target.render(messages, tools), threaded=threaded)
+
+
+async def encode(
+    renderer: Renderer, size: int, room: int | None, work: Callable[[Renderer], TokenIds | None], *, threaded: bool
+) -> Encoded:
+    """Render a text.
 
     Args:
-        threaded: Whether long prompts are rendered in a thread. Without, coroutines here never suspend: see
+        renderer: Its renderer.
+        size: Its characters.
+        room: Ids that it may have; None for any number.
+        work: Renders it with the renderer that it is given.
+        threaded: Whether a long text is rendered in a thread. Without, this never suspends: see
             :func:`run_unsuspended`.
+
+    Raises:
+        RenderError: The template or the tokenizer cannot render it.
+        PromptTooLong: A long text certainly has more ids than ``room``.
     """
-
-    __slots__ = ("threaded",)
-
-    def __init__(self, *, threaded: bool) -> None:
-        self.threaded = threaded
-
-    async def render(
-        self, renderer: Renderer, messages: Sequence[Canonical], tools: Sequence[ToolSchema], room: int | None = None
-    ) -> Encoded:
-        """Render a whole prompt.
-
-        Args:
-            renderer: Its renderer.
-            messages: All messages.
-            tools: Tools of the prompt.
-            room: Ids that it may have.
-
-        Raises:
-            RenderError: The template or the tokenizer cannot render it.
-            PromptTooLong: A long prompt certainly has more ids than ``room``.
-        """
-        size = count_characters(messages) + sum(len(tool.description) for tool in tools)
-        return await self._run(renderer, size, room, lambda target: target.render(messages, tools))
-
-    async def render_extension(
-        self,
-        renderer: Renderer,
-        context: tuple[TokenIds, TokenIds],
-        completion: Canonical,
-        new: Sequence[Canonical],
-        tools: Sequence[ToolSchema],
-        room: int,
-    ) -> Encoded:
-        """Render what follows a completion.
-
-        Args:
-            renderer: Its renderer.
-            context: The ids right before the completion, and the completion.
-            completion: The completion's message.
-            new: The messages to append.
-            tools: Tools of the prompt.
-            room: Ids that they may have.
-
-        Raises:
-            RenderError: The tokenizer cannot encode it.
-            PromptTooLong: Long messages certainly have more ids than ``room``.
-        """
-        return await self._run(
-            renderer, count_characters(new), room, lambda target: target.extend(*context, completion, new, tools)
-        )
-
-    async def _run(
-        self, renderer: Renderer, size: int, room: int | None, work: Callable[[Renderer], TokenIds | None]
-    ) -> Encoded:
-        if not self.threaded or size <= LONG:
-            return _encode(renderer, work)
-        return await in_thread(_encode_bounded, renderer, room, work)
+    if not threaded or size <= LONG:
+        return _encode(renderer, work)
+    return await in_thread(_encode_bounded, renderer, room, work)
 
 
 def _encode(renderer: Renderer, work: Callable[[Renderer], TokenIds | None]) -> Encoded:

@@ -32,7 +32,16 @@ from turnwise.recorder.fork import Prefix, RequestGate, answers_messages, exclud
 from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey, ToolsKey
-from turnwise.recorder.prompts import Encoded, Prompts, drops_reasoning, in_thread, is_heavy, run_unsuspended
+from turnwise.recorder.prompts import (
+    Encoded,
+    count_characters,
+    drops_reasoning,
+    encode,
+    in_thread,
+    is_heavy,
+    render_prompt,
+    run_unsuspended,
+)
 from turnwise.recorder.requests import PendingRequest, RecordedTurn
 from turnwise.recorder.tree import (
     Match,
@@ -47,13 +56,11 @@ from turnwise.recorder.tree import (
     segment_of,
     with_call_ids,
 )
-from turnwise.recorder.turn_record import TurnRecord, context_media, find_context, record_of
+from turnwise.recorder.turn_record import TurnRecord, context_media, find_context
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, Media, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
 
-_AT_ONCE = Prompts(threaded=False)
-_THREADED = Prompts(threaded=True)
 __all__ = ["PromptPlacement", "Session", "SessionLimits"]
 
 
@@ -77,6 +84,9 @@ class Session:
         journal: Called with the record of each turn right after its commit, before the turn is returned; its
             error fails the request, and the turn stays committed.
         gate: What each request waits at before it samples.
+        issued: The calls that its turns issued, by call id.
+        last: The assistant message committed last, as returned; None for a restored one.
+        failure: Error of the last request if the server or client failed; None after a success.
         sampled_turns: Ids of the turns that this object sampled, in commit order; not those of its forks, nor those
             before it was forked.
     """
@@ -111,17 +121,16 @@ class Session:
         self._seed = seed
         self._one_temperature = one_temperature
         self._tree = Tree()
-        self._echoes = MessageMatcher(strict=echo == "strict")
-        self._last: Message | None = None
-        self._failure: TurnwiseError | None = None
+        self.issued = MessageMatcher(strict=echo == "strict")
+        self.last: Message | None = None
+        self.failure: TurnwiseError | None = None
         self._returned: dict[str, Message] = {}
         self._forks: list[Session] = []
         self._prefix: Prefix | None = None
         self._requests = self._spent = 0
-        self._history, self._request_tools = History(self._echoes.recognise), RequestTools()
-        self._inherited_turns: tuple[str, ...] | None = (
-            None  # turns before this session was forked; None until any fork
-        )
+        self._history, self._request_tools = History(self.issued.recognise), RequestTools()
+        # Turns before this session was forked; None until any fork.
+        self._inherited_turns: tuple[str, ...] | None = None
         self._prompt_tokens = self._encoded_tokens = self._escaped = 0
         self._counts: dict[str, float] = {}
 
@@ -129,25 +138,6 @@ class Session:
     def turns(self) -> int:
         """Number of committed completions."""
         return self._tree.turns
-
-    @property
-    def last(self) -> Message | None:
-        """The assistant message committed last, as returned; None for a restored one."""
-        return self._last
-
-    @property
-    def issued(self) -> MessageMatcher:
-        """The calls that its turns issued, by call id."""
-        return self._echoes
-
-    @property
-    def failure(self) -> TurnwiseError | None:
-        """Error of the last request if the server or client failed; None after a success."""
-        return self._failure
-
-    @failure.setter
-    def failure(self, error: TurnwiseError | None) -> None:
-        self._failure = error
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -170,7 +160,7 @@ class Session:
 
     def turn_of_call(self, call_id: str) -> str | None:
         """Return the id of the turn that issued a call id, or None."""
-        return self._echoes.turn_of(call_id)
+        return self.issued.turn_of(call_id)
 
     def context_left(self, turn_id: str) -> int | None:
         """Return the tokens of context left after a turn, or None for an unknown turn."""
@@ -182,9 +172,9 @@ class Session:
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
         """Return the prompt tokens of such a request, without sending or recording it; errors as :meth:`chat`."""
         escaped = self._escaped
-        reduced, (offered, key) = run_unsuspended(self._reduce(_AT_ONCE, messages, tuple(tools or ())))
+        reduced, (offered, key) = run_unsuspended(self._reduce(False, messages, tuple(tools or ())))
         root = key, self.renderer.arguments
-        match = run_unsuspended(self._match(_AT_ONCE, reduced, offered, root, self.renderer))
+        match = run_unsuspended(self._match(False, reduced, offered, root, self.renderer))
         self._escaped = escaped
         prefix_tokens = 0 if match.parent is None else sum(node.tokens for node in match.parent.path())
         return prefix_tokens + len(match.token_ids)
@@ -233,12 +223,12 @@ class Session:
         """Like :meth:`chat`, but return placement and completion with the message."""
         if (replayed := await self._replay_or_admit(messages, tools, template_args)) is not None:
             return replayed
-        request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
+        request = await self._prepare(True, messages, tools, params, fork, template_args)
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
             return RecordedTurn(request.placement(), completion, self._commit(request, completion))
         except (InferenceError, SessionError) as error:
-            self._failure = error
+            self.failure = error
             raise
 
     async def stream(
@@ -260,7 +250,7 @@ class Session:
             for part in replayed.pieces():
                 yield part
             return
-        request = await self._prepare(_THREADED, messages, tools, params, fork, template_args)
+        request = await self._prepare(True, messages, tools, params, fork, template_args)
         yield request.placement()
         pieces: list[TokenDelta] = []
         message: Message | None = None
@@ -274,7 +264,7 @@ class Session:
             if message is None:
                 raise InferenceError(f"session {self.id}: a stream ended without a finish reason; nothing was recorded")
         except (InferenceError, SessionError) as error:
-            self._failure = error
+            self.failure = error
             raise
         yield message
 
@@ -307,8 +297,8 @@ class Session:
         if shared is not None:
             match = replace(match, key=shared.key, tools=shared.tools)
         self._add(context, match, completion.token_ids, (record.message,), record.forks[1], completion, record.turn_id)
-        self._echoes.register(record.turn_id, record.message)
-        self._echoes.restore(record.rewritten, record.foreign)
+        self.issued.register(record.turn_id, record.message)
+        self.issued.restore(record.rewritten, record.foreign)
         self.counters = record.counters
         if record.times is not None:
             self.turn_times[record.turn_id] = record.times
@@ -345,13 +335,13 @@ class Session:
             raise SessionError(f"session {self.id}: cannot fork after {unknown[0]!r}: there is no such turn")
         forked = copy.copy(self)
         forked._prefix = Prefix(self.id, self._returned, [nodes[turn] for turn in turns or ()], nodes.get(resample))
-        forked._history, forked._request_tools = History(self._echoes.recognise), RequestTools()
-        forked.sampled_turns, forked._forks, forked._seed, forked._failure, forked.gate = [], [], seed, None, None
+        forked._history, forked._request_tools = History(self.issued.recognise), RequestTools()
+        forked.sampled_turns, forked._forks, forked._seed, forked.failure, forked.gate = [], [], seed, None, None
         self._inherited_turns = self._inherited_turns or ()
         forked._inherited_turns = (*self._inherited_turns, *self.sampled_turns) if turns is None else tuple(turns)
         if turns is not None:
             path = {node for turn in turns for node in nodes[turn].path()}
-            forked._last, forked._requests, forked._spent = None, len(turns), sum(node.tokens for node in path)
+            forked.last, forked._requests, forked._spent = None, len(turns), sum(node.tokens for node in path)
         forked._prompt_tokens = forked._encoded_tokens = forked._escaped = 0
         self._forks.append(forked)
         return forked
@@ -365,11 +355,11 @@ class Session:
                 await self.gate.admit(first=False)
             return None
         renderer = self.renderer.under(template_arguments(template_args)) if template_args else self.renderer
-        canonical, (_, tools_key) = await self._reduce(_THREADED, messages, tuple(tools or ()))
+        canonical, (_, tools_key) = await self._reduce(True, messages, tuple(tools or ()))
         asks = partial(answers_messages, messages=canonical, key=(tools_key, renderer.arguments))
         turn = await self._prefix.replay(asks, self.gate, f"the last message is {canonical[-1].text[:200]!r}")
         if turn is not None:
-            self._last = snapshot(turn.message)
+            self.last = snapshot(turn.message)
         return turn
 
     def close(self) -> None:
@@ -383,7 +373,7 @@ class Session:
             **self._tree.counts(),
             "prompt_tokens": sum(session._prompt_tokens for session in sessions),
             "encoded_tokens": sum(session._encoded_tokens for session in sessions),
-            "rewritten_echoes": len(self._echoes.rewritten),
+            "rewritten_echoes": len(self.issued.rewritten),
             "special_in_text": sum(session._escaped for session in sessions),
             "tokens_over_limit": 0 if budget is None else max(0, *(session._spent - budget for session in sessions)),
             **self._counts,
@@ -407,11 +397,11 @@ class Session:
         fork: str | None,
     ) -> PendingRequest:
         """Place a request in the tree without sending or recording it."""
-        return run_unsuspended(self._prepare(_AT_ONCE, messages, tools, params, fork))
+        return run_unsuspended(self._prepare(False, messages, tools, params, fork))
 
     async def _prepare(
         self,
-        prompts: Prompts,
+        threaded: bool,
         messages: Sequence[Message],
         tools: Sequence[ToolSchema] | None,
         params: SamplingParams | None,
@@ -421,8 +411,8 @@ class Session:
         renderer = self.renderer
         if template_args:
             renderer = renderer.under(template_arguments(template_args))
-        canonical, (offered, key) = await self._reduce(prompts, messages, tuple(tools or ()))
-        match = await self._match(prompts, canonical, offered, (key, renderer.arguments), renderer)
+        canonical, (offered, key) = await self._reduce(threaded, messages, tuple(tools or ()))
+        match = await self._match(threaded, canonical, offered, (key, renderer.arguments), renderer)
         prompt = TokenPrompt(self._prompt(match), path_media(match.parent, match.media))
         limited = self._limit_params(params or self.params, prompt)
         if limited.guide is not None:
@@ -431,23 +421,18 @@ class Session:
         return PendingRequest(canonical, match, prompt, limited, fork, renderer)
 
     async def _reduce(
-        self, prompts: Prompts, messages: Sequence[Message], tools: tuple[ToolSchema, ...]
+        self, threaded: bool, messages: Sequence[Message], tools: tuple[ToolSchema, ...]
     ) -> tuple[list[Canonical], tuple[tuple[ToolSchema, ...], ToolsKey]]:
         """Return a request's canonical messages, and copies of its tools with their key."""
         history, request_tools = self._history, self._request_tools
         closest = history.closest(messages)
         heavy = is_heavy(*messages[closest[1] :]) or (not request_tools.holds(tools) and is_heavy(*tools))
-        if prompts.threaded and heavy:
+        if threaded and heavy:
             return await in_thread(lambda: (history.reduce(messages, closest), request_tools.update(tools)))
         return history.reduce(messages, closest), request_tools.update(tools)
 
     async def _match(
-        self,
-        prompts: Prompts,
-        messages: list[Canonical],
-        tools: tuple[ToolSchema, ...],
-        key: RootKey,
-        renderer: Renderer,
+        self, threaded: bool, messages: list[Canonical], tools: tuple[ToolSchema, ...], key: RootKey, renderer: Renderer
     ) -> Match:
         commits = len(self._tree.nodes)
         candidates = self._tree.find_matches(messages, key)
@@ -460,37 +445,40 @@ class Session:
             if self.reasoning == "template" and drops_reasoning(renderer, turn.path(), new, tools):
                 why = why or "reasoning_dropped"
                 break
-            encoded = await self._extension(prompts, turn, new, tools, renderer)
+            encoded = await self._extension(threaded, turn, new, tools, renderer)
             if encoded.token_ids is not None:
-                self._escaped += encoded.escaped
-                token_ids = self._freeze_encoded(encoded.token_ids)
+                token_ids = self._count_encoded(encoded.token_ids, encoded.escaped)
                 return Match(turn, None, new, token_ids, None, commits, key, tools, encoded.media)
             # A branch that began where this one could not be extended may be continued instead.
             why = why or f"bridge_unproven: {encoded.why}"
         try:
-            encoded = await prompts.render(renderer, messages, tools, self.limits.context_length)
+            encoded = await render_prompt(renderer, messages, tools, self.limits.context_length, threaded=threaded)
         except PromptTooLong as error:
             raise context_overflow(self.limits, self.id, error.tokens) from None
         assert encoded.token_ids is not None
-        self._escaped += encoded.escaped
-        token_ids = self._freeze_encoded(encoded.token_ids)
+        token_ids = self._count_encoded(encoded.token_ids, encoded.escaped)
         return Match(None, None, tuple(messages), token_ids, why, commits, key, tools, encoded.media)
 
     async def _extension(
-        self, prompts: Prompts, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer
+        self, threaded: bool, turn: Node, new: Sequence[Canonical], tools: Sequence[ToolSchema], renderer: Renderer
     ) -> Encoded:
         assert turn.parent is not None
         prefix_tokens = path_tokens(turn)
-        context = turn.parent.token_ids, turn.token_ids
+        room = self.limits.context_length - prefix_tokens
+        tail, completion, message = turn.parent.token_ids, turn.token_ids, turn.messages[0]
+
+        def extend(target: Renderer) -> TokenIds | None:
+            return target.extend(tail, completion, message, new, tools)
+
         try:
-            return await prompts.render_extension(
-                renderer, context, turn.messages[0], new, tools, self.limits.context_length - prefix_tokens
-            )
+            return await encode(renderer, count_characters(new), room, extend, threaded=threaded)
         except PromptTooLong as error:
             raise context_overflow(self.limits, self.id, prefix_tokens + error.tokens) from None
 
-    def _freeze_encoded(self, token_ids: TokenIds) -> TokenIds:
+    def _count_encoded(self, token_ids: TokenIds, escaped: int) -> TokenIds:
+        """Count what was encoded; return the ids as they are kept."""
         self._encoded_tokens += len(token_ids)
+        self._escaped += escaped
         token_ids = np.array(token_ids, np.int32)
         token_ids.flags.writeable = False
         return token_ids
@@ -537,8 +525,30 @@ class Session:
     def _turn_record(self, temperature: float | None = None, extra: Mapping[str, Any] | None = None) -> TurnRecord:
         """Return the record of the turn committed last."""
         turn = self._tree.nodes[-1]
-        times = self.turn_times.get(turn.turn_id or "")
-        return record_of(turn, self._echoes.take_changes(), self.counters, temperature, extra or {}, times)
+        context, completion = turn.parent, turn.completion
+        assert context is not None
+        assert completion is not None
+        # A new context is committed right before its first turn.
+        fresh, parent = context.index == turn.index - 1, context.parent
+        root = fresh and parent is None
+        rewritten, foreign = self.issued.take_changes()
+        return TurnRecord(
+            turn_id=turn.turn_id or "",
+            parent=-1 if parent is None else parent.index,
+            context=context.index,
+            new=context.messages if fresh else None,
+            message=turn.messages[0],
+            forks=(context.fork if fresh else None, turn.fork),
+            finish_reason=completion.finish_reason,
+            temperature=temperature,
+            counters=self.counters,
+            tools=context.tools if root else (),
+            arguments=context.key[1] if root else (),
+            rewritten=rewritten,
+            foreign=foreign,
+            extra=extra or {},
+            times=self.turn_times.get(turn.turn_id or ""),
+        )
 
     def _record(self, request: PendingRequest, completion: Completion, message: Message, *, cut: bool) -> Message:
         match = request.match
@@ -546,16 +556,16 @@ class Session:
         if match.context is not None or self._tree.siblings(match.parent):
             branched = "branch" if self._prefix is not None and not self.sampled_turns else None
             reason = request.fork or branched or fork_reason(self._tree.roots, match, request.messages)
-        returned, canonical = parse_completion(message, self._tree.turns, self._echoes, cut=cut)
+        returned, canonical = parse_completion(message, self._tree.turns, self.issued, cut=cut)
         context = self._tree.context_of(match) or self._add(match.parent, match, match.token_ids, match.new, reason)
         self._add(context, match, completion.token_ids, (canonical,), reason, completion, returned["turn_id"])
-        self._echoes.register(returned["turn_id"], canonical)
+        self.issued.register(returned["turn_id"], canonical)
         # Scored is the message as it was returned: agents edit their messages in place.
-        self._last = self._returned[returned["turn_id"]] = snapshot(returned)
+        self.last = self._returned[returned["turn_id"]] = snapshot(returned)
         self.sampled_turns.append(returned["turn_id"])
         self.turn_times[returned["turn_id"]] = (round(request.began, 4), round(time.time(), 4))
         self._history.register_returned(snapshot(returned), canonical)
-        self._failure = None
+        self.failure = None
         return returned
 
     def _add(

@@ -17,7 +17,7 @@ from turnwise.recorder.fork import answers_ids
 from turnwise.recorder.matching import RootKey
 from turnwise.recorder.requests import PendingRequest, RecordedTurn
 from turnwise.recorder.session import Session
-from turnwise.recorder.tree import Match, Node
+from turnwise.recorder.tree import Match, Node, common_length
 from turnwise.trajectory import Segment
 from turnwise.types import Completion, Message, SamplingParams, TokenIds, TokenPrompt, ToolSchema, as_ids
 
@@ -94,7 +94,7 @@ class TokenSession(Session):
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
             return RecordedTurn(request.placement(), completion, self._commit_ids(request, completion, tools))
         except (InferenceError, SessionError) as error:
-            self._failure = error
+            self.failure = error
             raise
 
     def train_only(self, branches: Sequence[TrainedBranch]) -> None:
@@ -203,7 +203,7 @@ class TokenSession(Session):
         while pending:
             node, prefix = pending.pop()
             start = prefix.reach
-            end = start + _common_length(node.token_ids, token_ids[start:])
+            end = start + common_length(node.token_ids, token_ids[start:])
             if end == start and node.tokens:
                 continue
             turns = [*prefix.turns, (node, start, end)] if node.sampled else prefix.turns
@@ -283,13 +283,7 @@ def _check_ids(what: str, values: Sequence[int]) -> TokenIds:
 
 def _shared_length(node: Node, token_ids: TokenIds) -> int:
     """Return the length of the common prefix of a path and ``ids``."""
-    return _common_length(np.concatenate([ancestor.token_ids for ancestor in node.path()]), token_ids)
-
-
-def _common_length(one: TokenIds, other: TokenIds) -> int:
-    length = min(len(one), len(other))
-    differ = np.flatnonzero(one[:length] != other[:length])
-    return int(differ[0]) if len(differ) else length
+    return common_length(np.concatenate([ancestor.token_ids for ancestor in node.path()]), token_ids)
 
 
 def _spans(mask: npt.NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:

@@ -104,6 +104,13 @@ class Node:
         return nodes[::-1]
 
 
+def common_length(one: TokenIds, other: TokenIds) -> int:
+    """Return how many ids two sequences begin with alike."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    return int(differ[0]) if len(differ) else length
+
+
 def path_ids(end: Node | None, token_ids: TokenIds) -> TokenIds:
     """Return the ids of the path to ``end`` followed by ``ids``, read-only int32 of shape [tokens]."""
     pieces: list[bytes | bytearray] = [token_ids.tobytes()]

@@ -143,50 +143,6 @@ class TurnRecord:
             raise FormatError(f"the record of turn {record.get('turn')!r} is malformed: {error!r}") from error
 
 
-def record_of(
-    turn: Node,
-    changes: tuple[list[str], list[str]],
-    counters: Mapping[str, Any],
-    temperature: float | None,
-    extra: Mapping[str, Any],
-    times: tuple[float, float] | None,
-) -> TurnRecord:
-    """Return the record of the turn committed last.
-
-    Args:
-        turn: Its node.
-        changes: Turns found rewritten, and call ids that the agent made up, since the turn before.
-        counters: The session's, after the turn.
-        temperature: Of the request; None where it is unknown.
-        extra: Values that the kind of session adds.
-        times: When its request was sent and its completion arrived, in seconds since 1970.
-    """
-    context = turn.parent
-    assert context is not None
-    assert turn.completion is not None
-    # A new context is committed right before its first turn.
-    fresh, parent = context.index == turn.index - 1, context.parent
-    root = fresh and parent is None
-    rewritten, foreign = changes
-    return TurnRecord(
-        turn_id=turn.turn_id or "",
-        parent=-1 if parent is None else parent.index,
-        context=context.index,
-        new=context.messages if fresh else None,
-        message=turn.messages[0],
-        forks=(context.fork if fresh else None, turn.fork),
-        finish_reason=turn.completion.finish_reason,
-        temperature=temperature,
-        counters=counters,
-        tools=context.tools if root else (),
-        arguments=context.key[1] if root else (),
-        rewritten=rewritten,
-        foreign=foreign,
-        extra=extra,
-        times=times,
-    )
-
-
 def find_context(
     record: TurnRecord, tree: Tree, prompt: TokenIds, completion: Completion, session_id: str
 ) -> tuple[Node | None, Node | None, int]:

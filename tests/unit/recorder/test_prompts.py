@@ -20,7 +20,7 @@ from turnwise.chat.tokens import Tokens
 from turnwise.errors import BudgetExceeded, PromptTooLong, RenderError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.canonical import canonical_messages
-from turnwise.recorder.prompts import LONG, Prompts, is_heavy, run_unsuspended
+from turnwise.recorder.prompts import LONG, is_heavy, render_prompt, run_unsuspended
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.types import Message, StopReason, ToolCall, ToolSchema
 
@@ -96,9 +96,9 @@ async def test_a_copied_renderer_gives_the_same_ids_and_counts(family: str) -> N
     renderer = renderer_for(family)
     messages = canonical_messages([user(LONG_TEXT)])
     escaped_before = renderer.escaped
-    inline = run_unsuspended(Prompts(threaded=False).render(renderer, messages, []))
+    inline = run_unsuspended(render_prompt(renderer, messages, [], threaded=False))
     escaped = renderer.escaped - escaped_before
-    threaded = await Prompts(threaded=True).render(renderer, messages, [])
+    threaded = await render_prompt(renderer, messages, [])
     assert inline.token_ids is not None
     assert threaded.token_ids is not None
     assert threaded.token_ids.tolist() == inline.token_ids.tolist()

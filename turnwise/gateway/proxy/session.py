@@ -261,7 +261,7 @@ class TextSession(Session):
         call_ids = [call.id for call in calls]
         # Call ids prove which turn a message is only as long as they are unique.
         self._repeated_ids.update(
-            call_id for call_id in call_ids if call_id in self._echoes or call_ids.count(call_id) > 1
+            call_id for call_id in call_ids if call_id in self.issued or call_ids.count(call_id) > 1
         )
         completion = Completion(NO_IDS, _NO_LOGPROBS, "length" if cut else "stop", ())
         returned = self._record(placed, completion, message, cut=cut)
@@ -314,7 +314,7 @@ class TextSession(Session):
 
     def fail(self, failure: TurnwiseError) -> None:
         """Set the endpoint's failure, until it answers again."""
-        self._failure = failure
+        self.failure = failure
 
     def metrics(self) -> dict[str, float]:
         """Return counters: turns, branches, forks, rewritten echoes, reported tokens (prompt, completion, cached)."""
@@ -353,7 +353,7 @@ class TextSession(Session):
     def _recognise(self, ids: Sequence[str], message: Canonical) -> Canonical | None:
         if self._repeated_ids.intersection(ids):
             return None
-        return self._echoes.recognise(ids, message)
+        return self.issued.recognise(ids, message)
 
     def _limit_params(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
         size = len(prompt.token_ids)

@@ -165,7 +165,7 @@ class RemoteSession(Session):
         return answer
 
     def _note(self, message: Message) -> None:
-        self._last = message
+        self.last = message
         self._calls |= {call.id: message["turn_id"] for call in message.get("tool_calls") or ()}
 
     async def open(self) -> str:
@@ -193,7 +193,7 @@ class RemoteEndpoint(SessionEndpoint):
                 error = read_error(failure)
                 self.entry.note_outcome(error)
                 if not self.entry.budget_error and not self.entry.request_error:
-                    session._failure = error
+                    session.failure = error
 
     async def wait_exhausted(self) -> None:
         """Wait until a request is refused because all turns or tokens are used."""
