@@ -92,8 +92,7 @@ def gateway(
         "name": name,
     }
     loaded = load_config(GatewayConfig, config, [*as_overrides(options), *keys])
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=loaded.log_level.upper(), stream=sys.stderr, format=form)
+    _log_to_terminal(loaded.log_level)
     from turnwise.gateway.server import GatewaySpec, run_gateway
 
     if run_gateway(GatewaySpec(config=loaded)) == signal.SIGINT:

@@ -292,7 +292,7 @@ def submit(
 
     from turnwise.config import load_config
     from turnwise.errors import ConfigError
-    from turnwise.placement.ray_jobs import JobSpec, RayJob
+    from turnwise.placement.ray_jobs import RayJob
     from turnwise.trainer.config.train import TrainConfig
 
     arguments = ["placement=ray", "ray.address=auto", *(overrides or ())]
@@ -309,7 +309,7 @@ def submit(
     # Relative paths of keys would be taken from the copy on the node.
     runs = [] if any(key.startswith("runs=") for key in keys) else [f"runs={checked.runs.absolute()}"]
     command = [python, "-m", "turnwise", "train", *relative, *keys, *runs]
-    job = RayJob.submit(JobSpec(address, command, home, checked.ray.runtime_env))
+    job = RayJob(address, command, home, checked.ray.runtime_env)
     typer.echo(f"job {job.id}; its run directory is {checked.runs.absolute() / checked.name}")
     typer.echo(f"ray job logs --address {address} --follow {job.id}")
     if wait:

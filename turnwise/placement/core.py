@@ -105,21 +105,8 @@ class PlacedProcess(ABC):
 
 RANK_TOKEN = "TURNWISE_RANK_TOKEN"
 """Environment variable with what a rank sends first on its connection."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankAddress:
-    """What a rank process on a node gets.
-
-    Attributes:
-        link: Where this process waits for its connection, as HOST:PORT.
-        lifeline: Descriptor whose end of file ends it.
-        host: Address of its node.
-    """
-
-    link: str
-    lifeline: int
-    host: str | None
+RankCommand: TypeAlias = Callable[[str, Inherited], Sequence[str]]
+"""Returns the command line of a rank, given where this process waits for its connection (HOST:PORT)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +134,7 @@ class RankHosts(ABC):
     host: str
 
     @abstractmethod
-    def launch(
-        self, rank: int, command: Callable[[RankAddress], Sequence[str]], threads: int, timeout: float
-    ) -> StartedRank:
+    def launch(self, rank: int, command: RankCommand, threads: int, timeout: float) -> StartedRank:
         """Start a rank, which has ``timeout`` seconds to start and to connect.
 
         Raises:

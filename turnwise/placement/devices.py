@@ -5,10 +5,7 @@ What torch itself does on a device is in ``engine/accelerator.py``; nowhere else
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-
-from turnwise.errors import RegistryError
 
 AUTO = "auto"
 """Leaves the choice: the accelerator if there is one, else the CPU."""
@@ -43,17 +40,7 @@ KINDS: dict[str, DeviceKind] = {
         DeviceKind("mps", "gloo"),
     )
 }
-"""Known kinds by name. Others are added by :func:`register_device`, in an extension (``turnwise.plugins``)."""
-
-
-def register_device(kind: DeviceKind) -> DeviceKind:
-    """Add a kind of device. Raises RegistryError if the name is taken by another one, or is none."""
-    if not re.fullmatch(r"[a-z]+", kind.name) or kind.name == AUTO:
-        raise RegistryError(f"a device is named {kind.name!r}: use the name that torch gives it, of letters")
-    registered = KINDS.setdefault(kind.name, kind)
-    if registered != kind:
-        raise RegistryError(f"the device {kind.name!r} is registered already, as {registered}: choose another name")
-    return kind
+"""Known kinds by name."""
 
 
 def check_device(name: str) -> str:

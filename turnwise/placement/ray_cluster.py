@@ -69,7 +69,6 @@ def lay_out(config: RayConfig, needs: Needs) -> Layout:
     Raises:
         ConfigError: ``colocated`` without as many ranks as replicas.
     """
-    replica, rank, worker = config.replica.bundle(), config.rank.bundle(), config.workers.bundle()
     users: list[list[Kind]] = []
     if config.layout == "colocated":
         if needs.ranks != needs.replicas:
@@ -82,8 +81,12 @@ def lay_out(config: RayConfig, needs: Needs) -> Layout:
         users.extend(["rank"] for _ in range(needs.ranks))
         users.extend(["replica"] for _ in range(needs.replicas))
     users.extend(["worker"] for _ in range(needs.workers))
-    of: dict[Kind, Bundle] = {"replica": replica, "rank": rank, "worker": worker}
+    of = _bundles(config)
     return Layout([total([of[kind] for kind in kinds]) for kinds in users], users)
+
+
+def _bundles(config: RayConfig) -> dict[Kind, Bundle]:
+    return {"replica": config.replica.bundle(), "rank": config.rank.bundle(), "worker": config.workers.bundle()}
 
 
 def total(bundles: Sequence[Bundle]) -> Bundle:
@@ -142,12 +145,7 @@ class RayCluster:
         self._group = group
         self._owns = owns
         self._free: defaultdict[Kind, list[Slot]] = defaultdict(list)
-        of: dict[Kind, Bundle] = {
-            "replica": config.replica.bundle(),
-            "rank": config.rank.bundle(),
-            "worker": config.workers.bundle(),
-        }
-        self._of = of
+        self._of = of = _bundles(config)
         for bundle, kinds in enumerate(layout.users):
             for kind in kinds:
                 self._free[kind].append(Slot(kind, of[kind], group, bundle))
@@ -169,9 +167,9 @@ class RayCluster:
         """
         layout = lay_out(config, needs)
         owns = _connect(config)
-        try:
-            import ray
+        import ray
 
+        try:
             nodes = [node for node in ray.nodes() if node["Alive"]]
             check_room(layout, [node["Resources"] for node in nodes])
             await _check_nodes(nodes, paths)
@@ -179,7 +177,7 @@ class RayCluster:
             group = await _reserve(layout, say)
         except BaseException:  # raised again: only the connection is closed
             if owns:
-                _disconnect()
+                ray.shutdown()
             raise
         return cls(config, group, layout, owns=owns)
 
@@ -219,12 +217,13 @@ class RayCluster:
         group, self._group = self._group, None
         if group is None:
             return
+        import ray
         from ray.util.placement_group import remove_placement_group
 
         with contextlib.suppress(Exception):
             remove_placement_group(group)
         if self._owns:
-            _disconnect()
+            ray.shutdown()
 
 
 def check_ray() -> None:
@@ -282,12 +281,6 @@ def _check_answers(address: str) -> None:
             f"ray.address is {address}, where no cluster answers ({error}): name HOST:PORT of a running one, as ray "
             "start --head prints it, or remove it to start one here"
         ) from error
-
-
-def _disconnect() -> None:
-    import ray
-
-    ray.shutdown()
 
 
 def _cpus(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:

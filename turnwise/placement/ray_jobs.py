@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,6 @@ _AGENT_S = 180.0
 """How long a cluster that has just started may take until one of its nodes takes jobs."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobSpec:
-    """A job.
-
-    Attributes:
-        address: URL of the cluster's dashboard, which takes jobs.
-        command: What runs on a node, in a copy of ``folder``.
-        folder: The folder that is copied to the nodes.
-        runtime_env: Further parts of Ray's runtime environment.
-        name: Id of the job; None lets Ray choose one.
-    """
-
-    address: str
-    command: Sequence[str]
-    folder: Path
-    runtime_env: dict[str, Any] = field(default_factory=dict)
-    name: str | None = None
-
-
 class RayJob:
     """A submitted job.
 
@@ -45,13 +25,14 @@ class RayJob:
         id: Its id on the cluster.
     """
 
-    def __init__(self, client: Any, job_id: str) -> None:
-        self.id = job_id
-        self._client = client
-
-    @classmethod
-    def submit(cls, spec: JobSpec) -> RayJob:
+    def __init__(self, address: str, command: Sequence[str], folder: Path, runtime_env: Mapping[str, Any]) -> None:
         """Submit a job.
+
+        Args:
+            address: URL of the cluster's dashboard, which takes jobs.
+            command: What runs on a node, in a copy of ``folder``.
+            folder: The folder that is copied to the nodes.
+            runtime_env: Further parts of Ray's runtime environment.
 
         Raises:
             MissingExtraError: Ray is not installed, or without its job client.
@@ -62,14 +43,24 @@ class RayJob:
         except ImportError as error:
             raise MissingExtraError("ray", "ray", "turnwise submit") from error
         try:
-            client = JobSubmissionClient(spec.address)
-            job_id = _submit(client, spec)
+            self._client = JobSubmissionClient(address)
+            self.id = self._submit(shlex.join(command), {**runtime_env, "working_dir": str(folder)})
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"--address {spec.address} took no job: {error}; give the URL of the cluster's dashboard, as ray start "
+                f"--address {address} took no job: {error}; give the URL of the cluster's dashboard, as ray start "
                 "--head prints it (http://HOST:8265)"
             ) from error
-        return cls(client, job_id)
+
+    def _submit(self, entrypoint: str, runtime_env: dict[str, Any]) -> str:
+        """Return the id of the submitted job, waiting for the first agent of a cluster that has just started."""
+        until = time.monotonic() + _AGENT_S
+        while True:
+            try:
+                return str(self._client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env))
+            except RuntimeError as error:
+                if _NO_AGENT not in str(error) or time.monotonic() > until:
+                    raise
+                time.sleep(_POLL)
 
     async def follow(self, write: Callable[[str], object]) -> None:
         """Pass on the job's output until it ends.
@@ -90,21 +81,3 @@ class RayJob:
         if str(status) != "SUCCEEDED":
             info = await asyncio.to_thread(self._client.get_job_info, self.id)
             raise PlacementError(f"job {self.id} {str(status).lower()}: {info.message}")
-
-
-def _submit(client: Any, spec: JobSpec) -> str:
-    """Return the id of a submitted job, waiting for the first agent of a cluster that has just started."""
-    until = time.monotonic() + _AGENT_S
-    while True:
-        try:
-            return str(
-                client.submit_job(
-                    entrypoint=shlex.join(spec.command),
-                    submission_id=spec.name,
-                    runtime_env={**spec.runtime_env, "working_dir": str(spec.folder)},
-                )
-            )
-        except RuntimeError as error:
-            if _NO_AGENT not in str(error) or time.monotonic() > until:
-                raise
-            time.sleep(_POLL)

@@ -7,7 +7,6 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util import get_node_ip_address
 
 from turnwise.errors import PlacementError
-from turnwise.placement.core import RANK_TOKEN, Inherited, Program, RankAddress, RankHosts, StartedRank
+from turnwise.placement.core import RANK_TOKEN, Program, RankCommand, RankHosts, StartedRank
 from turnwise.placement.ray_cluster import RayCluster, Slot
 from turnwise.placement.ray_hosts import ProcessHost, kill
 
@@ -41,9 +40,7 @@ class RayRanks(RankHosts):
         self._cluster = cluster
         self._logs = logs
 
-    def launch(
-        self, rank: int, command: Callable[[RankAddress], Sequence[str]], threads: int, timeout: float
-    ) -> StartedRank:
+    def launch(self, rank: int, command: RankCommand, threads: int, timeout: float) -> StartedRank:
         """Start a rank, which has ``timeout`` seconds to start and to connect.
 
         Raises:
@@ -55,10 +52,7 @@ class RayRanks(RankHosts):
         server = socket.create_server((self.host, 0))
         link = f"{self.host}:{server.getsockname()[1]}"
         variables = {"OMP_NUM_THREADS": str(threads), RANK_TOKEN: token}
-
-        def line(inherited: Inherited) -> Sequence[str]:
-            return command(RankAddress(link, inherited.lifeline, inherited.host))
-
+        line = partial(command, link)
         program = Program(f"rank {rank}", "rank", line, lambda parent: {**parent, **variables}, log)
         slot = self._cluster.claim("rank")
         actor = self._cluster.actor(ProcessHost, slot, program.what)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from turnwise.engine import accelerator
-from turnwise.errors import RegistryError
 from turnwise.inference.config import InferenceConfig
-from turnwise.placement.devices import CPU, KINDS, DeviceKind, check_device, number_of, register_device
+from turnwise.placement.devices import CPU, KINDS, number_of
 
 PACKAGE = Path(__file__).parents[3] / "turnwise"
 # Scripts that run in another engine's environment, control groups of sandboxes, and the two modules of devices.
@@ -54,17 +53,6 @@ def test_configured_device_names_are_validated() -> None:
         with pytest.raises(ValueError, match="auto, cpu, cuda, xpu, npu, mps, or one of them with a number"):
             InferenceConfig(device=name)
     assert [number_of(name) for name in ("cuda:3", "cuda", "auto")] == [3, None, None]
-
-
-def test_other_kinds_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.placement.devices.KINDS", dict(KINDS))
-    kind = register_device(DeviceKind("hpu", "hccl"))
-    assert register_device(kind) is kind
-    assert check_device("hpu:1") == "hpu:1"
-    with pytest.raises(RegistryError, match="'hpu' is registered already"):
-        register_device(DeviceKind("hpu", "gloo"))
-    with pytest.raises(RegistryError, match="use the name that torch gives it"):
-        register_device(DeviceKind("my device", "gloo"))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")

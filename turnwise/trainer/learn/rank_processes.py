@@ -32,7 +32,7 @@ from torch import Tensor
 
 from turnwise.errors import ConfigError, PlacementError, RankDied, TrainError
 from turnwise.model.core import AdapterInfo
-from turnwise.placement.core import RANK_TOKEN, RankAddress, RankHosts, StartedRank
+from turnwise.placement.core import RANK_TOKEN, Inherited, RankHosts, StartedRank
 from turnwise.placement.local import current_placement
 from turnwise.plugins import load_object, module_label, reference_to
 
@@ -276,8 +276,8 @@ def store_at(host: str, port: int, ranks: int, *, serves: bool = False) -> Any:
     return make(host, port, ranks, serves, wait_for_workers=False)
 
 
-def _command(words: Sequence[str], address: RankAddress) -> list[str]:
-    arguments = (address.link, *words, address.host or "", address.lifeline)
+def _command(words: Sequence[str], link: str, inherited: Inherited) -> list[str]:
+    arguments = (link, *words, inherited.host or "", inherited.lifeline)
     return [sys.executable, "-m", PROGRAM, *map(str, arguments)]
 
 
