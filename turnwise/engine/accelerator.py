@@ -44,14 +44,12 @@ def on_cpu(device: torch.device) -> bool:
 
 def compiles_attention(device: torch.device) -> bool:
     """Return whether flex attention has compiled kernels on a device."""
-    kind = KINDS.get(device.type)
-    return kind is not None and kind.compiles_attention
+    return device.type in KINDS and KINDS[device.type].compiles_attention
 
 
 def records_graphs(device: torch.device) -> bool:
     """Return whether launches of kernels can be recorded on a device, and repeated as one."""
-    kind = KINDS.get(device.type)
-    return kind is not None and kind.records_graphs
+    return device.type in KINDS and KINDS[device.type].records_graphs
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -137,8 +135,7 @@ def release_cached() -> None:
 
 def collectives(kind: str) -> str:
     """Return the backend of collective operations on a kind of device, for messages."""
-    device = KINDS.get(kind)
-    return "gloo" if device is None else device.collectives
+    return KINDS[kind].collectives if kind in KINDS else "gloo"
 
 
 def has_collectives(kind: str) -> bool:

@@ -151,11 +151,6 @@ def emulation_warning(key: str, dtype: str, size: ModelSize | None, *cpuinfo: Pa
     )
 
 
-def server_device(config: InferenceConfig) -> torch.device:
-    """Return the device of the servers."""
-    return resolve_device(config.device)
-
-
 def server_need(config: InferenceConfig, size: ModelSize) -> MemoryNeed:
     """Return the memory that the weights take in all servers."""
     count = config.replicas
@@ -176,7 +171,9 @@ def check_served(path: Path, config: InferenceConfig) -> None:
     size = model_size(path)
     if size is not None:
         one = config.model_copy(update={"replicas": 1})
-        check_memory("model", path, size, [server_need(one, size)], list(smaller_servers(one)), server_device(one))
+        check_memory(
+            "model", path, size, [server_need(one, size)], list(smaller_servers(one)), resolve_device(one.device)
+        )
 
 
 def served_dtype_warning(path: Path, config: InferenceConfig) -> str | None:

@@ -339,8 +339,6 @@ EFFORT = "reasoning_effort"
 """The argument by which templates say how much a model reasons: a word."""
 _EFFORTS = frozenset({"low", "medium", "high"})
 _MOST_CHARACTERS = 2**16
-# Templates and files walk values level by level, as they do the arguments of tools.
-_MOST_LEVELS = 100
 
 
 def template_arguments(arguments: Mapping[str, Any] | None) -> TemplateArguments:
@@ -352,24 +350,18 @@ def template_arguments(arguments: Mapping[str, Any] | None) -> TemplateArguments
         if value is None:
             continue
         try:
+            # Templates and files walk values level by level, as they do the arguments of tools.
+            canonical_value(value)
             text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
+        except (SessionError, TypeError, ValueError, RecursionError):
             text = ""
-        if not text or len(text) > _MOST_CHARACTERS or _levels(value) > _MOST_LEVELS:
+        if not text or len(text) > _MOST_CHARACTERS:
             raise RenderError(
-                f"template argument {name}: must be JSON of at most {_MOST_CHARACTERS} characters and {_MOST_LEVELS} "
+                f"template argument {name}: must be JSON of at most {_MOST_CHARACTERS} characters and {_MAX_DEPTH} "
                 f"levels, not {shown(value)}"
             )
         pairs.append((name, text))
     return tuple(pairs)
-
-
-def _levels(value: Any) -> int:
-    containers, levels = [value], 0
-    while containers := [value for value in containers if isinstance(value, (dict, list, tuple))]:
-        levels += 1
-        containers = [item for value in containers for item in (value.values() if isinstance(value, dict) else value)]
-    return levels
 
 
 def argument_values(arguments: TemplateArguments) -> dict[str, Any]:

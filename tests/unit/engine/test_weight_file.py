@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from turnwise.engine.lora import merged
-from turnwise.engine.vllm_side.turnwise_weight_file import checkpoint_shapes, find_problems, full_weights
+from turnwise.engine.vllm_side.turnwise_weight_file import find_problems, full_weights
 from turnwise.engine.weights import write_weights
 from turnwise.inference.wire import manifest_info
 from turnwise.model.core import AdapterInfo, WeightManifest
@@ -43,7 +43,7 @@ def factors() -> dict[str, Tensor]:
 
 
 def problems(manifest: WeightManifest, checkpoint: Path, *, tied: bool = False) -> list[str]:
-    return find_problems(manifest_info(manifest), checkpoint_shapes(checkpoint), tied=tied)
+    return find_problems(manifest_info(manifest), checkpoint, tied=tied)
 
 
 def test_weights_that_fit_are_the_tensors_of_the_file(

@@ -360,13 +360,10 @@ class Bridge:
 
     def _problems(self, info: dict[str, Any]) -> list[str]:
         # Here and below: it imports torch, which the bridge needs for updates alone.
-        from turnwise_weight_file import checkpoint_shapes, find_problems
+        from turnwise_weight_file import find_problems
 
-        served = checkpoint_shapes(self._model)
-        if not served:
-            return [f"{self._model} has no *.safetensors to compare with: save the model in that format"]
         settings = json.loads((self._model / "config.json").read_text())
-        problems: list[str] = find_problems(info, served, tied=bool(settings.get("tie_word_embeddings")))
+        problems: list[str] = find_problems(info, self._model, tied=bool(settings.get("tie_word_embeddings")))
         return problems
 
     def _stage(self, info: dict[str, Any], folder: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from turnwise_weight_file import checkpoint_shapes, find_problems, full_weights
+from turnwise_weight_file import find_problems, full_weights
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -173,12 +173,8 @@ class RolloutWorker:
     def weight_file_problems(self, manifest: str) -> list[str]:
         """Return what is wrong with a weight file, given its manifest as JSON; nothing is changed."""
         config = self.model_runner.model_config
-        served = checkpoint_shapes(config.model)
-        if not served:
-            return [f"{config.model} has no *.safetensors to compare with: save the model in that format"]
-        problems: list[str] = find_problems(
-            json.loads(manifest), served, tied=config.hf_text_config.tie_word_embeddings
-        )
+        tied = config.hf_text_config.tie_word_embeddings
+        problems: list[str] = find_problems(json.loads(manifest), config.model, tied=tied)
         return problems
 
     def report_temperature_logprobs(self) -> str:

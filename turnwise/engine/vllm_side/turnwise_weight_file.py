@@ -54,14 +54,17 @@ def checkpoint_shapes(directory: str | Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def find_problems(manifest: Mapping[str, Any], served: Shapes, *, tied: bool) -> list[str]:
+def find_problems(manifest: Mapping[str, Any], directory: str | Path, *, tied: bool) -> list[str]:
     """Return what is wrong with a weight file, before anything of it is loaded.
 
     Args:
         manifest: ``update_info`` of ``/update_weights`` as the built-in server takes it (``inference/wire.py``).
-        served: Shapes of the served model's tensors, by their names in the checkpoint.
+        directory: Model directory that the server was launched with.
         tied: Whether the output matrix is the embedding.
     """
+    served = checkpoint_shapes(directory)
+    if not served:
+        return [f"{directory} has no *.safetensors to compare with: save the model in that format"]
     tensors, damaged = map_weights(manifest)
     if damaged and not tensors:
         return damaged

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import torch
 
 from turnwise.chat.model_dir import model_settings
-from turnwise.engine.accelerator import main_memory, on_cpu
+from turnwise.engine.accelerator import main_memory, on_cpu, resolve_device
 from turnwise.engine.capacity import (
     MemoryNeed,
     ModelSize,
     check_memory,
     emulation_warning,
     model_size,
-    server_device,
     server_need,
     smaller_servers,
 )
@@ -48,7 +47,7 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
     model_settings(path, f"{key}.path")
     size = model_size(path)
     trains = pick_device(policy.model.device)
-    serves = None if inference is None else server_device(inference)
+    serves = None if inference is None else resolve_device(inference.device)
     if size is not None:
         needs: defaultdict[torch.device, list[MemoryNeed]] = defaultdict(list)
         for device, need in _trainer_needs(policy, size, trains):
