@@ -6,7 +6,7 @@ import pytest
 
 from support.chat.model_dirs import FAMILIES, renderer_for
 from support.chat.toy_renderer import ToyRenderer
-from turnwise.chat.template_text import tool_response_ids, tool_response_text
+from turnwise.chat.template_text import tool_response_ids
 from turnwise.errors import RenderError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
@@ -59,8 +59,9 @@ TEXTS = {
 
 @pytest.mark.parametrize("family", sorted(TEXTS))
 def test_the_text_of_some(family: str) -> None:
-    text = tool_response_text(renderer_for(family), [ToolCall("", "weather", {})], ["rain"], [TOOL])
-    assert text == TEXTS[family]
+    renderer = renderer_for(family)
+    ids = tool_response_ids(renderer, [ToolCall("", "weather", {})], ["rain"], [TOOL])
+    assert renderer.decode(ids) == TEXTS[family]
 
 
 def test_calls_and_answers_that_do_not_fit_are_refused() -> None:

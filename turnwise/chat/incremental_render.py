@@ -69,8 +69,6 @@ class TurnSuffix:
         marker: What the template writes for an image; None for a model of text only.
     """
 
-    __slots__ = ("_facts", "_marker", "_proofs", "_stops", "_tokens")
-
     def __init__(self, facts: TemplateFacts, tokens: Tokens, stops: Sequence[str], marker: str | None = None) -> None:
         self._facts = facts
         self._tokens = tokens

@@ -39,8 +39,6 @@ class MediaPlacer:
         RenderError: The marker is not one added token of the tokenizer.
     """
 
-    __slots__ = ("_known", "_marker_id", "_processor", "kinds", "marker")
-
     def __init__(self, processor: MediaProcessor | None, tokens: Tokens) -> None:
         self._processor = processor
         self.kinds: frozenset[str] = frozenset() if processor is None else processor.kinds
@@ -76,7 +74,6 @@ class MediaPlacer:
             RenderError: There are more or fewer markers than images, or an image cannot be read.
         """
         if self._processor is None:
-            self.check(media)
             return token_ids, ()
         markers = np.flatnonzero(token_ids == self._marker_id).tolist()
         if len(markers) != len(media):

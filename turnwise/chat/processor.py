@@ -168,12 +168,6 @@ class ImageProcessor(MediaProcessor):
             cached = self._features.get(key)
             return self._process(key, data) if cached is None else cached
 
-    def describe(self) -> dict[str, Any]:
-        """Return family, class and size settings."""
-        images = self._family.images
-        size = {key: value for key, value in dict(images.size or {}).items() if value is not None}
-        return {"family": self._name, "processor": type(images).__name__, "size": size}
-
     def _process(self, key: bytes, data: bytes) -> Features:
         output = self._family.images(images=decode_image(data), return_tensors="np", **self._family.arguments)
         self.processed += 1

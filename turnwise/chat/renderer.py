@@ -45,8 +45,6 @@ from turnwise.types import Guide, Media, Message, TokenIds, ToolSchema, as_ids
 class FormatTags:
     """Structural tags of a chat format; ``prefix`` returns the end of a context with markers as private characters."""
 
-    __slots__ = ("_format", "_prefix")
-
     def __init__(self, chat_format: ChatFormat, prefix: Callable[[TokenIds], str]) -> None:
         self._format = chat_format
         self._prefix = prefix
@@ -113,12 +111,6 @@ class TemplateRenderer:
     Raises:
         RenderError: No id ends a turn.
     """
-
-    __slots__ = (
-        "_base", "_choice", "_closing", "_eos", "_escape", "_facts", "_fixed", "_form", "_format", "_generation",
-        "_own", "_pieces", "_placer", "_prefixes", "_skeletons", "_tokens", "_variants", "arguments", "guides",
-        "media", "placed", "stop_ids", "text", "why",
-    )  # fmt: skip
 
     def __init__(
         self,

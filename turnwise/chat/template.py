@@ -114,11 +114,6 @@ class ChatTemplate:
         parts: Whether it takes contents as lists of parts only, and drops texts.
     """
 
-    __slots__ = (
-        "_dates", "_plain", "_tools", "dated", "digest", "literals", "now", "parts", "reads", "source", "tool_source",
-        "variables",
-    )  # fmt: skip
-
     def __init__(
         self,
         source: str,
@@ -259,21 +254,6 @@ class TemplateFacts:
         history_close: The added token that ends a plain answer before a user message, or None.
         probe: Texts for format detection.
     """
-
-    __slots__ = (
-        "_tokens",
-        "answer_close",
-        "call_close",
-        "calls_need_tools",
-        "followers",
-        "head",
-        "history_close",
-        "probe",
-        "prompt",
-        "short_ids",
-        "template",
-        "text_arguments",
-    )
 
     def __init__(self, template: ChatTemplate, tokens: Tokens) -> None:
         self.template = template

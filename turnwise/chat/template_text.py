@@ -34,8 +34,6 @@ class TemplateForm:
         forget: Called when the numbering of tool sets restarts.
     """
 
-    __slots__ = ("_escape", "_facts", "_forget", "_format", "_tokens", "_tools")
-
     def __init__(
         self, facts: TemplateFacts, tokens: Tokens, chat_format: ChatFormat, *, escape: bool, forget: Callable[[], None]
     ) -> None:
@@ -222,9 +220,6 @@ class TemplateText:
         return self._template.render(wires, tools, generate=generate)
 
 
-__all__ = ["tool_response_ids", "tool_response_text"]
-
-
 def tool_response_ids(
     renderer: Renderer, calls: Sequence[ToolCall], answers: Sequence[str], tools: Sequence[ToolSchema] = ()
 ) -> TokenIds:
@@ -266,13 +261,3 @@ def tool_response_ids(
         names = ", ".join(call.name for call in calls)
         raise RenderError(f"this chat template cannot continue after calls of {names}: {renderer.why}")
     return following
-
-
-def tool_response_text(
-    renderer: Renderer, calls: Sequence[ToolCall], answers: Sequence[str], tools: Sequence[ToolSchema] = ()
-) -> str:
-    """Like :func:`tool_response_ids`, as text with special tokens spelled out.
-
-    Prefer the ids: only there does markup in a result stay text. Raises RenderError as :func:`tool_response_ids`.
-    """
-    return renderer.decode(tool_response_ids(renderer, calls, answers, tools))

@@ -159,20 +159,6 @@ class Tokens:
         room: Ids that :meth:`encode` may return; texts that certainly have more are not tokenized. None: any number.
     """
 
-    __slots__ = (
-        "_anchor",
-        "_borders",
-        "_control",
-        "_encode",
-        "_ids",
-        "_lead",
-        "_longest",
-        "_tokenizer",
-        "added",
-        "escaped",
-        "room",
-    )
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._encode = _cached(_encoder(tokenizer))
@@ -316,8 +302,6 @@ class Marks:
     Decoded text holds that character where the *id* occurred, and ordinary text where the string was spelled in pieces,
     so that parsers see ids only.
     """
-
-    __slots__ = ("_chars", "_ids", "_pattern", "_plain")
 
     def __init__(self, added: Mapping[str, int], literals: Iterable[str]) -> None:
         everything = alternatives(added)

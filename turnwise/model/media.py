@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,3 @@ class MediaProcessor(Protocol):
 
         The arrays are shared: they must not be written to. Raises RenderError as :meth:`place`.
         """
-
-    def describe(self) -> dict[str, Any]:
-        """Return the family and the settings that decide how many ids an image has, saved with a run."""

@@ -247,19 +247,19 @@ def join_deltas(pieces: list[TokenDelta]) -> Completion:
 
 def read_ledger(path: Path) -> Ledger:
     """Read a ledger file. Raises FormatError for an unreadable line before the last, or another schema version."""
-    ledger = Ledger([], [], frozenset(), torn=False)
-    closed: set[int] = set()
-    torn = False
+    entries: list[LedgerEntry] = []
+    resumptions: list[Resumption] = []
+    closed, torn = set[int](), False
     for record in read_calls(path):
         if isinstance(record, LedgerEntry):
-            ledger.entries.append(record)
+            entries.append(record)
         elif isinstance(record, Resumption):
-            ledger.resumptions.append(record)
+            resumptions.append(record)
         elif record.kind == "end":
             closed.add(record.part)
         else:
             torn = record.kind == "torn"
-    return replace(ledger, closed_parts=frozenset(closed), torn=torn)
+    return Ledger(entries, resumptions, frozenset(closed), torn)
 
 
 @dataclass(frozen=True, slots=True)

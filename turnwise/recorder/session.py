@@ -59,7 +59,7 @@ from turnwise.recorder.tree import (
 from turnwise.recorder.turn_record import TurnRecord, context_media, find_context
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Segment
-from turnwise.types import Completion, Media, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
+from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds, TokenPrompt, ToolSchema
 
 __all__ = ["PromptPlacement", "Session", "SessionLimits"]
 
@@ -291,7 +291,9 @@ class Session:
         token_ids = prompt[prefix_tokens:]
         key: RootKey = (canonical_tools(record.tools), record.arguments) if parent is None else parent.key
         tools = record.tools if parent is None else parent.tools
-        placed = self._restored_media(record, shared or parent, prefix_tokens, media)
+        placed = context_media(record, shared or parent, prefix_tokens, media, self.id)
+        for image in (image for message in new or () for image in message.media):
+            self._history.intern_bytes(image.digest, image.data)
         match = Match(parent, shared, new or (), token_ids, None, len(nodes), key, tools, placed)
         context = shared or self._add(parent, match, token_ids, match.new, record.forks[0])
         if shared is not None:
@@ -302,16 +304,6 @@ class Session:
         self.counters = record.counters
         if record.times is not None:
             self.turn_times[record.turn_id] = record.times
-
-    def _restored_media(
-        self, record: TurnRecord, last_node: Node | None, prefix_tokens: int, media: Sequence[MediaSpan]
-    ) -> tuple[Media, ...]:
-        """Return the images of a restored context, given the last node before it and the number of ids before it."""
-        placed = context_media(record, last_node, prefix_tokens, media, self.id)
-        for message in record.new or ():
-            for image in message.media:
-                self._history.intern_bytes(image.digest, image.data)
-        return placed
 
     @property
     def replaying(self) -> bool:

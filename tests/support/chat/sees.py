@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +48,6 @@ class GridProcessor(MediaProcessor):
 
     def features(self, kind: str, data: bytes) -> Mapping[str, npt.NDArray[np.generic]]:
         return {}
-
-    def describe(self) -> dict[str, Any]:
-        return {"family": "grid"}
 
 
 def seeing(template: str | None = None) -> tuple[TemplateRenderer, GridProcessor]:

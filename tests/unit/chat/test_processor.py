@@ -155,7 +155,7 @@ def test_another_model_in_the_same_place_has_its_own_processor(tmp_path: Path) -
         shutil.copytree(vision_model(family), directory)
         processors.append(load_processor(directory))
         shutil.rmtree(directory)
-    assert [processor and processor.describe()["family"] for processor in processors] == ["smolvlm", "qwen2_5_vl"]
+    assert [processor and processor._name for processor in processors] == ["smolvlm", "qwen2_5_vl"]
     (tmp_path / "file.gguf").write_bytes(b"")
     assert load_processor(tmp_path / "file.gguf") is None
 
