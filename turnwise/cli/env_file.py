@@ -52,7 +52,7 @@ def main(env: type[Env], argv: Sequence[str] | None = None) -> NoReturn:
     elif command == "train":
         turnwise(["train", "--env", reference, *_tasks(env, rest, "train", 1000), *rest])
     elif command in ("view", "report"):
-        if not _names_a_run(rest):
+        if not _asks_for_help(rest) and (not rest or rest[0].startswith("-")):
             run = _newest_run(env)
             print(f"{command} of {run}; another one: python {file.name} {command} RUN", file=sys.stderr)  # noqa: T201
             rest = [str(run), *rest]
@@ -85,22 +85,14 @@ def _tasks(env: type[Env], rest: Sequence[str], name: str, n: int) -> list[str]:
     return ["--tasks", env.default_tasks or source(n, name)]
 
 
-def _names_a_run(rest: Sequence[str]) -> bool:
-    return _asks_for_help(rest) or bool(rest and not rest[0].startswith("-"))
-
-
 def _asks_for_help(arguments: Sequence[str]) -> bool:
     return "-h" in arguments or "--help" in arguments
 
 
 def _newest_run(env: type[Env]) -> Path:
-    runs = [path.parent for path in Path("runs").glob(f"*/{TRAJECTORIES}") if _is_of(env, path.parent.name)]
+    names = (run_name(env.__qualname__), f"eval-{run_name(env.__qualname__)}-")
+    runs = [path.parent for path in Path("runs").glob(f"*/{TRAJECTORIES}") if path.parent.name.startswith(names)]
     if not runs:
         raise SystemExit(f"no run of {env.__qualname__} in runs/: name one, or run eval or train first")
     trained = [path for path in runs if not path.name.startswith("eval-")]
     return max(trained or runs, key=lambda path: (path / TRAJECTORIES).stat().st_mtime)
-
-
-def _is_of(env: type[Env], run: str) -> bool:
-    name = run_name(env.__qualname__)
-    return run.startswith((name, f"eval-{name}-"))

@@ -252,7 +252,7 @@ class App:
         stats = await asyncio.wrap_future(self._engine.call(self._engine.refresh_stats))
         numbers = self._engine.model.adapters.numbers
         return {
-            **stats.to_json(),
+            **asdict(stats),
             "adapters": {name: self._engine.version_of(number) for name, number in dict(numbers).items()},
             "received": self._received,
             "cpu_seconds": time.process_time(),
@@ -322,12 +322,8 @@ def _usage(output: Output, sampled: int) -> dict[str, Any]:
 
 
 def _session(scope: Scope) -> str:
-    header = wire.SESSION_HEADER.lower().encode()
-    for key, value in scope["headers"]:
-        if key == header:
-            text: str = value.decode("latin-1")
-            return text
-    return ""
+    header: bytes = dict(scope["headers"]).get(wire.SESSION_HEADER.lower().encode(), b"")
+    return header.decode("latin-1")
 
 
 class ServerSpec(BaseModel):
