@@ -68,15 +68,12 @@ def _block(file: Path) -> str:
 
 def reference() -> dict[str, str]:
     """Return the pages of the Python reference: one for each package, with what ``turnwise`` exports of it."""
-    tree = ast.parse((ROOT / "turnwise/__init__.py").read_text(encoding="utf-8"))
-    [homes] = [
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_HOMES"
-    ]
+    tree = ast.parse((ROOT / "turnwise/__init__.pyi").read_text(encoding="utf-8"))
     rooms: defaultdict[str, list[str]] = defaultdict(list)
-    for home, names in homes.items():
-        rooms[home.partition(".")[0]] += [f"turnwise.{home}.{name}" for name in names]
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module != "turnwise.version":
+            home = str(node.module)
+            rooms[home.split(".")[1]] += [f"{home}.{alias.name}" for alias in node.names]
     return {
         room: f"# turnwise: {room}\n\n" + "\n\n".join(f"::: {name}" for name in sorted(names))
         for room, names in sorted(rooms.items())
