@@ -486,6 +486,7 @@ def load_renderer(
     tool_source = files.tool_template if chat_template is None else None
     if check_template:
         check_trained(files.path, template_digest(source, tool_source), chat_template)
+    processor = processor or load_processor(files.path)
     tokens = Tokens(files.tokenizer)
     variables = {**files.special, **(template_kwargs or {})}
     facts = TemplateFacts(ChatTemplate(source, tool_source=tool_source, variables=variables, now=now), tokens)
@@ -503,7 +504,7 @@ def load_renderer(
             eos_ids=files.eos_ids,
             special_in_text=special_in_text,
             fixed_arguments=fixed_arguments,
-            placer=MediaPlacer(processor or load_processor(files.path), tokens),
+            placer=MediaPlacer(processor, tokens),
         )
     except RenderError as error:
         named = files.special.get("eos_token")
