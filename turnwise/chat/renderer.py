@@ -477,12 +477,7 @@ def load_renderer(
             and Pillow is not installed.
     """
     files = model_dir if isinstance(model_dir, ModelFiles) else read_model_dir(model_dir)
-    source = files.template if chat_template is None else _template_text(chat_template, files)
-    if source is None:
-        raise RenderError(
-            f"{files.path} has no chat template: name one as renderer.chat_template, a jinja file or one of "
-            f"{', '.join(shipped_templates())}"
-        )
+    source = _template_text(chat_template, files)
     tool_source = files.tool_template if chat_template is None else None
     if check_template:
         check_trained(files.path, template_digest(source, tool_source), chat_template)
@@ -490,12 +485,7 @@ def load_renderer(
     tokens = Tokens(files.tokenizer)
     variables = {**files.special, **(template_kwargs or {})}
     facts = TemplateFacts(ChatTemplate(source, tool_source=tool_source, variables=variables, now=now), tokens)
-    if format != "auto":
-        choice = configured_format(format, facts, tokens)
-    elif files.saved_format is not None:
-        choice = stored_format(files.saved_format, str(files.path / FORMAT_FILE), facts, tokens)
-    else:
-        choice = detect(facts, tokens)
+    choice = _choose_format(format, files, facts, tokens)
     try:
         return TemplateRenderer(
             facts,
@@ -512,7 +502,22 @@ def load_renderer(
         raise RenderError(f"model {str(files.path)!r}: {error}{lacks}") from error
 
 
-def _template_text(chat_template: str | Path, files: ModelFiles) -> str:
+def _choose_format(name: str, files: ModelFiles, facts: TemplateFacts, tokens: Tokens) -> Choice:
+    if name != "auto":
+        return configured_format(name, facts, tokens)
+    if files.saved_format is not None:
+        return stored_format(files.saved_format, str(files.path / FORMAT_FILE), facts, tokens)
+    return detect(facts, tokens)
+
+
+def _template_text(chat_template: str | Path | None, files: ModelFiles) -> str:
+    if chat_template is None and files.template is None:
+        raise RenderError(
+            f"{files.path} has no chat template: name one as renderer.chat_template, a jinja file or one of "
+            f"{', '.join(shipped_templates())}"
+        )
+    if chat_template is None:
+        return str(files.template)
     if isinstance(chat_template, Path):
         try:
             return chat_template.read_bytes().decode("utf-8")
