@@ -52,15 +52,15 @@ def media_spans(media: Iterable[Media]) -> list[MediaSpan]:
     return [MediaSpan.of(image) for image in media]
 
 
-class ByteCache(Generic[Value]):
-    """Values by key, of up to ``room`` bytes: the least recently used go first, the last one stays. For any thread.
+class BoundedCache(Generic[Value]):
+    """Values by key: the least recently used go first, the last one stays. For any thread.
 
     Args:
-        room: Most bytes.
-        size: Returns the bytes of a value.
+        room: Largest size of all values.
+        size: Returns the size of a value; by default they are counted.
     """
 
-    def __init__(self, room: int, size: Callable[[Value], int]) -> None:
+    def __init__(self, room: int, size: Callable[[Value], int] = lambda _: 1) -> None:
         self._room = room
         self._size = size
         self._used = 0
@@ -102,7 +102,7 @@ class MediaFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._written: set[str] = set()
-        self._cached: ByteCache[bytes] = ByteCache(_CACHED_BYTES, len)
+        self._cached: BoundedCache[bytes] = BoundedCache(_CACHED_BYTES, len)
 
     @classmethod
     def beside(cls, file: Path) -> MediaFiles:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from turnwise.chat.tokens import Tokens
 from turnwise.errors import RenderError
 from turnwise.images import MessageMedia
+from turnwise.media_files import BoundedCache
 from turnwise.model.canonical import Canonical
 from turnwise.model.media import MediaProcessor, PlacedMedia
 from turnwise.types import Media, TokenIds
@@ -44,7 +44,7 @@ class MediaPlacer:
         self.kinds: frozenset[str] = frozenset() if processor is None else processor.kinds
         self.marker: str | None = None if processor is None else processor.marker("image")
         self._marker_id = -1
-        self._known: OrderedDict[str, PlacedMedia] = OrderedDict()
+        self._known: BoundedCache[PlacedMedia] = BoundedCache(_REMEMBERED)
         if self.marker is not None:
             if self.marker not in tokens.added:
                 raise RenderError(
@@ -95,9 +95,7 @@ class MediaPlacer:
         placement = self._known.get(media.digest)
         if placement is None:
             assert self._processor is not None
-            placement = self._known[media.digest] = self._processor.place(media.kind, media.data)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            placement = self._known.keep(media.digest, self._processor.place(media.kind, media.data))
         return placement
 
     def _miscounted(self, markers: int, images: int) -> str:

@@ -12,7 +12,6 @@ import hashlib
 import io
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from turnwise.chat.model_dir import read_json, read_model_dir
 from turnwise.errors import MissingExtraError, RenderError, shown
-from turnwise.media_files import ByteCache
+from turnwise.media_files import BoundedCache
 from turnwise.model.media import MediaProcessor, PlacedMedia
 from turnwise.types import as_ids
 
@@ -138,8 +137,8 @@ class ImageProcessor(MediaProcessor):
             raise RenderError(f"{path} is a {family} model, but its tokenizer has no token {model.marker!r}")
         self._placeholder = placeholder
         self._lock = threading.Lock()
-        self._placed: OrderedDict[bytes, PlacedMedia] = OrderedDict()
-        self._features: ByteCache[Features] = ByteCache(cache_bytes, _bytes)
+        self._placed: BoundedCache[PlacedMedia] = BoundedCache(_PLACED)
+        self._features: BoundedCache[Features] = BoundedCache(cache_bytes, _bytes)
         self.processed = 0
         """Number of images that were decoded and processed."""
 
@@ -153,12 +152,7 @@ class ImageProcessor(MediaProcessor):
         del kind
         key = hashlib.sha256(data).digest()
         with self._lock:
-            placement = self._placed.get(key)
-            if placement is None:
-                self._process(key, data)
-                placement = self._placed[key]
-            self._placed.move_to_end(key)
-        return placement
+            return self._placed.get(key) or self._process(key, data)[0]
 
     def features(self, kind: str, data: bytes) -> Features:
         """Return the arguments of the model's forward for one image."""
@@ -166,9 +160,9 @@ class ImageProcessor(MediaProcessor):
         key = hashlib.sha256(data).digest()
         with self._lock:
             cached = self._features.get(key)
-            return self._process(key, data) if cached is None else cached
+            return self._process(key, data)[1] if cached is None else cached
 
-    def _process(self, key: bytes, data: bytes) -> Features:
+    def _process(self, key: bytes, data: bytes) -> tuple[PlacedMedia, Features]:
         output = self._family.images(images=decode_image(data), return_tensors="np", **self._family.arguments)
         self.processed += 1
         features = self._family.features(output)
@@ -178,10 +172,8 @@ class ImageProcessor(MediaProcessor):
         positions = np.flatnonzero(ids == self._placeholder)
         offset, last_position = int(positions[0]), int(positions[-1])
         ids.flags.writeable = False
-        self._placed[key] = PlacedMedia(ids, offset, last_position - offset + 1)
-        while len(self._placed) > _PLACED:
-            self._placed.popitem(last=False)
-        return self._features.keep(key, features)
+        placement = PlacedMedia(ids, offset, last_position - offset + 1)
+        return self._placed.keep(key, placement), self._features.keep(key, features)
 
 
 def decode_image(data: bytes) -> Any:
@@ -190,10 +182,8 @@ def decode_image(data: bytes) -> Any:
     Raises:
         RenderError: It is no image of :data:`FORMATS`, is broken, or has too many pixels.
     """
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise MissingExtraError("pillow", "vision", "a model that takes images") from error
+    from PIL import Image, ImageOps
+
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size

@@ -287,14 +287,11 @@ class ClassifierBatcher:
                 queued.append(self._waiting.get())
             queued.sort(key=lambda item: len(item[0]))
             while queued:
-                size = self._fitting(queued)
+                # The longest input determines the padding of all.
+                longest = max(1, len(queued[-1][0]))
+                size = max(1, min(len(queued), self._max_seqs, self._max_tokens // longest))
                 self._classify_batch(queued[-size:])
                 del queued[-size:]
-
-    def _fitting(self, queued: Sequence[tuple[list[int], Any]]) -> int:
-        """Return how many of the longest inputs fit into a pass; the longest determines the padding."""
-        longest = max(1, len(queued[-1][0]))
-        return max(1, min(len(queued), self._max_seqs, self._max_tokens // longest))
 
     def _classify_batch(self, batch: Sequence[tuple[list[int], Future[list[float]]]]) -> None:
         live = [(token_ids, future) for token_ids, future in batch if future.set_running_or_notify_cancel()]

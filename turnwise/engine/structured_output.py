@@ -17,7 +17,6 @@ import orjson
 from tokenizers import Tokenizer
 
 from turnwise.chat.formats.tags import KINDS
-from turnwise.errors import MissingExtraError
 from turnwise.inference.wire import BadRequest, short
 
 _FIELD = "sampling_params.structured_outputs"
@@ -61,7 +60,7 @@ class GrammarState:
 
 
 class GrammarCache:
-    """Compiles grammars for one tokenizer. Raises MissingExtraError without llguidance.
+    """Compiles grammars for one tokenizer, where llguidance is installed.
 
     Args:
         tokenizer: The served model's.
@@ -70,10 +69,8 @@ class GrammarCache:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos: Sequence[int]) -> None:
-        try:
-            import llguidance
-        except ImportError as error:
-            raise MissingExtraError("llguidance", "serve", "structured output") from error
+        import llguidance
+
         self._matcher = llguidance.LLMatcher
         self._vocabulary = vocabulary
         self._eos = tuple(eos)

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,7 +23,7 @@ import numpy.typing as npt
 import ormsgpack
 
 from turnwise.errors import FormatError, RequestRefused, shown
-from turnwise.media_files import ByteCache
+from turnwise.media_files import BoundedCache
 from turnwise.model.media import MediaProcessor
 from turnwise.types import Media
 
@@ -79,8 +78,8 @@ class MediaEncoder:
         """Create an encoder that keeps up to ``room`` bytes of text."""
         self._processor = processor
         self._lock = threading.Lock()
-        self._digests: OrderedDict[str, str] = OrderedDict()
-        self._items: ByteCache[str] = ByteCache(room, len)
+        self._digests: BoundedCache[str] = BoundedCache(_DIGESTS)
+        self._items: BoundedCache[str] = BoundedCache(room, len)
 
     def encode(self, media: Sequence[Media], sent: Container[str] = ()) -> dict[str, Any] | None:
         """Return ``features`` of a request; None without media.
@@ -121,10 +120,8 @@ class MediaEncoder:
             if digest is None or text is None:
                 features = processor.features(media.kind, media.data)
                 digest, text = features_digest(features), encode_item(features)
-                self._digests[media.digest] = digest
+                self._digests.keep(media.digest, digest)
                 self._items.keep(digest, text)
-            while len(self._digests) > _DIGESTS:
-                self._digests.popitem(last=False)
         return digest, None if digest in sent else text
 
 

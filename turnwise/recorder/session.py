@@ -405,7 +405,8 @@ class Session:
             renderer = renderer.under(template_arguments(template_args))
         canonical, (offered, key) = await self._reduce(threaded, messages, tuple(tools or ()))
         match = await self._match(threaded, canonical, offered, (key, renderer.arguments), renderer)
-        prompt = TokenPrompt(self._prompt(match), path_media(match.parent, match.media))
+        prompt = TokenPrompt(path_ids(match.parent, match.token_ids), path_media(match.parent, match.media))
+        self._prompt_tokens += len(prompt.token_ids)
         limited = self._limit_params(params or self.params, prompt)
         if limited.guide is not None:
             limited = replace(limited, guide=renderer.guides.tagged(limited.guide, match.token_ids, match.tools))
@@ -474,11 +475,6 @@ class Session:
         token_ids = np.array(token_ids, np.int32)
         token_ids.flags.writeable = False
         return token_ids
-
-    def _prompt(self, match: Match) -> TokenIds:
-        prompt = path_ids(match.parent, match.token_ids)
-        self._prompt_tokens += len(prompt)
-        return prompt
 
     # Limits
 

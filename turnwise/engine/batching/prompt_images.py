@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from turnwise.engine.batching.scheduler import ModelInput
 from turnwise.engine.vision import Features, ImageEmbedding, PlacedEmbeddings, VisionTower
 from turnwise.errors import FormatError
 from turnwise.inference.wire import BadRequest
-from turnwise.media_files import ByteCache
+from turnwise.media_files import BoundedCache
 from turnwise.model.media_wire import FeaturesError, decode_features, features_digest
 from turnwise.types import TokenIds
 
@@ -27,13 +26,13 @@ _EMBEDDED_BYTES = 256 << 20
 """Most bytes of embeddings that are kept, so that a prompt in several steps is encoded once."""
 
 
-def features_cache(room: int = _KEPT_BYTES) -> ByteCache[Features]:
+def features_cache(room: int = _KEPT_BYTES) -> BoundedCache[Features]:
     """Return a store of model inputs by their hashes, so that a conversation sends each image once."""
-    return ByteCache(room, lambda features: sum(array.nbytes for array in features.values()))
+    return BoundedCache(room, lambda features: sum(array.nbytes for array in features.values()))
 
 
 def read_images(
-    features: Any, token_ids: TokenIds, vision: VisionTower | None, cache: ByteCache[Features] | None = None
+    features: Any, token_ids: TokenIds, vision: VisionTower | None, cache: BoundedCache[Features] | None = None
 ) -> tuple[PromptImage, ...]:
     """Return the images of a request's ``features``, checked against the model and the ids.
 
@@ -79,9 +78,9 @@ class PromptImages:
 
     def __init__(self, vision: VisionTower) -> None:
         self._vision = vision
-        self._keys: OrderedDict[str, int] = OrderedDict()
+        self._keys: BoundedCache[int] = BoundedCache(_KEYS)
         self._last = 0
-        self._embedded: ByteCache[ImageEmbedding] = ByteCache(_EMBEDDED_BYTES, lambda embedding: embedding.nbytes)
+        self._embedded: BoundedCache[ImageEmbedding] = BoundedCache(_EMBEDDED_BYTES, lambda embedding: embedding.nbytes)
         self.encoded = 0
         """Number of images that the vision tower has encoded."""
 
@@ -165,10 +164,7 @@ class PromptImages:
         key = self._keys.get(digest)
         if key is None:
             self._last -= 1
-            key = self._keys[digest] = self._last
-            if len(self._keys) > _KEYS:
-                self._keys.popitem(last=False)
-        self._keys.move_to_end(digest)
+            key = self._keys.keep(digest, self._last)
         return key
 
 
