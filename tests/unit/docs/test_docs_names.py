@@ -57,7 +57,8 @@ def missing_paths(text: str) -> list[str]:
 @functools.cache
 def top_level(file: Path) -> dict[str, ast.AST]:
     """What stands at the top level of a module, by name; names of the package include those that it loads lazily."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    stub = file.with_suffix(".pyi")
+    tree = ast.parse((stub if stub.exists() else file).read_text(encoding="utf-8"))
     definitions: dict[str, ast.AST] = {}
     for node in ast.walk(tree) if file.name == "__init__.py" else tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
