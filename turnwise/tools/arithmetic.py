@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
+from collections.abc import Callable, Mapping
 from decimal import ROUND_HALF_EVEN, Context
 from fractions import Fraction
-from typing import Final
+from typing import Any, Final
 
 from turnwise.errors import ToolError, shown
 
 MAX_CHARACTERS: Final = 500
 """Length of the longest expression."""
 
-_MAX_DEPTH: Final = 50
 _MAX_BITS: Final = 1024
 _MAX_EXPONENT: Final = 300
 _SIGNIFICANT: Final = 12
 _ROUNDING: Final = Context(prec=_SIGNIFICANT, rounding=ROUND_HALF_EVEN)
+
+_OPERATORS: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
 
 _DIGITS: Final = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _NUMBER: Final = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
@@ -42,113 +52,28 @@ def evaluate(expression: str) -> Fraction:
     """
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters: at most {MAX_CHARACTERS} are evaluated")
-    return _Parser(expression).value()
+    source, numbers = _as_python(expression)
+    if not source:
+        raise ToolError("the expression is empty: write one such as 3 * (4 + 5)")
+    try:
+        return _value(ast.parse(source, mode="eval").body, numbers, expression)
+    except ZeroDivisionError:
+        raise ToolError(f"division by zero in {shown(expression)}") from None
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ToolError(
+            f"{shown(expression)} is not an arithmetic expression: an operator stands between two numbers, a "
+            "parenthesis that opens is closed, and a percent sign is part of the number before it"
+        ) from None
 
 
-class _Parser:
-    """Recursive descent; each method parses a tighter-binding level than its caller."""
+def _as_python(text: str) -> tuple[str, dict[str, Fraction]]:
+    """Return a text as an expression of Python whose numbers are names, and the numbers by name.
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens = _tokens(text)
-        self._next = 0
-        self._depth = 0
-
-    def value(self) -> Fraction:
-        if not self._tokens:
-            raise ToolError("the expression is empty: write one such as 3 * (4 + 5)")
-        value = self._sum()
-        if self._next < len(self._tokens):
-            token = self._tokens[self._next]
-            following = self._tokens[self._next - 1]
-            if token == ")":
-                raise ToolError(f"a parenthesis closes that never opened in {shown(self._text)}")
-            percent = " (a percent sign is part of the number before it)" if following == "%" else ""
-            raise ToolError(f"there is no operator between {following!r} and {token!r} in {shown(self._text)}{percent}")
-        return value
-
-    def _peek(self) -> str:
-        return self._tokens[self._next] if self._next < len(self._tokens) else ""
-
-    def _take(self) -> str:
-        token = self._peek()
-        self._next += 1
-        return token
-
-    def _sum(self) -> Fraction:
-        value = self._product()
-        while self._peek() in ("+", "-"):
-            sign = self._take()
-            right = self._product()
-            value = _bounded(value + right if sign == "+" else value - right)
-        return value
-
-    def _product(self) -> Fraction:
-        value = self._signed()
-        while self._peek() in ("*", "/", "//"):
-            sign = self._take()
-            right = self._signed()
-            if sign == "*":
-                value = _bounded(value * right)
-            elif right == 0:
-                raise ToolError(f"division by zero in {shown(self._text)}")
-            else:
-                value = _bounded(value / right if sign == "/" else Fraction(value // right))
-        return value
-
-    def _signed(self) -> Fraction:
-        if self._peek() in ("+", "-"):
-            sign = self._take()
-            with _Deeper(self):
-                value = self._signed()
-            return -value if sign == "-" else value
-        return self._power()
-
-    def _power(self) -> Fraction:
-        base = self._atom()
-        while self._peek() == "%":
-            self._take()
-            base = _bounded(base / 100)
-        if self._peek() not in ("**", "^"):
-            return base
-        self._take()
-        with _Deeper(self):
-            exponent = self._signed()
-        return _power(base, exponent, self._text)
-
-    def _atom(self) -> Fraction:
-        token = self._take()
-        if token == "(":
-            with _Deeper(self):
-                value = self._sum()
-            if self._take() != ")":
-                raise ToolError(f"a parenthesis is never closed in {shown(self._text)}")
-            return value
-        if not token:
-            raise ToolError(f"{shown(self._text)} ends where a number is missing")
-        if not (token[0].isdigit() or token[0] == "."):
-            raise ToolError(f"a number is missing before {token!r} in {shown(self._text)}")
-        return _number(token)
-
-
-class _Deeper:
-    """Bounds the parser's recursion depth."""
-
-    def __init__(self, parser: _Parser) -> None:
-        self._parser = parser
-
-    def __enter__(self) -> None:
-        self._parser._depth += 1
-        if self._parser._depth > _MAX_DEPTH:
-            raise ToolError(f"the expression is nested more than {_MAX_DEPTH} deep")
-
-    def __exit__(self, *exception: object) -> None:
-        self._parser._depth -= 1
-
-
-def _tokens(text: str) -> list[str]:
+    A percent sign becomes an attribute, which binds as tightly.
+    """
     plain = text.translate(_WRITTEN)
     tokens: list[str] = []
+    numbers: dict[str, Fraction] = {}
     position = len(plain) - len(plain.lstrip())
     while position < len(plain):
         match = _TOKEN.match(plain, position)
@@ -157,9 +82,30 @@ def _tokens(text: str) -> list[str]:
                 f"{shown(text[position : position + 20])} cannot be evaluated: write numbers, + - * / ** and "
                 "parentheses only"
             )
-        tokens.append(match["number"] or match["sign"])
+        if match["number"]:
+            tokens.append(f"n{len(numbers)}")
+            numbers[tokens[-1]] = _number(match["number"])
+        else:
+            tokens.append({"^": "**", "%": ".percent"}.get(match["sign"], match["sign"]))
         position = match.end()
-    return tokens
+    return " ".join(tokens), numbers
+
+
+def _value(node: ast.expr, numbers: Mapping[str, Fraction], text: str) -> Fraction:
+    match node:
+        case ast.Name():
+            return numbers[node.id]
+        case ast.Attribute():
+            return _bounded(_value(node.value, numbers, text) / 100)
+        case ast.UnaryOp():
+            value = _value(node.operand, numbers, text)
+            return -value if isinstance(node.op, ast.USub) else value
+        case ast.BinOp():
+            left, right = _value(node.left, numbers, text), _value(node.right, numbers, text)
+            if isinstance(node.op, ast.Pow):
+                return _power(left, right, text)
+            return _bounded(Fraction(_OPERATORS[type(node.op)](left, right)))
+    raise SyntaxError  # two numbers or parentheses without an operator
 
 
 def _number(token: str) -> Fraction:
@@ -172,8 +118,6 @@ def _number(token: str) -> Fraction:
 def _power(base: Fraction, exponent: Fraction, text: str) -> Fraction:
     if exponent.denominator != 1:
         raise ToolError(f"the exponent {write_number(exponent)} is not a whole number in {shown(text)}")
-    if base == 0 and exponent < 0:
-        raise ToolError(f"division by zero in {shown(text)}")
     # The size is known before the power is computed: 9**9**9 must not be tried.
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if abs(base) != 1 and base != 0 and (size - 1) * abs(exponent) > _MAX_BITS:
