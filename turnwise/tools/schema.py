@@ -76,17 +76,12 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
 }
 _NOTES: Final = frozenset(("title", "description", "default", "examples", "format"))
 """Keywords that restrict nothing."""
-_BOUNDS: Final = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
-_LENGTHS: Final = frozenset(("minLength", "maxLength"))
-_ARRAY: Final = frozenset(("items", "minItems", "maxItems"))
-_OBJECT: Final = frozenset(("properties", "required", "additionalProperties", "minProperties", "maxProperties"))
-_INFINITE: Final = float("inf")
 
 
 def quick_check(schema: Mapping[str, Any]) -> Test | None:
     """Compile a fast sufficient check of a plain schema, or return None if the schema is not plain.
 
-    Plain are strings, numbers, booleans, null, arrays and objects with size limits, enums of texts, and unions of such.
+    Plain are strings, numbers, booleans, null, enums of texts, and arrays, objects and unions of such, without limits.
     """
     return _object_test(schema) if schema.get("type") == "object" else None
 
@@ -94,102 +89,39 @@ def quick_check(schema: Mapping[str, Any]) -> Test | None:
 def _compile(schema: Any) -> Test | None:
     if not isinstance(schema, Mapping):
         return None
-    keywords = set(schema) - _NOTES
-    if not keywords:
-        return _always
+    keywords, kind = set(schema) - _NOTES, schema.get("type")
     if keywords == {"anyOf"}:
-        return _union_test([_compile(alternative) for alternative in schema["anyOf"]])
-    if "enum" in keywords or "const" in keywords:
-        return _enum_test(schema, keywords)
-    kind = schema.get("type")
+        tests = [test for test in map(_compile, schema["anyOf"]) if test is not None]
+        return (lambda value: any(test(value) for test in tests)) if len(tests) == len(schema["anyOf"]) else None
+    if "enum" in keywords and keywords <= {"enum", "type"} and kind in (None, "string"):
+        accepted = frozenset(text for text in schema["enum"] if isinstance(text, str))
+        return (
+            (lambda value: type(value) is str and value in accepted) if len(accepted) == len(schema["enum"]) else None
+        )
     if kind == "object":
         return _object_test(schema)
-    if kind == "array":
-        return _array_test(schema) if keywords <= {"type", *_ARRAY} else None
-    if kind in ("integer", "number") and keywords & _BOUNDS:
-        return _range_test(schema, frozenset(_TYPES[kind])) if keywords <= {"type", *_BOUNDS} else None
-    if kind == "string" and keywords & _LENGTHS:
-        return _length_test(schema) if keywords <= {"type", *_LENGTHS} else None
-    return _type_test(kind) if keywords == {"type"} else None
-
-
-def _always(value: Any) -> bool:  # noqa: ARG001 - a test
-    return True
-
-
-def _union_test(tests: list[Test | None]) -> Test | None:
-    compiled = [test for test in tests if test is not None]
-    return (lambda value: any(test(value) for test in compiled)) if len(compiled) == len(tests) else None
-
-
-def _type_test(kind: Any) -> Test | None:
-    names = kind if isinstance(kind, list) else [kind]
-    if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
-        return None
-    # By type: 0 and 1 are not booleans of a schema, although they equal them.
-    types = frozenset(accepted for name in names for accepted in _TYPES[name])
-    return lambda value: type(value) in types
-
-
-def _enum_test(schema: Mapping[str, Any], keywords: set[str]) -> Test | None:
-    texts = schema["enum"] if "enum" in keywords else [schema["const"]]
-    allowed = ({"enum"}, {"enum", "type"}, {"const"}, {"const", "type"})
-    if keywords not in allowed or not all(isinstance(text, str) for text in texts):
-        return None
-    if schema.get("type", "string") != "string":
-        return None
-    accepted = frozenset(texts)
-    return lambda value: type(value) is str and value in accepted
-
-
-def _range_test(schema: Mapping[str, Any], types: frozenset[type]) -> Test:
-    minimum, maximum = schema.get("minimum", -_INFINITE), schema.get("maximum", _INFINITE)
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    return lambda value: (
-        type(value) in types
-        and minimum <= value <= maximum
-        and (above is None or value > above)
-        and (below is None or value < below)
-    )
-
-
-def _length_test(schema: Mapping[str, Any]) -> Test:
-    minimum, maximum = schema.get("minLength", 0), schema.get("maxLength", _INFINITE)
-    return lambda value: type(value) is str and minimum <= len(value) <= maximum
-
-
-def _array_test(schema: Mapping[str, Any]) -> Test | None:
-    item = _compile(schema.get("items", {}))
-    if item is None:
-        return None
-    minimum, maximum = schema.get("minItems", 0), schema.get("maxItems", _INFINITE)
-
-    def fits(value: Any) -> bool:
-        return type(value) is list and minimum <= len(value) <= maximum and all(map(item, value))
-
-    return fits
+    if kind == "array" and keywords <= {"type", "items"}:
+        item = _compile(schema.get("items", {}))
+        return None if item is None else lambda value: type(value) is list and all(map(item, value))
+    if keywords == {"type"} and isinstance(kind, str) and kind in _TYPES:
+        # By type: 0 and 1 are not booleans of a schema, although they equal them.
+        types = _TYPES[kind]
+        return lambda value: type(value) in types
+    return None if keywords else lambda value: True  # noqa: ARG005 - a test
 
 
 def _object_test(schema: Mapping[str, Any]) -> Test | None:
-    if set(schema) - {"type"} - _OBJECT - _NOTES:
+    if set(schema) - {"type", "properties", "required", "additionalProperties"} - _NOTES:
         return None
-    tests: dict[str, Test] = {}
-    for name, value in schema.get("properties", {}).items():
-        test = _compile(value)
-        if test is None:
-            return None
-        tests[name] = test
+    tests = {name: _compile(value) for name, value in schema.get("properties", {}).items()}
     additional = schema.get("additionalProperties", True)
-    other: Test | None = _always if additional is True else None
-    if additional is not True and additional is not False:
-        other = _compile(additional)
-        if other is None:
-            return None
+    other = None if additional is False else _compile({} if additional is True else additional)
+    if None in tests.values() or (other is None and additional is not False):
+        return None
     required = frozenset(schema.get("required", ()))
-    minimum, maximum = schema.get("minProperties", 0), schema.get("maxProperties", _INFINITE)
 
     def fits(value: Any) -> bool:
-        if type(value) is not dict or not required <= value.keys() or not minimum <= len(value) <= maximum:
+        if type(value) is not dict or not required <= value.keys():
             return False
         for name, member in value.items():
             test = tests.get(name, other)

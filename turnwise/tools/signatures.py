@@ -232,31 +232,11 @@ class _Inliner:
     def _inline_reference(self, schema: dict[str, Any], above: tuple[str, ...]) -> dict[str, Any]:
         name = schema["$ref"].removeprefix("#/$defs/")
         siblings = {key: value for key, value in schema.items() if key not in ("$ref", "title")}
-        if self._is_recursive(name):
+        if name in above:
+            self.recursive.setdefault(name, {})
+        elif name not in self.recursive:
+            inner: dict[str, Any] = self.plain(self.definitions[name], (*above, name))
             if name not in self.recursive:
-                self.recursive[name] = {}
-                self.recursive[name] = self.plain(self.definitions[name], above)
-            return {"$ref": schema["$ref"], **siblings}
-        inner: dict[str, Any] = self.plain(self.definitions[name], (*above, name))
-        return {**inner, **siblings}
-
-    def _is_recursive(self, name: str) -> bool:
-        seen: set[str] = set()
-        waiting = list(_references(self.definitions[name]))
-        while waiting:
-            name_inside = waiting.pop()
-            if name_inside == name:
-                return True
-            if name_inside not in seen:
-                seen.add(name_inside)
-                waiting.extend(_references(self.definitions[name_inside]))
-        return False
-
-
-def _references(schema: Any) -> list[str]:
-    if isinstance(schema, dict):
-        references = [schema["$ref"].removeprefix("#/$defs/")] if isinstance(schema.get("$ref"), str) else []
-        return references + [name for value in schema.values() for name in _references(value)]
-    if isinstance(schema, list):
-        return [name for value in schema for name in _references(value)]
-    return []
+                return {**inner, **siblings}
+            self.recursive[name] = inner
+        return {"$ref": schema["$ref"], **siblings}
