@@ -11,137 +11,93 @@ from turnwise.tools.schema import validator_of
 from turnwise.types import ToolSchema
 
 _DEPTH: Final = 8
-_TEXT: Final = "example"
+_MOST_ITEMS: Final = 3
+_TRIES: Final = 4
+_SPAN: Final = 200
+_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
 def example_arguments(schema: ToolSchema) -> dict[str, Any] | None:
     """Return minimal arguments that a schema allows, or None if none were found."""
-    parameters = schema.parameters
-    example = _example(parameters, parameters.get("$defs", {}), _DEPTH)
-    return example if isinstance(example, dict) and validator_of(parameters).is_valid(example) else None
-
-
-def _example(schema: Any, definitions: Mapping[str, Any], depth: int) -> Any:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return None
-    if "$ref" in schema:
-        return _example(definitions.get(schema["$ref"].removeprefix("#/$defs/")), definitions, depth - 1)
-    for key in ("const", "default"):
-        if key in schema:
-            return schema[key]
-    for key in ("enum", "examples"):
-        if schema.get(key):
-            return schema[key][0]
-    for key in ("anyOf", "oneOf", "allOf"):
-        if schema.get(key):
-            return _example(schema[key][0], definitions, depth - 1)
-    kind = schema.get("type", "string")
-    kind = kind[0] if isinstance(kind, list) else kind
-    if kind == "object":
-        properties = schema.get("properties", {})
-        names = [name for name in properties if name in schema.get("required", ())]
-        return {name: _example(properties[name], definitions, depth - 1) for name in names}
-    if kind == "array":
-        count = max(schema.get("minItems", 0), len(schema.get("prefixItems", ())))
-        items = [*schema.get("prefixItems", ()), *[schema.get("items", {})] * count][:count]
-        return [_example(item, definitions, depth - 1) for item in items]
-    if kind in ("integer", "number"):
-        return _number(schema, kind)
-    if kind == "string":
-        text = _TEXT.ljust(schema.get("minLength", 0), "x")
-        return text[: schema.get("maxLength", len(text))]
-    return {"boolean": True}.get(kind)
-
-
-def _number(schema: Mapping[str, Any], kind: str) -> float:
-    step: float = schema.get("multipleOf", 1 if kind == "integer" else 0.5)
-    low: float | None = schema.get("minimum", schema.get("exclusiveMinimum"))
-    high: float | None = schema.get("maximum", schema.get("exclusiveMaximum"))
-    # The multiple of the step next to a bound, on the inner side of it; whether it fits the other is validated.
-    if low is not None:
-        return step * (math.floor(low / step) + 1)
-    if high is not None:
-        return step * (math.ceil(high / step) - 1)
-    return step
-
-
-_DRAWN_DEPTH: Final = 6
-_MOST_ITEMS: Final = 3
-_TRIES: Final = 4
-_SPAN: Final = 100
-_LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
+    return _sample(schema, _Sampler(schema.parameters.get("$defs", {})))
 
 
 def random_arguments(schema: ToolSchema, rng: random.Random, words: Sequence[str] = ()) -> dict[str, Any] | None:
     """Return random arguments that a schema allows, with strings from ``words`` or random letters, or None."""
-    parameters = schema.parameters
-    validator = validator_of(parameters)
-    draw = _Draw(rng, words, parameters.get("$defs", {}))
+    sampler = _Sampler(schema.parameters.get("$defs", {}), rng, words)
     for _ in range(_TRIES):
-        arguments = draw.value(parameters, _DRAWN_DEPTH)
-        if isinstance(arguments, dict) and validator.is_valid(arguments):
+        arguments = _sample(schema, sampler)
+        if arguments is not None:
             return arguments
     return example_arguments(schema)
 
 
-class _Draw:
-    def __init__(self, rng: random.Random, words: Sequence[str], definitions: Mapping[str, Any]) -> None:
-        self._rng, self._words, self._definitions = rng, words, definitions
+def _sample(schema: ToolSchema, sampler: _Sampler) -> dict[str, Any] | None:
+    arguments = sampler.value(schema.parameters, _DEPTH)
+    return arguments if isinstance(arguments, dict) and validator_of(schema.parameters).is_valid(arguments) else None
+
+
+class _Sampler:
+    """Draws values of schemas; without ``rng`` it takes the first and least of everything."""
+
+    def __init__(
+        self, definitions: Mapping[str, Any], rng: random.Random | None = None, words: Sequence[str] = ()
+    ) -> None:
+        self._definitions, self._rng, self._words = definitions, rng, words
 
     def value(self, schema: Any, depth: int) -> Any:
         if not isinstance(schema, Mapping) or depth == 0:
             return None
         if "$ref" in schema:
             return self.value(self._definitions.get(schema["$ref"].removeprefix("#/$defs/")), depth - 1)
-        if "const" in schema:
-            return schema["const"]
-        if schema.get("enum"):
-            return self._rng.choice(schema["enum"])
+        if self._rng is None and ("default" in schema or schema.get("examples")):
+            return schema["default"] if "default" in schema else schema["examples"][0]
+        if "const" in schema or schema.get("enum"):
+            return schema["const"] if "const" in schema else self._choose(schema["enum"])
         for key in ("anyOf", "oneOf"):
             if schema.get(key):
-                return self.value(self._rng.choice(schema[key]), depth - 1)
+                return self.value(self._choose(schema[key]), depth - 1)
         if schema.get("allOf"):
             return self.value(schema["allOf"][0], depth - 1)
         kind = schema.get("type", "string")
-        kind = self._rng.choice(kind) if isinstance(kind, list) else kind
+        kind = self._choose(kind) if isinstance(kind, list) else kind
         if kind == "object":
-            return self._object(schema, depth)
+            required = schema.get("required", ())
+            properties = schema.get("properties", {})
+            names = [name for name in properties if name in required or self._choose([False, True])]
+            return {name: self.value(properties[name], depth - 1) for name in names}
         if kind == "array":
-            return self._array(schema, depth)
+            prefix = schema.get("prefixItems", ())
+            least = max(schema.get("minItems", 0), len(prefix))
+            count = self._choose(range(least, max(least, min(schema.get("maxItems", _MOST_ITEMS), _MOST_ITEMS)) + 1))
+            return [self.value(item, depth - 1) for item in [*prefix, *[schema.get("items", {})] * count][:count]]
         if kind in ("integer", "number"):
             return self._number(schema, kind)
-        return {"boolean": self._rng.random() < 0.5}.get(kind) if kind != "string" else self._text(schema)
+        return self._text(schema) if kind == "string" else {"boolean": self._choose([True, False])}.get(kind)
 
-    def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        required = schema.get("required", ())
-        names = [name for name in schema.get("properties", {}) if name in required or self._rng.random() < 0.5]
-        return {name: self.value(schema["properties"][name], depth - 1) for name in names}
-
-    def _array(self, schema: Mapping[str, Any], depth: int) -> list[Any]:
-        prefix = list(schema.get("prefixItems", ()))
-        minimum = max(schema.get("minItems", 0), len(prefix))
-        count = self._rng.randint(minimum, max(minimum, min(schema.get("maxItems", _MOST_ITEMS), _MOST_ITEMS)))
-        items = [*prefix, *[schema.get("items", {})] * count][:count]
-        return [self.value(item, depth - 1) for item in items]
+    def _choose(self, options: Sequence[Any]) -> Any:
+        return options[0] if self._rng is None else self._rng.choice(options)
 
     def _number(self, schema: Mapping[str, Any], kind: str) -> float:
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         high = schema.get("maximum", schema.get("exclusiveMaximum"))
-        if low is None:
-            low = -_SPAN if high is None else high - 2 * _SPAN
-        high = low + 2 * _SPAN if high is None else high
-        step = schema.get("multipleOf", 1 if kind == "integer" else None)
-        if step is None:
-            return self._rng.uniform(low, high)
-        lowest, highest = math.ceil(low / step), math.floor(high / step)
-        number: float = step * self._rng.randint(lowest, max(lowest, highest))
-        return number
+        spread = 0.5 if low is None or high is None else (high - low) / 8 or 0.5
+        step: float = schema.get("multipleOf", 1 if kind == "integer" else spread)
+        # Multiples of the step on the inner side of the bounds.
+        least = None if low is None else math.ceil(low / step) if "minimum" in schema else math.floor(low / step) + 1
+        most = None if high is None else math.floor(high / step) if "maximum" in schema else math.ceil(high / step) - 1
+        if self._rng is None:
+            return step * next(number for number in (least, most, 1) if number is not None)
+        if least is None:
+            least = -_SPAN // 2 if most is None else most - _SPAN
+        return step * self._rng.randint(least, least + _SPAN if most is None else max(least, most))
 
     def _text(self, schema: Mapping[str, Any]) -> str:
-        minimum = schema.get("minLength", 0)
-        if self._words and self._rng.random() < 0.5:
+        if self._rng is None:
+            text = "example"
+        elif self._words and self._rng.random() < 0.5:
             text = self._rng.choice(self._words)
         else:
             text = "".join(self._rng.choices(_LETTERS, k=self._rng.randint(1, 12)))
-        text = text.ljust(minimum, "x")
+        text = text.ljust(schema.get("minLength", 0), "x")
         return text[: schema.get("maxLength", len(text))]
