@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from operator import itemgetter
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -24,9 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from turnwise.agents.langgraph.messages import REASONING, IssuedTurns, session_message
 from turnwise.agents.langgraph.request import ModelRequest, read_model_request, schema_format, schema_of
-from turnwise.agents.langgraph.run import GraphRun, current_run, iterate_blocking, run_blocking
+from turnwise.agents.langgraph.run import GraphRun, current_run, run_blocking
 from turnwise.chat.formats.live import LiveTurn
-from turnwise.errors import InferenceError, SessionError, shown
+from turnwise.errors import SessionError, shown
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.proxy.session import TextSession
 from turnwise.model.canonical import template_arguments
@@ -34,7 +34,7 @@ from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, TokenDelta, text_of
 
-T = TypeVar("T")
+_CONNECTION: Final = frozenset(("api_key", "timeout", "max_retries"))
 
 
 async def session_messages(
@@ -107,12 +107,9 @@ class ChatTurnwise(BaseChatModel):
         seed: Overrides the session's own for each request.
         stop: Stop strings.
         template_args: Arguments of the chat template, such as ``{"enable_thinking": False}``.
-        timeout: Seconds for an answer; InferenceError after that, with nothing recorded.
-        max_retries: How often a request is repeated that the engine failed or did not answer in time; a stream only
-            until its first piece.
-        streaming: Whether ``invoke`` streams too, for the callbacks that watch it.
+        streaming: Whether ``ainvoke`` streams too, for the callbacks that watch it.
 
-    ``api_key`` is dropped: the session has its connection.
+    ``api_key``, ``timeout`` and ``max_retries`` are dropped: the session has its connection and limits.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -128,8 +125,6 @@ class ChatTurnwise(BaseChatModel):
     seed: int | None = None
     stop: list[str] | None = None
     template_args: dict[str, Any] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
-    max_retries: Annotated[int, Field(ge=0)] | None = None
     streaming: bool = False
 
     _issued: IssuedTurns = PrivateAttr(default_factory=IssuedTurns)
@@ -137,9 +132,9 @@ class ChatTurnwise(BaseChatModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_key(cls, values: Any) -> Any:
+    def _without_connection(cls, values: Any) -> Any:
         return (
-            {name: value for name, value in values.items() if name != "api_key"} if isinstance(values, dict) else values
+            {name: values[name] for name in values if name not in _CONNECTION} if isinstance(values, dict) else values
         )
 
     @model_validator(mode="after")
@@ -265,18 +260,6 @@ class ChatTurnwise(BaseChatModel):
         self._loop = asyncio.get_running_loop()
         return await work
 
-    def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:
-        run = self._run()
-        request = self._read_request(run, stop, kwargs)
-        chunks = self._chunks(run, messages, request, _node(run_manager))
-        return iterate_blocking(chunks, self._loop if run is None else run.loop)
-
     async def _astream(
         self,
         messages: list[BaseMessage],
@@ -307,62 +290,15 @@ class ChatTurnwise(BaseChatModel):
             yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
             return
         with run.working() if run is not None else contextlib.nullcontext():
-            for retries_left in reversed(range((self.max_retries or 0) + 1)):
-                streaming = False
-                try:
-                    async for chunk in self._stream_turn(run, session, messages, request, node):
-                        streaming = True
-                        yield chunk
-                except InferenceError as error:
-                    if streaming or not retries_left or not error.retryable:
-                        raise
-                else:
-                    return
+            async for chunk in self._stream_turn(run, session, messages, request, node):
+                yield chunk
 
     async def _ask(
         self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
     ) -> ChatResult:
         with run.working() if run is not None else contextlib.nullcontext():
-            message = await self._ask_with_retries(lambda: self._record(run, messages, request, node))
+            message = await self._record(run, messages, request, node)
         return ChatResult(generations=[ChatGeneration(message=message)])
-
-    async def _ask_with_retries(self, asking: Callable[[], Awaitable[AIMessage]]) -> AIMessage:
-        """Ask within the time limit, again where the engine failed: nothing was recorded then."""
-        for retries_left in reversed(range((self.max_retries or 0) + 1)):
-            try:
-                async with asyncio.timeout(self.timeout) as limit:
-                    return await asking()
-            except TimeoutError as error:
-                if not limit.expired():
-                    raise
-                if not retries_left:
-                    raise self._too_slow() from error
-            except InferenceError as error:
-                if not retries_left or not error.retryable:
-                    raise
-        raise AssertionError("unreachable")
-
-    def _too_slow(self) -> InferenceError:
-        return InferenceError(
-            f"ChatTurnwise: no answer within timeout={self.timeout:g} s; nothing was recorded: raise timeout, or set "
-            "max_retries"
-        )
-
-    async def _within_timeout(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
-        """Yield items, all of them within the time limit."""
-        until = None if self.timeout is None else asyncio.get_running_loop().time() + self.timeout
-        while True:
-            try:
-                # Around each item: a limit around the loop would also cancel what the reader does between two.
-                async with asyncio.timeout_at(until) as limit:
-                    item = await anext(items)
-            except StopAsyncIteration:
-                return
-            except TimeoutError as error:
-                if limit.expired():
-                    raise self._too_slow() from error
-                raise
-            yield item
 
     async def _record(
         self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
@@ -404,7 +340,7 @@ class ChatTurnwise(BaseChatModel):
             prompt, request.tools, request.params, fork=request.fork, template_args=request.template_args
         )
         async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]
-            async for item in self._within_timeout(items):
+            async for item in items:
                 if isinstance(item, PromptPlacement):
                     usage = _usage(item.prompt_tokens, 0, item.known_tokens)
                     live = reader.live(item.tail, stops) if isinstance(reader, Reader) else None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import queue
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -246,67 +244,12 @@ def run_blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop |
         loop: Its loop; None for a new one.
     """
     try:
-        _refuse_event_loop()
-    except AgentError:
-        work.close()
-        raise
-    if loop is None or not loop.is_running():
-        return asyncio.run(work)
-    return asyncio.run_coroutine_threadsafe(work, loop).result()
-
-
-def iterate_blocking(items: AsyncGenerator[T, None], loop: asyncio.AbstractEventLoop | None) -> Iterator[T]:
-    """Iterate over an asynchronous generator from a thread without an event loop.
-
-    Args:
-        items: The generator; closed when the iteration ends.
-        loop: Its loop; None for a new one.
-    """
-    _refuse_event_loop()
-    own_loop = loop is None or not loop.is_running()
-    running = asyncio.new_event_loop() if loop is None or own_loop else loop
-    thread = threading.Thread(target=running.run_forever, daemon=True) if own_loop else None
-    results: queue.SimpleQueue[list[T]] = queue.SimpleQueue()
-    demand = asyncio.Semaphore(0)
-
-    async def feed() -> None:
-        try:
-            async with contextlib.aclosing(items):
-                # No item is made before it is wanted: a reader that leaves early leaves nothing committed.
-                await demand.acquire()
-                async for item in items:
-                    results.put([item])
-                    await demand.acquire()
-        finally:
-            results.put([])
-
-    if thread is not None:
-        thread.start()
-    fed = asyncio.run_coroutine_threadsafe(feed(), running)
-    one: list[T] = []
-    try:
-        while True:
-            running.call_soon_threadsafe(demand.release)
-            one = results.get()
-            if not one:
-                fed.result()
-                return
-            yield one[0]
-    finally:
-        fed.cancel()
-        while one:
-            one = results.get()
-        if thread is not None:
-            running.call_soon_threadsafe(running.stop)
-            thread.join()
-            running.close()
-
-
-def _refuse_event_loop() -> None:
-    try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return
+        if loop is None or not loop.is_running():
+            return asyncio.run(work)
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+    work.close()
     raise AgentError(
         "invoke() of a model or a tool on the event loop would deadlock: await ainvoke(), or "
         "make the node a plain def, which runs in a thread"
