@@ -20,22 +20,13 @@ from turnwise.envs.results import SANDBOX_VARIES
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.solution import play_solution, tool_call
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.envs.wrappers import (
-    RecordTranscript,
-    ShapeReward,
-    TimeLimit,
-    TruncateObservations,
-    TurnLimit,
-    Wrapper,
-    wrap,
-)
+from turnwise.envs.wrappers import ShapeReward, TimeLimit, TruncateObservations, TurnLimit, Wrapper, wrap
 
 __all__ = [
     "SANDBOX_VARIES",
     "Env",
     "EnvSpec",
     "MultiAgentEnv",
-    "RecordTranscript",
     "ShapeReward",
     "SingleTurnEnv",
     "Solution",

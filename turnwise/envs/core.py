@@ -312,8 +312,7 @@ async def call_env(env: Env, call: ToolCall, *, executor: Executor | None = None
     _use_executor(env, executor)
     conversation = _conversation(env)
     response = await run_method(env, env.call, call)
-    answer: Message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
-    conversation += [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
+    conversation += [{"role": "assistant", "content": "", "tool_calls": [call]}, response.message(call)]
     if env._script is not None:
         env._script.steps.append((call, comparable_answer(response)))
     return response

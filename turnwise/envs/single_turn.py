@@ -9,7 +9,7 @@ from turnwise.envs.core import Env, ResetResult, Score, ScoreParts, StepResult, 
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
-from turnwise.tools.response import ToolResponse
+from turnwise.tools.response import refusals
 from turnwise.types import Message
 
 
@@ -49,10 +49,7 @@ class SingleTurnEnv(Env):
 
     async def step(self, action: Message) -> StepResult:
         """Score the message; calls in it are answered by errors."""
-        answers: list[Message] = []
-        for call in action.get("tool_calls") or ():
-            response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
-            answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()})
+        answers = refusals(action.get("tool_calls") or ())
         parts: ScoreParts = await score_env(self, action)
         return StepResult(answers, sum(parts.values()), True, False, parts.info())
 

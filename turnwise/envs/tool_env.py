@@ -92,7 +92,7 @@ class ToolEnv(Env):
         }
         if notes:
             info["tool_notes"] = notes
-        observation = [_answer(outcome) for outcome in outcomes]
+        observation = [outcome.response.message(outcome.call) for outcome in outcomes]
         if any(outcome.response.ends for outcome in outcomes) and not self.lost_thread:
             return _add_calls(await self.final_step(action, observation), info)
         if self.lost_thread:
@@ -238,15 +238,6 @@ def _add_calls(final: StepResult, calls: Mapping[str, Any]) -> StepResult:
     }
     info = {**final.info, **added, **({"tool_notes": calls["tool_notes"]} if "tool_notes" in calls else {})}
     return final._replace(reward=final.reward + sum(calls["rewards"].values()), info=info)
-
-
-def _answer(outcome: Outcome) -> Message:
-    return {
-        "role": "tool",
-        "tool_call_id": outcome.call.id,
-        "name": outcome.call.name,
-        "content": outcome.response.content(),
-    }
 
 
 def _rewards(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Environment wrappers: the base class, limits of turns and time, observation length, reward shaping, transcripts."""
+"""Environment wrappers: the base class, limits of turns and time, observation length, reward shaping."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import asyncio
 import difflib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, ClassVar, Final, TypeAlias, cast
 
-import orjson
-
-from turnwise.append_file import AppendFile
 from turnwise.envs.core import (
     AsyncSolution,
     Env,
@@ -301,7 +296,7 @@ class TimeLimit(Wrapper):
             if self.env.pending_score is not None:
                 parts: ScoreParts = await score_env(self.env, action)
                 return StepResult([], sum(parts.values()), True, False, parts.info())
-            answers = [self._unanswered(call) for call in action.get("tool_calls") or ()]
+            answers = [self._too_late(call).message(call) for call in action.get("tool_calls") or ()]
             return StepResult(answers, 0.0, False, True, {"stop_reason": StopReason.TIMEOUT})
         late = asyncio.get_running_loop().time() >= self._deadline
         if not late or result.terminated or result.truncated:
@@ -323,10 +318,6 @@ class TimeLimit(Wrapper):
 
     def _too_late(self, call: ToolCall) -> ToolResponse:
         return ToolResponse.failure("timeout", f"the episode's {self._seconds:g} s are used up", tool=call.name)
-
-    def _unanswered(self, call: ToolCall) -> Message:
-        response = self._too_late(call)
-        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
 
 
 class TruncateObservations(Wrapper):
@@ -415,110 +406,7 @@ class ShapeReward(Wrapper):
         return {**parts, "shaping": parts.get("shaping", 0.0) + difference} if difference else parts
 
 
-class RecordTranscript(Wrapper):
-    """Appends each episode as one JSON line to a file, when the next one begins or the environment is closed.
-
-    Keys: ``task_id``, ``seed``, ``messages`` (prompt, model messages and answers), ``rewards`` (named, summed over the
-    episode), ``reward``, ``terminated``, ``truncated`` and ``stop_reason``.
-    """
-
-    def __init__(self, env: Env, path: str | Path) -> None:
-        super().__init__(env)
-        self._path = Path(path)
-        self._episode: dict[str, Any] | None = None
-
-    async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """Write the previous episode and begin the next."""
-        self._write()
-        messages, info = await super().reset(task, seed=seed)
-        self._episode = {
-            "task_id": None if task is None else task.id,
-            "seed": seed,
-            "messages": list(messages),
-            "rewards": {},
-            "reward": 0.0,
-            "terminated": False,
-            "truncated": False,
-            "stop_reason": None,
-        }
-        return messages, info
-
-    async def step(self, action: Message) -> StepResult:
-        """Record a message and its result."""
-        result = await super().step(action)
-        self._note([action, *as_messages(result.observation)], _named(result))
-        if self._episode is not None:
-            self._episode["terminated"], self._episode["truncated"] = result.terminated, result.truncated
-            self._episode["stop_reason"] = result.info.get("stop_reason")
-        return result
-
-    async def call(self, call: ToolCall) -> ToolResponse:
-        """Record a call and its answer."""
-        response = await super().call(call)
-        action: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        answer: Message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
-        self._note([action, answer], {} if response.reward is None else {f"tool/{call.name}": response.reward})
-        return response
-
-    async def score(self, final: Message | None) -> Score:
-        """Record the score of an episode that no step scored."""
-        parts: ScoreParts = await score_env(self.env, final)
-        self._note([], parts)
-        return parts
-
-    async def close(self) -> None:
-        """Write the running episode, and close the wrapped environment."""
-        try:
-            await super().close()
-        finally:
-            self._write()
-
-    def _note(self, messages: list[Message], rewards: Mapping[str, float]) -> None:
-        if self._episode is None:
-            return
-        self._episode["messages"] += messages
-        for name, value in rewards.items():
-            self._episode["rewards"][name] = self._episode["rewards"].get(name, 0.0) + value
-            self._episode["reward"] += value
-
-    def _write(self) -> None:
-        episode, self._episode = self._episode, None
-        if episode is None:
-            return
-        episode["messages"] = [_plain(message) for message in episode["messages"]]
-        try:
-            # Opened for the line: many episodes of a run write to one file, and none holds it.
-            file = AppendFile(self._path)
-            try:
-                file.append(_line(episode))
-            finally:
-                file.close()
-        except OSError as error:
-            raise EnvError(f"record_transcript: {self._path} cannot be written: {error}") from error
-
-
-def _line(episode: dict[str, Any]) -> bytes:
-    try:
-        return orjson.dumps(episode, default=repr)
-    except TypeError:
-        # Half a surrogate pair or a number of more than 64 bits: a model may write both.
-        return json.dumps(episode, default=repr).encode("ascii")
-
-
-def _named(result: StepResult) -> Mapping[str, float]:
-    named: Mapping[str, float] | None = result.info.get("rewards")
-    return named if named is not None else {"step": result.reward} if result.reward else {}
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    values = cast("dict[str, Any]", dict(message))
-    if message.get("tool_calls"):
-        values["tool_calls"] = [asdict(call) for call in message["tool_calls"]]
-    return values
-
-
 _WRAPPERS: Final[dict[str, type[Wrapper]]] = {
-    "record_transcript": RecordTranscript,
     "shape_reward": ShapeReward,
     "time_limit": TimeLimit,
     "truncate_observations": TruncateObservations,
@@ -531,8 +419,7 @@ def wrap(env: Env, name: str, /, **config: Any) -> Wrapper:
 
     Args:
         env: The environment.
-        name: ``turn_limit``, ``time_limit``, ``truncate_observations``, ``shape_reward``, ``record_transcript``, or
-            ``pkg.module:Class``.
+        name: ``turn_limit``, ``time_limit``, ``truncate_observations``, ``shape_reward``, or ``pkg.module:Class``.
         **config: Further arguments of its constructor.
 
     Raises:

@@ -94,7 +94,7 @@ class SpecConfig(NamedConfig):
     Attributes:
         tools: Tools besides those of its class.
         wrappers: Wrappers, innermost first: ``turn_limit``, ``time_limit``, ``truncate_observations``,
-            ``shape_reward``, ``record_transcript`` or ``pkg.module:Class``.
+            ``shape_reward`` or ``pkg.module:Class``.
     """
 
     tools: ToolsConfig = ToolsConfig()

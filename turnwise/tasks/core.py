@@ -54,7 +54,7 @@ class Task:
 
     def to_record(self) -> dict[str, Any]:
         """Return the row as JSON values; :meth:`from_record` is the inverse."""
-        prompt = self.prompt if isinstance(self.prompt, str) else [_message_record(message) for message in self.prompt]
+        prompt = self.prompt if isinstance(self.prompt, str) else [message_record(message) for message in self.prompt]
         record: dict[str, Any] = {"id": self.id, "prompt": prompt, "data": self.data}
         specs = {"env": (self.env, self.env_config), "agent": (self.agent, self.agent_config)}
         for key, (name, config) in specs.items():
@@ -100,7 +100,8 @@ class Task:
         )
 
 
-def _message_record(message: Message) -> dict[str, Any]:
+def message_record(message: Message) -> dict[str, Any]:
+    """Return a message as a new dict of JSON values."""
     record = cast("dict[str, Any]", dict(message))
     if message.get("tool_calls"):
         record["tool_calls"] = [asdict(call) for call in message["tool_calls"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import inspect
@@ -11,7 +10,6 @@ import types
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel
@@ -45,12 +43,11 @@ _TOOLS: dict[str, FunctionTool] = {}
 
 
 def register_tool(tool: FunctionTool) -> None:
-    """Register a tool; a reloaded function replaces itself, another of the same name raises RegistryError."""
+    """Register a tool; a function defined anew replaces itself, another one of its name raises RegistryError."""
     registered = _TOOLS.get(tool.name)
-    if registered is not None and (_place(registered) != _place(tool) or _stand_side_by_side(registered, tool)):
+    if registered is not None and _place(registered) != _place(tool):
         raise RegistryError(
-            f"the tool name {tool.name!r} is taken by {_place(registered)}{_line(registered)}; "
-            f"{_place(tool)}{_line(tool)} needs another one: write "
+            f"the tool name {tool.name!r} is taken by {_place(registered)}; {_place(tool)} needs another one: write "
             '@function_tool("other_name")'
         )
     _TOOLS[tool.name] = tool
@@ -80,27 +77,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _place(tool: FunctionTool) -> str:
     return f"{tool.fn.__module__}.{tool.fn.__qualname__} ({tool.fn.__code__.co_filename})"
-
-
-def _line(tool: FunctionTool) -> str:
-    return f" line {tool.fn.__code__.co_firstlineno}"
-
-
-def _stand_side_by_side(one: FunctionTool, other: FunctionTool) -> bool:
-    """Whether two functions of one name are distinct definitions in a file, not one that was reloaded."""
-    lines = {tool.fn.__code__.co_firstlineno for tool in (one, other)}
-    if len(lines) == 1:
-        return False
-    try:
-        tree = ast.parse(Path(one.fn.__code__.co_filename).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return False
-    starts = {
-        min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == one.fn.__code__.co_name
-    }
-    return lines <= starts
 
 
 F = TypeVar("F", bound=Callable[..., Any])

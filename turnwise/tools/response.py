@@ -7,17 +7,13 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from turnwise.errors import EnvError, SessionError, ToolSchemaError, shown
 from turnwise.images import data_uri, image_bytes
-from turnwise.types import ToolCall
-
-if TYPE_CHECKING:
-    pass
-
+from turnwise.types import Message, ToolCall
 
 Unit: TypeAlias = Literal["characters", "tokens"]
 Keep: TypeAlias = Literal["ends", "head", "tail", "middle"]
@@ -231,6 +227,10 @@ class ToolResponse:
             parts.append({"type": "text", "text": self.text})
         return parts
 
+    def message(self, call: ToolCall) -> Message:
+        """Return the message that answers a call."""
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self.content()}
+
     @classmethod
     def failure(cls, error: str, message: str, **details: Any) -> ToolResponse:
         """Return an error for the model: ``{"error": {"type": ..., "message": ..., ...}}``.
@@ -287,6 +287,11 @@ def failure(word: str, message: str, **details: Any) -> ToolResponse:
     response = ToolResponse.failure(word, message, **details)
     response.text = cleaned(response.text, None)
     return response
+
+
+def refusals(calls: Iterable[ToolCall]) -> list[Message]:
+    """Answer calls by errors where no tool was offered."""
+    return [failure("unknown_tool", f"there is no tool {call.name!r}", available=[]).message(call) for call in calls]
 
 
 def crash(call: ToolCall, message: str) -> ToolResponse:

@@ -11,7 +11,6 @@ from support.chat.toy_renderer import ToyRenderer
 from turnwise.envs import (
     Env,
     EnvSpec,
-    RecordTranscript,
     ShapeReward,
     SingleTurnEnv,
     StepResult,
@@ -23,7 +22,6 @@ from turnwise.envs import (
     call_env,
     close_env,
     make,
-    play_solution,
     reset_env,
     score_env,
     step_env,
@@ -87,33 +85,32 @@ class Tooled(ToolEnv):
 
 
 ALL = [
-    lambda env, folder: TurnLimit(env, 100),
-    lambda env, folder: TimeLimit(env, 100.0),
-    lambda env, folder: TruncateObservations(env, 10_000),
-    lambda env, folder: ShapeReward(env, lambda reward, info, action: reward),
-    lambda env, folder: RecordTranscript(env, folder / "t.jsonl"),
-    lambda env, folder: Wrapper(env),
+    lambda env: TurnLimit(env, 100),
+    lambda env: TimeLimit(env, 100.0),
+    lambda env: TruncateObservations(env, 10_000),
+    lambda env: ShapeReward(env, lambda reward, info, action: reward),
+    Wrapper,
 ]
 
 
 @pytest.mark.ext
 @pytest.mark.parametrize("number", range(len(ALL)))
-async def test_wrapper_of_a_tool_env_is_a_tool_env_and_passes_the_checker(number, tmp_path):
+async def test_wrapper_of_a_tool_env_is_a_tool_env_and_passes_the_checker(number):
     from turnwise.ext.checks.environment import check_env
 
-    wrapped = ALL[number](make("lookup"), tmp_path)
+    wrapped = ALL[number](make("lookup"))
     assert isinstance(wrapped, ToolEnv)
     assert isinstance(wrapped, Wrapper)
-    assert type(wrapped).__name__ == type(ALL[number](Chatty(), tmp_path)).__name__
+    assert type(wrapped).__name__ == type(ALL[number](Chatty())).__name__
     assert isinstance(wrapped.unwrapped, LookupEnv)
-    report = await check_env(lambda: ALL[number](make("lookup"), tmp_path))
+    report = await check_env(lambda: ALL[number](make("lookup")))
     assert report.findings == [], str(report)
     assert report.figures["reference solution, worst score"] == 1.0
 
 
 @pytest.mark.parametrize("number", range(len(ALL)))
-async def test_wrapper_of_a_plain_env_is_no_tool_env(number, tmp_path):
-    wrapped = ALL[number](Chatty(), tmp_path)
+async def test_wrapper_of_a_plain_env_is_no_tool_env(number):
+    wrapped = ALL[number](Chatty())
     assert not isinstance(wrapped, ToolEnv)
     await reset_env(wrapped, None, seed=1)
     result = await step_env(wrapped, says("a"))
@@ -123,7 +120,7 @@ async def test_wrapper_of_a_plain_env_is_no_tool_env(number, tmp_path):
     await close_env(wrapped)
 
 
-async def test_all_wrappers_together_score_and_release_once(tmp_path):
+async def test_all_wrappers_together_score_and_release_once():
     events = []
 
     class Kept(BaseTool):
@@ -144,7 +141,7 @@ async def test_all_wrappers_together_score_and_release_once(tmp_path):
     inner.tools = [Kept({}, {"name": "kept", "description": "Kept.", "parameters": {"type": "object"}})]
     env = inner
     for build in ALL:
-        env = build(env, tmp_path)
+        env = build(env)
     assert env.unwrapped is inner
     assert set(env.toolset()) == {"look", "wait", "kept"}
     await reset_env(env, None, seed=1)
@@ -156,8 +153,6 @@ async def test_all_wrappers_together_score_and_release_once(tmp_path):
     assert inner.scored == 1
     await close_env(env)
     assert (events, inner.closed) == (["create", "release"], 1)
-    record = json.loads((tmp_path / "t.jsonl").read_text())
-    assert record["reward"] == 1.875
 
 
 async def test_turn_limit_truncates_at_the_last_turn_unless_terminated():
@@ -320,53 +315,6 @@ async def test_a_shaping_function_that_returns_no_number_is_an_error(value):
     await reset_env(env, None, seed=1)
     with pytest.raises(EnvError, match="reward shaping function returned"):
         await step_env(env, says("a"))
-
-
-async def test_transcripts_hold_episodes_line_by_line(tmp_path):
-    path = tmp_path / "new" / "t.jsonl"
-    env = RecordTranscript(LookupEnv(), path)
-    await reset_env(env, Task("one", "x"), seed=3)
-    played = await play_solution(env)
-    await reset_env(env, Task("two", "x"), seed=4)
-    await call_env(env, ToolCall("c", "team_of", {"person": "ana"}))
-    await score_env(env, None)
-    await close_env(env)
-    await close_env(env)
-    first, second = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (first["task_id"], first["seed"], first["terminated"], first["reward"]) == ("one", 3, True, 1.0)
-    assert [message["role"] for message in first["messages"]] == [
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
-    assert first["messages"][1]["tool_calls"][0]["name"] == "team_of"
-    assert first["messages"][-1]["content"] == played[-1][0]["content"]
-    assert (second["task_id"], second["terminated"], second["rewards"]) == ("two", False, {"score": 0.0})
-    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool"]
-
-
-@pytest.mark.parametrize("person", ["\ud800", 2**70])
-async def test_transcripts_hold_whatever_a_model_writes(tmp_path, person):
-    env = RecordTranscript(LookupEnv(), tmp_path / "t.jsonl")
-    await reset_env(env, None, seed=3)
-    call = ToolCall("c", "team_of", {"person": person})
-    await step_env(env, {"role": "assistant", "content": "", "tool_calls": [call]})
-    await close_env(env)
-    (line,) = (tmp_path / "t.jsonl").read_text("utf-8").splitlines()
-    assert json.loads(line)["messages"][1]["tool_calls"][0]["arguments"] == {"person": person}
-
-
-async def test_a_transcript_that_cannot_be_written_is_an_error_and_the_environment_is_closed(tmp_path):
-    (tmp_path / "file").write_text("")
-    inner = Tooled()
-    env = RecordTranscript(inner, tmp_path / "file" / "t.jsonl")
-    await reset_env(env, None, seed=1)
-    with pytest.raises(EnvError, match="cannot be written"):
-        await close_env(env)
-    assert inner.closed == 1
 
 
 def test_wrong_wrapper_settings_raise_config_errors():

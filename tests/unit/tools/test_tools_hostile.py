@@ -12,12 +12,12 @@ import pytest
 from support.chat.model_dirs import renderer_for
 from turnwise import BaseTool, Task, ToolEnv, ToolResponse, function_tool
 from turnwise.envs import register, reset_env
-from turnwise.errors import ConfigError, EnvError, TaskError, ToolSchemaError
+from turnwise.errors import EnvError, TaskError, ToolSchemaError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
-from turnwise.tools import FunctionTool, OutputLimit, ToolRunner, as_schema, load_function_tools
+from turnwise.tools import FunctionTool, OutputLimit, ToolRunner, as_schema
 from turnwise.tools.selection import tools_kwargs
 from turnwise.types import ToolCall
 
@@ -261,16 +261,7 @@ class TestAuthorsAreTold:
         with pytest.raises(EnvError, match=r"ToolResponse.metrics is \[1\]: it must be a dict"):
             ToolResponse(metrics=[1])
 
-    def test_two_functions_of_equal_name_raise_config_error(self, tmp_path):
-        file = tmp_path / "hostile_twice.py"
-        file.write_text(
-            "from turnwise import function_tool\n\n@function_tool\ndef hostile_twice(a: int): ...\n\n"
-            "@function_tool\ndef hostile_twice(b: int): ...\n"
-        )
-        with pytest.raises(ConfigError, match=r"(?s)'hostile_twice' is taken by .*line 3; .*line 6 needs another one"):
-            load_function_tools(file)
-
-    def test_but_a_module_whose_function_moved_may_be_loaded_anew(self, tmp_path, monkeypatch):
+    def test_a_module_whose_function_moved_may_be_loaded_anew(self, tmp_path, monkeypatch):
         file = tmp_path / "hostile_moved.py"
         text = "from turnwise import function_tool\n@function_tool\ndef hostile_moved(a: int): ...\n"
         file.write_text(text)

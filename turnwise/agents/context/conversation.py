@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from turnwise.agents.context.config import CompactionConfig, ContextConfig, DropConfig
 from turnwise.agents.core import Episode
 from turnwise.tools.response import failure
-from turnwise.types import Message, ToolSchema, text_of
+from turnwise.types import Message, ToolCall, ToolSchema, text_of
 
 
 def droppable_results(messages: Sequence[Message], config: DropConfig) -> list[int]:
@@ -104,7 +104,7 @@ async def compact_conversation(talk: Conversation, config: CompactionConfig) -> 
             beginning = _with_summary(talk.head, config.summary.replace("{summary}", text))
             cut = message["finish_reason"] == "length"
             return Compaction([*beginning, *talk.messages[min(kept_from, end) :]], True, cut, result.turn)
-        question = [*question, message, *(_refusal(call.id, call.name) for call in calls)]
+        question = [*question, message, *(_refusal(call) for call in calls)]
         if calls:
             # The model is to read what became of its calls, so the conversation continues from here.
             result.messages = [*question, *behind]
@@ -142,9 +142,9 @@ def _with_summary(head: Sequence[Message], text: str) -> list[Message]:
     return [*head[:-1], {**last_message, "content": f"{content}\n\n{text}" if content else text}]
 
 
-def _refusal(call_id: str, name: str) -> Message:
-    answer = failure("unusable_call", "this call was not executed: write the requested summary as text", tool=name)
-    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": answer.content()}
+def _refusal(call: ToolCall) -> Message:
+    reason = "this call was not executed: write the requested summary as text"
+    return failure("unusable_call", reason, tool=call.name).message(call)
 
 
 class Conversation:

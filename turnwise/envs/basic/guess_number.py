@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 from turnwise.envs.core import Env, ResetResult, Solution, StepResult
 from turnwise.errors import EnvError, TaskError, shown
 from turnwise.tasks import Task
-from turnwise.tools.response import ToolResponse
+from turnwise.tools.response import refusals
 from turnwise.types import Message, text_of
 
 _BOXED: Final = re.compile(r"\\boxed\{\s*([-+]?[0-9]{1,18})\s*\}")
@@ -75,9 +75,7 @@ class GuessNumberEnv(Env):
             answer = f"Answer with one whole number from {self.low} to {self.high}; {self.left} left"
         else:
             answer = f"{'higher' if guess < self.number else 'lower'}; {self.left} left"
-        observation: list[Message] = [{"role": "user", "content": answer}]
-        if action.get("tool_calls"):
-            observation = _refusals(action) + observation
+        observation: list[Message] = [*refusals(action.get("tool_calls") or ()), {"role": "user", "content": answer}]
         return StepResult(observation, float(self.found), self._over, False, {})
 
     def score(self, final: Message | None) -> float:  # noqa: ARG002 - what was guessed counts, not what was said last
@@ -97,12 +95,3 @@ def _guess(text: str) -> int | None:
     boxed = _BOXED.findall(text) if "\\boxed" in text else None
     numbers = boxed or _NUMBER.findall(text)
     return int(numbers[-1]) if boxed or len(numbers) == 1 else None
-
-
-def _refusals(action: Message) -> list[Message]:
-    """Answer calls by errors: no tool was offered."""
-    answers: list[Message] = []
-    for call in action.get("tool_calls") or ():
-        response = ToolResponse.failure("unknown_tool", f"there is no tool {call.name!r}", available=[])
-        answers.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()})
-    return answers

@@ -26,7 +26,8 @@ from turnwise.errors import ConfigError, EnvError, ToolError, shown
 from turnwise.plugins import load_object
 from turnwise.tasks.core import Task
 from turnwise.tools.core import FunctionTool
-from turnwise.types import Message, StopReason, ToolCall, text_of
+from turnwise.tools.response import refusals
+from turnwise.types import Message, StopReason, text_of
 
 Parse = Callable[[str, Any], Any]
 """``parse(text, env)`` returns an action; it raises ValueError or ToolError with what the model reads."""
@@ -150,7 +151,7 @@ class GymnasiumEnv(Env):
         """Take the action of a message; a tool call is answered with an error."""
         if self.world.over:
             raise EnvError(f"{type(self).__qualname__}: the episode is over: call reset() first")
-        answers = [_no_tool(call) for call in action.get("tool_calls") or ()]
+        answers = refusals(action.get("tool_calls") or ())
         try:
             parsed = self._action(text_of(action))
         except (ToolError, ValueError) as error:
@@ -368,8 +369,3 @@ def _tagged(text: str) -> str | None:
         elif opened >= 0:
             answer, opened = text[opened : tag.start()].strip(), -1
     return answer
-
-
-def _no_tool(call: ToolCall) -> Message:
-    text = json.dumps({"error": {"type": "unknown_tool", "message": "there are no tools: write the action as text"}})
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}

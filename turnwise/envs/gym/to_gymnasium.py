@@ -7,7 +7,6 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, ClassVar, Final, TypeVar, cast, get_args
 
 import gymnasium
@@ -17,7 +16,7 @@ from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_en
 from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, from_gymnasium
 from turnwise.envs.registration import EnvSpec, make, register_with_gymnasium
 from turnwise.errors import EnvError, TaskError, shown, undo_on_error
-from turnwise.tasks.core import Task
+from turnwise.tasks.core import Task, message_record
 from turnwise.tasks.reader import load_tasks
 from turnwise.tasks.sources import TaskSource
 from turnwise.tools.sample_arguments import random_arguments
@@ -66,7 +65,7 @@ class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
 
     def to_jsonable(self, sample_n: Iterable[Any]) -> list[Any]:
         """Return messages as JSON values."""
-        return [plain(as_message(action)) for action in sample_n]
+        return [message_record(as_message(action)) for action in sample_n]
 
     def from_jsonable(self, sample_n: list[Any]) -> list[Any]:
         """Invert :meth:`to_jsonable`."""
@@ -162,14 +161,6 @@ def _as_call(call: Any, number: int) -> ToolCall:
             f"tool_calls[{number}] is {shown(call)}: it must be a ToolCall or a dict with 'name' and 'arguments'"
         )
     return ToolCall(str(call.get("id") or f"call_{number}"), call["name"], dict(call.get("arguments", {})))
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """Return a message as a new dict of JSON values."""
-    values = cast("dict[str, Any]", dict(message))
-    if message.get("tool_calls"):
-        values["tool_calls"] = [asdict(call) for call in message["tool_calls"]]
-    return values
 
 
 __all__ = [
@@ -360,7 +351,9 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
     def _observed(self, messages: list[Message]) -> tuple[dict[str, Any], ...]:
         # JSON and back: the returned value is a copy without objects.
         try:
-            observed: list[dict[str, Any]] = orjson.loads(orjson.dumps([plain(message) for message in messages]))
+            observed: list[dict[str, Any]] = orjson.loads(
+                orjson.dumps([message_record(message) for message in messages])
+            )
         except TypeError as error:
             raise EnvError(f"{type(self._env).__qualname__}: an observation is not JSON: {error}") from error
         return tuple(observed)
