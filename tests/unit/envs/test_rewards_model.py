@@ -286,7 +286,7 @@ async def test_a_label_and_no_answer(triple, replica):
         ({"url": "x"}, "the URL is 'x'"),
         ({"url": "http://x", "label": -1}, "label is -1"),
         ({"model_dir": "/nowhere"}, "/nowhere, which has no config.json"),
-        ({"url": "http://x", "concurrency": 0}, "concurrency is 0"),
+        ({"url": "http://x", "concurrency": 0}, "reward_model: concurrency: 0 is not allowed"),
     ],
 )
 async def test_bad_settings_are_refused_by_name(arguments, words):

@@ -201,7 +201,10 @@ async def test_shipped_tools_are_configured_by_name() -> None:
     assert {as_tool(name).name for name in SHIPPED} == set(SHIPPED)
     for wrong, message in (
         (["shel"], "there is no tool 'shel'; did you mean 'shell'"),
-        ([{"name": "shell", "config": {"timeot": 5}}], "config.timeot is 5: .* its keys are timeout, .*persistent"),
+        (
+            [{"name": "shell", "config": {"timeot": 5}}],
+            "config: timeot: unknown key, value 5; .* its keys are timeout, .*persistent",
+        ),
         ([{"name": "submit", "config": {"a": 1}}], "takes no config"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from turnwise.config import report_problems
-from turnwise.errors import ConfigError
+from turnwise.config import load_config
 
 Share = Annotated[float, Field(gt=0, le=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -141,9 +140,4 @@ def read_context(section: Mapping[str, Any] | ContextConfig | None) -> ContextCo
     """Validate the ``context`` section of an agent."""
     if isinstance(section, ContextConfig):
         return section
-    data = {"context": {} if section is None else section}
-    try:
-        agent: _AgentConfig = _AgentConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(report_problems(_AgentConfig, data, {}, error.errors(include_url=False))) from None
-    return agent.context
+    return load_config(_AgentConfig, defaults={"context": section or {}}).context

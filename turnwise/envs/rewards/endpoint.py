@@ -16,8 +16,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
-from pydantic import SecretStr
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
+from turnwise.config import load_config
 from turnwise.errors import ConfigError, EnvError, shown
 from turnwise.images import image_part
 from turnwise.model.canonical import canonical_messages
@@ -106,6 +107,7 @@ class PerLoop(Generic[T]):
             await self._close(resource.opened.result())
 
 
+Options = TypeVar("Options", bound="EndpointOptions")
 _AGAIN = frozenset((408, 409, 425, 429))
 _LONGEST_WAIT = 120.0
 
@@ -132,35 +134,49 @@ class _Link:
     next_at: float = 0.0
 
 
-class Endpoint:
-    """Posts JSON to one server.
+class EndpointOptions(BaseModel):
+    """How a server is asked.
 
-    Args:
-        url: Base URL.
-        what: Its name in messages (``judge``).
-        api_key_env: Environment variable with a key, sent as a bearer token.
+    Attributes:
+        api_key_env: Environment variable with a key, sent as a bearer token; None sends none.
         timeout: Seconds for one try.
         retries: Retries after a broken connection, a timeout, 408, 409, 425, 429 or 5xx.
         retry_wait: Seconds before the first retry, doubled each time. ``Retry-After`` is honoured.
         concurrency: Requests in flight at the same time.
         requests_per_minute: Rate limit; None is unlimited.
-
-    Raises:
-        ConfigError: An argument is out of range, or the environment variable is not set.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        what: str,
-        api_key_env: str | None = None,
-        timeout: float = 60.0,
-        retries: int = 4,
-        retry_wait: float = 0.5,
-        concurrency: int = 16,
-        requests_per_minute: float | None = None,
-    ) -> None:
+    model_config = ConfigDict(extra="forbid")
+
+    api_key_env: str | None = None
+    timeout: PositiveFloat = 60.0
+    retries: NonNegativeInt = 4
+    retry_wait: PositiveFloat = 0.5
+    concurrency: PositiveInt = 16
+    requests_per_minute: PositiveFloat | None = None
+
+
+def read_options(model: type[Options], options: Mapping[str, Any], what: str) -> Options:
+    """Check options of a server; ConfigError names what is asked and the option."""
+    try:
+        return load_config(model, defaults=options)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+class Endpoint:
+    """Posts JSON to one server.
+
+    Args:
+        url: Base URL.
+        options: How it is asked.
+        what: Its name in messages (``judge``).
+
+    Raises:
+        ConfigError: The URL is none, or the environment variable of the key is not set.
+    """
+
+    def __init__(self, url: str, options: EndpointOptions | None = None, *, what: str) -> None:
         parts = urlsplit(url if isinstance(url, str) else "")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
@@ -168,13 +184,10 @@ class Endpoint:
             )
         self._what = what
         self._url = url.rstrip("/")
-        self._timeout = _above(timeout, f"{what}: timeout")
-        self._retry_wait = _above(retry_wait, f"{what}: retry_wait")
-        self._retries = _count(retries, f"{what}: retries", minimum=0)
-        self._concurrency = _count(concurrency, f"{what}: concurrency", minimum=1)
-        rate = None if requests_per_minute is None else _above(requests_per_minute, f"{what}: requests_per_minute")
+        self._options = options or EndpointOptions()
+        rate = self._options.requests_per_minute
         self._spacing = 0.0 if rate is None else 60.0 / rate
-        self._key_name = api_key_env
+        self._key_name = self._options.api_key_env
         self._hidden = [SecretStr(secret) for secret in (self._key(), parts.password) if secret]
         # Without user and password, which a URL may hold.
         self.name = f"{what} at {parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
@@ -200,7 +213,7 @@ class Endpoint:
                 story, status, wait = await self._try(link.session, path, data)
                 if status == 200:
                     return self._parse(story)
-                if wait is None or tries > self._retries:
+                if wait is None or tries > self._options.retries:
                     raise EndpointError(
                         f"{self.name}{path} failed after {tries} {'try' if tries == 1 else 'tries'}: "
                         f"{self.redact(story)}",
@@ -210,7 +223,7 @@ class Endpoint:
                     text = f"{self.name}{path} asks to wait {wait:.0f} s, more than {_LONGEST_WAIT:g}: "
                     raise EndpointError(text + self.redact(story), status)
                 # Other requests to this server wait as long if it sent Retry-After.
-                backoff = self._retry_wait * 2 ** (tries - 1) * random.uniform(0.75, 1.25)
+                backoff = self._options.retry_wait * 2 ** (tries - 1) * random.uniform(0.75, 1.25)
                 if wait > 0:
                     link.next_at = max(link.next_at, time.monotonic() + wait)
                 await asyncio.sleep(min(max(backoff, wait), _LONGEST_WAIT))
@@ -237,7 +250,7 @@ class Endpoint:
                 story = f"it returned {answer.status}: {_said(text)}"
                 return story, answer.status, _retry_after(answer.headers.get("Retry-After")) if repeatable else None
         except TimeoutError:
-            return f"no answer within {self._timeout:g} s", None, 0.0
+            return f"no answer within {self._options.timeout:g} s", None, 0.0
         except aiohttp.ClientError as error:
             return f"{type(error).__name__}: {error}", None, None if session.closed else 0.0
         except RuntimeError as error:
@@ -277,9 +290,9 @@ class Endpoint:
     async def _open(self) -> _Link:
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=600),
-            timeout=aiohttp.ClientTimeout(total=self._timeout),
+            timeout=aiohttp.ClientTimeout(total=self._options.timeout),
         )
-        return _Link(session, asyncio.Semaphore(self._concurrency))
+        return _Link(session, asyncio.Semaphore(self._options.concurrency))
 
 
 async def _close(link: _Link) -> None:
@@ -329,15 +342,3 @@ def _said(text: str) -> str:
             inner = body[key]
             return shown(inner.get("message", inner) if isinstance(inner, dict) else inner, 300)
     return shown(text, 300)
-
-
-def _above(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(f"{where} is {shown(value)}: it must be a number above 0")
-    return float(value)
-
-
-def _count(value: Any, where: str, *, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ConfigError(f"{where} is {shown(value)}: it must be an integer of at least {minimum}")
-    return value

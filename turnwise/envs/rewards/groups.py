@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from turnwise.envs.rewards.judge import AskOptions, Question, Verdict, Verdicts, transcript
+from turnwise.envs.rewards.judge import Question, Verdict, Verdicts, transcript
 from turnwise.envs.rewards.matching import find_json
 from turnwise.errors import ConfigError, EnvError, shown
 from turnwise.tasks.core import Task
@@ -142,13 +142,14 @@ class PairwiseJudge:
             template_file: A file with the template.
             opponents: Each answer is compared with so many successors in a ring; None is all others.
             name: The reward's name.
-            **options: Key, tries, rate and cache: the fields of :class:`AskOptions`.
+            **options: Key, tries, rate and cache: the fields of
+                :class:`~turnwise.envs.rewards.judge.AskOptions`.
         """
         if opponents is not None and (isinstance(opponents, bool) or not isinstance(opponents, int) or opponents < 1):
             raise ConfigError(f"pairwise_judge: opponents is {shown(opponents)}: it must be an integer of at least 1")
         self._question = Question(template, template_file, _TEMPLATE)
         self._criteria, self._opponents, self._name = criteria, opponents, name
-        self._verdicts = Verdicts(base_url, model, _SCHEMA, _read, AskOptions(**options))
+        self._verdicts = Verdicts(base_url, model, _SCHEMA, _read, options)
 
     async def __call__(self, task: Task, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
         """Compare the answers and rank them."""

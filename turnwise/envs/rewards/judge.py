@@ -9,24 +9,23 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias
 
 import jinja2
 import jinja2.sandbox
 import orjson
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from turnwise.append_file import AppendFile
 from turnwise.envs.rewards.core import RewardFunction
-from turnwise.envs.rewards.endpoint import Endpoint, EndpointError
+from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, EndpointOptions, read_options
 from turnwise.envs.rewards.matching import find_json, gold_answers
 from turnwise.errors import ConfigError, EnvError, shown
 from turnwise.images import readable_text
 from turnwise.tasks.core import Task
 from turnwise.types import Message
 
-Structured: TypeAlias = Literal["auto", "always", "never"]
 Verdict: TypeAlias = dict[str, Any]
 ReadVerdict: TypeAlias = Callable[[str], Verdict]
 """From the text that a judge wrote to its verdict. Raises ValueError, with the reason, where it is none."""
@@ -42,12 +41,10 @@ class _Reply(NamedTuple):
     cut: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskOptions:
+class AskOptions(EndpointOptions):
     """Request options of a judge.
 
     Attributes:
-        api_key_env: Environment variable with the key; None sends none.
         attempts: Requests until a verdict parses.
         temperature: Sampling temperature.
         max_tokens: Most tokens of its answer.
@@ -56,33 +53,25 @@ class AskOptions:
         extra_body: Further fields of each request.
         cache_size: Verdicts kept in memory.
         cache_file: Append-only file of verdicts, for one process at a time.
-        timeout: Seconds for one try.
-        retries: Retries after a broken connection, a timeout, 429 or 5xx.
-        retry_wait: Seconds before the first retry, doubled each time. ``Retry-After`` is honoured.
-        concurrency: Requests in flight at the same time.
-        requests_per_minute: Rate limit; None is unlimited.
     """
 
-    api_key_env: str | None = None
-    attempts: int = 3
+    timeout: PositiveFloat = 120.0
+    retries: NonNegativeInt = 5
+    retry_wait: PositiveFloat = 1.0
+    attempts: PositiveInt = 3
     temperature: float = 0.0
-    max_tokens: int = 1024
-    structured: Structured = "auto"
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    cache_size: int = 65536
+    max_tokens: PositiveInt = 1024
+    structured: Literal["auto", "always", "never"] = "auto"
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    cache_size: NonNegativeInt = 65536
     cache_file: str | None = None
-    timeout: float = 120.0
-    retries: int = 5
-    retry_wait: float = 1.0
-    concurrency: int = 16
-    requests_per_minute: float | None = None
 
 
 class Verdicts:
     """Requests verdicts of one form from a chat model, once for each question."""
 
     def __init__(
-        self, base_url: str, model: str, schema: Mapping[str, Any], read: ReadVerdict, options: AskOptions
+        self, base_url: str, model: str, schema: Mapping[str, Any], read: ReadVerdict, arguments: Mapping[str, Any]
     ) -> None:
         """Configure the model.
 
@@ -91,29 +80,12 @@ class Verdicts:
             model: Name of the model.
             schema: JSON schema of a verdict; sent as ``response_format`` where the server takes it.
             read: Parses a verdict.
-            options: Request options.
+            arguments: Request options: the fields of :class:`AskOptions`.
         """
-        for name, value, minimum in (
-            ("attempts", options.attempts, 1),
-            ("max_tokens", options.max_tokens, 1),
-            ("cache_size", options.cache_size, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ConfigError(f"judge: {name} is {shown(value)}: it must be an integer of at least {minimum}")
-        if options.structured not in get_args(Structured):
-            raise ConfigError(f"judge: structured is {shown(options.structured)}: it must be auto, always or never")
+        options = read_options(AskOptions, arguments, "judge")
         if not isinstance(model, str) or not model:
             raise ConfigError(f"judge: model is {shown(model)}: it must be the name of a model")
-        endpoint = Endpoint(
-            base_url,
-            what="judge",
-            api_key_env=options.api_key_env,
-            timeout=options.timeout,
-            retries=options.retries,
-            retry_wait=options.retry_wait,
-            concurrency=options.concurrency,
-            requests_per_minute=options.requests_per_minute,
-        )
+        endpoint = Endpoint(base_url, options, what="judge")
         self._endpoint = endpoint
         self._body: dict[str, Any] = {
             "model": model,
@@ -368,7 +340,7 @@ class Judge(RewardFunction):
         self._low, self._high = low, high
         self._criteria, self._column, self._without = criteria, column, without_answer
         self._question = Question(template, template_file, _TEMPLATE)
-        self._verdicts = Verdicts(base_url, model, _schema(low, high), self._read, AskOptions(**options))
+        self._verdicts = Verdicts(base_url, model, _schema(low, high), self._read, options)
 
     async def __call__(
         self, task: Task | None, final: Message | None, text: str, messages: list[Message], data: Mapping[str, Any]

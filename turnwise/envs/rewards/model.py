@@ -6,19 +6,40 @@ import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import orjson
 
 from turnwise.config import load_config
 from turnwise.envs.rewards.core import RewardFunction
-from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, PerLoop, wire_messages
-from turnwise.errors import ConfigError, EngineDied, EnvError, InferenceError, shown
+from turnwise.envs.rewards.endpoint import (
+    Endpoint,
+    EndpointError,
+    EndpointOptions,
+    PerLoop,
+    read_options,
+    wire_messages,
+)
+from turnwise.errors import ConfigError, EnvError, InferenceError, shown
 from turnwise.inference.builtin import RewardReplica
 from turnwise.inference.config import RewardServerConfig
 from turnwise.types import Message
 
 _log = logging.getLogger(__name__)
+
+
+class _Served(NamedTuple):
+    """A server started by this process, with its endpoint."""
+
+    replica: RewardReplica
+    endpoint: Endpoint
+    logs: tempfile.TemporaryDirectory[str]
+
+
+async def _close(served: _Served) -> None:
+    await served.endpoint.close()
+    await served.replica.close()
+    served.logs.cleanup()
 
 
 class RewardModel(RewardFunction):
@@ -56,22 +77,19 @@ class RewardModel(RewardFunction):
             last_message_only: Whether only the answer is sent, as plain text.
             without_answer: Value of an episode without a final message (or with an empty one, if only that would be
                 sent), without a request.
-            **connection: ``api_key_env``, ``timeout``, ``retries``, ``retry_wait``, ``concurrency`` and
-                ``requests_per_minute`` of :class:`Endpoint`.
+            **connection: The fields of :class:`~turnwise.envs.rewards.endpoint.EndpointOptions`.
         """
         if (url is None) == (model_dir is None):
             raise ConfigError("reward_model: give either url (a running server) or model_dir (a model to serve)")
         if isinstance(label, bool) or not isinstance(label, int) or label < 0:
             raise ConfigError(f"reward_model: label is {shown(label)}: it must be an integer of at least 0")
-        self._connection = {"what": "reward_model", "concurrency": 64, **connection}
-        # Made in any case: what is wrong with a connection shows before anything is served.
-        endpoint = Endpoint("http://127.0.0.1" if url is None else url, **self._connection)
-        self._endpoint = None if url is None else endpoint
+        self._connection = read_options(EndpointOptions, {"concurrency": 64, **connection}, "reward_model")
+        self._endpoint = None if url is None else Endpoint(url, self._connection, what="reward_model")
         self._directory = None if model_dir is None else Path(model_dir).expanduser()
         if self._directory is not None:
             _check_classifier(self._directory)
         self._server = load_config(RewardServerConfig, defaults=server)
-        self._served: PerLoop[_Served] = PerLoop(self._serve, _Served.close)
+        self._served: PerLoop[_Served] = PerLoop(self._serve, _close)
         self._model = model
         self._label = label
         self._activation = activation
@@ -109,7 +127,7 @@ class RewardModel(RewardFunction):
         try:
             return await served.endpoint.post("/classify", body), served.endpoint
         except EndpointError:
-            if served.running:
+            if served.replica.running:
                 raise
         # Once: what kills the server again may be this very conversation.
         served = await self._running()
@@ -117,8 +135,8 @@ class RewardModel(RewardFunction):
 
     async def _running(self) -> _Served:
         served = await self._served.get()
-        if not served.running:
-            died = await served.wait_died()
+        if not served.replica.running:
+            died = await served.replica.wait_died()
             if await self._served.drop(served):
                 _log.warning("%s; restarting it", died)
             served = await self._served.get()
@@ -134,7 +152,7 @@ class RewardModel(RewardFunction):
         except InferenceError as error:
             logs.cleanup()
             raise EnvError(f"reward_model: {error}") from error
-        return _Served(replica, Endpoint(replica.url, **self._connection), logs)
+        return _Served(replica, Endpoint(replica.url, self._connection, what="reward_model"), logs)
 
 
 def _check_classifier(directory: Path) -> None:
@@ -149,24 +167,3 @@ def _check_classifier(directory: Path) -> None:
     named = config.get("architectures") if isinstance(config, dict) else None
     if not any("ForSequenceClassification" in str(architecture) for architecture in named or ()):
         raise ConfigError(f"{where}, which is not a sequence classifier (its architecture: {shown(named)})")
-
-
-class _Served:
-    """A server started by this process, with its endpoint."""
-
-    def __init__(self, replica: RewardReplica, endpoint: Endpoint, logs: tempfile.TemporaryDirectory[str]) -> None:
-        self.endpoint = endpoint
-        self._replica = replica
-        self._logs = logs
-
-    @property
-    def running(self) -> bool:
-        return self._replica.running
-
-    async def wait_died(self) -> EngineDied:
-        return await self._replica.wait_died()
-
-    async def close(self) -> None:
-        await self.endpoint.close()
-        await self._replica.close()
-        self._logs.cleanup()

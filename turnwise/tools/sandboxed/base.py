@@ -6,8 +6,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from turnwise.config import load_config
 from turnwise.errors import ConfigError
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.core import AgentData, BaseTool
@@ -113,14 +114,9 @@ def sandbox_of(agent_data: AgentData | None, tool: str) -> Sandbox:
 def tool_config(model: type[C], config: Mapping[str, Any] | None, tool: str) -> C:
     """Validate a tool's configuration. Raises ConfigError."""
     try:
-        return model.model_validate(dict(config or {}))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        location = ".".join(["config", *map(str, problem["loc"])])
-        keys = ", ".join(model.model_fields)
-        raise ConfigError(
-            f"tool {tool!r}: {location} is {problem['input']!r}: {problem['msg']}; its keys are {keys}"
-        ) from error
+        return load_config(model, defaults=config)
+    except ConfigError as error:
+        raise ConfigError(f"tool {tool!r}: config: {error}; its keys are {', '.join(model.model_fields)}") from error
 
 
 def make_schema(name: str, description: str, properties: Mapping[str, Any], required: tuple[str, ...]) -> ToolSchema:
