@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,9 +67,6 @@ class SourceConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "shuffle_buffer": "a streamed source is shuffled through a buffer of 10,000 tasks"
-    }
 
     source: _Source = Field(description=_FORMS)
     name: Annotated[str, Field(pattern=r"^[^/\s]+$")] | None = None
@@ -177,11 +174,6 @@ class CurriculumConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "buckets": "the pools are always below 0.2, from 0.2 to 0.8, and from 0.8 on: weigh them by curriculum.weights",
-        "floor": "every pool that holds a task has at least 0.05 of the draws",
-        "decay": "a group's successes and the previous rate always count half each",
-    }
 
     weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = (1.0, 4.0, 1.0)
     success_reward: float = 1.0

@@ -278,7 +278,7 @@ def shares_of(pool_sizes: Sequence[int], weights: Sequence[float]) -> list[float
     ]
 
 
-class CurriculumOrder(TaskOrder):
+class CurriculumOrder(InMemoryOrder):
     """Takes every task once, then samples by difficulty. It has no epochs.
 
     Pools are drawn by :func:`shares_of`, and within a pool the least recently taken task. Draws depend on the seed, the
@@ -286,24 +286,18 @@ class CurriculumOrder(TaskOrder):
     seeds. TaskError if the state does not match the tasks.
     """
 
-    epoch = 0
-
     def __init__(
         self,
         tasks: Sequence[Task],
         config: CurriculumConfig,
         *,
-        seed: int = 0,
-        shuffle: bool = True,
         state: Mapping[str, Any] | None = None,
         name: str = "tasks",
-        dropped: Mapping[str, int] | None = None,
+        **options: Any,
     ) -> None:
         if state is not None and "curriculum" not in state:
             raise TaskError(f"the checkpoint was made without a curriculum for {name}: {REMEDY}")
-        first = None if state is None else {"ids": state["ids"]}
-        self._first = InMemoryOrder(tasks, seed=seed, shuffle=shuffle, state=first, name=name, dropped=dropped)
-        self._tasks, self._seed = tasks, seed
+        super().__init__(tasks, state=None if state is None else {"ids": state["ids"]}, name=name, **options)
         self._config = config
         self._index_of = {task.id: number for number, task in enumerate(tasks)}
         self.position = 0 if state is None else int(state["position"])
@@ -311,16 +305,13 @@ class CurriculumOrder(TaskOrder):
         statistics: Mapping[str, Any] = {"taken": [0] * count, "last": [-1] * count, "rates": [None] * count}
         if state is not None:
             statistics = state["curriculum"]
-            for _ in range(min(self.position, count)):
-                self._first.next()
         self._taken = np.array(statistics["taken"], np.int64)
         self._last = np.array(statistics["last"], np.int64)
         self._rates = np.array([np.nan if rate is None else rate for rate in statistics["rates"]], np.float64)
 
     def next(self) -> tuple[Task, int]:
         """Return the next task, and how often it was taken before."""
-        new = self.position < len(self._tasks)
-        index = self._index_of[self._first.next()[0].id] if new else self._draw()
+        index = self._order[self.position] if self.position < len(self._tasks) else self._draw()
         times_taken = int(self._taken[index])
         self._taken[index] += 1
         self._last[index] = self.position
@@ -330,27 +321,18 @@ class CurriculumOrder(TaskOrder):
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
         """Update a task's success rate with a group's rewards."""
         index = self._index_of.get(task_id)
-        if index is None or not rewards:
-            return
-        self._rates[index] = self._config.rate(float(self._rates[index]), rewards)
-
-    def ahead(self) -> Iterable[Task]:
-        """Return all tasks."""
-        return self._tasks
+        if index is not None and rewards:
+            self._rates[index] = self._config.rate(float(self._rates[index]), rewards)
 
     def state(self) -> dict[str, Any]:
         """Return the state to resume from."""
         rates = [None if np.isnan(rate) else float(rate) for rate in self._rates]
         statistics = {"taken": self._taken.tolist(), "last": self._last.tolist(), "rates": rates}
-        return {**self._first.state(), "epoch": self.epoch, "position": self.position, "curriculum": statistics}
-
-    def dropped(self) -> dict[str, int]:
-        """Return the number of dropped rows by reason."""
-        return self._first.dropped()
+        return {**super().state(), "curriculum": statistics}
 
     def rates(self) -> list[float]:
         """Return the known running success rates."""
-        return [float(rate) for rate in self._rates if not np.isnan(rate)]
+        return list(self.rates_by_value().values())
 
     def rates_by_value(self) -> dict[str, float]:
         """Return the known running success rates by task."""
@@ -370,15 +352,13 @@ class CurriculumOrder(TaskOrder):
         return int(waiting.argmin())
 
 
-class LevelOrder(TaskOrder):
+class LevelOrder(InMemoryOrder):
     """Samples the values of a field of the tasks by difficulty, and takes the tasks of a value in turn.
 
     Values are drawn as :class:`CurriculumOrder` draws tasks: each once, then by the success rate that the tasks of a
     value have together. Tasks of one value are shuffled per epoch; a task's epoch is that of its value. TaskError if a
     task has no such field, or the state does not match the tasks.
     """
-
-    epoch = 0
 
     def __init__(
         self,
@@ -391,11 +371,9 @@ class LevelOrder(TaskOrder):
         name: str = "tasks",
         dropped: Mapping[str, int] | None = None,
     ) -> None:
-        if not tasks:
-            raise TaskError(f"{name} holds no task{left_out(dropped or {})}")
         if state is not None and "levels" not in state:
             raise TaskError(f"the checkpoint was made without curriculum.by for {name}: {REMEDY}")
-        self._tasks, self._dropped = tasks, dict(dropped or {})
+        super().__init__(tasks, shuffle=False, name=name, dropped=dropped)
         self._values = {task.id: _value(task, str(config.by), name) for task in tasks}
         tasks_by_value: dict[str, list[Task]] = {}
         for task in tasks:
@@ -426,18 +404,10 @@ class LevelOrder(TaskOrder):
         if task_id in self._values:
             self._levels.learn(self._values[task_id], rewards)
 
-    def ahead(self) -> Iterable[Task]:
-        """Return all tasks."""
-        return self._tasks
-
     def state(self) -> dict[str, Any]:
         """Return the state to resume from."""
         members = {value: order.state() for value, order in self._members.items()}
         return {"epoch": self.epoch, "position": self.position, "levels": self._levels.state(), "members": members}
-
-    def dropped(self) -> dict[str, int]:
-        """Return the number of dropped rows by reason."""
-        return self._dropped
 
     def rates(self) -> list[float]:
         """Return the known running success rates of values."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -31,11 +30,6 @@ class MCPServerConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "connect_timeout": "a server has 30 s to connect and list its tools",
-        "cwd": "the server starts in the run's working directory: name paths in command, or let it change the folder",
-    }
 
     command: Annotated[list[str], Field(min_length=1)] | None = None
     env: dict[str, str | dict[str, str]] = {}

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
-from turnwise.config import load_config
-from turnwise.errors import ConfigError, TaskError
+from turnwise.errors import TaskError
 from turnwise.tasks import SourceConfig, Task, TaskOrder, open_order
 from turnwise.tasks.config import POOL_FLOOR, CurriculumConfig, pools_of
 from turnwise.tasks.order import CurriculumOrder, LevelOrder, shares_of
@@ -127,12 +126,6 @@ def test_sources_of_a_mix_have_separate_curricula_and_streams_are_refused(tmp_pa
 def test_weights_are_three_and_not_all_zero(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="each of 3 pools, not all 0"):
         CurriculumConfig.model_validate({"weights": weights})
-
-
-@pytest.mark.parametrize("key", ["buckets", "floor", "decay"])
-def test_removed_keys_are_explained(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{key} .*{CurriculumConfig.removed_keys[key]}"):
-        load_config(CurriculumConfig, overrides=[f"{key}=1"])
 
 
 LEVELLED = [Task(f"t{number}", "", {"level": number % 3}) for number in range(12)]
