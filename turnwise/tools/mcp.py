@@ -329,12 +329,6 @@ def _without_login(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
 
 
-try:
-    import mcp_types
-except ImportError as missing:
-    raise MissingExtraError("mcp", "mcp", "using the tools of an MCP server") from missing
-
-
 class MCPServer:
     """The connections to one server: one for all episodes, or one per episode (``scope``)."""
 
