@@ -268,30 +268,19 @@ class ChatTurnwise(BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         run = self._run()
-        request = self._read_request(run, stop, kwargs)
-        node = _node(run_manager)
-        if run is not None and not run.on_own_loop:
-            result = await run.run_on_loop(self._ask(run, messages, request, node))
-            yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
-            return
+        request, node = self._read_request(run, stop, kwargs), _node(run_manager)
         if run is None:
             self._loop = asyncio.get_running_loop()
-        async with contextlib.aclosing(self._chunks(run, messages, request, node)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _chunks(
-        self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
-    ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        """Stream an answer on the episode's loop."""
         session = self._session(run)
-        if session.recorded_as != "tokens":
-            result = await self._ask(run, messages, request, node)
+        if session.recorded_as != "tokens" or (run is not None and not run.on_own_loop):
+            asking = self._ask(run, messages, request, node)
+            result = await (asking if run is None else run.run_on_loop(asking))
             yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
             return
         with run.working() if run is not None else contextlib.nullcontext():
-            async for chunk in self._stream_turn(run, session, messages, request, node):
-                yield chunk
+            async with contextlib.aclosing(self._stream_turn(run, session, messages, request, node)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
     async def _ask(
         self, run: GraphRun | None, messages: list[BaseMessage], request: ModelRequest, node: str
@@ -325,7 +314,7 @@ class ChatTurnwise(BaseChatModel):
 
     async def _stream_turn(
         self, run: GraphRun | None, session: Session, messages: list[BaseMessage], request: ModelRequest, node: str
-    ) -> AsyncIterator[ChatGenerationChunk]:
+    ) -> AsyncGenerator[ChatGenerationChunk, None]:
         """Stream settled text, then the calls and the finish reason."""
         issued = self._issued_by(run)
         message_id = issued.stream_id(session.id)
