@@ -1,4 +1,4 @@
-"""Environment wrappers: the base class, limits of turns and time, observation length, reward shaping."""
+"""Environment wrappers: the base class, limits of turns, observation length, reward shaping."""
 
 from __future__ import annotations
 
@@ -263,63 +263,6 @@ class TurnLimit(Wrapper):
         return result._replace(truncated=True, info={**result.info, "stop_reason": StopReason.MAX_TURNS})
 
 
-class TimeLimit(Wrapper):
-    """Truncates the episode with ``timeout`` after ``seconds`` since reset, also within a step.
-
-    Scoring takes no time: an answer given in time is scored. Unanswered calls of a step, and late single calls, are
-    answered by errors; the latter do not end the episode. A plain function on the event loop cannot be interrupted.
-    """
-
-    def __init__(self, env: Env, seconds: float) -> None:
-        """Set the limit in seconds, above 0."""
-        super().__init__(env)
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-            raise ConfigError(f"time_limit: seconds is {seconds!r}: it must be a number above 0")
-        self._seconds = seconds
-        self._deadline = float("inf")
-
-    async def reset(self, task: Task | None = None, *, seed: int | None = None) -> tuple[list[Message], dict[str, Any]]:
-        """Reset, and start the clock."""
-        messages, info = await super().reset(task, seed=seed)
-        self._deadline = asyncio.get_running_loop().time() + self._seconds
-        return messages, info
-
-    async def step(self, action: Message) -> StepResult:
-        """Run a step within the remaining time."""
-        scope = asyncio.timeout_at(self._deadline)
-        try:
-            async with scope:
-                result = await super().step(action)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            if self.env.pending_score is not None:
-                parts: ScoreParts = await score_env(self.env, action)
-                return StepResult([], sum(parts.values()), True, False, parts.info())
-            answers = [self._too_late(call).message(call) for call in action.get("tool_calls") or ()]
-            return StepResult(answers, 0.0, False, True, {"stop_reason": StopReason.TIMEOUT})
-        late = asyncio.get_running_loop().time() >= self._deadline
-        if not late or result.terminated or result.truncated:
-            return result
-        return result._replace(truncated=True, info={**result.info, "stop_reason": StopReason.TIMEOUT})
-
-    async def call(self, call: ToolCall) -> ToolResponse:
-        """Run a single call within the remaining time."""
-        if asyncio.get_running_loop().time() >= self._deadline:
-            return self._too_late(call)
-        scope = asyncio.timeout_at(self._deadline)
-        try:
-            async with scope:
-                return await super().call(call)
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            return self._too_late(call)
-
-    def _too_late(self, call: ToolCall) -> ToolResponse:
-        return ToolResponse.failure("timeout", f"the episode's {self._seconds:g} s are used up", tool=call.name)
-
-
 class TruncateObservations(Wrapper):
     """Truncates each answer to a number of characters or tokens, with a marker."""
 
@@ -408,7 +351,6 @@ class ShapeReward(Wrapper):
 
 _WRAPPERS: Final[dict[str, type[Wrapper]]] = {
     "shape_reward": ShapeReward,
-    "time_limit": TimeLimit,
     "truncate_observations": TruncateObservations,
     "turn_limit": TurnLimit,
 }
@@ -419,7 +361,7 @@ def wrap(env: Env, name: str, /, **config: Any) -> Wrapper:
 
     Args:
         env: The environment.
-        name: ``turn_limit``, ``time_limit``, ``truncate_observations``, ``shape_reward``, or ``pkg.module:Class``.
+        name: ``turn_limit``, ``truncate_observations``, ``shape_reward``, or ``pkg.module:Class``.
         **config: Further arguments of its constructor.
 
     Raises:

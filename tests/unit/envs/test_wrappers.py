@@ -14,7 +14,6 @@ from turnwise.envs import (
     ShapeReward,
     SingleTurnEnv,
     StepResult,
-    TimeLimit,
     ToolEnv,
     TruncateObservations,
     TurnLimit,
@@ -86,7 +85,6 @@ class Tooled(ToolEnv):
 
 ALL = [
     lambda env: TurnLimit(env, 100),
-    lambda env: TimeLimit(env, 100.0),
     lambda env: TruncateObservations(env, 10_000),
     lambda env: ShapeReward(env, lambda reward, info, action: reward),
     Wrapper,
@@ -167,60 +165,6 @@ async def test_turn_limit_truncates_at_the_last_turn_unless_terminated():
     await step_env(env, says("a"))
     final = await step_env(env, says("stop"))
     assert (final.terminated, final.truncated) == (True, False)
-
-
-async def test_a_time_limit_ends_a_step_that_does_not_end_and_answers_its_calls():
-    inner = Tooled()
-    env = TimeLimit(inner, 0.05)
-    await reset_env(env, None, seed=1)
-    result = await step_env(env, says("", "wait", "look"))
-    assert (result.terminated, result.truncated, result.info["stop_reason"]) == (False, True, "timeout")
-    assert [message["tool_call_id"] for message in result.observation] == ["c0", "c1"]
-    assert "the episode's 0.05 s are used up" in result.observation[0]["content"]
-    assert inner.cancelled
-    await close_env(env)
-
-
-async def test_a_time_limit_holds_for_single_calls():
-    inner = Tooled()
-    env = TimeLimit(inner, 0.05)
-    await reset_env(env, None, seed=1)
-    for _ in range(2):
-        # The first one is interrupted, the second one is not begun.
-        response = await call_env(env, ToolCall("c", "wait", {}))
-        assert response.error == "timeout"
-        assert "the episode's 0.05 s are used up" in response.text
-    assert inner.cancelled
-    await close_env(env)
-
-
-async def test_a_time_limit_does_not_cut_the_scoring_of_an_answer():
-    started, gate = asyncio.Event(), asyncio.Event()
-    count = 0
-
-    async def slow(task, final):
-        nonlocal count
-        count += 1
-        started.set()
-        await gate.wait()
-        return 1.0
-
-    env = TimeLimit(SingleTurnEnv(slow), 0.05)
-    await reset_env(env, Task("a", "hi"), seed=1)
-    stepping = asyncio.ensure_future(step_env(env, says("a")))
-    await started.wait()
-    asyncio.get_running_loop().call_later(0.1, gate.set)
-    result = await stepping
-    assert (result.reward, result.terminated, result.truncated) == (1.0, True, False)
-    assert count == 1
-
-
-async def test_time_limit_passed_between_steps_truncates_the_next_step():
-    env = TimeLimit(Chatty(), 1e-9)
-    await reset_env(env, None, seed=1)
-    result = await step_env(env, says("a"))
-    assert result.truncated
-    assert result.info["stop_reason"] == "timeout"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -321,9 +265,6 @@ def test_wrong_wrapper_settings_raise_config_errors():
     for wrong in (0, -1, 1.5, True, "3"):
         with pytest.raises(ConfigError, match="max_turns is"):
             TurnLimit(Chatty(), wrong)
-    for wrong in (0, -1.0, True, "3", float("nan")):
-        with pytest.raises(ConfigError, match="seconds is"):
-            TimeLimit(Chatty(), wrong)
     with pytest.raises(ConfigError, match="amount is 0"):
         TruncateObservations(Chatty(), 0)
     with pytest.raises(ConfigError, match="must be a function"):

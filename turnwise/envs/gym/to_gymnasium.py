@@ -26,7 +26,24 @@ _ROLES: Final = frozenset(get_args(Role))
 _WORDS: Final = "yes no one two left right up down hello answer north south 0 1 2 3 10 42".split()  # noqa: SIM905
 
 
-class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
+class _MessageSpace(gymnasium.spaces.Space):  # type: ignore[misc]
+    """Base of the spaces of messages."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(shape=None, dtype=None, seed=seed)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        """False: a message has no fixed length."""
+        return False
+
+    def _rng(self, mask: Any, probability: Any) -> random.Random:
+        if mask is not None or probability is not None:
+            raise ValueError("the message space takes neither a mask nor probabilities")
+        return random.Random(int(self.np_random.integers(2**63)))
+
+
+class ActionSpace(_MessageSpace):
     """Assistant messages: texts, or dicts with ``content`` and ``tool_calls``.
 
     A call is a :class:`~turnwise.types.ToolCall` or a dict with ``name`` and ``arguments``; missing ids are added.
@@ -34,19 +51,12 @@ class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
     """
 
     def __init__(self, tools: Sequence[ToolSchema] = (), seed: int | None = None) -> None:
-        super().__init__(shape=None, dtype=None, seed=seed)
+        super().__init__(seed)
         self.tools = tuple(tools)
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        """False: a message has no fixed length."""
-        return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> dict[str, Any]:
         """Return a random message; refuses mask and probability with ValueError."""
-        if mask is not None or probability is not None:
-            raise ValueError("the message space takes neither a mask nor probabilities")
-        rng = random.Random(int(self.np_random.integers(2**63)))
+        rng = self._rng(mask, probability)
         if self.tools and rng.random() < 0.5:
             tool = rng.choice(self.tools)
             arguments = random_arguments(tool, rng, _WORDS)
@@ -80,22 +90,12 @@ class ActionSpace(gymnasium.spaces.Space):  # type: ignore[misc]
         return f"ActionSpace(tools={[tool.name for tool in self.tools]})"
 
 
-class ObservationSpace(gymnasium.spaces.Space):  # type: ignore[misc]
+class ObservationSpace(_MessageSpace):
     """Tuples of messages, each a dict of JSON values with a ``role``."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        super().__init__(shape=None, dtype=None, seed=seed)
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        """False: a conversation has no fixed length."""
-        return False
 
     def sample(self, mask: Any = None, probability: Any = None) -> tuple[dict[str, Any], ...]:
         """Return one to three random user messages; refuses mask and probability with ValueError."""
-        if mask is not None or probability is not None:
-            raise ValueError("the message space takes neither a mask nor probabilities")
-        rng = random.Random(int(self.np_random.integers(2**63)))
+        rng = self._rng(mask, probability)
         return tuple(
             {"role": "user", "content": " ".join(rng.choices(_WORDS, k=rng.randint(1, 4)))}
             for _ in range(rng.randint(1, 3))
