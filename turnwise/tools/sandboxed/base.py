@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from turnwise.config import load_config
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, ToolError
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.core import AgentData, BaseTool
 from turnwise.tools.response import OutputLimit, ToolResponse
@@ -67,6 +67,28 @@ class SandboxTool(BaseTool, Generic[P]):
         state = self.states.pop(instance_id, None)
         if state is not None:
             await self.close_state(state)
+
+
+class FileTool(SandboxTool[Sandbox]):
+    """A tool on the files of the episode's sandbox, which are its only state."""
+
+    def new_state(self, sandbox: Sandbox) -> Sandbox:
+        """Return the sandbox."""
+        return sandbox
+
+    async def fork_state(self, state: Sandbox, sandbox: Sandbox) -> Sandbox:  # noqa: ARG002
+        """Return the fork's sandbox."""
+        return sandbox
+
+
+def as_text(path: str, data: bytes) -> str:
+    """Return the text of a file; ToolError if it is none."""
+    if b"\0" in data:
+        raise ToolError(f"{path} is not a text file: it holds NUL bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ToolError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 class TimedConfig(BaseModel):

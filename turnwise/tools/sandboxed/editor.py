@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from turnwise.errors import SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge, ToolError
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
-from turnwise.tools.sandboxed.base import SandboxTool, make_schema, tool_config
+from turnwise.tools.sandboxed.base import FileTool, as_text, make_schema, tool_config
 
 _CONTEXT: Final = 3
 _MAX_LINES_COMPARED: Final = 4000
@@ -125,19 +124,16 @@ def _without_spaces(line: str) -> str:
 
 
 _MAX_ENTRIES: Final = 400
-_MAX_VERSIONS: Final = 50
 _COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {
     "view": (),
     "create": ("file_text",),
     "str_replace": ("old_str",),
     "insert": ("insert_line", "new_str"),
-    "undo_edit": (),
 }
 _DESCRIPTION: Final = (
     "View and edit text files. view: a file with line numbers (view_range for a part), or a folder two levels deep. "
     "create: write a file, new or anew. str_replace: replace old_str, which must stand in the file exactly once, white "
-    "space included, by new_str. insert: put new_str behind the line insert_line (0: at the beginning). undo_edit: "
-    "take back the last edit of the file."
+    "space included, by new_str. insert: put new_str behind the line insert_line (0: at the beginning)."
 )
 _LIST: Final = (
     'test -d "$1" || exit 3; find "$1" -mindepth 1 -maxdepth 2 -name ".*" -prune -o -mindepth 1 -maxdepth 2 '
@@ -159,15 +155,7 @@ class EditorConfig(BaseModel):
     max_output: Annotated[int, Field(ge=1000)] = 30_000
 
 
-@dataclass(slots=True)
-class EditHistory:
-    """The earlier contents of an episode's edited files, latest last; None is an absent file."""
-
-    sandbox: Sandbox
-    versions: dict[str, list[bytes | None]] = field(default_factory=dict)
-
-
-class EditorTool(SandboxTool[EditHistory]):
+class EditorTool(FileTool):
     """``editor``: views and edits text files in the episode's sandbox."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
@@ -189,14 +177,6 @@ class EditorTool(SandboxTool[EditHistory]):
         super().__init__(config, tool_schema or make_schema("editor", _DESCRIPTION, properties, ("command", "path")))
         self.max_output = self.settings.max_output + 2_000
 
-    async def fork_state(self, state: EditHistory, sandbox: Sandbox) -> EditHistory:
-        """Return a history with the same history."""
-        return EditHistory(sandbox, {path: list(contents) for path, contents in state.versions.items()})
-
-    def new_state(self, sandbox: Sandbox) -> EditHistory:
-        """Return a history with an empty history."""
-        return EditHistory(sandbox)
-
     async def execute(
         self,
         instance_id: str,
@@ -208,28 +188,26 @@ class EditorTool(SandboxTool[EditHistory]):
         missing = [name for name in _COMMANDS[command] if parameters.get(name) is None]
         if missing:
             raise ToolError(f"{command} needs {' and '.join(missing)}")
-        history = self.states[instance_id]
+        sandbox = self.states[instance_id]
         if command == "view":
-            return ToolResponse(await self._view(history, path, parameters.get("view_range"))), None, {}
+            return ToolResponse(await self._view(sandbox, path, parameters.get("view_range"))), None, {}
         if command == "create":
-            return ToolResponse(await self._create(history, path, str(parameters["file_text"]))), None, {}
-        if command == "undo_edit":
-            return ToolResponse(await self._undo(history, path)), None, {}
-        text, new = await self._text(history, path), str(parameters.get("new_str") or "")
+            return ToolResponse(await self._create(sandbox, path, str(parameters["file_text"]))), None, {}
+        text, new = await self._text(sandbox, path), str(parameters.get("new_str") or "")
         if command == "str_replace":
             changed, line = replace_text(text, str(parameters["old_str"]), new)
         else:
             line = int(parameters["insert_line"]) + 1
             changed = insert_text(text, line - 1, new)
-        await self._write(history, path, changed.encode("utf-8", "replace"), text.encode())
+        await self._write(sandbox, path, changed)
         part = numbered_excerpt(changed, line, line + new.count("\n"))
         return ToolResponse(f"{path} was changed. Around the change it now reads:\n{part}"), None, {}
 
-    async def _view(self, history: EditHistory, path: str, view_range: Any) -> str:
+    async def _view(self, sandbox: Sandbox, path: str, view_range: Any) -> str:
         try:
-            text = await self._text(history, path)
+            text = await self._text(sandbox, path)
         except ToolError:
-            listed = await self._listing(history, path)
+            listed = await self._listing(sandbox, path)
             if listed is None:
                 raise
             return listed
@@ -252,8 +230,8 @@ class EditorTool(SandboxTool[EditHistory]):
             view.append(line)
         return numbered(view, first_line) if view else f"({path} is empty)"
 
-    async def _listing(self, history: EditHistory, path: str) -> str | None:
-        listing = await history.sandbox.exec(["sh", "-c", _LIST, "sh", path.rstrip("/") or "/"], timeout=30.0)
+    async def _listing(self, sandbox: Sandbox, path: str) -> str | None:
+        listing = await sandbox.exec(["sh", "-c", _LIST, "sh", path.rstrip("/") or "/"], timeout=30.0)
         if listing.exit_code == 3:
             return None
         if listing.timed_out:
@@ -263,31 +241,21 @@ class EditorTool(SandboxTool[EditHistory]):
         note = f"\n({more} further entries are not shown: view a folder below it)" if more > 0 else ""
         return "\n".join(entries[:_MAX_ENTRIES]) + note if entries else f"({path} is an empty folder)"
 
-    async def _create(self, history: EditHistory, path: str, text: str) -> str:
+    async def _create(self, sandbox: Sandbox, path: str, text: str) -> str:
         try:
-            old_content: bytes | None = await history.sandbox.read_file(path, max_bytes=self.settings.max_file)
+            await sandbox.read_file(path, max_bytes=self.settings.max_file)
+            verb = "overwritten"
         except SandboxFileNotFound:
-            old_content = None
+            verb = "created"
         except SandboxFileError as error:
             raise ToolError(str(error)) from error
-        await self._write(history, path, text.encode("utf-8", "replace"), old_content)
+        await self._write(sandbox, path, text)
         lines = len(lines_of(text))
-        return f"{path} is {'created' if old_content is None else 'overwritten'}, with {lines} lines."
+        return f"{path} is {verb}, with {lines} lines."
 
-    async def _undo(self, history: EditHistory, path: str) -> str:
-        versions = history.versions.get(path)
-        if not versions:
-            raise ToolError(f"there is no edit of {path} by this tool to undo")
-        old_content = versions.pop()
-        if old_content is None:
-            await history.sandbox.exec(["rm", "-f", "--", path])
-            return f"{path}, which was new, was removed."
-        await self._save(history, path, old_content)
-        return f"The last edit of {path} was undone."
-
-    async def _text(self, history: EditHistory, path: str) -> str:
+    async def _text(self, sandbox: Sandbox, path: str) -> str:
         try:
-            data = await history.sandbox.read_file(path, max_bytes=self.settings.max_file)
+            data = await sandbox.read_file(path, max_bytes=self.settings.max_file)
         except SandboxFileNotFound as error:
             raise ToolError(f"there is no file {path!r}: view the folder to see what there is") from error
         except SandboxFileTooLarge as error:
@@ -295,21 +263,10 @@ class EditorTool(SandboxTool[EditHistory]):
             raise ToolError(f"{path} has more than {limit} bytes: read parts of it with another tool") from error
         except SandboxFileError as error:
             raise ToolError(str(error)) from error
-        try:
-            if b"\0" in data:
-                raise ToolError(f"{path} is not a text file: it holds NUL bytes")
-            return data.decode()
-        except UnicodeDecodeError as error:
-            raise ToolError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        return as_text(path, data)
 
-    async def _write(self, history: EditHistory, path: str, data: bytes, old_content: bytes | None) -> None:
-        await self._save(history, path, data)
-        versions = history.versions.setdefault(path, [])
-        versions.append(old_content)
-        del versions[:-_MAX_VERSIONS]
-
-    async def _save(self, history: EditHistory, path: str, data: bytes) -> None:
+    async def _write(self, sandbox: Sandbox, path: str, text: str) -> None:
         try:
-            await history.sandbox.write_file(path, data)
+            await sandbox.write_file(path, text.encode("utf-8", "replace"))
         except SandboxFileError as error:
             raise ToolError(f"{path} cannot be written: {error}") from error

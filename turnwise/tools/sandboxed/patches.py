@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from turnwise.errors import SandboxFileError, SandboxFileNotFound, ToolError, shown
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
-from turnwise.tools.sandboxed.base import SandboxTool, make_schema, tool_config
+from turnwise.tools.sandboxed.base import FileTool, as_text, make_schema, tool_config
 
 Kind: TypeAlias = Literal["add", "update", "delete"]
 _HUNK: Final = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
@@ -363,21 +363,13 @@ class ApplyPatchConfig(BaseModel):
     max_file: Annotated[int, Field(gt=0)] = 4_000_000
 
 
-class ApplyPatchTool(SandboxTool[Sandbox]):
+class ApplyPatchTool(FileTool):
     """``apply_patch``: changes files in the episode's sandbox by a patch."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, tool_schema: Any = None) -> None:
         self.settings: ApplyPatchConfig = tool_config(ApplyPatchConfig, config, "apply_patch")
         properties = {"patch": {"type": "string", "description": "the patch"}}
         super().__init__(config, tool_schema or make_schema("apply_patch", _DESCRIPTION, properties, ("patch",)))
-
-    def new_state(self, sandbox: Sandbox) -> Sandbox:
-        """Return the sandbox: there is no other state."""
-        return sandbox
-
-    async def fork_state(self, state: Sandbox, sandbox: Sandbox) -> Sandbox:  # noqa: ARG002
-        """Return the fork's sandbox."""
-        return sandbox
 
     async def execute(
         self,
@@ -412,9 +404,9 @@ class ApplyPatchTool(SandboxTool[Sandbox]):
             raise ToolError(f"{change.path} cannot move to {target}: a file exists there")
         new_files[change.path] = None
         if change.kind == "update":
-            result = apply_hunks(change, _text(change.path, content)) if change.hunks else None
+            result = apply_hunks(change, as_text(change.path, content)) if change.hunks else None
             new_files[target] = content if result is None else result.encode("utf-8", "replace")
-        elif change.hunks and apply_hunks(change, _text(change.path, content)):
+        elif change.hunks and apply_hunks(change, as_text(change.path, content)):
             raise ToolError(f"{change.path} cannot be deleted: the patch does not list all its lines")
 
     async def _read(self, sandbox: Sandbox, path: str) -> bytes | None:
@@ -448,13 +440,6 @@ async def _write_or_remove(sandbox: Sandbox, path: str, data: bytes | None) -> N
     removed = await sandbox.exec(["rm", "-f", "--", path])
     if not removed.ok:
         raise ToolError(f"{path} cannot be removed: {removed.text.strip()}")
-
-
-def _text(path: str, data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ToolError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def _summary(change: FileChange) -> str:
