@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import time
@@ -12,8 +11,9 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVa
 
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.outcome import apply_result, use_episode
-from turnwise.errors import AgentError, RegistryError, TurnwiseError
+from turnwise.errors import AgentError, RegistryError, user_code
 from turnwise.plugins import load_object, references
+from turnwise.tools.core import nearest
 
 
 @runtime_checkable
@@ -84,24 +84,19 @@ def make_agent(name: str, **config: Any) -> Agent:
     agent = find_agent(name)
     if not isinstance(agent, type) or not issubclass(agent, Agent):
         return agent.make_agent(**config)
-    try:
-        return agent(**config)
-    except TypeError as error:
-        raise AgentError(f"agent {name!r} rejects its configuration {config}: {error}") from error
-    except TurnwiseError:
-        raise
-    except Exception as error:  # an agent's code: what it raises is named as its own
-        raise AgentError(f"agent {name!r} cannot be made: {type(error).__name__}: {error}") from error
+    with user_code(AgentError, f"agent {name!r} cannot be made:"):
+        try:
+            return agent(**config)
+        except TypeError as error:
+            raise AgentError(f"agent {name!r} rejects its configuration {config}: {error}") from error
 
 
 def unknown_agent(name: str, further_names: Collection[str]) -> RegistryError:
     """Return the error for an unknown agent."""
     names = sorted({*_AGENTS, *further_names})
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     return RegistryError(
-        f"no agent is called {name!r}{hint} Known: {', '.join(names)}. One that is not registered is named by a "
-        "reference: pkg.mod:Class, pkg.mod:function or path/to/file.py:Class"
+        f"no agent is called {name!r}{nearest(name, names)} Known: {', '.join(names)}. One that is not registered is "
+        "named by a reference: pkg.mod:Class, pkg.mod:function or path/to/file.py:Class"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from turnwise.errors import ConfigError, TaskError, TurnwiseError, shown
+from turnwise.errors import ConfigError, TaskError, shown, user_code
 from turnwise.plugins import load_object
 from turnwise.seeding import stable_hash
 from turnwise.tasks.config import SourceConfig, SpecRow
@@ -90,13 +90,10 @@ def _map_function(reference: str) -> RowMap:
 
     def map_row(row: Any, where: str) -> Any:
         try:
-            task = function(row)
+            with user_code(TaskError, f"map {reference} raised"):
+                task = function(row)
         except TaskError as error:
             raise TaskError(f"{where}: {error}") from error
-        except TurnwiseError:
-            raise
-        except Exception as error:  # a user's function: what it raises is named as its own
-            raise TaskError(f"{where}: map {reference} raised {type(error).__name__}: {error}") from error
         if task is not None and not isinstance(task, (Task, Mapping)):
             raise TaskError(f"{where}: map {reference} returned {kind(task)}: return a task, its columns or None")
         return task

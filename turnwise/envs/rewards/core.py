@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import graphlib
 import inspect
 import math
 import time
@@ -176,28 +177,21 @@ def _number(value: Any, where: str) -> float:
 
 def in_order(parts: Mapping[str, ReadyPart]) -> tuple[ReadyPart, ...]:
     """Sort parts topologically by their dependencies."""
-    ordered: dict[str, ReadyPart] = {}
-
-    def add(name: str, path: tuple[str, ...]) -> None:
-        if name in path:
-            circle = " -> ".join([*path[path.index(name) :], name])
-            raise ConfigError(
-                f"rubric parts depend on each other in a circle: {circle}: remove one only_if or multiply_by"
-            )
-        if name in ordered:
-            return
-        for other in (*parts[name].only_if, *parts[name].multiply_by):
+    needs = {name: (*part.only_if, *part.multiply_by) for name, part in parts.items()}
+    for name, others in needs.items():
+        for other in others:
             if other not in parts:
                 raise ConfigError(
                     f"rubric part {name!r} depends on {other!r}, which is not a part{nearest(other, parts)}; "
                     f"parts are {', '.join(parts)}"
                 )
-            add(other, (*path, name))
-        ordered[name] = parts[name]
-
-    for name in parts:
-        add(name, ())
-    return tuple(ordered.values())
+    try:
+        return tuple(parts[name] for name in graphlib.TopologicalSorter(needs).static_order())
+    except graphlib.CycleError as error:
+        circle = " -> ".join(reversed(error.args[1]))
+        raise ConfigError(
+            f"rubric parts depend on each other in a circle: {circle}: remove one only_if or multiply_by"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

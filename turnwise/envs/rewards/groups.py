@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from turnwise.envs.rewards.judge import Question, Verdict, Verdicts, transcript
 from turnwise.envs.rewards.matching import find_json
-from turnwise.errors import ConfigError, EnvError, shown
+from turnwise.errors import EnvError
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory
 from turnwise.types import Message, ToolCall, text_of
@@ -127,7 +128,6 @@ class PairwiseJudge:
         criteria: str = _CRITERIA,
         template: str | None = None,
         template_file: str | None = None,
-        opponents: int | None = None,
         name: str = "rank",
         **options: Any,
     ) -> None:
@@ -140,21 +140,18 @@ class PairwiseJudge:
             template: A jinja template that sees ``task``, ``conversation``, ``first``, ``second`` and ``criteria``; the
                 verdict's ``winner`` is ``A`` (the first), ``B`` or ``tie``.
             template_file: A file with the template.
-            opponents: Each answer is compared with so many successors in a ring; None is all others.
             name: The reward's name.
             **options: Key, tries, rate and cache: the fields of
                 :class:`~turnwise.envs.rewards.judge.AskOptions`.
         """
-        if opponents is not None and (isinstance(opponents, bool) or not isinstance(opponents, int) or opponents < 1):
-            raise ConfigError(f"pairwise_judge: opponents is {shown(opponents)}: it must be an integer of at least 1")
         self._question = Question(template, template_file, _TEMPLATE)
-        self._criteria, self._opponents, self._name = criteria, opponents, name
+        self._criteria, self._name = criteria, name
         self._verdicts = Verdicts(base_url, model, _SCHEMA, _read, options)
 
     async def __call__(self, task: Task, trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
         """Compare the answers and rank them."""
         answers = [answer_of(trajectory) for trajectory in trajectories]
-        pairs = self._pairs(len(answers))
+        pairs = list(itertools.combinations(range(len(answers)), 2))
         outcomes = await asyncio.gather(*(self._compare(task, answers[one], answers[other]) for one, other in pairs))
         won: list[list[float]] = [[] for _ in answers]
         for (one, other), share in zip(pairs, outcomes, strict=True):
@@ -164,13 +161,8 @@ class PairwiseJudge:
         return [{self._name: rank} for rank in centred_ranks([round(share, 9) for share in shares])]
 
     async def close(self) -> None:
-        """Close the cache file and this event loop's connections."""
+        """Close this event loop's connections."""
         await self._verdicts.close()
-
-    def _pairs(self, count: int) -> list[tuple[int, int]]:
-        reach = count - 1 if self._opponents is None else min(self._opponents, count - 1)
-        ring = [(one, (one + step) % count) for one in range(count) for step in range(1, reach + 1)]
-        return sorted({(min(pair), max(pair)) for pair in ring})
 
     async def _compare(self, task: Task, one: str, other: str) -> float:
         if one.strip() == other.strip():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -17,11 +16,10 @@ import jinja2.sandbox
 import orjson
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from turnwise.append_file import AppendFile
 from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, EndpointOptions, read_options
 from turnwise.envs.rewards.matching import find_json, gold_answers
-from turnwise.errors import ConfigError, EnvError, shown
+from turnwise.errors import ConfigError, EnvError, shown, user_code
 from turnwise.images import readable_text
 from turnwise.tasks.core import Task
 from turnwise.types import Message
@@ -52,7 +50,6 @@ class AskOptions(EndpointOptions):
             ``always`` or ``never``. Parsing is tolerant in any case.
         extra_body: Further fields of each request.
         cache_size: Verdicts kept in memory.
-        cache_file: Append-only file of verdicts, for one process at a time.
     """
 
     timeout: PositiveFloat = 120.0
@@ -64,7 +61,6 @@ class AskOptions(EndpointOptions):
     structured: Literal["auto", "always", "never"] = "auto"
     extra_body: dict[str, Any] = Field(default_factory=dict)
     cache_size: NonNegativeInt = 65536
-    cache_file: str | None = None
 
 
 class Verdicts:
@@ -100,12 +96,8 @@ class Verdicts:
         self._structured = options.structured != "never"
         self._may_drop = options.structured == "auto"
         self._cache_size = options.cache_size
-        self._path = None if options.cache_file is None else Path(options.cache_file).expanduser()
-        self._file: AppendFile | None = None
         self._cache: OrderedDict[str, Verdict] = OrderedDict()
         self._asking: dict[tuple[int, str], asyncio.Task[Verdict]] = {}
-        if self._path is not None:
-            self._open_cache(self._path)
 
     async def ask(self, question: str) -> tuple[Verdict, bool]:
         """Return the verdict on a question, and whether it was cached."""
@@ -123,10 +115,7 @@ class Verdicts:
         return await asyncio.shield(task), shared
 
     async def close(self) -> None:
-        """Close the cache file and this event loop's connections."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close this event loop's connections."""
         await self._endpoint.close()
 
     def _ended(self, running: tuple[int, str], task: asyncio.Task[Verdict]) -> None:
@@ -194,40 +183,10 @@ class Verdicts:
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def _keep(self, key: str, verdict: Verdict) -> None:
-        self._remember(key, verdict)
-        if self._path is not None:
-            if self._file is None:
-                self._file = AppendFile(self._path)
-            self._file.append(orjson.dumps({"key": key, "verdict": verdict}))
-
-    def _remember(self, key: str, verdict: Verdict) -> None:
         self._cache[key] = verdict
         self._cache.move_to_end(key)
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
-
-    def _open_cache(self, path: Path) -> None:
-        """Read the file, or check that it can be created, before the first verdict is paid for."""
-        if path.exists():
-            self._load(path)
-        existing = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
-        if not os.access(existing, os.W_OK) or not (existing.is_dir() or existing == path):
-            raise ConfigError(f"judge: cache_file {path} cannot be written: choose a writable folder")
-
-    def _load(self, path: Path) -> None:
-        try:
-            lines = path.read_bytes().split(b"\n")
-        except OSError as error:
-            raise ConfigError(f"judge: cache_file {path} cannot be read: {error}") from error
-        for number, line in enumerate(lines, 1):
-            # A process that was killed may have left half a line.
-            if not line.endswith(b"}"):
-                continue
-            try:
-                record = orjson.loads(line)
-                self._remember(str(record["key"]), dict(record["verdict"]))
-            except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"judge: cache_file {path}:{number} is not a verdict: {error!r}") from error
 
 
 _TEMPLATE: Final = """\
@@ -283,10 +242,8 @@ class Question:
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Render the question."""
-        try:
+        with user_code(EnvError, "judge: the template raised"):
             return self._template.render(values)
-        except Exception as error:  # a user's template: what it raises is named as its own
-            raise EnvError(f"judge: the template raised {type(error).__name__}: {error}") from error
 
 
 def _inside(text: Any, name: str) -> str:
@@ -369,7 +326,7 @@ class Judge(RewardFunction):
         return (verdict["score"] - self._low) / (self._high - self._low), {"cached": float(cached)}
 
     async def close(self) -> None:
-        """Close the cache file and this event loop's connections."""
+        """Close this event loop's connections."""
         await self._verdicts.close()
 
     def _read(self, text: str) -> Verdict:

@@ -205,23 +205,18 @@ class Regex(RewardFunction):
 
 
 class JSONSchema(RewardFunction):
-    """1 where the answer holds JSON that satisfies a schema, else 0 or partial credit."""
+    """1 where the answer holds JSON that satisfies a schema, else 0."""
 
     inline: ClassVar[bool] = True
 
-    def __init__(
-        self, schema: Mapping[str, Any] | None = None, *, column: str = "schema", partial: bool = False
-    ) -> None:
+    def __init__(self, schema: Mapping[str, Any] | None = None, *, column: str = "schema") -> None:
         """Set the schema.
 
         Args:
             schema: A JSON schema (draft 2020-12). None takes each task's own.
             column: Entry of ``task.data`` with the task's schema.
-            partial: Whether an invalid object earns half of the share of the schema's ``properties`` that it has and
-                that satisfy theirs.
         """
         self._column = column
-        self._partial = partial
         try:
             self._validator = None if schema is None else _validator(schema)
         except SchemaError as error:
@@ -234,9 +229,7 @@ class JSONSchema(RewardFunction):
         if not is_json:
             return 0.0, {"valid_json": 0.0}
         try:
-            if validator.is_valid(value):
-                return 1.0, {"valid_json": 1.0}
-            return (self._share(validator, value) if self._partial else 0.0), {"valid_json": 1.0}
+            return float(validator.is_valid(value)), {"valid_json": 1.0}
         except Unresolvable as error:
             raise EnvError(f"json_schema: the schema refers to {error.ref!r}, which it does not define") from error
         except RecursionError:
@@ -254,17 +247,6 @@ class JSONSchema(RewardFunction):
             return _validator(schema)
         except SchemaError as error:
             raise EnvError(f"json_schema: task.data[{self._column!r}] is not a JSON schema: {error.message}") from error
-
-    @staticmethod
-    def _share(validator: Draft202012Validator, value: Any) -> float:
-        properties = validator.schema.get("properties") if isinstance(validator.schema, Mapping) else None
-        if not isinstance(properties, Mapping) or not properties or not isinstance(value, Mapping):
-            return 0.0
-        # Evolved, the schemas of properties keep the definitions that they refer to.
-        satisfied = sum(
-            name in value and validator.evolve(schema=inner).is_valid(value[name]) for name, inner in properties.items()
-        )
-        return 0.5 * satisfied / len(properties)
 
 
 def _validator(schema: Mapping[str, Any]) -> Draft202012Validator:
