@@ -457,11 +457,6 @@ def _inferred(fn: Callable[..., Any]) -> FunctionTool:
     return FunctionTool(fn)
 
 
-_TOKENS: Final = frozenset(
-    ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "routed_experts", "image_data", "video_data")
-)
-
-
 @dataclass(slots=True)
 class AgentData:
     """The episode as its BaseTools see it; one object per episode.
@@ -486,15 +481,6 @@ class AgentData:
     def assistant_turns(self) -> int:
         """Number of assistant messages that reached the environment."""
         return sum(message["role"] == "assistant" for message in self.messages)
-
-    def __getattr__(self, name: str) -> Any:
-        why = (
-            "tools never see tokens; only the session does"
-            if name in _TOKENS
-            else "it has request_id, tools_kwargs, messages, tool_rewards, sandbox, assistant_turns and extra_fields "
-            "(free for what tools share)"
-        )
-        raise AttributeError(f"agent_data has no {name!r}: {why}")
 
 
 def check_media(env: str, tools: Mapping[str, Tool], takes: Collection[str]) -> None:

@@ -451,13 +451,6 @@ class TestBaseToolArguments:
         assert result.observation[0]["content"] == "2"
         assert len({entry[2] for entry in purse.log if entry[0] == "execute"}) == 2
 
-    async def test_agent_data_has_no_tokens_and_says_so(self) -> None:
-        data = ToolRunner({}).data
-        with pytest.raises(AttributeError, match="agent_data has no 'response_ids': tools never see tokens"):
-            _ = data.response_ids
-        with pytest.raises(AttributeError, match="agent_data has no 'metrics': it has request_id"):
-            _ = data.metrics
-
     async def test_create_kwargs_parameter_receives_all_arguments(self) -> None:
         class Old(Purse):
             async def create(self, instance_id=None, create_kwargs=None):

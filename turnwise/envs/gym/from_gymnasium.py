@@ -74,11 +74,19 @@ class _World:
     def hint(self) -> str:
         return space_hint(self.space, self.names)
 
-    def reset(self, task: Task | None, seed: int | None) -> str:
+    def reset(self, task: Task | None, seed: int | None, how: str) -> ResetResult:
         options = None if task is None else task.data.get("options")
         self.observation, self.info = self.env.reset(seed=seed, options=options)
         self.over = False
-        return self.text()
+        system = f"{self.rules}\n{how}" if self.rules else how
+        return [{"role": "system", "content": system}, {"role": "user", "content": self.text()}], self.seen()
+
+    def invalid(self, answers: list[Message], *, spent: bool) -> StepResult:
+        """Return the result of a message without an action; ``spent``: it was the last that is allowed."""
+        info: dict[str, Any] = {"metrics": {"invalid_actions": 1.0}, **self.seen()}
+        if spent:
+            info["stop_reason"] = StopReason.INVALID_CALLS
+        return StepResult(answers, 0.0, False, spent, info)
 
     def step(self, action: Any) -> tuple[str, float, bool, bool]:
         self.observation, reward, terminated, truncated, self.info = self.env.step(action)
@@ -141,11 +149,8 @@ class GymnasiumEnv(Env):
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Reset the world with the seed, and with ``task.data["options"]`` if given."""
-        text = self.world.reset(task, seed)
         self._invalid = 0
-        rules = f"{self.world.rules}\n" if self.world.rules else ""
-        system = f"{rules}Answer with your action alone, or on the last line: {self._hint}."
-        return [{"role": "system", "content": system}, {"role": "user", "content": text}], self.world.seen()
+        return self.world.reset(task, seed, f"Answer with your action alone, or on the last line: {self._hint}.")
 
     def step(self, action: Message) -> StepResult:
         """Take the action of a message; a tool call is answered with an error."""
@@ -156,12 +161,8 @@ class GymnasiumEnv(Env):
             parsed = self._action(text_of(action))
         except (ToolError, ValueError) as error:
             self._invalid += 1
-            complaint: list[Message] = answers or [{"role": "user", "content": str(error)}]
             spent = 0 < self._max_invalid <= self._invalid
-            info: dict[str, Any] = {"metrics": {"invalid_actions": 1.0}, **self.world.seen()}
-            return StepResult(
-                complaint, 0.0, False, spent, {**info, "stop_reason": StopReason.INVALID_CALLS} if spent else info
-            )
+            return self.world.invalid(answers or [{"role": "user", "content": str(error)}], spent=spent)
         self._invalid = 0
         text, reward, terminated, truncated = self.world.step(parsed)
         observation: list[Message] = [*answers, {"role": "user", "content": text}]
@@ -214,11 +215,8 @@ class GymnasiumToolEnv(ToolEnv):
 
     def reset(self, task: Task | None = None, *, seed: int | None = None) -> ResetResult:
         """Reset the world with the seed, and with ``task.data["options"]`` if given."""
-        text = self.world.reset(task, seed)
         self._ended = None
-        rules = f"{self.world.rules}\n" if self.world.rules else ""
-        system = f"{rules}Act by calling a tool."
-        return [{"role": "system", "content": system}, {"role": "user", "content": text}], self.world.seen()
+        return self.world.reset(task, seed, "Act by calling a tool.")
 
     async def step(self, action: Message) -> StepResult:
         """Take the calls of a message as actions, in order."""
@@ -244,13 +242,8 @@ class GymnasiumToolEnv(ToolEnv):
     async def _reminded(self) -> StepResult:
         await self._open()
         self._count_usable(usable=False)
-        spent = 0 < self.max_invalid_calls <= self.invalid_in_a_row
-        self._over = spent
-        info: dict[str, Any] = {"metrics": {"invalid_actions": 1.0}, **self.world.seen()}
-        if spent:
-            info["stop_reason"] = StopReason.INVALID_CALLS
-        reminder: Message = {"role": "user", "content": "Call a tool to act."}
-        return StepResult([reminder], 0.0, False, spent, info)
+        self._over = 0 < self.max_invalid_calls <= self.invalid_in_a_row
+        return self.world.invalid([{"role": "user", "content": "Call a tool to act."}], spent=self._over)
 
     def _tools(self) -> list[FunctionTool]:
         space, names = self.world.space, self.world.names
