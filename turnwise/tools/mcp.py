@@ -41,7 +41,6 @@ except ImportError as missing:
 CONNECT_S: Final = 30.0
 """Seconds for connecting to a server and listing its tools."""
 _CLOSE_S: Final = 10.0
-_REASON_S: Final = 0.2
 _LOG_END: Final = 500
 _LOG_MOST: Final = 1 << 20
 _MOST_PAGES: Final = 100
@@ -133,16 +132,22 @@ class Connection:
         raise self._endpoint.error(f"lists its tools on more than {_MOST_PAGES} pages")
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
-        """Call a tool, again only if it was certainly not delivered. Raises ToolError (refused) or EnvError."""
+        """Call a tool, once. Raises ToolError (refused) or EnvError; a lost connection is reopened by the next call."""
         client = await self.open()
         try:
-            return await self._send(client, tool, arguments)
-        except _NotDelivered:
-            client = await self.open()
-        try:
-            return await self._send(client, tool, arguments)
-        except _NotDelivered as error:
-            raise self._endpoint.error(f"does not accept calls of {tool!r}", error) from None
+            return await client.call_tool(tool, arguments)
+        except asyncio.CancelledError:
+            self._suspect = True
+            raise
+        except MCPError as error:
+            # Over HTTP an invalid request is one of a session that the server does not know any more.
+            forgotten = error.code == mcp_types.INVALID_REQUEST and not self._endpoint.config.command
+            if error.code == mcp_types.CONNECTION_CLOSED or (forgotten and self._gone.is_set()):
+                self._gone.set()
+                raise self._endpoint.error(f"was lost during a call of {tool!r}{self._tail()}") from None
+            raise ToolError(error.message) from None
+        except (RuntimeError, ValidationError) as error:
+            raise self._endpoint.error(f"answered a call of {tool!r} with an invalid message", error) from None
 
     async def close(self) -> None:
         """Close the connection; idempotent."""
@@ -151,34 +156,6 @@ class Connection:
             opening.cancel()
             await asyncio.wait({opening})
         await self._end()
-
-    async def _send(self, client: Client, tool: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
-        try:
-            return await client.call_tool(tool, arguments)
-        except asyncio.CancelledError:
-            self._suspect = True
-            raise
-        except MCPError as error:
-            if error.code == mcp_types.CONNECTION_CLOSED:
-                if await self._refused():
-                    raise _NotDelivered(str(error)) from None
-                raise self._endpoint.error(f"was lost during a call of {tool!r}{self._tail()}") from None
-            if error.code == mcp_types.INVALID_REQUEST and self._gone.is_set() and not self._endpoint.config.command:
-                # Over HTTP: the session is one that the server does not know any more.
-                raise _NotDelivered(str(error)) from None
-            raise ToolError(error.message) from None
-        except (RuntimeError, ValidationError) as error:
-            raise self._endpoint.error(f"answered a call of {tool!r} with an invalid message", error) from None
-
-    async def _refused(self) -> bool:
-        """Record the connection's end; return whether the server was not listening, so nothing was delivered."""
-        self._gone.set()
-        if self._keeper is None:
-            return False
-        # The task that holds the connection learns a moment later why it ended; most often there is no reason.
-        await asyncio.wait({self._keeper}, timeout=_REASON_S)
-        error = self._keeper.exception() if self._keeper.done() and not self._keeper.cancelled() else None
-        return isinstance(_innermost(error), httpx2.ConnectError)
 
     def _forget_log(self) -> None:
         """Truncate the log of a verbose server; later output is appended from the start."""
@@ -251,10 +228,6 @@ class Connection:
         self._log.seek(max(0, self._log.tell() - _LOG_END))
         text = " ".join(self._log.read().split())
         return f" (its standard error ends with: {text})" if text else ""
-
-
-class _NotDelivered(Exception):
-    """A call was certainly not delivered."""
 
 
 @asynccontextmanager

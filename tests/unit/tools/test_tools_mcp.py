@@ -167,6 +167,8 @@ async def test_nobody_listens_any_more_and_then_somebody_does() -> None:
         box = toolbox(url=url)
         runner = await runner_of(box)
         assert (await answer(runner, "count")).text == "1"
+    with pytest.raises(EnvError, match=rf"MCP server 'http://127.0.0.1:{port}/mcp' was lost during a call"):
+        await answer(runner, "count")
     with pytest.raises(EnvError, match=rf"MCP server 'http://127.0.0.1:{port}/mcp' cannot be reached: ConnectError"):
         await answer(runner, "count")
     async with serving(Tools().server(), port):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -238,14 +239,11 @@ class Conversation:
 
     def _count_to_drop(self, indices: Sequence[int], config: DropConfig, budget: float) -> int:
         """Return how many results must go to fit ``budget`` tokens; all if that fails."""
-        low, high = 1, len(indices)
-        while low < high:
-            middle = (low + high) // 2
-            if self.measure(drop_results(self.messages, indices[:middle], config)) <= budget:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+
+        def fits(count: int) -> bool:
+            return self.measure(drop_results(self.messages, indices[:count], config)) <= budget
+
+        return 1 + bisect.bisect_left(range(1, len(indices)), True, key=fits)
 
     async def _compact(self, config: CompactionConfig, size: int) -> None:
         result = await compact_conversation(self, config)

@@ -57,7 +57,7 @@ class Team:
                 delegated.append(call)
             elif call.name in env_tools - offered:
                 response = failure("unknown_tool", f"there is no tool {call.name!r}", available=sorted(offered))
-                answers[call.id] = _answer(call, response)
+                answers[call.id] = response.message(call)
             else:
                 env_calls.append(call)
         work: list[Coroutine[Any, Any, list[Message]]] = []
@@ -153,11 +153,7 @@ def schema_of(sub_agent: SubAgentConfig) -> ToolSchema:
 
 
 async def _run_delegation(runner: ToolRunner, call: ToolCall) -> list[Message]:
-    return [_answer(call, (await runner.run(call)).response)]
-
-
-def _answer(call: ToolCall, response: ToolResponse) -> Message:
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": response.content()}
+    return [(await runner.run(call)).response.message(call)]
 
 
 async def _gather(work: Sequence[Coroutine[Any, Any, list[Message]]]) -> list[list[Message]]:
