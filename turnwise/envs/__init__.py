@@ -20,7 +20,7 @@ from turnwise.envs.results import SANDBOX_VARIES
 from turnwise.envs.single_turn import SingleTurnEnv
 from turnwise.envs.solution import play_solution, tool_call
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.envs.wrappers import ShapeReward, TruncateObservations, TurnLimit, Wrapper, wrap
+from turnwise.envs.wrappers import ShapeReward, TurnLimit, Wrapper, wrap
 
 __all__ = [
     "SANDBOX_VARIES",
@@ -32,7 +32,6 @@ __all__ = [
     "Solution",
     "StepResult",
     "ToolEnv",
-    "TruncateObservations",
     "TurnLimit",
     "Wrapper",
     "as_messages",

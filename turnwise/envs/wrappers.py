@@ -1,4 +1,4 @@
-"""Environment wrappers: the base class, limits of turns, observation length, reward shaping."""
+"""Environment wrappers: the base class, a limit of turns, reward shaping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from turnwise.envs.core import (
     ScoreParts,
     Solution,
     StepResult,
-    as_messages,
     call_env,
     close_env,
     fork_env,
@@ -30,13 +29,13 @@ from turnwise.envs.core import (
 from turnwise.envs.forking import Memo, copy_env
 from turnwise.envs.results import check_score
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, ConfigError, EnvError, ToolSchemaError, shown
+from turnwise.errors import AgentError, ConfigError, EnvError, shown
 from turnwise.plugins import load_object
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
 from turnwise.tools.core import Tool, nearest
-from turnwise.tools.response import CountTokens, Keep, OutputLimit, ToolResponse, Unit
+from turnwise.tools.response import CountTokens, ToolResponse
 from turnwise.tools.secrets import Secret
 from turnwise.types import Message, StopReason, ToolCall
 
@@ -263,40 +262,6 @@ class TurnLimit(Wrapper):
         return result._replace(truncated=True, info={**result.info, "stop_reason": StopReason.MAX_TURNS})
 
 
-class TruncateObservations(Wrapper):
-    """Truncates each answer to a number of characters or tokens, with a marker."""
-
-    def __init__(self, env: Env, amount: int, unit: Unit = "characters", keep: Keep = "ends") -> None:
-        """Set the fields of an OutputLimit."""
-        super().__init__(env)
-        try:
-            self._limit = OutputLimit(amount, unit, keep)
-        except ToolSchemaError as error:
-            raise ConfigError(f"truncate_observations: {error}") from error
-
-    async def step(self, action: Message) -> StepResult:
-        """Cut the answers to a message."""
-        result = await super().step(action)
-        return result._replace(observation=[self._message(message) for message in as_messages(result.observation)])
-
-    async def call(self, call: ToolCall) -> ToolResponse:
-        """Cut the answer to a call."""
-        response = await super().call(call)
-        return response if response.text is None else replace(response, text=self._cut(response.text))
-
-    def _message(self, message: Message) -> Message:
-        content = message.get("content")
-        if isinstance(content, str):
-            return {**message, "content": self._cut(content)}
-        if content is None:
-            return message
-        parts = [{**part, "text": self._cut(part["text"])} if "text" in part else part for part in content]
-        return {**message, "content": parts}
-
-    def _cut(self, text: str) -> str:
-        return self._limit.cut(text, self.count_tokens)
-
-
 class ShapeReward(Wrapper):
     """Passes every reward through a function: of steps, of single calls, and of the score.
 
@@ -349,11 +314,7 @@ class ShapeReward(Wrapper):
         return {**parts, "shaping": parts.get("shaping", 0.0) + difference} if difference else parts
 
 
-_WRAPPERS: Final[dict[str, type[Wrapper]]] = {
-    "shape_reward": ShapeReward,
-    "truncate_observations": TruncateObservations,
-    "turn_limit": TurnLimit,
-}
+_WRAPPERS: Final[dict[str, type[Wrapper]]] = {"shape_reward": ShapeReward, "turn_limit": TurnLimit}
 
 
 def wrap(env: Env, name: str, /, **config: Any) -> Wrapper:
@@ -361,7 +322,7 @@ def wrap(env: Env, name: str, /, **config: Any) -> Wrapper:
 
     Args:
         env: The environment.
-        name: ``turn_limit``, ``truncate_observations``, ``shape_reward``, or ``pkg.module:Class``.
+        name: ``turn_limit``, ``shape_reward``, or ``pkg.module:Class``.
         **config: Further arguments of its constructor.
 
     Raises:

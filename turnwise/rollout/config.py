@@ -93,8 +93,7 @@ class SpecConfig(NamedConfig):
 
     Attributes:
         tools: Tools besides those of its class.
-        wrappers: Wrappers, innermost first: ``turn_limit``, ``truncate_observations``, ``shape_reward`` or
-            ``pkg.module:Class``.
+        wrappers: Wrappers, innermost first: ``turn_limit``, ``shape_reward`` or ``pkg.module:Class``.
     """
 
     tools: ToolsConfig = ToolsConfig()

@@ -161,7 +161,7 @@ async def test_forks_go_on_independently() -> None:
 
 
 async def test_wrappers_fork_with_their_environment() -> None:
-    env = await started(wrap(wrap(Counter(), "turn_limit", max_turns=2), "truncate_observations", amount=1000))
+    env = await started(wrap(wrap(Counter(), "turn_limit", max_turns=2), "turn_limit", max_turns=9))
     await step_env(env, called("add", n=1))
     fork = await fork_env(env)
     for one, n in ((env, 1), (fork, 4)):

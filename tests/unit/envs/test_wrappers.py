@@ -15,7 +15,6 @@ from turnwise.envs import (
     SingleTurnEnv,
     StepResult,
     ToolEnv,
-    TruncateObservations,
     TurnLimit,
     Wrapper,
     call_env,
@@ -83,12 +82,7 @@ class Tooled(ToolEnv):
         self.closed = getattr(self, "closed", 0) + 1
 
 
-ALL = [
-    lambda env: TurnLimit(env, 100),
-    lambda env: TruncateObservations(env, 10_000),
-    lambda env: ShapeReward(env, lambda reward, info, action: reward),
-    Wrapper,
-]
+ALL = [lambda env: TurnLimit(env, 100), lambda env: ShapeReward(env, lambda reward, info, action: reward), Wrapper]
 
 
 @pytest.mark.ext
@@ -195,41 +189,6 @@ async def test_a_score_that_a_cancelled_step_began_is_taken_once(depth):
     await close_env(env)
 
 
-@pytest.mark.parametrize("keep", ["ends", "head", "tail", "middle"])
-async def test_observations_are_cut_to_their_limit_and_say_so(keep):
-    env = TruncateObservations(Chatty(), 100, keep=keep)
-    messages, _ = await reset_env(env, None, seed=1)
-    assert messages[0]["content"] == "go " * 20  # the question is whole
-    [answer] = (await step_env(env, says("a"))).observation
-    assert len(answer["content"]) <= 100
-    assert "cut" in answer["content"]
-
-
-async def test_observations_are_cut_by_tokens_of_the_model():
-    env = TruncateObservations(Tooled(), 12, unit="tokens")
-    env.count_tokens = lambda text: len(text.split())
-    await reset_env(env, None, seed=1)
-    [answer] = (await step_env(env, says("", "look"))).observation
-    assert len(answer["content"].split()) <= 12
-    assert "cut" in answer["content"]
-    response = await call_env(env, ToolCall("c", "look", {}))
-    assert len(response.text.split()) <= 12
-    assert response.reward == 0.25
-
-
-async def test_parts_of_an_observation_are_cut_each():
-    class Parts(Chatty):
-        def step(self, action):
-            parts = [{"type": "text", "text": "a" * 500}, {"type": "image", "image": "x" * 500}]
-            return StepResult([{"role": "user", "content": parts}], 0.0, False, False, {})
-
-    env = TruncateObservations(Parts(), 50)
-    await reset_env(env, None, seed=1)
-    [answer] = (await step_env(env, says("a"))).observation
-    assert len(answer["content"][0]["text"]) == 50
-    assert len(answer["content"][1]["image"]) == 500
-
-
 async def test_shaped_reward_is_the_functions_and_names_the_difference():
     seen = []
 
@@ -265,8 +224,6 @@ def test_wrong_wrapper_settings_raise_config_errors():
     for wrong in (0, -1, 1.5, True, "3"):
         with pytest.raises(ConfigError, match="max_turns is"):
             TurnLimit(Chatty(), wrong)
-    with pytest.raises(ConfigError, match="amount is 0"):
-        TruncateObservations(Chatty(), 0)
     with pytest.raises(ConfigError, match="must be a function"):
         ShapeReward(Chatty(), 3)
     with pytest.raises(ConfigError, match="wraps an environment, not 3"):

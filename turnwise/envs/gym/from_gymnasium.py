@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import gymnasium
 
@@ -279,45 +279,24 @@ class GymnasiumToolEnv(ToolEnv):
 
 
 def from_gymnasium(
-    env: str | Any,
-    *,
-    tools: bool = False,
-    kwargs: dict[str, Any] | None = None,
-    render: Render | str | Literal["ansi"] | None = None,
-    parse: Parse | str | None = None,
-    actions: Sequence[str] | None = None,
-    instructions: str | None = None,
-    max_invalid: int = 3,
-    blocking: bool = False,
+    env: str | Any, *, tools: bool = False, parse: Parse | str | None = None, **options: Any
 ) -> GymnasiumEnv | GymnasiumToolEnv:
     """Wrap a Gymnasium environment.
 
     Args:
         env: Its id, an object, or a function that makes one.
         tools: Whether the model acts by tool calls; else by messages.
-        kwargs: Arguments of ``gymnasium.make``.
-        render: Text of an observation; see :class:`GymnasiumEnv`.
         parse: Action of a text; not with tools, whose arguments are the action.
-        actions: Names of the values of a Discrete action space.
-        instructions: Instructions for the model.
-        max_invalid: Messages without an action in a row that truncate the episode; 0 is never.
-        blocking: Whether steps run in a thread.
+        **options: ``kwargs``, ``render``, ``actions``, ``instructions``, ``max_invalid`` and ``blocking``, as of
+            :class:`GymnasiumEnv`.
 
     Raises:
         ConfigError: The environment is unknown, or an argument does not fit it.
         EnvError: Its action space has no form in text or JSON and no ``parse`` is given.
     """
-    common: dict[str, Any] = {
-        "kwargs": kwargs,
-        "render": render,
-        "actions": actions,
-        "instructions": instructions,
-        "max_invalid": max_invalid,
-        "blocking": blocking,
-    }
     if tools and parse is not None:
         raise ConfigError("parse= reads messages, but with tools=True the calls are the actions: remove one of them")
-    return GymnasiumToolEnv(env, **common) if tools else GymnasiumEnv(env, parse=parse, **common)
+    return GymnasiumToolEnv(env, **options) if tools else GymnasiumEnv(env, parse=parse, **options)
 
 
 def _names(space: Any, names: Sequence[str]) -> tuple[str, ...]:
