@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise.envs.core import MaybeAwaitable, ResetResult, StepResult, run_method, score_env
-from turnwise.envs.results import AgentRewards, Observation, ScoreParts, agent_parts, as_messages, finite
+from turnwise.envs.results import AgentRewards, Observation, ScoreParts, agent_parts, as_messages
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import EnvError, shown
 from turnwise.tasks.core import Task
-from turnwise.tools.response import ToolResponse
+from turnwise.tools.response import ToolResponse, finite
 from turnwise.types import Message, ToolCall
 
 

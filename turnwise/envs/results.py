@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 from turnwise.errors import EnvError, shown
+from turnwise.images import readable_text
+from turnwise.tools.response import finite
 from turnwise.types import Message, Role, StopReason
 
 Observation: TypeAlias = str | list[Message]
@@ -100,23 +101,6 @@ class ScoreParts(dict[str, float]):
         }
 
 
-def finite(value: Any, where: str) -> float:
-    """Return a finite number as a float.
-
-    Args:
-        value: An int, float, bool, or a scalar convertible to one (numpy, torch).
-        where: Beginning of the error message, such as ``Env.score returned``.
-    """
-    try:
-        number = math.nan if isinstance(value, (str, bytes)) or value is None else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        # RuntimeError: a tensor of several elements.
-        number = math.nan
-    if not math.isfinite(number):
-        raise EnvError(f"{where} {shown(value)}: it must be a finite number")
-    return number
-
-
 def named_numbers(value: Any, where: str) -> Mapping[str, Any]:
     """Return a dict with text keys; None is an empty one."""
     if value is None:
@@ -164,6 +148,15 @@ def as_messages(observation: Any) -> list[Message]:
                 f"observation[{index}]['content'] is {shown(content)}: it must be a string or a list of parts"
             )
     return cast("list[Message]", list(observation))
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """Format a conversation as text: roles, contents and calls."""
+    lines = []
+    for message in messages:
+        calls = [f"{call.name}({call.raw or call.arguments})" for call in message.get("tool_calls") or ()]
+        lines.append(f"[{message['role']}] " + "\n".join(filter(None, [readable_text(message), *calls])))
+    return "\n".join(lines)
 
 
 def check_reset(result: Any, env: object) -> tuple[list[Message], dict[str, Any]]:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Self
 
 from turnwise.envs.core import Env
-from turnwise.envs.results import finite, named_numbers
+from turnwise.envs.results import named_numbers
 from turnwise.envs.rewards.core import call_function, is_async
 from turnwise.envs.rewards.registry import describe, load_function
 from turnwise.errors import (
@@ -60,6 +60,7 @@ from turnwise.rollout.runner import EpisodeRunner
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.tools.execute import ToolThreads
+from turnwise.tools.response import finite
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 

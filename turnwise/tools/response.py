@@ -202,7 +202,7 @@ class ToolResponse:
         if self.video:
             self.video = [_frames(medium, f"ToolResponse.video[{number}]") for number, medium in enumerate(self.video)]
         if self.reward is not None:
-            self.reward = _finite(self.reward, "ToolResponse.reward")
+            self.reward = finite(self.reward, "ToolResponse.reward is")
         if not isinstance(self.metrics, Mapping):
             raise EnvError(f"ToolResponse.metrics is {shown(self.metrics)}: it must be a dict of numbers")
         if not isinstance(self.notes, Mapping):
@@ -262,15 +262,17 @@ def _number(value: Any) -> float | None:
     # float() takes numpy's and torch's scalars; a text that happens to be a number is a mistake.
     try:
         number = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # RuntimeError: a tensor of several elements.
         return None
     return number if math.isfinite(number) else None
 
 
-def _finite(value: Any, name: str) -> float:
+def finite(value: Any, where: str) -> float:
+    """Return a finite number as a float; EnvError begins with ``where``, such as ``Env.score returned``."""
     number = _number(value)
     if number is None:
-        raise EnvError(f"{name} is {shown(value)}: it must be a finite number")
+        raise EnvError(f"{where} {shown(value)}: it must be a finite number")
     return number
 
 

@@ -121,9 +121,9 @@ def test_an_episode_step_by_step_and_its_conversation():
         observation, reward, terminated, truncated, _ = env.step(observation[0]["content"])
         assert (observation, reward, terminated, truncated) == ((), 1.0, True, False)
         rendered = env.render()
-        assert rendered.splitlines()[0].startswith("user: Who manages ")
-        assert f"assistant: team_of(person='{person}')" in rendered
-        assert "tool: " in rendered
+        assert rendered.splitlines()[0].startswith("[user] Who manages ")
+        assert f"[assistant] team_of({{'person': '{person}'}})" in rendered
+        assert "[tool] " in rendered
 
 
 def test_seeds_decide_the_task_and_the_world():

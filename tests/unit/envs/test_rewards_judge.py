@@ -14,9 +14,9 @@ import pytest_asyncio
 from aiohttp import web
 
 from turnwise.envs import SingleTurnEnv, make, reset_env, step_env
+from turnwise.envs.results import transcript
 from turnwise.envs.rewards import Judge, Rubric
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError
-from turnwise.envs.rewards.judge import transcript
 from turnwise.errors import ConfigError, EnvError
 from turnwise.tasks import Task
 from turnwise.types import ToolCall

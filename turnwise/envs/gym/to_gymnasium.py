@@ -15,12 +15,13 @@ import orjson
 from turnwise.envs.core import Env, StepResult, as_messages, close_env, reset_env, schemas, score_env, step_env
 from turnwise.envs.gym.from_gymnasium import GymnasiumEnv, GymnasiumToolEnv, from_gymnasium
 from turnwise.envs.registration import EnvSpec, make, register_with_gymnasium
+from turnwise.envs.results import transcript
 from turnwise.errors import EnvError, TaskError, shown, undo_on_error
 from turnwise.tasks.core import Task, message_record
 from turnwise.tasks.reader import load_tasks
 from turnwise.tasks.sources import TaskSource
 from turnwise.tools.sample_arguments import random_arguments
-from turnwise.types import Message, Role, ToolCall, ToolSchema, text_of
+from turnwise.types import Message, Role, ToolCall, ToolSchema
 
 _ROLES: Final = frozenset(get_args(Role))
 _WORDS: Final = "yes no one two left right up down hello answer north south 0 1 2 3 10 42".split()  # noqa: SIM905
@@ -310,7 +311,7 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
         """Return the conversation as text, in the render mode ``ansi``."""
         if self.render_mode is None:
             return None
-        return "\n".join(_line(message) for message in self.conversation)
+        return transcript(self.conversation)
 
     def close(self) -> None:
         """Close the environment and end its event loop. Idempotent."""
@@ -393,16 +394,6 @@ def _comparable(info: dict[str, Any]) -> dict[str, Any]:
     if not metrics:
         return dict(info)
     return {**info, "metrics": {name: value for name, value in metrics.items() if not name.endswith(_TIMES)}}
-
-
-def _line(message: Message) -> str:
-    calls = "".join(f" {call.name}({_arguments(call.arguments)})" for call in message.get("tool_calls") or ())
-    text = text_of(message)
-    return f"{message['role']}:{f' {text}' if text else ''}{calls}"
-
-
-def _arguments(arguments: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 register_with_gymnasium()

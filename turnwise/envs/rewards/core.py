@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final
 
 from turnwise.envs.core import Env, in_thread
-from turnwise.envs.results import ScoreParts, finite, named_numbers
+from turnwise.envs.results import ScoreParts, named_numbers
 from turnwise.envs.rewards.registry import describe, load_function
 from turnwise.errors import INTERRUPTS, ConfigError, EnvError, shown
 from turnwise.tasks.core import Task
 from turnwise.tools.core import nearest
 from turnwise.tools.execute import CANCEL_GRACE_S
+from turnwise.tools.response import finite
 from turnwise.types import Message, text_of
 
 DEFAULT_TIMEOUT: Final = 60.0

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from turnwise.envs.rewards.judge import Question, Verdict, Verdicts, transcript
+from turnwise.envs.results import transcript
+from turnwise.envs.rewards.judge import Question, Verdict, Verdicts
 from turnwise.envs.rewards.matching import find_json
 from turnwise.errors import EnvError
 from turnwise.tasks.core import Task

@@ -16,11 +16,11 @@ import jinja2.sandbox
 import orjson
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from turnwise.envs.results import transcript
 from turnwise.envs.rewards.core import RewardFunction
 from turnwise.envs.rewards.endpoint import Endpoint, EndpointError, EndpointOptions, read_options
 from turnwise.envs.rewards.matching import find_json, gold_answers
 from turnwise.errors import ConfigError, EnvError, shown, user_code
-from turnwise.images import readable_text
 from turnwise.tasks.core import Task
 from turnwise.types import Message
 
@@ -345,15 +345,6 @@ class Judge(RewardFunction):
             raise ValueError(f"its score is {number:g}, not from {self._low:g} to {self._high:g}")
         reasoning = value.get("reasoning") if is_json and isinstance(value, dict) else None
         return {"score": number, "reasoning": str(reasoning or "")}
-
-
-def transcript(messages: list[Message]) -> str:
-    """Format a conversation as text: roles, contents and calls."""
-    lines = []
-    for message in messages:
-        calls = [f"{call.name}({call.raw or call.arguments})" for call in message.get("tool_calls") or ()]
-        lines.append(f"[{message['role']}] " + "\n".join(filter(None, [readable_text(message), *calls])))
-    return "\n".join(lines)
 
 
 def _schema(low: float, high: float) -> dict[str, Any]:
