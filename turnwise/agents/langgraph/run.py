@@ -243,17 +243,16 @@ def run_blocking(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop |
         work: The coroutine.
         loop: Its loop; None for a new one.
     """
-    try:
+    with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
-    except RuntimeError:
-        if loop is None or not loop.is_running():
-            return asyncio.run(work)
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
-    work.close()
-    raise AgentError(
-        "invoke() of a model or a tool on the event loop would deadlock: await ainvoke(), or "
-        "make the node a plain def, which runs in a thread"
-    )
+        work.close()
+        raise AgentError(
+            "invoke() of a model or a tool on the event loop would deadlock: await ainvoke(), or "
+            "make the node a plain def, which runs in a thread"
+        )
+    if loop is None or not loop.is_running():
+        return asyncio.run(work)
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
 
 
 def current_run() -> GraphRun:
