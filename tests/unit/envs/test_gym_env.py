@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 import time
 
@@ -90,10 +89,8 @@ async def test_rendered_text_of_each_world():
         await close_env(env)
     assert texts["FrozenLake-v1"][1] == "PFFF\nFHFH\nFFFH\nHFFG"
     assert "one of: left, down, right, up" in texts["FrozenLake-v1"][0]
-    assert re.search(r"The taxi T is at row \d, column \d\. The passenger is at", texts["Taxi-v4"][1])
-    assert re.search(r"[ |:]T[ |:]", texts["Taxi-v4"][1])
-    assert re.match(r"You hold \d+, with(out)? a usable ace\. The dealer shows", texts["Blackjack-v1"][1])
-    assert texts["CartPole-v1"][1].startswith("cart position ")
+    assert "one of: stick, hit" in texts["Blackjack-v1"][0]
+    assert len(json.loads(texts["CartPole-v1"][1])) == 4
 
 
 async def test_ansi_render_brackets_coloured_parts():

@@ -166,11 +166,11 @@ def ansi_text(_observation: Any, env: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Rendering of a well-known environment."""
+    """A well-known environment: its rules, the names of its actions, and its rendering unless that is of numbers."""
 
     rules: str
     actions: tuple[str, ...]
-    render: Render
+    render: Render | None = None
 
 
 def _frozen_lake(observation: Any, env: Any) -> str:
@@ -179,35 +179,6 @@ def _frozen_lake(observation: Any, env: Any) -> str:
     grid = [[cell.decode() for cell in line] for line in desc]
     grid[row][column] = "P"
     return "\n".join("".join(line) for line in grid)
-
-
-_STOPS: Final = ("R (row 0, column 0)", "G (row 0, column 4)", "Y (row 4, column 0)", "B (row 4, column 3)")
-
-
-def _taxi(observation: Any, env: Any) -> str:
-    row, column, passenger, goal = env.unwrapped.decode(int(observation))
-    waiting = "in the taxi" if passenger == len(_STOPS) else f"at {_STOPS[passenger]}"
-    grid = [[cell.decode() for cell in line] for line in env.unwrapped.desc]
-    grid[1 + row][1 + 2 * column] = "T"
-    picture = "\n".join("".join(line) for line in grid)
-    return (
-        f"{picture}\nThe taxi T is at row {row}, column {column}. The passenger is {waiting}. "
-        f"The destination is {_STOPS[goal]}."
-    )
-
-
-def _blackjack(observation: Any, _env: Any) -> str:
-    total, dealer, ace = (int(number) for number in observation)
-    with_ace = "with" if ace else "without"
-    return f"You hold {total}, {with_ace} a usable ace. The dealer shows {'an ace' if dealer == 1 else dealer}."
-
-
-def _cart_pole(observation: Any, _env: Any) -> str:
-    position, speed, angle, turning = (float(number) for number in observation)
-    return (
-        f"cart position {position:.4f}, cart velocity {speed:.4f}, pole angle {angle:.4f} rad, "
-        f"pole angular velocity {turning:.4f} rad/s"
-    )
 
 
 WORLDS: Final[dict[str, World]] = {
@@ -220,15 +191,16 @@ WORLDS: Final[dict[str, World]] = {
         "Drive the taxi to the passenger, pick them up, drive to the destination, drop them off. | is a wall. Each "
         "move costs 1, a wrong pickup or dropoff 10; delivering pays 20.",
         ("south", "north", "east", "west", "pickup", "dropoff"),
-        _taxi,
     ),
     "Blackjack": World(
-        "Come as close to 21 as you can, closer than the dealer, and not over it. Winning pays 1, losing -1.",
+        "Come as close to 21 as you can, closer than the dealer, and not over it. Winning pays 1, losing -1. You see "
+        "your sum, the dealer's card and whether you have a usable ace.",
         ("stick", "hit"),
-        _blackjack,
     ),
     "CartPole": World(
-        "Keep the pole upright and the cart within 2.4 of the middle. Every step pays 1.", ("left", "right"), _cart_pole
+        "Keep the pole upright and the cart within 2.4 of the middle. Every step pays 1. You see cart position, cart "
+        "velocity, pole angle and pole angular velocity.",
+        ("left", "right"),
     ),
 }
 """Well-known environments, by their names in Gymnasium without the version."""
