@@ -50,19 +50,10 @@ class SandboxOwner:
                 spec, mounts=(*spec.mounts, *(mount for mount in self.guest_mounts if mount not in spec.mounts))
             )
         opened = await manager.open(spec)
-        self._add_sandbox(manager, opened)
+        self._in_use = (*self._in_use, (manager, opened))
+        if self.sandbox is None:
+            self.sandbox = opened
         return opened
-
-    async def fork_sandbox(self, sandbox: Sandbox) -> Sandbox:
-        """Return a started sandbox with the files of another sandbox of this episode.
-
-        Raises:
-            SandboxError: The backend cannot fork, or it did not start.
-        """
-        manager = next(manager for manager, opened in self._in_use if opened is sandbox)
-        [fork] = await manager.fork(sandbox)
-        self._add_sandbox(manager, fork)
-        return fork
 
     async def close_sandbox(self, sandbox: Sandbox) -> None:
         """Close a sandbox before the end of the episode."""
@@ -90,8 +81,3 @@ class SandboxOwner:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-
-    def _add_sandbox(self, manager: SandboxManager, sandbox: Sandbox) -> None:
-        self._in_use = (*self._in_use, (manager, sandbox))
-        if self.sandbox is None:
-            self.sandbox = sandbox

@@ -20,6 +20,7 @@ from turnwise.errors import (
     MissingExtraError,
     ToolError,
     ToolSchemaError,
+    first_of,
     undo_on_error,
     undo_on_error_async,
 )
@@ -282,15 +283,9 @@ async def _http(url: str, headers: dict[str, str], timeout: float, gone: asyncio
         yield streams
 
 
-def _innermost(error: BaseException | None) -> BaseException | None:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def _first(error: BaseException) -> str:
-    error = _innermost(error) or error
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    first = first_of(error)
+    return f"{type(first).__name__}: {first}" if str(first) else type(first).__name__
 
 
 def _revealed(values: Any) -> dict[str, str]:
