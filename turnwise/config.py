@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeAlias, TypeVar, get_args, get_origin, runtime_checkable
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
@@ -18,17 +18,6 @@ from turnwise.plugins import load_extensions
 
 Keys: TypeAlias = "tuple[str | int, ...]"
 """The path of one value in a configuration: keys of sections and indices of lists."""
-
-
-@runtime_checkable
-class _WithRemovedKeys(Protocol):
-    """A section that says of keys which it no longer has why they are gone and what to use.
-
-    It declares ``removed_keys: ClassVar[Mapping[str, str]]``: a sentence by each key, in lower case and without a full
-    stop, as it ends the message about the key.
-    """
-
-    removed_keys: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -79,8 +68,7 @@ def _line(model: type[BaseModel], keys: Keys, problem: _Problem, origins: Mappin
     if problem.missing:
         return f"{head}: missing; it is required{_meaning(model, keys)}"
     if problem.unknown:
-        remedy = _why_removed(model, keys) or _nearest(model, keys)
-        return f"{head}: unknown key, value {shown(problem.value)}; {remedy}"
+        return f"{head}: unknown key, value {shown(problem.value)}; {_nearest(model, keys)}"
     if not keys:
         # Keys that do not go together: the message names them, and the whole configuration says no more.
         return f"{head} does not fit together; allowed: {' or '.join(problem.allowed)}"
@@ -139,16 +127,14 @@ def _meaning(model: type[BaseModel], keys: Keys) -> str:
     return ""
 
 
-def _why_removed(model: type[BaseModel], keys: Keys) -> str | None:
-    sections: list[object] = list(_models_at(model, keys[:-1]))
-    reasons = [section.removed_keys for section in sections if isinstance(section, _WithRemovedKeys)]
-    return next((reason[key] for reason in reasons if (key := str(keys[-1])) in reason), None)
-
-
 def _nearest(model: type[BaseModel], keys: Keys) -> str:
     parents = _models_at(model, keys[:-1])
     names = list(dict.fromkeys(name for cls in parents for name in cls.model_fields))
     prefix, name = "".join(f"{key}." for key in keys[:-1]), str(keys[-1])
+    for cls in parents:
+        # A section may say of keys that it no longer has what to use: ``removed_keys: ClassVar[Mapping[str, str]]``.
+        if name in (removed := vars(cls).get("removed_keys", {})):
+            return str(removed[name])
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
         return f"did you mean {prefix}{close[0]}?"
     # The shallowest place wins: a key of the policy, not the one of its critic.

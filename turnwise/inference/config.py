@@ -37,9 +37,6 @@ class EngineServerConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "eager": "write --enforce-eager (vLLM) or --disable-cuda-graph (SGLang) in arguments"
-    }
 
     python: ConfigPath | None = None
     tensor_parallel: int = Field(default=1, ge=1)
@@ -57,15 +54,6 @@ class RoutingConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "policy": "requests go by session, then by shared prefix, then by load",
-        "imbalance": "it is a constant (turnwise/inference/routing.py)",
-        "prefix_tokens": "it is a constant (turnwise/inference/routing.py)",
-        "resume_tokens": "it is a constant (turnwise/inference/routing.py)",
-        "eject_after": "it is a constant (turnwise/inference/routing.py)",
-        "health_interval": "it is a constant (turnwise/inference/routing.py)",
-        "health_timeout": "it is a constant (turnwise/inference/routing.py)",
-    }
 
     max_requests: int | None = Field(default=None, ge=1)
     deadline: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -96,19 +84,10 @@ class InferenceConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "vllm": "vLLM and SGLang share the section inference.server",
-        "sglang": "vLLM and SGLang share the section inference.server",
-        "host": "the servers of a run bind a loopback address, or that of their node; turnwise serve has --host",
-        "port": "the servers of a run bind a free port; turnwise serve has --port",
-        "allowed_hosts": "the servers of a run are reached by address; turnwise serve has allowed_hosts",
-        "log_level": "the servers of a run log at info; turnwise serve has log_level",
-        "launch_timeout": "it is a constant of each engine, after which a server that hangs counts as failed",
-        "close_timeout": "it is a constant of each engine, after which a server that does not stop is killed",
-        "retries": "it is a constant (turnwise/inference/client.py)",
-        "retry_wait": "it is a constant (turnwise/inference/client.py)",
-        "restart_window": "max_restarts counts those of an hour",
-    }
+
+    removed_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("vllm", "sglang"), "vLLM and SGLang share the section inference.server"
+    )
 
     engine: ConfigReference = "builtin"
     url: str | None = None
@@ -142,12 +121,6 @@ class ServeConfig(InferenceConfig):
             servers only.
         log_level: Of the server's log.
     """
-
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        key: reason
-        for key, reason in InferenceConfig.removed_keys.items()
-        if key not in ("host", "port", "allowed_hosts", "log_level")
-    }
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)

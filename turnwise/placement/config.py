@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -43,11 +42,6 @@ class WorkersConfig(ResourcesConfig):
         episodes: Episodes of one worker at the same time; None divides ``rollout.concurrency`` among ``min`` workers.
     """
 
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "idle": "a worker beyond min is closed after a minute without an episode",
-        "reissues": "an episode is rolled out again up to 16 times after the loss of its worker",
-    }
-
     min: Annotated[int, Field(ge=1)] = 1
     max: Annotated[int, Field(ge=1)] | None = None
     episodes: Annotated[int, Field(ge=1)] | None = None
@@ -81,10 +75,6 @@ class RayConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "timeout": "a run waits five minutes for resources that others use",
-        "restarts": "a run resumes from its last checkpoint after the death of a rank, up to three times",
-    }
 
     address: str | None = None
     layout: Literal["separate", "colocated"] = "separate"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -112,10 +112,6 @@ class GroupRewardConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "timeout": "a group has 600 seconds: bound a slower request inside of the function"
-    }
-
     function: ConfigReference
     arguments: dict[str, Any] = Field(default_factory=dict)
     weight: float = Field(default=1.0, allow_inf_nan=False)
@@ -161,11 +157,6 @@ class RemoteConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "lost_after": "a runner is lost after 30 seconds without a heartbeat, and at once when its connection closes",
-        "reissues": "an episode is rolled out again up to 16 times after the loss of its runner",
-    }
 
     key_file: ConfigPath
 
@@ -223,13 +214,6 @@ class RolloutConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "close_timeout": "closing an environment has 30 seconds; then it is abandoned and counted as close_errors",
-        "failed_members": "set min_members to group_size to train complete groups only",
-        "max_failed_groups": "16 groups in a row without any member left end a run",
-        "max_lost_threads": "more than 16 tool threads lost to time-outs end a run",
-        "save_messages": "trajectories always hold their messages, which view, replay and group rewards read",
-    }
 
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")

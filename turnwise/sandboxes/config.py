@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -52,10 +52,6 @@ class LimitsConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("cpu_seconds", "file_size", "open_files"),
-        "limits of a single process are the environment's: SandboxSpec(limits=SandboxLimits(...)) in its open_sandbox",
-    )
 
     memory: Bytes | None = None
     pids: Annotated[int, Field(gt=0)] | None = None
@@ -87,7 +83,6 @@ class SandboxConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {"start_retries": "a start that failed is tried twice more"}
 
     name: ConfigReference = "local"
     config: Annotated[dict[str, Any], BeforeValidator(lambda options: {} if options is None else options)] = Field(

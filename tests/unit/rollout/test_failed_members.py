@@ -8,9 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from support.chat.toy_renderer import ToyRenderer
-from turnwise.config import load_config
 from turnwise.envs.core import Env, StepResult
-from turnwise.errors import ConfigError, InferenceError, TrainError
+from turnwise.errors import InferenceError, TrainError
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutParts, RolloutRequest
@@ -123,8 +122,6 @@ def test_a_rule_that_no_group_can_meet_is_refused() -> None:
     env = SpecConfig(name="lookup")
     with pytest.raises(ValidationError, match=r"min_members is 9, but a group has 8"):
         RolloutConfig(env=env, min_members=9)
-    with pytest.raises(ConfigError, match=r"failed_members.*set min_members to group_size"):
-        load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "failed_members": "drop"})
 
 
 async def test_cancelled_groups_are_closed_written_and_never_arrive() -> None:

@@ -103,10 +103,7 @@ def test_invalid_algorithm_raises_validation_error(section: dict[str, object], m
     ("section", "reason"),
     [
         ({"clip_high": 0.3}, "write algorithm.loss_options.clip_high"),
-        ({"std_eps": 0.1}, "write algorithm.advantage_options.eps"),
-        ({"kl": {"coef": 0.1, "horizon": 10}}, "at most a fifth in 10,000 trajectories"),
-        ({"credit": {"name": "gigpo", "omega": 2.0}}, "gigpo weighs the advantages of turns as those of episodes"),
-        ({"correction": {"normalize": True}}, "truncation at high bounds them already"),
+        ({"norm_by_std": True}, "write algorithm.advantage_options.norm_by_std"),
     ],
 )
 def test_removed_keys_are_explained(section: dict[str, object], reason: str) -> None:

@@ -96,18 +96,3 @@ def test_training_and_evaluation_find_the_same_tasks(tmp_path: Path) -> None:
     assert train.eval is not None
     alone = load_config(EvalPlan, tmp_path / "eval.yaml")
     assert train.tasks == train.eval.tasks == alone.tasks == str(tmp_path / "rows")
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("policies.main.critic.optim.lr=1e-3", "set critic.lr"),
-        ("policies.main.model.lora.seed=1", "adapters start from one fixed seed"),
-        ("batch.leftover=carry", "carried where replay allows groups of older weights"),
-        ("checkpoint.best.keep=2", "one best checkpoint is kept"),
-        ("task_limit=5", "set tasks.limit"),
-    ],
-)
-def test_removed_key_is_refused_with_the_reason(override: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown key.*{reason}"):
-        load_config(TrainConfig, None, [override], MINIMAL)

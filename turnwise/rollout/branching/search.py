@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 from turnwise.config import ConfigReference
-from turnwise.rollout.branching.tree import NO_TOOL_CALLS, TreeConfig
+from turnwise.rollout.branching.tree import TreeConfig
 
 ENVIRONMENT: Final = "environment"
 LIKELIHOOD: Final = "likelihood"
 
 _KEYS: Final = {"best_of_n": ("samples",), "tree": ("branches", "where", "rounds", "max_tokens")}
 _NEEDED: Final = {"best_of_n": ("samples",), "tree": ("branches",)}
-_NO_BEAM: Final = (
-    "beam search is gone: a tree found more for the tokens that it sampled; choose kind tree, or best_of_n where "
-    "nothing can be forked"
-)
 
 
 class ScorerConfig(BaseModel):
@@ -33,8 +28,6 @@ class ScorerConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {"timeout": "a score has the function's own time-out, else 60 seconds"}
 
     function: ConfigReference
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -65,8 +58,6 @@ class SearchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    removed_keys: ClassVar[Mapping[str, str]] = {"width": _NO_BEAM, "max_tool_calls": NO_TOOL_CALLS}
-
     kind: Literal["best_of_n", "tree"]
     scorer: Annotated[ScorerConfig, BeforeValidator(_function)] = Field(
         description="what scores branches: environment, likelihood, a shipped reward function, or pkg.module:function"
@@ -76,13 +67,6 @@ class SearchConfig(BaseModel):
     where: ConfigReference = "random"
     rounds: PositiveInt = 1
     max_tokens: PositiveInt | None = None
-
-    @field_validator("kind", mode="before")
-    @classmethod
-    def _is_no_beam(cls, kind: Any) -> Any:
-        if kind == "beam":
-            raise ValueError(_NO_BEAM)
-        return kind
 
     @model_validator(mode="after")
     def _keys_are_of_its_kind(self) -> Self:

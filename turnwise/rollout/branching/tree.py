@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias
+from typing import Annotated, Any, Final, Self, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -140,9 +140,6 @@ CHOOSERS: Final[dict[str, Chooser]] = {
 """The choices of turns that have a name."""
 
 
-NO_TOOL_CALLS: Final = "max_tokens bounds an episode with its branches: a tree makes its calls in what it samples"
-
-
 class TreeConfig(BaseModel):
     """Tree rollouts: each episode of a group is forked at some of its turns, and each fork continues alone.
 
@@ -157,8 +154,6 @@ class TreeConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {"max_tool_calls": NO_TOOL_CALLS}
 
     branches: PositiveInt
     where: ConfigReference = "random"

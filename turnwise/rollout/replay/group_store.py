@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,8 +37,6 @@ class TransferQueueConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {"timeout": "a queue without an answer for 60 seconds counts as lost"}
 
     units: Annotated[int, Field(gt=0)] = 2
     address: Annotated[str, Field(min_length=1)] | None = None

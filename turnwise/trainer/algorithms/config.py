@@ -54,9 +54,6 @@ class DistillConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "coef": "the advantage from the teacher weighs 1: reward_coef is the weight of the rewards beside it"
-    }
 
     teacher: str
     reward_coef: Annotated[float, Field(ge=0)] = 0.0
@@ -86,12 +83,11 @@ class AlgorithmConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
+
     removed_keys: ClassVar[Mapping[str, str]] = {
         "norm_by_std": "it is an option of the estimator: write algorithm.advantage_options.norm_by_std",
-        "std_eps": "it is an option of the estimator: write algorithm.advantage_options.eps",
         "clip_low": "it is an option of the loss: write algorithm.loss_options.clip_low",
         "clip_high": "it is an option of the loss: write algorithm.loss_options.clip_high",
-        "dual_clip": "it is an option of the loss: write algorithm.loss_options.dual_clip",
     }
 
     advantage: ConfigReference = "grpo"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -30,10 +30,6 @@ class RejectionConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "reduction": "a statistic is averaged over its unit, so that a bound serves units of any length",
-        "low": "the lower bound of k1 is 1 / high: a ratio and its inverse are equally far from 1",
-    }
 
     statistic: Literal["k1", "k2", "k3"]
     level: Level = "sequence"
@@ -59,9 +55,6 @@ class CorrectionConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "normalize": "weights are not divided by their mean: truncation at high bounds them already"
-    }
 
     weights: Literal["truncate", "mask", "none"] = "truncate"
     level: Level = "token"

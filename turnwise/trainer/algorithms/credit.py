@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +52,6 @@ class CreditConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "omega": "gigpo weighs the advantages of turns as those of episodes, as its paper does"
-    }
 
     name: ConfigReference = "same"
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None

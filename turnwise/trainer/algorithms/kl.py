@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -113,9 +113,6 @@ class KLConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "horizon": f"an adaptive coef changes by at most a fifth in {HORIZON:,} trajectories"
-    }
 
     coef: Annotated[float, Field(gt=0)]
     estimator: str = "k3"

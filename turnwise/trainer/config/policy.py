@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -42,8 +42,6 @@ class LoRAConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {"seed": "adapters start from one fixed seed: remove it"}
 
     rank: Annotated[int, Field(gt=0)] | None = None
     alpha: Annotated[float, Field(gt=0)] | None = None
@@ -86,12 +84,6 @@ class MuonConfig(Section):
     Attributes:
         lr: Its learning rate (that of AdamW is ``optim.lr``).
     """
-
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "momentum": "Muon's momentum is 0.95, as in its paper: remove it",
-        "weight_decay": "Muon decays no weights: remove it",
-        "adjust_lr": "Muon scales its rate by a matrix's shape as its author does: remove it, and set lr",
-    }
 
     lr: PositiveFloat = 0.02
 
@@ -151,11 +143,6 @@ class CriticConfig(Section):
         bootstrap: Stop reasons that truncate an episode: the critic's value of the last state is added to the return.
             All others terminate it.
     """
-
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "optim": "a critic has the optimizer of its policy, with another learning rate: set critic.lr",
-        "schedule": "a critic follows the schedule of its policy: remove it",
-    }
 
     kind: Literal["own", "shared"] = "own"
     path: ConfigPath | None = None

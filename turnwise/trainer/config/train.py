@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -57,8 +56,6 @@ class BestConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {"keep": "one best checkpoint is kept: remove it"}
 
     metric: str = "eval/sampled"
     mode: Literal["max", "min"] = "max"
@@ -123,10 +120,6 @@ class BatchConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "leftover": "leftover groups are carried where replay allows groups of older weights, else cancelled: remove it"
-    }
 
     groups: PositiveInt = 16
     over_sample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
@@ -363,8 +356,6 @@ class TrainConfig(Section):
         loggers: Loggers beside the console and ``metrics.jsonl`` (docs/metrics.md).
         custom: Passed to extensions unread.
     """
-
-    removed_keys: ClassVar[Mapping[str, str]] = {"task_limit": "a source of tasks has its limit: set tasks.limit"}
 
     name: RunName
     runs: ConfigPath = Field(default=Path("runs"), validate_default=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Self
+from typing import Annotated, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,8 +25,6 @@ DEVICES: Final[Mapping[str, float]] = {
 }
 """Memory of accelerators by name, in 10^9 bytes, by the data sheets of their makers (NVIDIA; AMD)."""
 
-_SPEED: Final = "turnwise plan counts memory and predicts no speed: remove it"
-
 
 class ClusterConfig(BaseModel):
     """The devices that a run is planned for.
@@ -40,21 +38,6 @@ class ClusterConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        (
-            "per_node",
-            "tflops",
-            "tflops_float32",
-            "bandwidth_gb_s",
-            "interconnect_gb_s",
-            "network_gb_s",
-            "mfu",
-            "bandwidth_use",
-            "step_overhead_ms",
-        ),
-        _SPEED,
-    )
 
     device: str
     count: Annotated[int, Field(gt=0)]
@@ -89,8 +72,6 @@ class PlanConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-
-    removed_keys: ClassVar[Mapping[str, str]] = {"workload": _SPEED}
 
     cluster: ClusterConfig
 
