@@ -26,9 +26,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from harness.measure import machine, parse, parser, report
+from harness.model_shape import Experts, ModelShape
 from harness.roofline import Accelerators
 from harness.simulation import MODES, Lengths, Mode, Setting, mean_step
-from turnwise.trainer.scale.shape import Experts, ModelShape
 
 BAR = 0.15
 PUBLISHED_H: dict[Mode, float] = {"sync": 22.79, "colocate_async": 14.72, "separate_async": 14.10}
@@ -43,11 +43,11 @@ HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
 # 40 layers, of which 30 have a recurrent state in the place of keys and values: 32 heads of 128 x 128 numbers in
 # float32 are as large as the keys and values of 1,024 tokens in one of the others.
 QWEN35_35B = ModelShape(
-    "qwen3_moe", 40, 2048, 16, 2, 256, 512, 248_320, False,
+    40, 2048, 16, 2, 256, 512, 248_320,
     experts=Experts(256, 8, 512, 512, 40), windowed=30, window=1024, dtype="bfloat16",
 )  # fmt: skip
-QWEN3_8B = ModelShape("qwen3", 36, 4096, 32, 8, 128, 12_288, 151_936, False, dtype="bfloat16")
-SMALL = ModelShape("qwen3", 3, 96, 4, 2, 32, 288, 700, True)
+QWEN3_8B = ModelShape(36, 4096, 32, 8, 128, 12_288, 151_936, dtype="bfloat16")
+SMALL = ModelShape(3, 96, 4, 2, 32, 288, 700)
 PER_GPU = 8
 AGENTS = Lengths(600, 4, 400, 8192, sigma=1.0, observation=200, tool_s=0.5, tool_shape=1.2, tool_most_s=60)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from turnwise.trainer.scale.shape import ModelShape
+from harness.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, fmean
 from typing import Any, Literal
 
+from harness.model_shape import ModelShape
 from harness.roofline import Accelerators, forward_operations, weights_read
 from turnwise.rollout.replay.config import StalenessBound
 from turnwise.trainer.scale.memory import BYTES
-from turnwise.trainer.scale.shape import ModelShape
 
 Mode = Literal["sync", "colocate_async", "separate_async"]
 MODES: tuple[Mode, ...] = ("sync", "colocate_async", "separate_async")

@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.trainer.scale.shape import ModelShape
-
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-SHAPE = ModelShape("qwen3", 36, 4096, 32, 8, 128, 12_288, 151_936, False, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +30,9 @@ def engine(simulate: ModuleType) -> ModuleType:
 
 
 def small(engine: ModuleType, **changes: Any) -> Any:
+    shape = engine.ModelShape(36, 4096, 32, 8, 128, 12_288, 151_936, dtype="bfloat16")
     lengths = engine.Lengths(600, 3, 200, 2048, sigma=1.0, observation=50, tool_s=0.2, tool_most_s=20)
-    setting = engine.Setting(SHAPE, engine.Accelerators(), 1, 4, 4, 8, 4, lengths)
+    setting = engine.Setting(shape, engine.Accelerators(), 1, 4, 4, 8, 4, lengths)
     return replace(setting, **changes)
 
 

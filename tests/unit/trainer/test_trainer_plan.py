@@ -34,10 +34,10 @@ from turnwise.trainer.scale.memory import (
     activation_bytes,
     layer_activations,
     optimizer_bytes,
-    trainer_memory,
+    trainer_parts,
 )
 from turnwise.trainer.scale.plan import Plan, check_plan
-from turnwise.trainer.scale.shape import FAMILIES, ModelShape
+from turnwise.trainer.scale.shape import ModelShape
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -49,17 +49,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-}
-EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma2": {"head_dim": 32},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 16},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 80, "mlp_only_layers": [1]},
-    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
-    "qwen3_moe": {**EXPERTS, "head_dim": 32, "decoder_sparse_step": 2},
 }
 # As config.json of huggingface.co/Qwen/Qwen3-8B and Qwen3-30B-A3B says; their model cards: 8.2 B parameters, 6.95 B
 # without embeddings; 30.5 B, 29.9 B without embeddings.
@@ -74,33 +63,47 @@ QWEN3_30B: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameter_count_equals_that_of_a_real_model(family: str) -> None:
-    settings = AutoConfig.for_model(family, **{**SIZES, **OF_FAMILY.get(family, {})})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings)
-    shape = ModelShape.of(settings.to_dict())
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    heads = {type(module).__name__: module for module in model.modules() if hasattr(module, "k_proj")}
-    for attention in heads.values():
-        assert attention.k_proj.out_features == shape.keys
+def written(folder: Path, settings: dict[str, Any]) -> Path:
+    """Return a directory of a model of which nothing but the settings is there."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
 
 
-def test_published_models_have_their_published_sizes() -> None:
-    dense, experts = ModelShape.of(QWEN3_8B), ModelShape.of(QWEN3_30B)
+def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
+    dense = ModelShape.load(written(tmp_path / "dense", QWEN3_8B), "model")
+    experts = ModelShape.load(written(tmp_path / "experts", QWEN3_30B), "model")
     assert dense.parameters == 8_190_735_360
     assert round((dense.parameters - dense.embeddings) / 1e9, 2) == 6.95
     assert experts.parameters == 30_532_122_624
     assert round((experts.parameters - experts.embeddings) / 1e9, 1) == 29.9
+    assert experts.active_intermediate == 8 * 768
     # 2 x 36 layers x 8 heads x 128 numbers.
     assert dense.kv_elements(1) == 73_728
 
 
-def test_unknown_model_family_raises_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"model_type is 'mamba'.*known: llama, mistral"):
-        ModelShape.of({"model_type": "mamba"})
-    with pytest.raises(ConfigError, match=r"lacks a size.*hidden_size"):
-        ModelShape.of({"model_type": "qwen3", "num_hidden_layers": 2})
+def test_layers_of_several_families_are_counted(tmp_path: Path) -> None:
+    def shape_of(family: str, **changes: Any) -> ModelShape:
+        settings = AutoConfig.for_model(family, **{**SIZES, **changes})
+        return ModelShape.load(written(tmp_path / family, settings.to_dict()), "model")
+
+    gemma = shape_of("gemma3_text", head_dim=32, sliding_window=16)
+    assert (gemma.norms, gemma.normed_heads, gemma.window) == (4, True, 16)
+    assert gemma.embeddings == 64 * 512
+    llama = shape_of("llama")
+    assert (llama.norms, llama.normed_heads, llama.window) == (2, False, 0)
+    assert llama.embeddings == 2 * 64 * 512
+    # Queries, keys, values, the output, and three matrices of the feed-forward layer.
+    assert llama.layer_matrices == 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96)
+    mixtral = shape_of("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    assert mixtral.active_intermediate == 2 * 96
+
+
+def test_model_whose_memory_cannot_be_counted_raises_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model is .*no causal language model"):
+        ModelShape.load(written(tmp_path / "unknown", {"model_type": "nowhere"}), "model")
+    with pytest.raises(ConfigError, match=r"model is .*memory cannot be counted"):
+        ModelShape.load(written(tmp_path / "mamba", {"model_type": "mamba", "num_hidden_layers": 2}), "model")
 
 
 # Memory, against torch.
@@ -109,7 +112,8 @@ def test_unknown_model_family_raises_config_error() -> None:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("scale") / "model"
-    sizes = {**SIZES, **OF_FAMILY["qwen3"], "num_hidden_layers": 6, "vocab_size": 2048, "hidden_size": 128}
+    sizes = {**SIZES, "num_hidden_layers": 6, "vocab_size": 2048, "hidden_size": 128}
+    sizes |= {"head_dim": 32, "tie_word_embeddings": True}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes)).save_pretrained(path)
     return path
@@ -246,7 +250,7 @@ def test_a_rank_of_four_holds_a_quarter(directory: Path) -> None:
     model.root(batch(32), entropy=False)[0].sum().backward()
     parameters: list[Any] = list(model.policy.model.parameters())
     shape = ModelShape.load(directory, "model")
-    expected = trainer_memory(config(directory, policies={"main": options}), shape).parts
+    expected = dict(trainer_parts(config(directory, policies={"main": options}), shape))
     assert sum(parameter.to_local().nbytes for parameter in parameters) == expected["weights"]
     assert sum(parameter.grad.to_local().nbytes for parameter in parameters) == expected["gradients"]
     for parameter in parameters:
@@ -276,11 +280,7 @@ def config(model: Path, **changes: Any) -> TrainConfig:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """The directory of a model of which nothing but the settings is there."""
-    path = tmp_path / "Qwen3-8B"
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(QWEN3_8B))
-    return path
+    return written(tmp_path / "Qwen3-8B", QWEN3_8B)
 
 
 def sharded(model: Path, ranks: int, **changes: Any) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def h100(count: int) -> ClusterConfig:
 
 def test_ranks_share_weights_gradients_and_optimizer_states(large: Path) -> None:
     shape = ModelShape.load(large, "model")
-    unsharded, parts = (trainer_memory(config(large, **sharded(large, ranks)), shape).parts for ranks in (1, 8))
+    unsharded, parts = (dict(trainer_parts(config(large, **sharded(large, ranks)), shape)) for ranks in (1, 8))
     for part in ("weights", "gradients", "optimizer states"):
         assert parts[part] == unsharded[part] / 8
     assert unsharded["weights"] == 4 * shape.parameters
@@ -306,12 +306,12 @@ def test_critic_and_reference_are_on_the_ranks_and_slices_of_tokens_too(large: P
     settings = sharded(large, 8, critic={"kind": "own"})
     shape = ModelShape.load(large, "model")
     judged = config(large, **settings, algorithm={"advantage": "gae", "kl": {"coef": 0.01}})
-    parts = trainer_memory(judged, shape).parts
+    parts = dict(trainer_parts(judged, shape))
     # Without the output matrix, which is loaded and not trained.
     assert parts["critic"] == (16 * shape.parameters - 12 * shape.hidden * shape.vocabulary) / 8
     assert parts["reference"] == 4 * shape.parameters / 8
     judged.policy.engine_options["sequence_parallel"] = 4
-    assert trainer_memory(judged, shape).parts["activations"] == parts["activations"] / 4
+    assert dict(trainer_parts(judged, shape))["activations"] == parts["activations"] / 4
 
 
 @pytest.mark.parametrize(
@@ -407,9 +407,9 @@ def test_memory_of_several_policies_is_listed_by_policy_and_part(large: Path) ->
     [(ranks, trained), (first, solver), (second, critic)] = plan.memory()
     assert (ranks, first, second) == ("0-3", "4", "5")
     [(_, one), (_, served)] = alone.memory()
-    assert trained.total == pytest.approx(2 * one.total)
-    assert solver.parts == {f"solver: {part}": size for part, size in served.parts.items()}
-    assert critic.parts == {f"critic: {part}": size for part, size in served.parts.items()}
+    assert sum(trained.values()) == pytest.approx(2 * sum(one.values()))
+    assert solver == {f"solver: {part}": size for part, size in served.items()}
+    assert critic == {f"critic: {part}": size for part, size in served.items()}
     # What is planned for one policy alone fits on these devices, both do not.
     check_plan(config(large, **sharded(large, 4), inference={"engine": "vllm"}, mode="separate_async"), h100(8))
     with pytest.raises(
@@ -426,11 +426,11 @@ def test_policies_that_share_servers_are_counted_with_one_server(large: Path) ->
     assert [devices for devices, _ in apart.memory()] == ["0-3", "4", "5"]
     [(_, _), (device, serving)] = shared.memory()
     assert device == "4"
-    parts = apart.memory()[1][1].parts
+    parts = apart.memory()[1][1]
     # Rank 8 on the seven matrices of 36 layers, in bfloat16: 2 x 8 x the sums of their sides.
     sides = 2 * 4096 + 2 * (4096 + 1024) + 2 * 4096 + 3 * (4096 + 12288)
     adapter = 2 * 8 * 36 * sides
-    assert serving.parts == {**parts, "solver: served adapter": adapter, "critic: served adapter": adapter}
+    assert serving == {**parts, "solver: served adapter": adapter, "critic: served adapter": adapter}
 
 
 def test_plan_command_prints_each_policy(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -421,6 +421,20 @@ def sequence_obstacle(path: Path, ranks: int) -> str | None:
     return split_heads(heads, int(settings.get("num_key_value_heads") or heads), ranks)
 
 
+def empty_model(path: Path) -> Any:
+    """Return a model without memory: the modules and shapes that the settings of its directory describe.
+
+    Raises:
+        TrainError: They cannot be read, or make no causal language model.
+    """
+    try:
+        settings = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(settings)
+    except (OSError, ValueError, FormatError) as error:
+        raise TrainError(f"model.path is {str(path)!r}: its settings make no causal language model: {error}") from error
+
+
 def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
     """Return the adapters that a model would get, without loading its weights.
 
@@ -428,16 +442,10 @@ def try_adapters(path: Path, lora: LoRAConfig) -> AdapterInfo:
         TrainError: They cannot be put on it, or the model's settings cannot be read.
         MissingExtraError: peft is not installed.
     """
-    try:
-        settings = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings)
-    except (OSError, ValueError, FormatError) as error:
-        raise TrainError(f"model.path is {str(path)!r}: its settings make no causal language model: {error}") from error
     with warnings.catch_warnings():
         # Of each tensor that is read it says that it goes nowhere.
         warnings.simplefilter("ignore")
-        return attach(model, lora, path).info
+        return attach(empty_model(path), lora, path).info
 
 
 @contextmanager

@@ -192,7 +192,7 @@ async def _memory(config: TrainConfig, cluster: ClusterConfig) -> str:
     if not (model_under(config.policy.model.path) / "config.json").is_file():
         raise _MissingInput("wants a model")
     groups = check_plan(config, cluster).memory()
-    sizes = "; ".join(f"devices {devices} {memory.total / 1e9:,.1f} GB" for devices, memory in groups)
+    sizes = "; ".join(f"devices {devices} {sum(parts.values()) / 1e9:,.1f} GB" for devices, parts in groups)
     return f"{sizes}; {cluster.usable_bytes / 1e9:,.1f} GB of each are usable"
 
 

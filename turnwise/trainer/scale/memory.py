@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import served_dtype
@@ -13,6 +13,9 @@ from turnwise.inference.vllm import kv_bytes
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.scale.shape import ModelShape
+
+Part: TypeAlias = tuple[str, float]
+"""A part of the memory of one device, and its bytes."""
 
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number by its type."""
@@ -24,27 +27,6 @@ _LOGITS_TILE: Final = 1 << 28
 _TILES: Final = 3
 _KV_TOKENS: Final = 131_072
 _ADAPTER_RANK: Final = 16
-
-
-@dataclass(slots=True)
-class Memory:
-    """Bytes by part, of one device.
-
-    Attributes:
-        parts: The parts, in the order in which they are shown.
-    """
-
-    parts: dict[str, float] = field(default_factory=dict)
-
-    def add(self, part: str, size: float) -> None:
-        """Add bytes to a part."""
-        if size:
-            self.parts[part] = self.parts.get(part, 0.0) + size
-
-    @property
-    def total(self) -> float:
-        """Bytes of all parts."""
-        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +54,11 @@ class ModelSharding:
         bfloat16, cpu_offload = bool(options.get("mixed_precision")), bool(options.get("cpu_offload"))
         return cls(int(options.get("ranks", 2)), bfloat16, cpu_offload, int(options.get("sequence_parallel", 1)))
 
+    @property
+    def share(self) -> float:
+        """Share of weights and states that a device holds between micro-batches."""
+        return 0.0 if self.cpu_offload else 1 / self.ranks
+
 
 def optimizer_bytes(shape: ModelShape, optim: OptimConfig) -> int:
     """Return the bytes of an optimizer's state, in float32.
@@ -80,9 +67,7 @@ def optimizer_bytes(shape: ModelShape, optim: OptimConfig) -> int:
     momentum of each element of the layers' matrices (Jordan 2024, https://kellerjordan.github.io/posts/muon), and
     AdamW's two of all else.
     """
-    if optim.name == "muon":
-        return 4 * shape.layer_matrices + 8 * (shape.parameters - shape.layer_matrices)
-    return 8 * shape.parameters
+    return 8 * shape.parameters - (4 * shape.layer_matrices if optim.name == "muon" else 0)
 
 
 def layer_activations(shape: ModelShape, dtype: str) -> float:
@@ -130,28 +115,41 @@ def loss_bytes(shape: ModelShape, tokens: int) -> float:
     return _TILES * min(4.0 * tokens * shape.vocabulary, _LOGITS_TILE)
 
 
-def add_trained(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding) -> None:
-    """Add what a device of the trainer holds of the policy between micro-batches: weights, gradients, optimizer state.
+def trainer_parts(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> Iterator[Part]:
+    """Yield the parts of the memory of each device of the trainer; ``critic`` is its shape, if it is another model."""
+    policy, sharded = config.policy, ModelSharding.of(config.policy)
+    yield from weight_parts(shape, policy, sharded)
+    yield from step_parts(shape, policy, sharded, config.batch.max_tokens_per_micro_batch)
+    if policy.critic is not None and policy.critic.kind == "shared":
+        # A head on the policy's model.
+        yield "critic", (8 + 8) * (shape.hidden + 1)
+    elif policy.critic is not None:
+        yield "critic", sharded.share * critic_bytes(critic or shape, policy.optim)
+    kl, lora = config.algorithm.kl, policy.model.lora
+    # The reference of adapters that started at zero is the policy without them, and takes nothing.
+    if kl is not None and (kl.reference != "initial" or lora is None or lora.path is not None):
+        yield "reference", sharded.share * 4 * shape.parameters
+
+
+def weight_parts(shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding) -> Iterator[Part]:
+    """Yield what a device holds of the policy between micro-batches.
 
     In float32 ``4 N`` of weights, ``4 N`` of gradients and the optimizer's state, each over the ranks (Rajbhandari et
     al. 2020, "ZeRO", arXiv:1910.02054, section 5: stage 3). With adapters only these have gradients and state.
     """
-    lora, ranks = policy.model.lora, sharded.ranks
-    trained = float(shape.parameters)
-    state = float(optimizer_bytes(shape, policy.optim))
+    lora = policy.model.lora
+    trained, state = float(shape.parameters), optimizer_bytes(shape, policy.optim)
     if lora is not None:
-        trained = float(shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets))
+        trained = shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
         state = 8 * trained
-        if not sharded.cpu_offload:
-            memory.add("adapters", 4 * trained / ranks)
-    if not sharded.cpu_offload:
-        memory.add("weights", 4 * shape.parameters / ranks)
-        memory.add("gradients", 4 * trained / ranks)
-        memory.add("optimizer states", state / ranks)
+        yield "adapters", sharded.share * 4 * trained
+    yield "weights", sharded.share * 4 * shape.parameters
+    yield "gradients", sharded.share * 4 * trained
+    yield "optimizer states", sharded.share * state
 
 
-def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding, tokens: int) -> None:
-    """Add what a device of the trainer holds while it computes a micro-batch of so many tokens.
+def step_parts(shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding, tokens: int) -> Iterator[Part]:
+    """Yield what a device holds while it computes a micro-batch of so many tokens.
 
     Weights to compute with: under autocast bfloat16 copies of the layers' matrices (``2 N``), which it keeps until the
     pass ends; ranks gather two units at a time, of which the next one is on its way, keep the embeddings between
@@ -159,86 +157,44 @@ def add_step(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: M
     3.4).
     """
     model = policy.model
-    bfloat16 = model.compute_dtype == "bfloat16"
     if sharded.ranks > 1:
-        number = 2 if sharded.bfloat16 else 4
-        memory.add("gathered weights", number * (shape.embeddings + 2 * shape.layer))
-        memory.add("gathered gradients", (4 + 2 * sharded.bfloat16) * max(shape.layer, shape.embeddings))
-    if bfloat16 and not (sharded.ranks > 1 and sharded.bfloat16):
-        memory.add("bfloat16 weights", 2 * shape.layer_matrices)
+        yield "gathered weights", (2 if sharded.bfloat16 else 4) * (shape.embeddings + 2 * shape.layer)
+        yield "gathered gradients", (4 + 2 * sharded.bfloat16) * max(shape.layer, shape.embeddings)
+    if model.compute_dtype == "bfloat16" and not (sharded.ranks > 1 and sharded.bfloat16):
+        yield "bfloat16 weights", 2 * shape.layer_matrices
     # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
     tokens_of_rank = -(-tokens // sharded.sequence_parallel)
-    memory.add("activations", activation_bytes(shape, model, tokens_of_rank, model.gradient_checkpointing))
-    memory.add("logits", loss_bytes(shape, tokens_of_rank))
+    yield "activations", activation_bytes(shape, model, tokens_of_rank, model.gradient_checkpointing)
+    yield "logits", loss_bytes(shape, tokens_of_rank)
 
 
-def add_critic(memory: Memory, shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding) -> None:
-    """Add a separate critic: weights, gradients and optimizer state, over the ranks like the policy.
+def critic_bytes(shape: ModelShape, optim: OptimConfig) -> float:
+    """Return the bytes of a separate critic: weights, gradients and optimizer state.
 
-    A shared critic is a head on the policy's model, of ``hidden + 1`` numbers.
+    The output matrix is loaded and not trained.
     """
-    if policy.critic is not None and policy.critic.kind == "shared":
-        memory.add("critic", (8 + 8) * (shape.hidden + 1))
-        return
-    # The output matrix is loaded and not trained.
-    frozen = 0 if shape.tied else shape.hidden * shape.vocabulary
-    trained = shape.parameters - frozen
-    state = optimizer_bytes(shape, policy.optim) - 8 * frozen
-    if not sharded.cpu_offload:
-        memory.add("critic", (4 * shape.parameters + 4 * trained + state) / sharded.ranks)
+    output = shape.embeddings - shape.hidden * shape.vocabulary
+    return 8 * shape.parameters + optimizer_bytes(shape, optim) - (4 + 8) * output
 
 
-def reference_bytes(shape: ModelShape, config: TrainConfig, sharded: ModelSharding) -> float:
-    """Return the bytes of the KL reference on a device of the trainer: ``4 N`` of weights, over the ranks.
-
-    Of adapters that started at zero it is the policy without them, and takes nothing.
-    """
-    kl, lora = config.algorithm.kl, config.policy.model.lora
-    bare = kl is not None and kl.reference == "initial" and lora is not None and lora.path is None
-    return 0.0 if kl is None or bare or sharded.cpu_offload else 4 * shape.parameters / sharded.ranks
-
-
-def trainer_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> Memory:
-    """Return the memory of each device of the trainer.
-
-    Args:
-        config: The run's configuration.
-        shape: The policy's shape.
-        critic: The critic's, if it is another model.
-    """
-    policy, memory = config.policy, Memory()
-    sharded = ModelSharding.of(policy)
-    add_trained(memory, shape, policy, sharded)
-    add_step(memory, shape, policy, sharded, config.batch.max_tokens_per_micro_batch)
-    if policy.critic is not None:
-        add_critic(memory, critic or shape, policy, sharded)
-    memory.add("reference", reference_bytes(shape, config, sharded))
-    return memory
-
-
-def server_memory(config: InferenceConfig, model: Path, shape: ModelShape) -> Memory:
-    """Return the memory of each device of one inference server.
+def server_parts(config: InferenceConfig, model: Path, shape: ModelShape) -> Iterator[Part]:
+    """Yield the parts of the memory of each device of one inference server.
 
     Weights over the devices that share the matrices (Shoeybi et al. 2019, arXiv:1909.08053, section 3); keys and values
     of ``kv_tokens`` tokens, ``2 layers kv_heads head_dim`` numbers each (Kwon et al. 2023, arXiv:2309.06180); and one
     forward pass of ``max_batch_tokens`` tokens with the logits of ``max_seqs`` sequences, twice in float32.
     """
-    dtype = served_dtype(model, config.dtype)
-    number, devices = BYTES[dtype], tensor_parallel(config)
-    tokens = kv_tokens(config, shape)
-    memory = Memory()
-    memory.add("served weights", number * shape.parameters / devices)
+    number, devices = BYTES[served_dtype(model, config.dtype)], tensor_parallel(config)
+    yield "served weights", number * shape.parameters / devices
     # With fewer key and value heads than devices, several devices hold the same head.
     copies = max(1.0, devices / shape.kv_heads)
-    keys = copies * number * shape.kv_elements(tokens) / devices
-    if config.engine == "vllm" and (fixed := kv_bytes(model, config)) is not None:
-        # What the command line gives to each device, whatever share of the heads it has.
-        keys = fixed
-    memory.add("keys and values", keys)
+    tokens = config.kv_tokens or max(_KV_TOKENS, config.max_context or shape.context)
+    # What vLLM's command line gives to each device, whatever share of the heads it has.
+    fixed = kv_bytes(model, config) if config.engine == "vllm" else None
+    yield "keys and values", copies * number * shape.kv_elements(tokens) / devices if fixed is None else fixed
     inner = 2 * shape.hidden + shape.queries + 2 * shape.keys + 2 * shape.active_intermediate
     sequences = min(config.max_seqs, config.max_batch_tokens)
-    memory.add("a forward pass", number * config.max_batch_tokens * inner + 2 * 4 * sequences * shape.vocabulary)
-    return memory
+    yield "a forward pass", number * config.max_batch_tokens * inner + 2 * 4 * sequences * shape.vocabulary
 
 
 def adapter_memory(config: TrainConfig, shape: ModelShape) -> float:
@@ -250,17 +206,12 @@ def adapter_memory(config: TrainConfig, shape: ModelShape) -> float:
     return float(number * shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets))
 
 
-def kv_tokens(config: InferenceConfig, shape: ModelShape) -> int:
-    """Return the ``kv_tokens`` of a server: as configured, 131072, or one sequence if that is more."""
-    return config.kv_tokens or max(_KV_TOKENS, config.max_context or shape.context)
-
-
 def tensor_parallel(config: InferenceConfig) -> int:
     """Return the devices of one server."""
     return 1 if config.engine == "builtin" else config.server.tensor_parallel
 
 
-def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[str, float]]:
+def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
     """Yield what main memory holds of the weights, by part.
 
     New weights travel to servers through a file in shared memory, in float32, and the next version is written before
@@ -273,10 +224,8 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[tuple[str, f
     if sharded.ranks > 1:
         yield "each rank that loads the model, as many at a time as there is room for", 4.0 * shape.parameters
     if sharded.cpu_offload:
-        yield (
-            "shares and optimizer states of all ranks",
-            8.0 * shape.parameters + optimizer_bytes(shape, config.policy.optim),
-        )
+        states = optimizer_bytes(shape, config.policy.optim)
+        yield "shares and optimizer states of all ranks", 8.0 * shape.parameters + states
     kl = config.algorithm.kl
     if kl is not None and kl.offload:
         yield "the reference between its uses", 4.0 * shape.parameters

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Self
 
 from turnwise.engine.capacity import gigabytes
 from turnwise.engine.lora import model_under
@@ -12,98 +15,85 @@ from turnwise.inference.engines import served_dtype
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.scale.cluster import ClusterConfig, Placement
 from turnwise.trainer.scale.memory import (
+    BYTES,
     CHECKPOINTING,
-    Memory,
-    ModelSharding,
     activation_bytes,
     adapter_memory,
     main_memory,
-    server_memory,
+    server_parts,
     tensor_parallel,
-    trainer_memory,
+    trainer_parts,
 )
 from turnwise.trainer.scale.shape import ModelShape
 
+_REMEDIES: Final = {
+    "activations": "set {key}.model.gradient_checkpointing: true, lower batch.max_tokens_per_micro_batch",
+    "critic": "choose a smaller {key}.critic.path, or critic.kind: shared (engine: torch)",
+    "optimizer states": "raise {key}.engine_options.ranks (engine: fsdp), or train adapters (model.lora.rank: 16)",
+    "bfloat16 weights": "set {key}.engine_options.mixed_precision: true (engine: fsdp)",
+    "keys and values": "lower inference.kv_tokens",
+    "served weights": "raise inference.server.tensor_parallel",
+    "reference": "set algorithm.kl.offload: true",
+}
 
-class PolicyMemory:
-    """The memory that one policy takes on the devices of its trainer and its servers.
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlan:
+    """One trained policy and the devices of its trainer and its servers.
 
     Attributes:
-        shape: The policy's model.
+        config: The configuration of this policy (``TrainConfig.of_policy``).
+        path: The directory of its model, whose sizes are read and nothing else.
+        shape: The shape of that model.
+        critic: The shape of its critic, if that is another model.
         placement: Its devices.
     """
 
-    def __init__(self, config: TrainConfig, placement: Placement) -> None:
-        """Read the shapes of policy and critic; nothing else is loaded.
+    config: TrainConfig
+    path: Path
+    shape: ModelShape
+    critic: ModelShape | None
+    placement: Placement
 
-        Raises:
-            ConfigError: A model's directory has no ``config.json``, or its family is not counted.
-        """
-        self._config = config
-        self._path = model_under(config.policy.model.path)
-        self._key = f"policies.{next(iter(config.policies))}"
-        self.shape = ModelShape.load(self._path, f"{self._key}.model.path")
-        critic = config.policy.critic
-        path = None if critic is None else critic.path
-        self._critic = None if path is None else ModelShape.load(path, f"{self._key}.critic.path")
-        self.placement = placement
+    @classmethod
+    def load(cls, config: TrainConfig, key: str, placement: Placement) -> Self:
+        """Read the shapes of policy and critic; ``key`` is the policy's section. Raises ConfigError."""
+        path, critic = model_under(config.policy.model.path), config.policy.critic
+        shape = ModelShape.load(path, f"{key}.model.path")
+        own = None if critic is None or critic.path is None else ModelShape.load(critic.path, f"{key}.critic.path")
+        return cls(config, path, shape, own, placement)
 
-    def by_device(self) -> dict[int, Memory]:
-        """Return the memory of each device by its number."""
-        trainer = trainer_memory(self._config, self.shape, self._critic)
-        server = server_memory(self._config.inference, self._path, self.shape)
+    def parts(self) -> Iterator[tuple[int, str, float]]:
+        """Yield the parts of its memory with the device of each; several may have one name."""
+        trainer = list(trainer_parts(self.config, self.shape, self.critic))
+        server = list(server_parts(self.config.inference, self.path, self.shape))
         devices = [(device, trainer) for device in self.placement.trainer]
         devices += [(device, server) for group in self.placement.servers for device in group]
-        memory_by_device: dict[int, Memory] = {}
-        for device, memory in devices:
-            for part, size in memory.parts.items():
-                memory_by_device.setdefault(device, Memory()).add(part, size)
-        return memory_by_device
+        yield from ((device, part, size) for device, parts in devices for part, size in parts)
 
-    def indivisible(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         """Yield what is wrong with the number of devices of a server."""
-        width = tensor_parallel(self._config.inference)
+        width = tensor_parallel(self.config.inference)
         if self.shape.kv_heads % width and width % self.shape.kv_heads:
             yield (
                 f"inference.server.tensor_parallel is {width}, which the model's "
                 f"{self.shape.kv_heads} heads of keys and values cannot be divided among: choose a divisor of them"
             )
 
-    def remedies(self, memory: Memory) -> Iterator[str]:
-        """Yield what to change where a device has too little memory for these parts."""
-        model, inference = self._config.policy.model, self._config.inference
-        if memory.parts.get("activations", 0) > 0.1 * memory.total:
-            if model.gradient_checkpointing is not True:
-                yield f"set {self._key}.model.gradient_checkpointing: true"
-            yield "lower batch.max_tokens_per_micro_batch"
-        if memory.parts.get("critic", 0) > 0.1 * memory.total:
-            yield f"choose a smaller {self._key}.critic.path, or critic.kind: shared (engine: torch)"
-        if "optimizer states" in memory.parts:
-            yield f"raise {self._key}.engine_options.ranks (engine: fsdp), or train adapters (model.lora.rank: 16)"
-        if "bfloat16 weights" in memory.parts and self._config.policy.engine == "fsdp":
-            yield f"set {self._key}.engine_options.mixed_precision: true"
-        if "keys and values" in memory.parts:
-            yield "lower inference.kv_tokens"
-        if inference.engine != "builtin" and "served weights" in memory.parts:
-            yield "raise inference.server.tensor_parallel"
-        if "reference" in memory.parts and ModelSharding.of(self._config.policy).ranks == 1:
-            yield "set algorithm.kl.offload: true"
-
     def lines(self) -> Iterator[str]:
         """Yield the model, and what no device holds, as text."""
-        shape, dtype = self.shape, served_dtype(self._path, self._config.inference.dtype)
-        keys = shape.kv_elements(1) * {"float32": 4}.get(dtype, 2)
+        shape, dtype = self.shape, served_dtype(self.path, self.config.inference.dtype)
         yield (
-            f"model: {shape.family}, {shape.parameters / 1e9:,.2f} B parameters; keys and values take {keys:,} bytes a "
-            f"token in {dtype}"
+            f"model: {shape.family}, {shape.parameters / 1e9:,.2f} B parameters; keys and values take "
+            f"{shape.kv_elements(1) * BYTES[dtype]:,} bytes a token in {dtype}"
         )
-        model, tokens = self._config.policy.model, self._config.batch.max_tokens_per_micro_batch
+        model, tokens = self.config.policy.model, self.config.batch.max_tokens_per_micro_batch
         sizes = (
             f"{str(choice).lower()} {gigabytes(activation_bytes(shape, model, tokens, choice))}"
             for choice in CHECKPOINTING
         )
         yield f"activations by gradient_checkpointing: {', '.join(sizes)}"
-        for part, size in main_memory(self._config, shape):
+        for part, size in main_memory(self.config, shape):
             yield f"main memory: {gigabytes(size)} for {part}"
 
 
@@ -114,18 +104,18 @@ class Plan:
     first device each: policies are trained one after the other.
 
     Attributes:
-        policies: The memory of each policy.
+        policies: The plan of each policy.
     """
 
     def __init__(self, config: TrainConfig, cluster: ClusterConfig) -> None:
         """Read the shapes of the models; nothing else is loaded.
 
         Raises:
-            ConfigError: A model's directory has no ``config.json``, or its family is not counted.
+            ConfigError: A model's directory has no ``config.json``, or its memory cannot be counted.
         """
         self._config = config
         self._cluster = cluster
-        self.policies: dict[str, PolicyMemory] = {}
+        self.policies: dict[str, PolicyPlan] = {}
         configs = {name: config.of_policy(name) for name in config.policies}
         first_free = 1 + max(device for policy in configs.values() for device in Placement.of(policy).trainer)
         for name, policy in configs.items():
@@ -134,40 +124,71 @@ class Plan:
                 placement = replace(placement, servers=())
             elif not placement.named:
                 first_free = max(first_free, 1 + max(placement.serving))
-            self.policies[name] = PolicyMemory(policy, placement)
+            self.policies[name] = PolicyPlan.load(policy, f"policies.{name}", placement)
 
     @property
     def devices(self) -> set[int]:
         """Devices in use."""
         return {device for policy in self.policies.values() for device in policy.placement.devices}
 
-    def memory(self) -> list[tuple[str, Memory]]:
-        """Return the memory by part of each group of devices with the same parts, named by their numbers.
+    def memory(self) -> list[tuple[str, dict[str, float]]]:
+        """Return the bytes by part of each group of devices with the same parts, named by their numbers.
 
         Of several policies each part begins with the policy's name.
         """
-        return _group_devices(self._by_device())
+        memory_by_device: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        for device, part, size in self._parts():
+            if size:
+                parts = memory_by_device[device]
+                parts[part] = parts.get(part, 0.0) + size
+        devices_by_parts: defaultdict[tuple[tuple[str, float], ...], list[int]] = defaultdict(list)
+        for device, parts in sorted(memory_by_device.items()):
+            devices_by_parts[tuple(parts.items())].append(device)
+        return [(_ranges(devices), dict(parts)) for parts, devices in devices_by_parts.items()]
+
+    def _parts(self) -> Iterator[tuple[int, str, float]]:
+        """Yield the parts of all policies with the device of each."""
+        heads = {name: f"{name}: " if len(self.policies) > 1 else "" for name in self.policies}
+        for name, policy in self.policies.items():
+            yield from ((device, heads[name] + part, size) for device, part, size in policy.parts())
+        for host, names in self._config.served.items():
+            for device in self.policies[host].placement.serving if len(names) > 1 else ():
+                for name in names:
+                    policy = self.policies[name]
+                    yield device, f"{heads[name]}served adapter", adapter_memory(policy.config, policy.shape)
 
     def problems(self) -> list[str]:
         """Return what keeps the run from fitting on the cluster, each with a remedy."""
         cluster, problems = self._cluster, list[str]()
         if (used := len(self.devices)) > cluster.count:
+            names = f" of the policies {', '.join(self.policies)}" if len(self.policies) > 1 else ""
+            ranks = sum(len(policy.placement.trainer) for policy in self.policies.values())
+            servers = sum(len(policy.placement.servers) for policy in self.policies.values())
             problems.append(
-                f"cluster.count is {cluster.count}, but {self._processes()} occupy {used} devices: lower "
-                "engine_options.ranks or inference.replicas, or plan for a larger cluster"
+                f"cluster.count is {cluster.count}, but {ranks} ranks and {servers} servers{names} occupy {used} "
+                "devices: lower engine_options.ranks or inference.replicas, or plan for a larger cluster"
             )
         for policy in self.policies.values():
-            problems += policy.indivisible()
-        for devices, memory in self.memory():
-            if memory.total > cluster.usable_bytes:
-                largest = sorted(memory.parts, key=lambda part: -memory.parts[part])[:3]
-                parts = ", ".join(f"{part} {gigabytes(memory.parts[part])}" for part in largest)
+            problems += policy.problems()
+        for devices, parts in self.memory():
+            if (total := sum(parts.values())) > cluster.usable_bytes:
+                by_size = sorted(parts, key=lambda part: -parts[part])
+                largest = ", ".join(f"{part} {gigabytes(parts[part])}" for part in by_size[:3])
                 problems.append(
-                    f"devices {devices} need {gigabytes(memory.total)} of the {gigabytes(cluster.usable_bytes)} that "
-                    f"are usable of a {cluster.device} (cluster.usable: {cluster.usable:g}); largest: {parts}: "
-                    f"{', '.join(self._remedies(memory, largest[0]))}"
+                    f"devices {devices} need {gigabytes(total)} of the {gigabytes(cluster.usable_bytes)} that are "
+                    f"usable of a {cluster.device} (cluster.usable: {cluster.usable:g}); largest: {largest}: "
+                    f"{', '.join(self._remedies(by_size))}"
                 )
         return problems
+
+    def _remedies(self, parts: Sequence[str]) -> Iterator[str]:
+        """Yield what to change for parts of a device with too little memory, for the largest first."""
+        for part in parts:
+            policy, _, name = part.rpartition(": ")
+            if name in _REMEDIES:
+                yield _REMEDIES[name].format(key=f"policies.{policy or next(iter(self.policies))}")
+        if len(self.policies) > 1:
+            yield "or give policies other devices"
 
     def lines(self) -> Iterator[str]:
         """Yield the plan as text."""
@@ -180,54 +201,15 @@ class Plan:
                 yield f"policy {name}" + ("" if host is None else f", by the servers of {host}")
             yield from policy.lines()
         yield ""
-        yield from self._memory_table()
-
-    def _by_device(self) -> dict[int, Memory]:
-        """Return the memory of each device by policy and part."""
-        memory_by_device: dict[int, Memory] = {}
-        for name, policy in self.policies.items():
-            for device, memory in policy.by_device().items():
-                for part, size in memory.parts.items():
-                    memory_by_device.setdefault(device, Memory()).add(self._label(name, part), size)
-        for host, names in self._config.served.items():
-            for device in self.policies[host].placement.serving if len(names) > 1 else ():
-                for name in names:
-                    size = adapter_memory(self._config.of_policy(name), self.policies[name].shape)
-                    memory_by_device[device].add(self._label(name, "served adapter"), size)
-        return memory_by_device
-
-    def _label(self, policy: str, part: str) -> str:
-        return f"{policy}: {part}" if len(self.policies) > 1 else part
-
-    def _processes(self) -> str:
-        """Describe ranks and servers."""
-        names = f" of the policies {', '.join(self.policies)}" if len(self.policies) > 1 else ""
-        ranks = sum(len(policy.placement.trainer) for policy in self.policies.values())
-        servers = sum(len(policy.placement.servers) for policy in self.policies.values())
-        return f"{ranks} ranks and {servers} servers{names}"
-
-    def _remedies(self, memory: Memory, largest: str) -> Iterator[str]:
-        """Yield what to change where a device has too little memory, ``largest`` of its parts first."""
-        if len(self.policies) == 1:
-            (policy,) = self.policies.values()
-            yield from policy.remedies(memory)
-            return
-        name, parts = largest.partition(": ")[0], Memory()
-        for part, size in memory.parts.items():
-            if part.startswith(f"{name}: "):
-                parts.add(part.removeprefix(f"{name}: "), size)
-        yield from self.policies[name].remedies(parts)
-        yield "or give policies other devices"
-
-    def _memory_table(self) -> Iterator[str]:
         groups = self.memory()
-        parts = list(dict.fromkeys(part for _, memory in groups for part in memory.parts))
-        width = max(24, *(len(part) + 2 for part in parts))
-        yield _table_row("GB per device", [devices for devices, _ in groups], width)
-        for part in parts:
-            yield _table_row(part, [f"{memory.parts.get(part, 0) / 1e9:,.2f}" for _, memory in groups], width)
-        yield _table_row("total", [f"{memory.total / 1e9:,.2f}" for _, memory in groups], width)
-        yield _table_row("usable", [f"{self._cluster.usable_bytes / 1e9:,.2f}"] * len(groups), width)
+        names = list(dict.fromkeys(part for _, parts in groups for part in parts))
+        rows: dict[str, list[float]] = {name: [parts.get(name, 0.0) for _, parts in groups] for name in names}
+        rows["total"] = [sum(parts.values()) for _, parts in groups]
+        rows["usable"] = [cluster.usable_bytes] * len(groups)
+        width = max(24, *(len(name) + 2 for name in names))
+        yield f"{'GB per device':<{width}}" + "".join(f"{devices:>14}" for devices, _ in groups)
+        for name, sizes in rows.items():
+            yield f"{name:<{width}}" + "".join(f"{size / 1e9:>14,.2f}" for size in sizes)
 
 
 def check_plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
@@ -242,19 +224,6 @@ def check_plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
     return plan
 
 
-def _group_devices(memory_by_device: Mapping[int, Memory]) -> list[tuple[str, Memory]]:
-    """Return the memory of each group of devices with the same parts, named by their numbers."""
-    groups: list[tuple[list[int], Memory]] = []
-    for device, memory in sorted(memory_by_device.items()):
-        for devices, parts in groups:
-            if parts == memory:
-                devices.append(device)
-                break
-        else:
-            groups.append(([device], memory))
-    return [(_ranges(devices), memory) for devices, memory in groups]
-
-
 def _ranges(numbers: Sequence[int]) -> str:
     """Write sorted numbers as ranges, such as ``0-3, 6``."""
     spans: list[list[int]] = []
@@ -264,7 +233,3 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             spans.append([number])
     return ", ".join("-".join(map(str, span)) for span in spans)
-
-
-def _table_row(name: str, cells: Sequence[str], width: int) -> str:
-    return f"{name:<{width}}" + "".join(f"{cell:>14}" for cell in cells)
