@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 from pydantic_core import ErrorDetails, to_jsonable_python
 
 from turnwise.errors import ConfigError, shown
@@ -18,6 +18,12 @@ from turnwise.plugins import load_extensions
 
 Keys: TypeAlias = "tuple[str | int, ...]"
 """The path of one value in a configuration: keys of sections and indices of lists."""
+
+
+class Section(BaseModel):
+    """A section of a configuration, which refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 @dataclass(slots=True)

@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
-from pydantic import BaseModel, ConfigDict
 
+from turnwise.config import Section
 from turnwise.engine.batching.batch_state import Generation, Output, PromptImage
 from turnwise.engine.batching.prompt_images import features_cache, read_images
 from turnwise.engine.capacity import check_served, served_dtype_warning
@@ -326,7 +326,7 @@ def _session(scope: Scope) -> str:
     return header.decode("latin-1")
 
 
-class ServerSpec(BaseModel):
+class ServerSpec(Section):
     """Arguments of a server process.
 
     Attributes:
@@ -339,8 +339,6 @@ class ServerSpec(BaseModel):
         report_fd: Inherited descriptor for one JSON line once requests are accepted.
         lifeline_fd: Inherited descriptor whose end of file ends the process.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Path
     name: str | None = None

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from turnwise.chat.model_dir import max_new_tokens
-from turnwise.config import ConfigPath
+from turnwise.config import ConfigPath, Section
 from turnwise.gateway.config import HostedConfig, base_url, model_directory, server_urls, without_model
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.rollout.branching.search import ENVIRONMENT, LIKELIHOOD, SearchConfig
@@ -28,16 +28,14 @@ EVAL_MAX_TOKENS_PER_TURN = 4096
 """Most tokens of one completion where neither ``rollout.max_tokens_per_turn`` nor the model names any."""
 
 
-class TokenPrices(BaseModel):
+class TokenPrices(Section):
     """What tokens of a model cost, in any currency, for a million of them."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prompt: NonNegative
     completion: NonNegative
 
 
-class EvalBudget(BaseModel):
+class EvalBudget(Section):
     """What an evaluation may spend; once one of them is spent, running episodes are cancelled.
 
     Attributes:
@@ -45,8 +43,6 @@ class EvalBudget(BaseModel):
         seconds: Wall seconds of one command.
         money: In the currency of ``prices``.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     tokens: PositiveInt | None = None
     seconds: Positive | None = None
@@ -82,7 +78,7 @@ class Remaining:
         return budget.model_copy(update=whole_tokens)
 
 
-class EvalPlan(BaseModel):
+class EvalPlan(Section):
     """Tasks, samples and success threshold of an evaluation.
 
     Attributes:
@@ -104,8 +100,6 @@ class EvalPlan(BaseModel):
         search: Makes each sampled episode a search: several branches of it, one of which a scorer selects.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     tasks: TasksConfig | None = None
     limit: PositiveInt | None = None
     max_prompt_tokens: PositiveInt | None = None
@@ -114,8 +108,8 @@ class EvalPlan(BaseModel):
     success_reward: float = 1.0
     role: str | None = None
     answer: str | None = None
-    pass_k: list[PositiveInt] = []
-    by: list[str] = []
+    pass_k: list[PositiveInt] = Field(default_factory=list)
+    by: list[str] = Field(default_factory=list)
     search: SearchConfig | None = None
 
     @field_validator("answer")

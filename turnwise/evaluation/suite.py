@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from turnwise.append_file import private_directory, write_private
-from turnwise.config import ConfigPath, ConfigValues, load_config
+from turnwise.config import ConfigPath, ConfigValues, Section, load_config
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.evaluation.config import EvalBudget, EvalConfig
 from turnwise.evaluation.directory import check_continues, is_complete
@@ -32,7 +32,7 @@ def _one_model() -> dict[str, dict[str, Any]]:
     return {_UNNAMED: {}}
 
 
-class SuiteConfig(BaseModel):
+class SuiteConfig(Section):
     """Configuration of a suite; each evaluation is made with each model.
 
     Attributes:
@@ -42,8 +42,6 @@ class SuiteConfig(BaseModel):
         budget: Of all evaluations together.
         out: Directory of the results, one folder an evaluation and model.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     evaluations: dict[str, ConfigValues] = Field(min_length=1)
     models: dict[str, ConfigValues] = Field(default_factory=_one_model, min_length=1)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from turnwise.config import ConfigPath
+from turnwise.config import ConfigPath, Section
 from turnwise.errors import ConfigError
 from turnwise.gateway.errors import Lenient
 from turnwise.inference.config import HostPattern, InferenceConfig, RendererConfig
@@ -147,7 +147,7 @@ class GatewayLimits(BaseModel):
     first_seconds: Annotated[float, Field(ge=0, le=60)] = 5.0
 
 
-class GatewayConfig(BaseModel):
+class GatewayConfig(Section):
     """A standalone gateway: ``turnwise gateway``.
 
     Attributes:
@@ -186,8 +186,6 @@ class GatewayConfig(BaseModel):
         inference: Settings of the inference server.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     model: ConfigPath | None = Field(description="the directory of a Hugging Face model")
     url: str | None = None
     hosted: HostedConfig | None = None
@@ -195,7 +193,7 @@ class GatewayConfig(BaseModel):
     out: ConfigPath
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    allowed_hosts: list[HostPattern] = []
+    allowed_hosts: list[HostPattern] = Field(default_factory=list)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -209,7 +207,7 @@ class GatewayConfig(BaseModel):
     max_total_tokens: PositiveInt | None = None
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
-    lenient: list[Lenient] = []
+    lenient: list[Lenient] = Field(default_factory=list)
     limits: GatewayLimits = GatewayLimits()
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -246,7 +244,7 @@ class GatewayConfig(BaseModel):
         return server_urls(self.url)
 
 
-class LeagueConfig(BaseModel):
+class LeagueConfig(Section):
     """Past versions of a trained policy.
 
     Attributes:
@@ -256,15 +254,13 @@ class LeagueConfig(BaseModel):
         choose: Which one plays a group of episodes: ``uniform``, drawn from the group's task; or ``latest``.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     of: str = "main"
     size: PositiveInt = 3
     every: PositiveInt = 10
     choose: Literal["uniform", "latest"] = "uniform"
 
 
-class FrozenConfig(BaseModel):
+class FrozenConfig(Section):
     """A policy that is not trained.
 
     Attributes:
@@ -278,8 +274,6 @@ class FrozenConfig(BaseModel):
         renderer: Chat template and format; default with ``start``: the run's ``renderer``.
         inference: Settings of the inference server.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     model: ConfigPath | None = None
     start: bool = False

@@ -19,10 +19,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from turnwise.append_file import lock_directory, write_private
-from turnwise.config import dump_config
+from turnwise.config import Section, dump_config
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.gateway.app import GatewayApp, SessionApp
 from turnwise.gateway.config import GatewayConfig, SessionSettings, base_url
@@ -95,7 +93,7 @@ class GarbageCollector:
 _MIN_KEY_LENGTH = 16
 
 
-class GatewaySpec(BaseModel):
+class GatewaySpec(Section):
     """Arguments of a gateway process.
 
     Attributes:
@@ -103,8 +101,6 @@ class GatewaySpec(BaseModel):
         report_fd: Inherited descriptor for one JSON line once requests are accepted.
         lifeline_fd: Inherited descriptor whose end of file ends the process.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     config: GatewayConfig
     report_fd: int | None = None

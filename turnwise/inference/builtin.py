@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict
 
+from turnwise.config import Section
 from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, RewardServerConfig
@@ -111,7 +111,7 @@ def _threads(count: int) -> Environment:
     return lambda environment: {**environment, "OMP_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
 
 
-class RewardServerSpec(BaseModel):
+class RewardServerSpec(Section):
     """Arguments of a reward model's server process.
 
     Attributes:
@@ -121,8 +121,6 @@ class RewardServerSpec(BaseModel):
         report_fd: Inherited descriptor for one JSON line once requests are accepted.
         lifeline_fd: Inherited descriptor whose end of file ends the process.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Path
     name: str | None = None

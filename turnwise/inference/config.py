@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from turnwise.config import ConfigPath, ConfigReference
+from turnwise.config import ConfigPath, ConfigReference, Section
 from turnwise.placement.devices import AUTO, check_device
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ HostPattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*:-]+$")]
 """A host name or address without scheme and port; ``*`` stands for any part."""
 
 
-class EngineServerConfig(BaseModel):
+class EngineServerConfig(Section):
     """Servers of vLLM and SGLang, besides the settings of every engine.
 
     Attributes:
@@ -36,15 +36,13 @@ class EngineServerConfig(BaseModel):
             (``--attention-backend=triton``).
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     python: ConfigPath | None = None
     tensor_parallel: int = Field(default=1, ge=1)
-    gpus: list[Annotated[int, Field(ge=0)]] = []
-    arguments: list[str] = []
+    gpus: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    arguments: list[str] = Field(default_factory=list)
 
 
-class RoutingConfig(BaseModel):
+class RoutingConfig(Section):
     """Limits of a client's requests.
 
     Attributes:
@@ -53,13 +51,11 @@ class RoutingConfig(BaseModel):
         deadline: Seconds until a completion fails, waiting included; None for no limit.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     max_requests: int | None = Field(default=None, ge=1)
     deadline: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
-class InferenceConfig(BaseModel):
+class InferenceConfig(Section):
     """Settings of inference servers.
 
     Attributes:
@@ -82,8 +78,6 @@ class InferenceConfig(BaseModel):
         server: Settings of vLLM's and SGLang's servers alone.
         custom: Passed unchanged to another engine's class, which reads it from its ``config``.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     removed_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("vllm", "sglang"), "vLLM and SGLang share the section inference.server"
@@ -124,7 +118,7 @@ class ServeConfig(InferenceConfig):
 
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
-    allowed_hosts: list[HostPattern] = []
+    allowed_hosts: list[HostPattern] = Field(default_factory=list)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @classmethod
@@ -133,7 +127,7 @@ class ServeConfig(InferenceConfig):
         return config if isinstance(config, cls) else cls.model_validate(dict(config))
 
 
-class RewardServerConfig(BaseModel):
+class RewardServerConfig(Section):
     """Settings of a reward model's server.
 
     Attributes:
@@ -151,8 +145,6 @@ class RewardServerConfig(BaseModel):
         close_timeout: Seconds before a server that does not stop is killed.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: DeviceName = AUTO
     threads: int = Field(default=1, ge=1)
@@ -161,13 +153,13 @@ class RewardServerConfig(BaseModel):
     max_context: int | None = Field(default=None, ge=1)
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)
-    allowed_hosts: list[HostPattern] = []
+    allowed_hosts: list[HostPattern] = Field(default_factory=list)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     launch_timeout: float = Field(default=180.0, gt=0)
     close_timeout: float = Field(default=5.0, gt=0)
 
 
-class RendererConfig(BaseModel):
+class RendererConfig(Section):
     """Chat template and format of a model.
 
     Attributes:
@@ -182,13 +174,11 @@ class RendererConfig(BaseModel):
         date: The date that a template writes; default: the day when a session begins.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     format: ConfigReference = "auto"
     special_in_text: Literal["escape", "template"] = "escape"
     chat_template: ConfigReference | None = None
     check_template: bool = True
-    template_kwargs: dict[str, Any] = {}
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
     fixed_arguments: bool = False
     date: datetime.date | None = None
 

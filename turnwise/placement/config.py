@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from turnwise.config import ConfigPath
+from turnwise.config import ConfigPath, Section
 
 PlacementName: TypeAlias = Literal["local", "ray"]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class ResourcesConfig(BaseModel):
+class ResourcesConfig(Section):
     """Resources that one process reserves on its node.
 
     Attributes:
@@ -21,11 +21,9 @@ class ResourcesConfig(BaseModel):
         custom: Further resources by the names that nodes have given them.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     cpus: Amount = 1.0
     gpus: Amount = 0.0
-    custom: dict[str, Amount] = {}
+    custom: dict[str, Amount] = Field(default_factory=dict)
 
     def bundle(self) -> dict[str, float]:
         """Return them by Ray's names, without zeros."""
@@ -57,7 +55,7 @@ class WorkersConfig(ResourcesConfig):
         return self
 
 
-class RayConfig(BaseModel):
+class RayConfig(Section):
     """A Ray cluster, and what the processes of a run reserve on it.
 
     Run directory, model and the files that a configuration names are on a file system that all nodes share.
@@ -74,15 +72,13 @@ class RayConfig(BaseModel):
         runtime_env: Further parts of Ray's runtime environment (``pip``, ``env_vars`` ...).
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     address: str | None = None
     layout: Literal["separate", "colocated"] = "separate"
     workers: WorkersConfig = WorkersConfig()
     replica: ResourcesConfig = ResourcesConfig()
     rank: ResourcesConfig = ResourcesConfig()
     working_dir: ConfigPath | None = None
-    runtime_env: dict[str, Any] = {}
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_working_dir(self) -> Self:

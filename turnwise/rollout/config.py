@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from turnwise.agents.roles import MAIN, Compare, check_name
-from turnwise.config import ConfigPath, ConfigReference
+from turnwise.config import ConfigPath, ConfigReference, Section
 from turnwise.errors import AgentError, ConfigError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
@@ -37,7 +37,7 @@ AgentName = Annotated[str, AfterValidator(_agent_name)]
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
-class NamedConfig(BaseModel):
+class NamedConfig(Section):
     """A component given by name and configuration.
 
     Attributes:
@@ -45,13 +45,11 @@ class NamedConfig(BaseModel):
         config: Keyword arguments of its constructor.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     name: ConfigReference
     config: dict[str, Any] = Field(default_factory=dict)
 
 
-class AgentEntry(BaseModel):
+class AgentEntry(Section):
     """One agent of an ``agent_loop_config_path`` file.
 
     Attributes:
@@ -60,8 +58,6 @@ class AgentEntry(BaseModel):
             ``_target_``, ``class``.
         config: Its configuration. Further keys of the entry, as other tools write them, are part of it.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     name: Annotated[str, Field(pattern=r"^[^:./]+$")]
     target: ConfigReference
@@ -80,10 +76,8 @@ class AgentEntry(BaseModel):
         return {("target" if key == "class" else key): value for key, value in data.items()}
 
 
-class AgentFile(BaseModel):
+class AgentFile(Section):
     """An ``agent_loop_config_path`` file: a list of agents, also under ``agents``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     agents: list[AgentEntry]
 
@@ -100,7 +94,7 @@ class SpecConfig(NamedConfig):
     wrappers: list[NamedConfig] = Field(default_factory=list)
 
 
-class GroupRewardConfig(BaseModel):
+class GroupRewardConfig(Section):
     """A reward function of all trajectories of a group. A text is its ``function``.
 
     Attributes:
@@ -109,8 +103,6 @@ class GroupRewardConfig(BaseModel):
         weight: Factor of the returned rewards; 0 only logs them.
         in_evaluation: Whether it also applies in evaluation, where it then counts for ``success_reward``.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     function: ConfigReference
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -122,7 +114,7 @@ def _function(value: Any) -> Any:
     return {"function": value} if isinstance(value, str) else value
 
 
-class AddressConfig(BaseModel):
+class AddressConfig(Section):
     """The gateway's address for agents that speak a wire API.
 
     Attributes:
@@ -133,8 +125,6 @@ class AddressConfig(BaseModel):
         lenient: What requests ask for in vain: ``tool_choice``, a forced call where the engine cannot force one;
             ``server_tools``, tools that the provider runs. Counted as ``ignored_...``; refused by default.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -149,14 +139,12 @@ class AddressConfig(BaseModel):
         return urls
 
 
-class RemoteConfig(BaseModel):
+class RemoteConfig(Section):
     """Episodes run in ``turnwise runner`` processes, which connect to the port of ``rollout.gateway``.
 
     Attributes:
         key_file: File of the runners' key; created, readable by its owner only, where missing.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     key_file: ConfigPath
 
@@ -168,7 +156,7 @@ def _as_problem(check: Callable[[str], None], value: str) -> None:
         raise ValueError(str(error)) from error
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Section):
     """How episodes are rolled out.
 
     Attributes:
@@ -213,8 +201,6 @@ class RolloutConfig(BaseModel):
         tree: Forks the episodes of training rollouts at some of their turns; by default none.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")
     sandbox: SandboxConfig = SandboxConfig()
@@ -241,8 +227,8 @@ class RolloutConfig(BaseModel):
     min_members: PositiveInt = 1
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
-    roles: dict[AgentName, PolicyName] = {}
-    frozen: dict[FrozenName, FrozenConfig] = {}
+    roles: dict[AgentName, PolicyName] = Field(default_factory=dict)
+    frozen: dict[FrozenName, FrozenConfig] = Field(default_factory=dict)
     group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None
     tree: TreeConfig | None = None
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from turnwise.config import ConfigReference, report_problems
+from turnwise.config import ConfigReference, Section, report_problems
 from turnwise.errors import ConfigError, RegistryError
 from turnwise.plugins import find_class, load_object, references, register_entry
 from turnwise.sandboxes.core import SandboxBackend, SandboxLimits, SandboxSpec
@@ -40,7 +40,7 @@ def _parse_size(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(_parse_size), Field(gt=0)]
 
 
-class LimitsConfig(BaseModel):
+class LimitsConfig(Section):
     """Resource limits that override the environment's.
 
     Attributes:
@@ -50,8 +50,6 @@ class LimitsConfig(BaseModel):
         disk: Bytes that may be written.
         network: Whether the network is accessible.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     memory: Bytes | None = None
     pids: Annotated[int, Field(gt=0)] | None = None
@@ -71,7 +69,7 @@ class LimitsConfig(BaseModel):
         return replace(limits, **{name: value for name, value in values.items() if value is not None})
 
 
-class SandboxConfig(BaseModel):
+class SandboxConfig(Section):
     """The sandbox backend and its bounds.
 
     Attributes:
@@ -81,8 +79,6 @@ class SandboxConfig(BaseModel):
         max_starts: Maximum number of concurrent starts.
         prewarm: Number of sandboxes started ahead, of the most recently requested spec.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     name: ConfigReference = "local"
     config: Annotated[dict[str, Any], BeforeValidator(lambda options: {} if options is None else options)] = Field(

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from turnwise.config import ConfigReference, ConfigSource
+from turnwise.config import ConfigReference, ConfigSource, Section
 from turnwise.tasks.formats import row_format_references
 
 PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
@@ -27,15 +27,13 @@ def _check_source(source: str) -> str:
 _Source: TypeAlias = Annotated[ConfigSource, AfterValidator(_check_source)]
 
 
-class SpecRow(BaseModel):
+class SpecRow(Section):
     """The default environment or agent of a source's tasks.
 
     Attributes:
         name: A registered name, ``pkg.module:Class`` or ``path/to/file.py:Class``; None is the run's.
         config: Keyword arguments of its constructor, merged over the run's.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     name: ConfigReference | None = None
     config: dict[str, Any] = Field(default_factory=dict)
@@ -45,7 +43,7 @@ def _spec_of(value: Any) -> Any:
     return {"name": value} if isinstance(value, (str, Path)) else value
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Section):
     """One source of tasks.
 
     Attributes:
@@ -65,8 +63,6 @@ class SourceConfig(BaseModel):
         limit: Maximum number of tasks.
         stream: Read tasks as they are needed, shuffled through a buffer of 10,000; by default above 100,000 tasks.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     source: _Source = Field(description=_FORMS)
     name: Annotated[str, Field(pattern=r"^[^/\s]+$")] | None = None
@@ -164,7 +160,7 @@ def pools_of(rates: NDArray[np.float64]) -> NDArray[np.intp]:
     return np.searchsorted(POOL_BOUNDS[1:-1], np.where(np.isnan(rates), _UNKNOWN_RATE, rates), side="right")
 
 
-class CurriculumConfig(BaseModel):
+class CurriculumConfig(Section):
     """Draws tasks from three pools (hard, learnable, easy) by their running success rate.
 
     Attributes:
@@ -172,8 +168,6 @@ class CurriculumConfig(BaseModel):
         success_reward: Minimum reward of a success.
         by: Field of a task's ``data`` whose values have a rate each, such as ``level``; None is a rate for each task.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     weights: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = (1.0, 4.0, 1.0)
     success_reward: float = 1.0

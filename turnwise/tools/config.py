@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from turnwise.config import ConfigPath, ConfigReference
+from turnwise.config import ConfigPath, ConfigReference, Section
 
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class MCPServerConfig(BaseModel):
+class MCPServerConfig(Section):
     """An MCP server whose tools are offered. Exactly one of ``command`` and ``url`` is given.
 
     Attributes:
@@ -29,17 +29,15 @@ class MCPServerConfig(BaseModel):
         timeout: Seconds per call; then the model gets the error ``timeout``.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    env: dict[str, str | dict[str, str]] = {}
+    env: dict[str, str | dict[str, str]] = Field(default_factory=dict)
     url: str | None = None
-    headers: dict[str, str | dict[str, str]] = {}
+    headers: dict[str, str | dict[str, str]] = Field(default_factory=dict)
     include: list[str] | None = None
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*$")] = ""
     scope: Literal["run", "episode"] = "run"
     concurrent: bool = False
-    media: list[Literal["image", "audio"]] = []
+    media: list[Literal["image", "audio"]] = Field(default_factory=list)
     timeout: Seconds = 60.0
 
     @model_validator(mode="after")
@@ -55,7 +53,7 @@ class MCPServerConfig(BaseModel):
         return self
 
 
-class NamedToolConfig(BaseModel):
+class NamedToolConfig(Section):
     """A tool that ships, with its configuration.
 
     Attributes:
@@ -63,13 +61,11 @@ class NamedToolConfig(BaseModel):
         config: Passed to its constructor.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     name: str
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
 
 
-class ToolsConfig(BaseModel):
+class ToolsConfig(Section):
     """Tools beside those of the environment's class; all sources may be combined.
 
     A list instead of the section is its ``named``: ``tools: [shell, editor, submit]``.
@@ -81,12 +77,10 @@ class ToolsConfig(BaseModel):
         mcp: MCP servers.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
-    named: list[str | NamedToolConfig] = []
+    named: list[str | NamedToolConfig] = Field(default_factory=list)
     function_tool_path: ConfigPath | None = None
     tool_config_path: ConfigPath | None = None
-    mcp: list[MCPServerConfig] = []
+    mcp: list[MCPServerConfig] = Field(default_factory=list)
 
     @model_validator(mode="before")
     @classmethod
@@ -94,7 +88,7 @@ class ToolsConfig(BaseModel):
         return {"named": value} if isinstance(value, list) else value
 
 
-class ToolEntry(BaseModel):
+class ToolEntry(Section):
     """One tool of a ``tool_config_path`` file.
 
     Attributes:
@@ -103,16 +97,12 @@ class ToolEntry(BaseModel):
         tool_schema: Schema in OpenAI's form; null where the class has its own.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     class_name: ConfigReference
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = Field(default_factory=dict)
     tool_schema: dict[str, Any] | None = None
 
 
-class ToolFile(BaseModel):
+class ToolFile(Section):
     """A ``tool_config_path`` file."""
-
-    model_config = ConfigDict(extra="forbid")
 
     tools: list[ToolEntry]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from turnwise.config import load_config
+from turnwise.config import Section, load_config
 
 Share = Annotated[float, Field(gt=0, le=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -30,7 +30,7 @@ WORKER = (
 )
 
 
-class DropConfig(BaseModel):
+class DropConfig(Section):
     """Which tool results are replaced by a note. Results that the model has not read yet never are.
 
     Attributes:
@@ -42,8 +42,6 @@ class DropConfig(BaseModel):
         exclude: Tools whose results stay.
         note: Replacement text; ``{tool}`` is the tool's name. Shorter results stay.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     keep: Annotated[int, Field(ge=0)] = 2
     above: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -63,7 +61,7 @@ class DropConfig(BaseModel):
         return (self.until or 0.0) if self.above is None else self.above
 
 
-class CompactionConfig(BaseModel):
+class CompactionConfig(Section):
     """When the model summarises the conversation, and what stays.
 
     Attributes:
@@ -75,8 +73,6 @@ class CompactionConfig(BaseModel):
             ``rollout.max_tokens_per_turn``.
         attempts: Requests before the conversation continues without a summary.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     above: Share = 0.75
     keep_turns: Annotated[int, Field(ge=0)] = 1
@@ -92,7 +88,7 @@ class CompactionConfig(BaseModel):
         return self
 
 
-class SubAgentConfig(BaseModel):
+class SubAgentConfig(Section):
     """A tool with which the model delegates work to sub-agents with their own conversations.
 
     Attributes:
@@ -104,8 +100,6 @@ class SubAgentConfig(BaseModel):
         max_depth: Nesting depth; 1: sub-agents have no sub-agents.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")] = "delegate"
     description: Text = DELEGATE
     prompt: Text = WORKER
@@ -114,7 +108,7 @@ class SubAgentConfig(BaseModel):
     max_depth: PositiveInt = 1
 
 
-class ContextConfig(BaseModel):
+class ContextConfig(Section):
     """Context limits of an agent. None disables a part.
 
     Attributes:
@@ -123,8 +117,6 @@ class ContextConfig(BaseModel):
         compaction: Replaces the conversation by a summary that the model writes.
         sub_agent: Offers a tool that starts sub-agents.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     length: PositiveInt | None = None
     drop_tool_results: DropConfig | None = None

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
+from turnwise.config import Section
 from turnwise.errors import AgentError, shown
 from turnwise.ext.programs.mounts import program_paths, read_mount
 from turnwise.ext.programs.recipes import Dialect, Recipe, recipe_of
@@ -29,7 +30,7 @@ def _words(value: Any) -> Any:
     return shlex.split(value) if isinstance(value, str) else value
 
 
-class BlackBoxConfig(BaseModel):
+class BlackBoxConfig(Section):
     """A program as an agent. Texts may hold placeholders.
 
     Attributes:
@@ -65,8 +66,6 @@ class BlackBoxConfig(BaseModel):
         scratch: Parent of the working directories; by default the system's temporary folder.
         keep: Which working directories are kept: ``never``, ``failed`` episodes' or ``always``.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     recipe: str | Recipe = "program"
     command: Annotated[list[str] | None, BeforeValidator(_words)] = None

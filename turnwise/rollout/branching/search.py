@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from turnwise.config import ConfigReference
+from turnwise.config import ConfigReference, Section
 from turnwise.rollout.branching.tree import TreeConfig
 
 ENVIRONMENT: Final = "environment"
@@ -16,7 +16,7 @@ _KEYS: Final = {"best_of_n": ("samples",), "tree": ("branches", "where", "rounds
 _NEEDED: Final = {"best_of_n": ("samples",), "tree": ("branches",)}
 
 
-class ScorerConfig(BaseModel):
+class ScorerConfig(Section):
     """What scores the branches of an episode. A text is its ``function``.
 
     Attributes:
@@ -26,8 +26,6 @@ class ScorerConfig(BaseModel):
             functions of a rubric are, and with ``trajectory`` and ``ended`` where it names them.
         arguments: Of the constructor where it names a class, else keyword arguments of every call.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     function: ConfigReference
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -43,7 +41,7 @@ def _function(value: Any) -> Any:
     return {"function": value} if isinstance(value, str) else value
 
 
-class SearchConfig(BaseModel):
+class SearchConfig(Section):
     """A search: each sampled episode gets several branches, and a scorer chooses one.
 
     Attributes:
@@ -55,8 +53,6 @@ class SearchConfig(BaseModel):
         rounds: Of ``tree``: rounds in which the tree is expanded.
         max_tokens: Of ``tree``: sampled tokens of the episode with its branches.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: Literal["best_of_n", "tree"]
     scorer: Annotated[ScorerConfig, BeforeValidator(_function)] = Field(

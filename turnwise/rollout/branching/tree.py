@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Self, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from turnwise.config import ConfigReference
+from turnwise.config import ConfigReference, Section
 from turnwise.errors import AgentError, ConfigError, shown
 from turnwise.plugins import load_object
 
@@ -140,7 +140,7 @@ CHOOSERS: Final[dict[str, Chooser]] = {
 """The choices of turns that have a name."""
 
 
-class TreeConfig(BaseModel):
+class TreeConfig(Section):
     """Tree rollouts: each episode of a group is forked at some of its turns, and each fork continues alone.
 
     Attributes:
@@ -152,8 +152,6 @@ class TreeConfig(BaseModel):
         max_tokens: Sampled tokens of an episode with its branches; a branch that would exceed it, judged by what its
             original sampled from there on, is left out.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     branches: PositiveInt
     where: ConfigReference = "random"

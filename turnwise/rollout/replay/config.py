@@ -17,8 +17,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from turnwise.config import Section
 from turnwise.errors import ConfigError, RegistryError, TrainError, TurnwiseError, shown
 from turnwise.plugins import load_class_from_fqn, register_entry
 from turnwise.rollout.config import NamedConfig
@@ -57,7 +58,7 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class FilterGroupsConfig(BaseModel):
+class FilterGroupsConfig(Section):
     """Dynamic sampling: groups without a learning signal are dropped and replaced before a batch is chosen.
 
     Attributes:
@@ -65,13 +66,11 @@ class FilterGroupsConfig(BaseModel):
         max_refills: Batches' worth of replacements in one step; after that it trains on what there is.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     metric: Annotated[str, Field(min_length=1)] = "reward"
     max_refills: PositiveInt = 10
 
 
-class ReplayConfig(BaseModel):
+class ReplayConfig(Section):
     """Which finished groups a train step learns from, and where they are kept.
 
     Attributes:
@@ -95,8 +94,6 @@ class ReplayConfig(BaseModel):
             processes of a TransferQueue. The journal is the same.
         transfer_queue: Settings of the latter.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     strategy: Annotated[NamedConfig | None, BeforeValidator(_named)] = None
     max_staleness: NotNegative | None = None

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Annotated, Self, TypeVar
 from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from turnwise.columns import DTYPES, Columns, pack_trajectory, unpack_trajectory
+from turnwise.config import Section
 from turnwise.errors import TrainError
 from turnwise.rollout.core import GroupFacts
 from turnwise.rollout.journal.journal import Journal
@@ -27,7 +28,7 @@ T = TypeVar("T")
 _MB = 2**20
 
 
-class TransferQueueConfig(BaseModel):
+class TransferQueueConfig(Section):
     """A TransferQueue that holds finished groups (``backend: transfer_queue``).
 
     Attributes:
@@ -35,8 +36,6 @@ class TransferQueueConfig(BaseModel):
         address: Ray cluster as ``host:port``, or ``local`` for one on this machine that ends with the run. By default
             the one that the process is connected to, else that of ``RAY_ADDRESS``, else ``local``.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     units: Annotated[int, Field(gt=0)] = 2
     address: Annotated[str, Field(min_length=1)] | None = None

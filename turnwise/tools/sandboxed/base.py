@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from turnwise.config import load_config
+from turnwise.config import Section, load_config
 from turnwise.errors import ConfigError, ToolError
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.core import AgentData, BaseTool
@@ -91,7 +91,7 @@ def as_text(path: str, data: bytes) -> str:
         raise ToolError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-class TimedConfig(BaseModel):
+class TimedConfig(Section):
     """Limits of tools that run code.
 
     Attributes:
@@ -101,12 +101,10 @@ class TimedConfig(BaseModel):
         env: Environment variables.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     timeout: Annotated[float, Field(gt=0)] = 60.0
     max_timeout: Annotated[float, Field(gt=0)] = 600.0
     max_output: Annotated[int, Field(ge=1000)] = 16_000
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default_factory=dict)
 
     def timeout_schema(self) -> dict[str, Any]:
         """Return the schema of the parameter ``timeout``."""

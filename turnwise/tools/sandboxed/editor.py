@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from turnwise.config import Section
 from turnwise.errors import SandboxFileError, SandboxFileNotFound, SandboxFileTooLarge, ToolError
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
@@ -141,15 +142,13 @@ _LIST: Final = (
 )
 
 
-class EditorConfig(BaseModel):
+class EditorConfig(Section):
     """Configuration of ``editor``.
 
     Attributes:
         max_file: Maximum size of a file in bytes.
         max_output: Characters of a file per view.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     max_file: Annotated[int, Field(gt=0)] = 2_000_000
     max_output: Annotated[int, Field(ge=1000)] = 30_000

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from turnwise.config import Section
 from turnwise.errors import SandboxFileError, SandboxFileNotFound, ToolError, shown
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import ToolResponse
@@ -351,14 +352,12 @@ _DESCRIPTION: Final = (
 )
 
 
-class ApplyPatchConfig(BaseModel):
+class ApplyPatchConfig(Section):
     """Configuration of ``apply_patch``.
 
     Attributes:
         max_file: Maximum size of a changed file in bytes.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     max_file: Annotated[int, Field(gt=0)] = 4_000_000
 

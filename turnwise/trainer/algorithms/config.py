@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from turnwise.config import ConfigReference
+from turnwise.config import ConfigReference, Section
 from turnwise.errors import RegistryError
 from turnwise.trainer.algorithms.advantages import (
     ADVANTAGE_ARGUMENTS,
@@ -44,7 +44,7 @@ def _credit(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class DistillConfig(BaseModel):
+class DistillConfig(Section):
     """On-policy distillation: the teacher, and the weight of the rewards beside it.
 
     Attributes:
@@ -53,13 +53,11 @@ class DistillConfig(BaseModel):
             learns from the teacher alone.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     teacher: str
     reward_coef: Annotated[float, Field(ge=0)] = 0.0
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Section):
     """From rewards to a loss.
 
     Attributes:
@@ -81,8 +79,6 @@ class AlgorithmConfig(BaseModel):
         correction: Correction of the gap between trainer and rollout (``algorithms/correction.py``), or None.
         distill: Learning from a teacher's log-probabilities (``trainer/learn/distill.py``), or None.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     removed_keys: ClassVar[Mapping[str, str]] = {
         "norm_by_std": "it is an option of the estimator: write algorithm.advantage_options.norm_by_std",

@@ -8,9 +8,10 @@ from typing import Annotated, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from turnwise.config import Section
 from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO, span_mean
 from turnwise.trainer.core import RowKey, TrainRow
 
@@ -18,7 +19,7 @@ Level: TypeAlias = Literal["token", "turn", "sequence", "trajectory"]
 Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
-class RejectionConfig(BaseModel):
+class RejectionConfig(Section):
     """Rejection of tokens whose log-probabilities differ too much.
 
     Attributes:
@@ -28,8 +29,6 @@ class RejectionConfig(BaseModel):
             ``trajectory``.
         high: Upper bound; for ``k1`` of the ratio exp(d), whose lower bound is 1 / high.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     statistic: Literal["k1", "k2", "k3"]
     level: Level = "sequence"
@@ -42,7 +41,7 @@ class RejectionConfig(BaseModel):
         return self
 
 
-class CorrectionConfig(BaseModel):
+class CorrectionConfig(Section):
     """Correction for the gap between trainer and rollout. Costs a forward pass over the step's rows.
 
     Attributes:
@@ -53,8 +52,6 @@ class CorrectionConfig(BaseModel):
         low: Smallest weight, for ``mask``; None is 1 / high.
         reject: Rejection rules, each applied independently.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     weights: Literal["truncate", "mask", "none"] = "truncate"
     level: Level = "token"

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from turnwise.config import ConfigReference
+from turnwise.config import ConfigReference, Section
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.plugins import load_object
 from turnwise.trainer.algorithms.rewards import BranchRewards, StepRewards
@@ -34,7 +34,7 @@ Values: TypeAlias = npt.NDArray[np.float64]
 """One number for each turn of a trajectory, or for each sampled token of it, in commit order."""
 
 
-class CreditConfig(BaseModel):
+class CreditConfig(Section):
     """How a trajectory's reward is credited to its turns. A string is its ``name``.
 
     Attributes:
@@ -50,8 +50,6 @@ class CreditConfig(BaseModel):
             environment), all tokens that the model has ``seen``, or the latest observation that it was ``shown``; None
             is ``named`` where the environment names it, else ``seen``.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     name: ConfigReference = "same"
     gamma: Annotated[float, Field(gt=0, le=1)] | None = None

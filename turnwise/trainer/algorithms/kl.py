@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from turnwise.config import ConfigPath
+from turnwise.config import ConfigPath, Section
 from turnwise.errors import RegistryError
 from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO, LossSums
 from turnwise.trainer.core import RowKey
@@ -95,7 +95,7 @@ HORIZON: Final = 10_000
 """Trajectories over which an adaptive coefficient changes by at most a fifth, as in Ziegler et al. 2019."""
 
 
-class KLConfig(BaseModel):
+class KLConfig(Section):
     """Penalty for diverging from a reference model.
 
     Attributes:
@@ -111,8 +111,6 @@ class KLConfig(BaseModel):
         offload: Keep the reference in main memory between steps: two copies a step, in return for the memory of its
             parameters on the GPU.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     coef: Annotated[float, Field(gt=0)]
     estimator: str = "k3"

@@ -6,7 +6,9 @@ import math
 import re
 from typing import Annotated, Final, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
+
+from turnwise.config import Section
 
 _UNITS: Final = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
 _FACTORS: Final = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
@@ -51,7 +53,7 @@ Count: TypeAlias = Annotated[int, BeforeValidator(read_count), Field(gt=0)]
 Seconds: TypeAlias = Annotated[float, BeforeValidator(read_duration), Field(gt=0, allow_inf_nan=False)]
 
 
-class BudgetConfig(BaseModel):
+class BudgetConfig(Section):
     """Limits of a run besides ``steps``. It ends after the step in which the first of them is spent.
 
     Attributes:
@@ -60,8 +62,6 @@ class BudgetConfig(BaseModel):
         wall_time: Seconds, or a duration such as ``2h30m``, over all processes of the run, including loading and
             evaluation. A killed process counts up to its last checkpoint.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     trained_tokens: Count | None = None
     sampled_tokens: Count | None = None

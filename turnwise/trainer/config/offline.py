@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from turnwise.config import ConfigPath
+from turnwise.config import ConfigPath, Section
 from turnwise.inference.config import RendererConfig
 from turnwise.trainer.algorithms.losses.core import LossAggregation
 from turnwise.trainer.config.policy import (
@@ -24,7 +24,7 @@ from turnwise.trainer.config.train import RunName
 NotNegative = Annotated[float, Field(ge=0)]
 
 
-class OfflineConfig(BaseModel):
+class OfflineConfig(Section):
     """Keys of all offline training commands.
 
     Attributes:
@@ -44,8 +44,6 @@ class OfflineConfig(BaseModel):
         renderer: The renderer of messages.
         loggers: Loggers beside the console and ``metrics.jsonl`` (docs/metrics.md).
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     name: RunName
     runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
@@ -73,7 +71,7 @@ class OfflineConfig(BaseModel):
         return self.steps or self.epochs * -(-count // at_once)
 
 
-class RecordedConfig(BaseModel):
+class RecordedConfig(Section):
     """Recorded trajectories of an evaluation, a training run, or the gateway.
 
     Attributes:
@@ -81,8 +79,6 @@ class RecordedConfig(BaseModel):
         policy: Only trajectories of this policy.
         partition: Only ``train`` or only ``val``; by default both.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     path: ConfigPath
     policy: str = "main"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from turnwise.agents.roles import MAIN
-from turnwise.config import ConfigPath, ConfigReference
+from turnwise.config import ConfigPath, ConfigReference, Section
 from turnwise.errors import RegistryError
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.plugins import load_object
@@ -24,13 +24,7 @@ PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
-class Section(BaseModel):
-    """A section that refuses unknown keys."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class LoRAConfig(BaseModel):
+class LoRAConfig(Section):
     """Low-rank adapters on a frozen model.
 
     Attributes:
@@ -40,8 +34,6 @@ class LoRAConfig(BaseModel):
             matrix, or those of ``path``.
         path: Directory of a peft adapter to continue from; by default adapters start at zero.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     rank: Annotated[int, Field(gt=0)] | None = None
     alpha: Annotated[float, Field(gt=0)] | None = None

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from turnwise.config import ConfigPath, ConfigReference
+from turnwise.config import ConfigPath, ConfigReference, Section
 from turnwise.evaluation.config import EvalPlan, check_search
 from turnwise.gateway.config import FrozenConfig
 from turnwise.inference.config import InferenceConfig, RendererConfig
@@ -20,14 +20,7 @@ from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.trees import TREE_CREDITS
 from turnwise.trainer.config.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
-from turnwise.trainer.config.policy import (
-    LoggersConfig,
-    PolicyConfig,
-    PositiveInt,
-    Section,
-    check_policies,
-    merged_section,
-)
+from turnwise.trainer.config.policy import LoggersConfig, PolicyConfig, PositiveInt, check_policies, merged_section
 
 
 class TrainEvalConfig(EvalPlan):
@@ -46,7 +39,7 @@ class TrainEvalConfig(EvalPlan):
         return self
 
 
-class BestConfig(BaseModel):
+class BestConfig(Section):
     """Keeping the best checkpoint besides the newest.
 
     Attributes:
@@ -55,13 +48,11 @@ class BestConfig(BaseModel):
         mode: Whether higher or lower is better.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     metric: str = "eval/sampled"
     mode: Literal["max", "min"] = "max"
 
 
-class CheckpointConfig(BaseModel):
+class CheckpointConfig(Section):
     """When checkpoints are written and how many are kept.
 
     Attributes:
@@ -69,8 +60,6 @@ class CheckpointConfig(BaseModel):
         keep: How many of the newest are kept; None keeps all.
         best: Which other one is kept; None keeps none.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     every: Annotated[int, Field(gt=0)] = 10
     keep: Annotated[int, Field(gt=0)] | None = 2
@@ -89,7 +78,7 @@ class CheckpointConfig(BaseModel):
             )
 
 
-class TailConfig(BaseModel):
+class TailConfig(Section):
     """How long a step waits for the last groups of its batch.
 
     Attributes:
@@ -97,13 +86,11 @@ class TailConfig(BaseModel):
         share: Minimal share of the batch's groups.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     share: Annotated[float, Field(gt=0, le=1)] = 0.9
 
 
-class BatchConfig(BaseModel):
+class BatchConfig(Section):
     """The batch of a train step.
 
     Groups that a step started and did not wait for are carried into the next step where ``replay`` allows groups of
@@ -118,8 +105,6 @@ class BatchConfig(BaseModel):
         share_prefixes: Compute common prefixes of rows in a micro-batch once (the prompt of a group, the history of
             branches). The result is the same.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     groups: PositiveInt = 16
     over_sample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
@@ -155,7 +140,7 @@ def check_over_sample(batch: BatchConfig, *, sync: bool) -> None:
 Mode: TypeAlias = Literal["sync", "colocate_async", "separate_async"]
 
 
-class OverlapConfig(BaseModel):
+class OverlapConfig(Section):
     """Overlap of rollouts and updates in the asynchronous modes.
 
     Attributes:
@@ -164,8 +149,6 @@ class OverlapConfig(BaseModel):
         stream: ``separate_async``: number of parts of a batch, each trained by one optimizer step as soon as its groups
             have finished.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     sampling: Literal["continue", "pause"] = "continue"
     stream: Annotated[int, Field(ge=1)] = 1

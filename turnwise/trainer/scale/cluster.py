@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from turnwise.config import Section
 from turnwise.placement.devices import number_of
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.scale.memory import ModelSharding, tensor_parallel
@@ -26,7 +27,7 @@ DEVICES: Final[Mapping[str, float]] = {
 """Memory of accelerators by name, in 10^9 bytes, by the data sheets of their makers (NVIDIA; AMD)."""
 
 
-class ClusterConfig(BaseModel):
+class ClusterConfig(Section):
     """The devices that a run is planned for.
 
     Attributes:
@@ -36,8 +37,6 @@ class ClusterConfig(BaseModel):
         usable: Share of the memory that a run may fill; the rest is the driver's, the communication library's, and lost
             between blocks.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     device: str
     count: Annotated[int, Field(gt=0)]
@@ -64,14 +63,12 @@ class ClusterConfig(BaseModel):
         return self.usable * self.gigabytes * 1e9
 
 
-class PlanConfig(BaseModel):
+class PlanConfig(Section):
     """What a configuration is planned for.
 
     Attributes:
         cluster: The devices.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     cluster: ClusterConfig
 
