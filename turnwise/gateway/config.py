@@ -225,9 +225,10 @@ class GatewayConfig(Section):
             return self
         base_url(self.url)
         # A dumped configuration names every key: those that differ from their defaults were set.
-        set_keys = [
-            name for name in _NOT_HOSTED if getattr(self, name) != GatewayConfig.model_fields[name].get_default()
-        ]
+        defaults = {
+            name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()
+        }
+        set_keys = [name for name in _NOT_HOSTED if getattr(self, name) != defaults[name]]
         set_keys += ["model"] if self.model is not None else []
         if set_keys:
             raise ValueError(f"no {', '.join(set_keys)} together with hosted: requests are passed on unchanged")

@@ -129,7 +129,7 @@ async def _train_once(
     directory = config.runs / config.name
     with _sigterm_cancels():
         async with open_run(config, directory, console, fresh=fresh, resume_step=resume_step) as run:
-            await run.hooks.init_end()
+            await run.hooks.call("on_init_end")
             _hint(console, f"turnwise report {directory} --serve shows the run in a browser while it trains")
             if run.state.step == 0:
                 await run.evaluate("step-0")

@@ -14,7 +14,7 @@ from turnwise.trainer.algorithms.gap import GapWatch, describe_gap, gap_record
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.observe.metrics import dropped_tokens, tool_metrics
-from turnwise.trainer.observe.warnings import RULES, Diagnostics, TrainingWarning, Warner, WarningContext, find_warnings
+from turnwise.trainer.observe.warnings import Diagnostics, TrainingWarning, Warner, WarningContext, find_warnings
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup, to_samples
 
 
@@ -167,7 +167,7 @@ AMISS = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", AMISS)
 def test_warning_of_each_rule_has_finding_and_remedy(name: str) -> None:
     metrics, text = AMISS[name]
     [warned] = find_warnings(metrics, WarningContext())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self, TypeAlias
@@ -64,91 +64,102 @@ class WarningContext:
     unforked: str = ""
 
 
-def dead_groups(metrics: Metrics, setting: WarningContext) -> str | None:
-    """Groups of equal rewards have no gradient."""
+def find_warnings(metrics: Metrics, setting: WarningContext) -> list[TrainingWarning]:
+    """Return the warnings that a step's metrics trigger: about its batch, its updates and its episodes."""
+    rules = (_batch_warnings, _update_warnings, _server_warnings, _episode_warnings)
+    return [TrainingWarning(name, text) for rule in rules for name, text in rule(metrics, setting)]
+
+
+def _are_dead(metrics: Metrics, setting: WarningContext) -> bool:
+    """Whether most groups have equal rewards, and thereby no gradient."""
     groups, dead = metrics.get("batch/groups", 0.0), metrics.get("batch/dead_groups", 0.0)
-    if not setting.compares or groups < _LEAST_GROUPS or dead < MOST_DEAD * groups:
-        return None
-    mean = metrics.get("reward/mean", 0.0)
-    return (
-        f"{_share(dead / groups)} of groups have equal rewards (mean reward {mean:.3g}): they have no gradient. If "
-        "that is the highest reward, the tasks are learned: stop, or mix in harder ones. Else raise "
-        "rollout.temperature or rollout.group_size, mix in easier tasks, or reward partial success"
-    )
+    return setting.compares and groups >= _LEAST_GROUPS and dead >= MOST_DEAD * groups
 
 
-def nothing_trained(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """No token was trained, and no critic warm-up explains it."""
-    if metrics.get("train/tokens", 1.0) > 0 or metrics.get("batch/rows", 0.0) == 0 or "critic/loss" in metrics:
-        return None
-    if any(value > 0 for name, value in metrics.items() if name.startswith("dropped/")):
-        return "no token of this step was trained: they were dropped: dropped/* in metrics.jsonl has the counts"
-    if metrics.get("correction/rejected", 0.0) >= 1.0:
-        return "no token of this step was trained: the rollout correction rejected all; widen its bounds"
-    return (
-        "no token of this step was trained: no row has an advantage, since rewards are equal within each group. If "
-        "they are the highest, stop or mix in harder tasks; else raise rollout.group_size, or reward partial success"
-    )
+def _batch_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tuple[str, str]]:
+    if _are_dead(metrics, setting):
+        share, mean = metrics["batch/dead_groups"] / metrics["batch/groups"], metrics.get("reward/mean", 0.0)
+        yield (
+            "dead_groups",
+            f"{_share(share)} of groups have equal rewards (mean reward {mean:.3g}): they have no gradient. If that is "
+            "the highest reward, the tasks are learned: stop, or mix in harder ones. Else raise rollout.temperature or "
+            "rollout.group_size, mix in easier tasks, or reward partial success",
+        )
+    # A critic that warms up explains it.
+    if metrics.get("train/tokens", 1.0) <= 0 and metrics.get("batch/rows", 0.0) and "critic/loss" not in metrics:
+        reason = (
+            "no row has an advantage, since rewards are equal within each group. If they are the highest, stop or mix "
+            "in harder tasks; else raise rollout.group_size, or reward partial success"
+        )
+        if any(value > 0 for name, value in metrics.items() if name.startswith("dropped/")):
+            reason = "they were dropped: dropped/* in metrics.jsonl has the counts"
+        elif metrics.get("correction/rejected", 0.0) >= 1.0:
+            reason = "the rollout correction rejected all; widen its bounds"
+        yield "nothing_trained", f"no token of this step was trained: {reason}"
+    if missing := metrics.get("replay/short", 0.0):
+        yield (
+            "short",
+            f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were requested."
+            " Mix in tasks of other difficulty (curriculum), or raise replay.filter_groups.max_refills",
+        )
+    lost, trained = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
+    if lost > MOST_CUT * (lost + trained):
+        yield (
+            "cut",
+            f"{_share(lost / (lost + trained))} of the tokens to train were cut off: raise batch.max_tokens_per_row, "
+            "or have agents keep their context shorter",
+        )
 
 
-def short(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """The batch could not be filled."""
-    missing = metrics.get("replay/short", 0.0)
-    if not missing:
-        return None
-    return (
-        f"the step lacks {missing:.0f} groups: so many were dropped (replay/dropped/*) that no more were requested. "
-        "Mix in tasks of other difficulty (curriculum), or raise replay.filter_groups.max_refills"
-    )
-
-
-def gap(metrics: Metrics, setting: WarningContext) -> str | None:
-    """Trainer and server disagree on equal weights; in asynchronous modes they must."""
-    if metrics.get("lag/max", 0.0) > 0:
-        return None
-    mean, largest = metrics.get("gap/mean", 0.0), metrics.get("gap/max", 0.0)
-    far = setting.exact and largest > MOST_GAP_EXACT
-    if mean <= MOST_GAP and not far:
-        return None
-    where = f"; {setting.worst_gap}" if setting.worst_gap else ""
-    return (
-        f"trainer and server disagree about sampled tokens by {mean:.3g} nats on average, {largest:.3g} at most{where}"
-        ". With equal weights that is rounding: check inference.dtype, model.compute_dtype, rollout.temperature "
-        "and what the server truncates; turnwise audit verifies the ids. algorithm.correction bounds the effect"
-    )
-
-
-def entropy(metrics: Metrics, setting: WarningContext) -> str | None:
-    """Entropy has collapsed; where groups have equal rewards, that is said instead."""
+def _update_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tuple[str, str]]:
     nats = metrics.get("train/entropy")
-    if nats is None or nats >= LEAST_ENTROPY or dead_groups(metrics, setting) is not None:
-        return None
-    return (
-        f"the policy's entropy is {nats:.2g} nats: it hardly explores. If the reward is not what it should "
-        "be, raise algorithm.entropy_coef, rollout.temperature or algorithm.loss_options.clip_high, or lower optim.lr"
-    )
+    if nats is not None and nats < LEAST_ENTROPY and not _are_dead(metrics, setting):
+        yield (
+            "entropy",
+            f"the policy's entropy is {nats:.2g} nats: it hardly explores. If the reward is not what it should be, "
+            "raise algorithm.entropy_coef, rollout.temperature or algorithm.loss_options.clip_high, or lower optim.lr",
+        )
+    if (clipped := metrics.get("train/clip_fraction", 0.0)) > MOST_CLIPPED:
+        yield (
+            "clipped",
+            f"{_share(clipped)} of tokens are clipped: the updates of a step are too large. Lower optim.lr, "
+            "algorithm.epochs or algorithm.minibatches, or widen clip_low and clip_high of algorithm.loss_options",
+        )
+    if (kl := metrics.get("train/approx_kl", 0.0)) > MOST_KL:
+        yield (
+            "divergence",
+            f"within a step the policy moved by {kl:.3g} nats (KL to the one that sampled): lower optim.lr or "
+            "optim.max_grad_norm, or take fewer algorithm.epochs and minibatches",
+        )
+    if skipped := metrics.get("train/non_finite_updates", 0.0):
+        yield (
+            "not_finite",
+            f"{skipped:.0f} optimizer steps were skipped because their gradient was not finite: lower optim.lr, set "
+            "optim.max_grad_norm, or look for rewards and log-probabilities that are far off",
+        )
 
 
-def clipped(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Most tokens of the step are clipped."""
-    clip_fraction = metrics.get("train/clip_fraction", 0.0)
-    if clip_fraction <= MOST_CLIPPED:
-        return None
-    return (
-        f"{_share(clip_fraction)} of tokens are clipped: the updates of a step are too large. Lower optim.lr, "
-        "algorithm.epochs or algorithm.minibatches, or widen clip_low and clip_high of algorithm.loss_options"
-    )
-
-
-def divergence(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """The policy diverges within a step."""
-    kl = metrics.get("train/approx_kl", 0.0)
-    if kl <= MOST_KL:
-        return None
-    return (
-        f"within a step the policy moved by {kl:.3g} nats (KL to the one that sampled): lower optim.lr or "
-        "optim.max_grad_norm, or take fewer algorithm.epochs and minibatches"
-    )
+def _server_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong where trainer and server disagree; by other weights, in asynchronous modes, they must."""
+    mean, largest = metrics.get("gap/mean", 0.0), metrics.get("gap/max", 0.0)
+    is_far = mean > MOST_GAP or (setting.exact and largest > MOST_GAP_EXACT)
+    if is_far and metrics.get("lag/max", 0.0) <= 0:
+        where = f"; {setting.worst_gap}" if setting.worst_gap else ""
+        yield (
+            "gap",
+            f"trainer and server disagree about sampled tokens by {mean:.3g} nats on average, {largest:.3g} at most"
+            f"{where}. With equal weights that is rounding: check inference.dtype, model.compute_dtype, "
+            "rollout.temperature and what the server truncates; turnwise audit verifies the ids. algorithm.correction "
+            "bounds the effect",
+        )
+    rejected, ess = metrics.get("correction/rejected", 0.0), metrics.get("correction/ess", 1.0)
+    if rejected > MOST_REJECTED or ess < LEAST_ESS:
+        yield (
+            "correction",
+            f"algorithm.correction rejects {_share(rejected)} of tokens, and the importance weights are worth "
+            f"{_share(ess)} of the batch: trainer and server are too far apart to be corrected; find out why (gap/*, "
+            "diagnostics.jsonl) before anything else",
+        )
 
 
 _TRUNCATIONS: Final = {
@@ -157,116 +168,42 @@ _TRUNCATIONS: Final = {
     "context_overflow": "rollout.context_length or the model's context, or have the agent drop or summarise old turns",
     "timeout": "rollout.episode_timeout, or find what is slow",
 }
+_ERROR_RATE: Final = "tools/error_rate_by/"
 
 
-def truncated(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Episodes are truncated by a limit."""
+def _episode_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tuple[str, str]]:
     ends = {name: metrics.get(f"stop/{name}", 0.0) for name in _TRUNCATIONS}
-    total = sum(ends.values())
-    if total <= MOST_TRUNCATED:
-        return None
-    worst = max(ends, key=lambda name: ends[name])
-    return (
-        f"{_share(total)} of trajectories ended at a limit, most of them ({_share(ends[worst])}) at {worst}: raise "
-        f"{_TRUNCATIONS[worst]}"
-    )
-
-
-def tool_errors(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Tool calls fail."""
-    rate, calls = metrics.get("tools/error_rate", 0.0), metrics.get("tools/calls", 0.0)
-    if rate <= MOST_TOOL_ERRORS or calls * metrics.get("batch/trajectories", 0.0) < _LEAST_CALLS:
-        return None
-    prefix = "tools/error_rate_by/"
-    by_tool = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-    worst = max(by_tool, key=lambda name: by_tool[name], default="")
-    what = "text that is no call of a known tool" if worst == UNKNOWN_TOOL else worst
-    named = f" (the worst is {what}: {_share(by_tool[worst])})" if worst else ""
-    return (
-        f"{_share(rate)} of tool calls were answered by an error{named}. turnwise view shows them; look at the tools' "
-        "descriptions and schemas, show calls in a warm start (turnwise sft), or use guided decoding"
-    )
-
-
-def failed(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Episodes fail in the infrastructure."""
-    count, trained = metrics.get("batch/failed", 0.0), metrics.get("batch/trajectories", 0.0)
-    if not count or count <= MOST_FAILED * (count + trained):
-        return None
-    return (
-        f"{_share(count / (count + trained))} of trajectories ended in an error and are not trained: see "
-        "trajectories.twz (turnwise view) for the errors, logs/ for those of servers"
-    )
-
-
-def unforked(metrics: Metrics, setting: WarningContext) -> str | None:
-    """No episode of rollout.tree could be forked."""
-    tried = metrics.get("tree/refusals", 0.0) + metrics.get("tree/failures", 0.0)
-    if metrics.get("tree/branches", 2.0) > 1 or not tried:
-        return None
-    why = f": {setting.unforked}" if setting.unforked else ""
-    return f"rollout.tree forked no episode, so each is trained as a chain (tree/branches is 1){why}"
-
-
-def cut(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Rows are truncated."""
-    lost, trained = metrics.get("dropped/cut_tokens", 0.0), metrics.get("batch/trained_tokens", 0.0)
-    if not lost or lost <= MOST_CUT * (lost + trained):
-        return None
-    return (
-        f"{_share(lost / (lost + trained))} of the tokens to train were cut off: raise batch.max_tokens_per_row, or "
-        "have agents keep their context shorter"
-    )
-
-
-def correction(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Off-policy correction rejects most of the batch."""
-    rejected, ess = metrics.get("correction/rejected", 0.0), metrics.get("correction/ess", 1.0)
-    if rejected <= MOST_REJECTED and ess >= LEAST_ESS:
-        return None
-    return (
-        f"algorithm.correction rejects {_share(rejected)} of tokens, and the importance weights are worth "
-        f"{_share(ess)} of the batch: trainer and server are too far apart to be corrected; find out why (gap/*, "
-        "diagnostics.jsonl) before anything else"
-    )
-
-
-def not_finite(metrics: Metrics, setting: WarningContext) -> str | None:  # noqa: ARG001 - rules have one signature
-    """Updates were skipped for non-finite gradients."""
-    skipped = metrics.get("train/non_finite_updates", 0.0)
-    if not skipped:
-        return None
-    return (
-        f"{skipped:.0f} optimizer steps were skipped because their gradient was not finite: lower optim.lr, set "
-        "optim.max_grad_norm, or look for rewards and log-probabilities that are far off"
-    )
-
-
-Rule: TypeAlias = Callable[[Metrics, WarningContext], "str | None"]
-
-RULES: Final[dict[str, Rule]] = {
-    "dead_groups": dead_groups,
-    "nothing_trained": nothing_trained,
-    "short": short,
-    "gap": gap,
-    "entropy": entropy,
-    "clipped": clipped,
-    "divergence": divergence,
-    "truncated": truncated,
-    "tool_errors": tool_errors,
-    "failed": failed,
-    "unforked": unforked,
-    "cut": cut,
-    "correction": correction,
-    "not_finite": not_finite,
-}
-"""The rules by name."""
-
-
-def find_warnings(metrics: Metrics, setting: WarningContext) -> list[TrainingWarning]:
-    """Return the warnings that a step's metrics trigger, in the order of :data:`RULES`."""
-    texts = ((name, rule(metrics, setting)) for name, rule in RULES.items())
-    return [TrainingWarning(name, text) for name, text in texts if text is not None]
+    if (total := sum(ends.values())) > MOST_TRUNCATED:
+        worst = max(ends, key=lambda name: ends[name])
+        yield (
+            "truncated",
+            f"{_share(total)} of trajectories ended at a limit, most of them ({_share(ends[worst])}) at {worst}: raise "
+            f"{_TRUNCATIONS[worst]}",
+        )
+    trained, rate = metrics.get("batch/trajectories", 0.0), metrics.get("tools/error_rate", 0.0)
+    if rate > MOST_TOOL_ERRORS and metrics.get("tools/calls", 0.0) * trained >= _LEAST_CALLS:
+        by_tool = {
+            name.removeprefix(_ERROR_RATE): value for name, value in metrics.items() if name.startswith(_ERROR_RATE)
+        }
+        worst = max(by_tool, key=lambda name: by_tool[name], default="")
+        what = "text that is no call of a known tool" if worst == UNKNOWN_TOOL else worst
+        named = f" (the worst is {what}: {_share(by_tool[worst])})" if worst else ""
+        yield (
+            "tool_errors",
+            f"{_share(rate)} of tool calls were answered by an error{named}. turnwise view shows them; look at the "
+            "tools' descriptions and schemas, show calls in a warm start (turnwise sft), or use guided decoding",
+        )
+    failed = metrics.get("batch/failed", 0.0)
+    if failed > MOST_FAILED * (failed + trained):
+        yield (
+            "failed",
+            f"{_share(failed / (failed + trained))} of trajectories ended in an error and are not trained: see "
+            "trajectories.twz (turnwise view) for the errors, logs/ for those of servers",
+        )
+    refused = metrics.get("tree/refusals", 0.0) + metrics.get("tree/failures", 0.0)
+    if refused and metrics.get("tree/branches", 2.0) <= 1:
+        why = f": {setting.unforked}" if setting.unforked else ""
+        yield ("unforked", f"rollout.tree forked no episode, so each is trained as a chain (tree/branches is 1){why}")
 
 
 class Warner:

@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar
 
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.evaluation.metrics import EvalResult
@@ -19,25 +19,10 @@ from turnwise.trajectory import TrajectoryGroup
 if TYPE_CHECKING:
     from turnwise.rollout.core import ReplayBuffer
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.observe.run_log import LiveDisplay
-    from turnwise.trainer.run.checkpoint import TrainerState
-    from turnwise.trainer.run.task_scheduler import TaskScheduler
+    from turnwise.trainer.run.run import TrainRun
 
 
 Done: TypeAlias = Awaitable[None] | None
-
-
-class RunControl(Protocol):
-    """Actions of hooks on the run."""
-
-    def request(self, groups: int) -> None:
-        """Request further groups."""
-
-    def drop(self, group: TrajectoryGroup, why: str) -> None:
-        """Drop a group of the batch."""
-
-    def stop(self, hook: Hooks, why: str) -> None:
-        """End the run after this step."""
 
 
 class Hooks:
@@ -70,7 +55,7 @@ class Hooks:
     partition: str
     evaluation: EvalResult | None
     error: BaseException | None
-    verbs: RunControl
+    verbs: HookCalls
 
     def on_init_end(self) -> Done:
         """Called when the run is assembled and its servers have the weights, also on resume."""
@@ -112,21 +97,8 @@ class Hooks:
         self.verbs.stop(self, why)
 
 
-Call: TypeAlias = Callable[[Hooks], Any]
-
-CALLS: Final[dict[str, Call]] = {
-    "on_init_end": lambda hooks: hooks.on_init_end(),
-    "on_train_begin": lambda hooks: hooks.on_train_begin(),
-    "on_train_end": lambda hooks: hooks.on_train_end(),
-    "on_validate_begin": lambda hooks: hooks.on_validate_begin(),
-    "on_validate_end": lambda hooks: hooks.on_validate_end(),
-    "on_step_begin": lambda hooks: hooks.on_step_begin(),
-    "on_step_end": lambda hooks: hooks.on_step_end(),
-    "on_sample_begin": lambda hooks: hooks.on_sample_begin(),
-    "on_sample_end": lambda hooks: hooks.on_sample_end(),
-}
-"""How each hook is called, by its name."""
-
+CALLS: Final = tuple(name for name in vars(Hooks) if name.startswith("on_"))
+"""The hooks by name."""
 
 HOOKS: dict[str, type[Hooks]] = {}
 """Classes of hooks by the name that ``hooks`` uses."""
@@ -184,16 +156,6 @@ STOPPED: Final = "hook"
 """What ended a run that a hook stopped."""
 
 
-class HookedRun(Protocol):
-    """What is used of a :class:`~turnwise.trainer.run.run.TrainRun` to call its hooks."""
-
-    config: TrainConfig
-    buffer: ReplayBuffer
-    scheduler: TaskScheduler
-    state: TrainerState
-    display: LiveDisplay
-
-
 class HookCalls:
     """Calls the hooks of a run, in configured order.
 
@@ -204,7 +166,7 @@ class HookCalls:
         dropped: Number of groups that they dropped in this step, by reason.
     """
 
-    def __init__(self, hooks: Sequence[Hooks] = (), run: HookedRun | None = None) -> None:
+    def __init__(self, hooks: Sequence[Hooks] = (), run: TrainRun | None = None) -> None:
         self._hooks = list(hooks)
         self._run = run
         self._step: int | None = None
@@ -221,7 +183,7 @@ class HookCalls:
         self.dropped: Counter[str] = Counter()
 
     @classmethod
-    def open(cls, classes: Sequence[type[Hooks]], run: HookedRun) -> HookCalls:
+    def open(cls, classes: Sequence[type[Hooks]], run: TrainRun) -> HookCalls:
         """Instantiate the hooks of a run.
 
         Raises:
@@ -240,36 +202,28 @@ class HookCalls:
         """How often a step refills its batch."""
         return max((hook.max_refills for hook in self._hooks), default=0)
 
-    async def init_end(self) -> None:
-        """Call ``on_init_end``."""
-        await self._call("on_init_end")
-
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Call ``on_train_begin`` before, and ``on_train_end`` after training, however it ended."""
         try:
-            await self._call("on_train_begin")
+            await self.call("on_train_begin")
             yield
         except BaseException as error:  # whatever ends the run is shown to the hooks first
             self._error = error
             for text in await self._end():
                 # The caller must get the error that ended the run; failures of these hooks are only printed.
-                self._say(f"warning: {text}")
+                self._of_run().display.say(f"warning: {text}")
             raise
         errors = await self._end()
         for text in errors[1:]:
-            self._say(f"warning: {text}")
+            self._of_run().display.say(f"warning: {text}")
         if errors:
             raise TrainError(errors[0])
-
-    async def validate_begin(self) -> None:
-        """Call ``on_validate_begin``."""
-        await self._call("on_validate_begin", partition="val")
 
     async def validate_end(self, result: EvalResult) -> None:
         """Call ``on_validate_end``."""
         self._evaluation = result
-        await self._call("on_validate_end", partition="val")
+        await self.call("on_validate_end", partition="val")
 
     async def step_begin(self) -> None:
         """Call ``on_step_begin``, once per step."""
@@ -277,7 +231,7 @@ class HookCalls:
             self._step = self._of_run().state.step + 1
             self.timing_raw = {}
             self.dropped.clear()
-            await self._call("on_step_begin")
+            await self.call("on_step_begin")
 
     async def step_end(self, metrics: Mapping[str, float], groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         """Call ``on_step_end`` and return the metrics to log, given those of the step and its trained groups.
@@ -291,7 +245,7 @@ class HookCalls:
         self._metrics.update({name: value for name, value in metrics.items() if name not in self._metrics})
         times = {name: value for name, value in metrics.items() if name.startswith("time/") and name.endswith("_s")}
         self.timing_raw.update({name.removeprefix("time/"): value for name, value in times.items()})
-        await self._call("on_step_end")
+        await self.call("on_step_end")
         self._step = None
         logged, self._metrics, self._batch = self._metrics, {}, []
         for name, value in logged.items():
@@ -302,7 +256,7 @@ class HookCalls:
     async def sample_begin(self) -> None:
         """Call ``on_sample_begin``, and issue the requests of hooks."""
         self.refills = 0
-        await self._call("on_sample_begin")
+        await self.call("on_sample_begin")
         # Issued last: the step's own requests account for the groups in flight.
         if self._requested:
             scheduler, groups = self._of_run().scheduler, self._requested
@@ -315,7 +269,7 @@ class HookCalls:
             return batch
         self._batch, self._may_drop = batch, True
         try:
-            await self._call("on_sample_end")
+            await self.call("on_sample_end")
         finally:
             self._may_drop = False
         return self._batch
@@ -352,7 +306,8 @@ class HookCalls:
                 errors.append(str(error))
         return errors
 
-    async def _call(self, name: str, *, partition: str = "train") -> None:
+    async def call(self, name: str, *, partition: str = "train") -> None:
+        """Call a hook of all classes. Raises TrainError where one raises."""
         for hook in self._hooks:
             await self._call_hook(hook, name, partition)
 
@@ -364,7 +319,7 @@ class HookCalls:
         hook.timing_raw, hook.metrics, hook.batch = self.timing_raw, self._metrics, self._batch
         hook.evaluation, hook.error = self._evaluation, self._error
         try:
-            outcome = CALLS[name](hook)
+            outcome = getattr(hook, name)()
             if inspect.isawaitable(outcome):
                 await outcome
         except Exception as error:  # a user's hook: the error names the hook
@@ -377,17 +332,9 @@ class HookCalls:
             ]
             self._dropped_groups = []
 
-    def _of_run(self) -> HookedRun:
+    def _of_run(self) -> TrainRun:
         assert self._run is not None, "hooks belong to a run"
         return self._run
-
-    def _say(self, text: str) -> None:
-        self._of_run().display.say(text)
-
-
-def _holds(groups: Sequence[TrajectoryGroup], group: TrajectoryGroup) -> bool:
-    """Whether a group is one of these objects; equal groups are different ones."""
-    return any(member is group for member in groups)
 
 
 def _groups(hook: Hooks) -> list[TrajectoryGroup]:
@@ -400,15 +347,10 @@ def _groups(hook: Hooks) -> list[TrajectoryGroup]:
 
 def _describe_error(cls: type[Hooks], name: str, error: Exception) -> str:
     """Describe an error of a hook, with its line."""
-    home = _file_of(cls)
     frames = traceback.extract_tb(error.__traceback__)
-    own_frames = [frame for frame in frames if home is not None and Path(frame.filename) == home] or frames[-1:]
+    try:
+        own_frames = [frame for frame in frames if Path(frame.filename) == Path(inspect.getfile(cls))] or frames[-1:]
+    except (OSError, TypeError):
+        own_frames = frames[-1:]
     location = f" at {own_frames[-1].filename}:{own_frames[-1].lineno}" if own_frames else ""
     return f"hook {cls.__name__}.{name} raised {type(error).__name__}{location}: {error}"
-
-
-def _file_of(cls: type[Hooks]) -> Path | None:
-    try:
-        return Path(inspect.getfile(cls))
-    except (OSError, TypeError):
-        return None

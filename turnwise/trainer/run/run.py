@@ -295,7 +295,7 @@ class TrainRun:
         if plan is None or not self.eval_tasks:
             return None
         self.display.status(f"{label}: evaluating {len(self.eval_tasks)} tasks")
-        await self.hooks.validate_begin()
+        await self.hooks.call("on_validate_begin", partition="val")
         with self.timeline.span(EVALUATION, label):
             result = await evaluate(self.manager, plan, tasks=self.eval_tasks, label=label)
         self.last_eval = result.to_json()
