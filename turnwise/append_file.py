@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,37 @@ def write_private(path: Path, data: str | bytes) -> None:
     """Write a file for its owner only, text as UTF-8."""
     with open(path, "wb", opener=private_opener) as file:
         file.write(data if isinstance(data, bytes) else data.encode())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file for its owner only, or replace it: whole or not at all, also across a power cut."""
+    draft = path.with_name(f".{path.name}.draft")
+    with open(draft, "wb", opener=private_opener) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+@contextlib.contextmanager
+def drafted_directory(target: Path) -> Iterator[Path]:
+    """Yield an empty directory that takes the place of ``target`` at the end of the block, and goes where it fails."""
+    home = target.absolute().parent
+    for abandoned in home.glob(f".draft-{target.name}-*"):
+        # Of a process that was killed, or, by the same number, of one before a restart of the machine.
+        process = Path("/proc", abandoned.name.rpartition("-")[2])
+        if process.name == str(os.getpid()) or (Path("/proc/self").exists() and not process.exists()):
+            shutil.rmtree(abandoned, ignore_errors=True)
+    draft, replaced = (home / f".{kind}-{target.name}-{os.getpid()}" for kind in ("draft", "replaced"))
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        if target.exists():
+            target.rename(replaced)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 class AppendFile:

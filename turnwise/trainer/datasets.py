@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 
-from turnwise.append_file import private_directory, write_private
+from turnwise.append_file import private_directory, replace_file
 from turnwise.errors import TaskError, shown
 from turnwise.plugins import reference_to
 from turnwise.tasks.config import SourceConfig
@@ -61,9 +61,7 @@ def task_config(dataset: Dataset, home: Path, *, name: str, whole_rows: bool = F
     file = home / "datasets" / f"{name}-{digest}.jsonl"
     if not file.exists():
         private_directory(file.parent)
-        draft = file.with_suffix(".draft")
-        write_private(draft, content)
-        draft.rename(file)
+        replace_file(file, content)
     return str(file.absolute())
 
 

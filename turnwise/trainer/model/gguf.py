@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
-import os
 import shutil
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -14,7 +12,7 @@ from typing import Any, Final
 
 import orjson
 
-from turnwise.append_file import write_private
+from turnwise.append_file import drafted_directory, write_private
 from turnwise.errors import CheckpointError, ConfigError, MissingExtraError, TrainError
 
 CONVERSION_FILE: Final = "turnwise_conversion.json"
@@ -123,20 +121,14 @@ def convert_gguf(source: str | Path, target: Path, *, packages: Path | None = No
         raise ConfigError(f"{target} already exists, and was not converted from {file.name}: name another directory")
     if importlib.util.find_spec("gguf") is None:
         raise MissingExtraError("gguf", "smollm", f"conversion of {file.name}")
-    _remove_abandoned(target)
-    draft = target.absolute().parent / f".draft-{target.name}-{os.getpid()}"
     try:
-        _write(file, draft)
-        files = {file.name: _sha256(file) for pattern in _CHECKED for file in draft.glob(pattern)}
-        note = {"source": file.name, "sha256": digest, "files": files}
-        write_private(draft / CONVERSION_FILE, orjson.dumps(note, option=orjson.OPT_INDENT_2) + b"\n")
-        with contextlib.suppress(FileNotFoundError):
-            target.rmdir()
-        draft.rename(target)
+        with drafted_directory(target) as draft:
+            _write(file, draft)
+            files = {file.name: _sha256(file) for pattern in _CHECKED for file in draft.glob(pattern)}
+            note = {"source": file.name, "sha256": digest, "files": files}
+            write_private(draft / CONVERSION_FILE, orjson.dumps(note, option=orjson.OPT_INDENT_2) + b"\n")
     except OSError as error:
         raise TrainError(f"{target} cannot be written: {error}: name a directory on another disk") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return True
 
 
@@ -163,14 +155,6 @@ def _converted(target: Path, digest: str) -> bool:
     return True
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove what conversions left that were killed."""
-    for draft in target.absolute().parent.glob(f".draft-{target.name}-*"):
-        process = draft.name.rpartition("-")[2]
-        if process.isdigit() and not Path("/proc", process).exists() and Path("/proc/self").exists():
-            shutil.rmtree(draft, ignore_errors=True)
-
-
 def _write(file: Path, draft: Path) -> None:
     try:
         import torch
@@ -185,7 +169,6 @@ def _write(file: Path, draft: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **source)
     except (ValueError, KeyError, RuntimeError, NotImplementedError, ImportError) as error:
         raise TrainError(f"{file} cannot be read as a causal language model: {error}") from error
-    draft.mkdir(parents=True)
     size = sum(parameter.nbytes for parameter in model.parameters())
     free = shutil.disk_usage(draft).free
     if free < size:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 import uuid
 from collections import defaultdict
@@ -16,6 +14,7 @@ import numpy as np
 import orjson
 from rich.console import Console
 
+from turnwise.append_file import drafted_directory
 from turnwise.chat.renderer import save_format
 from turnwise.errors import FormatError, TaskError, TrainError
 from turnwise.images import texts_of
@@ -165,17 +164,8 @@ def shuffled(count: int, size: int, seed: int) -> Iterator[list[int]]:
 
 def save_model(learner: Learner, renderer: Renderer | None, target: Path) -> None:
     """Write the model, with the chat format of ``renderer``, to a temporary directory and rename it."""
-    draft = target.parent / f".draft-{target.name}-{os.getpid()}"
-    replaced = target.parent / f".replaced-{target.name}-{os.getpid()}"
-    extra = None if renderer is None else lambda directory: save_format(renderer, directory)
-    try:
-        learner.save_model(draft, extra=extra)
-        if target.exists():
-            target.rename(replaced)
-        draft.rename(target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+    with drafted_directory(target) as draft:
+        learner.save_model(draft, extra=None if renderer is None else lambda folder: save_format(renderer, folder))
 
 
 def json_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, object]]]:

@@ -19,7 +19,7 @@ import orjson
 import torch
 from safetensors import SafetensorError
 
-from turnwise.append_file import private_directory, private_opener
+from turnwise.append_file import private_directory, replace_file
 from turnwise.engine.accelerator import random_states, restore_random_states
 from turnwise.errors import CheckpointError
 from turnwise.trainer.config.train import BestConfig
@@ -52,12 +52,7 @@ class BestCheckpoints:
         if values == self._values():
             return
         record = {"metric": self._config.metric, "steps": {str(number): values[number] for number in sorted(values)}}
-        draft = self._directory / f".{_FILE}.draft"
-        with open(draft, "wb", opener=private_opener) as file:
-            file.write(orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(self._directory / _FILE)
+        replace_file(self._directory / _FILE, orjson.dumps(record, option=orjson.OPT_INDENT_2) + b"\n")
         self._value_by_step = values
 
     def best(self, steps: Collection[int]) -> int | None:

@@ -18,7 +18,7 @@ import orjson
 from rich.console import Console
 
 from turnwise.agents.roles import MAIN
-from turnwise.append_file import lock_directory, write_private, writing
+from turnwise.append_file import lock_directory, replace_file, write_private, writing
 from turnwise.chat.model_dir import trained_digest
 from turnwise.config import dump_config, load_config
 from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError, shown
@@ -210,10 +210,8 @@ class RunDirectory:
 
     def note(self, **values: Any) -> None:
         """Atomically update values of ``run.json``. Raises DiskError where the disk refuses."""
-        draft = self._file.with_suffix(".draft")
         with writing(self._file):
-            write_private(draft, orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
-            draft.rename(self._file)
+            replace_file(self._file, orjson.dumps({**self.read(), **values}, option=orjson.OPT_INDENT_2) + b"\n")
 
     def spend(self, wall_s: float, cpu_s: float) -> None:
         """Add the cost of a process to that of earlier ones; killed processes are not counted."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from turnwise.agents.roles import MAIN
+from turnwise.append_file import drafted_directory
 from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter
 from turnwise.errors import CheckpointError, ConfigError, TrainError
 from turnwise.trainer.model.policy import copy_companions, load_model
@@ -54,20 +54,16 @@ def export_model(
     folder = _of_policy(folder, policy)
     if adapter and not is_adapter(folder):
         raise ConfigError(f"{folder} holds no adapter (no {ADAPTER_CONFIG}): export it without --adapter")
-    draft = target.absolute().parent / f".draft-{target.name}-{os.getpid()}"
     try:
-        if adapter:
-            draft.mkdir(parents=True)
-            for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *(file for file in _ABOUT if (folder / file).is_file())):
-                shutil.copyfile(folder / name, draft / name)
-            copy_companions(folder, draft)
-        else:
-            load_model(folder).save_hf(draft)
-        draft.rename(target)
+        with drafted_directory(target) as draft:
+            if adapter:
+                for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *(file for file in _ABOUT if (folder / file).is_file())):
+                    shutil.copyfile(folder / name, draft / name)
+                copy_companions(folder, draft)
+            else:
+                load_model(folder).save_hf(draft)
     except (OSError, SafetensorError) as error:
         raise TrainError(f"{target} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 

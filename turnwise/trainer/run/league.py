@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from turnwise.append_file import private_directory
+from turnwise.append_file import drafted_directory, private_directory
 from turnwise.chat.renderer import save_format
 from turnwise.errors import CheckpointError
 from turnwise.gateway.config import FrozenConfig, LeagueConfig
@@ -210,18 +209,13 @@ class League:
     def _write(self, version: int) -> None:
         """Write the policy's weights to the folder of a version, adapters merged. Atomic."""
         final = version_folder(self._run, self.name, version)
-        draft = final.parent / f".draft-{final.name}-{os.getpid()}"
         try:
             private_directory(final.parent)
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(mode=0o700)
-            renderer = self._policy.renderer
-            self._policy.learner.save_model(draft, extra=lambda model: save_format(renderer, model))
             # A killed process may have written the same step.
-            shutil.rmtree(final, ignore_errors=True)
-            draft.rename(final)
+            with drafted_directory(final) as draft:
+                renderer = self._policy.renderer
+                self._policy.learner.save_model(draft, extra=lambda model: save_format(renderer, model))
         except OSError as error:
-            shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(f"league version {final} cannot be written: {error}; free disk space") from error
 
     async def _serve(self, slot: int, version: int) -> None:
