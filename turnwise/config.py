@@ -329,7 +329,7 @@ def load_config(
     for file in files:
         source = Path(file)
         content, lines = _read_yaml(source, root)
-        data = _merge(data, _Located.wrap(content, source.absolute().parent))
+        data = merge_sections(data, _Located.wrap(content, source.absolute().parent))
         origins |= lines
     for text in overrides:
         _override(data, text, origins)
@@ -413,11 +413,12 @@ def _lines(node: yaml.Node | None, file: Path, keys: Keys) -> Iterator[tuple[Key
             yield from _lines(value, file, (*keys, index))
 
 
-def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values in which those of ``above`` win key by key."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = merge_sections(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 

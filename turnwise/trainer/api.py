@@ -15,7 +15,7 @@ from rich.console import Console
 
 from turnwise.agents.core import Agent
 from turnwise.agents.registry import AgentMaker
-from turnwise.config import load_config
+from turnwise.config import load_config, merge_sections
 from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, shown
 from turnwise.plugins import reference_to
@@ -238,7 +238,7 @@ class Trainer:
             # A dumped configuration holds every key: a section that is None in it is not thereby forbidden.
             config = _without_gaps(config.model_dump(), defaults)
         if isinstance(config, Mapping):
-            defaults = _merge(defaults, config)
+            defaults = merge_sections(defaults, config)
         else:
             files = config
         return load_config(TrainConfig, files, [*self._overrides, *overrides], defaults)
@@ -356,14 +356,6 @@ def _as_json(value: Any, key: str) -> Any:
     if isinstance(value, Path):
         return str(value)
     return reference_to(value, key)
-
-
-def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(lower)
-    for key, value in upper.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return merged
 
 
 def _without_gaps(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -90,14 +90,15 @@ CLOSE_S = 30.0
 """Seconds that a logger may take at the end to send what it was given."""
 
 
-def check_loggers(configs: Sequence[LoggerConfig]) -> None:
-    """Check that the packages of all loggers are installed.
+def check_loggers(configs: Sequence[LoggerConfig]) -> str:
+    """Check that the packages of all loggers are installed, and return their names.
 
     Raises:
         MissingExtraError: One is not installed.
     """
     for config in configs:
         find_logger(config.name).check()
+    return ", ".join(config.name for config in configs)
 
 
 class RunLog(JSONLLogger):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from turnwise.agents.roles import check_played
 from turnwise.chat.model_dir import check_same_vocabulary, model_settings
@@ -21,6 +21,7 @@ from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
 from turnwise.placement.ray_cluster import check_ray
 from turnwise.rollout.agent_table import AgentTable
+from turnwise.rollout.config import GroupRewardConfig
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.preflight import PromptLimit, check_shows_tools, check_specs, make_task_env, task_source
 from turnwise.rollout.producer import GroupRewarder
@@ -28,12 +29,11 @@ from turnwise.sandboxes.config import SandboxConfig
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix, open_order
-from turnwise.tasks.reader import SourceReport
 from turnwise.tools.core import Tool, check_media
 from turnwise.tools.selection import Toolbox
 from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
-from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.config.train import TrainConfig, TrainEvalConfig
 from turnwise.trainer.learn.distill import check_teacher
 from turnwise.trainer.learn.learner import check_engine
 from turnwise.trainer.learn.reference import reference_path
@@ -94,54 +94,54 @@ async def dry_run(config: TrainConfig, *, fresh: bool = False, cluster: ClusterC
             devices are then estimated by formula, and neither weights nor engines need to be here.
     """
     checker = _Checker(config, cluster)
-    await checker.run("run directory", checker.directory(fresh))
+    await checker.run("run directory", lambda: checker.directory(fresh))
     first, *further_names = config.policies
     await _check_policy(checker, config.of_policy(first), first, weights=cluster is None)
     for name in further_names:
         further = _Checker(config, cluster, name)
         further.resumed = checker.resumed
         await _check_policy(further, config.of_policy(name), name, weights=cluster is None)
-        await further.run("chat format", further.chat_format())
+        await further.run("chat format", further.chat_format)
         checker.checks += [replace(check, name=f"{name}: {check.name}") for check in further.checks]
     if config.placement == "ray":
-        await checker.run("placement", _placement(config, here=cluster is None))
+        await checker.run("placement", lambda: _placement(config, here=cluster is None))
     if cluster is None:
-        await checker.run("inference", check_inference(config))
+        await checker.run("inference", lambda: check_inference(config))
     else:
-        await checker.run("memory", _memory(config, cluster))
-    await checker.run("chat format", checker.chat_format())
-    await checker.run("tasks", checker.tasks())
-    if config.eval is not None:
-        await checker.run("held-out tasks", checker.eval_tasks())
+        await checker.run("memory", lambda: _memory(config, cluster))
+    await checker.run("chat format", checker.chat_format)
+    await checker.run("tasks", checker.tasks)
+    if (plan := config.eval) is not None:
+        await checker.run("held-out tasks", lambda: checker.eval_tasks(plan))
     sandboxes = SandboxManager(config.rollout.sandbox.model_copy(update={"prewarm": 0}))
     try:
         if config.rollout.sandbox != SandboxConfig():
-            await checker.run("sandboxes", _sandboxes(sandboxes))
+            await checker.run("sandboxes", lambda: _sandboxes(sandboxes))
         async with Toolbox(config.rollout.env.tools) as toolbox:
-            await checker.run("tools", checker.tools(toolbox))
-            await checker.run("episodes", checker.episodes(sandboxes))
+            await checker.run("tools", lambda: checker.tools(toolbox))
+            await checker.run("episodes", lambda: checker.episodes(sandboxes))
     finally:
         await sandboxes.close()
-    await checker.run("agent", checker.agent())
+    await checker.run("agent", checker.agent)
     if config.loggers:
-        await checker.run("loggers", _loggers(config))
+        await checker.run("loggers", lambda: check_loggers(config.loggers))
     if config.rollout.env.wrappers:
-        await checker.run("wrappers", checker.wrappers())
-    if config.rollout.group_reward is not None:
-        await checker.run("group reward", checker.group_reward())
+        await checker.run("wrappers", checker.wrappers)
+    if (reward := config.rollout.group_reward) is not None:
+        await checker.run("group reward", lambda: _group_reward(reward))
     if config.hooks:
-        await checker.run("hooks", _hooks(config))
+        await checker.run("hooks", lambda: ", ".join(cls.__qualname__ for cls in load_hooks(config.hooks)))
     return DryRun(checker.checks, list(_plan(config)))
 
 
 async def _check_policy(checker: _Checker, config: TrainConfig, name: str, *, weights: bool) -> None:
     """Check model, adapters, critic and devices of a trained policy, by its own configuration."""
-    await checker.run("model", checker.model())
+    await checker.run("model", checker.model)
     if (lora := config.policy.model.lora) is not None:
-        await checker.run("adapters", _adapters(config.policy.model.path, lora))
+        await checker.run("adapters", lambda: _adapters(config.policy.model.path, lora))
     if config.policy.critic is not None:
-        await checker.run("critic", _critic(config.policy, f"policies.{name}.critic.path", weights=weights))
-    await checker.run("devices", checker.devices())
+        await checker.run("critic", lambda: _critic(config.policy, f"policies.{name}.critic.path", weights=weights))
+    await checker.run("devices", checker.devices)
 
 
 async def check_inference(config: TrainConfig) -> str:
@@ -178,17 +178,13 @@ async def check_inference(config: TrainConfig) -> str:
     return "; ".join(texts)
 
 
-async def _hooks(config: TrainConfig) -> str:
-    return ", ".join(cls.__qualname__ for cls in load_hooks(config.hooks))
-
-
-async def _placement(config: TrainConfig, *, here: bool) -> str:
+def _placement(config: TrainConfig, *, here: bool) -> str:
     if here:
         check_ray()
     return placement_text(config)
 
 
-async def _memory(config: TrainConfig, cluster: ClusterConfig) -> str:
+def _memory(config: TrainConfig, cluster: ClusterConfig) -> str:
     if not (model_under(config.policy.model.path) / "config.json").is_file():
         raise _MissingInput("wants a model")
     groups = check_plan(config, cluster).memory()
@@ -216,15 +212,16 @@ class _Checker:
         self._loaded: list[Tool] | None = None
         self.resumed: Path | None = None
 
-    async def run(self, name: str, check: Awaitable[str]) -> None:
+    async def run(self, name: str, check: Callable[[], str | Awaitable[str]]) -> None:
         try:
-            self.checks.append(Check(name, await check))
+            finding = check()
+            self.checks.append(Check(name, finding if isinstance(finding, str) else await finding))
         except _MissingInput as error:
             self.checks.append(Check(name, str(error), "not run"))
         except TurnwiseError as error:
             self.checks.append(Check(name, str(error), "failed"))
 
-    async def directory(self, fresh: bool) -> str:
+    def directory(self, fresh: bool) -> str:
         config, home = self._config, RunDirectory(self._config.runs / self._config.name)
         if fresh:
             home.check_removable(config)
@@ -240,7 +237,7 @@ class _Checker:
         self.resumed = store.path(steps[-1]) if steps else None
         return f"{home.path}: {f'resumes after step {steps[-1]}' if steps else 'a new run'}"
 
-    async def model(self) -> str:
+    def model(self) -> str:
         config, key = self._own, f"policies.{self._policy}.model"
         path = config.policy.model.path
         here = self._cluster is None
@@ -256,7 +253,7 @@ class _Checker:
         reference = "" if kl is None else f", held to {reference_path(kl, config.policy.model)}"
         return f"{path}: {names}, context {self._context or 'unknown'}{reference}"
 
-    async def devices(self) -> str:
+    def devices(self) -> str:
         config = self._own
         if self._cluster is not None:
             cluster, placement = self._cluster, Placement.of(config)
@@ -296,17 +293,14 @@ class _Checker:
         )
         await check_specs(order.ahead(), config.rollout)
         self._first = list(itertools.islice(order.ahead(), _EPISODES)) or [order.next()[0]]
-        return _describe_sources(reports)
+        return "; ".join(map(str, reports))
 
-    async def eval_tasks(self) -> str:
-        plan = self._config.eval
-        if plan is None:
-            return "none"
+    async def eval_tasks(self, plan: TrainEvalConfig) -> str:
         source = task_source(plan.tasks, self._config.rollout, "eval.tasks")
         held_out = load_mix(source, limit=plan.limit, keep=await self._prompt_limit(plan.max_prompt_tokens))
         await check_specs(held_out.tasks, self._config.rollout)
         self._first += held_out.tasks[:_EPISODES]
-        return _describe_sources(held_out.reports)
+        return "; ".join(map(str, held_out.reports))
 
     async def _prompt_limit(self, max_tokens: int | None) -> PromptLimit | None:
         if self._renderer is None:
@@ -354,33 +348,23 @@ class _Checker:
             raise EnvError(
                 f"environment {name!r} did not reset within {RESET_TIMEOUT:g} s (task {task.id!r})"
             ) from error
-        self._check_roles(task, info)
+        rollout = self._config.rollout
+        try:
+            agent = AgentTable(rollout).of(task)
+            names_policies, offers_tools = bool(agent.policies()), agent.offers_tools
+        except TurnwiseError:
+            # The check of the agent says why there is none.
+            names_policies, offers_tools = True, False
+        if not names_policies and rollout.remote is None:
+            check_played(info.get("agents") or (), rollout.roles, [*self._config.policies, *rollout.frozen])
         if self._renderer is None:
             return 0
         check_media(name, env.toolset(), self._renderer.media)
-        if self._offers_tools(task):
+        if offers_tools:
             check_shows_tools(name, messages, schemas(env), self._renderer)
         return len(self._renderer.render(canonical_messages(messages), schemas(env)))
 
-    def _check_roles(self, task: Task, info: Mapping[str, Any]) -> None:
-        """Check that each agent of an episode has a policy, unless the agent's code names policies."""
-        rollout, policies = self._config.rollout, [*self._config.policies, *self._config.rollout.frozen]
-        try:
-            named = AgentTable(rollout).of(task).policies()
-        except TurnwiseError:
-            # The check of the agent says why there is none.
-            return
-        if not named and rollout.remote is None:
-            check_played(info.get("agents") or (), rollout.roles, policies)
-
-    def _offers_tools(self, task: Task) -> bool:
-        try:
-            return AgentTable(self._config.rollout).of(task).offers_tools
-        except TurnwiseError:
-            # The check of the agent says why there is none.
-            return False
-
-    async def agent(self) -> str:
+    def agent(self) -> str:
         agents = AgentTable(self._config.rollout)
         agents.default()
         agents.check()
@@ -390,19 +374,17 @@ class _Checker:
         manager = check_manager(self._config.rollout, self._config.custom)
         return name if manager is None else f"{name}, rolled out by {manager.__qualname__}"
 
-    async def wrappers(self) -> str:
+    def wrappers(self) -> str:
         # Around an environment of no episode: one that resets may write what it records.
         env = Env()
         for wrapper in self._config.rollout.env.wrappers:
             env = wrap(env, wrapper.name, **wrapper.config)
         return ", ".join(wrapper.name for wrapper in self._config.rollout.env.wrappers)
 
-    async def group_reward(self) -> str:
-        config = self._config.rollout.group_reward
-        if config is None:
-            return "none"
-        GroupRewarder(config, write=None, executor=None)
-        return config.function
+
+def _group_reward(config: GroupRewardConfig) -> str:
+    GroupRewarder(config, write=None, executor=None)
+    return config.function
 
 
 async def _sandboxes(manager: SandboxManager) -> str:
@@ -410,29 +392,20 @@ async def _sandboxes(manager: SandboxManager) -> str:
     return "; ".join((f"{manager.config.name}, isolated by {capabilities.isolation}", *capabilities.notes))
 
 
-async def _adapters(path: Path, lora: LoRAConfig) -> str:
+def _adapters(path: Path, lora: LoRAConfig) -> str:
     info = try_adapters(path, lora)
     kinds = sorted({target.rpartition(".")[2] for target in info.targets})
     begin = "new" if lora.path is None else str(lora.path)
     return f"{begin}, of rank {info.rank} on {len(info.targets)} matrices ({', '.join(kinds)})"
 
 
-async def _loggers(config: TrainConfig) -> str:
-    check_loggers(config.loggers)
-    return ", ".join(logger.name for logger in config.loggers)
-
-
-async def _critic(policy: PolicyConfig, key: str, *, weights: bool) -> str:
+def _critic(policy: PolicyConfig, key: str, *, weights: bool) -> str:
     if policy.critic is None or policy.critic.kind == "shared":
         return "a head on the policy's model"
     path = policy.critic.path or policy.model.path
     model_settings(path, key, weights=weights)
     check_same_vocabulary(path, policy.model.path, key)
     return f"{path}: a separate model"
-
-
-def _describe_sources(reports: list[SourceReport]) -> str:
-    return "; ".join(map(str, reports))
 
 
 def _plan(config: TrainConfig) -> Iterator[str]:
