@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Final
 
 from torch import Tensor
 
 from turnwise.engine.weights import weights_directory, write_weights
-from turnwise.errors import InferenceError, RegistryError, TrainError
+from turnwise.errors import InferenceError, TrainError
 from turnwise.model.core import AdapterInfo, Replica, WeightManifest
 from turnwise.placement.local import remove_orphans
-from turnwise.plugins import load_object, register_entry
-from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
+from turnwise.trainer.algorithms.registry import ClassRegistry, ConfiguredFunction, bind
 from turnwise.trainer.config.policy import WeightTransportConfig
 
 
@@ -129,21 +127,13 @@ class SharedMemoryWriter(WeightWriter):
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-W = TypeVar("W", bound=type[WeightWriter])
+TRANSPORTS: Final = ClassRegistry(
+    WeightWriter, "weight transport", "weight_transport.name", {"shared_memory": SharedMemoryWriter}
+)
+"""Weight transports by the name that ``policies.main.weight_transport`` uses."""
 
-TRANSPORTS: dict[str, type[WeightWriter] | str] = {"shared_memory": SharedMemoryWriter}
-"""Weight transports by the name that ``policies.main.weight_transport`` uses: classes, or references to them."""
-
-
-def register_weight_transport(name: str) -> Callable[[W], W]:
-    """Register a weight transport's class. Raises RegistryError where the name is taken, or the class is none."""
-
-    def register(cls: W) -> W:
-        _check(name, cls)
-        register_entry(name, cls, TRANSPORTS, "weight transport")
-        return cls
-
-    return register
+register_weight_transport = TRANSPORTS.register
+"""Registers a weight transport's class, as a decorator."""
 
 
 def chosen_transport(config: WeightTransportConfig) -> ConfiguredFunction:
@@ -152,9 +142,7 @@ def chosen_transport(config: WeightTransportConfig) -> ConfiguredFunction:
     Raises:
         RegistryError: No such transport, or a wrong option.
     """
-    transport = find(config.name, TRANSPORTS, "weight_transport.name")
-    cls = load_object(transport, "weight transport") if isinstance(transport, str) else transport
-    _check(config.name, cls)
+    cls = TRANSPORTS.find(config.name)
     return bind(config.name, cls, config.config, key="weight_transport.config", arguments=(), data=())
 
 
@@ -167,12 +155,3 @@ def open_transport(config: WeightTransportConfig) -> WeightWriter:
     """
     writer: WeightWriter = chosen_transport(config)()
     return writer
-
-
-def _check(name: str, cls: Any) -> None:
-    if not (isinstance(cls, type) and issubclass(cls, WeightWriter)):
-        raise RegistryError(
-            f"weight transport {name!r} is {cls!r}: it must derive from turnwise.trainer.weight_sync.WeightWriter"
-        )
-    if inspect.isabstract(cls):
-        raise RegistryError(f"weight transport {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")

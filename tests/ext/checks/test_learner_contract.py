@@ -63,7 +63,7 @@ def test_it_keeps_the_contract(model: Path, name: str, ranks: RankProcesses) -> 
 
 
 def test_every_engine_is_among_them() -> None:
-    assert {name.partition("-")[0] for name in SETTINGS} >= set(ENGINES)
+    assert {name.partition("-")[0] for name in SETTINGS} >= set(ENGINES.classes)
 
 
 class ForgetsGradients(TorchLearner):

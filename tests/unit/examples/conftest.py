@@ -27,8 +27,8 @@ from turnwise.trainer.run.hooks import HOOKS
 from turnwise.trainer.weight_sync import TRANSPORTS
 
 REGISTRIES: list[Any] = [
-    agents._AGENTS, envs._ENVS, tools._TOOLS, rewards.REWARDS, inference.ENGINES, learner.ENGINES, FORMATS, BACKENDS,
-    TRANSPORTS, MANAGERS, CUSTOM_STRATEGIES, ADVANTAGES, LOSSES, LOGGERS, HOOKS,
+    agents._AGENTS, envs._ENVS, tools._TOOLS, rewards.REWARDS, inference.ENGINES, learner.ENGINES.classes, FORMATS,
+    BACKENDS, TRANSPORTS.classes, MANAGERS, CUSTOM_STRATEGIES, ADVANTAGES, LOSSES, LOGGERS.classes, HOOKS,
 ]  # fmt: skip
 FROM_FILES = "turnwise_file_"
 

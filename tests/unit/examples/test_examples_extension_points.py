@@ -25,7 +25,7 @@ from turnwise.trainer.algorithms.advantages import advantage_fn
 from turnwise.trainer.algorithms.losses import find_loss
 from turnwise.trainer.config.policy import WeightTransportConfig
 from turnwise.trainer.learn import learner
-from turnwise.trainer.observe.loggers import LoggedRun, Logger, find_logger, register_logger
+from turnwise.trainer.observe.loggers import LOGGERS, LoggedRun, Logger, register_logger
 from turnwise.trainer.run.hooks import Hooks, load_hooks, register_hooks
 from turnwise.trainer.weight_sync import chosen_transport
 
@@ -68,7 +68,7 @@ POINTS: dict[str, tuple[str, str, str, Callable[[str], Any]]] = {
     "inference engine": ("inference_engine.py", "PrefixedServer", "prefixed", inference.find_engine),
     "model engine": ("model_engine.py", "UpperLayers", "upper_layers", learner.find_engine),
     "weight transport": ("weight_transport.py", "FolderTransport", "folder", transport),
-    "logger": ("logger.py", "SQLiteLogger", "sqlite", find_logger),
+    "logger": ("logger.py", "SQLiteLogger", "sqlite", LOGGERS.find),
 }
 
 

@@ -12,7 +12,6 @@ from support.processes.warm import run_command
 from turnwise.engine.weights import read_weights
 from turnwise.errors import EngineDied, InferenceError
 from turnwise.model.core import Replica, WeightManifest
-from turnwise.trainer import weight_sync
 from turnwise.trainer.config.policy import WeightTransportConfig
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.weight_sync import TRANSPORTS, SharedMemoryWriter, WeightWriter, open_transport
@@ -61,15 +60,15 @@ def writer() -> Iterator[SharedMemoryWriter]:
 
 
 @pytest.fixture(params=["shared_memory", FOLDER], ids=["shared_memory", "folder"])
-def transport(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[WeightWriter]:
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightWriter]:
     """What keeps the contract of weight transports: the one that ships, and that of ``examples/extensions``."""
-    monkeypatch.setattr(weight_sync, "TRANSPORTS", dict(TRANSPORTS))
+    registered = dict(TRANSPORTS.classes)
     config = {} if request.param == "shared_memory" else {"directory": str(tmp_path)}
     opened = open_transport(WeightTransportConfig(name=request.param, config=config))
     yield opened
     opened.close()
+    TRANSPORTS.classes.clear()
+    TRANSPORTS.classes.update(registered)
 
 
 async def test_every_replica_loads_identical_weights(transport: WeightWriter, model_dir: Callable[..., Path]) -> None:

@@ -8,13 +8,15 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, ValidationError, create_model
 
 from turnwise.config import report_problems
 from turnwise.errors import ConfigError, RegistryError
-from turnwise.plugins import load_object
+from turnwise.plugins import load_object, register_entry
+
+C = TypeVar("C", bound=type[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,51 @@ def find(name: str, registry: Mapping[str, Any], key: str) -> Any:
     if not callable(function):
         raise RegistryError(f"{key} is {name!r}, which is a {type(function).__name__}; it must be a function")
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class ClassRegistry:
+    """Classes of one contract, by the name that a configuration uses.
+
+    Attributes:
+        contract: The abstract class that they derive from.
+        kind: What they are ("logger"), for messages.
+        key: The configuration key of the name, for messages.
+        classes: Classes, or references to them, by name.
+    """
+
+    contract: type[Any]
+    kind: str
+    key: str
+    classes: dict[str, type[Any] | str]
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """Register a class by a decorator. Raises RegistryError where the name is taken, or the class is none."""
+
+        def register(cls: C) -> C:
+            register_entry(name, self._checked(name, cls), self.classes, self.kind, of=self._loaded)
+            return cls
+
+        return register
+
+    def find(self, name: str) -> type[Any]:
+        """Return a class by its name or by reference.
+
+        Raises:
+            RegistryError: There is none, or it does not fulfil the contract.
+        """
+        return self._checked(name, self._loaded(find(name, self.classes, self.key)))
+
+    def _loaded(self, entry: Any) -> Any:
+        return load_object(entry, self.kind) if isinstance(entry, str) else entry
+
+    def _checked(self, name: str, cls: Any) -> type[Any]:
+        if not (isinstance(cls, type) and issubclass(cls, self.contract)):
+            contract = f"{self.contract.__module__}.{self.contract.__qualname__}"
+            raise RegistryError(f"{self.kind} {name!r} is {cls!r}: it must derive from {contract}")
+        if inspect.isabstract(cls):
+            raise RegistryError(f"{self.kind} {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")
+        return cls
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -24,53 +24,6 @@ from turnwise.trainer.config.train import RunName
 NotNegative = Annotated[float, Field(ge=0)]
 
 
-class OfflineConfig(Section):
-    """Keys of all offline training commands.
-
-    Attributes:
-        name: Name of the run; its directory is ``runs/name``, its model ``runs/name/model``.
-        runs: Parent of run directories.
-        overwrite: Whether an existing model is replaced.
-        seed: Seed of the data order.
-        data: A jsonl file.
-        limit: Maximum number of its rows.
-        epochs: Passes over the data, unless ``steps`` is given.
-        steps: Optimizer steps.
-        max_tokens_per_micro_batch: Tokens of one forward and backward pass; bounds memory.
-        max_tokens_per_row: Truncate longer conversations, counting the cut tokens; None truncates nothing.
-        model: The initial model.
-        optim: The optimizer.
-        schedule: The learning-rate schedule.
-        renderer: The renderer of messages.
-        loggers: Loggers beside the console and ``metrics.jsonl`` (docs/metrics.md).
-    """
-
-    name: RunName
-    runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
-    overwrite: bool = False
-    seed: Annotated[int, Field(ge=0)] = 0
-    data: ConfigPath | None = None
-    limit: PositiveInt | None = None
-    epochs: PositiveInt = 1
-    steps: PositiveInt | None = None
-    max_tokens_per_micro_batch: PositiveInt = 4096
-    max_tokens_per_row: PositiveInt | None = None
-    model: ModelConfig
-    optim: OptimConfig = OptimConfig(lr=1e-5)
-    schedule: ScheduleConfig = ScheduleConfig()
-    renderer: RendererConfig = RendererConfig()
-    loggers: LoggersConfig = Field(default_factory=list)
-
-    @property
-    def policy(self) -> PolicyConfig:
-        """Model, optimizer and schedule as one section."""
-        return PolicyConfig(model=self.model, optim=self.optim, schedule=self.schedule)
-
-    def steps_over(self, count: int, at_once: int) -> int:
-        """Return the optimizer steps over ``count`` items, ``at_once`` per step."""
-        return self.steps or self.epochs * -(-count // at_once)
-
-
 class RecordedConfig(Section):
     """Recorded trajectories of an evaluation, a training run, or the gateway.
 
@@ -111,6 +64,61 @@ class PairingConfig(RecordedConfig):
     min_gap: NotNegative = 0.0
 
 
+class OfflineConfig(Section):
+    """Keys of all offline training commands.
+
+    Attributes:
+        name: Name of the run; its directory is ``runs/name``, its model ``runs/name/model``.
+        runs: Parent of run directories.
+        overwrite: Whether an existing model is replaced.
+        seed: Seed of the data order.
+        data: A jsonl file.
+        trajectories: Instead of it: recorded trajectories.
+        limit: Maximum number of its rows.
+        epochs: Passes over the data, unless ``steps`` is given.
+        steps: Optimizer steps.
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass; bounds memory.
+        max_tokens_per_row: Truncate longer conversations, counting the cut tokens; None truncates nothing.
+        model: The initial model.
+        optim: The optimizer.
+        schedule: The learning-rate schedule.
+        renderer: The renderer of messages.
+        loggers: Loggers beside the console and ``metrics.jsonl`` (docs/metrics.md).
+    """
+
+    name: RunName
+    runs: ConfigPath = Field(default=Path("runs"), validate_default=True)
+    overwrite: bool = False
+    seed: Annotated[int, Field(ge=0)] = 0
+    data: ConfigPath | None = None
+    trajectories: RecordedConfig | None = None
+    limit: PositiveInt | None = None
+    epochs: PositiveInt = 1
+    steps: PositiveInt | None = None
+    max_tokens_per_micro_batch: PositiveInt = 4096
+    max_tokens_per_row: PositiveInt | None = None
+    model: ModelConfig
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    schedule: ScheduleConfig = ScheduleConfig()
+    renderer: RendererConfig = RendererConfig()
+    loggers: LoggersConfig = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.data is None) == (self.trajectories is None):
+            raise ValueError("either data (a jsonl file) or trajectories (recorded ones), and one")
+        return self
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """Model, optimizer and schedule as one section."""
+        return PolicyConfig(model=self.model, optim=self.optim, schedule=self.schedule)
+
+    def steps_over(self, count: int, at_once: int) -> int:
+        """Return the optimizer steps over ``count`` items, ``at_once`` per step."""
+        return self.steps or self.epochs * -(-count // at_once)
+
+
 class SFTConfig(OfflineConfig):
     """``turnwise sft``.
 
@@ -130,9 +138,7 @@ class SFTConfig(OfflineConfig):
     share_prefixes: bool = False
 
     @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.data is None) == (self.trajectories is None):
-            raise ValueError("either data (a jsonl file of demonstrations) or trajectories (recorded ones), and one")
+    def _has_its_scale(self) -> Self:
         if (self.loss_aggregation == "seq_mean_token_sum_norm") != (self.loss_scale is not None):
             raise ValueError(
                 f"loss_scale is {self.loss_scale}, and loss_aggregation is {self.loss_aggregation}: the one belongs to "
@@ -166,8 +172,6 @@ class DPOConfig(OfflineConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if (self.data is None) == (self.trajectories is None):
-            raise ValueError("either data (a jsonl file of preferences) or trajectories (recorded ones), and one")
         if self.label_smoothing and self.loss != "sigmoid":
             raise ValueError(f"no label_smoothing: the loss {self.loss} has none")
         return self
@@ -187,9 +191,3 @@ class RewardModelConfig(OfflineConfig):
     pairs: PositiveInt = 32
     center_coef: NotNegative = 0.0
     held_out: ConfigPath | None = None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.data is None) == (self.trajectories is None):
-            raise ValueError("either data (a jsonl file of preferences) or trajectories (recorded ones), and one")
-        return self

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar, overload
+from typing import Any, ClassVar, Final, Protocol, Self
 
 from torch import Tensor
 
-from turnwise.errors import RegistryError, TrainError
+from turnwise.errors import TrainError
 from turnwise.model.core import AdapterInfo
-from turnwise.plugins import load_object, register_entry
 from turnwise.trainer.algorithms.losses.core import LossSums
-from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
+from turnwise.trainer.algorithms.registry import ClassRegistry, ConfiguredFunction, bind
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
 
@@ -258,43 +256,24 @@ class ModelHost(ABC):
         """
 
 
-L = TypeVar("L", bound=type[Learner])
+ENGINES: Final = ClassRegistry(
+    Learner,
+    "engine",
+    "engine",
+    {
+        "torch": "turnwise.trainer.learn.torch_learner:TorchLearner",
+        "fsdp": "turnwise.trainer.learn.fsdp_learner:FSDPLearner",
+    },
+)
+"""Learners by the name that a configuration uses."""
 
-ENGINES: dict[str, type[Learner] | str] = {
-    "torch": "turnwise.trainer.learn.torch_learner:TorchLearner",
-    "fsdp": "turnwise.trainer.learn.fsdp_learner:FSDPLearner",
-}
-"""Learners by the name that a configuration uses: classes, or references to them."""
-
-
-@overload
-def register_engine(name: str) -> Callable[[L], L]: ...
-@overload
-def register_engine(name: str, engine: L) -> L: ...
-def register_engine(name: str, engine: Any = None) -> Any:
-    """Register a :class:`Learner` for ``policies.main.engine``; without a class, return a decorator.
-
-    Raises:
-        RegistryError: The name is taken by another engine, or the class is no learner.
-    """
-
-    def register(cls: Any) -> Any:
-        _check(name, cls)
-        register_entry(name, cls, ENGINES, "engine", of=_loaded)
-        return cls
-
-    return register if engine is None else register(engine)
+register_engine = ENGINES.register
+"""Registers a :class:`Learner` for ``policies.main.engine``, as a decorator."""
 
 
 def find_engine(name: str) -> type[Learner]:
-    """Return a learner's class by its name or by reference (``pkg.mod:Class``).
-
-    Raises:
-        RegistryError: No such learner, or the reference is none.
-    """
-    engine: type[Learner] = _loaded(find(name, ENGINES, "engine"))
-    _check(name, engine)
-    return engine
+    """Return a learner's class by its name or by reference (``pkg.mod:Class``). Raises RegistryError."""
+    return ENGINES.find(name)
 
 
 def chosen_engine(config: PolicyConfig) -> ConfiguredFunction:
@@ -333,17 +312,3 @@ def open_learner(config: PolicyConfig, total_steps: int, *, model_path: Path | N
     """
     learner: Learner = chosen_engine(config)(config, total_steps, model_path=model_path)
     return learner
-
-
-def _loaded(engine: Any) -> Any:
-    return load_object(engine, "engine") if isinstance(engine, str) else engine
-
-
-def _check(name: str, engine: Any) -> None:
-    if not (isinstance(engine, type) and issubclass(engine, Learner)):
-        raise RegistryError(
-            f"engine {name!r} is {engine!r}: it must derive from turnwise.trainer.learn.learner.Learner"
-        )
-    if inspect.isabstract(engine):
-        lacks = ", ".join(sorted(engine.__abstractmethods__))
-        raise RegistryError(f"engine {name!r} ({engine.__module__}:{engine.__qualname__}) does not define {lacks}")

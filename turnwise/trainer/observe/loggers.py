@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import re
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Final, Literal
 
 from turnwise.append_file import private_directory
-from turnwise.errors import MissingExtraError, RegistryError
-from turnwise.plugins import load_object, register_entry
-from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind, find
+from turnwise.errors import MissingExtraError
+from turnwise.trainer.algorithms.registry import ClassRegistry, ConfiguredFunction, bind
 from turnwise.trainer.config.policy import LoggerConfig
-
-LOGGERS: dict[str, type[Logger] | str] = {
-    "tensorboard": "turnwise.trainer.observe.loggers:TensorBoardLogger",
-    "wandb": "turnwise.trainer.observe.loggers:WandbLogger",
-    "trackio": "turnwise.trainer.observe.loggers:TrackioLogger",
-    "mlflow": "turnwise.trainer.observe.loggers:MLflowLogger",
-}
-"""Loggers by the name that a configuration uses: classes, or references to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,39 +68,21 @@ class Logger(ABC):
         """Flush and close. Called once, in the same thread."""
 
 
-L = TypeVar("L", bound=type[Logger])
+LOGGERS: Final = ClassRegistry(
+    Logger,
+    "logger",
+    "loggers.name",
+    {
+        "tensorboard": "turnwise.trainer.observe.loggers:TensorBoardLogger",
+        "wandb": "turnwise.trainer.observe.loggers:WandbLogger",
+        "trackio": "turnwise.trainer.observe.loggers:TrackioLogger",
+        "mlflow": "turnwise.trainer.observe.loggers:MLflowLogger",
+    },
+)
+"""Loggers by the name that a configuration uses."""
 
-
-def find_logger(name: str) -> type[Logger]:
-    """Return a logger's class by its name or by reference.
-
-    Raises:
-        RegistryError: There is none, or the reference is none.
-    """
-    logger = find(name, LOGGERS, "loggers.name")
-    return _check_class(name, _load_class(logger))
-
-
-def register_logger(name: str) -> Callable[[L], L]:
-    """Register a logger's class for ``loggers``. Raises RegistryError where the name is taken, or the class is none."""
-
-    def register(cls: L) -> L:
-        register_entry(name, _check_class(name, cls), LOGGERS, "logger", of=_load_class)
-        return cls
-
-    return register
-
-
-def _load_class(logger: Any) -> Any:
-    return load_object(logger, "logger") if isinstance(logger, str) else logger
-
-
-def _check_class(name: str, cls: Any) -> type[Logger]:
-    if not (isinstance(cls, type) and issubclass(cls, Logger)):
-        raise RegistryError(f"logger {name!r} is {cls!r}: it must derive from turnwise.trainer.observe.loggers.Logger")
-    if inspect.isabstract(cls):
-        raise RegistryError(f"logger {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")
-    return cls
+register_logger = LOGGERS.register
+"""Registers a logger's class for ``loggers``, as a decorator."""
 
 
 def chosen_logger(config: LoggerConfig) -> ConfiguredFunction:
@@ -119,7 +91,7 @@ def chosen_logger(config: LoggerConfig) -> ConfiguredFunction:
     Raises:
         RegistryError: No such logger, or a wrong option.
     """
-    cls = find_logger(config.name)
+    cls = LOGGERS.find(config.name)
     return bind(config.name, cls, config.config, key="loggers.config", arguments=("run",), data=())
 
 

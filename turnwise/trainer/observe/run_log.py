@@ -26,7 +26,7 @@ from rich.table import Table
 from turnwise.append_file import AppendFile, private_directory, writing
 from turnwise.errors import ConfigError, FormatError, TurnwiseError
 from turnwise.trainer.config.policy import LoggerConfig
-from turnwise.trainer.observe.loggers import LoggedRun, Logger, chosen_logger, find_logger
+from turnwise.trainer.observe.loggers import LOGGERS, LoggedRun, Logger, chosen_logger
 from turnwise.trainer.observe.metrics import figures
 
 
@@ -97,7 +97,7 @@ def check_loggers(configs: Sequence[LoggerConfig]) -> str:
         MissingExtraError: One is not installed.
     """
     for config in configs:
-        find_logger(config.name).check()
+        LOGGERS.find(config.name).check()
     return ", ".join(config.name for config in configs)
 
 
