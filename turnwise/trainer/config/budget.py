@@ -76,16 +76,3 @@ class BudgetConfig(Section):
             "wall_time": self.wall_time,
         }
         return {name: float(limit) for name, limit in limits.items() if limit is not None}
-
-
-def check_limits(steps: int | None, config: BudgetConfig) -> None:
-    """Reject a run without a limit.
-
-    Raises:
-        ValueError: Neither ``steps`` nor a budget is given.
-    """
-    if steps is None and not config.limits:
-        raise ValueError(
-            "neither steps nor a budget is given: give steps, or budget.trained_tokens, budget.sampled_tokens or "
-            "budget.wall_time (such as 2h30m)"
-        )

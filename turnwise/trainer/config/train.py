@@ -19,7 +19,7 @@ from turnwise.rollout.replay.strategies import MemberRule, StragglerDeadline
 from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.trees import TREE_CREDITS
-from turnwise.trainer.config.budget import UNKNOWN_STEPS, BudgetConfig, check_limits
+from turnwise.trainer.config.budget import UNKNOWN_STEPS, BudgetConfig
 from turnwise.trainer.config.policy import LoggersConfig, PolicyConfig, PositiveInt, check_policies, merged_section
 
 
@@ -64,18 +64,6 @@ class CheckpointConfig(Section):
     every: Annotated[int, Field(gt=0)] = 10
     keep: Annotated[int, Field(gt=0)] | None = 2
     best: BestConfig | None = None
-
-    def check_best(self, *, evaluates: bool) -> None:
-        """Check that the run measures the metric of ``best``.
-
-        Raises:
-            ValueError: It is a metric of evaluations, and there are none.
-        """
-        if self.best is not None and self.best.metric.startswith("eval/") and not evaluates:
-            raise ValueError(
-                f"checkpoint.best.metric is {self.best.metric}, but nothing is evaluated: give eval, or name a logged "
-                "metric such as reward/mean"
-            )
 
 
 class TailConfig(Section):
@@ -124,19 +112,6 @@ class BatchConfig(Section):
         return math.ceil(round(fresh * self.over_sample, 6))
 
 
-def check_over_sample(batch: BatchConfig, *, sync: bool) -> None:
-    """Reject ``over_sample`` in an asynchronous mode.
-
-    Raises:
-        ValueError: It is above 1.
-    """
-    if not sync and batch.over_sample > 1:
-        raise ValueError(
-            f"batch.over_sample is {batch.over_sample:g}, but an asynchronous mode always has further groups on their "
-            "way, and carries them: remove it (replay.ahead says how many)"
-        )
-
-
 Mode: TypeAlias = Literal["sync", "colocate_async", "separate_async"]
 
 
@@ -152,55 +127,6 @@ class OverlapConfig(Section):
 
     sampling: Literal["continue", "pause"] = "continue"
     stream: Annotated[int, Field(ge=1)] = 1
-
-
-def check_mode(mode: Mode, overlap: OverlapConfig, *, groups: int, passes: int) -> None:
-    """Reject keys of ``overlap`` that the mode does not read; ``passes`` is epochs times minibatches.
-
-    Raises:
-        ValueError: A key does not apply to the mode.
-    """
-    if mode == "sync" and overlap != OverlapConfig():
-        raise ValueError(
-            "overlap is given, but mode is sync, where nothing overlaps: remove it, or set mode to colocate_async or "
-            "separate_async"
-        )
-    if overlap.sampling == "pause" and mode != "colocate_async":
-        raise ValueError(
-            f"overlap.sampling is pause, but mode is {mode}, whose servers are never paused: remove it, or set "
-            "mode to colocate_async"
-        )
-    if overlap.stream == 1:
-        return
-    if mode != "separate_async":
-        raise ValueError(f"overlap.stream is {overlap.stream}, but mode is {mode}: only separate_async streams")
-    if overlap.stream > groups:
-        raise ValueError(f"overlap.stream is {overlap.stream}, but a batch has {groups} groups (batch.groups)")
-    if passes > 1:
-        raise ValueError(
-            f"overlap.stream is {overlap.stream}, and each part is trained by exactly one optimizer step: set "
-            "algorithm.epochs and algorithm.minibatches to 1"
-        )
-
-
-def check_placement(placement: PlacementName, ray: RayConfig, rollout: RolloutConfig) -> None:
-    """Reject keys that do not go with the placement.
-
-    Raises:
-        ValueError: A key does not apply to it.
-    """
-    if placement == "local":
-        if ray != RayConfig():
-            raise ValueError(
-                "ray is given, but placement is local, where all runs on this machine: set placement to ray"
-            )
-        return
-    for key, value in (("remote", rollout.remote), ("agent_loop_manager_class", rollout.agent_loop_manager_class)):
-        if value is not None:
-            raise ValueError(
-                f"rollout.{key} is given, but by placement ray workers of the cluster play the episodes: remove it, or "
-                "set placement to local"
-            )
 
 
 RunName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -387,52 +313,100 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
-        check_limits(self.steps, self.budget)
-        passes = max(algorithm.epochs * algorithm.minibatches for algorithm in self.algorithms.values())
-        check_mode(self.mode, self.overlap, groups=self.batch.groups, passes=passes)
-        check_over_sample(self.batch, sync=self.mode == "sync")
+        if self.steps is None and not self.budget.limits:
+            raise ValueError(
+                "neither steps nor a budget is given: give steps, or budget.trained_tokens, budget.sampled_tokens or "
+                "budget.wall_time (such as 2h30m)"
+            )
+        best = self.checkpoint.best
+        if best is not None and best.metric.startswith("eval/") and self.eval is None:
+            raise ValueError(
+                f"checkpoint.best.metric is {best.metric}, but nothing is evaluated: give eval, or name a logged "
+                "metric such as reward/mean"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlaps_by_its_mode(self) -> Self:
+        mode, overlap, batch = self.mode, self.overlap, self.batch
+        if mode != "sync" and batch.over_sample > 1:
+            raise ValueError(
+                f"batch.over_sample is {batch.over_sample:g}, but an asynchronous mode always has further groups on "
+                "their way, and carries them: remove it (replay.ahead says how many)"
+            )
+        if mode == "sync" and overlap != OverlapConfig():
+            raise ValueError(
+                "overlap is given, but mode is sync, where nothing overlaps: remove it, or set mode to colocate_async "
+                "or separate_async"
+            )
+        if overlap.sampling == "pause" and mode != "colocate_async":
+            raise ValueError(
+                f"overlap.sampling is pause, but mode is {mode}, whose servers are never paused: remove it, or set "
+                "mode to colocate_async"
+            )
+        if overlap.stream == 1:
+            return self
+        if mode != "separate_async":
+            raise ValueError(f"overlap.stream is {overlap.stream}, but mode is {mode}: only separate_async streams")
+        if overlap.stream > batch.groups:
+            raise ValueError(
+                f"overlap.stream is {overlap.stream}, but a batch has {batch.groups} groups (batch.groups)"
+            )
+        if any(algorithm.epochs * algorithm.minibatches > 1 for algorithm in self.algorithms.values()):
+            raise ValueError(
+                f"overlap.stream is {overlap.stream}, and each part is trained by exactly one optimizer step: set "
+                "algorithm.epochs and algorithm.minibatches to 1"
+            )
         return self
 
     @model_validator(mode="after")
     def _places(self) -> Self:
-        check_placement(self.placement, self.ray, self.rollout)
         search = None if self.eval is None else self.eval.search
         check_search(search, self.rollout)
-        if search is not None and self.placement == "ray":
+        if self.placement == "local":
+            if self.ray != RayConfig():
+                raise ValueError(
+                    "ray is given, but placement is local, where all runs on this machine: set placement to ray"
+                )
+            return self
+        by_workers = {
+            "rollout.remote": self.rollout.remote,
+            "rollout.agent_loop_manager_class": self.rollout.agent_loop_manager_class,
+            "eval.search": search,
+        }
+        for key, value in by_workers.items():
+            if value is not None:
+                raise ValueError(
+                    f"{key} is given, but by placement ray workers of the cluster play the episodes: remove it, or "
+                    "set placement to local"
+                )
+        if self.leagues:
             raise ValueError(
-                "eval.search is given, but by placement ray workers of the cluster play the episodes: remove it, or "
+                f"placement is ray, whose workers do not know the versions of the league {next(iter(self.leagues))}: "
                 "set placement to local"
             )
         return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        self.checkpoint.check_best(evaluates=self.eval is not None)
         check_policies(self.policies, self.rollout)
-        if len(self.policies) > 1 or self.leagues:
-            self._check_several()
+        self._check_servers()
         for name in self.policies:
             alone = self.of_policy(name)
             check_algorithm(name, alone)
             check_teacher_named(alone)
         return self
 
-    def _check_several(self) -> None:
-        if self.placement == "ray" and self.leagues:
-            raise ValueError(
-                f"placement is ray, whose workers do not know the versions of the league {next(iter(self.leagues))}: "
-                "set placement to local"
-            )
+    def _check_servers(self) -> None:
         policy_by_url: dict[str, str] = {}
         for name in self.served:
             inference = self.of_policy(name).inference
             for url in inference.urls:
-                if url in policy_by_url:
+                if (other := policy_by_url.setdefault(url, name)) != name:
                     raise ValueError(
-                        f"inference.url {url} would serve the policies {policy_by_url[url]} and {name}, whose weights "
-                        f"differ: give each its own policies.{name}.inference.url"
+                        f"inference.url {url} would serve the policies {other} and {name}, whose weights differ: give "
+                        f"each its own policies.{name}.inference.url"
                     )
-                policy_by_url[url] = name
 
     @property
     def policy(self) -> PolicyConfig:
