@@ -39,15 +39,14 @@ class BestCheckpoints:
     def __init__(self, directory: Path, config: BestConfig) -> None:
         self._directory = directory
         self._config = config
+        self._sign = 1 if config.mode == "max" else -1
         self._value_by_step: dict[int, float] | None = None
 
     def note(self, step: int, figures: Mapping[str, float]) -> None:
         """Record the value of a step, or remove an earlier process's value."""
-        values = {**self._values()}
-        value = figures.get(self._config.metric)
-        if value is None or not math.isfinite(value):
-            values.pop(step, None)
-        else:
+        value = self._finite(figures)
+        values = {number: figure for number, figure in self._values().items() if number != step}
+        if value is not None:
             values[step] = value
         if values == self._values():
             return
@@ -58,21 +57,13 @@ class BestCheckpoints:
     def best(self, steps: Collection[int]) -> int | None:
         """Return the best of the checkpointed steps, or None where none has a figure; ties prefer the newest."""
         values = self._values()
-        sign = 1 if self._config.mode == "max" else -1
-        return max(
-            (step for step in steps if step in values), key=lambda step: (sign * values[step], step), default=None
-        )
+        rated = [step for step in steps if step in values]
+        return max(rated, key=lambda step: (self._sign * values[step], step), default=None)
 
     def improves(self, figures: Mapping[str, float], steps: Collection[int]) -> bool:
         """Whether a new checkpoint with these figures would be the best."""
-        value = figures.get(self._config.metric)
-        if value is None or not math.isfinite(value):
-            return False
-        step = self.best(steps)
-        if step is None:
-            return True
-        best = self._values()[step]
-        return value > best if self._config.mode == "max" else value < best
+        value, best = self._finite(figures), self.best(steps)
+        return value is not None and (best is None or self._sign * (value - self._values()[best]) > 0)
 
     def link(self, steps: Collection[int]) -> None:
         """Atomically point ``best`` to the best checkpoint; remove it if there is none."""
@@ -88,6 +79,10 @@ class BestCheckpoints:
         draft.unlink(missing_ok=True)
         draft.symlink_to(target)
         draft.rename(link)
+
+    def _finite(self, figures: Mapping[str, float]) -> float | None:
+        value = figures.get(self._config.metric)
+        return None if value is None or not math.isfinite(value) else value
 
     def _values(self) -> dict[int, float]:
         if self._value_by_step is None:
