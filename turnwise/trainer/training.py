@@ -57,7 +57,7 @@ class Training:
     @property
     def train_tasks(self) -> list[Task]:
         """The training tasks; of a streamed source those in memory."""
-        return self.run.tasks.ahead()
+        return list(self.run.tasks.ahead())
 
     @property
     def val_tasks(self) -> list[Task]:

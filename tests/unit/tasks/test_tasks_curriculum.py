@@ -16,7 +16,7 @@ from turnwise.errors import TaskError
 from turnwise.tasks import SourceConfig, Task, TaskOrder, open_order
 from turnwise.tasks.config import POOL_FLOOR, CurriculumConfig, pools_of
 from turnwise.tasks.order import CurriculumOrder, LevelOrder, shares_of
-from turnwise.trainer.run.task_scheduler import TaskStream
+from turnwise.trainer.run.task_scheduler import task_metrics
 
 TASKS = [Task(f"t{number}", str(number)) for number in range(12)]
 HARD, MIDDLE, EASY = [0.0] * 4, [1.0, 0.0, 1.0, 0.0], [1.0] * 4
@@ -180,9 +180,8 @@ def test_rates_of_levels_are_metrics(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"id": task.id, "prompt": "x", "data": task.data}) + "\n" for task in LEVELLED))
     order, _ = open_order(str(file), curriculum=BY_LEVEL, seed=1)
-    stream = TaskStream(order, BY_LEVEL)
     of_levels(order, 3)
-    figures = stream.metrics()
+    figures = task_metrics(order, BY_LEVEL)
     assert {name: value for name, value in figures.items() if name.startswith("curriculum/rate/")} == {
         "curriculum/rate/0": 1.0,
         "curriculum/rate/1": 0.5,

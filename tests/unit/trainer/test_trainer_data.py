@@ -11,12 +11,13 @@ import pytest
 from support.chat.toy_renderer import ToyRenderer
 from turnwise.errors import ConfigError, TaskError
 from turnwise.tasks import InMemoryOrder, Task
+from turnwise.tasks.order import TaskOrder
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.experience import build_experience, collect
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.metrics import meaning
 from turnwise.trainer.run.checkpoint import TrainerState
-from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
+from turnwise.trainer.run.task_scheduler import open_tasks, task_metrics
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, as_ids
 
@@ -37,17 +38,14 @@ def rows(path: Path, count: int, length: int = 3) -> str:
     return str(path)
 
 
-def ids(stream: TaskStream, groups: int) -> list[tuple[str, int]]:
-    return [(request.task.id, request.epoch) for request in stream.take(groups, 4)]
+def ids(order: TaskOrder, groups: int) -> list[tuple[str, int]]:
+    return [(task.id, epoch) for task, epoch in (order.next() for _ in range(groups))]
 
 
-def test_requests_of_a_step_continue_over_the_end_of_an_epoch() -> None:
-    stream = TaskStream(InMemoryOrder([Task(name, "p") for name in "abc"], shuffle=False))
-    requests = stream.take(2, 4) + stream.take(2, 4)
-    assert [(r.task.id, r.epoch, r.group_size, r.partition) for r in requests] == [
-        ("a", 0, 4, "train"), ("b", 0, 4, "train"), ("c", 0, 4, "train"), ("a", 1, 4, "train"),
-    ]  # fmt: skip
-    assert (stream.epoch, stream.position, stream.metrics()) == (1, 1, {})
+def test_tasks_of_a_step_continue_over_the_end_of_an_epoch() -> None:
+    order = InMemoryOrder([Task(name, "p") for name in "abc"], shuffle=False)
+    assert ids(order, 2) + ids(order, 2) == [("a", 0), ("b", 0), ("c", 0), ("a", 1)]
+    assert (order.epoch, order.position, task_metrics(order, None)) == (1, 1, {})
 
 
 @pytest.mark.parametrize("form", ["one", "streamed", "mix"])
@@ -81,7 +79,7 @@ async def test_long_prompts_are_left_out_counted_and_logged(tmp_path: Path) -> N
     stream, [report] = await open_tasks(config(str(text), max_prompt_tokens=1500), ToyRenderer(), TrainerState(0))
     assert str(report) == "a: 3 tasks; 6 left out: more than 1500 tokens"
     assert {name for name, _ in ids(stream, 6)} == {"a-0", "a-3", "a-6"}
-    assert stream.metrics() == {"tasks/left_out": 6.0}
+    assert task_metrics(stream, None) == {"tasks/left_out": 6.0}
     assert meaning("tasks/left_out")
     with pytest.raises(TaskError, match="all of its rows were left out: 9"):
         await open_tasks(config(str(text), max_prompt_tokens=2), ToyRenderer(), TrainerState(0))

@@ -19,7 +19,7 @@ from turnwise.rollout.replay.strategies import Choice, Fifo, Filtered, Mixed, St
 from turnwise.tasks import Task
 from turnwise.tasks.order import InMemoryOrder
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
-from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
+from turnwise.trainer.run.task_scheduler import TaskScheduler
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.types import StopReason, ToolCall
 
@@ -48,11 +48,11 @@ class Asked:
         return TrajectoryGroup(name, request.task.id, [member], request.partition)
 
 
-class Told(TaskStream):
+class Told(InMemoryOrder):
     """Records the tasks whose rewards it learns from."""
 
-    def __init__(self, order: InMemoryOrder) -> None:
-        super().__init__(order)
+    def __init__(self, state) -> None:
+        super().__init__(TASKS, shuffle=False, state=state)
         self.told: list[str] = []
 
     def learn(self, task_id, rewards) -> None:
@@ -89,7 +89,7 @@ def make_scheduler(
         "name": "x", "steps": 1, "policies": {"main": {"model": {"path": Path("m")}}}, "rollout": rollout, **changes,
     })  # fmt: skip
     manager, buffer = Asked(), LocalReplayBuffer(strategy)
-    stream = Told(InMemoryOrder(TASKS, shuffle=False, state=state))
+    stream = Told(state)
     return TaskScheduler(config, stream, manager, buffer, lambda: 0), manager, buffer, stream
 
 
@@ -343,7 +343,7 @@ async def test_a_group_that_is_trained_again_counts_once_for_its_task() -> None:
 
     config = make_scheduler()[0]._config
     buffer, manager = LocalReplayBuffer(Mixed(0.5, 2, 4)), Asked()
-    scheduler = TaskScheduler(config, TaskStream(Watched(TASKS, shuffle=False)), manager, buffer, lambda: 0)
+    scheduler = TaskScheduler(config, Watched(TASKS, shuffle=False), manager, buffer, lambda: 0)
     scheduler.top_up(2)
     for number in range(2):
         await buffer.put(manager.group(number))

@@ -27,6 +27,7 @@ from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.metrics import dropped_tokens, split_policy, tool_metrics
 from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
 from turnwise.trainer.run.policies import TrainedPolicy
+from turnwise.trainer.run.task_scheduler import task_metrics
 from turnwise.trajectory import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -456,7 +457,7 @@ def step_record(run: TrainRun, parts: Sequence[TrainedBatch], until: float) -> d
 
     At least one of its parts has a trajectory.
     """
-    metrics = merge_metrics([part.metrics for part in parts]) | run.tasks.metrics()
+    metrics = merge_metrics([part.metrics for part in parts]) | task_metrics(run.tasks, run.config.curriculum)
     return metrics | _times(run.config.mode, parts, until, metrics)
 
 

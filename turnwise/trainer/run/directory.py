@@ -30,6 +30,7 @@ from turnwise.rollout.preflight import load_checked
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.config import allowed_uses, check_replay
 from turnwise.tasks.core import Task
+from turnwise.tasks.order import TaskOrder
 from turnwise.trainer.algorithms.credit import load_credit
 from turnwise.trainer.config.train import CheckpointConfig, TrainConfig
 from turnwise.trainer.learn.distill import check_teacher
@@ -43,7 +44,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, load_
 from turnwise.trainer.run.hooks import Hooks, load_hooks
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trainer.run.policies import LoadedPolicy, check_shared_servers
-from turnwise.trainer.run.task_scheduler import TaskStream, open_tasks
+from turnwise.trainer.run.task_scheduler import open_tasks
 
 CHECKPOINTS = "checkpoints"
 _MOST_NAMED = 4
@@ -276,7 +277,7 @@ class Start:
     store: CheckpointStore
     state: TrainerState
     policies: dict[str, LoadedPolicy]
-    tasks: TaskStream
+    tasks: TaskOrder
     eval_tasks: list[Task]
     frozen: dict[str, Renderer]
     began: float

@@ -34,6 +34,7 @@ from turnwise.rollout.preflight import check_room
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.config import make_buffer
 from turnwise.tasks.core import Task
+from turnwise.tasks.order import TaskOrder
 from turnwise.trainer.algorithms.gap import Gaps
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import Teacher
@@ -48,7 +49,7 @@ from turnwise.trainer.run.directory import RunDirectory, Start, at_exit, cpu_sec
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.league import League
 from turnwise.trainer.run.policies import TrainedPolicy, serve_policies, serving_together, sync_weights
-from turnwise.trainer.run.task_scheduler import TaskScheduler, TaskStream
+from turnwise.trainer.run.task_scheduler import TaskScheduler
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -163,7 +164,7 @@ class TrainRun:
     directory: Path
     policies: dict[str, TrainedPolicy]
     leagues: dict[str, League]
-    tasks: TaskStream
+    tasks: TaskOrder
     eval_tasks: list[Task]
     buffer: ReplayBuffer
     manager: Rollouts
@@ -374,7 +375,7 @@ async def _check_room(run: TrainRun, console: Console) -> None:
     limits = [rollout.context_length, (await policy.served()).info.context_length]
     context = min(limit for limit in limits if limit is not None)
     warn = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    await check_room(run.tasks.ahead(), rollout, policy.renderer, context, warn)
+    await check_room(list(run.tasks.ahead()), rollout, policy.renderer, context, warn)
 
 
 async def _assemble(

@@ -23,57 +23,19 @@ from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
 
-class TaskStream:
-    """Takes tasks in order, as rollout requests; :meth:`state` determines all that follows."""
-
-    def __init__(self, order: TaskOrder, curriculum: CurriculumConfig | None = None) -> None:
-        self._order = order
-        self._curriculum = curriculum
-
-    @property
-    def epoch(self) -> int:
-        """Completed passes over the tasks; 0 for a mix, whose sources have separate epochs."""
-        return self._order.epoch
-
-    @property
-    def position(self) -> int:
-        """Tasks taken in the current epoch; for a mix, in total."""
-        return self._order.position
-
-    def ahead(self) -> list[Task]:
-        """Return the tasks in memory: all of them, unless a source is streamed."""
-        return list(self._order.ahead())
-
-    def take(self, groups: int, group_size: int, *, greedy_baseline: bool = False) -> list[RolloutRequest]:
-        """Return the requests of the next groups.
-
-        Raises:
-            TaskError: A row cannot be read.
-        """
-        rows = [self._order.next() for _ in range(groups)]
-        return [RolloutRequest(task, epoch, group_size, greedy_baseline=greedy_baseline) for task, epoch in rows]
-
-    def state(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        return self._order.state()
-
-    def metrics(self) -> dict[str, float]:
-        """Return the number of skipped rows, if any, and the metrics of a curriculum."""
-        left_out = sum(self._order.dropped().values())
-        figures = {} if self._curriculum is None else self._curriculum.figures(self._order.rates())
-        if self._curriculum is not None and self._curriculum.by is not None:
-            rates = self._order.rates_by_value()
-            figures |= {f"curriculum/rate/{value.replace('/', '_')}": rate for value, rate in rates.items()}
-        return {"tasks/left_out": float(left_out), **figures} if left_out else figures
-
-    def learn(self, task_id: str, rewards: Sequence[float]) -> None:
-        """Pass the rewards of a group to the curriculum."""
-        self._order.learn(task_id, rewards)
+def task_metrics(order: TaskOrder, curriculum: CurriculumConfig | None) -> dict[str, float]:
+    """Return the number of skipped rows, if any, and the metrics of a curriculum."""
+    left_out = sum(order.dropped().values())
+    figures = {} if curriculum is None else curriculum.figures(order.rates())
+    if curriculum is not None and curriculum.by is not None:
+        rates = order.rates_by_value()
+        figures |= {f"curriculum/rate/{value.replace('/', '_')}": rate for value, rate in rates.items()}
+    return {"tasks/left_out": float(left_out), **figures} if left_out else figures
 
 
 async def open_tasks(
     config: TrainConfig, renderer: Renderer, state: TrainerState
-) -> tuple[TaskStream, list[SourceReport]]:
+) -> tuple[TaskOrder, list[SourceReport]]:
     """Open the tasks of a run at its state; also return reports on their sources.
 
     Raises:
@@ -93,7 +55,7 @@ async def open_tasks(
     )
     await check_specs(order.ahead(), config.rollout)
     await check_tools_shown(order.ahead(), renderer, config.rollout)
-    return TaskStream(order, config.curriculum), reports
+    return order, reports
 
 
 SURPLUS = "surplus"
@@ -124,12 +86,7 @@ class TaskScheduler:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        tasks: TaskStream,
-        manager: Rollouts,
-        buffer: ReplayBuffer,
-        version: Callable[[], int],
+        self, config: TrainConfig, tasks: TaskOrder, manager: Rollouts, buffer: ReplayBuffer, version: Callable[[], int]
     ) -> None:
         self._config = config
         self._tasks = tasks
@@ -159,7 +116,8 @@ class TaskScheduler:
         """
         size, greedy = group_size or self._config.rollout.group_size, self._config.greedy_baseline
         restored = [self._restored.popleft() for _ in range(min(groups, len(self._restored)))]
-        return [*restored, *self._tasks.take(groups - len(restored), size, greedy_baseline=greedy)]
+        rows = [self._tasks.next() for _ in range(groups - len(restored))]
+        return [*restored, *(RolloutRequest(task, epoch, size, greedy_baseline=greedy) for task, epoch in rows)]
 
     def issue(self, requests: Sequence[RolloutRequest], *, by_caller: bool = False) -> None:
         """Request rollouts, except of groups that an earlier process finished.
