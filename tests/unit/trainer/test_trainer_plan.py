@@ -30,10 +30,10 @@ from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.scale.cluster import ClusterConfig, Placement
 from turnwise.trainer.scale.memory import (
-    ModelSharding,
     activation_bytes,
     layer_activations,
     optimizer_bytes,
+    sharding_of,
     trainer_parts,
 )
 from turnwise.trainer.scale.plan import Plan, check_plan
@@ -329,7 +329,7 @@ def test_placement_takes_named_devices_or_follows_from_the_mode(
     placement = Placement.of(config(large, **sharded(large, 2), inference=inference, mode=mode))
     assert placement.trainer == (0, 1)
     assert placement.servers == servers
-    assert ModelSharding.of(PolicyConfig.model_validate(sharded(large, 2)["policies"]["main"])).ranks == 2
+    assert sharding_of(PolicyConfig.model_validate(sharded(large, 2)["policies"]["main"])).ranks == 2
 
 
 def test_plan_that_exceeds_memory_raises_with_largest_parts_and_remedies(large: Path) -> None:

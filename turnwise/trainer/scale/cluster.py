@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from turnwise.config import Section
 from turnwise.placement.devices import number_of
 from turnwise.trainer.config.train import TrainConfig
-from turnwise.trainer.scale.memory import ModelSharding, tensor_parallel
+from turnwise.trainer.scale.memory import sharding_of, tensor_parallel
 
 DEVICES: Final[Mapping[str, float]] = {
     "a100-40": 40,
@@ -94,7 +94,7 @@ class Placement:
         Where no device is named, servers of ``separate_async`` follow the trainer's devices (at ``first_free`` or
         later), as that mode is meant for, and those of other modes share them in turn.
         """
-        ranks, inference = ModelSharding.of(config.policy).ranks, config.inference
+        ranks, inference = sharding_of(config.policy).ranks, config.inference
         trainer = tuple(range(ranks)) if ranks > 1 else (number_of(config.policy.model.device) or 0,)
         width, count = tensor_parallel(inference), len(inference.urls) or inference.replicas
         gpus = [] if inference.engine == "builtin" else inference.server.gpus

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.engines import served_dtype
 from turnwise.inference.vllm import kv_bytes
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import TrainConfig
+from turnwise.trainer.learn.learner import chosen_engine
+from turnwise.trainer.learn.rank_processes import Sharding
 from turnwise.trainer.scale.shape import ModelShape
 
 Part: TypeAlias = tuple[str, float]
@@ -29,35 +30,14 @@ _KV_TOKENS: Final = 131_072
 _ADAPTER_RANK: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSharding:
-    """How the trainer's engine spreads a model.
+def sharding_of(policy: PolicyConfig) -> Sharding:
+    """Return how the trainer's engine spreads a model; every engine but ``fsdp`` shards nothing."""
+    return Sharding(**chosen_engine(policy).options) if policy.engine == "fsdp" else Sharding(ranks=1)
 
-    Attributes:
-        ranks: Processes that hold a share each; 1 where nothing is sharded.
-        bfloat16: Whether weights are gathered in bfloat16.
-        cpu_offload: Whether shares are in main memory while a device computes.
-        sequence_parallel: Ranks that compute each micro-batch together, a slice of its tokens each.
-    """
 
-    ranks: int = 1
-    bfloat16: bool = False
-    cpu_offload: bool = False
-    sequence_parallel: int = 1
-
-    @classmethod
-    def of(cls, policy: PolicyConfig) -> ModelSharding:
-        """Return what ``policies.main.engine`` and its options say; every engine but ``fsdp`` shards nothing."""
-        if policy.engine != "fsdp":
-            return cls()
-        options: Mapping[str, Any] = policy.engine_options
-        bfloat16, cpu_offload = bool(options.get("mixed_precision")), bool(options.get("cpu_offload"))
-        return cls(int(options.get("ranks", 2)), bfloat16, cpu_offload, int(options.get("sequence_parallel", 1)))
-
-    @property
-    def share(self) -> float:
-        """Share of weights and states that a device holds between micro-batches."""
-        return 0.0 if self.cpu_offload else 1 / self.ranks
+def _share(sharding: Sharding) -> float:
+    """Return the share of weights and states that a device holds between micro-batches."""
+    return 0.0 if sharding.cpu_offload else 1 / sharding.ranks
 
 
 def optimizer_bytes(shape: ModelShape, optim: OptimConfig) -> int:
@@ -117,21 +97,21 @@ def loss_bytes(shape: ModelShape, tokens: int) -> float:
 
 def trainer_parts(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> Iterator[Part]:
     """Yield the parts of the memory of each device of the trainer; ``critic`` is its shape, if it is another model."""
-    policy, sharded = config.policy, ModelSharding.of(config.policy)
-    yield from weight_parts(shape, policy, sharded)
-    yield from step_parts(shape, policy, sharded, config.batch.max_tokens_per_micro_batch)
+    policy, sharding = config.policy, sharding_of(config.policy)
+    yield from weight_parts(shape, policy, sharding)
+    yield from step_parts(shape, policy, sharding, config.batch.max_tokens_per_micro_batch)
     if policy.critic is not None and policy.critic.kind == "shared":
         # A head on the policy's model.
         yield "critic", (8 + 8) * (shape.hidden + 1)
     elif policy.critic is not None:
-        yield "critic", sharded.share * critic_bytes(critic or shape, policy.optim)
+        yield "critic", _share(sharding) * critic_bytes(critic or shape, policy.optim)
     kl, lora = config.algorithm.kl, policy.model.lora
     # The reference of adapters that started at zero is the policy without them, and takes nothing.
     if kl is not None and (kl.reference != "initial" or lora is None or lora.path is not None):
-        yield "reference", sharded.share * 4 * shape.parameters
+        yield "reference", _share(sharding) * 4 * shape.parameters
 
 
-def weight_parts(shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding) -> Iterator[Part]:
+def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) -> Iterator[Part]:
     """Yield what a device holds of the policy between micro-batches.
 
     In float32 ``4 N`` of weights, ``4 N`` of gradients and the optimizer's state, each over the ranks (Rajbhandari et
@@ -142,13 +122,13 @@ def weight_parts(shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding
     if lora is not None:
         trained = shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
         state = 8 * trained
-        yield "adapters", sharded.share * 4 * trained
-    yield "weights", sharded.share * 4 * shape.parameters
-    yield "gradients", sharded.share * 4 * trained
-    yield "optimizer states", sharded.share * state
+        yield "adapters", _share(sharding) * 4 * trained
+    yield "weights", _share(sharding) * 4 * shape.parameters
+    yield "gradients", _share(sharding) * 4 * trained
+    yield "optimizer states", _share(sharding) * state
 
 
-def step_parts(shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding, tokens: int) -> Iterator[Part]:
+def step_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding, tokens: int) -> Iterator[Part]:
     """Yield what a device holds while it computes a micro-batch of so many tokens.
 
     Weights to compute with: under autocast bfloat16 copies of the layers' matrices (``2 N``), which it keeps until the
@@ -157,13 +137,13 @@ def step_parts(shape: ModelShape, policy: PolicyConfig, sharded: ModelSharding, 
     3.4).
     """
     model = policy.model
-    if sharded.ranks > 1:
-        yield "gathered weights", (2 if sharded.bfloat16 else 4) * (shape.embeddings + 2 * shape.layer)
-        yield "gathered gradients", (4 + 2 * sharded.bfloat16) * max(shape.layer, shape.embeddings)
-    if model.compute_dtype == "bfloat16" and not (sharded.ranks > 1 and sharded.bfloat16):
+    if sharding.ranks > 1:
+        yield "gathered weights", (2 if sharding.mixed_precision else 4) * (shape.embeddings + 2 * shape.layer)
+        yield "gathered gradients", (4 + 2 * sharding.mixed_precision) * max(shape.layer, shape.embeddings)
+    if model.compute_dtype == "bfloat16" and not (sharding.ranks > 1 and sharding.mixed_precision):
         yield "bfloat16 weights", 2 * shape.layer_matrices
     # Jacobs et al. 2023, "DeepSpeed-Ulysses" (arXiv:2309.14509), section 3: each rank has a slice of the tokens.
-    tokens_of_rank = -(-tokens // sharded.sequence_parallel)
+    tokens_of_rank = -(-tokens // sharding.sequence_parallel)
     yield "activations", activation_bytes(shape, model, tokens_of_rank, model.gradient_checkpointing)
     yield "logits", loss_bytes(shape, tokens_of_rank)
 
@@ -218,12 +198,12 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
     the last one is removed: ``8 N``, or of adapters as much of them. Each rank of the engine ``fsdp`` loads the whole
     model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each.
     """
-    lora, sharded = config.policy.model.lora, ModelSharding.of(config.policy)
+    lora, sharding = config.policy.model.lora, sharding_of(config.policy)
     sent = shape.parameters if lora is None else shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
     yield "two versions of the weights on their way to servers", 8.0 * sent
-    if sharded.ranks > 1:
+    if sharding.ranks > 1:
         yield "each rank that loads the model, as many at a time as there is room for", 4.0 * shape.parameters
-    if sharded.cpu_offload:
+    if sharding.cpu_offload:
         states = optimizer_bytes(shape, config.policy.optim)
         yield "shares and optimizer states of all ranks", 8.0 * shape.parameters + states
     kl = config.algorithm.kl
