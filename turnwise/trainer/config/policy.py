@@ -24,6 +24,18 @@ PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
+SectionT = TypeVar("SectionT", bound=BaseModel)
+
+
+def _checked_by(reference: str, section: SectionT) -> SectionT:
+    """Return a section after a check that stands above the configuration. Raises ValueError."""
+    try:
+        load_object(reference, "check")(section)
+    except RegistryError as error:
+        raise ValueError(str(error)) from error
+    return section
+
+
 class LoRAConfig(Section):
     """Low-rank adapters on a frozen model.
 
@@ -178,11 +190,7 @@ class WeightTransportConfig(Section):
         if self.name == "shared_memory" and not self.config:
             # Importing it takes seconds, and every configuration is checked.
             return self
-        try:
-            load_object("turnwise.trainer.weight_sync:chosen_transport", "weight transport")(self)
-        except RegistryError as error:
-            raise ValueError(str(error)) from error
-        return self
+        return _checked_by("turnwise.trainer.weight_sync:chosen_transport", self)
 
 
 class PolicyConfig(Section):
@@ -236,12 +244,7 @@ class PolicyConfig(Section):
         if self.engine == "torch" and not self.engine_options:
             # Importing it takes seconds, and every configuration is checked.
             return self
-        # By name: engines stand above the configuration that names them.
-        try:
-            load_object("turnwise.trainer.learn.learner:chosen_engine", "engine")(self)
-        except RegistryError as error:
-            raise ValueError(str(error)) from error
-        return self
+        return _checked_by("turnwise.trainer.learn.learner:chosen_engine", self)
 
 
 class LoggerConfig(Section):
@@ -258,22 +261,14 @@ class LoggerConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_made(self) -> Self:
-        # By name: loggers stand above the configuration that names them.
-        try:
-            load_object("turnwise.trainer.observe.loggers:chosen_logger", "logger")(self)
-        except RegistryError as error:
-            raise ValueError(str(error)) from error
-        return self
+        return _checked_by("turnwise.trainer.observe.loggers:chosen_logger", self)
 
 
 LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, BeforeValidator(read_name)]]
 """``loggers`` of a configuration; a name alone is a logger without options."""
 
 
-Merged = TypeVar("Merged", bound=BaseModel)
-
-
-def merged_section(defaults: Merged, policy: Merged, key: str) -> Merged:
+def merged_section(defaults: SectionT, policy: SectionT, key: str) -> SectionT:
     """Return a section of a policy with the run's values of the keys that it does not set."""
     keys = {name: getattr(defaults, name) for name in defaults.model_fields_set}
     keys |= {name: getattr(policy, name) for name in policy.model_fields_set}

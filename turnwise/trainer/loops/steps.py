@@ -95,8 +95,27 @@ async def uninterrupted(work: Awaitable[Result]) -> Result:
     return future.result()
 
 
-# Of several samplings of a step these are added up; of the others the last one counts.
-_SUMMED = ("replay/wait_s", "replay/failed", "replay/reissued", "replay/reused", "replay/dropped/", "straggler/")
+# Of several samplings or parts of a step these are added up.
+_SUMS = (
+    "batch/",
+    "distill/unscored_tokens",
+    "dropped/",
+    "straggler/cut_groups",
+    "straggler/wait_s",
+    "straggler/cancelled",
+    "rollout/cancelled_episodes",
+    "rollout/wasted_tokens",
+    "replay/dropped/",
+    "replay/failed",
+    "replay/reissued",
+    "replay/reused",
+    "replay/short",
+    "replay/wait_s",
+    "train/tokens",
+    "train/updates",
+    "train/skipped_updates",
+    "train/non_finite_updates",
+)
 
 
 async def sample_groups(
@@ -135,7 +154,7 @@ async def sample_groups(
         await uninterrupted(run.buffer.release(ref))
         run.scheduler.hand_out(ref, fetched)
         for name, value in wait_metrics.items():
-            metrics[name] = value + (metrics.get(name, 0.0) if name.startswith(_SUMMED) else 0.0)
+            metrics[name] = value + (metrics.get(name, 0.0) if name.startswith(_SUMS) else 0.0)
         run.hooks.timing_raw["rollout_s"] = metrics["replay/wait_s"]
         groups = await run.hooks.sample_end([*groups, *fetched])
         missing = run.hooks.refills if refill and refills < run.hooks.max_refills else 0
@@ -157,26 +176,6 @@ async def sample_groups(
     return groups, metrics
 
 
-_SUMS = (
-    "batch/",
-    "dropped/",
-    "straggler/cut_groups",
-    "straggler/wait_s",
-    "straggler/cancelled",
-    "rollout/cancelled_episodes",
-    "rollout/wasted_tokens",
-    "replay/dropped/",
-    "replay/failed",
-    "replay/reissued",
-    "replay/reused",
-    "replay/short",
-    "replay/wait_s",
-    "train/tokens",
-    "train/updates",
-    "train/skipped_updates",
-    "train/non_finite_updates",
-)
-_SUMS_TOO = ("distill/unscored_tokens",)
 _LAST = ("lr/", "critic/lr", "kl/coef", "replay/ready", "replay/in_flight", "straggler/carried")
 _MAXIMA = ("_max", "/max", "/worst_turn")
 _OF_TOKENS = ("train/", "gap/", "lag/", "critic/", "correction/", "kl/", "distill/")
@@ -204,7 +203,7 @@ def merge_metrics(parts: Sequence[Mapping[str, float]], *, first: tuple[str, ...
         if bare.startswith(first):
             # Later parts are trained by other weights than those that the step began with.
             merged[name] = values[0]
-        elif bare.startswith(_SUMS) or bare in _SUMS_TOO:
+        elif bare.startswith(_SUMS):
             merged[name] = sum(values)
         elif bare.endswith(_MAXIMA):
             merged[name] = max(values)
