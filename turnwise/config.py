@@ -236,6 +236,11 @@ ConfigValues = Annotated[dict[str, Any], BeforeValidator(_resolve_values)]
 absolute, as in :data:`ConfigReference`."""
 
 
+def shorthand(key: str) -> BeforeValidator:
+    """Return a validator by which a text stands for the section with this ``key``."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars; duplicate keys are errors."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from turnwise.agents.roles import MAIN, Compare, check_name
-from turnwise.config import ConfigPath, ConfigReference, Section
+from turnwise.config import ConfigPath, ConfigReference, Section, shorthand
 from turnwise.errors import AgentError, ConfigError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
@@ -108,10 +108,6 @@ class GroupRewardConfig(Section):
     arguments: dict[str, Any] = Field(default_factory=dict)
     weight: float = Field(default=1.0, allow_inf_nan=False)
     in_evaluation: bool = False
-
-
-def _function(value: Any) -> Any:
-    return {"function": value} if isinstance(value, str) else value
 
 
 class AddressConfig(Section):
@@ -229,7 +225,7 @@ class RolloutConfig(Section):
     echo: Literal["same", "strict"] = "same"
     roles: dict[AgentName, PolicyName] = Field(default_factory=dict)
     frozen: dict[FrozenName, FrozenConfig] = Field(default_factory=dict)
-    group_reward: Annotated[GroupRewardConfig | None, BeforeValidator(_function)] = None
+    group_reward: Annotated[GroupRewardConfig | None, shorthand("function")] = None
     tree: TreeConfig | None = None
 
     @field_validator("address")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from turnwise.config import ConfigReference, Section
+from turnwise.config import ConfigReference, Section, shorthand
 from turnwise.rollout.branching.tree import TreeConfig
 
 ENVIRONMENT: Final = "environment"
@@ -37,10 +37,6 @@ class ScorerConfig(Section):
         return self
 
 
-def _function(value: Any) -> Any:
-    return {"function": value} if isinstance(value, str) else value
-
-
 class SearchConfig(Section):
     """A search: each sampled episode gets several branches, and a scorer chooses one.
 
@@ -55,7 +51,7 @@ class SearchConfig(Section):
     """
 
     kind: Literal["best_of_n", "tree"]
-    scorer: Annotated[ScorerConfig, BeforeValidator(_function)] = Field(
+    scorer: Annotated[ScorerConfig, shorthand("function")] = Field(
         description="what scores branches: environment, likelihood, a shipped reward function, or pkg.module:function"
     )
     samples: PositiveInt | None = None

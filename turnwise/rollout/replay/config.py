@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from turnwise.config import Section
+from turnwise.config import Section, shorthand
 from turnwise.errors import ConfigError, RegistryError, TrainError, TurnwiseError, shown
 from turnwise.plugins import load_class_from_fqn, register_entry
 from turnwise.rollout.config import NamedConfig
@@ -52,10 +52,6 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "mixed": ("max_staleness", "stored_share", "max_uses", "keep_groups"),
 }
 """The strategies that ship, and which keys each reads."""
-
-
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
 
 
 class FilterGroupsConfig(Section):
@@ -95,7 +91,7 @@ class ReplayConfig(Section):
         transfer_queue: Settings of the latter.
     """
 
-    strategy: Annotated[NamedConfig | None, BeforeValidator(_named)] = None
+    strategy: Annotated[NamedConfig | None, shorthand("name")] = None
     max_staleness: NotNegative | None = None
     when_stale: Literal["drop", "wait"] = "wait"
     ahead: NotNegative = 1
@@ -103,7 +99,7 @@ class ReplayConfig(Section):
     stored_share: Annotated[float, Field(ge=0, lt=1)] = 0.5
     max_uses: PositiveInt = 2
     keep_groups: PositiveInt = 256
-    buffer: Annotated[NamedConfig | None, BeforeValidator(_named)] = None
+    buffer: Annotated[NamedConfig | None, shorthand("name")] = None
     filter_groups: FilterGroupsConfig | None = None
     memory_mb: PositiveInt = 1024
     backend: Literal["local", "transfer_queue"] = "local"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from turnwise.config import ConfigReference, Section
+from turnwise.config import ConfigReference, Section, shorthand
 from turnwise.errors import RegistryError
 from turnwise.trainer.algorithms.advantages import (
     ADVANTAGE_ARGUMENTS,
@@ -38,10 +38,6 @@ PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 
 def _underscored(value: object) -> object:
     return value.replace("-", "_") if isinstance(value, str) else value
-
-
-def _credit(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
 
 
 class DistillConfig(Section):
@@ -88,7 +84,7 @@ class AlgorithmConfig(Section):
 
     advantage: ConfigReference = "grpo"
     advantage_options: dict[str, Any] = Field(default_factory=dict)
-    credit: Annotated[CreditConfig, BeforeValidator(_credit)] = CreditConfig()
+    credit: Annotated[CreditConfig, shorthand("name")] = CreditConfig()
     drop_zero_variance: bool = True
     loss: ConfigReference = "ppo_clip"
     loss_options: dict[str, Any] = Field(default_factory=dict)

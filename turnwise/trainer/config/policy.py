@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from turnwise.agents.roles import MAIN
-from turnwise.config import ConfigPath, ConfigReference, Section
+from turnwise.config import ConfigPath, ConfigReference, Section, shorthand
 from turnwise.errors import RegistryError
 from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.plugins import load_object
@@ -169,11 +169,6 @@ class CriticConfig(Section):
         return self
 
 
-def read_name(value: Any) -> Any:
-    """Return the section that a text stands for: the one with this ``name``. Other types are returned unchanged."""
-    return {"name": value} if isinstance(value, str) else value
-
-
 class WeightTransportConfig(Section):
     """How new weights reach a policy's servers (``trainer/weight_sync.py``).
 
@@ -217,7 +212,7 @@ class PolicyConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     engine: ConfigReference = "torch"
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    weight_transport: Annotated[WeightTransportConfig, BeforeValidator(read_name)] = WeightTransportConfig()
+    weight_transport: Annotated[WeightTransportConfig, shorthand("name")] = WeightTransportConfig()
     critic: CriticConfig | None = None
     algorithm: AlgorithmConfig | None = None
     inference: InferenceConfig | None = None
@@ -264,7 +259,7 @@ class LoggerConfig(Section):
         return _checked_by("turnwise.trainer.observe.loggers:chosen_logger", self)
 
 
-LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, BeforeValidator(read_name)]]
+LoggersConfig: TypeAlias = list[Annotated[LoggerConfig, shorthand("name")]]
 """``loggers`` of a configuration; a name alone is a logger without options."""
 
 
