@@ -118,7 +118,7 @@ def weight_parts(shape: ModelShape, policy: PolicyConfig, sharding: Sharding) ->
     al. 2020, "ZeRO", arXiv:1910.02054, section 5: stage 3). With adapters only these have gradients and state.
     """
     lora = policy.model.lora
-    trained, state = float(shape.parameters), optimizer_bytes(shape, policy.optim)
+    trained, state = float(shape.parameters), float(optimizer_bytes(shape, policy.optim))
     if lora is not None:
         trained = shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
         state = 8 * trained

@@ -59,9 +59,10 @@ class PolicyPlan:
     def load(cls, config: TrainConfig, key: str, placement: Placement) -> Self:
         """Read the shapes of policy and critic; ``key`` is the policy's section. Raises ConfigError."""
         path, critic = model_under(config.policy.model.path), config.policy.critic
-        shape = ModelShape.load(path, f"{key}.model.path")
-        own = None if critic is None or critic.path is None else ModelShape.load(critic.path, f"{key}.critic.path")
-        return cls(config, path, shape, own, placement)
+        shape, critic_shape = ModelShape.load(path, f"{key}.model.path"), None
+        if critic is not None and critic.path is not None:
+            critic_shape = ModelShape.load(critic.path, f"{key}.critic.path")
+        return cls(config, path, shape, critic_shape, placement)
 
     def parts(self) -> Iterator[tuple[int, str, float]]:
         """Yield the parts of its memory with the device of each; several may have one name."""
