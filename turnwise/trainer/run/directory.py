@@ -343,12 +343,12 @@ def _renderer(config: TrainConfig, name: str, checkpoint: Path | None, console: 
     return renderer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class RunFiles:
     """The files that a run writes.
 
     Attributes:
-        journal: Finished episodes, and which were trained.
+        journal: Finished episodes, and the steps that got them.
         batches: Trained rows.
         metrics: The log.
         diagnostics: Findings besides metrics.

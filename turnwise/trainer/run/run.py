@@ -28,10 +28,8 @@ from turnwise.placement.ray_cluster import RayCluster
 from turnwise.placement.usage import process_memory
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
-from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import create_manager
 from turnwise.rollout.preflight import check_room
-from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.config import make_buffer
 from turnwise.tasks.core import Task
 from turnwise.tasks.order import TaskOrder
@@ -39,13 +37,12 @@ from turnwise.trainer.algorithms.gap import Gaps
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.learn.distill import Teacher
 from turnwise.trainer.observe.metrics import figures, finite_metrics, memory_metrics
-from turnwise.trainer.observe.run_log import LiveDisplay, RunLog
-from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP, Timeline
-from turnwise.trainer.observe.warnings import Diagnostics
+from turnwise.trainer.observe.run_log import LiveDisplay
+from turnwise.trainer.observe.timeline import CHECKPOINT, EVALUATION, GROUP
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng, policy_folder
 from turnwise.trainer.run.cluster import ClusterWorkers, open_cluster
-from turnwise.trainer.run.directory import RunDirectory, Start, at_exit, cpu_seconds, open_files, read_start
+from turnwise.trainer.run.directory import RunDirectory, RunFiles, Start, at_exit, cpu_seconds, open_files, read_start
 from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.league import League
 from turnwise.trainer.run.policies import TrainedPolicy, serve_policies, serving_together, sync_weights
@@ -126,9 +123,9 @@ def run_display(config: TrainConfig, budget: Budget, done: int, console: Console
     )
 
 
-@dataclass(slots=True)
-class TrainRun:
-    """The parts of a run. Loops read them, and advance ``state``.
+@dataclass
+class TrainRun(RunFiles):
+    """The parts of a run, and its files. Loops read them, and advance ``state``.
 
     Attributes:
         config: The run's configuration.
@@ -140,15 +137,10 @@ class TrainRun:
         buffer: The replay buffer.
         manager: The rollout manager.
         scheduler: The scheduler of tasks, with the groups in flight.
-        batches: Record of trained rows.
-        journal: Record of finished episodes, and of the steps that got them.
         store: Checkpoints.
-        metrics: The log.
         display: The live display.
         state: The checkpointed state.
         budget: Limits and amounts spent.
-        diagnostics: Findings besides metrics.
-        timeline: Spans of work.
         first_eval: Figures of the first evaluation.
         last_eval: Figures of the last evaluation.
         last_error: The last error that ended an episode.
@@ -169,15 +161,10 @@ class TrainRun:
     buffer: ReplayBuffer
     manager: Rollouts
     scheduler: TaskScheduler
-    batches: BatchWriter
-    journal: Journal
     store: CheckpointStore
-    metrics: RunLog
     display: LiveDisplay
     state: TrainerState
     budget: Budget
-    diagnostics: Diagnostics
-    timeline: Timeline
     first_eval: dict[str, Any] | None = None
     last_eval: dict[str, Any] | None = None
     last_error: str | None = None
@@ -420,20 +407,16 @@ async def _assemble(
     budget = _budget(config, state)
     display = stack.enter_context(run_display(config, budget, state.step, console))
     run = TrainRun(
+        **vars(files),
         **_read(config, directory, start),
         policies=servers.policies,
         leagues=servers.leagues,
         buffer=buffer,
         manager=manager,
         scheduler=scheduler,
-        batches=files.batches,
-        journal=files.journal,
         store=start.store,
-        metrics=files.metrics,
         display=display,
         budget=budget,
-        diagnostics=files.diagnostics,
-        timeline=files.timeline,
     )
     return run
 
