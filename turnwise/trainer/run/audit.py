@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import yaml
@@ -44,14 +44,8 @@ class _Weights:
     exact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """Ids of one weight version within a turn, and their full prefix."""
-
-    trajectory: str
-    segment: int
-    sample: TrainSample
-    temperature: float
+_Turn: TypeAlias = tuple[TrainSample, float]
+"""The ids of one weight version within a turn, with their full prefix, and the temperature that sampled them."""
 
 
 def audit_run(run: Path, *, recompute: bool = True, at_most: int = 256, console: Console | None = None) -> AuditReport:
@@ -238,23 +232,23 @@ def _turn(trajectory: Trajectory, segment: Segment, span: VersionSpan, temperatu
     turns = np.full(len(token_ids), -1, np.int32)
     names = trajectory.id, trajectory.group_id, segment.index
     sample = TrainSample(token_ids, mask, logprobs, versions, turns, *names, path_media(path))
-    return _Turn(trajectory.id, segment.index, sample, temperature)
+    return sample, temperature
 
 
 def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn], report: AuditReport) -> None:
     differences: list[float] = []
     policy, number = version
     what = f"version {number}" if policy == MAIN else f"version {number} of {policy}"
-    wrong: dict[int, tuple[_Turn, list[str]]] = {}
-    for turn, position, reported, computed in _recomputed(weights.directory, turns):
+    wrong: dict[int, tuple[TrainSample, list[str]]] = {}
+    for sample, position, reported, computed in _recomputed(weights.directory, turns):
         differences.append(abs(reported - computed))
         if weights.exact and differences[-1] > _TOLERANCE * max(1.0, abs(computed)):
             text = f"the logprob of position {position} was {reported:.6f}, computed again it is {computed:.6f}"
-            wrong.setdefault(id(turn), (turn, []))[1].append(text)
-    for turn, texts in wrong.values():
+            wrong.setdefault(id(sample), (sample, []))[1].append(text)
+    for sample, texts in wrong.values():
         more = f" ({len(texts)} such ids in this turn)" if len(texts) > 1 else ""
         report.contradictions.append(
-            f"trajectory {turn.trajectory}: segment {turn.segment}, sampled by {what} "
+            f"trajectory {sample.trajectory_id}: segment {sample.leaf}, sampled by {what} "
             f"({weights.directory.name}): {texts[0]}{more}"
         )
     mean = float(np.mean(differences)) if differences else 0.0
@@ -270,8 +264,8 @@ def _check_version(version: _Version, weights: _Weights, turns: Sequence[_Turn],
     )
 
 
-def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn, int, float, float]]:
-    """Yield (turn, position in its row, reported, computed) of every id."""
+def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[TrainSample, int, float, float]]:
+    """Yield (sample, position in its row, reported, computed) of every id."""
     import torch
 
     from turnwise.trainer.batch.packing import pack
@@ -280,14 +274,14 @@ def _recomputed(directory: Path, turns: Sequence[_Turn]) -> Iterator[tuple[_Turn
     from turnwise.trainer.model.policy import load_model
 
     policy = load_model(directory, device=pick_device("auto"))
-    rows = [TrainRow(turn.sample, temperature=turn.temperature) for turn in turns]
+    rows = [TrainRow(sample, temperature=temperature) for sample, temperature in turns]
     for batch in pack(rows, _TOKENS_AT_ONCE, share_prefixes=True):
         with torch.no_grad():
             computed = policy.forward(batch).logprobs.float().cpu().tolist()
         positions = np.concatenate([np.flatnonzero(rows[row].sample.loss_mask) for row in batch.rows]).tolist()
         owners = [batch.rows[number] for number in batch.sequences.tolist()]
         yield from zip(
-            [turns[row] for row in owners], positions, batch.rollout_logprobs.tolist(), computed, strict=True
+            [rows[row].sample for row in owners], positions, batch.rollout_logprobs.tolist(), computed, strict=True
         )
 
 

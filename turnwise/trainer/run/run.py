@@ -115,14 +115,6 @@ COLUMNS = {
 """Heading and metric of each column."""
 
 
-def run_display(config: TrainConfig, budget: Budget, done: int, console: Console) -> LiveDisplay:
-    """Create the display of a run, of which ``done`` steps precede this process."""
-    share = budget.nearest[1]
-    return LiveDisplay(
-        config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, share_at_start=share
-    )
-
-
 @dataclass
 class TrainRun(RunFiles):
     """The parts of a run, and its files. Loops read them, and advance ``state``.
@@ -379,6 +371,7 @@ async def _assemble(
     files = open_files(config, directory, start, part, console, stack)
     servers = await launch_servers(config, directory, start, stack)
     first, policy = next(iter(servers.policies.items()))
+    fleets = {name: trained.fleet for name, trained in servers.policies.items()}
     buffer = await stack.enter_async_context(make_buffer(config.replay, config.replay_facts, files.journal))
 
     def write(trajectory: Trajectory) -> None:
@@ -399,13 +392,17 @@ async def _assemble(
         search=None if config.eval is None else config.eval.search,
         custom=config.custom,
         notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
-        workers=None if cluster is None else _workers(cluster, config, directory, servers),
+        workers=None if cluster is None else ClusterWorkers(cluster, config, directory, fleets, servers.frozen),
     )
     manager = await create_manager(config.rollout, policy.client, buffer, parts)
     stack.push_async_callback(manager.close)
     scheduler = TaskScheduler(config, start.tasks, manager, buffer, lambda: state.weight_version)
-    budget = _budget(config, state)
-    display = stack.enter_context(run_display(config, budget, state.step, console))
+    budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
+    done, share = state.step, budget.nearest[1]
+    display = LiveDisplay(
+        config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, share_at_start=share
+    )
+    stack.enter_context(display)
     run = TrainRun(
         **vars(files),
         **_read(config, directory, start),
@@ -419,15 +416,6 @@ async def _assemble(
         budget=budget,
     )
     return run
-
-
-def _workers(cluster: RayCluster, config: TrainConfig, directory: Path, servers: Servers) -> ClusterWorkers:
-    fleets = {name: policy.fleet for name, policy in servers.policies.items()}
-    return ClusterWorkers(cluster, config, directory, fleets, servers.frozen)
-
-
-def _budget(config: TrainConfig, state: TrainerState) -> Budget:
-    return Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
 
 
 def _read(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
