@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 from turnwise.errors import ConfigError, TrainError, shown
 from turnwise.evaluation.metrics import EvalResult
@@ -19,7 +19,9 @@ from turnwise.trajectory import TrajectoryGroup
 if TYPE_CHECKING:
     from turnwise.rollout.core import ReplayBuffer
     from turnwise.trainer.config.train import TrainConfig
-    from turnwise.trainer.run.run import TrainRun
+    from turnwise.trainer.observe.run_log import LiveDisplay
+    from turnwise.trainer.run.checkpoint import TrainerState
+    from turnwise.trainer.run.task_scheduler import TaskScheduler
 
 
 Done: TypeAlias = Awaitable[None] | None
@@ -156,6 +158,16 @@ STOPPED: Final = "hook"
 """What ended a run that a hook stopped."""
 
 
+class HookedRun(Protocol):
+    """What is used of a :class:`~turnwise.trainer.run.run.TrainRun` to call its hooks."""
+
+    config: TrainConfig
+    buffer: ReplayBuffer
+    scheduler: TaskScheduler
+    state: TrainerState
+    display: LiveDisplay
+
+
 class HookCalls:
     """Calls the hooks of a run, in configured order.
 
@@ -166,7 +178,7 @@ class HookCalls:
         dropped: Number of groups that they dropped in this step, by reason.
     """
 
-    def __init__(self, hooks: Sequence[Hooks] = (), run: TrainRun | None = None) -> None:
+    def __init__(self, hooks: Sequence[Hooks] = (), run: HookedRun | None = None) -> None:
         self._hooks = list(hooks)
         self._run = run
         self._step: int | None = None
@@ -183,7 +195,7 @@ class HookCalls:
         self.dropped: Counter[str] = Counter()
 
     @classmethod
-    def open(cls, classes: Sequence[type[Hooks]], run: TrainRun) -> HookCalls:
+    def open(cls, classes: Sequence[type[Hooks]], run: HookedRun) -> HookCalls:
         """Instantiate the hooks of a run.
 
         Raises:
@@ -332,7 +344,7 @@ class HookCalls:
             ]
             self._dropped_groups = []
 
-    def _of_run(self) -> TrainRun:
+    def _of_run(self) -> HookedRun:
         assert self._run is not None, "hooks belong to a run"
         return self._run
 
