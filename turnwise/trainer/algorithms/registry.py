@@ -110,7 +110,8 @@ class ClassRegistry:
             contract = f"{self.contract.__module__}.{self.contract.__qualname__}"
             raise RegistryError(f"{self.kind} {name!r} is {cls!r}: it must derive from {contract}")
         if inspect.isabstract(cls):
-            raise RegistryError(f"{self.kind} {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")
+            lacks = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
+            raise RegistryError(f"{self.kind} {name!r} does not define {lacks}")
         return cls
 
 
