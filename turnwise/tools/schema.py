@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 from pydantic import ValidationError as PydanticValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, PydanticUserError
 from pydantic.fields import FieldInfo
@@ -442,47 +442,60 @@ def _default(label: str, parameter: inspect.Parameter) -> Any:
         ) from error
 
 
-class _Open(BaseModel):
-    """A part of a schema in OpenAI's form, which keeps further keys."""
+class _Open(dict[str, Any]):
+    """A dict whose keys are also attributes, at any depth."""
 
-    model_config = ConfigDict(extra="allow")
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look for methods by name: those are not keys.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self:
+            if name in ("description", "enum", "required", "strict"):
+                return None
+            raise AttributeError(f"{type(self).__name__} has no {name!r}: it has {', '.join(self) or 'nothing'}")
+        value = self[name]
+        if type(value) is dict:
+            # Written back, so that changes of the part are in the whole.
+            value = self[name] = _PARTS.get(name, _Open)(value)
+        return value
 
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        return super().model_dump(**{"exclude_unset": True, **options})
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    @classmethod
+    def model_validate(cls, value: Mapping[str, Any]) -> Self:
+        return cls(copy.deepcopy(dict(value)))
+
+    def model_dump(self, *, exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        plain: dict[str, Any] = _plain(self, exclude_none)
+        return plain
 
 
 class OpenAIFunctionPropertySchema(_Open):
     """Schema of one parameter: ``type``, ``description``, ``enum`` and any JSON schema keyword."""
 
-    type: Any = None
-    description: str | None = None
-    enum: list[Any] | None = None
-
 
 class OpenAIFunctionParametersSchema(_Open):
     """Schema of the parameters: ``type``, ``properties``, ``required`` and any JSON schema keyword."""
-
-    type: Any = None
-    properties: dict[str, Any] = Field(default_factory=dict)
-    required: list[str] | None = None
 
 
 class OpenAIFunctionSchema(_Open):
     """A function: ``name``, ``description``, ``parameters``."""
 
-    name: str
-    description: str | None = None
-    parameters: OpenAIFunctionParametersSchema | None = None
-    strict: bool | None = None
-
 
 class OpenAIFunctionToolSchema(_Open):
     """A tool: ``type`` (``function``) and ``function``."""
 
-    type: str = "function"
-    function: OpenAIFunctionSchema
-
     @classmethod
     def of(cls, schema: ToolSchema) -> Self:
         """Convert a ToolSchema to this form."""
-        return cls.model_validate(copy.deepcopy(schema.to_json()))
+        return cls.model_validate(schema.to_json())
+
+
+_PARTS: dict[str, type[_Open]] = {"function": OpenAIFunctionSchema, "parameters": OpenAIFunctionParametersSchema}
+
+
+def _plain(value: Any, exclude_none: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item, exclude_none) for key, item in value.items() if not (exclude_none and item is None)}
+    return [_plain(item, exclude_none) for item in value] if isinstance(value, list) else copy.copy(value)

@@ -488,5 +488,5 @@ class TestSchemas:
         assert schema.function.parameters.required is None
         assert schema.model_dump()["function"]["parameters"]["properties"] == {"n": {"type": "integer"}}
         assert as_schema(schema).parameters["properties"]["n"] == {"type": "integer"}
-        with pytest.raises(AttributeError, match="'OpenAIFunctionSchema' object has no attribute 'nme'"):
+        with pytest.raises(AttributeError, match=r"OpenAIFunctionSchema has no 'nme': it has name, parameters"):
             _ = schema.function.nme
