@@ -55,7 +55,7 @@ WHEELS ?=
 REHEARSE ?=
 GPU_SITE := .cache/gpu-site
 GPU_PACKAGES := annotated-types farama-notifications gymnasium httptools jsonschema jsonschema-specifications llguidance \
-	orjson pydantic pydantic_core pytest-asyncio referencing rpds-py typing-inspection uvicorn zstandard
+	orjson ormsgpack pydantic pydantic_core pytest-asyncio referencing rpds-py typing-inspection uvicorn zstandard
 GPU_PLATFORMS := $(foreach each,2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5,--platform manylinux_$(each)_x86_64) --platform manylinux2014_x86_64
 GPU_RUN := PYTHONPATH=$(CURDIR):$(GPU_SITE) HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(GPU_PYTHON)
 # What failed last, alone and one after the other.
