@@ -17,7 +17,7 @@ from turnwise.gateway.config import GatewayLimits
 from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Answer, ChatRequest, Dialect, Reader, StreamWriter, TokenLogprob
 from turnwise.gateway.errors import ApiError, api_error, too_deep
-from turnwise.inference.process import Receive, Scope, Send, answer_json
+from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import template_arguments
 from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds
@@ -228,28 +228,23 @@ class Exchange:
     async def answer(self, status: int, body: dict[str, Any], retry_after: int | None = None) -> None:
         """Send a JSON response."""
         encoded = sse.encode(body)
-        self._started = True
-        if retry_after is None:
-            async with asyncio.timeout(self._limits.write_seconds):
-                await answer_json(self._send, status, encoded)
-            return
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(encoded)).encode()),
-            (b"retry-after", str(retry_after).encode()),
-        ]
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
+        if retry_after is not None:
+            headers.append((b"retry-after", str(retry_after).encode()))
         await self.begin(status, headers)
         await self.send(encoded, final=True)
 
     async def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Send the head of a response."""
         self._started = True
-        await self._write({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send(self, data: bytes, *, final: bool = False) -> None:
         """Send a piece of a response."""
+        if final:
+            self._writer = None
         if data or final:
-            await self._write({"type": "http.response.body", "body": data, "more_body": not final})
+            await self._send({"type": "http.response.body", "body": data, "more_body": not final})
 
     async def disconnected(self) -> None:
         """Wait until the client disconnects; the request body must have been received."""
@@ -259,7 +254,7 @@ class Exchange:
     async def refuse(self, dialect: Dialect, error: ApiError) -> None:
         """Send an error; an open stream ends with it."""
         if self._writer is not None:
-            await self._send_stream(self._writer.fail(error), final=True)
+            await self.send(self._writer.fail(error), final=True)
         elif not self._started and error.status != 499:
             await self.answer(dialect.status(error), dialect.error(error), error.retry_after)
 
@@ -308,14 +303,16 @@ class Exchange:
             for index, seeded in enumerate(_seed_answers(params, request.n)):
                 group.start(_produce(queue, index, entry, request, seeded))
             waiting = await self._first(queue)
-            await self._begin(writer)
+            await self.begin(200, sse.HEADERS)
+            self._writer = writer
+            await self.send(writer.begin())
             async for events in self._batches(queue, waiting, request.n):
                 written = [_encode_event(writer, index, event) for index, event in events]
-                await self._send_stream(b"".join(written) if events else writer.alive())
-                if any(isinstance(event, ApiError) for _, event in events):
-                    await self._send_stream(b"", final=True)
+                failed = any(isinstance(event, ApiError) for _, event in events)
+                await self.send(b"".join(written) if events else writer.alive(), final=failed)
+                if failed:
                     return
-        await self._send_stream(writer.end(), final=True)
+        await self.send(writer.end(), final=True)
 
     async def _first(self, queue: asyncio.Queue[_Event]) -> list[_Event]:
         """Wait briefly for the first event, so that an early error gets its own status. Raises ApiError."""
@@ -347,22 +344,6 @@ class Exchange:
             if open_answers <= 0:
                 return
             waiting = []
-
-    async def _begin(self, writer: StreamWriter) -> None:
-        first = writer.begin()
-        await self.begin(200, sse.HEADERS)
-        self._writer = writer
-        await self._send_stream(first)
-
-    async def _send_stream(self, data: bytes, *, final: bool = False) -> None:
-        # A client that stops reading is sent nothing more.
-        writer, self._writer = self._writer, None
-        await self.send(data, final=final)
-        self._writer = None if final else writer
-
-    async def _write(self, message: dict[str, Any]) -> None:
-        async with asyncio.timeout(self._limits.write_seconds):
-            await self._send(message)
 
 
 def _too_large(maximum: int) -> ApiError:

@@ -14,8 +14,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _FILES_KEPT = 256
 """File descriptors reserved for all but clients' connections."""
-_MAX_PIPELINED = 32
-"""Requests that may wait on a connection for an earlier one. Current clients send none before its answer."""
 _TOO_LARGE = (431, "Request Header Fields Too Large", "the head of the request has more than {bytes} bytes")
 _TOO_LATE = (408, "Request Timeout", "the head of the request did not arrive within {seconds:g} s")
 _TOO_MANY = (503, "Service Unavailable", "{maximum} connections are open, which is the limit")
@@ -38,7 +36,6 @@ def guarded(
         "write_seconds": write_seconds,
         "max_head_bytes": head_bytes,
         "maximum": _connection_limit(connections),
-        "silent": {},
         "idle": {},
     }
     return cast("type[asyncio.Protocol]", type("Guarded", (_Guarded,), shared))
@@ -55,14 +52,11 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
     write_seconds: ClassVar[float]
     max_head_bytes: ClassVar[int]
     maximum: ClassVar[int]
-    # Connections without a request, longest waiting first: those never answered yet, and those answered before.
-    silent: ClassVar[dict[Any, None]]
+    # Connections without a request, longest waiting first.
     idle: ClassVar[dict[Any, None]]
 
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
-    # The request being answered; later ones wait in ``pipeline``, and the last of them is ``cycle``.
-    _answered: Any = None
     _in_head = False
     # Bytes of a head in the pieces after its first one, and all bytes of the current piece.
     _head_bytes = 0
@@ -72,33 +66,27 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.maximum:
-            oldest = next(iter(self.silent), None) or next(iter(self.idle), None)
+            oldest = next(iter(self.idle), None)
             if oldest is None:
                 self._refuse(_TOO_MANY)
                 return
             oldest.give_way()
-        self.silent[self] = None
-        self._late = self.loop.call_later(self.seconds, self._check_head)
+        self.idle[self] = None
+        self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        self._unstall()
+        self._end_writing_limit()
         super().connection_lost(exc)
-        answered, self._answered = self._answered, None
-        if answered is not None and answered is not self.cycle and not answered.response_complete:
-            # uvicorn notifies only the request that came in last.
-            answered.disconnected = True
-            answered.message_event.set()
-        self.pipeline.clear()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall()
+        self._limit_writing()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if not self.transport.is_closing():
-            self._unstall()
+            self._end_writing_limit()
 
     def give_way(self) -> None:
         """Close in favour of another connection."""
@@ -110,8 +98,11 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
         self._head_bytes = self._head_bytes + len(data) if self._in_head else 0
         self._size = len(data)
         super().data_received(data)
-        cycle = self.cycle
-        if (self._in_head or cycle is None or cycle.response_complete) and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._in_head and self._head_bytes > self.max_head_bytes:
+            self._refuse(_TOO_LARGE)
+        elif self._in_head or self.cycle is None or self.cycle.response_complete:
             self._wait_for_head()
 
     def on_message_begin(self) -> None:
@@ -120,30 +111,19 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if self._head_bytes > self.max_head_bytes or self._size > self.max_head_bytes:
+        if max(self._head_bytes, self._size) > self.max_head_bytes:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > self.max_head_bytes:
                 self._refusal = _TOO_LARGE
                 raise _HeadRefused
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
-            self.silent.pop(self, None)
-        self.idle.pop(self, None)
-        if len(self.pipeline) >= _MAX_PIPELINED:
-            # Bytes written now would end up in the middle of another response.
-            self.give_way()
-            raise _HeadRefused
+        self._stop_waiting()
         super().on_headers_complete()
-        if not self.pipeline:
-            self._answered = self.cycle
 
     def on_response_complete(self) -> None:
-        self._answered = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self.transport.is_closing():
-            self._stall()
-        elif self._answered is None:
+            self._limit_writing()
+        elif self.cycle.response_complete:
             self.idle[self] = None
 
     def send_400_response(self, msg: str) -> None:
@@ -153,28 +133,21 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
             super().send_400_response(msg)
 
     def _wait_for_head(self) -> None:
-        """Start or continue waiting for an incomplete head."""
-        if self._in_head and self._head_bytes > self.max_head_bytes:
-            self._refuse(_TOO_LARGE)
-        elif self._late is None:
-            if self.idle.pop(self, self) is None:
-                self.silent[self] = None
+        if self._late is None:
             self._late = self.loop.call_later(self.seconds, self._check_head)
 
     def _check_head(self) -> None:
         self._late = None
         if self.cycle is not None and not self.cycle.response_complete:
             # The request before it is answered first.
-            self._late = self.loop.call_later(self.seconds, self._check_head)
+            self._wait_for_head()
         elif self._in_head:
             self._refuse(_TOO_LATE)
         else:
             # It sent no request: the client could read an answer as that to its next request.
-            self._stop_waiting()
             self._close()
 
     def _refuse(self, refusal: tuple[int, str, str]) -> None:
-        self._stop_waiting()
         if self.transport.is_closing():
             return
         status, phrase, message = refusal
@@ -188,20 +161,20 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
 
     def _close(self) -> None:
         """Close once the client has accepted buffered data, within the time limit."""
+        self._stop_waiting()
         self.transport.close()
-        self._stall()
+        self._limit_writing()
 
-    def _stall(self) -> None:
+    def _limit_writing(self) -> None:
         if self._stalled is None:
             self._stalled = self.loop.call_later(self.write_seconds, self.transport.abort)
 
-    def _unstall(self) -> None:
+    def _end_writing_limit(self) -> None:
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
 
     def _stop_waiting(self) -> None:
-        self.silent.pop(self, None)
         self.idle.pop(self, None)
         if self._late is not None:
             self._late.cancel()
