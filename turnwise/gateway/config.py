@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -328,14 +327,12 @@ class FrozenConfig(Section):
         return directory
 
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
+_LIMITS = {"context_length", "max_tokens_per_turn", "max_total_tokens", "max_turns"}
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-_LIMITS = ("context_length", "max_tokens_per_turn", "max_total_tokens", "max_turns")
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
+class SessionSettings(BaseModel):
     """Settings of one session; None takes the gateway's.
 
     Attributes:
@@ -354,49 +351,36 @@ class SessionSettings:
         lenient: What is ignored instead of refused.
     """
 
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     fixed_sampling: bool | None = None
-    context_length: int | None = None
-    max_tokens_per_turn: int | None = None
-    max_total_tokens: int | None = None
-    max_turns: int | None = None
+    context_length: PositiveInt | None = None
+    max_tokens_per_turn: _Count | None = None
+    max_total_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    max_turns: _Count | None = None
     reasoning: ReasoningPolicy | None = None
     echo: EchoPolicy | None = None
-    lenient: frozenset[Lenient] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings that are set, as JSON."""
-        values = self._set([setting.name for setting in fields(self)])
-        return {**values, "lenient": sorted(values["lenient"])} if "lenient" in values else values
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Read settings written by :meth:`to_json`. Raises TypeError for unknown ones."""
-        settings = cls(**values)
-        return settings if settings.lenient is None else replace(settings, lenient=frozenset(settings.lenient))
+    lenient: Annotated[frozenset[Lenient], Field(strict=False)] | None = None
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the sampling parameters, given the gateway's."""
-        return replace(defaults, **self._set(_SAMPLING))
+        return replace(defaults, **self.model_dump(include=_SAMPLING, exclude_none=True))
 
     def limits(self, defaults: SessionLimits) -> SessionLimits:
         """Return the limits, given the gateway's; the context cannot be larger."""
-        limits = replace(defaults, **self._set(_LIMITS))
+        limits = replace(defaults, **self.model_dump(include=_LIMITS, exclude_none=True))
         return replace(limits, context_length=min(limits.context_length, defaults.context_length))
 
     def sampling_metrics(self) -> dict[str, float]:
         """Return the sampling settings as metrics, without the temperature, which requests set, and inexact seeds."""
-        values = self._set(("seed", "top_p", "top_k", "min_p"))
+        values = self.model_dump(include={"seed", "top_p", "top_k", "min_p"}, exclude_none=True)
         return {name: float(value) for name, value in values.items() if float(value) == value}
 
-    def _set(self, names: Sequence[str]) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
 
-
-SETTINGS = frozenset(setting.name for setting in fields(SessionSettings))
+SETTINGS = frozenset(SessionSettings.model_fields)
 """The names of all settings."""

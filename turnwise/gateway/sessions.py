@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
+
+from pydantic import ValidationError
 
 from turnwise.errors import BudgetExceeded, GatewayError, RenderError, TurnwiseError, shown
-from turnwise.gateway.config import GatewayLimits, SessionSettings
+from turnwise.gateway.config import SETTINGS, GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.fields import Fields
 from turnwise.gateway.dialects.responses_request import Conversations
@@ -28,7 +30,6 @@ from turnwise.gateway.errors import ApiError, Lenient, invalid, not_found
 from turnwise.gateway.session_log import NAME, SavedSession, SessionLog, rebuild
 from turnwise.model.canonical import clean
 from turnwise.recorder.ledger import LedgerWriter
-from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.recorder.session import Session
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import TrajectoryFile, TrajectoryWriter
@@ -36,7 +37,6 @@ from turnwise.types import StopReason
 
 FIXED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 """Sampling parameters that a request may not choose if its turns are trained."""
-_MOST = 2**31 - 1
 _MOST_ID = 256
 
 
@@ -45,25 +45,14 @@ def read_settings(body: Fields, context_length: int) -> SessionSettings:
 
     Raises ApiError for an invalid one.
     """
-    top_p = body.number("top_p", 0, 1)
-    if top_p == 0:
-        raise invalid("top_p", "must be above 0; for greedy sampling use temperature 0")
-    fixed = None if body.get("fixed_sampling") is None else body.flag("fixed_sampling")
-    return SessionSettings(
-        seed=body.integer("seed", -(2**63), 2**63 - 1),
-        temperature=body.number("temperature", 0, 100),
-        top_p=top_p,
-        top_k=body.integer("top_k", 0, _MOST),
-        min_p=body.number("min_p", 0, 1),
-        fixed_sampling=fixed,
-        context_length=body.integer("context_length", 1, context_length),
-        max_tokens_per_turn=body.integer("max_tokens_per_turn", 1, _MOST),
-        max_total_tokens=body.integer("max_total_tokens", 1, 2**63 - 1),
-        max_turns=body.integer("max_turns", 1, _MOST),
-        reasoning=cast("ReasoningPolicy | None", _one_of(body, "reasoning", ("keep", "template"))),
-        echo=cast("EchoPolicy | None", _one_of(body, "echo", ("same", "strict"))),
-        lenient=_lenient(body),
-    )
+    try:
+        settings = SessionSettings.model_validate({key: body.get(key) for key in SETTINGS.intersection(body)})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise invalid(str(problem["loc"][0]), f"{problem['msg']}, not {shown(problem['input'])}") from None
+    if (settings.context_length or 0) > context_length:
+        raise invalid("context_length", f"must be at most {context_length}, not {settings.context_length}")
+    return settings
 
 
 def read_id(body: Fields, key: str) -> str:
@@ -80,25 +69,6 @@ def check_known(body: Fields, allowed: Set[str]) -> None:
     unknown = sorted(key for key in body if key not in allowed)
     if unknown:
         raise invalid(unknown[0], f"unknown: {', '.join(map(shown, unknown))}; known: {', '.join(sorted(allowed))}")
-
-
-def _lenient(body: Fields) -> frozenset[Lenient] | None:
-    if body.get("lenient") is None:
-        return None
-    names: frozenset[Lenient] = frozenset(get_args(Lenient))
-    unknown = [name for name in body.items("lenient") if name not in names]
-    if unknown:
-        raise invalid("lenient", f"must be a list of {' and '.join(sorted(names))}, and has {shown(unknown[0])}")
-    return names.intersection(body.items("lenient"))
-
-
-def _one_of(body: Fields, key: str, allowed: tuple[str, ...]) -> str | None:
-    if body.get(key) is None:
-        return None
-    value = body.text(key)
-    if value not in allowed:
-        raise invalid(key, f"must be {' or '.join(allowed)}, not {shown(value)}")
-    return value
 
 
 _MOST_REWARDS = 10_000
@@ -157,7 +127,7 @@ class GatewaySession:
     sampling_metrics: dict[str, float] = field(default_factory=dict)
     lenient: frozenset[Lenient] | None = None
     log: SessionLog | None = None
-    reopened: tuple[float, tuple[dict[str, str], dict[str, Any]]] | None = None
+    reopened: tuple[float, tuple[dict[str, str], SessionSettings]] | None = None
 
     @property
     def keys(self) -> dict[str, str]:
@@ -308,7 +278,7 @@ class Sessions:
         """
         settings = settings or SessionSettings()
         reopened = self._by_id.get(session_id or "")
-        if reopened is not None and reopened.reopened == (reopened.used, (trajectory_fields, settings.to_json())):
+        if reopened is not None and reopened.reopened == (reopened.used, (trajectory_fields, settings)):
             return reopened
         if len(self._by_id) >= self.limits.sessions:
             raise ApiError(429, f"{len(self._by_id)} sessions are open, which is the limit", retry_after=1)
@@ -329,7 +299,7 @@ class Sessions:
                 token=token,
                 reward_key=reward_key,
                 about=trajectory_fields,
-                settings=settings.to_json(),
+                settings=settings.model_dump(mode="json", exclude_none=True),
                 began=began,
                 ends=began + lasts,
             )
@@ -392,10 +362,9 @@ class Sessions:
             if not session.why:
                 try:
                     began = datetime.fromtimestamp(session.began)
-                    recorders[name], readers[name] = self._open(
-                        name, SessionSettings.from_json(session.settings), began
-                    )
-                except (ApiError, TurnwiseError, TypeError) as error:
+                    settings = SessionSettings.model_validate(session.settings)
+                    recorders[name], readers[name] = self._open(name, settings, began)
+                except (ApiError, TurnwiseError, ValueError) as error:
                     session.why = str(error)
         rebuilt = rebuild(saved, recorders, ledger, self._finished_ids)
         for name, lost in list(rebuilt.lost.items()):
@@ -421,14 +390,15 @@ class Sessions:
         entry.conversations = conversations
         entry.rewards, entry.reward_ids = list(saved.rewards), dict(saved.reward_ids)
         entry.temperatures = saved.temperatures
+        settings = SessionSettings.model_validate(saved.settings)
         if not saved.turns:
-            entry.reopened = entry.used, (saved.trajectory, saved.settings)
+            entry.reopened = entry.used, (saved.trajectory, settings)
         for error, counters in saved.failures:
             session.counters = counters
             entry.note_outcome(error)
             if not isinstance(error, (BudgetExceeded, RenderError, GatewayError)):
                 session.failure = error
-        self._apply_settings(entry, SessionSettings.from_json(saved.settings))
+        self._apply_settings(entry, settings)
 
     def of_token(self, token: str) -> GatewaySession:
         """Return the session of a token. Raises ApiError, without telling ended sessions from unknown ones."""
