@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 
@@ -19,8 +19,8 @@ from turnwise.errors import ConfigError, InferenceError, RequestRefused, Session
 from turnwise.gateway.errors import ApiError
 from turnwise.gateway.proxy.answer import answer_reader, failure_of
 from turnwise.gateway.proxy.endpoint import OVERLOADED, Endpoint, retry_after
-from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, EndpointAnswer, TextSession, no_tokens
-from turnwise.model.core import LLMClient, ModelInfo
+from turnwise.gateway.proxy.session import UNKNOWN_CONTEXT, EndpointAnswer, NoTokens, TextSession
+from turnwise.model.core import ModelInfo
 from turnwise.recorder.matching import EchoPolicy
 from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema
 
@@ -33,7 +33,7 @@ _BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 30.0
 _UNKNOWN = ("top_k", "min_p", "stop_token_ids", "ignore_eos")
 
 
-class HostedClient(LLMClient):
+class HostedClient(NoTokens):
     """Client of one endpoint for the sessions of this process.
 
     Args:
@@ -76,14 +76,6 @@ class HostedClient(LLMClient):
         return TextSession(
             id=id, max_turns=max_turns, max_total_tokens=max_total_tokens, echo=echo, params=params, ask=ask
         )
-
-    async def generate(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
-        """Raise: hosted endpoints return no token ids."""
-        raise no_tokens()
-
-    def stream(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
-        """Raise: hosted endpoints return no token ids."""
-        raise no_tokens()
 
     async def model_info(self) -> ModelInfo:
         """Return the model's name; its context length is unknown."""
