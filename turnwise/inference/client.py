@@ -432,7 +432,7 @@ class HTTPClient(LLMClient):
                     yield _events(answer, url)
                     await answer.settle()
                     return
-                raw = await answer.read()
+                raw = await answer.read_body()
             resend = self._lacks_media(url, body, answer.status, raw)
             if not resend:
                 raise _refusal(answer.status, raw, url, guided=progress.params.guide is not None)

@@ -271,7 +271,7 @@ def test_a_server_that_vanished_is_noticed_within_minutes(run):
         async with Peer(plays(OK)) as peer:
             pool = Connections()
             async with pool.open("GET", peer.url) as answer:
-                plain = answer._connection._transport.get_extra_info("socket")
+                plain = answer.transport.get_extra_info("socket")
                 seconds = [
                     plain.getsockopt(socket.IPPROTO_TCP, option)
                     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
