@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -195,13 +195,70 @@ class EngineEnvironment:
         ]
 
 
-def reserved_arguments(arguments: Sequence[str], reserved: Container[str]) -> list[str]:
-    """Return a problem for each of an engine's further arguments that follows from another key or from training."""
-    return [
+def option_arguments(options: Mapping[str, object]) -> list[str]:
+    """Return a command line's options by flag; those with None are left out."""
+    return [text for flag, value in options.items() if value is not None for text in (flag, str(value))]
+
+
+def engine_clashes(model: Path, config: InferenceConfig, reserved: Container[str]) -> list[str]:
+    """Return what cannot be together in the configuration of vLLM or SGLang, each naming key, value and remedy.
+
+    ``reserved`` are arguments of the engine that follow from another key or from training.
+    """
+    server = config.server
+    problems = [
         f"inference.server.arguments has {argument!r}, which is set by another key or by training: remove it"
-        for argument in arguments
+        for argument in server.arguments
         if argument.startswith("--") and argument.partition("=")[0].removeprefix("--").replace("_", "-") in reserved
     ]
+    longest = config.max_context or model_settings(model).get("max_position_embeddings")
+    if config.kv_tokens is not None and longest is not None and config.kv_tokens < longest:
+        key = "inference.max_context" if config.max_context else f"the context of {model}"
+        problems.append(
+            f"inference.kv_tokens is {config.kv_tokens}, less than one sequence ({key}: {longest}): raise it, or lower "
+            "inference.max_context"
+        )
+    if server.gpus and len(server.gpus) != (needed := config.replicas * server.tensor_parallel):
+        problems.append(
+            f"inference.server.gpus is {server.gpus}, but {config.replicas} replicas of {server.tensor_parallel} GPUs "
+            f"(inference.replicas, inference.server.tensor_parallel) need {needed}"
+        )
+    return problems
+
+
+def host_warnings(config: InferenceConfig, title: str) -> list[str]:
+    """Return a warning about names of hosts, which vLLM and SGLang do not check."""
+    if not (isinstance(config, ServeConfig) and config.allowed_hosts):
+        return []
+    return [
+        f"allowed_hosts is {config.allowed_hosts}, which is the built-in server's: {title} answers every name; bind it "
+        "(host) where only trusted clients reach it"
+    ]
+
+
+def engine_environment(
+    config: InferenceConfig, number: int, parent: Mapping[str, str], *paths: Path, without: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Return the environment of a server process of vLLM or SGLang.
+
+    Args:
+        config: Server settings.
+        number: Of the replica.
+        parent: Environment of its parent.
+        paths: Folders of modules that the engine imports.
+        without: Beginnings of further variables that the process does not inherit.
+    """
+    # Variables of this process's own Python would lead the engine's to packages that are not its.
+    inherited = {key: value for key, value in parent.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", *without))}
+    per_server = config.server.tensor_parallel
+    gpus = config.server.gpus[number * per_server : (number + 1) * per_server]
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OMP_NUM_THREADS": str(config.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),
+    }
 
 
 async def engine_warnings(model: Path, config: InferenceConfig) -> list[str]:

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import aiohttp
 import orjson
 
-from turnwise.errors import EngineDied, InferenceError, PlacementError, RequestRefused
+from turnwise.errors import EngineDied, InferenceError, PlacementError, RequestRefused, undo_on_error_async
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, ServeConfig
+from turnwise.inference.connections import ConnectionFailed, Connections
 from turnwise.inference.process import ServerProcess, is_loopback
 from turnwise.model.core import MemoryUse, Replica, WeightManifest
 
@@ -33,7 +33,7 @@ class ControlRoutes:
     """Client of a server's control routes, at a URL that may change between calls."""
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
+        self._connections = Connections({"Content-Type": "application/json"})
 
     async def health(self, url: str) -> bool:
         """Return whether the server responds."""
@@ -71,25 +71,19 @@ class ControlRoutes:
 
     async def raw(self, url: str, method: str, path: str, body: dict[str, Any] | bytes | None = None) -> bytes:
         """Send a request; return the body of its answer. Raises RequestRefused or InferenceError."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=30))
-        data = orjson.dumps(body) if isinstance(body, dict) else body
-        headers = {"Content-Type": "application/json"}
+        data = orjson.dumps(body) if isinstance(body, dict) else body or b""
         try:
-            async with self._session.request(method, url + path, data=data, headers=headers) as answer:
-                raw = await answer.read()
-        except aiohttp.ClientError as error:
-            raise InferenceError(f"{url}{path} did not answer: {error!r}") from error
-        if answer.status != 200:
-            message = f"{url}{path} answered {answer.status}: {wire.error_message(raw)}"
-            raise RequestRefused(message) if answer.status < 500 else InferenceError(message)
+            status, raw = await self._connections.ask(method, url + path, data)
+        except ConnectionFailed as error:
+            raise InferenceError(f"{url}{path} did not answer: {error}") from error
+        if status != 200:
+            message = f"{url}{path} answered {status}: {wire.error_message(raw)}"
+            raise RequestRefused(message) if status < 500 else InferenceError(message)
         return raw
 
     async def close(self) -> None:
         """Close the connections; a later request opens new ones."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._connections.close()
 
 
 class RunningServer:
@@ -259,6 +253,9 @@ class ServerReplica(Replica):
         self._loaded = {}
         if isinstance(self._process, ServerProcess):
             self._port = await self._start(self._process, paused=paused)
+            async with undo_on_error_async(self.close):
+                # Answered once the application takes connections; also the first words of an engine's own name for 0.
+                await self._control.set_version(self.url, self._weight_version)
         else:
             await self._process.start()
 
@@ -287,6 +284,11 @@ class ServerReplica(Replica):
     async def _set_version(self, version: int, adapter: str | None) -> int:
         """Set the version of the model or of an adapter; return what the server reports from now on."""
         return await self._control.set_version(self._running_url(), version, model=adapter)
+
+    def _failed_update(self, version: int, error: InferenceError) -> InferenceError:
+        """Kill a server, part of whose weights may be new: it must not serve them."""
+        self._process.kill(f"an update to weights version {version} failed half-way ({error})")
+        return InferenceError(f"{self.url} failed while it loaded weights version {version}: {error}")
 
     async def _delivered(self, manifest: WeightManifest) -> WeightManifest:
         """Return the manifest with the path of its file on the server's machine."""

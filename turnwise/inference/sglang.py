@@ -5,15 +5,22 @@ The bridge (``engine/sglang_side/``) has no password: bind it where only trusted
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
+from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import InferenceConfig, ServeConfig
-from turnwise.inference.engines import EngineEnvironment, model_settings, reserved_arguments, served_dtype
+from turnwise.inference.engines import (
+    EngineEnvironment,
+    engine_clashes,
+    engine_environment,
+    host_warnings,
+    model_settings,
+    option_arguments,
+    served_dtype,
+)
 from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica
 from turnwise.model.core import WeightManifest
@@ -65,48 +72,18 @@ def command_line(model: Path, name: str, config: ServeConfig, version: int) -> l
         "--weight-version": version,
         "--log-level": config.log_level,
     }
-    arguments = [text for flag, value in options.items() if value is not None for text in (flag, str(value))]
     flags = ["--enable-metrics"]
     flags += [] if config.prefix_cache else ["--disable-radix-cache"]
-    return [*arguments, *flags, *config.server.arguments]
+    return [*option_arguments(options), *flags, *config.server.arguments]
 
 
 def environment(config: InferenceConfig, number: int, parent: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the server process of replica ``number``; ``parent`` is that of its parent."""
-    # Variables of this process's own Python would lead SGLang's to packages that are not its.
-    inherited = {key: value for key, value in parent.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    per_server = config.server.tensor_parallel
-    gpus = config.server.gpus[number * per_server : (number + 1) * per_server]
     return {
-        **inherited,
-        "PYTHONPATH": os.pathsep.join((str(_SIDE), str(_ENGINE / "vllm_side"))),
-        "OMP_NUM_THREADS": str(config.threads),
-        "TOKENIZERS_PARALLELISM": "false",
+        **engine_environment(config, number, parent, _SIDE, _ENGINE / "vllm_side"),
         # Log-probabilities of the logits divided by the temperature, which a policy gradient needs.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
-        **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),
     }
-
-
-def _clashes(model: Path, config: InferenceConfig) -> list[str]:
-    """Return what cannot be together in a configuration, each naming key, value and remedy."""
-    server, context = config.server, context_of(model, config)
-    problems = reserved_arguments(server.arguments, _RESERVED_ARGUMENTS)
-    if context is None:
-        problems.append(f"inference.max_context is not set, and {model} names no max_position_embeddings: set it")
-    elif config.kv_tokens is not None and config.kv_tokens < context:
-        problems.append(
-            f"inference.kv_tokens is {config.kv_tokens}, less than one sequence of {context} tokens: raise it, or "
-            "lower inference.max_context"
-        )
-    if ":" in config.device:
-        problems.append(f"inference.device is {config.device}: name GPUs of SGLang servers in inference.server.gpus")
-    if server.gpus and len(server.gpus) != (needed := config.replicas * server.tensor_parallel):
-        problems.append(
-            f"inference.server.gpus is {server.gpus}, but {config.replicas} replicas of {server.tensor_parallel} GPUs "
-            f"(inference.replicas, inference.server.tensor_parallel) need {needed}"
-        )
-    return problems
 
 
 class SGLangReplica(ServerReplica):
@@ -121,15 +98,14 @@ class SGLangReplica(ServerReplica):
         if config.urls:
             return []
         python, _, version = await _ENVIRONMENT.find_package(config.server.python)
-        if clashes := _clashes(model, config):
+        clashes = engine_clashes(model, config, _RESERVED_ARGUMENTS)
+        if context_of(model, config) is None:
+            clashes.append(f"inference.max_context is not set, and {model} names no max_position_embeddings: set it")
+        if ":" in config.device:
+            clashes.append(f"inference.device is {config.device}: name GPUs of SGLang servers in inference.server.gpus")
+        if clashes:
             raise ConfigError("; ".join(clashes))
-        warnings = _ENVIRONMENT.version_warnings(python, version)
-        if isinstance(config, ServeConfig) and config.allowed_hosts:
-            warnings.append(
-                f"allowed_hosts is {config.allowed_hosts}, which is the built-in server's: SGLang answers every name; "
-                "bind it (host) where only trusted clients reach it"
-            )
-        return warnings
+        return [*_ENVIRONMENT.version_warnings(python, version), *host_warnings(config, "SGLang")]
 
     async def _start(self, process: ServerProcess, *, paused: bool) -> int:
         python, _, _ = await _ENVIRONMENT.find_package(self._config.server.python)
@@ -142,8 +118,7 @@ class SGLangReplica(ServerReplica):
             "--context": context_of(model, config),
             "--weight-version": self._weight_version,
         }
-        bridge_arguments = [text for flag, value in bridge_options.items() for text in (flag, str(value))]
-        bridge_arguments += ["--paused"] if paused else []
+        bridge_arguments = [*option_arguments(bridge_options), *(["--paused"] if paused else [])]
         script = [str(python), "-P", str(_SIDE / "turnwise_sglang_serve.py"), *bridge_arguments]
         arguments = command_line(model, name, config, self._weight_version)
         number = self._number
@@ -153,10 +128,7 @@ class SGLangReplica(ServerReplica):
             return [*script, "--host", on_node(config.host, inherited), *descriptors, "--", *arguments]
 
         reported = await process.start(command, lambda parent: environment(config, number, parent))
-        self._port = port = int(reported["port"])
-        async with undo_on_error_async(self.close):
-            await self._control.set_version(self.url, self._weight_version)
-        return port
+        return int(reported["port"])
 
     async def prepare_updates(self) -> None:
         """Check that SGLang has the routes that load weights, behind the bridge. Raises InferenceError."""
@@ -181,9 +153,7 @@ class SGLangReplica(ServerReplica):
         except RequestRefused as error:
             raise RequestRefused(f"{url} cannot load weights version {manifest.version}: {error}") from error
         except InferenceError as error:
-            # Part of the weights may be new: it must not serve them.
-            self._process.kill(f"an update to weights version {manifest.version} failed half-way ({error})")
-            raise InferenceError(f"{url} failed while it loaded weights version {manifest.version}: {error}") from error
+            raise self._failed_update(manifest.version, error) from error
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, tokens and CPU seconds."""

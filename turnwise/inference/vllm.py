@@ -14,10 +14,18 @@ from typing import Any
 
 import orjson
 
-from turnwise.errors import ConfigError, InferenceError, RequestRefused, undo_on_error_async
+from turnwise.errors import ConfigError, InferenceError, RequestRefused
 from turnwise.inference import wire
 from turnwise.inference.config import EngineServerConfig, InferenceConfig, ServeConfig
-from turnwise.inference.engines import EngineEnvironment, model_settings, reserved_arguments, served_dtype
+from turnwise.inference.engines import (
+    EngineEnvironment,
+    engine_clashes,
+    engine_environment,
+    host_warnings,
+    model_settings,
+    option_arguments,
+    served_dtype,
+)
 from turnwise.inference.process import ServerProcess, on_node
 from turnwise.inference.replica import ENGINE_CLOSE_TIMEOUT, ENGINE_LAUNCH_TIMEOUT, ServerReplica
 from turnwise.model.core import ServedName, WeightManifest
@@ -77,7 +85,6 @@ async def find_install(config: EngineServerConfig) -> VLLMInstall:
 def kv_bytes(model: Path, config: InferenceConfig) -> int | None:
     """Return the size of the KV cache of ``kv_tokens`` tokens; None for an architecture with other layers."""
     settings = model_settings(model)
-    settings = settings.get("text_config") or settings
     layers, heads = settings.get("num_hidden_layers"), settings.get("num_attention_heads")
     hidden = settings.get("hidden_size")
     if not (layers and heads and hidden) or settings.get("kv_lora_rank") or settings.get("layers_block_type"):
@@ -110,13 +117,12 @@ def command_line(model: Path, name: str, config: ServeConfig, port: int, *, eage
         "--weight-transfer-config": orjson.dumps({"backend": "turnwise"}).decode(),
         "--uvicorn-log-level": config.log_level,
     }
-    arguments = [text for flag, value in options.items() if value is not None for text in (flag, str(value))]
     # /inference/v1/generate is one of the routes that --enable-scale-out opens.
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
     flags.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
     if eager and "--enforce-eager" not in config.server.arguments:
         flags.append("--enforce-eager")
-    return [*arguments, *flags, *config.server.arguments]
+    return [*option_arguments(options), *flags, *config.server.arguments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +174,7 @@ def adapter_arguments(ranks: Mapping[str, int], loaded: Sequence[LoadedAdapter])
         "--max-cpu-loras": _KEPT_ADAPTERS * len(ranks),
     }
     modules = [orjson.dumps({"name": adapter.name, "path": str(adapter.folder)}).decode() for adapter in loaded]
-    arguments = [text for flag, value in options.items() for text in (flag, str(value))]
-    return ["--enable-lora", *arguments, *(["--lora-modules", *modules] if modules else [])]
+    return ["--enable-lora", *option_arguments(options), *(["--lora-modules", *modules] if modules else [])]
 
 
 def environment(
@@ -179,23 +184,14 @@ def environment(
 
     With ``adapters`` they can be loaded while it runs.
     """
-    # Variables of this process's own Python would lead vLLM's to packages that are not its. The last one would take the
-    # place of the size that the command line says.
-    other = ("PYTHON", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE")
-    inherited = {key: value for key, value in parent.items() if not key.startswith(other)}
-    per_server = config.server.tensor_parallel
-    gpus = config.server.gpus[number * per_server : (number + 1) * per_server]
     return {
-        **inherited,
-        "PYTHONPATH": str(_SIDE),
-        "OMP_NUM_THREADS": str(config.threads),
-        "TOKENIZERS_PARALLELISM": "false",
+        # The variable would take the place of the size that the command line says.
+        **engine_environment(config, number, parent, _SIDE, without=("VLLM_CPU_KVCACHE_SPACE",)),
         # Pinning to cores would crowd the servers of one machine onto the same ones.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_LOGGING_LEVEL": config.log_level.upper(),
         "VLLM_NO_USAGE_STATS": "1",
         **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
-        **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}),
         # The routes that pause, resume, abort and update.
         "VLLM_SERVER_DEV_MODE": "1",
         **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if adapters else {}),
@@ -214,29 +210,14 @@ def _head_size(settings: dict[str, Any]) -> int:
 
 def _clashes(model: Path, config: InferenceConfig, install: VLLMInstall) -> list[str]:
     """Return what cannot be together in a configuration, each naming key, value and remedy."""
-    server, settings = config.server, model_settings(model)
-    problems = reserved_arguments(server.arguments, _RESERVED_ARGUMENTS)
-    if install.cpu and (size := _head_size(settings)) and size not in _CPU_HEADS:
+    problems = engine_clashes(model, config, _RESERVED_ARGUMENTS)
+    if install.cpu and (size := _head_size(model_settings(model))) and size not in _CPU_HEADS:
         problems.append(
             f"inference.engine is vllm, whose kernels for processors know attention heads of {_CPU_HEADS} numbers, but "
             f"{model} has {size}: say inference.engine=builtin"
         )
-    longest = config.max_context or settings.get("max_position_embeddings")
-    if config.kv_tokens is not None and longest is not None and config.kv_tokens < longest:
-        key = "inference.max_context" if config.max_context else f"the context of {model}"
-        problems.append(
-            f"inference.kv_tokens is {config.kv_tokens}, less than one sequence ({key}: {longest}): raise it, or lower "
-            "inference.max_context"
-        )
-    if server.gpus and install.cpu:
-        problems.append(
-            f"inference.server.gpus is {server.gpus}, but {install.python} has a vLLM for processors: remove it"
-        )
-    if server.gpus and len(server.gpus) != config.replicas * server.tensor_parallel:
-        problems.append(
-            f"inference.server.gpus is {server.gpus}, but {config.replicas} replicas of {server.tensor_parallel} GPUs "
-            f"(inference.replicas, inference.server.tensor_parallel) need {config.replicas * server.tensor_parallel}"
-        )
+    if (gpus := config.server.gpus) and install.cpu:
+        problems.append(f"inference.server.gpus is {gpus}, but {install.python} has a vLLM for processors: remove it")
     return problems
 
 
@@ -245,12 +226,7 @@ def _unused(config: InferenceConfig, install: VLLMInstall) -> list[str]:
 
     They are no errors: one file runs on either engine.
     """
-    warnings = []
-    if isinstance(config, ServeConfig) and config.allowed_hosts:
-        warnings.append(
-            f"allowed_hosts is {config.allowed_hosts}, which is the built-in server's: vLLM answers every name; bind "
-            "it (host) where only trusted clients reach it"
-        )
+    warnings = host_warnings(config, "vLLM")
     if config.device != AUTO and (":" in config.device or (config.device == CPU) != install.cpu):
         where = "processors" if install.cpu else "GPUs (inference.server.gpus names them)"
         warnings.append(
@@ -320,14 +296,9 @@ class VLLMReplica(ServerReplica):
         reported = await process.start(
             command, lambda parent: environment(config, number, parent, eager=eager, adapters=bool(self._adapters))
         )
-        port = int(reported["port"])
-        self._port = port
-        async with undo_on_error_async(self.close):
-            # Answered once the application takes connections; also the first words of the server's own name for 0.
-            await self._control.set_version(self.url, self._weight_version)
         for adapter, versions in self._named.items():
             self._loaded[adapter] = versions[-1].manifest
-        return port
+        return int(reported["port"])
 
     async def prepare_updates(self) -> None:
         """Check that the server has the routes and the worker that load weights. Raises InferenceError."""
@@ -366,9 +337,7 @@ class VLLMReplica(ServerReplica):
             if not reset.get("success"):
                 raise InferenceError(f"{url} keeps keys and values of old weights: {reset}")
         except InferenceError as error:
-            # Part of the weights may be new: it must not serve them.
-            self._process.kill(f"an update to weights version {manifest.version} failed half-way ({error})")
-            raise InferenceError(f"{url} failed while it loaded weights version {manifest.version}: {error}") from error
+            raise self._failed_update(manifest.version, error) from error
         if not paused:
             await control.resume(url)
 

@@ -307,7 +307,7 @@ async def test_bad_settings_name_key_value_and_remedy(
     cases: list[tuple[dict[str, Any], str]] = [
         ({"version": None}, r"has no SGLang \(its packages hold neither sglang\): install SGLang 0.5 there"),
         ({"device": "cuda:1"}, "inference.device is cuda:1: name GPUs of SGLang servers in inference.server.gpus"),
-        ({"kv_tokens": 32}, "inference.kv_tokens is 32, less than one sequence of 64 tokens: raise it"),
+        ({"kv_tokens": 32}, r"kv_tokens is 32, less than one sequence \(the context of .*: 64\): raise it"),
         ({"server": {"arguments": ["--port=1"]}}, r"--port=1.*or by training"),
         ({"server": {"gpus": [0]}, "replicas": 2}, r"gpus is \[0\], but 2 replicas of 1 GPUs .* need 2"),
     ]
