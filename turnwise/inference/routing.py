@@ -148,23 +148,13 @@ class RoutingCounts:
     """Decisions so far.
 
     Attributes:
-        session: Requests sent to the server of their session.
-        prefix: Requests sent to the server with the longest shared prefix.
-        load: Requests sent to the least loaded server.
-        moved: Those of ``prefix`` and ``load`` whose session was on another server.
-        waited: Requests that waited for a server with room.
+        moved: Requests whose session was on another server.
         ejections: Servers ejected.
-        resumed: Completions resumed on another server than the one that failed.
-        resumed_tokens: Tokens that were not sampled again for it.
+        resumed_tokens: Tokens that were not sampled again where a completion was resumed on another server.
     """
 
-    session: int = 0
-    prefix: int = 0
-    load: int = 0
     moved: int = 0
-    waited: int = 0
     ejections: int = 0
-    resumed: int = 0
     resumed_tokens: int = 0
 
 
@@ -204,7 +194,6 @@ class Router:
         assignment = self._assign(request)
         if assignment is not None:
             return assignment
-        self.counts.waited += 1
         admission: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
         entry = (request, admission)
         self._waiting.append(entry)
@@ -317,7 +306,6 @@ class Router:
         tokens += expected if request.max_tokens is None else min(expected, request.max_tokens)
         server = self.servers[number]
         if request.sampled and request.avoid not in (None, number):
-            self.counts.resumed += 1
             self.counts.resumed_tokens += request.sampled
         request.avoid = None
         server.prefixes.add(request.hashes)
@@ -332,32 +320,17 @@ class Router:
             return min(free, key=lambda number: (servers[number].served, number))
         least_loaded = min(free, key=lambda number: (servers[number].tokens, servers[number].served, number))
         if len(servers) == 1 or self.options.policy == "least_loaded":
-            self.counts.load += 1
             return least_loaded
-        slack = servers[least_loaded].tokens + self.options.imbalance * sum(
-            servers[number].tokens for number in free
-        ) / len(free)
+        mean = sum(servers[number].tokens for number in free) / len(free)
+        slack = servers[least_loaded].tokens + self.options.imbalance * mean
         shared = {number: servers[number].prefixes.shared(request.hashes) for number in free}
+        within = [number for number in free if servers[number].tokens <= slack + shared[number]]
         home = self._sessions.get(request.session_id) if request.session_id else None
-        if home is not None and home in shared and servers[home].tokens <= slack + shared[home]:
-            self.counts.session += 1
+        if home is not None and home in within:
             number = home
         else:
-            within = [number for number in free if servers[number].tokens <= slack + shared[number]]
-            number = min(
-                within,
-                key=lambda candidate: (
-                    -shared[candidate],
-                    servers[candidate].tokens,
-                    servers[candidate].served,
-                    candidate,
-                ),
-            )
-            if shared[number] > shared[least_loaded]:
-                self.counts.prefix += 1
-            else:
-                self.counts.load += 1
-            self.counts.moved += home is not None and home != number
+            number = min(within, key=lambda number: (-shared[number], servers[number].tokens, servers[number].served))
+            self.counts.moved += home is not None
         if request.session_id:
             self._sessions[request.session_id] = number
             self._sessions.move_to_end(request.session_id)
@@ -383,13 +356,12 @@ class HealthChecks:
         self._router = router
         self._ask = ask
         self._abandon = abandon
-        self._silent = [0] * len(router.servers)
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         """Check from now on, as long as something is in flight; nothing for a single server."""
-        if len(self._silent) < 2:
+        if len(self._router.servers) < 2:
             return
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done() or loop is not self._loop:
@@ -405,29 +377,23 @@ class HealthChecks:
     async def _run(self) -> None:
         while self._router.active:
             await asyncio.sleep(self._router.options.health_interval)
-            await asyncio.gather(*(self._check(number) for number in range(len(self._silent))))
+            await asyncio.gather(*(self._check(number) for number in range(len(self._router.servers))))
 
     async def _check(self, number: int) -> None:
-        if self._router.servers[number].suspended:
+        router, server = self._router, self._router.servers[number]
+        if server.suspended:
             return
         try:
-            async with asyncio.timeout(self._router.options.health_timeout):
+            async with asyncio.timeout(router.options.health_timeout):
                 healthy = await self._ask(number)
         except (TimeoutError, ConnectionFailed):
             healthy = False
-        self._note(number, healthy)
-
-    def _note(self, number: int, healthy: bool) -> None:
-        server = self._router.servers[number]
         if server.suspended:
             return
-        if healthy:
-            self._silent[number] = 0
-            if server.ejected:
-                self._router.admit(number)
-            return
-        self._silent[number] += 1
-        self._router.failed(number)
-        if self._silent[number] >= self._router.options.eject_after:
-            self._router.eject(number)
-            self._abandon(number)
+        if not healthy:
+            if router.failed(number):
+                self._abandon(number)
+        elif server.ejected:
+            router.admit(number)
+        else:
+            server.failures = 0

@@ -85,7 +85,6 @@ async def test_a_completion_on_a_killed_server_is_resumed_token_by_token(fleet: 
     os.kill(dying.pid, signal.SIGKILL)
     done = await call
     resumed = client.router.counts.resumed_tokens
-    assert client.router.counts.resumed == 1
     assert 65 <= resumed < 400
     assert resumed % 64 == 1
     assert done.token_ids.tolist() == reference.token_ids.tolist()

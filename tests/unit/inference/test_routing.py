@@ -216,7 +216,6 @@ async def test_the_longest_shared_prefix_wins_over_fewer_tokens_in_flight():
     assert third.server != first
     same = np.concatenate([system, one, text(3, 1)])
     assert await serve(router, "c", same) == first
-    assert router.counts.prefix == 2
 
 
 async def test_least_loaded_goes_by_tokens_and_round_robin_in_turn():
@@ -304,7 +303,6 @@ async def test_requests_wait_for_room_in_order_and_leave_when_cancelled():
     waiting[2].cancel()
     await asyncio.gather(waiting[2], return_exceptions=True)
     assert [server.requests for server in router.servers].count(0) == 1
-    assert router.counts.waited == 3
 
 
 async def test_waiting_requests_fail_when_the_last_server_is_ejected():
