@@ -170,15 +170,11 @@ def _fail_below(result: EvalResult, success: float | None) -> None:
 
 
 def _evaluate(config: EvalConfig) -> EvalResult:
-    from turnwise.inference.builtin import forked_servers
+    from turnwise.evaluation.runner import run_eval
 
     if config.url is None and config.model is not None:
         from turnwise.engine.capacity import served_dtype_warning
 
         if warning := served_dtype_warning(config.model, config.inference):
             typer.secho(f"warning: {warning}", fg="yellow", err=True)
-    # The servers import while this process reads its tasks.
-    with forked_servers([] if config.url is not None else [config.inference]):
-        from turnwise.evaluation.runner import run_eval
-
-        return run_eval(config)
+    return run_eval(config)
