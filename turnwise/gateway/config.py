@@ -327,8 +327,6 @@ class FrozenConfig(Section):
         return directory
 
 
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
-_LIMITS = {"context_length", "max_tokens_per_turn", "max_total_tokens", "max_turns"}
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
@@ -369,17 +367,28 @@ class SessionSettings(BaseModel):
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the sampling parameters, given the gateway's."""
-        return replace(defaults, **self.model_dump(include=_SAMPLING, exclude_none=True))
+        return replace(
+            defaults, **_present(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+        )
 
     def limits(self, defaults: SessionLimits) -> SessionLimits:
         """Return the limits, given the gateway's; the context cannot be larger."""
-        limits = replace(defaults, **self.model_dump(include=_LIMITS, exclude_none=True))
-        return replace(limits, context_length=min(limits.context_length, defaults.context_length))
+        return replace(
+            defaults,
+            context_length=min(self.context_length or defaults.context_length, defaults.context_length),
+            max_tokens_per_turn=self.max_tokens_per_turn or defaults.max_tokens_per_turn,
+            max_total_tokens=self.max_total_tokens or defaults.max_total_tokens,
+            max_turns=self.max_turns or defaults.max_turns,
+        )
 
     def sampling_metrics(self) -> dict[str, float]:
         """Return the sampling settings as metrics, without the temperature, which requests set, and inexact seeds."""
-        values = self.model_dump(include={"seed", "top_p", "top_k", "min_p"}, exclude_none=True)
+        values = _present(seed=self.seed, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
         return {name: float(value) for name, value in values.items() if float(value) == value}
+
+
+def _present(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 SETTINGS = frozenset(SessionSettings.model_fields)

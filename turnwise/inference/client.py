@@ -15,7 +15,7 @@ import orjson
 
 from turnwise.errors import DeadlineExceeded, InferenceError, RequestRefused, StructuredOutputError, TurnwiseError
 from turnwise.inference import wire
-from turnwise.inference.connections import ConnectionFailed, Connections, Response
+from turnwise.inference.connections import ConnectionFailed, Connections, Response, settle
 from turnwise.inference.routing import HealthChecks, RoutedRequest, Router, RoutingOptions
 from turnwise.inference.wire import encode_request, encode_scoring
 from turnwise.model.core import LLMClient, ModelInfo, ServedName
@@ -430,7 +430,7 @@ class HTTPClient(LLMClient):
                 if answer.status == 200:
                     self._note_stored_media(url, body)
                     yield _events(answer, url)
-                    await answer.settle()
+                    await settle(answer)
                     return
                 raw = await answer.read_body()
             resend = self._lacks_media(url, body, answer.status, raw)

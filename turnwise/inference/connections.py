@@ -96,12 +96,6 @@ class Response(asyncio.Protocol):
             pieces.append(self._take_body())
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def settle(self) -> None:
-        """Wait briefly for the end of a body, so that its connection can be reused."""
-        with suppress(TimeoutError, ConnectionFailed):
-            async with asyncio.timeout(_SETTLE_SECONDS):
-                await self.read_body()
-
     async def lines(self) -> AsyncIterator[bytes]:
         """Yield the lines of the body without line ends. Raises ConnectionFailed if it breaks off."""
         rest = b""
@@ -299,6 +293,13 @@ class Connections:
                 return connection
             connection.abort()
         return None
+
+
+async def settle(response: Response) -> None:
+    """Wait briefly for the end of a body, so that its connection can be reused."""
+    with suppress(TimeoutError, ConnectionFailed):
+        async with asyncio.timeout(_SETTLE_SECONDS):
+            await response.read_body()
 
 
 async def _connect(address: Address) -> Response:
