@@ -388,7 +388,7 @@ class HealthChecks:
                 healthy = await self._ask(number)
         except (TimeoutError, ConnectionFailed):
             healthy = False
-        if server.suspended:
+        if router.servers[number].suspended:
             return
         if not healthy:
             if router.failed(number):
