@@ -80,7 +80,7 @@ def group(name: str, *rewards: float) -> TrajectoryGroup:
 
 async def test_a_plain_sample_blocks_in_a_thread_of_its_own() -> None:
     replay = buffer("UserCustomReplayBuffer")
-    waiting = asyncio.create_task(replay.sample(1, "train", 2))
+    waiting = asyncio.create_task(replay.next_batch(1, "train", 2))
     for name in "abc":
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -97,14 +97,14 @@ async def test_a_plain_sample_blocks_in_a_thread_of_its_own() -> None:
 
 async def test_blocking_sample_ends_with_the_rollouts_or_its_cancelled_waiter() -> None:
     replay = buffer("UserCustomReplayBuffer")
-    waiting = asyncio.create_task(replay.sample(1, "train", 2))
+    waiting = asyncio.create_task(replay.next_batch(1, "train", 2))
     await asyncio.sleep(0.05)
     replay.fail(EngineDied("the server ended"))
     with pytest.raises(EngineDied, match="the server ended"):
         await waiting
     replay = buffer("UserCustomReplayBuffer")
     threads = threading.active_count()
-    waiting = asyncio.create_task(replay.sample(1, "train", 2))
+    waiting = asyncio.create_task(replay.next_batch(1, "train", 2))
     await asyncio.sleep(0.05)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -116,7 +116,7 @@ async def test_blocking_sample_ends_with_the_rollouts_or_its_cancelled_waiter() 
 
 async def test_an_async_sample_with_arguments_of_its_own() -> None:
     replay = buffer("Asynchronous", minimum=3)
-    waiting = asyncio.create_task(replay.sample(1, "train", 1))
+    waiting = asyncio.create_task(replay.next_batch(1, "train", 1))
     for name in "abc":
         await replay.put(group(name))
         await asyncio.sleep(0)
@@ -147,7 +147,7 @@ async def test_the_example_of_the_page_discards_and_is_refilled(
     replay.refill_by(refill)
     for name in "ab":
         replay.expect(RolloutRequest(Task(name, "?")), 0)
-    waiting = asyncio.create_task(replay.sample(1, "train", 2))
+    waiting = asyncio.create_task(replay.next_batch(1, "train", 2))
     await replay.put(group("a", 1.0, 1.0))
     await replay.put(group("b"))
     await refilled.wait()
@@ -165,11 +165,11 @@ async def test_invalid_returns_of_sample_raise(monkeypatch: pytest.MonkeyPatch) 
         (None, r"Returning\.sample returned None: return self\.take\(ids, global_steps\)"),
         (ref, r"Returning\.sample returned BatchRef"),
         ((ref, {"mine": "x"}), r"Returning\.sample returned the metric 'mine': 'x'; metrics are numbers"),
-        (KeyError("b"), r"Returning\.sample raised KeyError at step 1: 'b'"),
+        (KeyError("b"), r"step 1: Returning\.sample raised KeyError: 'b'"),
     ]:
         monkeypatch.setattr(Returning, "answer", answer)
         with pytest.raises(TrainError, match=message):
-            await replay.sample(1, "train", 1)
+            await replay.next_batch(1, "train", 1)
     with pytest.raises(ConfigError, match=r"sample takes \(step, n\); it is called with \(global_steps, partition_id"):
         buffer("Renamed")
     with pytest.raises(ConfigError, match="is not a replay buffer: subclass"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -48,8 +47,8 @@ class EvalBudget(Section):
     seconds: Positive | None = None
     money: Positive | None = None
 
-    def remaining(self, figures: Sequence[Mapping[str, Any]]) -> Remaining:
-        """Return what remains of it after evaluations with these summaries."""
+    def remaining(self, figures: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return what remains of each limit after evaluations with these summaries."""
         spent = [summary.get("spent", {}) for summary in figures]
         used = {
             "tokens": sum(tokens.get("sampled_tokens", 0) for tokens in spent),
@@ -57,25 +56,13 @@ class EvalBudget(Section):
             "money": sum(tokens.get("cost") or 0.0 for tokens in spent),
         }
         limits = {name: getattr(self, name) for name in used}
-        return Remaining({name: limit - used[name] for name, limit in limits.items() if limit is not None})
+        return {name: limit - used[name] for name, limit in limits.items() if limit is not None}
 
-
-@dataclass(frozen=True, slots=True)
-class Remaining:
-    """What remains of a budget, by ``tokens``, ``seconds`` and ``money``, as far as they are limited."""
-
-    amounts: Mapping[str, float]
-
-    @property
-    def spent(self) -> str | None:
-        """The name of what is spent, if anything is."""
-        return next((name for name, value in self.amounts.items() if value <= 0), None)
-
-    def within(self, budget: EvalBudget) -> EvalBudget:
-        """Return the smaller of this and a budget of one evaluation."""
-        limits = {name: min(value, getattr(budget, name) or math.inf) for name, value in self.amounts.items()}
+    def within(self, amounts: Mapping[str, float]) -> EvalBudget:
+        """Return the smaller of this and of what remains of another one."""
+        limits = {name: min(value, getattr(self, name) or math.inf) for name, value in amounts.items()}
         whole_tokens = {name: int(limit) if name == "tokens" else limit for name, limit in limits.items()}
-        return budget.model_copy(update=whole_tokens)
+        return self.model_copy(update=whole_tokens)
 
 
 class EvalPlan(Section):
@@ -127,15 +114,9 @@ class EvalPlan(Section):
             raise ValueError("samples of at least 1, or greedy: true (else nothing is evaluated)")
         if self.pass_k and max(self.pass_k) > self.samples:
             raise ValueError(f"pass_k up to samples ({self.samples}); it asks for {max(self.pass_k)}")
-        return self
-
-    @model_validator(mode="after")
-    def _check_search_plan(self) -> Self:
-        if self.search is None:
-            return self
-        if self.samples == 0:
+        if self.search is not None and self.samples == 0:
             raise ValueError("samples of at least 1 together with search: greedy episodes are not searched")
-        if self.role is not None and self.search.scorer.function == ENVIRONMENT:
+        if self.search is not None and self.role is not None and self.search.scorer.function == ENVIRONMENT:
             raise ValueError(
                 f"no role together with search.scorer {ENVIRONMENT}, which scores by the rewards of all sessions: "
                 "write the scorer of a role as a function"
@@ -217,12 +198,6 @@ class EvalConfig(EvalPlan):
         return without_model(data)
 
     @model_validator(mode="after")
-    def _check_prices(self) -> Self:
-        if self.budget.money is not None and self.prices is None:
-            raise ValueError("prices (prompt and completion, for a million tokens) together with budget.money")
-        return self
-
-    @model_validator(mode="after")
     def _limit_turn_tokens(self) -> Self:
         if self.hosted is None and "max_tokens_per_turn" not in self.rollout.model_fields_set:
             model_limit = None if self.model is None else max_new_tokens(self.model)
@@ -254,7 +229,9 @@ class EvalConfig(EvalPlan):
         return self
 
     @model_validator(mode="after")
-    def _check_search(self) -> Self:
+    def _check_search_and_prices(self) -> Self:
+        if self.budget.money is not None and self.prices is None:
+            raise ValueError("prices (prompt and completion, for a million tokens) together with budget.money")
         check_search(self.search, self.rollout, tokens=self.hosted is None)
         if self.rollout.tree is not None:
             raise ValueError("search (kind: tree) instead of rollout.tree: an evaluation is forked by a search alone")

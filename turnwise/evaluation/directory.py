@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import yaml
+from pydantic import TypeAdapter
 
 from turnwise.append_file import lock_directory
 from turnwise.config import dump_config, read_yaml
@@ -17,6 +18,7 @@ from turnwise.envs.registration import run_name
 from turnwise.errors import ConfigError
 from turnwise.evaluation.config import EvalConfig
 from turnwise.rollout.journal.finished import FINISHED
+from turnwise.tasks.config import TasksConfig
 from turnwise.trajectory_file import TRAJECTORIES
 
 
@@ -146,3 +148,9 @@ def success_rule(folder: Path) -> tuple[float, str | None]:
             if isinstance(minimum, (int, float)):
                 return float(minimum), role if isinstance(role, str) else None
     return 1.0, None
+
+
+def recorded_sources(config: Mapping[str, Any]) -> list[TasksConfig]:
+    """Return the task sources of training and evaluation that a run's ``config.yaml`` names."""
+    sources = (config.get("tasks"), (config.get("eval") or {}).get("tasks"))
+    return [TypeAdapter(TasksConfig).validate_python(source) for source in sources if source]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import combinations
 from typing import Any
 
@@ -25,7 +25,27 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {"mean": self.mean, "stderr": self.stderr, "episodes": self.episodes, "tasks": self.tasks}
+        return json_fields(self)
+
+
+def json_fields(figures: Any, *, optional: Collection[str] = (), without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the fields of a dataclass of figures as JSON values.
+
+    Args:
+        figures: The dataclass; nested ones have a ``to_json``.
+        optional: Fields that are left out where they are empty.
+        without: Fields that are left out.
+    """
+    values = {field.name: getattr(figures, field.name) for field in fields(figures) if field.name not in without}
+    return {name: _json_value(value) for name, value in values.items() if value or name not in optional}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(entry) for entry in value]
+    return value.to_json() if is_dataclass(type(value)) else value
 
 
 def clustered_mean(clusters: Iterable[Sequence[float]]) -> Estimate:
@@ -55,10 +75,7 @@ def pass_at_k(episodes: int, successes: int, k: int) -> float:
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1. Raises ValueError unless 1 <= k <=
     n and 0 <= c <= n.
     """
-    if not 1 <= k <= episodes:
-        raise ValueError(f"pass@{k} needs at least {max(k, 1)} episodes per task; there are {episodes}")
-    if not 0 <= successes <= episodes:
-        raise ValueError(f"{successes} successes among {episodes} episodes")
+    _check_k("pass@", k, episodes, successes)
     return 1.0 - math.comb(episodes - successes, k) / math.comb(episodes, k)
 
 
@@ -67,10 +84,7 @@ def pass_all_k(episodes: int, successes: int, k: int) -> float:
 
     Yao et al. 2024, "tau-bench", section 3. Raises ValueError as :func:`pass_at_k`.
     """
-    if not 1 <= k <= episodes:
-        raise ValueError(f"pass^{k} needs at least {max(k, 1)} episodes per task; there are {episodes}")
-    if not 0 <= successes <= episodes:
-        raise ValueError(f"{successes} successes among {episodes} episodes")
+    _check_k("pass^", k, episodes, successes)
     return math.comb(successes, k) / math.comb(episodes, k)
 
 
@@ -80,11 +94,16 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     With rewards in ascending order, the i-th (from 1) is the maximum of C(i - 1, k - 1) of C(n, k) subsets; with
     rewards of 0 and 1 it is pass@k. Raises ValueError unless 1 <= k <= n.
     """
-    count = len(rewards)
-    if not 1 <= k <= count:
-        raise ValueError(f"best@{k} needs at least {max(k, 1)} episodes per task; there are {count}")
-    subsets = math.comb(count, k)
+    _check_k("best@", k, len(rewards))
+    subsets = math.comb(len(rewards), k)
     return math.fsum(math.comb(rank, k - 1) / subsets * reward for rank, reward in enumerate(sorted(rewards)))
+
+
+def _check_k(mark: str, k: int, episodes: int, successes: int = 0) -> None:
+    if not 1 <= k <= episodes:
+        raise ValueError(f"{mark}{k} needs at least {max(k, 1)} episodes per task; there are {episodes}")
+    if not 0 <= successes <= episodes:
+        raise ValueError(f"{successes} successes among {episodes} episodes")
 
 
 _SUBSETS = 10_000
@@ -99,8 +118,7 @@ def maj_at_k(answers: Sequence[str | None], successes: Sequence[bool], k: int) -
     ones, seeded. Raises ValueError unless 1 <= k <= n.
     """
     count = len(answers)
-    if not 1 <= k <= count:
-        raise ValueError(f"maj@{k} needs at least {max(k, 1)} episodes per task; there are {count}")
+    _check_k("maj@", k, count)
     right: defaultdict[str, list[bool]] = defaultdict(list)
     for answer, success in zip(answers, successes, strict=True):
         if answer is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
 import shutil
 from collections import defaultdict
@@ -20,10 +18,10 @@ import orjson
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.tables import RunTables, read_run, run_file
 from turnwise.recorder.branches import branch_trajectories, selected_branch
-from turnwise.trajectory import Trajectory, Turn, messages_of
+from turnwise.trajectory import Trajectory, messages_of
 from turnwise.trajectory_file import read_trajectories
 
-Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf", "otel"]
+Format: TypeAlias = Literal["jsonl", "sft", "csv", "parquet", "hf"]
 TABLES = ("episodes", "turns", "tool_calls", "tokens")
 
 
@@ -42,11 +40,6 @@ class Choice:
     policy: str | None = None
     min_reward: float | None = None
     best_per_task: int | None = None
-
-    @property
-    def selects(self) -> bool:
-        """Whether anything but the partition is chosen by."""
-        return (self.policy, self.min_reward, self.best_per_task) != (None, None, None)
 
     def describe(self) -> str:
         """Describe the choice."""
@@ -82,9 +75,8 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     agent, policy, branch (its place among the trajectory's), reward, rewards by name, stop_reason, error, tools and
     messages, both in OpenAI's form. ``sft`` has messages and tools alone, of trajectories without an error: what
     ``turnwise sft`` and other trainers read. ``hf`` is a folder with the rows of ``jsonl`` as parquet files, one a
-    partition, that ``datasets.load_dataset`` reads. ``otel`` has a trace of each trajectory a line (:func:`traces`).
-    ``csv`` is the table of episodes, ``parquet`` a folder with the four tables of
-    :class:`turnwise.evaluation.tables.RunTables`.
+    partition, that ``datasets.load_dataset`` reads. ``csv`` is the table of episodes, ``parquet`` a folder with the
+    four tables of :class:`turnwise.evaluation.tables.RunTables`.
 
     Args:
         source: A run directory, or a file of trajectories.
@@ -104,7 +96,7 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     file = run_file(source)
     if target.exists():
         raise ConfigError(f"{target} exists: name a file or folder that does not")
-    if form in ("csv", "parquet") and choice.selects:
+    if form in ("csv", "parquet") and choice != Choice(choice.partition):
         raise ConfigError(
             f"--to {form} writes tables, which are filtered by their reader: leave out --policy, --min-reward and "
             "--best-per-task, or choose jsonl, sft or hf"
@@ -112,7 +104,6 @@ def export_run(source: Path, target: Path, form: Format, choice: Choice | None =
     writers: dict[str, Callable[[], int]] = {
         "jsonl": lambda: _write_lines(conversations(choice.of(branches(file))), part),
         "sft": lambda: _write_lines(_sft_rows(choice.of(branches(file, selected_only=True))), part),
-        "otel": lambda: _write_lines(traces(choice.of(read_trajectories(file))), part),
         "hf": lambda: _write_dataset(conversations(choice.of(branches(file))), part),
         "csv": lambda: _write_csv(read_run(file), choice.partition, part),
         "parquet": lambda: _write_tables(read_run(file), choice.partition, part),
@@ -164,100 +155,6 @@ def conversations(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]
             }  # fmt: skip
 
 
-def traces(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
-    """Yield a request of the OpenTelemetry protocol (OTLP/JSON) for each trajectory whose turns have times.
-
-    Its trace is the episode's: a span ``invoke_agent`` for the session, below it one ``chat`` a turn and one
-    ``execute_tool`` a call, which lasts from the turn's completion to the next request. Attributes are those of the
-    semantic conventions for generative AI (1.37), and ``turnwise.*``: ids, rewards, stop reason, weight version. Texts
-    are left out.
-    """
-    for trajectory in trajectories:
-        turns = [turn for turn in trajectory.turns() if turn.turn_id in trajectory.turn_times]
-        if not turns:
-            continue
-        trace = _hex(16, trajectory.episode_id, trajectory.attempt)
-        root = _hex(8, trajectory.id, trajectory.attempt)
-        times = [trajectory.turn_times[turn.turn_id] for turn in turns]
-        spans = [
-            _span(
-                (trace, root, ""), f"invoke_agent {trajectory.agent}", (times[0][0], max(end for _, end in times)),
-                {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": trajectory.agent,
-                 "gen_ai.conversation.id": trajectory.id, "turnwise.task": trajectory.task_id,
-                 "turnwise.group": trajectory.group_id, "turnwise.partition": trajectory.partition,
-                 "turnwise.reward": trajectory.reward, "turnwise.stop_reason": str(trajectory.stop_reason)},
-                trajectory.error,
-            )
-        ]  # fmt: skip
-        for number, turn in enumerate(turns):
-            until = times[number + 1][0] if number + 1 < len(turns) else times[number][1]
-            spans += _turn_spans(trajectory, turn, times[number], until, (trace, root))
-        scope = {"scope": {"name": "turnwise"}, "spans": spans}
-        resource = {"attributes": _attributes({"service.name": "turnwise"})}
-        yield {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
-
-
-def _turn_spans(
-    trajectory: Trajectory, turn: Turn, times: tuple[float, float], until: float, above: tuple[str, str]
-) -> Iterator[dict[str, Any]]:
-    trace, root = above
-    sampled = turn.sampled
-    values: dict[str, Any] = {
-        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "turnwise",
-        "gen_ai.request.model": trajectory.policy,
-        "gen_ai.conversation.id": trajectory.id, "gen_ai.output.type": "text",
-        "gen_ai.usage.input_tokens": sum(len(trajectory.segments[index].token_ids) for index in turn.path),
-        "gen_ai.usage.output_tokens": len(sampled.token_ids),
-        "gen_ai.response.finish_reasons": [sampled.finish_reason],
-        "turnwise.turn": turn.turn_id,
-        "turnwise.reward": math.fsum(value for turn_id, _, value in trajectory.rewards if turn_id == turn.turn_id),
-    }  # fmt: skip
-    if sampled.weight_versions:
-        values["turnwise.weight_version"] = sampled.weight_versions[-1][0]
-    yield _span((trace, _hex(8, trajectory.id, turn.turn_id), root), f"chat {trajectory.policy}", times, values)
-    calls = [call for message in sampled.messages for call in message.get("tool_calls") or ()]
-    for number, call in enumerate(calls):
-        name = call.get("function", call).get("name")
-        tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.call.id": call["id"]}
-        span_id = _hex(8, trajectory.id, turn.turn_id, number)
-        yield _span((trace, span_id, root), f"execute_tool {name}", (times[1], max(until, times[1])), tool)
-
-
-def _span(
-    ids: tuple[str, str, str],
-    name: str,
-    times: tuple[float, float],
-    values: Mapping[str, Any],
-    error: str | None = None,
-) -> dict[str, Any]:
-    trace, span_id, parent = ids
-    begin, end = (str(round(moment * 1e9)) for moment in times)
-    span: dict[str, Any] = {
-        "traceId": trace, "spanId": span_id, "parentSpanId": parent,
-        "name": name, "kind": 3 if name[:4] == "chat" else 1,
-        "startTimeUnixNano": begin, "endTimeUnixNano": end, "attributes": _attributes(values),
-    }  # fmt: skip
-    if error is not None:
-        span["status"] = {"code": 2, "message": error}
-    return span
-
-
-def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _any_value(value)} for key, value in values.items() if value is not None]
-
-
-def _any_value(value: Any) -> dict[str, Any]:
-    if isinstance(value, list):
-        return {"arrayValue": {"values": [_any_value(element) for element in value if element is not None]}}
-    if isinstance(value, int):
-        return {"intValue": str(value)}
-    return {"doubleValue": value} if isinstance(value, float) else {"stringValue": str(value)}
-
-
-def _hex(size: int, *parts: object) -> str:
-    return hashlib.blake2b("/".join(map(str, parts)).encode("utf-8", "replace"), digest_size=size).hexdigest()
-
-
 def _sft_rows(trajectories: Iterable[Trajectory]) -> Iterator[dict[str, Any]]:
     completed = (trajectory for trajectory in trajectories if trajectory.error is None)
     for row in conversations(completed):
@@ -301,52 +198,31 @@ def _write_dataset(rows: Iterable[dict[str, Any]], folder: Path) -> int:
         ("branch", arrow.int64()), ("reward", arrow.float64()), ("rewards", arrow.string()), ("tools", arrow.string()),
         ("messages", arrow.list_(arrow.struct([(name, arrow.string()) for name in _MESSAGE]))),
     ])  # fmt: skip
-    writers: dict[str, Any] = {}
-    waiting: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    counts: defaultdict[str, int] = defaultdict(int)
-
-    def flush(partition: str) -> None:
-        if partition not in writers:
-            file = folder / "data" / f"{partition}-00000-of-00001.parquet"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            writers[partition] = parquet.ParquetWriter(file, schema)
-        writers[partition].write_table(arrow.Table.from_pylist(waiting.pop(partition), schema=schema))
-
-    try:
-        for row in rows:
-            partition = row["partition"]
-            waiting[partition].append(_flat(row))
-            counts[partition] += 1
-            if len(waiting[partition]) == _ROWS:
-                flush(partition)
-        for partition in list(waiting):
-            flush(partition)
-    finally:
-        for writer in writers.values():
-            writer.close()
-    if counts:
-        (folder / "README.md").write_text(_card(counts))
-    return sum(counts.values())
+    by_partition: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        by_partition[row["partition"]].append(_flat(row))
+    if by_partition:
+        (folder / "data").mkdir(parents=True)
+        (folder / "README.md").write_text(_card({name: len(part) for name, part in by_partition.items()}))
+    for name, part in by_partition.items():
+        file = folder / "data" / f"{name}-00000-of-00001.parquet"
+        parquet.write_table(arrow.Table.from_pylist(part, schema=schema), file)
+    return sum(map(len, by_partition.values()))
 
 
 _TEXTS = (
     "task_id", "group_id", "episode_id", "trajectory_id", "partition", "agent", "policy", "stop_reason", "error",
 )  # fmt: skip
 _MESSAGE = ("role", "content", "tool_calls", "tool_call_id", "name")
-_ROWS = 1_000
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row whose nested values of changing shape are JSON text."""
     messages = [
-        {name: _optional(message.get(name)) if name != "role" else message["role"] for name in _MESSAGE}
+        {name: None if message.get(name) is None else _text(message[name]) for name in _MESSAGE}
         for message in row["messages"]
     ]
     return row | {"rewards": _text(row["rewards"]), "tools": _text(row["tools"]), "messages": messages}
-
-
-def _optional(value: Any) -> str | None:
-    return None if value is None else _text(value)
 
 
 def _card(counts: Mapping[str, int]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from rich.box import SIMPLE_HEAD
@@ -18,13 +18,22 @@ from rich.text import Text
 from turnwise.agents.roles import role_of
 from turnwise.append_file import private_directory, private_opener, write_private
 from turnwise.errors import ConfigError
-from turnwise.evaluation.estimates import Estimate, best_at_k, clustered_mean, maj_at_k, pass_all_k, pass_at_k
+from turnwise.evaluation.estimates import (
+    Estimate,
+    best_at_k,
+    clustered_mean,
+    json_fields,
+    maj_at_k,
+    pass_all_k,
+    pass_at_k,
+)
 from turnwise.evaluation.searched import SearchRow, SearchSummary, chosen_members, search_row, summarize_searches
 from turnwise.tasks.core import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
 
 _TOLERANCE = 1e-6
+T = TypeVar("T", bound=Sequence[Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +78,14 @@ class EpisodeRow:
     answer: str | None = None
     search: SearchRow | None = None
 
+    @property
+    def counts(self) -> bool:
+        """Whether it came to its end, without a failure or a cancellation."""
+        return self.error is None and self.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        record = {name: getattr(self, name) for name in _ROW_FIELDS}
-        search = record.pop("search")
-        return record if search is None else {**record, "search": search.to_json()}
-
-
-_ROW_FIELDS = tuple(attribute.name for attribute in fields(EpisodeRow))
+        return json_fields(self, optional=("search",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class RoleSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
-        return {"success": self.success.to_json(), "reward": self.reward.to_json(), "turns": self.turns}
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,27 +149,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the metrics (not the rows) as JSON values."""
-        return {
-            "success": self.success.to_json(),
-            "reward": self.reward.to_json(),
-            **{
-                name: {str(k): estimate.to_json() for k, estimate in getattr(self, name).items()}
-                for name in ("pass_at", "pass_all", "best_at")
-            },
-            **({"maj_at": {str(k): estimate.to_json() for k, estimate in self.maj_at.items()}} if self.maj_at else {}),
-            "turns": self.turns,
-            "tool_calls": self.tool_calls,
-            "tool_errors": dict(self.tool_errors),
-            "stop_reasons": dict(self.stop_reasons),
-            "sampled_tokens": self.sampled_tokens,
-            "forks": dict(self.forks),
-            "failed": self.failed,
-            "tasks": self.tasks,
-            **({"search": self.search.to_json()} if self.search is not None else {}),
-            **({"by_source": {name: one.to_json() for name, one in self.by_source.items()}} if self.by_source else {}),
-            **({"by_tag": {name: one.to_json() for name, one in self.by_tag.items()}} if self.by_tag else {}),
-            **({"by_role": {name: one.to_json() for name, one in self.by_role.items()}} if self.by_role else {}),
-        }
+        return json_fields(self, without=("rows",), optional=("maj_at", "search", "by_source", "by_tag", "by_role"))
 
 
 def episode_rows(
@@ -178,10 +167,15 @@ def episode_rows(
         role: Role whose reward counts; by default all sessions of the evaluated policy.
         answer: Regular expression of an answer in the last message of the main session.
     """
+    return [_row(members, success_reward, role, answer) for members in by_episode(trajectories)]
+
+
+def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """Return the sessions of each attempt at an episode, in order of appearance."""
     episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         episodes[trajectory.episode_id, trajectory.attempt].append(trajectory)
-    return [_row(members, success_reward, role, answer) for members in episodes.values()]
+    return list(episodes.values())
 
 
 def _row(members: Sequence[Trajectory], success_reward: float, role: str | None, answer: str | None) -> EpisodeRow:
@@ -265,25 +259,36 @@ def summarize(
         answer: As in :func:`episode_rows`; with it, maj@k is estimated for the values of ``pass_k``.
         tags: What figures are given for, too, by task id: :func:`task_tags`.
     """
+    tags = tags or {}
     rows: list[EpisodeRow] = []
-    failed: Counter[str | None] = Counter()
-    tagged = _TagFailures(tags or {})
+    failed: Counter[tuple[str | None, str]] = Counter()
     for group in groups:
-        failed[group.source] += group.failed
-        tagged.fail(group.task_id, group.failed)
+        failed[group.source, group.task_id] += group.failed
         for row in episode_rows(group.trajectories, success_reward=success_reward, role=role, answer=answer):
-            if row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED):
+            failed[group.source, row.task_id] += not row.counts
+            if row.counts:
                 rows.append(replace(row, source=group.source))
-            else:
-                failed[group.source] += 1
-                tagged.fail(group.task_id, 1)
-    parts = {
-        name: summarize_rows([row for row in rows if row.source == name], failed=failed[name], pass_k=pass_k)
-        for name in sorted({name for name in failed if name is not None})
-    }
-    overall = summarize_rows(rows, failed=failed.total(), pass_k=pass_k)
-    by_tag = tagged.summaries(rows, pass_k)
-    return replace(overall, by_source=parts, by_tag=by_tag, by_role=_by_role(rows, success_reward))
+
+    def part(keys: Collection[tuple[str | None, str]]) -> Summary:
+        """Return the metrics of the episodes with these sources and tasks."""
+        failures = sum(failed[key] for key in keys)
+        return summarize_rows(
+            [row for row in rows if (row.source, row.task_id) in keys], failed=failures, pass_k=pass_k
+        )
+
+    sources: defaultdict[str, set[tuple[str | None, str]]] = defaultdict(set)
+    labels: defaultdict[str, set[tuple[str | None, str]]] = defaultdict(set)
+    for source, task_id in failed:
+        if source is not None:
+            sources[source].add((source, task_id))
+        for tag in tags.get(task_id, ()):
+            labels[tag].add((source, task_id))
+    return replace(
+        part(failed),
+        by_source={name: part(keys) for name, keys in sorted(sources.items())},
+        by_tag={tag: part(keys) for tag, keys in sorted(labels.items())},
+        by_role=_by_role(rows, success_reward),
+    )
 
 
 def task_tags(tasks: Iterable[Task], fields: Sequence[str]) -> dict[str, list[str]]:
@@ -307,26 +312,6 @@ def task_tags(tasks: Iterable[Task], fields: Sequence[str]) -> dict[str, list[st
             f"{', '.join(sorted(field_names)) or 'none'}"
         )
     return tags
-
-
-class _TagFailures:
-    """Failures by tag, and the figures of the episodes of each."""
-
-    def __init__(self, tags: Mapping[str, Sequence[str]]) -> None:
-        self._tags = tags
-        self._failed: Counter[str] = Counter()
-
-    def fail(self, task_id: str, count: int) -> None:
-        for tag in self._tags.get(task_id, ()):
-            self._failed[tag] += count
-
-    def summaries(self, rows: Sequence[EpisodeRow], pass_k: Sequence[int]) -> dict[str, Summary]:
-        parts: defaultdict[str, list[EpisodeRow]] = defaultdict(list)
-        for row in rows:
-            for tag in self._tags.get(row.task_id, ()):
-                parts[tag].append(row)
-        names = sorted(parts.keys() | self._failed.keys())
-        return {name: summarize_rows(parts[name], failed=self._failed[name], pass_k=pass_k) for name in names}
 
 
 def _by_role(rows: Sequence[EpisodeRow], success_reward: float) -> dict[str, RoleSummary]:
@@ -365,10 +350,10 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
     return Summary(
         success=clustered_mean([float(row.success) for row in members] for members in by_task.values()),
         reward=clustered_mean(rewards),
-        pass_at={k: clustered_mean([pass_at_k(len(e), sum(e), k)] for e in right if len(e) >= k) for k in several},
-        pass_all={k: clustered_mean([pass_all_k(len(e), sum(e), k)] for e in right if len(e) >= k) for k in several},
-        best_at={k: clustered_mean([best_at_k(task, k)] for task in rewards if len(task) >= k) for k in several},
-        maj_at=_maj_at(by_task.values(), several),
+        pass_at=_by_k(several, right, lambda task, k: pass_at_k(len(task), sum(task), k)),
+        pass_all=_by_k(several, right, lambda task, k: pass_all_k(len(task), sum(task), k)),
+        best_at=_by_k(several, rewards, best_at_k),
+        maj_at=_by_k(several, list(by_task.values()), _maj_at_k) if any(row.answer is not None for row in rows) else {},
         turns=sum(row.turns for row in rows) / number,
         tool_calls=sum(row.tool_calls for row in rows),
         tool_errors=dict(errors.most_common()),
@@ -382,15 +367,13 @@ def summarize_rows(rows: Sequence[EpisodeRow], *, failed: int = 0, pass_k: Seque
     )
 
 
-def _maj_at(tasks: Iterable[Sequence[EpisodeRow]], several: Sequence[int]) -> dict[int, Estimate]:
-    tasks = list(tasks)
-    if all(row.answer is None for rows in tasks for row in rows):
-        return {}
-    voters = [([row.answer for row in rows], [row.success for row in rows]) for rows in tasks]
-    return {
-        k: clustered_mean([maj_at_k(answers, right, k)] for answers, right in voters if len(answers) >= k)
-        for k in several
-    }
+def _by_k(several: Sequence[int], tasks: Sequence[T], estimate: Callable[[T, int], float]) -> dict[int, Estimate]:
+    """Return an estimate for each k, over the tasks with at least so many episodes."""
+    return {k: clustered_mean([estimate(task, k)] for task in tasks if len(task) >= k) for k in several}
+
+
+def _maj_at_k(rows: Sequence[EpisodeRow], k: int) -> float:
+    return maj_at_k([row.answer for row in rows], [row.success for row in rows], k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,26 +406,14 @@ class EvalResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (not the rows)."""
-        figures = {name: summary.to_json() for name, summary in self.parts.items()}
-        counts = {"left_out": self.left_out, "unfinished": self.unfinished}
-        extras: dict[str, Any] = {name: count for name, count in counts.items() if count}
-        if self.max_tokens_per_turn is not None:
-            extras["max_tokens_per_turn"] = self.max_tokens_per_turn
-        if self.spent:
-            extras["spent"] = dict(self.spent)
-        if self.ended_by is not None:
-            extras["ended_by"] = self.ended_by
-        return {**figures, "seconds": self.seconds, **extras}
+        optional = ("sampled", "greedy", "left_out", "unfinished", "max_tokens_per_turn", "spent", "ended_by")
+        return json_fields(self, optional=optional)
 
     def below(self, success: float) -> dict[str, float]:
         """Return the success rates below a threshold, by sampling mode; one without episodes counts as 0."""
         rates = {name: summary.success for name, summary in self.parts.items()}
         means = {name: rate.mean if rate.episodes else 0.0 for name, rate in rates.items()}
         return {name: rate for name, rate in means.items() if rate < success - _TOLERANCE}
-
-    def with_unfinished(self, unfinished: int) -> EvalResult:
-        """Return the result with a number of unfinished episodes."""
-        return replace(self, unfinished=unfinished)
 
     def write(self, folder: Path) -> None:
         """Write ``summary.json`` and ``episodes.jsonl`` (one row per episode) to a directory."""
@@ -463,67 +434,55 @@ def result_table(result: EvalResult, title: str = "") -> Table:
     table.add_column("")
     for name in result.parts:
         table.add_column(name, justify="right")
-    summaries = list(result.parts.values())
-    _table_row(table, "tasks", [str(s.tasks) for s in summaries])
-    _table_row(table, "episodes", [str(s.success.episodes) for s in summaries])
-    table.add_row(Text("success", style="bold"), *[Text(_estimate_text(s.success), style="bold") for s in summaries])
-    for mark, name in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at"), ("maj@", "maj_at")):
-        estimates: list[Mapping[int, Estimate]] = [getattr(s, name) for s in summaries]
-        for k in sorted({k for by_k in estimates for k in by_k}):
-            columns = zip(estimates, summaries, strict=True)
-            _table_row(
-                table, f"{mark}{k}", [_estimate_of_tasks(by_k[k], s.tasks) if k in by_k else "-" for by_k, s in columns]
-            )
-    for grouped in ([s.by_source for s in summaries], [s.by_tag for s in summaries]):
-        for name in sorted({name for by_name in grouped for name in by_name}):
-            rates = [by_name[name].success if name in by_name else None for by_name in grouped]
-            _table_row(table, f"success, {name}", ["-" if rate is None else _estimate_text(rate) for rate in rates])
-    for name in sorted({name for s in summaries for name in s.by_role}):
-        roles = [s.by_role.get(name) for s in summaries]
-        _table_row(
-            table, f"success of {name}", ["-" if role is None else _estimate_text(role.success) for role in roles]
-        )
-        _table_row(table, f"reward of {name}", ["-" if role is None else _estimate_text(role.reward) for role in roles])
-    _table_row(table, "reward", [_estimate_text(s.reward) for s in summaries])
-    _table_row(table, "turns", [f"{s.turns:.2f}" for s in summaries])
-    _table_row(table, "tokens sampled", [f"{s.sampled_tokens:.1f}" for s in summaries])
+    columns = [_figures(summary) for summary in result.parts.values()]
+    for name in dict.fromkeys(name for figures in columns for name in figures):
+        style = {"success": "bold", _FAILED: "red"}.get(name, "")
+        table.add_row(Text(name, style=style), *[Text(figures.get(name, "-"), style=style) for figures in columns])
     if result.max_tokens_per_turn is not None:
-        _table_row(table, "max tokens per turn", [str(result.max_tokens_per_turn) for _ in summaries])
+        table.add_row("max tokens per turn", *[str(result.max_tokens_per_turn) for _ in columns])
     if (cost := result.spent.get("cost")) is not None:
-        _table_row(table, "cost of all episodes", [money(cost), *["" for _ in summaries[1:]]])
-    _table_row(table, "tool calls", [str(s.tool_calls) for s in summaries])
-    _table_row(table, "tool errors", [_counts(s.tool_errors) for s in summaries])
-    if any(s.search for s in summaries):
-        _search_rows(table, [s.search for s in summaries])
-    _table_row(table, "ended", [_counts(s.stop_reasons) for s in summaries])
-    if any(s.forks for s in summaries):
-        _table_row(table, "forks", [_counts(s.forks) for s in summaries])
+        table.add_row("cost of all episodes", money(cost))
     if result.unfinished:
         table.add_row(Text("not finished", style="red"), Text(str(result.unfinished), style="red"))
-    if any(s.failed for s in summaries):
-        cells = [Text(str(s.failed), style="red" if s.failed else "") for s in summaries]
-        table.add_row(Text("failed, not counted", style="red"), *cells)
     return table
 
 
-def _search_rows(table: Table, searches: Sequence[SearchSummary | None]) -> None:
-    """Add what searches cost, and what their choice was worth."""
-    formatters: dict[str, Callable[[SearchSummary], str]] = {
-        "ways of an episode": lambda s: f"{s.ways:.2f}",
-        "tokens sampled, all ways": lambda s: f"{s.sampled_tokens:.1f}",
-        "tool calls, all ways": lambda s: str(s.tool_calls),
-        "score of the chosen": lambda s: _estimate_text(s.score),
-        "success, any way": lambda s: _estimate_text(s.success_mean),
-        "success, best way": lambda s: _estimate_text(s.success_best),
-        "reward, any way": lambda s: _estimate_text(s.reward_mean),
-        "reward, best way": lambda s: _estimate_text(s.reward_best),
+_FAILED = "failed, not counted"
+
+
+def _figures(summary: Summary) -> dict[str, str]:
+    """Return the figures of a table's column by the names of its rows."""
+    figures = {"tasks": str(summary.tasks), "episodes": str(summary.success.episodes)}
+    figures["success"] = _estimate_text(summary.success)
+    marks = {"pass@": summary.pass_at, "pass^": summary.pass_all, "best@": summary.best_at, "maj@": summary.maj_at}
+    for mark, by_k in marks.items():
+        figures |= {f"{mark}{k}": _estimate_of_tasks(estimate, summary.tasks) for k, estimate in by_k.items()}
+    for name, part in (*summary.by_source.items(), *summary.by_tag.items()):
+        figures[f"success, {name}"] = _estimate_text(part.success)
+    for name, role in summary.by_role.items():
+        figures[f"success of {name}"] = _estimate_text(role.success)
+        figures[f"reward of {name}"] = _estimate_text(role.reward)
+    figures |= {
+        "reward": _estimate_text(summary.reward),
+        "turns": f"{summary.turns:.2f}",
+        "tokens sampled": f"{summary.sampled_tokens:.1f}",
+        "tool calls": str(summary.tool_calls),
+        "tool errors": _counts(summary.tool_errors),
     }
-    for name, format_figure in formatters.items():
-        _table_row(table, name, ["-" if search is None else format_figure(search) for search in searches])
-
-
-def _table_row(table: Table, name: str, cells: list[str]) -> None:
-    table.add_row(name, *[Text(cell) for cell in cells])
+    if (search := summary.search) is not None:
+        figures |= {
+            "ways of an episode": f"{search.ways:.2f}",
+            "tokens sampled, all ways": f"{search.sampled_tokens:.1f}",
+            "tool calls, all ways": str(search.tool_calls),
+            "score of the chosen": _estimate_text(search.score),
+            "success, any way": _estimate_text(search.success_mean),
+            "success, best way": _estimate_text(search.success_best),
+            "reward, any way": _estimate_text(search.reward_mean),
+            "reward, best way": _estimate_text(search.reward_best),
+        }
+    figures["ended"] = _counts(summary.stop_reasons)
+    optional = {"forks": _counts(summary.forks), _FAILED: str(summary.failed or "-")}
+    return figures | {name: text for name, text in optional.items() if text != "-"}
 
 
 def _estimate_text(estimate: Estimate) -> str:

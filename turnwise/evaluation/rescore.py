@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from typing import Any
 
 import orjson
 import yaml
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -22,11 +20,10 @@ from turnwise.config import read_yaml
 from turnwise.envs.core import Env
 from turnwise.envs.rewards.core import Rubric, as_rubric
 from turnwise.errors import ConfigError, EnvError, FormatError
-from turnwise.evaluation.directory import RESCORED
+from turnwise.evaluation.directory import RESCORED, recorded_sources
 from turnwise.evaluation.metrics import EvalResult, Summary, summarize, task_tags
 from turnwise.evaluation.searched import chosen_members
 from turnwise.evaluation.tables import run_file
-from turnwise.tasks.config import TasksConfig
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import load_mix
 from turnwise.trajectory import Trajectory, TrajectoryGroup, messages_of
@@ -133,8 +130,7 @@ def run_rescore(settings: RescoreSettings, *, console: Console | None = None) ->
                 errors = asyncio.run(_score_all(waiting, rubric, tasks, writer, advance))
         finally:
             writer.close()
-        reported = _Breakdown.of(config, tasks)
-        result = _result(settings, reported, list(read_trajectories(file)), errors, time.monotonic() - started)
+        result = _result(settings, config, tasks, list(read_trajectories(file)), errors, time.monotonic() - started)
         if errors and not any(summary.success.episodes for summary in result.parts.values()):
             raise EnvError(f"no episode could be scored; the last error: {errors[-1][1]}")
         result.write(settings.out)
@@ -172,32 +168,11 @@ def _run_config(source: Path) -> dict[str, Any]:
     return content or {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Breakdown:
-    """By what the run's evaluations break their figures down."""
-
-    pass_k: Sequence[int]
-    answer: str | None
-    tags: Mapping[str, Sequence[str]]
-    sources: Mapping[str, str | None]
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], tasks: Mapping[str, Task]) -> _Breakdown:
-        # Of a training run, the section of its evaluations.
-        plan = config.get("eval") or config
-        # Other tasks than the run's may lack a field.
-        fields = [name for name in plan.get("by", ()) if any(name in task.data for task in tasks.values())]
-        sources = {task.id: task.source for task in tasks.values()}
-        return cls(plan.get("pass_k", ()), plan.get("answer"), task_tags(tasks.values(), fields), sources)
-
-
 def _tasks(settings: RescoreSettings, config: Mapping[str, Any], task_ids: set[str]) -> Mapping[str, Task]:
     """Return the tasks by id, of a configuration perhaps not all: a function that needs a missing one raises."""
     source = settings.tasks
     if source is None:
-        written = [source for source in (config.get("tasks"), (config.get("eval") or {}).get("tasks")) if source]
-        sources = [TypeAdapter(TasksConfig).validate_python(source) for source in written]
-        return {task.id: task for source in sources for task in load_mix(source).tasks}
+        return {task.id: task for source in recorded_sources(config) for task in load_mix(source).tasks}
     tasks = {task.id: task for task in load_mix(source).tasks}
     if missing := sorted(task_ids - tasks.keys()):
         raise ConfigError(
@@ -289,23 +264,27 @@ async def rescored(trajectory: Trajectory, rubric: Rubric, task: Task | None) ->
 
 def _result(
     settings: RescoreSettings,
-    reported: _Breakdown,
+    config: Mapping[str, Any],
+    tasks: Mapping[str, Task],
     scored: Sequence[Trajectory],
     errors: Sequence[tuple[Trajectory, str]],
     seconds: float,
 ) -> EvalResult:
+    # What breaks figures down is of a training run in the section of its evaluations.
+    plan = config.get("eval") or config
+    # Other tasks than the run's may lack a field.
+    fields = [name for name in plan.get("by", ()) if any(name in task.data for task in tasks.values())]
+    tags = task_tags(tasks.values(), fields)
     parts: dict[str, dict[str, TrajectoryGroup]] = {"sampled": {}, "greedy": {}}
 
     def group_of(trajectory: Trajectory) -> TrajectoryGroup:
         part = "greedy" if trajectory.group_id.endswith("greedy") else "sampled"
-        source = reported.sources.get(trajectory.task_id)
+        source = tasks[trajectory.task_id].source if trajectory.task_id in tasks else None
         new = TrajectoryGroup(trajectory.group_id, trajectory.task_id, [], source=source)
         return parts[part].setdefault(trajectory.group_id, new)
 
     # Of an episode that was tried again, the last attempt counts.
-    attempts: defaultdict[str, int] = defaultdict(int)
-    for member in scored:
-        attempts[member.episode_id] = max(attempts[member.episode_id], member.attempt)
+    attempts = {member.episode_id: member.attempt for member in sorted(scored, key=lambda member: member.attempt)}
     for member in scored:
         if member.attempt == attempts[member.episode_id]:
             group_of(member).trajectories.append(member)
@@ -313,10 +292,9 @@ def _result(
         group_of(member).failed += 1
 
     def summary(name: str, pass_k: Sequence[int] = ()) -> Summary | None:
-        members = list(parts[name].values())
-        if not members:
+        groups, answer = list(parts[name].values()), plan.get("answer")
+        if not groups:
             return None
-        success_reward, answer, tags = settings.success_reward, reported.answer, reported.tags
-        return summarize(members, success_reward=success_reward, pass_k=pass_k, answer=answer, tags=tags)
+        return summarize(groups, success_reward=settings.success_reward, pass_k=pass_k, answer=answer, tags=tags)
 
-    return EvalResult(summary("sampled", reported.pass_k), summary("greedy"), seconds)
+    return EvalResult(summary("sampled", plan.get("pass_k", ())), summary("greedy"), seconds)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Task as ProgressTask
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from turnwise.agents.roles import role_of
@@ -28,6 +27,7 @@ from turnwise.evaluation.metrics import (
     EpisodeRow,
     EvalResult,
     Summary,
+    by_episode,
     episode_rows,
     result_table,
     summarize,
@@ -45,19 +45,16 @@ from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet, client_of
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
-from turnwise.rollout.branching.strategies import SearchStrategy
+from turnwise.rollout.branching.strategies import BranchingStrategy
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import RolloutParts, RolloutRequest, Rollouts
+from turnwise.rollout.core import OnGroup, RolloutParts, RolloutRequest
 from turnwise.rollout.journal.finished import FinishedMembers
-from turnwise.rollout.managers import check_manager, create_manager
+from turnwise.rollout.managers import Rollouts, check_manager, create_manager
 from turnwise.rollout.preflight import load_checked
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import TRAJECTORIES
-from turnwise.types import StopReason
-
-OnGroup = Callable[[TrajectoryGroup], None]
 
 
 def eval_requests(plan: EvalPlan, tasks: Sequence[Task], label: str = "") -> list[RolloutRequest]:
@@ -158,7 +155,7 @@ class EvalProgress:
         self._tags = task_tags((request.task for request in requests), plan.by)
         self._by_key = {request.key: number for number, request in enumerate(requests)}
         self._groups: dict[int, TrajectoryGroup] = {}
-        # What episodes of groups left that are not whole yet, by the number of their request.
+        # What episodes wrote of groups that are not whole yet, by the number of their request.
         self._open: defaultdict[int, list[Trajectory]] = defaultdict(list)
         self._success: dict[str, bool] = {}
         self._failed = 0
@@ -216,7 +213,7 @@ class EvalProgress:
                 group = TrajectoryGroup(request.key, task.id, finished, request.partition, source=task.source)
             groups.append(group)
         result = eval_result(self._plan, self._tags, groups, self._clock() - self._started)
-        return result.with_unfinished(self.total - self.ended)
+        return replace(result, unfinished=self.total - self.ended)
 
     @contextlib.contextmanager
     def shown(self, console: Console) -> Iterator[None]:
@@ -238,12 +235,15 @@ class EvalProgress:
             BarColumn(),
             TextColumn("{task.completed:.0f} of {task.total:.0f} episodes"),
             TimeElapsedColumn(),
-            _TimeLeft(self),
+            TextColumn("{task.fields[left]} left", style="progress.remaining"),
         )
         with Progress(*columns, console=console, transient=True) as bars:
-            bar = bars.add_task("evaluating", total=self.total)
+            bar = bars.add_task("evaluating", total=self.total, left="-:--:--")
             self._show = lambda: bars.update(
-                bar, completed=self.ended, description=f"success {self._share}{self._at_a_time}"
+                bar,
+                completed=self.ended,
+                description=f"success {self._share}{self._at_a_time}",
+                left="-:--:--" if self.time_left is None else _clock_time(self.time_left),
             )
             yield
 
@@ -264,14 +264,8 @@ class EvalProgress:
 
     def _finished_of(self, number: int) -> list[Trajectory]:
         """Return the trajectories of finished episodes of a group, without failed attempts."""
-        attempts: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
-        for trajectory in self._open[number]:
-            attempts[trajectory.episode_id, trajectory.attempt].append(trajectory)
-        return [trajectory for members in attempts.values() if self._has_ended(members) for trajectory in members]
-
-    def _has_ended(self, members: Sequence[Trajectory]) -> bool:
-        [row] = self._rows(members)
-        return row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
+        episodes = by_episode(self._open[number])
+        return [trajectory for members in episodes if self._rows(members)[0].counts for trajectory in members]
 
     def _rows(self, trajectories: Sequence[Trajectory]) -> list[EpisodeRow]:
         return episode_rows(trajectories, success_reward=self._plan.success_reward, role=self._plan.role)
@@ -279,18 +273,6 @@ class EvalProgress:
     def _count(self, finished: Sequence[Trajectory]) -> None:
         self._success |= {row.episode_id: row.success for row in self._rows(finished)}
         self._show()
-
-
-class _TimeLeft(ProgressColumn):
-    def __init__(self, progress: EvalProgress) -> None:
-        super().__init__()
-        self._progress = progress
-
-    def render(self, task: ProgressTask) -> Text:
-        del task
-        time_left = self._progress.time_left
-        text = "-:--:-- left" if time_left is None else f"{_clock_time(time_left)} left"
-        return Text(text, style="progress.remaining")
 
 
 def _clock_time(seconds: float) -> str:
@@ -325,7 +307,7 @@ def run_eval(config: EvalConfig, *, console: Console | None = None) -> EvalResul
     console = console or Console()
     if config.search is not None:
         # A scorer that cannot be loaded is an error before a model is served.
-        SearchStrategy(config.search)
+        BranchingStrategy(config.search)
     errors: list[str] = []
     with output_directory(config) as folder:
         result = asyncio.run(_evaluate(config, folder, console, errors))

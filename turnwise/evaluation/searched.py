@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise.evaluation.estimates import Estimate, clustered_mean
+from turnwise.evaluation.estimates import Estimate, clustered_mean, json_fields
 from turnwise.recorder.branches import selected_branch
 from turnwise.trajectory import WHY_UNFORKED, Trajectory
 from turnwise.types import StopReason
@@ -39,7 +39,7 @@ class SearchRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return json_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,7 @@ class SearchSummary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
-        figures = {name: getattr(self, name) for name in self.__slots__}
-        return {name: figure.to_json() if isinstance(figure, Estimate) else figure for name, figure in figures.items()}
+        return json_fields(self)
 
 
 def chosen_members(members: Sequence[Trajectory]) -> list[Trajectory]:

@@ -25,11 +25,6 @@ from turnwise.tasks.config import Sources
 from turnwise.tasks.mix import load_mix
 
 SUITE_FILE = "suite.json"
-_UNNAMED = "model"
-
-
-def _one_model() -> dict[str, dict[str, Any]]:
-    return {_UNNAMED: {}}
 
 
 class SuiteConfig(Section):
@@ -44,7 +39,7 @@ class SuiteConfig(Section):
     """
 
     evaluations: dict[str, ConfigValues] = Field(min_length=1)
-    models: dict[str, ConfigValues] = Field(default_factory=_one_model, min_length=1)
+    models: dict[str, ConfigValues] = Field(default_factory=lambda: dict[str, dict[str, Any]](model={}), min_length=1)
     defaults: ConfigValues = Field(default_factory=dict)
     budget: EvalBudget = EvalBudget()
     out: ConfigPath = Field(description="the directory of the results; also --out DIR")
@@ -191,12 +186,12 @@ def _run_part(
     if is_complete(summary):
         row.figures = orjson.loads(summary.read_bytes())
         return row
-    if remaining.spent is not None:
-        row.error = f"not made: budget.{remaining.spent} of the suite is spent"
+    if spent := next((name for name, amount in remaining.items() if amount <= 0), None):
+        row.error = f"not made: budget.{spent} of the suite is spent"
         return row
     console.print(Text(f"{part.evaluation}: {part.model}", style="bold"))
     try:
-        evaluate(config.model_copy(update={"budget": remaining.within(config.budget)}))
+        evaluate(config.model_copy(update={"budget": config.budget.within(remaining)}))
     except TurnwiseError as error:
         row.error = str(error)
         console.print(Text(row.error, style="red"), soft_wrap=True)

@@ -16,10 +16,9 @@ import orjson
 
 from turnwise.errors import ConfigError, FormatError
 from turnwise.evaluation.directory import success_rule
-from turnwise.evaluation.metrics import episode_rows
+from turnwise.evaluation.metrics import by_episode, episode_rows
 from turnwise.trajectory import Segment, Trajectory, Turn
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
-from turnwise.types import StopReason
 
 if TYPE_CHECKING:
     import pandas
@@ -117,14 +116,8 @@ class RunTables:
         return _pandas().concat(frames, ignore_index=True)
 
     def _episodes(self, partition: str | None) -> Iterator[dict[str, Any]]:
-        episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
-        for trajectory in self.trajectories(partition):
-            # Figures need no ids: what is large is not kept.
-            slim = [_without_texts(segment) for segment in trajectory.segments]
-            episodes[trajectory.episode_id, trajectory.attempt].append(replace(trajectory, segments=slim))
-        for members in episodes.values():
+        for members in by_episode(map(_without_texts, self.trajectories(partition))):
             [row] = episode_rows(members, success_reward=self.success_reward, role=self.role)
-            counts = row.error is None and row.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
             main = next((member for member in members if member.agent == "main"), members[0])
             metrics: defaultdict[str, float] = defaultdict(float)
             for member in members:
@@ -132,7 +125,7 @@ class RunTables:
                     metrics[f"metric/{name}"] += value
             yield {
                 **_ids(main), "group_id": row.group_id, "attempt": main.attempt, "seed": main.seed,
-                "reward": row.reward if counts else np.nan, "success": row.success if counts else None,
+                "reward": row.reward if row.counts else np.nan, "success": row.success if row.counts else None,
                 "turns": row.turns, "tool_calls": row.tool_calls, "tool_errors": row.tool_errors["all"],
                 "sampled_tokens": row.sampled_tokens, "forks": sum(row.forks.values()),
                 "stop_reason": str(row.stop_reason), "error": row.error,
@@ -208,8 +201,10 @@ def _ids(trajectory: Trajectory) -> dict[str, str]:
     }
 
 
-def _without_texts(segment: Segment) -> Segment:
-    return replace(segment, messages=(), tools=None)
+def _without_texts(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory without what is large and no figure needs."""
+    segments = [replace(segment, messages=(), tools=None) for segment in trajectory.segments]
+    return replace(trajectory, segments=segments)
 
 
 def _turn(trajectory: Trajectory, turn: Turn) -> dict[str, Any]:

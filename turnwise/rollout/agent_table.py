@@ -27,18 +27,16 @@ class AgentTable:
         self._file = config.agent_loop_config_path
         self._further: dict[str, AgentEntry] = {}
         self._agents: dict[str, Agent] = {}
-        for entry in self._entries():
+        entries: list[AgentEntry] = []
+        if self._file is not None:
+            try:
+                entries = load_config(AgentFile, self._file, root="agents").agents
+            except ConfigError as error:
+                raise ConfigError(f"rollout.agent_loop_config_path {self._file}: {error}") from error
+        for entry in entries:
             if entry.name in self._further:
                 raise ConfigError(f"{self._file}: the agent name {entry.name!r} occurs twice")
             self._further[entry.name] = entry
-
-    def _entries(self) -> list[AgentEntry]:
-        if self._file is None:
-            return []
-        try:
-            return load_config(AgentFile, self._file, root="agents").agents
-        except ConfigError as error:
-            raise ConfigError(f"rollout.agent_loop_config_path {self._file}: {error}") from error
 
     def default(self) -> Agent:
         """Return the run's default agent."""

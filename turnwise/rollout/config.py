@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from turnwise.agents.roles import MAIN, Compare, check_name
 from turnwise.config import ConfigPath, ConfigReference, Section, shorthand
-from turnwise.errors import AgentError, ConfigError
+from turnwise.errors import TurnwiseError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
 from turnwise.gateway.errors import Lenient
@@ -18,11 +18,17 @@ from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
 
 
-def _agent_name(name: str) -> str:
-    try:
-        return check_name(name)
-    except AgentError as error:
-        raise ValueError(str(error)) from error
+def _checked_by(check: Callable[[str], object]) -> AfterValidator:
+    """Return a validator of texts that reports what a check raises."""
+
+    def validate(value: str) -> str:
+        try:
+            check(value)
+        except TurnwiseError as error:
+            raise ValueError(str(error)) from error
+        return value
+
+    return AfterValidator(validate)
 
 
 def _frozen_name(name: str) -> str:
@@ -33,7 +39,7 @@ def _frozen_name(name: str) -> str:
 
 PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 FrozenName = Annotated[PolicyName, AfterValidator(_frozen_name)]
-AgentName = Annotated[str, AfterValidator(_agent_name)]
+AgentName = Annotated[str, _checked_by(check_name)]
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
@@ -124,15 +130,8 @@ class AddressConfig(Section):
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    public_urls: list[str] = Field(default_factory=list)
+    public_urls: list[Annotated[str, _checked_by(check_base)]] = Field(default_factory=list)
     lenient: list[Lenient] = Field(default_factory=list)
-
-    @field_validator("public_urls")
-    @classmethod
-    def _are_urls(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            _as_problem(check_base, url)
-        return urls
 
 
 class RemoteConfig(Section):
@@ -143,13 +142,6 @@ class RemoteConfig(Section):
     """
 
     key_file: ConfigPath
-
-
-def _as_problem(check: Callable[[str], None], value: str) -> None:
-    try:
-        check(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
 
 
 class RolloutConfig(Section):
@@ -166,8 +158,6 @@ class RolloutConfig(Section):
             default they run here.
         agent_loop_manager_class: A custom rollout manager: a registered name, ``pkg.module.Class``,
             ``pkg.module:Class`` or ``path/to/file.py:Class``.
-        lease_timeout: Seconds after which a custom manager's group is issued again, unless it calls
-            ``current_rollout().heartbeat(request)``; by default never.
         agent_loop_config_path: A YAML file of agents that tasks and ``agent`` may name besides the registered ones.
         group_size: Episodes per task, whose trajectories are compared.
         compare: Baseline of a session's reward within its group: ``role``, sessions of its role (its name up to the
@@ -200,11 +190,10 @@ class RolloutConfig(Section):
     env: SpecConfig
     agent: NamedConfig = NamedConfig(name="react")
     sandbox: SandboxConfig = SandboxConfig()
-    address: str = DEFAULT_FORM
+    address: Annotated[str, _checked_by(check_template)] = DEFAULT_FORM
     gateway: AddressConfig = AddressConfig()
     remote: RemoteConfig | None = None
     agent_loop_manager_class: ConfigReference | None = None
-    lease_timeout: Annotated[float, Field(gt=0)] | None = None
     agent_loop_config_path: ConfigPath | None = None
     group_size: PositiveInt = 8
     compare: Compare = "role"
@@ -228,30 +217,17 @@ class RolloutConfig(Section):
     group_reward: Annotated[GroupRewardConfig | None, shorthand("function")] = None
     tree: TreeConfig | None = None
 
-    @field_validator("address")
-    @classmethod
-    def _is_address(cls, template: str) -> str:
-        _as_problem(check_template, template)
-        return template
-
     @model_validator(mode="after")
-    def _members_fit(self) -> Self:
+    def _keys_go_together(self) -> Self:
         if self.min_members > self.group_size:
             raise ValueError(
                 f"min_members is {self.min_members}, but a group has {self.group_size} (group_size): no group could "
                 "ever be trained"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_way_out(self) -> Self:
         if self.remote is not None and self.agent_loop_manager_class is not None:
             raise ValueError("either remote or agent_loop_manager_class: such a class distributes its episodes itself")
-        if self.lease_timeout is not None and self.agent_loop_manager_class is None:
-            raise ValueError(
-                f"lease_timeout is {self.lease_timeout:g}, but it is for a manager of agent_loop_manager_class: remove "
-                "it (runners have remote.lost_after)"
-            )
+        if self.gateway.public_urls and "{base}" not in self.address:
+            raise ValueError("gateway.public_urls only together with {base} in address, which inserts them")
         return self
 
     @model_validator(mode="after")
@@ -266,10 +242,4 @@ class RolloutConfig(Section):
         if name := next((name for name, is_set in elsewhere.items() if is_set), None):
             why = "compares whole episodes" if name == "group_reward" else "runs agents elsewhere"
             raise ValueError(f"tree, but {name} {why}, whose branches it does not know: remove one of both")
-        return self
-
-    @model_validator(mode="after")
-    def _public_urls_are_used(self) -> Self:
-        if self.gateway.public_urls and "{base}" not in self.address:
-            raise ValueError("gateway.public_urls only together with {base} in address, which inserts them")
         return self

@@ -282,6 +282,12 @@ class ReplayBuffer(ABC):
             TurnwiseError: The error of :meth:`fail`: no further group will come.
         """
 
+    async def next_batch(
+        self, global_steps: int, partition_id: str, batch_size: int
+    ) -> tuple[BatchRef, dict[str, float]]:
+        """Return the batch of :meth:`sample`, which users may override."""
+        return await self.sample(global_steps, partition_id, batch_size)
+
     @abstractmethod
     async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
         """Return the groups of a batch. ``fields`` may leave out parts that are not read (``messages``)."""
@@ -319,7 +325,7 @@ class ReplayBuffer(ABC):
         del refill
 
     def drops_to(self, callback: Callable[[GroupFacts, str], None]) -> None:
-        """Set the callback for finished groups that will never be trained, and why. Called in :meth:`sample`."""
+        """Set the callback for finished groups that will never be trained, and why."""
         del callback
 
     def reissued(self) -> None:
@@ -329,62 +335,6 @@ class ReplayBuffer(ABC):
     def discard(self, keys: Collection[str], why: str) -> None:
         """Forget requests in flight; finished groups are dropped, or by default stay for a later batch."""
         del keys, why
-
-
-class ForwardingReplayBuffer(ReplayBuffer):
-    """Base of replay buffers around another one: forwards everything to it."""
-
-    def __init__(self, inner: ReplayBuffer) -> None:
-        self._inner = inner
-
-    async def put(self, group: TrajectoryGroup) -> None:
-        """Take a finished group."""
-        await self._inner.put(group)
-
-    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
-        """Wait for and hand out groups."""
-        return await self._inner.sample(global_steps, partition_id, batch_size)
-
-    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
-        """Return the groups of a batch."""
-        return await self._inner.fetch(ref, fields)
-
-    async def release(self, ref: BatchRef) -> None:
-        """Forget a batch."""
-        await self._inner.release(ref)
-
-    def fail(self, error: BaseException) -> None:
-        """Make every waiting and later ``sample`` raise."""
-        self._inner.fail(error)
-
-    async def __aenter__(self) -> Self:
-        """Start what the other buffer needs."""
-        await self._inner.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        """End it."""
-        await self._inner.__aexit__(*exc_info)
-
-    def expect(self, request: RolloutRequest, version: int) -> bool:
-        """Note a request as in flight."""
-        return self._inner.expect(request, version)
-
-    def refill_by(self, refill: Callable[[int], bool]) -> None:
-        """Set the callback that requests further groups."""
-        self._inner.refill_by(refill)
-
-    def drops_to(self, callback: Callable[[GroupFacts, str], None]) -> None:
-        """Set the callback for dropped groups."""
-        self._inner.drops_to(callback)
-
-    def reissued(self) -> None:
-        """Count what is rolled out again."""
-        self._inner.reissued()
-
-    def discard(self, keys: Collection[str], why: str) -> None:
-        """Forget requests."""
-        self._inner.discard(keys, why)
 
 
 class RolloutManager(ABC):
@@ -430,29 +380,3 @@ class RolloutManager(ABC):
 
 
 OnGroup: TypeAlias = Callable[[TrajectoryGroup], None]
-
-
-class Rollouts(Protocol):
-    """A rollout manager as training and evaluation use it: the contract, plus evaluation groups."""
-
-    @property
-    def config(self) -> RolloutConfig:
-        """The rollout configuration."""
-
-    @property
-    def renderer(self) -> Renderer:
-        """Messages to ids and back."""
-
-    def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
-        """Start rolling out; finished groups arrive in the buffer."""
-
-    async def gather(
-        self, requests: Sequence[RolloutRequest], on_group: OnGroup | None = None
-    ) -> list[TrajectoryGroup]:
-        """Roll out and return the groups in the order of the requests."""
-
-    async def cancel(self, keys: Collection[str]) -> frozenset[str]:
-        """Cancel unfinished groups; return their keys."""
-
-    async def close(self) -> None:
-        """Cancel what runs and release everything."""

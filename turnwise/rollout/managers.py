@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
@@ -17,43 +17,27 @@ from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown, user_
 from turnwise.model.core import LLMClient, Renderer
 from turnwise.plugins import find_class, register_entry
 from turnwise.rollout.config import RolloutConfig
-from turnwise.rollout.core import (
-    ForwardingReplayBuffer,
-    OnGroup,
-    ReplayBuffer,
-    RolloutManager,
-    RolloutParts,
-    RolloutRequest,
-    Rollouts,
-)
-from turnwise.rollout.leases import Leases
+from turnwise.rollout.core import BatchRef, OnGroup, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import FailureWatch, RolloutProducer
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
-class ValidatingBuffer(ForwardingReplayBuffer):
+class ValidatingBuffer(ReplayBuffer):
     """A buffer that validates the groups of a custom manager, and writes trajectories that it did not write.
 
     Args:
         write: Called with every trajectory that is put unwritten.
-        leases: Of the requests whose groups are expected; late groups are ignored. None accepts every group.
-        notify: Called with messages for the user.
-        unclaimed: Called with trajectories that were written and are in no accepted group.
+        unclaimed: Called with trajectories that were written and are in no group.
     """
 
     def __init__(
         self,
         inner: ReplayBuffer,
         write: Callable[[Trajectory], None] | None,
-        *,
-        leases: Leases[RolloutRequest] | None = None,
-        notify: Callable[[str], None] | None = None,
         unclaimed: Callable[[Collection[str]], object] | None = None,
     ) -> None:
-        super().__init__(inner)
-        self._leases = leases
-        self._notify = notify or (lambda _: None)
+        self._inner = inner
         self._unclaimed = unclaimed
         self._write = write
         self._failures = FailureWatch()
@@ -76,10 +60,6 @@ class ValidatingBuffer(ForwardingReplayBuffer):
                     f"the replay buffer got {shown(value)} instead of a {kind.__name__}: put TrajectoryGroups "
                     "of Trajectories, whose segments a Session recorded"
                 )
-        if not self._is_expected(group):
-            self._notify(f"group {group.id} of task {group.task_id} arrived late: another attempt finished first")
-            self._forget({trajectory.id for trajectory in _members(group)} & self._written)
-            return
         for trajectory in _members(group):
             if trajectory.id not in self._written:
                 self.write(trajectory)
@@ -88,26 +68,30 @@ class ValidatingBuffer(ForwardingReplayBuffer):
         if (error := self._failures.arrived(group)) is not None:
             self.fail(error)
 
-    def _is_expected(self, group: TrajectoryGroup) -> bool:
-        """Whether a group's request is leased; its lease ends."""
-        if self._leases is None:
-            return True
-        requests = self._leases.subjects
-        keys = (
-            request.key
-            for request in requests
-            if request.task.id == group.task_id and request.partition == group.partition
-        )
-        return (key := next(keys, None)) is not None and self._leases.end(key)
-
     def close(self) -> None:
         """Report trajectories that were written and put into no group."""
-        self._forget(set(self._written))
-
-    def _forget(self, names: set[str]) -> None:
-        self._written -= names
         if self._unclaimed is not None:
-            self._unclaimed(names)
+            self._unclaimed(self._written)
+
+    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
+        """Wait for and hand out groups."""
+        return await self._inner.next_batch(global_steps, partition_id, batch_size)
+
+    async def fetch(self, ref: BatchRef, fields: Sequence[str] | None = None) -> list[TrajectoryGroup]:
+        """Return the groups of a batch."""
+        return await self._inner.fetch(ref, fields)
+
+    async def release(self, ref: BatchRef) -> None:
+        """Forget a batch."""
+        await self._inner.release(ref)
+
+    def fail(self, error: BaseException) -> None:
+        """Make every waiting and later ``sample`` raise."""
+        self._inner.fail(error)
+
+    def discard(self, keys: Collection[str], why: str) -> None:
+        """Forget requests."""
+        self._inner.discard(keys, why)
 
 
 def _members(group: Any) -> Iterator[Any]:
@@ -121,23 +105,10 @@ KEY = "rollout.agent_loop_manager_class"
 
 @dataclass(frozen=True, slots=True)
 class CurrentRollout:
-    """Context of a rollout manager.
-
-    Attributes:
-        leases: Of outstanding requests, with ``rollout.lease_timeout``.
-    """
+    """Context of a rollout manager."""
 
     buffer: ValidatingBuffer
     parts: RolloutParts
-    leases: Leases[RolloutRequest] | None = None
-
-    def heartbeat(self, request: RolloutRequest) -> bool:
-        """Renew the lease of a request. Call it on the event loop's thread.
-
-        Returns:
-            Whether its group is expected. Otherwise it has arrived, or was issued again.
-        """
-        return self.leases is None or self.leases.heartbeat(request.key)
 
 
 _CURRENT: contextvars.ContextVar[CurrentRollout] = contextvars.ContextVar("turnwise_current_rollout")
@@ -192,7 +163,7 @@ def register_manager(name: str) -> Callable[[M], M]:
 
 
 def _check_class(manager_class: type[Any], reference: str) -> type[Any]:
-    missing = [name for name in ("create", "generate_sequences") if not callable(_attribute(manager_class, name))]
+    missing = [name for name in ("create", "generate_sequences") if not callable(getattr(manager_class, name, None))]
     if missing:
         raise ConfigError(
             f"{KEY} {reference!r} is not a rollout manager, it lacks {' and '.join(missing)}: write create(config, "
@@ -230,8 +201,6 @@ class CustomManager(RolloutManager):
         self._config = config
         self._current = current
         self._started: set[asyncio.Task[Any]] = set()
-        if current.leases is not None:
-            current.leases.expired = self._reissue
 
     @classmethod
     async def create(
@@ -242,18 +211,11 @@ class CustomManager(RolloutManager):
         manager_class = check_manager(config, parts.custom)
         if reference is None or manager_class is None:
             raise ConfigError(f"{KEY} is missing")
-        seconds = config.lease_timeout
-        leases = None if seconds is None else Leases[RolloutRequest](seconds, _ignore)
-        checked = ValidatingBuffer(
-            buffer or LocalReplayBuffer(),
-            parts.write,
-            leases=leases,
-            notify=parts.notify,
-            unclaimed=None if parts.journal is None else parts.journal.unclaimed.update,
-        )
+        unclaimed = None if parts.journal is None else parts.journal.unclaimed.update
+        checked = ValidatingBuffer(buffer or LocalReplayBuffer(), parts.write, unclaimed)
         parts = replace(parts, write=checked.write, settings=_settings(manager_class, reference, parts.custom))
-        current = CurrentRollout(checked, parts, leases)
-        create: Callable[..., Any] = _attribute(manager_class, "create")
+        current = CurrentRollout(checked, parts)
+        create: Callable[..., Any] = getattr(manager_class, "create", None)
         arguments = _arguments(create, reference, config, client, current)
         token = _CURRENT.set(current)
         try:
@@ -280,9 +242,6 @@ class CustomManager(RolloutManager):
 
     def generate_sequences(self, requests: Sequence[RolloutRequest]) -> None:
         """Have the manager start rolling out."""
-        if self._current.leases is not None:
-            for request in requests:
-                self._current.leases.grant(request.key, request)
         tasks_before = asyncio.all_tasks()
         token = _CURRENT.set(self._current)
         try:
@@ -336,23 +295,17 @@ class CustomManager(RolloutManager):
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
         """Cancel unfinished groups, where the manager can; return their keys."""
-        if not callable(_attribute(type(self._inner), "cancel")):
+        if not callable(getattr(type(self._inner), "cancel", None)):
             return frozenset()
         with user_code(TrainError, f"{self._name}.cancel raised"):
             cancelled = self._inner.cancel(keys)
-            keys_cancelled = frozenset((await cancelled if inspect.isawaitable(cancelled) else cancelled) or ())
-        if self._current.leases is not None:
-            for key in keys_cancelled:
-                self._current.leases.end(key)
-        return keys_cancelled
+            return frozenset((await cancelled if inspect.isawaitable(cancelled) else cancelled) or ())
 
     async def close(self) -> None:
         """Close the manager, where possible, and cancel its tasks."""
-        if self._current.leases is not None:
-            self._current.leases.close()
         for task in self._started:
             task.remove_done_callback(self._ended)
-        close = _attribute(type(self._inner), "close")
+        close = getattr(type(self._inner), "close", None)
         try:
             if callable(close):
                 closing = self._inner.close()
@@ -370,18 +323,6 @@ class CustomManager(RolloutManager):
     def _name(self) -> str:
         return type(self._inner).__qualname__
 
-    def _reissue(self, request: RolloutRequest) -> None:
-        """Roll out a request whose lease expired once more."""
-        if self._current.parts.notify is not None:
-            self._current.parts.notify(
-                f"task {request.task.id}: no heartbeat for {self._config.lease_timeout:g} s, so it is issued again"
-            )
-        self._current.buffer.reissued()
-        try:
-            self.generate_sequences([request])
-        except TurnwiseError as error:
-            self._current.buffer.fail(error)
-
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._started.discard(task)
         if task.cancelled():
@@ -395,16 +336,12 @@ class CustomManager(RolloutManager):
             self._current.buffer.fail(failure)
 
 
-def _ignore(request: RolloutRequest) -> None:
-    """Do nothing about an expired lease: there is no manager yet that could roll out again."""
-
-
-def _attribute(cls: type[Any], name: str) -> Any:
-    return getattr(cls, name, None)
+Rollouts: TypeAlias = RolloutProducer | CustomManager
+"""A rollout manager as training and evaluation use it, which also rolls out groups of an evaluation."""
 
 
 def _settings(cls: type[Any], reference: str, custom: Mapping[str, Any]) -> BaseModel | None:
-    model = _attribute(cls, "custom_model")
+    model = getattr(cls, "custom_model", None)
     if model is None:
         return None
     if not (isinstance(model, type) and issubclass(model, BaseModel)):

@@ -12,7 +12,7 @@ import numpy as np
 from turnwise.chat.renderer import shipped_templates
 from turnwise.envs.core import Env, close_env
 from turnwise.envs.registration import default_task_source, env_class, make
-from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError
+from turnwise.errors import ConfigError, EnvError, RenderError, TaskError, TurnwiseError, user_code
 from turnwise.model.canonical import canonical_messages
 from turnwise.model.core import Renderer
 from turnwise.rollout.agent_table import AgentTable
@@ -230,13 +230,10 @@ def make_task_env(task: Task, rollout: RolloutConfig) -> Env:
     name = task.env or rollout.env.name
     config = rollout.env.config if name == rollout.env.name else {}
     try:
-        return make(name, **{**config, **task.env_config})
+        with user_code(EnvError, f"{name!r} raised"):
+            return make(name, **{**config, **task.env_config})
     except TurnwiseError as error:
         raise TaskError(f"task {task.id!r}: its environment cannot be made: {error}") from error
-    except Exception as error:  # an environment's code: what it raises is named as its own
-        raise TaskError(
-            f"task {task.id!r}: its environment {name!r} cannot be made: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _spec_key(name: str | None, config: dict[str, Any]) -> str:

@@ -54,8 +54,8 @@ from turnwise.rollout.core import (
     RolloutParts,
     RolloutRequest,
 )
-from turnwise.rollout.remote.service import RemoteRunners
-from turnwise.rollout.replay.strategies import MemberRule
+from turnwise.rollout.remote.service import RunnerHub, start_hub
+from turnwise.rollout.replay.strategies import lacks_members
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
@@ -90,7 +90,7 @@ class GroupRewarder:
             ) from error
         self._config = config
         self._label = f"group reward {describe(self._function)}"
-        self._write = write
+        self._write = write or (lambda _: None)
         # An environment of no episode, which lends its threads.
         self._lender = Env()
         self._lender.executor = executor
@@ -100,7 +100,7 @@ class GroupRewarder:
     def take(self, trajectory: Trajectory) -> None:
         """Hold a trajectory until its group is complete; write it at once if it failed."""
         if trajectory.error is not None or trajectory.stop_reason in (StopReason.ERROR, StopReason.CANCELLED):
-            self._put(trajectory)
+            self._write(trajectory)
         else:
             self._waiting[trajectory.episode_id.rpartition("/")[0]].append(trajectory)
 
@@ -128,10 +128,12 @@ class GroupRewarder:
                 episodes = {trajectory.episode_id for trajectory in group.trajectories}
                 return replace(group, trajectories=[], failed=group.failed + len(episodes))
             for member, named in zip(members, values, strict=True):
-                self._note(member, named)
+                weight = self._config.weight
+                member.metrics |= {f"group/{reward}": value for reward, value in named.items()}
                 member.metrics["group/seconds"] = time.monotonic() - began
+                member.rewards += [(None, reward, weight * value) for reward, value in named.items() if weight]
         for trajectory in (*self._journaled.pop(name, ()), *self._waiting.pop(name, ())):
-            self._put(trajectory)
+            self._write(trajectory)
         return group
 
     def abandon(self, name: str, error: str, reason: StopReason, *, but_journaled: bool = False) -> None:
@@ -146,18 +148,7 @@ class GroupRewarder:
         journaled = self._journaled.pop(name, [])
         for trajectory in (*([] if but_journaled else journaled), *self._waiting.pop(name, ())):
             trajectory.error, trajectory.stop_reason = clean(error), reason
-            self._put(trajectory)
-
-    def _put(self, trajectory: Trajectory) -> None:
-        if self._write is not None:
             self._write(trajectory)
-
-    def _note(self, trajectory: Trajectory, named: Mapping[str, float]) -> None:
-        weight = self._config.weight
-        for name, value in named.items():
-            trajectory.metrics[f"group/{name}"] = value
-            if weight:
-                trajectory.rewards.append((None, name, weight * value))
 
     async def _values(self, task: Task, members: Sequence[Trajectory]) -> list[dict[str, float]]:
         values: Any = await call_function(
@@ -213,8 +204,7 @@ class FailureWatch:
         """Note a finished group; return the error that ends the run, if any."""
         if group.partition != "train":
             return None
-        lost = MemberRule().refuses(group) is not None
-        self._streak = self._streak + 1 if lost else 0
+        self._streak = self._streak + 1 if lacks_members(group) else 0
         if self._streak < MAX_FAILED_GROUPS:
             return None
         return TrainError(
@@ -285,7 +275,7 @@ class RolloutProducer(RolloutManager):
         parts: RolloutParts,
         threads: ToolThreads,
         rewarder: GroupRewarder | None = None,
-        remote: RemoteRunners | None = None,
+        remote: RunnerHub | None = None,
     ) -> None:
         self._rewarder = rewarder
         self._remote = remote
@@ -336,7 +326,7 @@ class RolloutProducer(RolloutManager):
         remote = None
         if config.remote is not None:
             async with undo_on_error_async(runner.close):
-                remote = await RemoteRunners.start(config.remote, runner.gateway, parts.notify)
+                remote = await start_hub(config.remote, runner.gateway, parts.notify)
         return cls(config, runner, buffer, parts, threads, rewarder, remote)
 
     @property

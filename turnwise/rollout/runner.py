@@ -33,10 +33,8 @@ from turnwise.errors import (
     user_code,
 )
 from turnwise.gateway.endpoints import EndpointTemplate
-from turnwise.gateway.local import LocalGateway
-from turnwise.gateway.proxy.client import HostedClient
 from turnwise.model.canonical import clean
-from turnwise.model.core import LLMClient, Renderer, ServedPolicy
+from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
 from turnwise.recorder.history import snapshot
 from turnwise.recorder.session import Session
 from turnwise.rollout.agent_table import AgentTable
@@ -48,8 +46,6 @@ from turnwise.rollout.branching.strategies import (
     BranchLimits,
     BranchRunner,
     ForkPoint,
-    SearchStrategy,
-    TreeStrategy,
 )
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import CLOSE_TIMEOUT_S, EpisodeOutcome, EpisodeSpec
@@ -114,28 +110,25 @@ class EpisodeRunner:
         search: SearchConfig | None = None,
         recover: Callable[[InferenceError], Awaitable[None]] | None = None,
     ) -> None:
-        self._tree = None if config.tree is None else TreeStrategy(config.tree)
-        self._search = None if search is None else SearchStrategy(search, executor)
+        self._tree = None if config.tree is None else BranchingStrategy(config.tree)
+        self._search = None if search is None else BranchingStrategy(search, executor)
         # As many branches as episodes: those of one tree run at the same time.
         self._branch_limits = BranchLimits(asyncio.Semaphore(config.concurrency), config.retries, recover)
-        self._policy = policy
-        self._further = {name: Sampler.of(served, config) for name, served in (policies or {}).items()}
-        self._config = config
-        self._client = client
-        self._renderer = renderer
-        self._executor = executor
-        self._write = write
-        self._context_length = min(context_length, config.context_length or context_length)
-        self.gateway = LocalGateway(
-            renderer,
-            context_length=self._context_length,
+        main = Sampler.of(
+            ServedPolicy(client, renderer, ModelInfo(policy, context_length, guides=guides)),
+            config,
             host=config.gateway.host,
             port=config.gateway.port,
             form=EndpointTemplate(config.address, config.gateway.public_urls),
-            endpoint=client.endpoint if isinstance(client, HostedClient) else None,
-            guides=guides,
-            lenient=config.gateway.lenient,
         )
+        further = {name: Sampler.of(served, config) for name, served in (policies or {}).items()}
+        self._samplers = {policy: main, **further}
+        self.gateway = main.gateway
+        self._config = config
+        self._renderer = renderer
+        self._executor = executor
+        self._write = write
+        self._context_length = main.context_length
         self._agents = AgentTable(config)
         self._registered_envs: set[str] = set()
         self._toolbox = Toolbox(config.env.tools)
@@ -173,13 +166,13 @@ class EpisodeRunner:
         """Check that each agent that the environment names has a policy, unless the agent's code names policies."""
         if not isinstance(env, MultiAgentEnv) or self._config.remote is not None or self._agents.default().policies():
             return
-        check_played(env.agents, self._config.roles, [self._policy, *self._further])
+        check_played(env.agents, self._config.roles, [*self._samplers])
 
     async def close(self) -> None:
         """Close agents, tools, an unused environment and the gateway."""
         await self._agents.close()
-        for gateway in (self.gateway, *(sampler.gateway for sampler in self._further.values())):
-            await gateway.close()
+        for sampler in self._samplers.values():
+            await sampler.gateway.close()
         await self._close_spare()
         await self._sandboxes.close()
         await self._toolbox.close()
@@ -395,23 +388,18 @@ class EpisodeRunner:
 
     def _register_env(self, name: str, env: Env) -> None:
         if name not in self._registered_envs:
-            for renderer in (self._renderer, *(sampler.renderer for sampler in self._further.values())):
-                check_media(name, env.toolset(), renderer.media)
+            for sampler in self._samplers.values():
+                check_media(name, env.toolset(), sampler.renderer.media)
             self._registered_envs.add(name)
 
     def _open_sessions(self, spec: EpisodeSpec) -> EpisodeSessions:
         return EpisodeSessions(
-            self._client,
-            self._renderer,
+            self._samplers,
             self._config,
             episode_id=spec.episode_id,
             seed=spec.sampling_seed,
             temperature=self._temperature(spec),
             trained=spec.partition == "train",
-            context_length=self._context_length,
-            gateway=self.gateway,
-            policy=self._policy,
-            policies=self._further,
         )
 
     def _temperature(self, spec: EpisodeSpec) -> float:
@@ -457,9 +445,6 @@ class EpisodeRunner:
 
     async def _close_all(self, envs: Sequence[Env]) -> None:
         """Close environments; the first error is raised when all are closed."""
-        if len(envs) == 1:
-            await close_env(envs[0], executor=self._executor)
-            return
         calls = [close_env(env, executor=self._executor) for env in envs]
         errors = [failure for failure in await asyncio.gather(*calls, return_exceptions=True) if failure is not None]
         if errors:

@@ -6,12 +6,12 @@ import contextlib
 import copy
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from turnwise.agents.core import Episode
 from turnwise.agents.forks import BranchPoint
 from turnwise.agents.notes import Reward
-from turnwise.agents.roles import MAIN, Compare, compared_within
+from turnwise.agents.roles import Compare, compared_within
 from turnwise.errors import AgentError, SessionError, TurnwiseError
 from turnwise.gateway.endpoints import Place
 from turnwise.gateway.local import LocalGateway, SessionEndpoint
@@ -42,8 +42,8 @@ class Sampler:
     temperature: float | None = None
 
     @classmethod
-    def of(cls, policy: ServedPolicy, config: RolloutConfig) -> Self:
-        """Return the sampler of a served policy."""
+    def of(cls, policy: ServedPolicy, config: RolloutConfig, **address: Any) -> Self:
+        """Return the sampler of a served policy; ``address`` is that of its gateway, by default a free port."""
         context = min(policy.info.context_length, config.context_length or policy.info.context_length)
         client, renderer = policy.client, policy.renderer
         endpoint = client.endpoint if isinstance(client, HostedClient) else None
@@ -53,6 +53,7 @@ class Sampler:
             endpoint=endpoint,
             guides=policy.info.guides,
             lenient=config.gateway.lenient,
+            **address,
         )
         return cls(client, renderer, context, gateway, policy.temperature)
 
@@ -61,12 +62,11 @@ class EpisodeSessions:
     """Opens sessions on demand.
 
     Args:
+        samplers: Samplers of the policies by name; that of agents which no role maps is the first.
+        config: How sessions are limited and sampled.
         episode_id: Id of the main session; others are ``<episode_id>/<name>``.
         seed: Sampling seed of the episode; each session derives its own from it and its name.
         trained: Whether its trajectories are trained, which fixes the temperature.
-        context_length: Most tokens of prompt and completion together.
-        policy: Name of the policy that client and renderer belong to.
-        policies: Samplers of the others, by name.
 
     Attributes:
         opened: Session and policy by the session's name, in the order of opening.
@@ -74,18 +74,13 @@ class EpisodeSessions:
 
     def __init__(
         self,
-        client: LLMClient,
-        renderer: Renderer,
+        samplers: Mapping[str, Sampler],
         config: RolloutConfig,
         *,
         episode_id: str,
         seed: int,
         temperature: float,
         trained: bool,
-        context_length: int,
-        gateway: LocalGateway,
-        policy: str = MAIN,
-        policies: Mapping[str, Sampler] | None = None,
     ) -> None:
         self.opened: dict[str, tuple[Session, str]] = {}
         # Of a branch that begins at the reset: the sessions that it forks, and its number.
@@ -93,10 +88,11 @@ class EpisodeSessions:
         self._number = 0
         # Sessions that only branches have opened so far.
         self._forked_only: set[str] = set()
-        self._gateway = gateway
+        main = next(iter(samplers.values()))
+        self._gateway = main.gateway
         self._gateways: dict[str, LocalGateway] = {}
         self._endpoints: dict[str, SessionEndpoint] = {}
-        self._samplers = {policy: Sampler(client, renderer, context_length, gateway), **(policies or {})}
+        self._samplers = samplers
         self._episode_id = episode_id
         self._rollout_id, _, self._attempt_id = episode_id.rpartition(".")
         self._base: str | None = None
@@ -108,7 +104,7 @@ class EpisodeSessions:
             temperature=temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p
         )
         self._limits = SessionLimits(
-            context_length=context_length,
+            context_length=main.context_length,
             max_tokens_per_turn=config.max_tokens_per_turn,
             max_total_tokens=config.max_total_tokens,
             max_turns=config.max_turns,

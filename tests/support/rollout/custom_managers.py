@@ -25,15 +25,3 @@ class Dying(WholeGroups):
         if self.groups == 3:
             raise RuntimeError("the scheduler lost its cluster")
         await super()._group(request)
-
-
-class Forgetful(WholeGroups):
-    """Loses the first group that it is asked for, without a word."""
-
-    lost = False
-
-    async def _group(self, request: RolloutRequest) -> None:
-        if not self.lost:
-            self.lost = True
-            return
-        await super()._group(request)

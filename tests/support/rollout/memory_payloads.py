@@ -11,16 +11,14 @@ class MemoryPayloads(PayloadStore):
 
     Attributes:
         rows: What it holds.
-        restarts: How often it was restarted.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, Columns] = {}
-        self.restarts = 0
         self._lost = False
 
     def lose(self) -> None:
-        """Lose all rows; every call fails until the next restart."""
+        """Lose all rows; every call fails."""
         self.rows.clear()
         self._lost = True
 
@@ -44,11 +42,6 @@ class MemoryPayloads(PayloadStore):
         self._check()
         for key in keys:
             self.rows.pop(key, None)
-
-    async def restart(self) -> None:
-        """Begin anew, without rows."""
-        self.rows.clear()
-        self._lost, self.restarts = False, self.restarts + 1
 
     async def close(self) -> None:
         """Forget everything."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,38 +150,6 @@ def test_failed_export_leaves_no_file(run: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="are damaged, and intact trajectories follow: restore the file"):
         export_run(run, tmp_path / "out", "jsonl")
     assert set(tmp_path.iterdir()) == existing
-
-
-def test_traces_are_spans_of_sessions_turns_and_calls(tmp_path: Path) -> None:
-    times = {"t1": (100.0, 101.5), "t3": (102.0, 103.0), "t4": (103.5, 104.0)}
-    writer = TrajectoryWriter(tmp_path / "trajectories.twz")
-    failed = recorded("b0", 0.0, error="EnvError: x")
-    for trajectory in (recorded("a0", 0.5, turn_times=times), failed, recorded("c0", 1.0)):
-        writer.write(replace(trajectory, turn_times=times) if trajectory.error else trajectory)
-    writer.close()
-    # What has no times has no trace.
-    assert export_run(tmp_path / "trajectories.twz", tmp_path / "out.jsonl", "otel") == 2
-    first, failed = rows(tmp_path / "out.jsonl")
-    [resource] = first["resourceSpans"]
-    assert resource["resource"]["attributes"] == [{"key": "service.name", "value": {"stringValue": "turnwise"}}]
-    [scope] = resource["scopeSpans"]
-    spans = scope["spans"]
-    assert [span["name"] for span in spans] == [
-        "invoke_agent main", "chat main", "execute_tool team_of", "chat main", "chat main",
-    ]  # fmt: skip
-    assert [(int(span["startTimeUnixNano"]) / 1e9, int(span["endTimeUnixNano"]) / 1e9) for span in spans] == [
-        (100.0, 104.0), (100.0, 101.5), (101.5, 102.0), (102.0, 103.0), (103.5, 104.0),
-    ]  # fmt: skip
-    assert {span["traceId"] for span in spans} == {spans[0]["traceId"]}
-    assert (len(spans[0]["traceId"]), len(spans[0]["spanId"])) == (32, 16)
-    assert [span["parentSpanId"] for span in spans] == ["", *[spans[0]["spanId"]] * 4]
-    assert len({span["spanId"] for span in spans}) == 5
-    tool_attributes = {attribute["key"]: attribute["value"] for attribute in spans[3]["attributes"]}
-    assert tool_attributes["gen_ai.usage.input_tokens"] == {"intValue": "4"}
-    assert tool_attributes["gen_ai.response.finish_reasons"] == {"arrayValue": {"values": [{"stringValue": "stop"}]}}
-    root_attributes = {attribute["key"]: attribute["value"] for attribute in spans[0]["attributes"]}
-    assert root_attributes["turnwise.reward"] == {"doubleValue": 0.5}
-    assert failed["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["status"] == {"code": 2, "message": "EnvError: x"}
 
 
 def test_export_command_reports_its_output(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,7 +225,7 @@ def test_settings_incompatible_with_a_search_are_refused(changes: dict[str, Any]
 
 def test_a_scorer_that_cannot_be_used_is_refused() -> None:
     from turnwise.rollout.branching.search import SearchConfig
-    from turnwise.rollout.branching.strategies import SearchStrategy
+    from turnwise.rollout.branching.strategies import BranchingStrategy
 
     for scorer, message in (
         ("nothing", "there is no reward function 'nothing'"),
@@ -234,7 +234,7 @@ def test_a_scorer_that_cannot_be_used_is_refused() -> None:
         (f"{Path(__file__)}:wants_env", "takes 'env'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            SearchStrategy(SearchConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
+            BranchingStrategy(SearchConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
 
 
 def spoken(messages: list[Message]) -> float:

@@ -20,7 +20,7 @@ from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.ledger import LedgerClient, read_ledger
 from turnwise.recorder.session import PromptPlacement, Session, SessionLimits
 from turnwise.rollout.config import RolloutConfig, SpecConfig
-from turnwise.rollout.sessions import EpisodeSessions
+from turnwise.rollout.sessions import EpisodeSessions, Sampler
 from turnwise.trainer.algorithms.losses.core import loss_weights
 from turnwise.trajectory import Trajectory, to_samples
 from turnwise.types import Message, SamplingParams, TokenDelta, ToolCall, ToolSchema
@@ -281,8 +281,8 @@ async def test_a_run_chooses_both_policies() -> None:
     renderer = ForgetfulRenderer()
     client = ScriptedClient(renderer, [{**CALLING, "reasoning_content": "hm"}, "b", "c"])
     sessions = EpisodeSessions(
-        client, renderer, config, episode_id="e", seed=0, temperature=1.0, trained=True, context_length=10_000,
-        gateway=LocalGateway(renderer, context_length=10_000),
+        {"main": Sampler(client, renderer, 10_000, LocalGateway(renderer, context_length=10_000))}, config,
+        episode_id="e", seed=0, temperature=1.0, trained=True,
     )  # fmt: skip
     session = sessions.open("main", "main")
     turn = await session.chat([user("q")], [TOOL])

@@ -13,8 +13,6 @@ from turnwise.errors import TaskError, TrainError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.config import CustomReplayBuffer
-from turnwise.rollout.replay.strategies import Fifo, Filtered
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -101,8 +99,7 @@ class HastyToo(LocalReplayBuffer):
 @pytest.mark.parametrize("kind", [Hasty, HastyToo])
 async def test_an_own_sample_may_cut_the_tail_of_its_batch(kind: type[LocalReplayBuffer]) -> None:
     inner = kind()
-    custom = CustomReplayBuffer("Hasty", inner, Fifo())
-    waiting = asyncio.create_task(custom.sample(1, "train", 3))
+    waiting = asyncio.create_task(inner.next_batch(1, "train", 3))
     await asyncio.sleep(0)
     await inner.put(group("a"))
     ref, metrics = await asyncio.wait_for(waiting, 30)
@@ -113,9 +110,8 @@ async def test_an_own_sample_may_cut_the_tail_of_its_batch(kind: type[LocalRepla
 @pytest.mark.parametrize("act", ["wait", "take"])
 async def test_a_thread_that_nobody_waits_for_any_more_changes_nothing_and_ends(act: str) -> None:
     inner = Slow(act)
-    custom = CustomReplayBuffer("Slow", inner, Fifo())
     await inner.put(group("a"))
-    sampling = asyncio.create_task(custom.sample(1, "train", 1))
+    sampling = asyncio.create_task(inner.next_batch(1, "train", 1))
     await asyncio.to_thread(inner.computes.wait, 30)
     sampling.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -126,29 +122,27 @@ async def test_a_thread_that_nobody_waits_for_any_more_changes_nothing_and_ends(
 
 
 async def test_tasks_that_cannot_be_asked_for_end_the_wait() -> None:
-    custom = CustomReplayBuffer("Patient", Patient(), Fifo())
+    inner = Patient()
 
     def refill(missing: int) -> bool:
         raise TaskError(f"row {missing} cannot be read")
 
-    custom.refill_by(refill)
+    inner.refill_by(refill)
     async with asyncio.timeout(30):
         with pytest.raises(TaskError, match="row 2 cannot be read"):
-            await custom.sample(1, "train", 2)
+            await inner.next_batch(1, "train", 2)
 
 
 async def test_the_inherited_sample_takes_a_smaller_batch_where_nothing_more_is_asked_for() -> None:
-    strategy = Filtered(Fifo(), "reward")
-    inner = Counting(strategy)
-    custom = CustomReplayBuffer("Counting", inner, strategy)
-    custom.refill_by(lambda missing: False)
+    inner = Counting(filter_metric="reward")
+    inner.refill_by(lambda missing: False)
     for name in "ab":
-        custom.expect(RolloutRequest(Task(name, "?")), 0)
-    sampling = asyncio.create_task(custom.sample(1, "train", 2))
+        inner.expect(RolloutRequest(Task(name, "?")), 0)
+    sampling = asyncio.create_task(inner.next_batch(1, "train", 2))
     await asyncio.sleep(0)
-    await custom.put(group("a", 1.0, 1.0))
+    await inner.put(group("a", 1.0, 1.0))
     await asyncio.sleep(0)
-    await custom.put(group("b"))
+    await inner.put(group("b"))
     async with asyncio.timeout(30):
         ref, metrics = await sampling
     assert (ref.group_ids, metrics["mine"], metrics["replay/dropped/equal"]) == (("b",), 1, 1)
@@ -157,9 +151,8 @@ async def test_the_inherited_sample_takes_a_smaller_batch_where_nothing_more_is_
 async def test_groups_that_a_failed_sample_took_count_as_handed_out(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     inner = Forgetful(journal=journal)
-    custom = CustomReplayBuffer("Forgetful", inner, Fifo())
     for name in "abc":
-        await custom.put(group(name))
-    with pytest.raises(TrainError, match=r"Forgetful\.sample raised KeyError at step 1: 'mine'"):
-        await custom.sample(1, "train", 2)
+        await inner.put(group(name))
+    with pytest.raises(TrainError, match=r"step 1: Forgetful\.sample raised KeyError: 'mine'"):
+        await inner.next_batch(1, "train", 2)
     assert len(journal.given) == 2

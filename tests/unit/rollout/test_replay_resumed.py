@@ -10,7 +10,6 @@ import pytest
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import MemberRule
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
@@ -60,10 +59,9 @@ async def test_a_drop_before_the_first_sample_is_undone_with_the_step_after_the_
 
 
 async def test_a_group_that_lost_its_members_is_refused_again_where_its_step_is_undone(tmp_path: Path) -> None:
-    rule = MemberRule(least=2)
     for part in range(2):
         dropped: list[str] = []
-        buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=part), members=rule)
+        buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=part), min_members=2)
         buffer.drops_to(lambda facts, why, found=dropped: found.append(f"{facts.key} {why}"))
         if not buffer.expect(REQUEST, 0):
             name = f"0-{REQUEST.key}"

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from support.property_tests import examples
-from turnwise.rollout.core import GroupFacts
 from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
-from turnwise.rollout.replay.strategies import Fifo, Filtered, why_filtered
+from turnwise.rollout.replay.strategies import why_filtered
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 Rewards = list[tuple[str, float]]
@@ -58,22 +54,9 @@ def test_why_filtered_of_equal_and_missing_rewards() -> None:
     assert why_filtered(group_facts(failed, "g", 0), "reward") == "equal"
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4), max_size=8), st.integers(1, 4))
-def test_a_filtered_strategy_chooses_among_the_unfiltered_groups(rewards: list[list[float]], size: int) -> None:
-    ready = [
-        GroupFacts(f"g{n}", f"g{n}", "t", "train", n, 0, tuple(values), spread={"reward": max(values) - min(values)})
-        for n, values in enumerate(rewards)
-    ]
-    differ = [group for group in ready if len(set(group.rewards)) > 1 or len(group.rewards) < 2]
-    choice = Filtered(Fifo(), "reward").choose(ready, [], 1, size)
-    assert choice.take == Fifo().choose(differ, [], 1, size).take
-    assert {name for name, _ in choice.drop} == {group.id for group in ready} - {group.id for group in differ}
-
-
 @pytest.mark.parametrize("equal_first", [True, False])
 async def test_a_buffer_asks_for_others_and_counts(equal_first: bool) -> None:
-    buffer, refills, drops = LocalReplayBuffer(Filtered(Fifo(), "reward")), list[int](), list[str]()
+    buffer, refills, drops = LocalReplayBuffer(filter_metric="reward"), list[int](), list[str]()
     buffer.refill_by(lambda missing: refills.append(missing) or True)
     buffer.drops_to(lambda facts, why: drops.append(f"{facts.id} {why}"))
     differ, equal = group("a", [("r", 0.0)], [("r", 1.0)]), group("b", [("r", 1.0)], [("r", 1.0)])

@@ -15,8 +15,7 @@ from turnwise.errors import ConfigError, EnvError, SandboxUnavailable, TrainErro
 from turnwise.evaluation import EvalPlan, evaluate
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.rollout import RolloutConfig, RolloutManager, RolloutParts, RolloutProducer, RolloutRequest
-from turnwise.rollout.leases import Leases
-from turnwise.rollout.managers import ValidatingBuffer, check_manager, create_manager, current_rollout
+from turnwise.rollout.managers import check_manager, create_manager, current_rollout
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.tasks import Task
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -26,25 +25,6 @@ HERE = __name__
 
 def config(manager: str | None) -> RolloutConfig:
     return load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "agent_loop_manager_class": manager})
-
-
-async def test_a_group_without_heartbeats_is_issued_again() -> None:
-    notices: list[str] = []
-    buffer, renderer = LocalReplayBuffer(), ToyRenderer()
-    plan = EvalPlan(tasks="turnwise.envs.basic.lookup:tasks?n=3&split=test", samples=1, pass_k=[1])
-    parts = RolloutParts(renderer, notify=notices.append, custom={"groups": {"at_once": 1}})
-    section = config("support.rollout.custom_managers:Forgetful").model_copy(update={"lease_timeout": 0.3})
-    manager = await create_manager(section, ScriptedClient(renderer, lambda _: "x"), buffer, parts)
-    result = await evaluate(manager, plan)
-    await manager.close()
-    assert result.sampled is not None
-    assert result.sampled.success.tasks == 3
-    assert any("no heartbeat for 0.3 s, so it is issued again" in text for text in notices)
-
-
-def test_lease_timeout_needs_a_custom_manager() -> None:
-    with pytest.raises(ConfigError, match="lease_timeout is 5, but it is for a manager of agent_loop_manager_class"):
-        load_config(RolloutConfig, defaults={"env": {"name": "lookup"}, "lease_timeout": 5})
 
 
 async def made(manager: str, *, buffer=None, write=None, custom: dict[str, Any] | None = None):
@@ -337,17 +317,3 @@ async def test_a_run_whose_sandboxes_cannot_be_had_does_not_begin(tmp_path: Path
             await RolloutProducer.create(
                 section, ScriptedClient(renderer, []), LocalReplayBuffer(), RolloutParts(renderer)
             )
-
-
-async def test_a_group_after_another_attempt_s_is_ignored_and_reported() -> None:
-    notices: list[str] = []
-    leases: Leases[RolloutRequest] = Leases(10, lambda request: None)
-    request = RolloutRequest(Task("t2", "?"))
-    leases.grant(request.key, request)
-    buffer = ValidatingBuffer(LocalReplayBuffer(), None, leases=leases, notify=notices.append)
-    group = TrajectoryGroup("g", "t2", [], "train")
-    await buffer.put(group)
-    assert (leases.subjects, notices) == ([], [])
-    await buffer.put(group)
-    leases.close()
-    assert notices == ["group g of task t2 arrived late: another attempt finished first"]

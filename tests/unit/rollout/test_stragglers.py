@@ -29,7 +29,7 @@ def first(ready: int):
     looks=st.lists(st.floats(0, 80), max_size=20),
 )
 def test_a_batch_is_cut_at_its_deadline(times, seconds, share, looks) -> None:
-    tail, size, arrivals = StragglerDeadline(seconds, share), len(times), sorted(times)
+    tail, size, arrivals = StragglerDeadline(seconds=seconds, share=share), len(times), sorted(times)
     begins = arrivals[tail.least(size) - 1]
     assert tail.least(size) >= share * size - 1e-6
     cut, moment = StragglerCutoff(), 0.0
@@ -55,7 +55,7 @@ def test_a_batch_is_cut_at_its_deadline(times, seconds, share, looks) -> None:
 
 
 def test_the_share_begins_anew_where_groups_were_dropped() -> None:
-    tail = StragglerDeadline(5.0, 0.5)
+    tail = StragglerDeadline(seconds=5.0, share=0.5)
     assert tail.look(first(2), 2, 4, None, 10.0) == StragglerCutoff(10.0, due=15.0)
     assert tail.look(first(1), 1, 4, 10.0, 12.0) == StragglerCutoff()
     assert tail.look(first(3), 3, 4, None, 20.0) == StragglerCutoff(20.0, due=25.0)
@@ -71,14 +71,14 @@ def test_stale_groups_do_not_count_for_the_share_of_a_cut_batch() -> None:
     in_flight = [InFlight(str(n), "t", "train", 2) for n in range(5)]
     assert strategy.choose(ready, in_flight, 4, 2).take is None, "five more have to be trained in this step"
     alone = lambda size: strategy.choose(ready, (), 4, size)  # noqa: E731
-    assert StragglerDeadline(0.0, 1.0).look(alone, 3, 3, None, 0.0) == StragglerCutoff(), (
+    assert StragglerDeadline(seconds=0.0, share=1.0).look(alone, 3, 3, None, 0.0) == StragglerCutoff(), (
         "the first one is three steps old"
     )
-    assert StragglerDeadline(0.0, 0.5).look(alone, 3, 3, None, 0.0).take == ("1", "2")
+    assert StragglerDeadline(seconds=0.0, share=0.5).look(alone, 3, 3, None, 0.0).take == ("1", "2")
 
 
 async def test_a_step_goes_on_without_its_last_groups() -> None:
-    buffer = LocalReplayBuffer(Fifo("key"), tail=StragglerDeadline(0.0, 0.5))
+    buffer = LocalReplayBuffer(Fifo("key"), tail=StragglerDeadline(seconds=0.0, share=0.5))
     for number in range(4):
         buffer.expect(RolloutRequest(Task(f"t{number}", "go")), 0)
     waiting = asyncio.create_task(buffer.sample(1, "train", 4))
@@ -95,7 +95,7 @@ async def test_a_step_goes_on_without_its_last_groups() -> None:
 
 
 async def test_the_deadline_wakes_the_step_though_nothing_comes() -> None:
-    buffer = LocalReplayBuffer(tail=StragglerDeadline(0.02, 0.5))
+    buffer = LocalReplayBuffer(tail=StragglerDeadline(seconds=0.02, share=0.5))
     await buffer.put(TrajectoryGroup("g", "t", [Trajectory("e", "e", "g", "t")]))
     async with asyncio.timeout(10):
         ref, metrics = await buffer.sample(1, "train", 2)
@@ -105,5 +105,5 @@ async def test_the_deadline_wakes_the_step_though_nothing_comes() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 10, 16])
 def test_a_share_of_all_cuts_nothing(size) -> None:
-    assert StragglerDeadline(0.0, 1.0).least(size) == size
-    assert StragglerDeadline(0.0, 0.9).least(10) == 9
+    assert StragglerDeadline(seconds=0.0, share=1.0).least(size) == size
+    assert StragglerDeadline(seconds=0.0, share=0.9).least(10) == 9

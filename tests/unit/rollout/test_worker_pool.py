@@ -103,7 +103,7 @@ async def turns(count: int = 20) -> None:
 
 async def with_pool(size: PoolSize, act: Callable[[Cluster, WorkerPool, list[Trajectory]], Awaitable[None]]) -> None:
     cluster, written = Cluster(), []
-    pool = await WorkerPool.open(cluster.start, size, write=written.append)
+    pool = await WorkerPool(cluster.start, size, written.append).open()
     try:
         await act(cluster, pool, written)
     finally:
@@ -225,7 +225,7 @@ async def test_starts_that_fail_end_the_run_after_some() -> None:
     cluster = Cluster()
     cluster.refuse = [ConfigError("no such environment on this node")]
     with pytest.raises(ConfigError, match="on this node"):
-        await WorkerPool.open(cluster.start, PoolSize(2, 2), write=None)
+        await WorkerPool(cluster.start, PoolSize(2, 2), None).open()
     assert all(worker.closed for worker in cluster.workers)
 
     async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:

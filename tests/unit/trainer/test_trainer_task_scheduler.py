@@ -15,7 +15,7 @@ from turnwise.errors import CheckpointError, TrainError
 from turnwise.rollout.config import RolloutConfig, SpecConfig
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
-from turnwise.rollout.replay.strategies import Choice, Fifo, Filtered, Mixed, Strategy
+from turnwise.rollout.replay.strategies import Choice, Mixed, Strategy
 from turnwise.tasks import Task
 from turnwise.tasks.order import InMemoryOrder
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
@@ -82,13 +82,13 @@ TASKS = [
 
 
 def make_scheduler(
-    strategy: Strategy | None = None, state=None, **changes
+    strategy: Strategy | None = None, state=None, filter_metric: str | None = None, **changes
 ) -> tuple[TaskScheduler, Asked, LocalReplayBuffer, Told]:
     rollout = RolloutConfig(env=SpecConfig(name="lookup"), group_size=4)
     config = TrainConfig.model_validate({
         "name": "x", "steps": 1, "policies": {"main": {"model": {"path": Path("m")}}}, "rollout": rollout, **changes,
     })  # fmt: skip
-    manager, buffer = Asked(), LocalReplayBuffer(strategy)
+    manager, buffer = Asked(), LocalReplayBuffer(strategy, filter_metric=filter_metric)
     stream = Told(state)
     return TaskScheduler(config, stream, manager, buffer, lambda: 0), manager, buffer, stream
 
@@ -316,7 +316,7 @@ async def test_filtered_groups_are_replaced_up_to_max_refills(differ: int, expec
         return replace(manager.group(number), trajectories=members)
 
     filtering = {"filter_groups": {"metric": "reward", "max_refills": 2}}
-    run, manager, buffer, _ = make_scheduler(Filtered(Fifo(), "reward"), batch={"groups": 2}, replay=filtering)
+    run, manager, buffer, _ = make_scheduler(filter_metric="reward", batch={"groups": 2}, replay=filtering)
     run.issue(run.next(2))
     waiting = asyncio.create_task(buffer.sample(1, "train", 2))
     for number in range(100):

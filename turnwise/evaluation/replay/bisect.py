@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -27,13 +27,12 @@ from turnwise.evaluation.replay.recorded import RecordedRun
 from turnwise.evaluation.replay.replay import RecordedClient, spec_of
 from turnwise.evaluation.runner import open_model
 from turnwise.inference.config import InferenceConfig
-from turnwise.model.core import LLMClient, ModelInfo
+from turnwise.model.core import LLMClient
 from turnwise.rollout.branching.tree import TreeConfig
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
 from turnwise.trajectory import WHY_UNFORKED, Trajectory
-from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 
 _TEXT_LENGTH = 60
 # As in evaluations: a sum of parts may miss the reward of a success by its rounding.
@@ -148,39 +147,6 @@ class Bisection:
         }  # fmt: skip
 
 
-class _RecordedThenLive(LLMClient):
-    """Client that answers with the recorded completions, and asks the model once all were used.
-
-    Args:
-        recorded: The recorded episode.
-        live: The model's client.
-    """
-
-    def __init__(self, recorded: RecordedClient, live: LLMClient) -> None:
-        self._recorded = recorded
-        self._live = live
-
-    async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
-        """Return a completion."""
-        source = self._recorded if self._recorded.left else self._live
-        return await source.generate(prompt, params, session_id=session_id)
-
-    async def stream(
-        self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
-    ) -> AsyncIterator[TokenDelta]:
-        """Stream a completion."""
-        source = self._recorded if self._recorded.left else self._live
-        async for piece in source.stream(prompt, params, session_id=session_id):
-            yield piece
-
-    async def model_info(self) -> ModelInfo:
-        """Return the model's."""
-        return await self._live.model_info()
-
-    async def close(self) -> None:
-        """Do nothing: the model's client is the caller's."""
-
-
 async def bisect(
     run: RecordedRun,
     members: Sequence[Trajectory],
@@ -218,7 +184,7 @@ async def bisect(
     spec = spec_of(first, tasks)
     with ThreadPoolExecutor(max_workers=max(1, min(config.concurrency, 64))) as executor:
         runner = EpisodeRunner(
-            config, _RecordedThenLive(RecordedClient(members), client), run.renderer,
+            config, RecordedClient(members, client), run.renderer,
             context_length=min(info.context_length, run.context_length), executor=executor, policy=run.policy,
         )  # fmt: skip
         try:

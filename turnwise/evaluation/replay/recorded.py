@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from turnwise.agents.roles import MAIN
 from turnwise.config import read_yaml
 from turnwise.errors import ConfigError, FormatError
+from turnwise.evaluation.directory import recorded_sources
 from turnwise.evaluation.tables import run_file
 from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.config import RendererConfig
@@ -137,14 +138,11 @@ class RecordedRun:
 
     async def tasks(self) -> dict[str, Task]:
         """Return the tasks of training and evaluation by id. Raises ConfigError."""
-        sources = [
-            source for source in (self.config.get("tasks"), (self.config.get("eval") or {}).get("tasks")) if source
-        ]
         tasks: dict[str, Task] = {}
-        for source in sources or [None]:
-            parsed = None if source is None else TypeAdapter(TasksConfig).validate_python(source)
+        sources: Sequence[TasksConfig | None] = recorded_sources(self.config) or [None]
+        for source in sources:
             limit = self.config.get("limit")
-            loaded = await load_checked(parsed, self.rollout, self.renderer, limit=limit, max_prompt_tokens=None)
+            loaded = await load_checked(source, self.rollout, self.renderer, limit=limit, max_prompt_tokens=None)
             tasks |= {task.id: task for task in loaded.tasks}
         return tasks
 

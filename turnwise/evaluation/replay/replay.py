@@ -22,6 +22,7 @@ import numpy as np
 from turnwise.agents.roles import MAIN
 from turnwise.envs.registration import env_class
 from turnwise.errors import ConfigError, FormatError, SessionError, shown
+from turnwise.evaluation.metrics import by_episode
 from turnwise.evaluation.replay.recorded import UNLIMITED, RecordedRun
 from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
 from turnwise.recorder.branches import is_renumbered
@@ -138,19 +139,17 @@ class RecordedClient(LLMClient):
 
     Args:
         trajectories: The recordings, by session id.
+        live: Answers once all recorded completions were used; None is an error then.
     """
 
-    def __init__(self, trajectories: Iterable[Trajectory]) -> None:
+    def __init__(self, trajectories: Iterable[Trajectory], live: LLMClient | None = None) -> None:
         self._left = {trajectory.id: _turns(trajectory) for trajectory in trajectories}
-
-    @property
-    def left(self) -> bool:
-        """Whether any completion is left."""
-        return any(self._left.values())
+        self._live = live
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Return the recorded completion. Raises SessionError where the run has no further one."""
-        del params
+        if self._live is not None and not any(self._left.values()):
+            return await self._live.generate(prompt, params, session_id=session_id)
         unanswered = self._left.get(session_id, [])
         if not unanswered:
             raise SessionError(f"session {session_id!r} requests a completion that the run does not have")
@@ -162,16 +161,16 @@ class RecordedClient(LLMClient):
     async def stream(
         self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str
     ) -> AsyncIterator[TokenDelta]:
-        """Yield the recorded completion at once."""
+        """Yield the completion at once."""
         answer = await self.generate(prompt, params, session_id=session_id)
         yield TokenDelta(answer.token_ids, answer.logprobs, None, answer.finish_reason, answer.weight_versions)
 
     async def model_info(self) -> ModelInfo:
-        """Return a model without limits: those of the run show in what was recorded."""
-        return ModelInfo("recorded", UNLIMITED)
+        """Return the live model, else one without limits: those of the run show in what was recorded."""
+        return ModelInfo("recorded", UNLIMITED) if self._live is None else await self._live.model_info()
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: the live model's client is the caller's."""
 
 
 def _turns(trajectory: Trajectory) -> list[tuple[Any, Segment]]:
@@ -248,11 +247,8 @@ def _playable(
     trajectories: Iterable[Trajectory], tasks: Mapping[str, Task], report: ReplayReport
 ) -> list[list[Trajectory]]:
     """Return the sessions of each episode that can be played again; the report counts the others."""
-    episodes: defaultdict[tuple[str, int], list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        episodes[trajectory.episode_id, trajectory.attempt].append(trajectory)
     playable: list[list[Trajectory]] = []
-    for members in episodes.values():
+    for members in by_episode(trajectories):
         if (why := _unplayable(members, tasks)) is not None:
             report.left_out[why] += 1
         else:

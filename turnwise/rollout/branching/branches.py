@@ -146,7 +146,7 @@ def _within_budget(
     affordable: list[int] = []
     for index in turn_indices:
         turn = turns[index]
-        if config.fits(turn, tokens):
+        if config.max_tokens is None or tokens + turn.tokens <= config.max_tokens:
             tokens += turn.tokens
             affordable.append(index)
     return affordable
@@ -175,7 +175,7 @@ def turns_of(tree: Sequence[TreeBranch]) -> tuple[list[TreeTurn], list[BranchPoi
         for (name, turn_id), point in latest.items():
             assert turn_id is not None
             later_turns = _turns_from(sessions, point)
-            metrics = branch.episode.turn_metrics
+            metrics, logprobs = branch.episode.turn_metrics, segments[name][turn_id].logprobs
             turns.append(
                 TreeTurn(
                     branch=index,
@@ -183,11 +183,15 @@ def turns_of(tree: Sequence[TreeBranch]) -> tuple[list[TreeTurn], list[BranchPoi
                     session=name,
                     number=sum(len(earlier_turns) for earlier_turns in point.turns.values()),
                     tokens=sum(len(segments[session][turn].token_ids) for session, turn in later_turns),
-                    entropy=_entropy(segments[name][turn_id]),
+                    entropy=0.0 if logprobs is None or not len(logprobs) else float(-logprobs.mean()),
                     tool_calls=int(sum(metrics.get(key, {}).get("tool_calls", 0) for key in later_turns)),
                     tool_errors=int(metrics.get((name, turn_id), {}).get("tool_errors", 0)),
                     forks=forks[index, turn_id],
-                    rewards=tuple(reward for path, reward in rewarded_paths if _passes(path, point)),
+                    rewards=tuple(
+                        reward
+                        for path, reward in rewarded_paths
+                        if all(path[name][: len(turns)] == turns for name, turns in point.turns.items() if turns)
+                    ),
                 )
             )
             points.append(point)
@@ -199,10 +203,6 @@ def _rewarded_paths(tree: Sequence[TreeBranch]) -> list[tuple[TurnsBySession, fl
     paths = {name: branch_paths([_unrewarded(branch, name) for branch in tree]) for name in _session_names(tree)}
     rewards = [sum(event.value for event in events) for events in _reward_events(tree)]
     return [({name: paths[name][index] for name in paths}, reward) for index, reward in enumerate(rewards)]
-
-
-def _passes(path: TurnsBySession, point: BranchPoint) -> bool:
-    return all(path[name][: len(turns)] == turns for name, turns in point.turns.items() if turns)
 
 
 def _session_names(tree: Sequence[TreeBranch]) -> list[str]:
@@ -227,11 +227,6 @@ def _turns_from(sessions: Mapping[str, Session], point: BranchPoint) -> list[tup
         for turn in session.sampled_turns
         if turn not in point.turns.get(name, ())
     ]
-
-
-def _entropy(segment: Segment) -> float:
-    logprobs = segment.logprobs
-    return 0.0 if logprobs is None or not len(logprobs) else float(-logprobs.mean())
 
 
 def merge_branches(tree: Sequence[TreeBranch]) -> dict[str, list[Branch]]:

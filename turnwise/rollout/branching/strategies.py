@@ -1,9 +1,8 @@
-"""Strategies that add branches to an episode that has ended: a tree in training, a search in an evaluation."""
+"""The strategy that adds branches to an episode that has ended: a tree in training, a search in an evaluation."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -106,34 +105,56 @@ class BranchRunner:
         return None
 
 
-class BranchingStrategy(ABC):
-    """Adds branches to an episode that has ended.
+class BranchingStrategy:
+    """Adds branches to an episode that has ended: a tree, all of which is trained, or a search, which chooses one.
 
-    Attributes:
-        key: The configuration key that asks for it, as messages name it.
-        instead: What to do where environment or agent cannot be forked.
-        forks: Whether branches begin in the middle of the episode, which is recorded for it.
+    Args:
+        config: The tree, or the search.
+        executor: Runs a scorer that is a plain function.
+
+    Raises:
+        ConfigError: Scorer or ``where`` cannot be loaded.
     """
 
-    key: str
-    instead: str
-    forks: bool
+    def __init__(self, config: TreeConfig | SearchConfig, executor: Executor | None = None) -> None:
+        self._search: SearchConfig | None = None
+        self._scorer: Scorer | None = None
+        self._tree: TreeConfig | None
+        if isinstance(config, SearchConfig):
+            self._key, self._instead = f"search.kind {config.kind}", "choose kind best_of_n"
+            self._search, self._scorer = config, Scorer(config.scorer, executor)
+            self._tree = config.tree() if config.forks else None
+        else:
+            self._key, self._instead = "rollout.tree", "leave rollout.tree out"
+            self._tree = config
+        if self._tree is not None:
+            self._tree.chooser("rollout.tree.where" if self._search is None else "search.where")
 
-    @abstractmethod
+    @property
+    def forks(self) -> bool:
+        """Whether branches begin in the middle of the episode, which is recorded for it."""
+        return self._tree is not None
+
     async def expand(self, first: TreeBranch, seed: int, branches: BranchRunner) -> tuple[list[TreeBranch], int]:
-        """Run the branches of an episode.
+        """Fork an episode at the turns that ``where`` chooses, or run it again.
 
         Args:
             first: The episode.
             seed: Its sampling seed.
-            branches: Runs them.
+            branches: Runs its branches.
 
         Returns:
             All branches, the episode first, and the number of those that did not fit the budget.
         """
+        if self._tree is not None:
+            return await expand(first, self._tree, stable_hash("tree", seed), branches.run_fork)
+        samples = 1 if self._search is None else self._search.samples or 1
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(branches.run_again(number)) for number in range(1, samples)]
+        return [first, *(branch for task in running if (branch := task.result()) is not None)], 0
 
     async def choose(self, task: Task, tree: Sequence[TreeBranch], frozen: Collection[str]) -> Search | None:
-        """Return the choice of a branch; None where all of them count.
+        """Return the choice of the branch with the highest score, the first of several; None where all count.
 
         Args:
             task: The task.
@@ -143,83 +164,8 @@ class BranchingStrategy(ABC):
         Raises:
             ScorerError: A branch got no score.
         """
-        del task, tree, frozen
-        return None
-
-    def check(self, env: Env, env_name: str, agent: Agent, agent_name: str) -> None:
-        """Check that environment and agent can be forked. Raises ConfigError."""
-        if not self.forks:
-            return
-        if not env.supports_fork:
-            raise ConfigError(
-                f"{self.key}: environment {env_name!r} cannot be forked ({type(env).__qualname__}.forks is None): "
-                f'write its fork(), set forks = "replay" if its answers depend on seed and actions alone, or '
-                f"{self.instead}"
-            )
-        if not agent.forkable:
-            raise ConfigError(
-                f"{self.key}: the agent {agent_name!r} is an external program, which cannot be forked: choose an "
-                f"agent that runs in this process, or {self.instead}"
-            )
-
-
-class TreeStrategy(BranchingStrategy):
-    """A tree: forks of the episode at some of its turns, all of which are trained."""
-
-    key = "rollout.tree"
-    instead = "leave rollout.tree out"
-    forks = True
-
-    def __init__(self, config: TreeConfig) -> None:
-        self._config = config
-
-    async def expand(self, first: TreeBranch, seed: int, branches: BranchRunner) -> tuple[list[TreeBranch], int]:
-        """Fork the episode at the turns that ``where`` chooses."""
-        return await expand(first, self._config, stable_hash("tree", seed), branches.run_fork)
-
-    def check(self, env: Env, env_name: str, agent: Agent, agent_name: str) -> None:
-        """Check also that ``where`` can be loaded. Raises ConfigError."""
-        self._config.chooser()
-        super().check(env, env_name, agent, agent_name)
-
-
-class SearchStrategy(BranchingStrategy):
-    """A search: branches of the episode, of which a scorer chooses one.
-
-    Args:
-        config: The search.
-        executor: Runs a scorer that is a plain function.
-
-    Raises:
-        ConfigError: Scorer or ``where`` cannot be loaded.
-    """
-
-    instead = "choose kind best_of_n"
-
-    def __init__(self, config: SearchConfig, executor: Executor | None = None) -> None:
-        self.key = f"search.kind {config.kind}"
-        self._config = config
-        self._scorer = Scorer(config.scorer, executor)
-        self._tree = config.tree() if config.kind == "tree" else None
-        self.forks = self._tree is not None
-        if self._tree is not None:
-            self._tree.chooser("search.where")
-
-    async def expand(self, first: TreeBranch, seed: int, branches: BranchRunner) -> tuple[list[TreeBranch], int]:
-        """Run the episode again, or fork it at the turns that ``where`` chooses."""
-        if self._tree is not None:
-            return await expand(first, self._tree, stable_hash("tree", seed), branches.run_fork)
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(branches.run_again(number)) for number in range(1, self._config.samples or 1)]
-        return [first, *(branch for task in running if (branch := task.result()) is not None)], 0
-
-    async def choose(self, task: Task, tree: Sequence[TreeBranch], frozen: Collection[str]) -> Search:
-        """Return the choice of the branch with the highest score, the first of several."""
-        scores = await self._score_branches(task, tree, frozen)
-        best = max(range(len(scores)), key=scores.__getitem__)
-        return Search(self._config.kind, self._config.scorer.function, best, tuple(scores))
-
-    async def _score_branches(self, task: Task, tree: Sequence[TreeBranch], frozen: Collection[str]) -> list[float]:
+        if self._search is None or self._scorer is None:
+            return None
         scoring = [self._scorer.score(task, branch) for branch in unmerged_trajectories(tree, frozen)]
         scores: list[float] = []
         # All scorers finish, also where one of them fails.
@@ -227,4 +173,21 @@ class SearchStrategy(BranchingStrategy):
             if isinstance(score, BaseException):
                 raise score
             scores.append(score)
-        return scores
+        best = max(range(len(scores)), key=scores.__getitem__)
+        return Search(self._search.kind, self._search.scorer.function, best, tuple(scores))
+
+    def check(self, env: Env, env_name: str, agent: Agent, agent_name: str) -> None:
+        """Check that environment and agent can be forked. Raises ConfigError."""
+        if not self.forks:
+            return
+        if not env.supports_fork:
+            raise ConfigError(
+                f"{self._key}: environment {env_name!r} cannot be forked ({type(env).__qualname__}.forks is None): "
+                f'write its fork(), set forks = "replay" if its answers depend on seed and actions alone, or '
+                f"{self._instead}"
+            )
+        if not agent.forkable:
+            raise ConfigError(
+                f"{self._key}: the agent {agent_name!r} is an external program, which cannot be forked: choose an "
+                f"agent that runs in this process, or {self._instead}"
+            )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, Final, Self, TypeAlias
 
 import numpy as np
@@ -76,18 +77,23 @@ def random_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> 
     return indices
 
 
+def _by_claim(
+    turns: Sequence[TreeTurn], count: int, claim: Callable[[TreeTurn, int], Any]
+) -> Iterator[tuple[int, Any]]:
+    """Yield the turn with the highest claim and the claim, which depends on how often the turn was chosen before."""
+    chosen = [0] * len(turns)
+    for _ in range(count if turns else 0):
+        claims = [claim(turn, times) for turn, times in zip(turns, chosen, strict=True)]
+        index = max(range(len(turns)), key=claims.__getitem__)
+        chosen[index] += 1
+        yield index, claims[index]
+
+
 def every_turn(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
     """Return the turns in their order, those with the fewest forks first, until ``count`` is reached."""
     del draw
-    indices: list[int] = []
-    forks = [turn.forks for turn in turns]
-    while turns and len(indices) < count:
-        index = min(
-            range(len(turns)), key=lambda position: (forks[position], turns[position].branch, turns[position].number)
-        )
-        forks[index] += 1
-        indices.append(index)
-    return indices
+    claims = _by_claim(turns, count, lambda turn, times: (-turn.forks - times, -turn.branch, -turn.number))
+    return [index for index, _ in claims]
 
 
 def uncertain_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
@@ -97,13 +103,7 @@ def uncertain_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) 
     entropy after a tool's answer; here it is the turn's own.
     """
     del draw
-    indices: list[int] = []
-    claims = [turn.entropy / 2**turn.forks for turn in turns]
-    while turns and len(indices) < count:
-        index = max(range(len(turns)), key=claims.__getitem__)
-        claims[index] /= 2
-        indices.append(index)
-    return indices
+    return [index for index, _ in _by_claim(turns, count, lambda turn, times: turn.entropy / 2 ** (turn.forks + times))]
 
 
 def failed_tool_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) -> list[int]:
@@ -118,15 +118,8 @@ def undecided_turns(turns: Sequence[TreeTurn], count: int, draw: random.Random) 
     While a state has been passed once, nothing is known of how its continuations differ: the first round, and what is
     left of a later one where all rewards are equal, is drawn as :func:`random_turns` does.
     """
-    indices: list[int] = []
-    picked = [0] * len(turns)
-    while len(indices) < count:
-        claims = [turn.uncertainty(picked[index]) for index, turn in enumerate(turns)]
-        index = max(range(len(turns)), key=claims.__getitem__, default=-1)
-        if index < 0 or claims[index] <= 0:
-            break
-        picked[index] += 1
-        indices.append(index)
+    claims = takewhile(lambda choice: choice[1] > 0, _by_claim(turns, count, TreeTurn.uncertainty))
+    indices = [index for index, _ in claims]
     return indices + random_turns(turns, count - len(indices), draw)
 
 
@@ -182,10 +175,6 @@ class TreeConfig(Section):
         if inspect.iscoroutinefunction(function):
             raise ConfigError(f"{key} {self.where!r} is async: write a plain function")
         return _checked(f"{key} {self.where!r}", function)
-
-    def fits(self, turn: TreeTurn, tokens: int) -> bool:
-        """Return whether a branch at a turn fits the budget, after ``tokens`` of the tree so far."""
-        return self.max_tokens is None or tokens + turn.tokens <= self.max_tokens
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Chooser:

@@ -12,34 +12,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from turnwise.append_file import AppendFile
 from turnwise.errors import FormatError
 from turnwise.rollout.core import RestoredGroup
+from turnwise.rollout.journal.state import Stored, read_stored
 from turnwise.trajectory import Trajectory
-from turnwise.trajectory_file import TRAJECTORIES, RecordLocation, TrajectoryWriter
+from turnwise.trajectory_file import TRAJECTORIES, TrajectoryWriter
 
 FINISHED = "finished.jsonl"
-
-
-@dataclass(slots=True)
-class _Group:
-    id: str
-    members: dict[int, list[RecordLocation]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Unwritten:
-    """A finished member some of whose trajectories wait for their group reward."""
-
-    key: str
-    group_id: str
-    member: int
-    trajectories: tuple[str, ...]
 
 
 class FinishedMembers:
@@ -56,10 +41,11 @@ class FinishedMembers:
         """Open the files of an evaluation, as their only writer. Raises FormatError where a line is malformed."""
         self._payloads = TrajectoryWriter(directory / TRAJECTORIES)
         self._file = AppendFile(directory / FINISHED, cut=True)
-        self._groups: dict[str, _Group] = {}
+        # Of earlier processes: the groups, and their members on disk.
+        self._groups: dict[str, tuple[str, dict[int, tuple[Stored, ...]]]] = {}
         # Of this process: what is on disk, and the members that wait for a trajectory of theirs.
-        self._locations: dict[str, RecordLocation] = {}
-        self._waiting: defaultdict[str, list[_Unwritten]] = defaultdict(list)
+        self._written: dict[str, Stored] = {}
+        self._waiting: defaultdict[str, list[tuple[dict[str, Any], list[str]]]] = defaultdict(list)
         self.part = 0
         for number, line in enumerate((directory / FINISHED).read_bytes().splitlines(), 1):
             try:
@@ -69,14 +55,14 @@ class FinishedMembers:
                     f"{directory / FINISHED}:{number}: not a finished member: {error!r}. Remove the line: the member "
                     "is rolled out again"
                 ) from error
-        self.restored = sum(len(group.members) for group in self._groups.values())
+        self.restored = sum(len(members) for _, members in self._groups.values())
         self._file.append(orjson.dumps({"event": "start"}))
 
     def write(self, trajectory: Trajectory) -> None:
         """Write a trajectory, failed and cancelled ones included. Raises OSError where the disk refuses."""
-        self._locations[trajectory.id] = self._payloads.write(trajectory)
-        for member in self._waiting.pop(trajectory.id, ()):
-            self._note(member)
+        self._written[trajectory.id] = Stored(trajectory.id, self._payloads.write(trajectory))
+        for record, names in self._waiting.pop(trajectory.id, ()):
+            self._note(record, names)
 
     def member(
         self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
@@ -91,46 +77,39 @@ class FinishedMembers:
             pending: Whether they are written later, with the reward of their group.
         """
         del pending
-        self._note(_Unwritten(key, group_id, member, tuple(trajectory.id for trajectory in trajectories)))
+        names = [trajectory.id for trajectory in trajectories]
+        self._note({"key": key, "group": group_id, "member": member}, names)
 
     def restore(self, key: str) -> RestoredGroup | None:
         """Return the members of a requested group that earlier processes finished."""
-        group = self._groups.get(key)
-        if group is None:
+        if key not in self._groups:
             return None
-        members = {
-            number: [self._payloads.read(location) for location in locations]
-            for number, locations in sorted(group.members.items())
+        group_id, members = self._groups[key]
+        trajectories = {
+            number: [self._payloads.read(stored.location) for stored in member]
+            for number, member in sorted(members.items())
         }
-        return RestoredGroup(group.id, members, complete=False)
+        return RestoredGroup(group_id, trajectories, complete=False)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
         self._payloads.close()
         self._file.close()
 
-    def _note(self, member: _Unwritten) -> None:
-        missing = next((name for name in member.trajectories if name not in self._locations), None)
+    def _note(self, record: dict[str, Any], names: list[str]) -> None:
+        missing = next((name for name in names if name not in self._written), None)
         if missing is not None:
-            self._waiting[missing].append(member)
+            self._waiting[missing].append((record, names))
             return
-        locations = [(name, self._locations.pop(name)) for name in member.trajectories]
-        record = {
-            "key": member.key,
-            "group": member.group_id,
-            "member": member.member,
-            "trajectories": [[name, location.offset, location.length, location.crc] for name, location in locations],
-        }
-        self._file.append(orjson.dumps(record))
+        self._file.append(
+            orjson.dumps({**record, "trajectories": [self._written.pop(name).record() for name in names]})
+        )
 
-    def _restore(self, record: dict[str, object]) -> None:
+    def _restore(self, record: dict[str, Any]) -> None:
         if record.get("event") == "start":
             self.part += 1
             return
-        stored = record["trajectories"]
-        if not isinstance(stored, list):
-            raise TypeError("trajectories must be a list")
-        locations = [RecordLocation(int(offset), int(length), int(crc)) for _, offset, length, crc in stored]
-        if all(self._payloads.holds(location) for location in locations):
-            group = self._groups.setdefault(str(record["key"]), _Group(str(record["group"]), {}))
-            group.members[int(str(record["member"]))] = locations
+        member = read_stored(record["trajectories"])
+        if all(self._payloads.holds(stored.location) for stored in member):
+            _, members = self._groups.setdefault(str(record["key"]), (str(record["group"]), {}))
+            members[int(record["member"])] = member

@@ -87,13 +87,10 @@ def unreferenced(
     for location in payloads.locations(since):
         if location.offset not in offsets:
             trajectory = payloads.read(location)
-            unlisted.append((Stored(trajectory.id, location), _finished(trajectory)))
+            completed = trajectory.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
+            finished = trajectory.partition == "train" and trajectory.error is None and completed
+            unlisted.append((Stored(trajectory.id, location), finished))
     return unlisted
-
-
-def _finished(trajectory: Trajectory) -> bool:
-    completed = trajectory.stop_reason not in (StopReason.ERROR, StopReason.CANCELLED)
-    return trajectory.partition == "train" and trajectory.error is None and completed
 
 
 PENDING = "pending.twz"

@@ -124,14 +124,16 @@ class JournalState:
         """
         match event["event"]:
             case "start":
-                self._start(int(event["part"]), int(event["after_step"]), int(event["payload"]))
+                self.payload = int(event["payload"])
+                self.starts.append((int(event["part"]), int(event["after_step"])))
+                self.undo_after(int(event["after_step"]))
             case "member":
                 entry = self._entry(event["key"], event["group"])
                 pending = bool(event.get("pending"))
-                entry.members[int(event["member"])] = _stored(event["trajectories"], pending)
+                entry.members[int(event["member"])] = read_stored(event["trajectories"], pending)
             case "group":
                 entry = self._entry(event["key"], event["group"])
-                trajectories, baselines = _stored(event["trajectories"]), _stored(event["baselines"])
+                trajectories, baselines = read_stored(event["trajectories"]), read_stored(event["baselines"])
                 entry.complete = CompleteGroup(event["head"], event["facts"], trajectories, baselines)
                 entry.arrived, self._groups = self._groups, self._groups + 1
                 # Requested again after it was dropped.
@@ -166,11 +168,6 @@ class JournalState:
             if not entry.consumed or entry.reusable(max_uses) or any(stored.pending for stored in entry.stored())
         }
 
-    def _start(self, part: int, after_step: int, payload: int) -> None:
-        self.starts.append((part, after_step))
-        self.payload = payload
-        self.undo_after(after_step)
-
     def undo_after(self, step: int) -> None:
         """Undo takes and drops of later steps: their weights are lost."""
         for entry in self.entries.values():
@@ -194,7 +191,8 @@ class JournalState:
         return entry
 
 
-def _stored(records: list[list[Any]], pending: bool = False) -> tuple[Stored, ...]:
+def read_stored(records: list[list[Any]], pending: bool = False) -> tuple[Stored, ...]:
+    """Return trajectories from their form in the journal."""
     return tuple(
         Stored(str(name), RecordLocation(int(offset), int(length), int(crc)), pending)
         for name, offset, length, crc in records

@@ -68,7 +68,7 @@ class JournalSummary:
         if not lost or not self.parts:
             return []
         first_byte, (last_byte, closed) = self.parts[0][0], self.parts[-1]
-        offsets = _offsets(file)
+        offsets = {trajectory.id: location.offset for location, trajectory in located_trajectories(file)}
         return [
             f"trajectory {name}: finished, but the journal has it in no group, and no kill explains that"
             for name in lost
@@ -124,8 +124,3 @@ def _undo_take(summary: JournalSummary, keys: Iterable[str], step: int) -> None:
             summary.taken[key].remove(step)
         if key in summary.dropped and summary.dropped[key][0] == step:
             del summary.dropped[key]
-
-
-def _offsets(file: Path) -> dict[str, int]:
-    """Return the byte offset of each trajectory in its file."""
-    return {trajectory.id: location.offset for location, trajectory in located_trajectories(file)}

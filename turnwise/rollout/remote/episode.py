@@ -20,7 +20,7 @@ from turnwise.gateway.proxy.session import NoTokens, TextRenderer
 from turnwise.gateway.sessions import GatewaySession
 from turnwise.recorder.session import Session, SessionLimits
 from turnwise.recorder.tree import PromptPlacement
-from turnwise.rollout.remote.protocol import PREFIX, dump, error_record, load, read_error, read_message, read_params
+from turnwise.rollout.remote.protocol import PREFIX, dump, error_record, load, read_error, read_message, read_record
 from turnwise.tasks.core import Task
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, SamplingParams, StopReason, TokenDelta, ToolCall, ToolSchema
@@ -171,7 +171,7 @@ class RemoteSession(Session):
     async def open(self) -> str:
         """Return the base URL of the session's endpoint."""
         answer = await self._lease.ask("door", self._who)
-        self.params = read_params(answer["params"]) or self.params
+        self.params = read_record(SamplingParams, answer["params"])
         url = str(answer["url"])
         return url if urlsplit(url).scheme else f"{self._lease.base}{url}"
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from turnwise import errors
 from turnwise.errors import AgentError, BudgetExceeded, FormatError, TurnwiseError
-from turnwise.types import Guide, Message, SamplingParams, ToolCall, ToolSchema
+from turnwise.types import Message, SamplingParams, ToolCall, ToolSchema
 
+T = TypeVar("T")
 VERSION = 1
 PREFIX = "runners"
 _CALL = frozenset(("id", "name", "arguments", "raw", "error"))
+_RECORDS = (ToolCall, ToolSchema, SamplingParams)
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _RECORDS}
 _KINDS: dict[str, type[TurnwiseError]] = {
     name: kind
     for name, kind in vars(errors).items()
@@ -56,12 +60,13 @@ def load(data: bytes) -> dict[str, Any]:
     return value
 
 
-def read_call(record: Any) -> ToolCall:
-    """Parse a tool call."""
+def read_record(kind: type[T], record: Any) -> T:
+    """Parse a call, a tool or sampling parameters. Raises FormatError."""
     try:
-        return ToolCall(**record)
-    except TypeError as error:
-        raise FormatError(f"a tool call is malformed: {error}") from error
+        value: T = _ADAPTERS[kind].validate_python(record)
+    except ValidationError as error:
+        raise FormatError(f"{kind.__name__} is malformed: {error}") from error
+    return value
 
 
 def read_message(record: Any) -> Message:
@@ -70,30 +75,8 @@ def read_message(record: Any) -> Message:
         raise FormatError("a message is an object with a role")
     calls = record.get("tool_calls")
     if isinstance(calls, list):
-        record["tool_calls"] = [read_call(call) if set(call) == _CALL else call for call in calls]
+        record["tool_calls"] = [read_record(ToolCall, call) if set(call) == _CALL else call for call in calls]
     return cast("Message", record)
-
-
-def read_params(record: dict[str, Any] | None) -> SamplingParams | None:
-    """Parse sampling parameters."""
-    if record is None:
-        return None
-    try:
-        guide = record.get("guide")
-        if guide is not None:
-            guide = Guide(**{**guide, "calls": tuple(guide["calls"])})
-        texts, ids = tuple(record.get("stop", ())), tuple(record.get("stop_token_ids", ()))
-        return SamplingParams(**{**record, "guide": guide, "stop": texts, "stop_token_ids": ids})
-    except (KeyError, TypeError) as error:
-        raise FormatError(f"sampling parameters are malformed: {error}") from error
-
-
-def read_tools(records: Any) -> list[ToolSchema]:
-    """Parse tool schemas."""
-    try:
-        return [ToolSchema(**record) for record in records or ()]
-    except TypeError as error:
-        raise FormatError(f"a tool is malformed: {error}") from error
 
 
 def error_record(error: BaseException) -> dict[str, Any]:

@@ -9,33 +9,31 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from turnwise.agents.core import Agent, Episode, recorded_turns
 from turnwise.errors import AgentError, FormatError, RunnerDisconnected, TurnwiseError, shown
 from turnwise.gateway.local import LocalGateway
 from turnwise.gateway.server import admin_key
 from turnwise.inference.process import Receive, Scope, Send, answer_json, read_body
-from turnwise.recorder.session import Session
 from turnwise.rollout.config import RemoteConfig
-from turnwise.rollout.leases import Leases
 from turnwise.rollout.remote.protocol import (
     PREFIX,
     VERSION,
     dump,
     error_record,
     load,
-    read_call,
     read_error,
     read_message,
-    read_params,
-    read_tools,
+    read_record,
 )
-from turnwise.types import StopReason
+from turnwise.types import SamplingParams, StopReason, ToolCall, ToolSchema
 
 Notify = Callable[[str], None]
 LOST_AFTER_S = 30.0
 """Seconds without a heartbeat after which a runner is lost. A closed connection is noticed at once."""
+_SILENT_PINGS = 3
+"""Pings in that time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +58,7 @@ class Runner:
 
     Attributes:
         events: Its event queue; None ends the stream.
+        silent: Pings since its last heartbeat.
     """
 
     id: str
@@ -67,6 +66,7 @@ class Runner:
     free: int
     events: asyncio.Queue[dict[str, Any] | None]
     leases: dict[str, Lease] = field(default_factory=dict)
+    silent: int = 0
 
 
 class RunnerHub:
@@ -82,7 +82,6 @@ class RunnerHub:
         self.runners: dict[str, Runner] = {}
         self._on_notice = notify
         self._waiting: deque[asyncio.Future[Runner]] = deque()
-        self._connections = Leases[Runner](lost_after, self._leave_silent)
         self._reported_waiting = False
         self._closed = False
 
@@ -95,21 +94,15 @@ class RunnerHub:
         if self._closed:
             runner.events.put_nowait({"event": "bye"})
             runner.events.put_nowait(None)
-        self._connections.grant(runner.id, runner)
         self._notify(f"runner {name} connected, {capacity} at a time ({len(self.runners)} in all)")
         self._reported_waiting = False
         self._assign_runners()
         return runner
 
-    def heartbeat(self, runner: Runner) -> None:
-        """Record a heartbeat."""
-        self._connections.heartbeat(runner.id)
-
     def leave(self, runner: Runner, why: str) -> None:
         """Remove a runner; its leases are lost. Idempotent."""
         if self.runners.pop(runner.id, None) is None:
             return
-        self._connections.end(runner.id)
         self._notify(f"runner {runner.name} is gone: {why} ({len(self.runners)} left)")
         for lease in list(runner.leases.values()):
             if not lease.done.done():
@@ -118,8 +111,8 @@ class RunnerHub:
         self._report_waiting()
 
     @contextlib.asynccontextmanager
-    async def acquire_runner(self) -> AsyncIterator[Runner]:
-        """Wait for a runner with a free place, and hold it."""
+    async def acquire_runner(self) -> AsyncIterator[Agent]:
+        """Wait for a runner with a free place, and hold it; yield its agent."""
         assigned: asyncio.Future[Runner] = asyncio.get_running_loop().create_future()
         self._waiting.append(assigned)
         self._assign_runners()
@@ -134,7 +127,7 @@ class RunnerHub:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(assigned)
         try:
-            yield runner
+            yield RemoteAgent(self, runner)
         finally:
             self._release(runner)
 
@@ -164,7 +157,6 @@ class RunnerHub:
     async def close(self) -> None:
         """Send the end of the run to all runners."""
         self._closed = True
-        self._connections.close()
         for runner in list(self.runners.values()):
             runner.events.put_nowait({"event": "bye"})
             runner.events.put_nowait(None)
@@ -191,9 +183,6 @@ class RunnerHub:
         if self._waiting and not self.runners and not self._reported_waiting and not self._closed:
             self._reported_waiting = True
             self._notify("no runner is connected: episodes wait for one")
-
-    def _leave_silent(self, runner: Runner) -> None:
-        self.leave(runner, f"no heartbeat for {self.lost_after:g} s")
 
 
 _LINE = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
@@ -223,7 +212,9 @@ class RunnerApp:
         if scope["type"] != "http":
             return
         try:
-            self._authorise(scope)
+            authorization = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, b"Bearer " + self._key):
+                raise _Refused(401, "wrong key: give the file that rollout.remote.key_file names")
             parts = [part for part in scope["path"].split("/") if part][1:]
             if scope["method"] != "POST":
                 raise _Refused(405, f"{scope['method']}: runners post")
@@ -246,16 +237,11 @@ class RunnerApp:
         else:
             await answer_json(send, 200, dump(answer))
 
-    def _authorise(self, scope: Scope) -> None:
-        authorization = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(authorization, b"Bearer " + self._key):
-            raise _Refused(401, "wrong key: give the file that rollout.remote.key_file names")
-
     def _runner(self, runner_id: str) -> Runner:
         runner = self._hub.runners.get(runner_id)
         if runner is None:
             raise _Refused(410, "the run has dropped this runner: reconnect")
-        self._hub.heartbeat(runner)
+        runner.silent = 0
         return runner
 
     def _lease(self, runner: Runner, lease_id: str) -> Lease:
@@ -273,23 +259,33 @@ class RunnerApp:
         await send({"type": "http.response.start", "status": 200, "headers": _LINE})
         runner = self._hub.join(str(body.get("name") or "runner")[:80], capacity)
         gone = asyncio.ensure_future(_disconnected(receive))
-        why = "its connection is gone"
+        why, silent = "its connection is gone", f"no heartbeat for {self._hub.lost_after:g} s"
+        clock, seconds = asyncio.get_running_loop().time, self._hub.lost_after / 3
+        ping_at = clock() + seconds
         try:
             while True:
                 next_event = asyncio.ensure_future(runner.events.get())
                 done, _ = await asyncio.wait(
-                    {next_event, gone}, timeout=self._hub.lost_after / 3, return_when=asyncio.FIRST_COMPLETED
+                    {next_event, gone}, timeout=max(0.0, ping_at - clock()), return_when=asyncio.FIRST_COMPLETED
                 )
-                if next_event not in done:
-                    next_event.cancel()
                 if gone in done:
+                    next_event.cancel()
                     break
-                event = next_event.result() if next_event in done else {"event": "ping"}
-                if event is None:
-                    why = "the run has ended"
+                if next_event in done:
+                    event = next_event.result()
+                else:
+                    next_event.cancel()
+                    # By pings, not by time: while this process is blocked, no heartbeat arrives.
+                    event, ping_at, runner.silent = {"event": "ping"}, clock() + seconds, runner.silent + 1
+                if event is None or runner.silent >= _SILENT_PINGS:
+                    why = "the run has ended" if event is None else silent
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                     break
-                await send({"type": "http.response.body", "body": dump(event) + b"\n", "more_body": True})
+                # A peer that is gone without a word takes nothing any more.
+                async with asyncio.timeout(self._hub.lost_after):
+                    await send({"type": "http.response.body", "body": dump(event) + b"\n", "more_body": True})
+        except TimeoutError:
+            why = silent
         finally:
             gone.cancel()
             self._hub.leave(runner, why)
@@ -325,14 +321,14 @@ class RunnerApp:
                 messages = [read_message(record) for record in body.get("messages") or ()]
                 message = await session.chat(
                     messages,
-                    read_tools(body.get("tools")),
-                    read_params(body.get("params")),
+                    [read_record(ToolSchema, tool) for tool in body.get("tools") or ()],
+                    None if body.get("params") is None else read_record(SamplingParams, body["params"]),
                     fork=body.get("fork"),
                     template_args=body.get("template_args"),
                 )
                 return {"message": message}
             case "call":
-                return {"response": asdict(await episode.call(read_call(body.get("call")), agent=agent))}
+                return {"response": asdict(await episode.call(read_record(ToolCall, body.get("call")), agent=agent))}
             case "step":
                 result = await episode.step(read_message(body.get("message")), agent=agent)
                 return {"result": list(result), "stop_reason": episode.stop_reason.value, "scored": episode.scored}
@@ -344,7 +340,9 @@ class RunnerApp:
             case "state":
                 session = episode.session_for(agent, policy)
                 endpoint = await episode.endpoint(agent, policy)
-                return _state(session, await recorded_turns(session), endpoint.failure)
+                turns, failure = await recorded_turns(session), endpoint.failure
+                error = None if failure is None else error_record(failure)
+                return {"taken": turns, "last": session.last, "failure": error}
             case "taken":
                 return {"taken": await recorded_turns(episode.session_for(agent, policy))}
             case "exhausted":
@@ -353,48 +351,26 @@ class RunnerApp:
         raise _Refused(404, f"{what!r} is not a request of a lease")
 
 
-def _state(session: Session, turns: list[str], failure: TurnwiseError | None) -> dict[str, Any]:
-    error = None if failure is None else error_record(failure)
-    return {"taken": turns, "last": session.last, "failure": error}
-
-
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class RemoteRunners:
-    """Serves remote runners. Use :meth:`start`."""
+async def start_hub(config: RemoteConfig, gateway: LocalGateway, notify: Notify | None) -> RunnerHub:
+    """Serve remote runners on the gateway's port.
 
-    def __init__(self, hub: RunnerHub) -> None:
-        self._hub = hub
-
-    @classmethod
-    async def start(cls, config: RemoteConfig, gateway: LocalGateway, notify: Notify | None) -> Self:
-        """Listen on the gateway's port.
-
-        Args:
-            config: Key and timeouts.
-            gateway: The gateway.
-            notify: Called with messages about the address, runners and waiting episodes.
-        """
-        key = admin_key(config.key_file)
-        hub = RunnerHub(lost_after=LOST_AFTER_S, notify=notify)
-        await gateway.start()
-        gateway.mount(PREFIX, RunnerApp(hub, key, gateway_url=gateway.url))
-        if notify is not None:
-            notify(f"runners: turnwise runner --connect {gateway.url} --key-file {config.key_file} --agent NAME")
-        return cls(hub)
-
-    @contextlib.asynccontextmanager
-    async def acquire_runner(self) -> AsyncIterator[Agent]:
-        """Wait for a runner with a free place; yield its agent."""
-        async with self._hub.acquire_runner() as runner:
-            yield RemoteAgent(self._hub, runner)
-
-    async def close(self) -> None:
-        """Send the end of the run to all runners."""
-        await self._hub.close()
+    Args:
+        config: The file of the runners' key.
+        gateway: The gateway.
+        notify: Called with messages about the address, runners and waiting episodes.
+    """
+    key = admin_key(config.key_file)
+    hub = RunnerHub(lost_after=LOST_AFTER_S, notify=notify)
+    await gateway.start()
+    gateway.mount(PREFIX, RunnerApp(hub, key, gateway_url=gateway.url))
+    if notify is not None:
+        notify(f"runners: turnwise runner --connect {gateway.url} --key-file {config.key_file} --agent NAME")
+    return hub
 
 
 class RemoteAgent(Agent):

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import contextvars
-import threading
+import inspect
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from turnwise.errors import TrainError, TurnwiseError
+from turnwise.errors import TrainError, TurnwiseError, shown, user_code
 from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.group_store import GroupStore, PayloadStore, versions_of
 from turnwise.rollout.replay.strategies import (
+    FAILED,
     STALE,
-    Choice,
     Fifo,
     InFlight,
-    MemberRule,
     StragglerCutoff,
     StragglerDeadline,
     Strategy,
+    lacks_members,
+    why_filtered,
 )
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
@@ -36,18 +36,43 @@ T = TypeVar("T")
 _SEEN_CHANGE: contextvars.ContextVar[int | None] = contextvars.ContextVar("turnwise_seen_change", default=None)
 
 
-class _Call:
-    """Blocking code in a thread, and whether its result is still wanted."""
+class _ThreadCall:
+    """Blocking code in a thread, which acts on the event loop. Once cancelled its waits end, and it changes nothing."""
 
     def __init__(self) -> None:
-        self.given_up = False
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._cancelled = False
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine, from the thread."""
+        return asyncio.run_coroutine_threadsafe(self._run(coroutine), self._loop).result()
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        # What runs here is no longer in the thread.
+        _CALL.set(None)
+        if self._cancelled:
+            coroutine.close()
+            raise asyncio.CancelledError
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        try:
+            return await task
+        finally:
+            self._tasks.discard(task)
+
+    def cancel(self) -> None:
+        """End its waits, from the event loop."""
+        self._cancelled = True
+        for task in self._tasks:
+            task.cancel()
 
 
-_CALL: contextvars.ContextVar[_Call | None] = contextvars.ContextVar("turnwise_blocking_call", default=None)
+_CALL: contextvars.ContextVar[_ThreadCall | None] = contextvars.ContextVar("turnwise_thread_call", default=None)
 
 
-class ChangeNotifier:
-    """Counts changes and wakes waiters."""
+class NotifyingBuffer(ReplayBuffer):
+    """Counts changes, wakes waiters, and calls a ``sample`` that a user may have written."""
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
@@ -55,9 +80,59 @@ class ChangeNotifier:
         self._changed = asyncio.Event()
         self._changes = 0
         self._reissued = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._blocked: set[concurrent.futures.Future[bool]] = set()
-        self._lock = threading.Lock()
+        # Step and batch size of the ``sample`` of groups to train that runs.
+        self._requested: tuple[int, int] | None = None
+
+    def reissued(self) -> None:
+        """Count what is rolled out again after a loss."""
+        self._reissued += 1
+
+    async def next_batch(
+        self, global_steps: int, partition_id: str, batch_size: int
+    ) -> tuple[BatchRef, dict[str, float]]:
+        """Return the batch of ``sample``, which runs in a thread where it is no ``async def``.
+
+        While it waits for groups to train, others are requested in the place of discarded ones.
+
+        Raises:
+            TurnwiseError: No further group will come, or ``sample`` raised it.
+            TrainError: ``sample`` raised something else, or returned no batch with metrics.
+        """
+        started, name = time.monotonic(), type(self).__qualname__
+        with user_code(TrainError, f"step {global_steps}: {name}.sample raised"):
+            result = await self._call_sample(global_steps, partition_id, batch_size)
+        match result:
+            case (BatchRef() as ref, Mapping() as metrics):
+                pass
+            case _:
+                raise TrainError(
+                    f"{name}.sample returned {shown(result)}: return self.take(ids, global_steps), which is a batch "
+                    "and its metrics"
+                )
+        for key, value in metrics.items():
+            if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TrainError(f"{name}.sample returned the metric {key!r}: {shown(value)}; metrics are numbers")
+        figures = {key: float(value) for key, value in metrics.items()}
+        return ref, {"replay/wait_s": time.monotonic() - started, **figures}
+
+    async def _call_sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        sample: Callable[..., Any] = self.sample
+        if partition_id == "train":
+            self._requested = global_steps, batch_size
+        call = None if inspect.iscoroutinefunction(sample) else _ThreadCall()
+        token = _CALL.set(call)
+        try:
+            if call is None:
+                return await sample(global_steps, partition_id, batch_size)
+            return await asyncio.to_thread(sample, global_steps, partition_id, batch_size)
+        except asyncio.CancelledError:
+            if call is not None:
+                call.cancel()
+            raise
+        finally:
+            _CALL.reset(token)
+            if partition_id == "train":
+                self._requested = None
 
     async def changed(self, seconds: float | None = None) -> bool:
         """Wait for a change since the caller last read ``ready`` or ``in_flight``.
@@ -75,6 +150,7 @@ class ChangeNotifier:
         last_seen = self._changes if seen is None else seen
         self._check()
         if last_seen == self._changes:
+            self._request_missing()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._changed.wait()
@@ -97,59 +173,26 @@ class ChangeNotifier:
             TrainError: It would block the event loop.
             TurnwiseError: As :meth:`changed`.
         """
-        loop = self._loop
-        if loop is None or _running() is loop:
+        call = _CALL.get()
+        if call is None:
             raise TrainError("wait() would block the run forever: in an async def, await self.changed() instead")
-        with self._lock:
-            # The caller was cancelled in the meantime, so its result would not be used.
-            if (call := _CALL.get()) is not None and call.given_up:
-                raise concurrent.futures.CancelledError
-            blocked = asyncio.run_coroutine_threadsafe(self.changed(seconds), loop)
-            self._blocked.add(blocked)
-        try:
-            came = blocked.result()
-            self._see()
-        finally:
-            with self._lock:
-                self._blocked.discard(blocked)
+        came = call.run(self.changed(seconds))
+        self._see()
         return came
 
-    def reissued(self) -> None:
-        """Count what is rolled out again after a loss."""
-        self._reissued += 1
-
-    async def in_thread(self, call: Callable[[], T]) -> T:
-        """Run blocking code in a thread. On cancellation its wait ends and it changes nothing any more."""
-        self._loop = asyncio.get_running_loop()
-        thread_call = _Call()
-        token = _CALL.set(thread_call)
-        try:
-            return await asyncio.to_thread(call)
-        except asyncio.CancelledError:
-            with self._lock:
-                thread_call.given_up = True
-                blocked = list(self._blocked)
-            for future in blocked:
-                future.cancel()
-            raise
-        finally:
-            _CALL.reset(token)
-
     def _on_loop(self, act: Callable[[], T]) -> T:
-        """Run on the event loop from any thread: a buffer changes nowhere else."""
-        loop = self._loop
-        if loop is None or _running() is loop:
+        """Run on the event loop, also from the thread of a plain ``def sample``: a buffer changes nowhere else."""
+        call = _CALL.get()
+        if call is None:
             return act()
 
-        call = _CALL.get()
+        async def acting() -> T:
+            return act()
 
-        async def acting() -> tuple[T] | None:
-            return None if call is not None and call.given_up else (act(),)
+        return call.run(acting())
 
-        done = asyncio.run_coroutine_threadsafe(acting(), loop).result()
-        if done is None:
-            raise concurrent.futures.CancelledError
-        return done[0]
+    def _request_missing(self) -> None:
+        """Request groups in the place of discarded ones, before a wait."""
 
     def _see(self) -> None:
         _SEEN_CHANGE.set(self._changes)
@@ -159,24 +202,12 @@ class ChangeNotifier:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _counted_reissues(self) -> int:
-        """Return the reissues since the last call."""
-        count, self._reissued = self._reissued, 0
-        return count
-
     def _check(self) -> None:
         error = self._error
         if isinstance(error, TurnwiseError):
             raise error
         if error is not None:
             raise TrainError(f"rollouts ended: {type(error).__name__}: {error}") from error
-
-
-def _running() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 PARTITIONS = ("train", "val")
@@ -190,20 +221,18 @@ _MAX_STALE_BATCHES = 16
 FIELDS = ("tokens", "rewards", "metrics", "messages")
 
 
-class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
+class LocalReplayBuffer(NotifyingBuffer):
     """Keeps finished groups by partition, in the order of arrival.
 
     Args:
         strategy: Chooses the groups of a batch; by default the first to arrive.
         journal: Records groups to train and batches; None keeps everything in memory only.
-        members: Which groups are dropped because members failed; by default those without any left.
+        min_members: Fewest members without an error; groups with fewer are dropped.
+        filter_metric: Reward by which groups without a learning signal are dropped; None drops none.
         tail: How long a batch waits for its last groups; by default without limit.
         memory_mb: Memory for journaled groups, in units of 2**20 bytes on disk.
         payloads: Holds the trajectories of finished groups outside of this process; None keeps them in memory. Order,
             facts and journal are here in either case.
-
-    Attributes:
-        refills: Whether :meth:`sample` of this class is in use, which requests missing groups.
     """
 
     def __init__(
@@ -211,16 +240,18 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         strategy: Strategy | None = None,
         journal: Journal | None = None,
         *,
-        members: MemberRule | None = None,
+        min_members: int = 1,
+        filter_metric: str | None = None,
         tail: StragglerDeadline | None = None,
         memory_mb: int = 1024,
         payloads: PayloadStore | None = None,
     ) -> None:
         super().__init__()
-        self.refills = False
-        self._members = members or MemberRule()
+        self._min_members = min_members
+        self._filter_metric = filter_metric
         self._tail = tail
         self._strategy = strategy or Fifo()
+        self._payloads = payloads
         self._store = GroupStore(journal, memory_mb, payloads)
         self._ready: dict[str, dict[str, GroupFacts]] = {name: {} for name in PARTITIONS}
         for facts in self._store.reusable(self._strategy.keep_groups):
@@ -239,12 +270,14 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
 
     async def __aenter__(self) -> Self:
         """Start what holds the trajectories outside of this process. Raises TrainError where it cannot be had."""
-        await self._store.__aenter__()
+        if self._payloads is not None:
+            await self._payloads.start()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """End it."""
-        await self._store.__aexit__(*exc_info)
+        if self._payloads is not None:
+            await self._payloads.close()
 
     def expect(self, request: RolloutRequest, version: int) -> bool:
         """Note a request as in flight, or restore what earlier processes finished of its group."""
@@ -254,7 +287,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
                 self._arrived += 1
                 ready[facts.id] = facts
                 # That it was dropped may be undone, with its step.
-                self._drop_if_incomplete(facts.id, self._store.get(facts.id))
+                self._drop_unusable(facts, self._store.get(facts.id))
                 self._notify()
                 return True
             version = self._store.begun_by(request.key, version)
@@ -272,19 +305,20 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
 
     def discard(self, keys: Collection[str], why: str) -> None:
         """Forget requests, in flight or finished."""
-        self._on_loop(lambda: self._discard(frozenset(keys), why))
 
-    def _discard(self, keys: Collection[str], why: str) -> None:
-        for ready, in_flight in zip(self._ready.values(), self._in_flight.values(), strict=True):
-            flights = [flight for flight in in_flight if flight.key in keys]
-            finished = [facts for facts in ready.values() if facts.key in keys]
-            for flight in flights:
-                in_flight.remove(flight)
-                self._store.drop_key(self._step, flight.key, why)
-            for facts in finished:
-                self._drop(facts.partition, facts.id, why)
-            if flights or finished:
-                self._notify()
+        def act() -> None:
+            for ready, in_flight in zip(self._ready.values(), self._in_flight.values(), strict=True):
+                flights = [flight for flight in in_flight if flight.key in keys]
+                finished = [facts for facts in ready.values() if facts.key in keys]
+                for flight in flights:
+                    in_flight.remove(flight)
+                    self._store.drop_key(self._step, flight.key, why)
+                for facts in finished:
+                    self._drop(facts.partition, facts.id, why)
+                if flights or finished:
+                    self._notify()
+
+        self._on_loop(act)
 
     async def put(self, group: TrajectoryGroup) -> None:
         """Store a finished group, in the journal before any waiter wakes.
@@ -293,10 +327,9 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             FormatError: A trajectory cannot be written as JSON.
             TrainError: Its partition is unknown, the disk refuses, or a payload store is lost for good.
         """
-        self._partition(group.partition)
+        ready, in_flight = self._partition(group.partition), self._in_flight[group.partition]
         # Before it counts: it is in flight until it can be read, and a kill in between leaves it unfinished.
         shipped = await self._store.ship(group)
-        ready, in_flight = self._partition(group.partition), self._in_flight[group.partition]
         # Our group ids end with the request's key, as a task may be in flight in two epochs at once. A custom manager
         # names groups as it likes: there the task id decides.
         of_task = [flight for flight in in_flight if flight.task_id == group.task_id]
@@ -313,7 +346,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         self._store.put(group, facts, shipped)
         ready[name] = facts
         self._arrived += 1
-        self._drop_if_incomplete(name, group)
+        self._drop_unusable(facts, group)
         self._notify()
 
     async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
@@ -331,7 +364,6 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         if batch_size < 1:
             raise TrainError(f"step {global_steps} asks for {batch_size} groups; a batch has at least 1")
         started = time.monotonic()
-        self.refills = True
         if partition_id == "train":
             self._step = global_steps
         strategy, tail = (self._strategy, self._tail) if partition_id == "train" else (_EVALUATED, None)
@@ -354,7 +386,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
                 )
             if choice.take is None and tail is not None:
                 # The groups in flight are no longer waited for: choose as if there were none.
-                smaller = partial(_without_in_flight, strategy, ready, global_steps, handed_out)
+                smaller = partial(strategy.choose, ready, (), global_steps, taken=handed_out)
                 cut = tail.look(smaller, len(ready), batch_size, cut.since, time.monotonic())
             if (take := choice.take or cut.take) is not None:
                 ref, metrics = self.take(take, global_steps)
@@ -362,13 +394,27 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
                     metrics |= cut.metrics(batch_size - len(take), time.monotonic())
                 return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
             missing = strategy.lacks(self.ready(partition_id), in_flight, global_steps, batch_size)
-            refill = self._refill if choice.refill and partition_id == "train" else None
+            refill = self._refill if partition_id == "train" else None
             if missing > 0 and refill is not None and not refill(missing):
-                batch_size = self._check_batch_size(global_steps, batch_size - missing)
+                batch_size -= missing
+                if batch_size < 1:
+                    raise TrainError(
+                        f"step {global_steps}: all requested groups were dropped ({', '.join(sorted(self._dropped))}), "
+                        "and no more are requested: choose other tasks, or relax what drops them (replay.filter_groups "
+                        "...)"
+                    )
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if cut.due is None else max(0.0, cut.due - time.monotonic())):
                     await changed.wait()
+
+    def _request_missing(self) -> None:
+        if self._requested is None or self._refill is None:
+            return
+        step, batch_size = self._requested
+        missing = self._strategy.lacks(self.ready("train"), self.in_flight("train"), step, batch_size)
+        if missing > 0 and not self._refill(missing):
+            raise TrainError(f"step {step}: groups were discarded, and no others were requested in their place")
 
     def ready(self, partition_id: str) -> list[GroupFacts]:
         """Return the facts of a partition's finished groups, in the order of arrival."""
@@ -418,6 +464,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         self._taken = {key: count for key, count in self._taken.items() if key[0] != partition}
         self._taken[partition, step] = already_taken + len(facts)
         dropped, self._dropped = self._dropped, Counter()
+        reissued, self._reissued = self._reissued, 0
         ages = [group.staleness(step) for group in facts]
         return ref, {
             "replay/ready": float(sum(group.uses == 0 for group in self.ready(partition))),
@@ -425,7 +472,7 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             "replay/failed": float(sum(group.failed for group in facts)),
             "replay/staleness_mean": sum(ages) / max(1, len(ages)),
             "replay/staleness_max": float(max(ages, default=0)),
-            "replay/reissued": float(self._counted_reissues()),
+            "replay/reissued": float(reissued),
             "replay/reused": float(sum(group.uses > 0 for group in facts)),
             **{f"replay/dropped/{why}": float(count) for why, count in dropped.items()},
         }
@@ -449,12 +496,11 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
         groups = await self._store.fetch([facts.id for facts in self._batches[ref.id]], fields)
         if fields is None:
             return groups
-        kept_fields = frozenset(fields)
         return [
             replace(
                 group,
-                trajectories=[_reduce(member, kept_fields) for member in group.trajectories],
-                baselines=[_reduce(member, kept_fields) for member in group.baselines],
+                trajectories=[_reduce(member, fields) for member in group.trajectories],
+                baselines=[_reduce(member, fields) for member in group.baselines],
             )
             for group in groups
         ]
@@ -485,9 +531,14 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             self._error = error
         self._notify()
 
-    def _drop_if_incomplete(self, name: str, group: TrajectoryGroup) -> None:
-        if group.partition == "train" and (why := self._members.refuses(group)) is not None:
-            self._drop(group.partition, name, why)
+    def _drop_unusable(self, facts: GroupFacts, group: TrajectoryGroup) -> None:
+        """Drop a group to train that lost too many members, or has no learning signal."""
+        if facts.partition != "train":
+            return
+        if lacks_members(group, self._min_members):
+            self._drop("train", facts.id, FAILED)
+        elif self._filter_metric is not None and (why := why_filtered(facts, self._filter_metric)) is not None:
+            self._drop("train", facts.id, why)
 
     def _drop(self, partition: str, group_id: str, why: str) -> None:
         facts = self._ready[partition].pop(group_id)
@@ -498,24 +549,10 @@ class LocalReplayBuffer(ChangeNotifier, ReplayBuffer):
             if self._on_drop is not None:
                 self._on_drop(facts, why)
 
-    def _check_batch_size(self, step: int, batch_size: int) -> int:
-        if batch_size < 1:
-            raise TrainError(
-                f"step {step}: all requested groups were dropped ({', '.join(sorted(self._dropped))}), and no more are "
-                "requested: choose other tasks, or relax what drops them (replay.filter_groups ...)"
-            )
-        return batch_size
-
     def _partition(self, name: str) -> dict[str, GroupFacts]:
         if name not in self._ready:
             raise TrainError(f"partition is {name!r}; allowed: {', '.join(PARTITIONS)}")
         return self._ready[name]
-
-
-def _without_in_flight(
-    strategy: Strategy, ready: Sequence[GroupFacts], step: int, handed_out: int, batch_size: int
-) -> Choice:
-    return strategy.choose(ready, (), step, batch_size, handed_out)
 
 
 def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
@@ -551,7 +588,7 @@ def _spread(group: TrajectoryGroup) -> dict[str, float]:
     return spread
 
 
-def _reduce(trajectory: Trajectory, fields: frozenset[str]) -> Trajectory:
+def _reduce(trajectory: Trajectory, fields: Sequence[str]) -> Trajectory:
     segments = trajectory.segments if "tokens" in fields else []
     if "messages" not in fields:
         segments = [replace(segment, messages=(), tools=None) for segment in segments]

@@ -8,30 +8,23 @@ than the bound.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import difflib
 import inspect
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import Field, model_validator
 
 from turnwise.config import Section, shorthand
-from turnwise.errors import ConfigError, RegistryError, TrainError, TurnwiseError, shown
-from turnwise.plugins import load_class_from_fqn, register_entry
+from turnwise.errors import ConfigError, RegistryError, user_code
+from turnwise.plugins import find_class, load_class_from_fqn, register_entry
 from turnwise.rollout.config import NamedConfig
-from turnwise.rollout.core import BatchRef, ForwardingReplayBuffer, ReplayBuffer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.group_store import PayloadStore, TransferQueueConfig
 from turnwise.rollout.replay.strategies import (
     Bounded,
     Fifo,
-    Filtered,
-    MemberRule,
     Mixed,
     Order,
     Prioritized,
@@ -42,16 +35,6 @@ from turnwise.rollout.replay.strategies import (
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
-
-
-_TAKES: dict[str, tuple[str, ...]] = {
-    "on_policy": (),
-    "bounded": ("max_staleness", "when_stale"),
-    "fifo": (),
-    "prioritized": ("max_staleness", "alpha"),
-    "mixed": ("max_staleness", "stored_share", "max_uses", "keep_groups"),
-}
-"""The strategies that ship, and which keys each reads."""
 
 
 class FilterGroupsConfig(Section):
@@ -106,26 +89,22 @@ class ReplayConfig(Section):
     transfer_queue: TransferQueueConfig = TransferQueueConfig()
 
     @model_validator(mode="after")
-    def _queue_is_used(self) -> Self:
+    def _keys_are_read(self) -> Self:
         if self.backend == "local" and self.transfer_queue != TransferQueueConfig():
             raise ValueError(
                 "transfer_queue is given, but backend is 'local': set replay.backend to 'transfer_queue', or remove it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _keys_are_read(self) -> Self:
-        if self.strategy is None or self.strategy.name not in _TAKES:
+        if self.strategy is None or self.strategy.name not in STRATEGIES:
             return self
         name = self.strategy.name
-        takes = _TAKES[name]
-        keys = {key for keys in _TAKES.values() for key in keys}
+        _, takes = STRATEGIES[name]
+        keys = {key for _, keys in STRATEGIES.values() for key in keys}
         # A saved configuration names every key: one with its default value counts as not given.
         values = self.model_dump(include=keys)
         changed = {key for key, value in values.items() if value != type(self).model_fields[key].default}
         if unread := sorted(changed - set(takes)):
             reads = f"reads {', '.join(takes)}" if takes else "reads none of these keys"
-            readers = ", ".join(reader for reader, keys in _TAKES.items() if unread[0] in keys)
+            readers = ", ".join(reader for reader, (_, keys) in STRATEGIES.items() if unread[0] in keys)
             raise ValueError(
                 f"{unread[0]} is given, but the strategy {name} {reads}: remove it, or choose a strategy that reads it "
                 f"({readers})"
@@ -159,14 +138,14 @@ class RunFacts:
 
     Attributes:
         sync: Whether rollouts and training alternate: batches are then ordered reproducibly.
-        members: Which groups are dropped because members failed.
+        min_members: Fewest members without an error; groups with fewer are dropped.
         tail: Straggler deadline of a batch; None waits for all.
     """
 
     groups: int
     sync: bool
     seed: int = 0
-    members: MemberRule = field(default_factory=MemberRule)
+    min_members: int = 1
     tail: StragglerDeadline | None = None
 
     @property
@@ -176,7 +155,6 @@ class RunFacts:
 
 
 BUFFER_KEY = "replay.buffer"
-_EXAMPLE = "return self.take(ids, global_steps), which is a batch and its metrics"
 
 
 def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
@@ -194,117 +172,6 @@ def custom_buffer_class(name: str) -> type[LocalReplayBuffer]:
             "position"
         )
     return buffer_class
-
-
-class CustomReplayBuffer(ForwardingReplayBuffer):
-    """Calls a custom ``sample`` and validates its result.
-
-    A plain ``def sample`` runs in a thread, where it may block; an ``async def`` on the event loop. While it waits for
-    groups to train, discarded ones are replaced.
-    """
-
-    _inner: LocalReplayBuffer
-
-    def __init__(self, name: str, inner: LocalReplayBuffer, strategy: Strategy) -> None:
-        super().__init__(inner)
-        self._name = name
-        self._strategy = strategy
-        self._refill: Callable[[int], bool] | None = None
-
-    @classmethod
-    def make(cls, named: NamedConfig, strategy: Strategy, **inherited: Any) -> CustomReplayBuffer:
-        """Make the configured buffer.
-
-        Args:
-            named: Its reference and arguments.
-            strategy: Strategy of the inherited ``sample``.
-            inherited: Further arguments of every :class:`LocalReplayBuffer`.
-        """
-        buffer_class = custom_buffer_class(named.name)
-        try:
-            return cls(named.name, buffer_class(strategy=strategy, **inherited, **named.config), strategy)
-        except TypeError as error:
-            raise ConfigError(
-                f"{BUFFER_KEY} {named.name!r} cannot be made: {error}. Its __init__ takes its own arguments and "
-                "**inherited, which it passes on: super().__init__(**inherited)"
-            ) from error
-
-    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[BatchRef, dict[str, float]]:
-        """Wait for the groups that the custom ``sample`` chooses, and hand them out.
-
-        Raises:
-            TurnwiseError: No further group will come, or ``sample`` raised it.
-            TrainError: ``sample`` raised something else, or returned no batch with metrics.
-        """
-        started = time.monotonic()
-        self._inner.refills = False
-        try:
-            async with self._refilled(global_steps, partition_id, batch_size):
-                result = await self._asked(global_steps, partition_id, batch_size)
-        except TurnwiseError:
-            raise
-        except Exception as error:  # a user's class: what it raises is named as its own
-            raise TrainError(
-                f"{self._name}.sample raised {type(error).__name__} at step {global_steps}: {error}"
-            ) from error
-        ref, metrics = self._checked(result)
-        return ref, {"replay/wait_s": time.monotonic() - started, **metrics}
-
-    async def _asked(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
-        sample: Callable[..., Any] = self._inner.sample
-        if inspect.iscoroutinefunction(sample):
-            return await sample(global_steps, partition_id, batch_size)
-        result = await self._inner.in_thread(lambda: sample(global_steps, partition_id, batch_size))
-        return await result if inspect.isawaitable(result) else result
-
-    def _checked(self, result: Any) -> tuple[BatchRef, dict[str, float]]:
-        match result:
-            case (BatchRef() as ref, Mapping() as metrics):
-                pass
-            case _:
-                raise TrainError(f"{self._name}.sample returned {shown(result)}: {_EXAMPLE}")
-        for key, value in metrics.items():
-            if not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TrainError(
-                    f"{self._name}.sample returned the metric {key!r}: {shown(value)}; metrics are numbers"
-                )
-        return ref, {key: float(value) for key, value in metrics.items()}
-
-    @contextlib.asynccontextmanager
-    async def _refilled(self, step: int, partition_id: str, batch_size: int) -> AsyncIterator[None]:
-        """Request replacements for groups that can no longer complete a batch, while the block runs."""
-        if partition_id != "train" or self._refill is None:
-            yield
-            return
-        feeding = asyncio.create_task(self._feed(self._refill, step, batch_size))
-        feeding.add_done_callback(self._fed)
-        try:
-            yield
-        finally:
-            feeding.cancel()
-            await asyncio.gather(feeding, return_exceptions=True)
-
-    async def _feed(self, refill: Callable[[int], bool], step: int, batch_size: int) -> None:
-        inner = self._inner
-        while True:
-            missing = self._strategy.lacks(inner.ready("train"), inner.in_flight("train"), step, batch_size)
-            # The inherited sample requests refills itself, and takes a smaller batch when none are left.
-            if missing > 0 and not inner.refills and not refill(missing):
-                inner.fail(
-                    TrainError(f"step {step}: groups were discarded, and no others were requested in their place")
-                )
-                return
-            await inner.changed()
-
-    def _fed(self, feeding: asyncio.Task[None]) -> None:
-        """Fail the wait for groups that are no longer requested."""
-        if not feeding.cancelled() and (error := feeding.exception()) is not None:
-            self._inner.fail(error)
-
-    def refill_by(self, refill: Callable[[int], bool]) -> None:
-        """Set the callback that requests further groups."""
-        self._refill = refill
-        super().refill_by(refill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,23 +208,9 @@ STRATEGY_KEY = "replay.strategy"
 Maker: TypeAlias = Callable[[ReplayConfig, RunFacts], Strategy]
 
 
-def _on_policy(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    del config, facts
-    return Bounded(0, "drop", order="key")
-
-
 def _bounded(config: ReplayConfig, facts: RunFacts) -> Strategy:
     bound = DEFAULT_STALENESS if config.max_staleness is None else config.max_staleness
     return Bounded(bound, config.when_stale, step_groups=facts.groups, order=facts.order)
-
-
-def _fifo(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    del config
-    return Fifo(facts.order)
-
-
-def _prioritized(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    return Prioritized(config.alpha, config.max_staleness, seed=facts.seed)
 
 
 def _mixed(config: ReplayConfig, facts: RunFacts) -> Strategy:
@@ -365,14 +218,17 @@ def _mixed(config: ReplayConfig, facts: RunFacts) -> Strategy:
     return Mixed(config.stored_share, config.max_uses, config.keep_groups, bound, seed=seed)
 
 
-STRATEGIES: dict[str, Maker] = {
-    "on_policy": _on_policy,
-    "bounded": _bounded,
-    "fifo": _fifo,
-    "prioritized": _prioritized,
-    "mixed": _mixed,
+STRATEGIES: dict[str, tuple[Maker, tuple[str, ...]]] = {
+    "on_policy": (lambda *_: Bounded(0, "drop", order="key"), ()),
+    "bounded": (_bounded, ("max_staleness", "when_stale")),
+    "fifo": (lambda _, facts: Fifo(facts.order), ()),
+    "prioritized": (
+        lambda config, facts: Prioritized(config.alpha, config.max_staleness, seed=facts.seed),
+        ("max_staleness", "alpha"),
+    ),
+    "mixed": (_mixed, ("max_staleness", "stored_share", "max_uses", "keep_groups")),
 }
-"""The strategies that ship, by name."""
+"""The strategies that ship by name, and which keys each reads."""
 
 CUSTOM_STRATEGIES: dict[str, type[Strategy]] = {}
 """Registered strategies by name; their arguments are ``replay.strategy.config``."""
@@ -403,32 +259,18 @@ def allowed_uses(config: ReplayConfig, facts: RunFacts) -> int:
 
 
 def make_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
-    """Make the configured strategy, behind its filter."""
-    strategy = _named_strategy(config, facts)
-    return strategy if config.filter_groups is None else Filtered(strategy, config.filter_groups.metric)
-
-
-def _named_strategy(config: ReplayConfig, facts: RunFacts) -> Strategy:
+    """Make the configured strategy."""
     name = strategy_name(config, sync=facts.sync)
     if name in STRATEGIES:
-        return STRATEGIES[name](config, facts)
-    if name not in CUSTOM_STRATEGIES and ":" not in name and "." not in name:
-        names = [*STRATEGIES, *CUSTOM_STRATEGIES]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(
-            f"{STRATEGY_KEY} is {name!r}; {hint}known: {', '.join(names)}, or a custom class as path/to/file.py:Class"
-        )
-    strategy_class: type[Any] = CUSTOM_STRATEGIES.get(name) or load_class_from_fqn(name, STRATEGY_KEY)
+        return STRATEGIES[name][0](config, facts)
+    strategy_class = find_class(name, dict.fromkeys(STRATEGIES, Strategy) | CUSTOM_STRATEGIES, STRATEGY_KEY)
     if not issubclass(strategy_class, Strategy):
         raise ConfigError(
             f"{STRATEGY_KEY} {name!r} is not a strategy: subclass turnwise.rollout.replay.strategies.Strategy"
         )
     arguments = {} if config.strategy is None else config.strategy.config
-    try:
+    with user_code(ConfigError, f"{STRATEGY_KEY} {name!r} cannot be made with its config {arguments}:"):
         return strategy_class(**arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{STRATEGY_KEY} {name!r} cannot be made with its config {arguments}: {error}") from error
 
 
 def check_replay(config: ReplayConfig, facts: RunFacts) -> None:
@@ -457,18 +299,28 @@ def make_payloads(config: ReplayConfig) -> PayloadStore | None:
     return TransferQueuePayloads(config.transfer_queue)
 
 
-def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> ReplayBuffer:
+def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> LocalReplayBuffer:
     """Make the buffer of a run, backed by its journal."""
-    strategy = make_strategy(config, facts)
     arguments: dict[str, Any] = {
-        "members": facts.members,
+        "strategy": make_strategy(config, facts),
+        "journal": journal,
+        "min_members": facts.min_members,
+        "filter_metric": None if config.filter_groups is None else config.filter_groups.metric,
         "tail": facts.tail,
         "memory_mb": config.memory_mb,
         "payloads": make_payloads(config),
     }
-    if config.buffer is not None:
-        return CustomReplayBuffer.make(config.buffer, strategy, journal=journal, **arguments)
-    return LocalReplayBuffer(strategy, journal, **arguments)
+    if config.buffer is None:
+        return LocalReplayBuffer(**arguments)
+    name = config.buffer.name
+    buffer_class = custom_buffer_class(name)
+    try:
+        return buffer_class(**arguments, **config.buffer.config)
+    except TypeError as error:
+        raise ConfigError(
+            f"{BUFFER_KEY} {name!r} cannot be made: {error}. Its __init__ takes its own arguments and **inherited, "
+            "which it passes on: super().__init__(**inherited)"
+        ) from error
 
 
 def make_admission(config: ReplayConfig, facts: RunFacts) -> StalenessBound:

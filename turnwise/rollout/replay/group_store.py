@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Self, TypeVar
+from typing import Annotated
 from uuid import uuid4
 
 from pydantic import Field
@@ -24,7 +23,6 @@ from turnwise.rollout.core import GroupFacts
 from turnwise.rollout.journal.journal import Journal
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
-T = TypeVar("T")
 _MB = 2**20
 
 
@@ -45,11 +43,11 @@ _OF_TOKENS = ("segments", "token_ids", "logprobs")
 
 
 class PayloadsLost(TrainError):
-    """A store does not answer, or no longer has what it was given."""
+    """A store does not answer, or no longer has what it was given: the run ends, and resumes from its journal."""
 
 
 class PayloadStore(ABC):
-    """Keeps rows by key outside of this process. Each method but the last two raises :class:`PayloadsLost`."""
+    """Keeps rows by key outside of this process. Each method but ``start`` and ``close`` raises PayloadsLost."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -70,14 +68,6 @@ class PayloadStore(ABC):
     @abstractmethod
     async def clear(self, keys: Collection[str]) -> None:
         """Forget rows. Unknown keys are ignored."""
-
-    @abstractmethod
-    async def restart(self) -> None:
-        """Replace a lost store by an empty one.
-
-        Raises:
-            TrainError: Another program owns the store, or it does not start.
-        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -120,76 +110,67 @@ class GroupStore:
     Args:
         journal: Records groups to train and reads them back; None keeps everything in memory.
         memory_mb: Memory for groups that can be read back, by :func:`memory_bytes`; in a payload store by that of rows.
-        payloads: Holds the groups in the place of this process's memory. What the journal does not hold stays here as
-            well, so a store that is lost is filled again, and loses nothing.
+        payloads: Holds the groups in the place of this process's memory.
     """
 
     def __init__(self, journal: Journal | None, memory_mb: int, payloads: PayloadStore | None = None) -> None:
         self._journal = journal
         self._budget = memory_mb * _MB
-        # What is in no journal: without one everything, and what is evaluated.
+        # What is in no journal and no payload store: without them everything.
         self._only: dict[str, TrajectoryGroup] = {}
         self._keys: dict[str, str] = {}
         self._cached: OrderedDict[str, tuple[TrajectoryGroup, int]] = OrderedDict()
         self.cached_bytes = 0
         self._payloads = payloads
         self._shipped: dict[str, Shipped] = {}
-        # Of these the groups that wait, which may leave the store for room.
+        # Of these the groups that wait and can be read back, which may leave the store for room.
         self._waiting: OrderedDict[str, int] = OrderedDict()
         self._cleared: list[str] = []
         self._rows = f"{uuid4().hex[:12]}/"
         self._next_row = 0
-        self._starts = 0
-        self._starting = asyncio.Lock()
-
-    async def __aenter__(self) -> Self:
-        """Start the payload store. Raises TrainError where it cannot be had."""
-        if self._payloads is not None:
-            await self._payloads.start()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        """End the payload store."""
-        if self._payloads is not None:
-            await self._payloads.close()
 
     async def ship(self, group: TrajectoryGroup) -> Shipped | None:
         """Give a group to the payload store, if there is one, before :meth:`put` makes it count.
 
         Raises:
             FormatError: A trajectory cannot be written as JSON.
-            TrainError: The store was lost and cannot be replaced.
+            PayloadsLost: The store was lost.
         """
         payloads = self._payloads
         if payloads is None:
             return None
-        await self._sweep(payloads)
+        cleared, self._cleared = self._cleared, []
+        if cleared:
+            await payloads.clear(cleared)
         first = self._next_row
         self._next_row += len(group.trajectories) + len(group.baselines)
         keys = tuple(f"{self._rows}{number}" for number in range(first, self._next_row))
-        rows = _rows(group, keys)
+        members = (*group.trajectories, *group.baselines)
+        rows = {key: pack_trajectory(trajectory) for key, trajectory in zip(keys, members, strict=True)}
         if rows:
-            await self._reach(payloads, partial(payloads.put, rows))
+            await payloads.put(rows)
         count = len(group.trajectories)
         nbytes = sum(column.nbytes for row in rows.values() for column in row.values())
         return Shipped(replace(group, trajectories=[], baselines=[]), keys[:count], keys[count:], nbytes)
 
     def put(self, group: TrajectoryGroup, facts: GroupFacts, shipped: Shipped | None = None) -> None:
         """Store a group; one to train is in the journal on return."""
-        if self._journal is None or facts.partition != "train":
-            self._only[facts.id] = group
-        else:
+        journaled = self._journal is not None and facts.partition == "train"
+        if self._journal is not None and journaled:
             self._journal.group(group, facts)
             self._keys[facts.id] = facts.key
-            if shipped is None:
-                self._cache(facts.id, group)
         if shipped is not None:
             self._shipped[facts.id] = shipped
             self.keep(facts.id)
+        elif journaled:
+            self._cache(facts.id, group)
+        else:
+            self._only[facts.id] = group
 
     def keep(self, name: str) -> None:
         """Note that a group waits, or waits again after it was trained: then it may leave the store for room."""
-        if (shipped := self._shipped.get(name)) is None:
+        shipped = self._shipped.get(name)
+        if shipped is None or name not in self._keys:
             return
         self._waiting[name] = shipped.nbytes
         waiting_bytes = sum(self._waiting.values())
@@ -237,14 +218,14 @@ class GroupStore:
 
         Raises:
             FormatError: A group on disk or a row is damaged.
-            TrainError: The store was lost and cannot be replaced.
+            PayloadsLost: The store was lost.
         """
         shipped = {name: self._shipped[name] for name in names if name in self._shipped}
         keys = [key for group in shipped.values() for key in group.keys]
         columns_by_key: dict[str, Columns] = {}
         if self._payloads is not None and keys:
-            get = partial(self._payloads.get, keys, columns_of(fields))
-            columns_by_key = dict(zip(keys, await self._reach(self._payloads, get), strict=True))
+            rows = await self._payloads.get(keys, columns_of(fields))
+            columns_by_key = dict(zip(keys, rows, strict=True))
         groups = []
         for name in names:
             if name in shipped:
@@ -294,31 +275,6 @@ class GroupStore:
         while self.cached_bytes > self._budget and self._cached:
             self.cached_bytes -= self._cached.popitem(last=False)[1][1]
 
-    async def _sweep(self, payloads: PayloadStore) -> None:
-        cleared, self._cleared = self._cleared, []
-        if cleared:
-            await self._reach(payloads, partial(payloads.clear, cleared))
-
-    async def _reach(self, payloads: PayloadStore, call: Callable[[], Awaitable[T]]) -> T:
-        """Call the store; one that is lost is replaced and filled again first, once."""
-        starts = self._starts
-        try:
-            return await call()
-        except PayloadsLost:
-            async with self._starting:
-                # Of several callers that find it lost the first replaces it.
-                if starts == self._starts:
-                    await payloads.restart()
-                    self._starts += 1
-                    await self._fill(payloads)
-            return await call()
-
-    async def _fill(self, payloads: PayloadStore) -> None:
-        for name in list(self._shipped):
-            # Meanwhile it may be forgotten.
-            if (shipped := self._shipped.get(name)) is not None and shipped.keys:
-                await payloads.put(_rows(self.get(name), shipped.keys))
-
 
 _OF_A_MESSAGE = 256
 """Bytes of a message besides its texts."""
@@ -333,11 +289,6 @@ def memory_bytes(group: TrajectoryGroup) -> int:
     messages = [message for segment in segments for message in segment.messages]
     texts = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
     return arrays + texts + _OF_A_MESSAGE * len(messages)
-
-
-def _rows(group: TrajectoryGroup, keys: Sequence[str]) -> dict[str, Columns]:
-    members = [*group.trajectories, *group.baselines]
-    return {key: pack_trajectory(trajectory) for key, trajectory in zip(keys, members, strict=True)}
 
 
 def _unpacked(shipped: Shipped, columns_by_key: dict[str, Columns]) -> TrajectoryGroup:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
 
+from pydantic import Field
+
+from turnwise.config import Section
 from turnwise.rollout.core import GroupFacts
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import TrajectoryGroup
@@ -42,12 +45,10 @@ class Choice:
     Attributes:
         take: Group ids of the batch, in order; None waits for the next change.
         drop: (id of a finished group, reason), counted as ``replay/dropped/REASON``.
-        refill: Whether missing groups may be requested meanwhile.
     """
 
     take: tuple[str, ...] | None = None
     drop: tuple[tuple[str, str], ...] = ()
-    refill: bool = True
 
 
 class Strategy(ABC):
@@ -326,28 +327,6 @@ def why_filtered(facts: GroupFacts, metric: str) -> str | None:
     return EQUAL if facts.spread[metric] == 0 else None
 
 
-class Filtered(Strategy):
-    """A strategy behind the filter :func:`why_filtered`."""
-
-    def __init__(self, strategy: Strategy, metric: str) -> None:
-        self._strategy = strategy
-        self._metric = metric
-        self.keep_groups, self.max_uses = strategy.keep_groups, strategy.max_uses
-
-    def choose(
-        self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int, taken: int = 0
-    ) -> Choice:
-        """Drop filtered groups, and choose among the others."""
-        whys = {group.id: why for group in ready if (why := why_filtered(group, self._metric)) is not None}
-        unfiltered = [group for group in ready if group.id not in whys]
-        choice = self._strategy.choose(unfiltered, in_flight, step, batch_size, taken)
-        return replace(choice, drop=(*whys.items(), *choice.drop))
-
-    def lacks(self, ready: Sequence[GroupFacts], in_flight: Sequence[InFlight], step: int, batch_size: int) -> int:
-        """Return what the strategy lacks."""
-        return self._strategy.lacks(ready, in_flight, step, batch_size)
-
-
 @dataclass(frozen=True, slots=True)
 class StragglerCutoff:
     """State of waiting for stragglers.
@@ -368,18 +347,16 @@ class StragglerCutoff:
         return {"straggler/cut_groups": float(missing), "straggler/wait_s": waited}
 
 
-@dataclass(frozen=True, slots=True)
-class StragglerDeadline:
-    """Once ``share`` of a batch is there, the rest has ``seconds`` to arrive.
-
-    Only whole groups are cut.
+class StragglerDeadline(Section):
+    """How long a step waits for the last groups of its batch; only whole groups are cut.
 
     Attributes:
-        share: Fraction of a batch's groups, in (0, 1], that must be there.
+        seconds: Wait after ``share`` of the groups have finished; then the step takes the finished ones.
+        share: Minimal share of the batch's groups.
     """
 
-    seconds: float
-    share: float
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    share: Annotated[float, Field(gt=0, le=1)] = 0.9
 
     def least(self, batch_size: int) -> int:
         """Return the fewest groups of a batch."""
@@ -409,23 +386,11 @@ class StragglerDeadline:
 
 
 FAILED = "failed"
-"""Why such a group is dropped, as it is counted."""
+"""Why a group is dropped that lost too many members, as it is counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberRule:
-    """Which groups are complete enough to train.
-
-    Attributes:
-        least: Fewest members without an error, at least 1.
-    """
-
-    least: int = 1
-
-    def refuses(self, group: TrajectoryGroup) -> str | None:
-        """Return why a group is not trained, or None."""
-        failed = {trajectory.episode_id for trajectory in group.trajectories if trajectory.error is not None}
-        members = {trajectory.episode_id for trajectory in group.trajectories} - failed
-        if len(members) < max(1, self.least):
-            return FAILED
-        return None
+def lacks_members(group: TrajectoryGroup, least: int = 1) -> bool:
+    """Whether fewer than ``least`` members of a group (at least 1) ended without an error."""
+    failed = {trajectory.episode_id for trajectory in group.trajectories if trajectory.error is not None}
+    members = {trajectory.episode_id for trajectory in group.trajectories} - failed
+    return len(members) < max(1, least)

@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from turnwise.errors import PlacementError, RunnerDisconnected, TurnwiseError
 from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
@@ -78,25 +78,22 @@ class _PooledWorker:
 
 
 class WorkerPool:
-    """Plays episodes on workers. Use :meth:`open`.
+    """Plays episodes on workers, after :meth:`open`.
+
+    Args:
+        start: Starts one worker, ready for episodes.
+        size: Bounds of their number.
+        write: Called with every trajectory, failed and cancelled ones included.
 
     Attributes:
         losses: Workers lost so far.
     """
 
-    def __init__(
-        self,
-        start: StartWorker,
-        size: PoolSize,
-        *,
-        write: Callable[[Trajectory], None] | None,
-        notify: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, start: StartWorker, size: PoolSize, write: Callable[[Trajectory], None] | None) -> None:
         self.losses = 0
         self._start = start
         self._size = size
         self._write = write
-        self._notify = notify or (lambda _: None)
         self._workers: list[_PooledWorker] = []
         self._waiting: deque[asyncio.Future[_PooledWorker]] = deque()
         self._starting: set[asyncio.Task[None]] = set()
@@ -107,28 +104,13 @@ class WorkerPool:
         self._tidying: asyncio.Task[None] | None = None
         self._closed = False
 
-    @classmethod
-    async def open(
-        cls,
-        start: StartWorker,
-        size: PoolSize,
-        *,
-        write: Callable[[Trajectory], None] | None,
-        notify: Callable[[str], None] | None = None,
-    ) -> WorkerPool:
+    async def open(self) -> Self:
         """Start the least number of workers.
-
-        Args:
-            start: Starts one worker, ready for episodes.
-            size: Bounds of their number.
-            write: Called with every trajectory, failed and cancelled ones included.
-            notify: Called with messages about workers that come and go.
 
         Raises:
             TurnwiseError: One cannot be started, or lacks what the configuration names.
         """
-        pool = cls(start, size, write=write, notify=notify)
-        starts = [asyncio.create_task(_start_worker(start)) for _ in range(size.min_workers)]
+        starts = [asyncio.ensure_future(self._start()) for _ in range(self._size.min_workers)]
         try:
             handles = await asyncio.gather(*starts)
         except BaseException:  # raised again: what did start is closed
@@ -139,9 +121,9 @@ class WorkerPool:
                     await done.close()
             raise
         now = asyncio.get_running_loop().time()
-        pool._workers = [_PooledWorker(handle, idle_since=now) for handle in handles]
-        pool._tidying = asyncio.create_task(pool._tidy())
-        return pool
+        self._workers = [_PooledWorker(handle, idle_since=now) for handle in handles]
+        self._tidying = asyncio.create_task(self._tidy())
+        return self
 
     @property
     def size(self) -> int:
@@ -171,7 +153,13 @@ class WorkerPool:
             await self._abandon(worker, spec, call)
             raise
         except PlacementError as error:
-            self._lose(worker, error)
+            if worker in self._workers:
+                self._workers.remove(worker)
+                self.losses += 1
+                ending = asyncio.create_task(worker.handle.close())
+                self._ending.add(ending)
+                ending.add_done_callback(self._ended)
+            self._assign_workers()
             name = worker.handle.name
             return EpisodeOutcome([], RunnerDisconnected(f"rollout worker {name} was lost with its episode: {error}"))
         finally:
@@ -258,36 +246,18 @@ class WorkerPool:
 
     async def _start_one(self) -> None:
         try:
-            handle = await _start_worker(self._start)
+            handle = await self._start()
         except TurnwiseError as error:
             self._failed_starts += 1
-            self._notify(f"a rollout worker could not be started: {error}")
             if self._failed_starts >= self._size.failures and len(self._workers) < self._size.min_workers:
-                self._fail(error)
+                self._failure = error
+                for assigned in self._waiting:
+                    if not assigned.done():
+                        assigned.set_exception(error)
             # A lower bound is kept: another one is started at the next turn of the clock (_tidy).
             return
         self._failed_starts = 0
-        self._add(handle)
-        self._notify(f"rollout worker {handle.name} joined ({len(self._workers)} in all)")
-
-    def _fail(self, error: TurnwiseError) -> None:
-        self._failure = error
-        for assigned in self._waiting:
-            if not assigned.done():
-                assigned.set_exception(error)
-
-    def _add(self, handle: WorkerHandle) -> None:
         self._workers.append(_PooledWorker(handle, idle_since=asyncio.get_running_loop().time()))
-        self._assign_workers()
-
-    def _lose(self, worker: _PooledWorker, error: PlacementError) -> None:
-        if worker in self._workers:
-            self._workers.remove(worker)
-            self.losses += 1
-            self._notify(f"rollout worker {worker.handle.name} was lost: {error} ({len(self._workers)} left)")
-            ending = asyncio.create_task(worker.handle.close())
-            self._ending.add(ending)
-            ending.add_done_callback(self._ended)
         self._assign_workers()
 
     def _ended(self, ending: asyncio.Task[None]) -> None:
@@ -314,10 +284,5 @@ class WorkerPool:
             ]:
                 if len(self._workers) > self._size.min_workers:
                     self._workers.remove(worker)
-                    self._notify(f"rollout worker {worker.handle.name} was idle and is closed ({self.size} left)")
                     await worker.handle.close()
             self._assign_workers()
-
-
-async def _start_worker(start: StartWorker) -> WorkerHandle:
-    return await start()

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.append_file import private_directory, private_opener
-from turnwise.envs.registration import env_class
 from turnwise.errors import AgentError, ConfigError, RegistryError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.frozen import load_renderers, open_frozen
@@ -30,9 +29,9 @@ from turnwise.inference.replica_set import client_of
 from turnwise.media_files import FOLDER, MediaFiles
 from turnwise.model.core import ServedPolicy
 from turnwise.recorder.ledger import LEDGERS, LedgerClient, LedgerWriter
-from turnwise.rollout.agent_table import AgentTable
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import MAX_LOST_THREADS, EpisodeSpec
+from turnwise.rollout.preflight import check_env_and_agent
 from turnwise.rollout.remote.protocol import error_record
 from turnwise.rollout.runner import EpisodeRunner
 from turnwise.rollout.workers.pool import WorkerAnswer
@@ -202,10 +201,7 @@ class RolloutWorker:
 def _check_code(spec: WorkerSpec) -> None:
     """Check that this node has the code that the run names. Raises ConfigError."""
     try:
-        env_class(spec.config.env.name)
-        agents = AgentTable(spec.config)
-        agents.check()
-        agents.default()
+        check_env_and_agent(spec.config)
     except (AgentError, ConfigError, RegistryError) as error:
         raise ConfigError(
             f"the node of rollout {spec.name} ({platform.node()}) cannot load what the run names: {error}; set "

@@ -15,7 +15,7 @@ from turnwise.inference.config import InferenceConfig, RendererConfig
 from turnwise.placement.config import PlacementName, RayConfig
 from turnwise.rollout.config import PolicyName, RolloutConfig
 from turnwise.rollout.replay.config import ReplayConfig, RunFacts
-from turnwise.rollout.replay.strategies import MemberRule, StragglerDeadline
+from turnwise.rollout.replay.strategies import StragglerDeadline
 from turnwise.tasks.config import CurriculumConfig, TasksConfig
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.trees import TREE_CREDITS
@@ -66,18 +66,6 @@ class CheckpointConfig(Section):
     best: BestConfig | None = None
 
 
-class TailConfig(Section):
-    """How long a step waits for the last groups of its batch.
-
-    Attributes:
-        seconds: Wait after ``share`` of the groups have finished; then the step takes the finished ones.
-        share: Minimal share of the batch's groups.
-    """
-
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    share: Annotated[float, Field(gt=0, le=1)] = 0.9
-
-
 class BatchConfig(Section):
     """The batch of a train step.
 
@@ -96,7 +84,7 @@ class BatchConfig(Section):
 
     groups: PositiveInt = 16
     over_sample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    tail: TailConfig | None = None
+    tail: StragglerDeadline | None = None
     max_tokens_per_micro_batch: PositiveInt = 4096
     max_tokens_per_row: PositiveInt | None = None
     share_prefixes: bool = True
@@ -295,9 +283,8 @@ class TrainConfig(Section):
     @property
     def replay_facts(self) -> RunFacts:
         """The facts outside its section that the replay buffer depends on."""
-        members = MemberRule(self.rollout.min_members)
-        tail = None if self.batch.tail is None else StragglerDeadline(self.batch.tail.seconds, self.batch.tail.share)
-        return RunFacts(self.batch.groups, sync=self.mode == "sync", seed=self.seed, members=members, tail=tail)
+        sync, least = self.mode == "sync", self.rollout.min_members
+        return RunFacts(self.batch.groups, sync=sync, seed=self.seed, min_members=least, tail=self.batch.tail)
 
     @model_validator(mode="after")
     def _whole_sections(self) -> Self:

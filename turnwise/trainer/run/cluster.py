@@ -103,7 +103,7 @@ class ClusterWorkers:
         bounds = self._config.ray.workers
         episodes = bounds.episodes or math.ceil(config.concurrency / bounds.min)
         size = PoolSize(bounds.min, bounds.max or bounds.min, episodes)
-        pool = await WorkerPool.open(partial(self._start, config), size, write=write)
+        pool = await WorkerPool(partial(self._start, config), size, write).open()
         trained = [self._fleets[host] for host in self._config.served]
         for fleet in (*trained, *self._frozen.fleets.values()):
             fleet.moved.append(pool.move)

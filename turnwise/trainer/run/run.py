@@ -27,8 +27,8 @@ from turnwise.model.core import ServedPolicy
 from turnwise.placement.ray_cluster import RayCluster
 from turnwise.placement.usage import process_memory
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
-from turnwise.rollout.core import ReplayBuffer, RolloutParts, Rollouts
-from turnwise.rollout.managers import create_manager
+from turnwise.rollout.core import ReplayBuffer, RolloutParts
+from turnwise.rollout.managers import Rollouts, create_manager
 from turnwise.rollout.preflight import check_room
 from turnwise.rollout.replay.config import make_buffer
 from turnwise.tasks.core import Task

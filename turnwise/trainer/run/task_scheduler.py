@@ -9,7 +9,8 @@ from typing import Any
 
 from turnwise.errors import CheckpointError, TaskError
 from turnwise.model.core import Renderer
-from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest, Rollouts
+from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest
+from turnwise.rollout.managers import Rollouts
 from turnwise.rollout.preflight import PromptLimit, check_env_and_agent, check_specs, check_tools_shown, task_source
 from turnwise.rollout.replay.config import allowed_staleness, make_admission
 from turnwise.tasks.config import CurriculumConfig

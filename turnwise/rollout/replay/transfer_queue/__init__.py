@@ -43,8 +43,7 @@ _LOOK_SECONDS = 1.0
 class TransferQueuePayloads(PayloadStore):
     """Rows in a TransferQueue, in a partition of this run.
 
-    A Ray cluster has one queue. Where none is there it is started, and ends with the run; one that is there is shared,
-    and never restarted from here.
+    A Ray cluster has one queue. Where none is there it is started, and ends with the run; one that is there is shared.
 
     Attributes:
         sent_bytes: Bytes of the columns that were stored.
@@ -110,15 +109,6 @@ class TransferQueuePayloads(PayloadStore):
                 row[name] = tensor.numpy()
         return rows
 
-    async def restart(self) -> None:
-        """Replace the lost queue by an empty one."""
-        if not self._owns_queue or self._loop is None:
-            raise TrainError(
-                "the TransferQueue of the Ray cluster is lost, and another program started it: start it again, then "
-                "resume the run with the same command"
-            )
-        await _run(self._loop, self._restart)
-
     async def close(self) -> None:
         """End the queue and the cluster that this run started; else forget its rows."""
         if self._loop is None:
@@ -139,9 +129,6 @@ class TransferQueuePayloads(PayloadStore):
             os.environ.setdefault("RAY_worker_niceness", "0")
             _start_ray(address, self._config.units + 1)
             self._owns_ray = True
-        self._open_queue()
-
-    def _open_queue(self) -> None:
         try:
             ray.get_actor(_CONTROLLER, namespace=_NAMESPACE)
             self._owns_queue = False
@@ -172,18 +159,6 @@ class TransferQueuePayloads(PayloadStore):
                 )
             time.sleep(0.2)
 
-    def _restart(self) -> None:
-        # It ends what is left of the processes, and forgets the connection.
-        transfer_queue.close()
-        until = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < until:
-            try:
-                ray.get_actor(_CONTROLLER, namespace=_NAMESPACE)
-            except ValueError:
-                break
-            time.sleep(0.2)
-        self._open_queue()
-
     def _disconnect(self) -> None:
         if self._owns_queue:
             transfer_queue.close()
@@ -206,7 +181,7 @@ class TransferQueuePayloads(PayloadStore):
         except PayloadsLost:
             raise
         except Exception as error:  # TransferQueue's, Ray's and ZeroMQ's: whatever it is, the rows cannot be had
-            raise PayloadsLost(f"TransferQueue failed: {type(error).__name__}: {error}") from error
+            raise _lost(f"failed: {type(error).__name__}: {error}") from error
         finally:
             task.cancel()
 
@@ -216,10 +191,14 @@ class TransferQueuePayloads(PayloadStore):
                 async with asyncio.timeout(TIMEOUT_S):
                     _, writer = await asyncio.open_connection(host, port)
             except OSError as error:
-                raise PayloadsLost(f"the TransferQueue process at {host}:{port} is gone") from error
+                raise _lost(f"lost its process at {host}:{port}") from error
             writer.close()
         if late:
-            raise PayloadsLost(f"TransferQueue gave no answer within {TIMEOUT_S:g} s")
+            raise _lost(f"gave no answer within {TIMEOUT_S:g} s")
+
+
+def _lost(what: str) -> PayloadsLost:
+    return PayloadsLost(f"TransferQueue {what}: resume the run with the same command; its journal has the groups")
 
 
 def _start_ray(address: str, cpus: int) -> None:
