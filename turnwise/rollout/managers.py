@@ -215,7 +215,7 @@ class CustomManager(RolloutManager):
         checked = ValidatingBuffer(buffer or LocalReplayBuffer(), parts.write, unclaimed)
         parts = replace(parts, write=checked.write, settings=_settings(manager_class, reference, parts.custom))
         current = CurrentRollout(checked, parts)
-        create: Callable[..., Any] = getattr(manager_class, "create", None)
+        create: Callable[..., Any] = manager_class.create
         arguments = _arguments(create, reference, config, client, current)
         token = _CURRENT.set(current)
         try:
