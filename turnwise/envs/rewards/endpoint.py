@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, SecretStr
 
-from turnwise.config import load_config
+from turnwise.config import Section, load_config
 from turnwise.errors import ConfigError, EnvError, shown
 from turnwise.images import image_part
 from turnwise.model.canonical import canonical_messages
@@ -134,7 +134,7 @@ class _Link:
     next_at: float = 0.0
 
 
-class EndpointOptions(BaseModel):
+class EndpointOptions(Section):
     """How a server is asked.
 
     Attributes:
@@ -145,8 +145,6 @@ class EndpointOptions(BaseModel):
         concurrency: Requests in flight at the same time.
         requests_per_minute: Rate limit; None is unlimited.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     api_key_env: str | None = None
     timeout: PositiveFloat = 60.0
