@@ -23,7 +23,7 @@ class Engine:
         self._inspected = False
 
     async def run(self, *_: Any, **__: Any) -> tuple[str, Stream]:
-        return "id", Stream(self.ours, b"", lambda: None)
+        return "id", await Stream.open(self.ours, b"", lambda: None)
 
     async def call(self, request: Callable[[Any], Any], *_: Any, **__: Any) -> Any:
         return request(self)

@@ -92,15 +92,15 @@ class Engine:
     async def run(self, container: str, argv: Sequence[str], user: str, env: Mapping[str, str]) -> tuple[str, Stream]:
         """Start a command in a container; return its exec id and connection. Raises SandboxDied."""
 
-        def begin(client: Any) -> tuple[str, Stream]:
+        def begin(client: Any) -> tuple[str, Any]:
             execution = client.exec_create(
                 container, list(argv), stdin=True, user=user, environment=[f"{k}={v}" for k, v in env.items()]
             )
-            return execution["Id"], _hijacked_stream(client.exec_start(execution["Id"], socket=True))
+            return execution["Id"], client.exec_start(execution["Id"], socket=True)
 
         started = await self.call(begin, what="the sandbox has ended")
         assert started is not None
-        return started
+        return started[0], await _hijacked_stream(started[1])
 
     async def close(self) -> None:
         """Close the client; idempotent."""
@@ -130,7 +130,7 @@ def reason(error: Exception) -> str:
     return str(inner) or type(inner).__name__
 
 
-def _hijacked_stream(attached: Any) -> Stream:
+async def _hijacked_stream(attached: Any) -> Stream:
     """Return the hijacked connection, with the bytes that the HTTP client has read beyond the response's head."""
     response = attached._response
     connection: socket.socket = attached._sock
@@ -138,9 +138,8 @@ def _hijacked_stream(attached: Any) -> Stream:
     first = response.raw._fp.fp.peek()
 
     def release() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            response.close()
-        with contextlib.suppress(OSError, ValueError):
-            attached.close()
+        for part in (response, attached):
+            with contextlib.suppress(OSError, ValueError):
+                part.close()
 
-    return Stream(connection, bytes(first or b""), release)
+    return await Stream.open(connection, bytes(first or b""), release)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from turnwise.sandboxes.core import MAX_OUTPUT
@@ -82,77 +82,49 @@ class Output(HeadTailBuffer):
 
 
 class Stream:
-    """The hijacked connection of one command: input out, output frames in; ``first`` was read already."""
+    """The hijacked connection of one command: input out, output frames in; created by :meth:`open`."""
 
-    def __init__(self, connection: socket.socket, first: bytes, release: Callable[[], None]) -> None:
-        connection.setblocking(False)
-        self._socket = connection
-        self._first = first
-        self._release = release
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
         self._demux = Demux()
-        self._users = 0
-        self._close_requested = False
+        self._first = b""
+        self._release: Callable[[], None] = lambda: None
         self.ended = False
+
+    @classmethod
+    async def open(cls, connection: socket.socket, first: bytes, release: Callable[[], None]) -> Stream:
+        """Open a stream on a connection of which ``first`` was read already; ``release`` is called at its end."""
+        stream = cls(*await asyncio.open_connection(sock=connection, limit=_CHUNK))
+        stream._first, stream._release = first, release
+        return stream
 
     async def pieces(self) -> list[tuple[int, bytes]]:
         """Return the next output pieces, none at the end or after a broken connection. Safe to cancel."""
         while not self.ended:
             data, self._first = self._first, b""
             if not data:
-                try:
-                    data = await self._receive()
-                except OSError:
-                    data = b""
+                with contextlib.suppress(OSError):
+                    data = await self._reader.read(_CHUNK)
             if not data:
                 self.ended = True
             elif pieces := self._demux.feed(data):
                 return pieces
         return []
 
-    async def _receive(self) -> bytes:
-        # Not `sock_recv`: data that it has read is lost if the wait is cancelled at the same moment.
-        loop = asyncio.get_running_loop()
-        with self._in_use():
-            while not self.ended:
-                with contextlib.suppress(BlockingIOError):
-                    return self._socket.recv(_CHUNK)
-                readable = asyncio.Event()
-                loop.add_reader(self._socket, readable.set)
-                try:
-                    await readable.wait()
-                finally:
-                    loop.remove_reader(self._socket)
-        return b""
-
     async def write(self, data: bytes) -> None:
         """Write to the command's input. Raises OSError."""
-        with self._in_use():
-            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+        self._writer.write(data)
+        await self._writer.drain()
 
     def end_input(self) -> None:
         """Close the command's input."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+            self._writer.write_eof()
 
     def close(self) -> None:
         """Close the connection, not the command; idempotent."""
         self.ended = True
-        self._close_requested = True
-        if self._users:
-            # The reader is woken and releases it: a closed descriptor's number could be reused while it still waits.
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            return
-        self._release()
-        with contextlib.suppress(OSError):
-            self._socket.close()
-
-    @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
-        self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if self._close_requested and not self._users:
-                self.close()
+        self._writer.transport.abort()
+        # Once the event loop has let go of it: a closed descriptor's number could be reused before.
+        asyncio.get_running_loop().call_soon(self._release)

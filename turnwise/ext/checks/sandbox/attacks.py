@@ -91,9 +91,8 @@ many_files = overuse(
 
 async def write_outside(context: CheckContext) -> list[str]:
     """Write to a file of the host, and beside it."""
-    original = context.host.files["open"].read_bytes()
     await context.host.run_program(await context.sandbox(), "write_file", {"file": "open"})
-    return changes_outside(context, original)
+    return changes_outside(context)
 
 
 async def signal_host(context: CheckContext) -> list[str]:

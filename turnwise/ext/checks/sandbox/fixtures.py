@@ -21,6 +21,8 @@ from turnwise.sandboxes.core import ExecResult, Sandbox
 
 SECRET: Final = "TURNWISE_CHECK_SECRET"
 """A variable of the host's environment that must not be visible inside."""
+UNTOUCHED: Final = "untouched"
+"""The content of the host's file that every user may write."""
 _PROGRAMS: Final = Path(__file__).parent / "programs.py"
 _INSIDE: Final = ".turnwise-attacks"
 _NO_PYTHON: Final = "there is no python3 inside: name an image with one, or mount one (spec.mounts and spec.env)"
@@ -140,7 +142,7 @@ async def host_fixtures(token: str) -> AsyncIterator[HostFixtures]:
     )
     files = {name: folder / name for name in ("world", "private", "open", "socket")}
     for name, mode in (("world", 0o644), ("private", 0o600), ("open", 0o666)):
-        files[name].write_text(secret if name != "open" else "untouched")
+        files[name].write_text(secret if name != "open" else UNTOUCHED)
         files[name].chmod(mode)
     ports = {"tcp": tcp.sockets[0].getsockname()[1], "udp": transport.get_extra_info("sockname")[1]}
     host = HostFixtures(secret, mark, files, ports, _addresses(), process, _received=received)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from turnwise.errors import SandboxError
 from turnwise.ext.checks.sandbox.context import CheckContext
+from turnwise.ext.checks.sandbox.fixtures import UNTOUCHED
 from turnwise.ext.checks.sandbox.report import CheckFailed
 
 
@@ -36,41 +37,37 @@ async def write_link(context: CheckContext) -> list[str]:
     """Make the host write through links to its own files and folders."""
     sandbox, name = await context.scratch()
     file = context.host.files["open"]
-    original = file.read_bytes()
     await _run_inside(context, f"mkdir {name}; ln -s {file} {name}/file; ln -s {file.parent} {name}/folder")
     dots = "../" * 12
     for path in (f"{name}/file", f"{name}/folder/open", f"{name}/folder/new", f"{dots}{file}", f"{dots}{file}-new"):
         with contextlib.suppress(SandboxError):
             await sandbox.write_file(path, b"attacked")
-    return changes_outside(context, original)
+    return changes_outside(context)
 
 
 async def upload_link(context: CheckContext) -> list[str]:
     """Make the host upload into links to its own folders."""
     sandbox, name = await context.scratch()
     file = context.host.files["open"]
-    original = file.read_bytes()
     source = context.host_folder()
     (source / "sub").mkdir()
     for path in ("open", "new", "sub/new"):
         (source / path).write_bytes(b"attacked")
-    await _run_inside(
-        context,
-        f"mkdir {name}; ln -s {file.parent} {name}/folder; ln -s {file.parent} {name}/sub; ln -s {file} {name}/open",
-    )
+    links = f"ln -s {file.parent} folder; ln -s {file.parent} sub; ln -s {file} open"
+    await _run_inside(context, f"mkdir {name}; cd {name}; {links}")
     for target in (f"{name}/folder", name, "../" * 12 + str(file.parent).lstrip("/")):
         with contextlib.suppress(SandboxError):
             await sandbox.upload(source, target)
     with contextlib.suppress(SandboxError):
         await sandbox.upload(source / "open", f"{name}/open")
-    return changes_outside(context, original)
+    return changes_outside(context)
 
 
 async def download_links(context: CheckContext) -> list[str]:
     """Make the host write outside a download's target by links and names."""
     sandbox, name = await context.scratch()
     outer = context.host_folder()
-    (outer / "bystander").write_bytes(b"untouched")
+    (outer / "bystander").write_text(UNTOUCHED)
     world = context.host.files["world"]
     script = (
         f"mkdir -p {name}/sub/deep; cd {name}; echo in > ok; ln -s ok inner; ln -s ../ok sub/inner; "
@@ -91,7 +88,7 @@ async def download_twice(context: CheckContext) -> list[str]:
     """Make a downloaded link redirect the next download."""
     sandbox, name = await context.scratch()
     outer = context.host_folder()
-    (outer / "bystander").write_bytes(b"untouched")
+    (outer / "bystander").write_text(UNTOUCHED)
     target = outer / "target"
     first = f"mkdir {name}; ln -s .. {name}/door; ln -s ../bystander {name}/file"
     second = f"cd {name}; rm door file; mkdir door; echo x > door/made; echo attacked > file"
@@ -113,7 +110,7 @@ async def download_race(context: CheckContext) -> list[str]:
     """Swap a folder and a link while the host downloads it."""
     sandbox, name = await context.scratch()
     outer = context.host_folder()
-    (outer / "bystander").write_bytes(b"untouched")
+    (outer / "bystander").write_text(UNTOUCHED)
     world = context.host.files["world"]
     files = "i=0; while [ $i -lt 50 ]; do echo x > world$i; i=$((i+1)); done; cp world0 world"
     await _run_inside(context, f"mkdir -p {name}/flip; cd {name}/flip; {files}")
@@ -133,8 +130,8 @@ async def download_race(context: CheckContext) -> list[str]:
     if not context.capabilities.filesystem:
         # A sandbox that sees the host's files need not distinguish a changing link.
         findings = [finding for finding in findings if "gave a file" not in finding]
-        context.host.files["open"].write_text("untouched")
-    findings += changes_outside(context, b"untouched")
+        context.host.files["open"].write_text(UNTOUCHED)
+    findings += changes_outside(context)
     return findings + _strangers(outer, {"bystander", *(f"target{number}" for number in range(6))})
 
 
@@ -162,10 +159,10 @@ def _links_out(folder: Path) -> list[Path]:
     return [path for path in links if not f"{os.path.realpath(path)}/".startswith(f"{top}/")]
 
 
-def changes_outside(context: CheckContext, original: bytes) -> list[str]:
+def changes_outside(context: CheckContext) -> list[str]:
     """Return what changed in and beside the world-writable file, and restore it."""
     file = context.host.files["open"]
-    findings = [f"{file} was changed"] * (file.read_bytes() != original or file.is_symlink())
+    findings = [f"{file} was changed"] * (file.is_symlink() or file.read_text() != UNTOUCHED)
     for entry in file.parent.iterdir():
         if entry not in context.host.files.values():
             findings.append(f"{entry} was made")
@@ -173,12 +170,12 @@ def changes_outside(context: CheckContext, original: bytes) -> list[str]:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-    file.write_bytes(original)
+    file.write_text(UNTOUCHED)
     return findings
 
 
 def _strangers(outer: Path, expected: set[str]) -> list[str]:
     """Return what a download created or changed beside its targets."""
     findings = [f"{outer / name} was made" for name in sorted({entry.name for entry in outer.iterdir()} - expected)]
-    changed = (outer / "bystander").read_bytes() != b"untouched"
+    changed = (outer / "bystander").read_text() != UNTOUCHED
     return findings + ["a file beside the download was changed"] * changed

@@ -268,61 +268,40 @@ def _hold_memory(size: int, writing: int, holding: int) -> None:
 
 def one_file(options: dict[str, Any]) -> list[str]:
     """Write one file that is larger than the limit."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    path, written = os.path.join(options["folder"], "large"), 0
-    try:
-        with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
-            while written < options["most"]:
-                written += file.write(bytes(2**20))
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(path)
-    limit = options["limit"]
-    return [f"a file of {written >> 20} MiB, and {limit >> 20} are allowed"] if written > limit else []
+    limit, written = options["limit"], _fill(options["most"], options["most"], [options["folder"]])
+    return [f"a file of {size >> 20} MiB, and {limit >> 20} are allowed" for size in written.values() if size > limit]
 
 
 def many_files(options: dict[str, Any]) -> list[str]:
     """Write many files, wherever that is possible, of more bytes together than the limit."""
-    paths: list[str] = []
-    written: dict[str, int] = {}
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        for folder in options["folders"]:
-            written[folder] = 0
-            for number in range(10_000):
-                path = os.path.join(folder, f"fill-{number}")
-                if sum(written.values()) >= options["most"] or not _fill(path, paths, written, folder, options["each"]):
-                    break
-    finally:
-        for path in paths:
-            with contextlib.suppress(OSError):
-                os.remove(path)
+    written = _fill(options["each"], options["most"], options["folders"])
     total, limit = sum(written.values()), options["limit"]
     where = ", ".join(f"{folder} {size >> 20}" for folder, size in written.items() if size)
     return [f"{total >> 20} MiB ({where}), and {limit >> 20} are allowed"] if total >= options["most"] else []
 
 
-def _fill(path: str, paths: list[str], written: dict[str, int], folder: str, size: int) -> bool:
-    try:
-        with open(path, "xb", buffering=0) as file:
-            paths.append(path)
-            block = bytes(2**20)
-            for _ in range(size >> 20):
-                count = file.write(block)
-                written[folder] += count
-                if count < len(block):
-                    return False
-    except OSError:
-        return False
-    return True
+def _fill(size: int, most: int, folders: list[str]) -> dict[str, int]:
+    """Write files of a size until there are ``most`` bytes, then remove them; return the bytes by folder."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    written = dict.fromkeys(folders, 0)
+    paths: list[str] = []
+    for folder in folders:
+        # A file that cannot be written to its end is the last of its folder.
+        with contextlib.suppress(OSError):
+            while sum(written.values()) < most:
+                paths.append(os.path.join(folder, f"fill-{len(paths)}"))
+                with open(paths[-1], "xb", buffering=0) as file:
+                    for _ in range(size >> 20):
+                        written[folder] += file.write(bytes(2**20))
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.remove(path)
+    return written
 
 
 # Attacks on the kernel's interfaces. Each opens or creates something, and undoes it at once.
 
-_CALLS = {  # add_key, keyctl
-    "x86_64": (248, 250),
-    "aarch64": (217, 219),
-}
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
 _NAMESPACES = {"user": 0x10000000, "mount": 0x00020000, "net": 0x40000000, "pid": 0x20000000}
 
 
@@ -348,14 +327,14 @@ def _opened(paths: Iterable[str], flags: int) -> list[str]:
 def keyrings(options: dict[str, Any]) -> list[str]:
     """Ask for keyrings, which are shared with processes of the same user or session outside."""
     del options
-    calls = _CALLS.get(platform.machine())
-    if calls is None:
+    keyctl = _KEYCTL.get(platform.machine())
+    if keyctl is None:
         raise SystemExit(f"the system calls of {platform.machine()} are not known to this attack")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     findings = []
     for name, keyring in (("session", -3), ("user", -4), ("user session", -5)):
-        if libc.syscall(calls[1], 0, ctypes.c_long(keyring), 0) > 0:  # KEYCTL_GET_KEYRING_ID
+        if libc.syscall(keyctl, 0, ctypes.c_long(keyring), 0) > 0:  # KEYCTL_GET_KEYRING_ID
             findings.append(f"the {name} keyring")
     return findings
 
