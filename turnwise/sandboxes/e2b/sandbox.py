@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, ClassVar, Final
@@ -263,31 +263,23 @@ class E2BSandbox(Sandbox):
         began = time.monotonic()
         if len(stdin) > _INLINE:
             request, stdin = replace(request, stdin_file=await self._upload_input(stdin)), b""
-        async with self._command(request) as running:
-            sending = asyncio.create_task(_send_input(running, stdin))
-            try:
-                # The guest program enforces the timeout; the host does if it fails to.
-                bound = None if request.timeout is None else request.timeout + _GRACE_S
-                end = await asyncio.wait_for(running.result(), bound)
-                code, late, cut = end.code, end.timed_out, end.cut
-            except TimeoutError:
-                code, late, cut = 124, True, False
-                await running.end()
-            finally:
-                sending.cancel()
-        out, err = bytes(running.output["o"]), bytes(running.output["e"])
-        return ExecResult(code, out, err, late, cut, time.monotonic() - began)
-
-    @contextlib.asynccontextmanager
-    async def _command(self, request: CommandRequest) -> AsyncIterator[E2BProcess]:
         running = await E2BProcess.start(self._live(), request)
         self._running.add(running)
+        sending = asyncio.create_task(_send_input(running, stdin))
         try:
-            yield running
+            # The guest program enforces the timeout; the host does if it fails to.
+            bound = None if request.timeout is None else request.timeout + _GRACE_S
+            end = await asyncio.wait_for(running.result(), bound)
+            code, late, cut = end.code, end.timed_out, end.cut
+        except TimeoutError:
+            code, late, cut = 124, True, False
         finally:
+            sending.cancel()
             self._running.discard(running)
             if not running.over:
                 await asyncio.shield(running.end())
+        out, err = bytes(running.output["o"]), bytes(running.output["e"])
+        return ExecResult(code, out, err, late, cut, time.monotonic() - began)
 
     async def _upload_input(self, data: bytes) -> str:
         """Upload bytes as a root-only file and return its path."""
@@ -305,12 +297,13 @@ class E2BSandbox(Sandbox):
                     raise SandboxFileTooLarge(too_large)
 
     async def _file_operation(
-        self, kind: str, path: str, *arguments: str, stdin: bytes = b"", max_output: int = MAX_OUTPUT
+        self, kind: str, path: str, *arguments: str, stdin: bytes = b"", max_output: int = MAX_OUTPUT, user: str = ""
     ) -> ExecResult:
-        """Run a file operation as the user of commands and raise its error."""
+        """Run a file operation as the user of commands, or another one, and raise its error."""
         argv = [*_FILE_COMMAND, kind, posixpath.join(self.spec.workdir, path), *arguments]
         request = self._request(argv, "/", None)
-        result = await self._run(replace(request, timeout=300.0, max_output=max_output), stdin)
+        request = replace(request, timeout=600.0, max_output=max_output, user=user or self._user)
+        result = await self._run(request, stdin)
         if result.exit_code == 0:
             return result
         errors = result.stderr.decode("utf-8", "replace").strip()[-300:]
@@ -319,16 +312,10 @@ class E2BSandbox(Sandbox):
 
     async def _upload(self, source: Path, target: str, user: str) -> None:
         self._live()
-        target = posixpath.join(self.spec.workdir, target)
         archive = io.BytesIO()
+        target = posixpath.join(self.spec.workdir, target)
         folder = await asyncio.to_thread(pack_upload, source, archive, target)
-        argv = [*_FILE_COMMAND, "unpack", folder]
-        limits = {"RLIMIT_FSIZE": self.spec.limits.file_size}
-        request = CommandRequest(argv, "/", {}, user, limits, timeout=600.0, max_output=MAX_OUTPUT)
-        result = await self._run(request, archive.getvalue())
-        if not result.ok:
-            errors = result.stderr.decode("utf-8", "replace").strip()[-300:]
-            raise SandboxFileError(f"upload to {target!r}: {errors or result.exit_code}")
+        await self._file_operation("unpack", folder, stdin=archive.getvalue(), user=user)
 
 
 async def _send_input(running: E2BProcess, stdin: bytes) -> None:

@@ -82,7 +82,6 @@ class LocalBackend(SandboxBackend):
         self._probing = asyncio.Lock()
         self._snapshots = Snapshots()
         self._frozen: dict[str, str] = {}
-        self._program = ""
 
     async def probe(self) -> Capabilities:
         """Probe this machine."""
@@ -149,17 +148,15 @@ class LocalBackend(SandboxBackend):
             await self.launcher.end()
             await asyncio.to_thread(remove_folder, state)
 
-    def try_level(self, level: IsolationLevel, program: str) -> None:
+    def try_level(self, level: IsolationLevel) -> None:
         """Switch to an isolation level to probe it."""
-        self.level = level
-        self._program = program
-        self.capabilities = Capabilities(level.isolation)
+        self.level, self.capabilities = level, Capabilities(level.isolation)
 
     def paths(self, name: str) -> HostPaths:
         """Return the host folders of one sandbox. Raises SandboxStartError if the backend is closed."""
         if self._state is None:
             raise SandboxStartError(f"sandbox {name} cannot start: its backend was closed")
-        return HostPaths(self._state, name, self._program)
+        return HostPaths(self._state, name)
 
     def origin(self, sandbox: LocalSandbox) -> Origin:
         """Return the origin of a sandbox's files. Raises SandboxUnavailable."""

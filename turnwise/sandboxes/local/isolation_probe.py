@@ -41,8 +41,8 @@ async def select_isolation(
     """
     reasons: list[str] = []
     groups = ControlGroups() if "groups" in without else find_groups()
-    for level, program in _with_and_without_groups(_candidates(isolation, uid, groups, without, reasons)):
-        backend.try_level(level, program)
+    for level in _with_and_without_groups(_candidates(isolation, uid, groups, without, reasons)):
+        backend.try_level(level)
         try:
             capabilities = await _try_isolation(backend, level)
         except SandboxStartTimeout:
@@ -67,17 +67,17 @@ async def select_isolation(
     raise SandboxUnavailable(f"no isolation for local sandboxes. {' '.join(reasons)} {_REMEDY}")
 
 
-def _with_and_without_groups(candidates: Iterator[tuple[IsolationLevel, str]]) -> Iterator[tuple[IsolationLevel, str]]:
+def _with_and_without_groups(candidates: Iterator[IsolationLevel]) -> Iterator[IsolationLevel]:
     """Retry each candidate without control groups: creating one may fail."""
-    for level, program in candidates:
-        yield level, program
+    for level in candidates:
+        yield level
         if level.groups.folders():
-            yield replace(level, groups=ControlGroups()), program
+            yield replace(level, groups=ControlGroups())
 
 
 def _candidates(
     isolation: str, uid: int | None, groups: ControlGroups, without: frozenset[str], reasons: list[str]
-) -> Iterator[tuple[IsolationLevel, str]]:
+) -> Iterator[IsolationLevel]:
     program = shutil.which("bwrap")
     if isolation in ("auto", "bubblewrap"):
         if program is None:
@@ -86,25 +86,25 @@ def _candidates(
             program = os.path.abspath(program)  # the launcher is in another folder
             # Older versions cannot forbid user namespaces inside; the system call filter forbids them, too.
             unsupported = frozenset() if _version(program) >= (0, 8) else frozenset({"userns"})
-            base = IsolationLevel("bubblewrap", uid, groups=groups, without=without | unsupported)
+            base = IsolationLevel("bubblewrap", uid, program, groups=groups, without=without | unsupported)
             if uid is not None:
-                yield replace(base, stage="root", overlay=True), program
+                yield replace(base, stage="root", overlay=True)
                 # Root without the right to mount, as in most containers: an overlay would show the files' real owners.
-                yield replace(base, stage="user"), program
+                yield replace(base, stage="user")
             # Sandboxes of root run as root only if it cannot become another user.
-            yield replace(base, stage="user", overlay=True, uid=None), program
+            yield replace(base, stage="user", overlay=True, uid=None)
             if uid is None:
-                yield base, program
+                yield base
     if isolation in ("auto", "landlock"):
         if landlock.version():
             base = IsolationLevel("landlock", uid, groups=groups, without=without)
             if uid is not None:
-                yield replace(base, stage="root", overlay=True), ""
-            yield base, ""
+                yield replace(base, stage="root", overlay=True)
+            yield base
         else:
             reasons.append(f"landlock: this kernel ({platform.release()}) has none.")
     if isolation == "plain":
-        yield IsolationLevel("plain", None, groups=groups, without=without), ""
+        yield IsolationLevel("plain", None, groups=groups, without=without)
 
 
 def _version(program: str) -> tuple[int, ...]:

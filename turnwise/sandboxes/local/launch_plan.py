@@ -25,6 +25,7 @@ class IsolationLevel:
     Attributes:
         isolation: Its name.
         uid: User of sandboxes if this process is root; None: its own.
+        program: Path of bubblewrap.
         stage: Private file system mounted before a start: ``root`` (by root's own right), ``user`` (in a user
             namespace), or None (files in the state folder).
         overlay: Whether workspaces are copy-on-write overlays; otherwise copies.
@@ -34,6 +35,7 @@ class IsolationLevel:
 
     isolation: Isolation
     uid: int | None = None
+    program: str = ""
     stage: Literal["root", "user"] | None = None
     overlay: bool = False
     groups: ControlGroups = field(default_factory=ControlGroups)
@@ -58,11 +60,10 @@ _SYSTEM_FOLDERS: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "
 
 @dataclass(frozen=True, slots=True)
 class HostPaths:
-    """The host folders of one sandbox, below the state folder of its host process; ``program`` is bubblewrap's path."""
+    """The host folders of one sandbox, below the state folder of its host process."""
 
     state: Path
     name: str
-    program: str = ""
 
     @property
     def home(self) -> Path:
@@ -94,10 +95,10 @@ def launch_plan(level: IsolationLevel, spec: SandboxSpec, paths: HostPaths, orig
         "cwd": "/",
     }
     files = paths.files(level)
-    visible = _plan_files(launch, level, spec, files, origin)
+    shown = _plan_files(launch, level, spec, files, origin)
     if level.isolation == "bubblewrap":
         launch["seccomp"] = "pass" if _has_filter(level) else None
-        launch["argv"] = _bubblewrap(level, spec, paths, origin, files, visible)
+        launch["argv"] = _bubblewrap(level, spec, paths, origin, files, shown)
     else:
         launch["argv"] = [str(base_executable()), "-I", "-S", f"{paths.state}/boot/agent.pyc", "{control}"]
         launch["cwd"] = str(files / "work")
@@ -117,9 +118,10 @@ def _has_filter(level: IsolationLevel) -> bool:
 def _plan_files(
     launch: dict[str, Any], level: IsolationLevel, spec: SandboxSpec, files: Path, origin: Origin
 ) -> list[tuple[str, str]]:
-    """Plan the files; return host paths to show inside, and where the launcher binds them."""
+    """Plan the files; return host paths to show inside by bubblewrap, and where."""
     folders = [[name, mode] for name, mode in (*_FOLDERS, *([("root", 0o755)] if origin.image else []))]
-    visible = [(str(mount.source.absolute()), mount.target) for mount in spec.mounts]
+    shown = [(str(mount.source.absolute()), mount.target) for mount in spec.mounts]
+    shown.append((str(interpreter_folder()), PYTHON))
     copies: list[dict[str, Any]] = []
     overlays: list[dict[str, Any]] = []
     if origin.layers:
@@ -137,24 +139,20 @@ def _plan_files(
     launch["copies"] = copies
     launch["folders"] = {"at": str(files), "names": folders, "owner": level.uid}
     if level.stage is None:
-        return visible
-    # Root sees paths that the sandbox's user cannot: it binds each into the private file system.
-    pairs = [(source, f"shown/{number}") for number, (source, _) in enumerate(_staged_paths(visible, level))]
+        return shown
+    binds: list[tuple[str, str]] = []
+    if level.uid is not None and level.isolation == "bubblewrap":
+        # Root sees paths that the sandbox's user cannot: it binds each into the private file system.
+        binds = [(source, f"shown/{number}") for number, (source, _) in enumerate(shown)]
+        shown = [(f"{files}/shown/{number}", target) for number, (_, target) in enumerate(shown)]
     launch["stage"] = {
         "at": str(files),
         "size": spec.limits.disk if "groups" in level.without else min(spec.limits.disk, spec.limits.memory * 7 // 8),
         "userns": level.stage == "user",
-        "binds": pairs,
+        "binds": binds,
         "overlays": overlays,
     }
-    staged = [(f"{files}/shown/{number}", target) for number, (_, target) in enumerate(_staged_paths(visible, level))]
-    return staged or visible
-
-
-def _staged_paths(visible: list[tuple[str, str]], level: IsolationLevel) -> list[tuple[str, str]]:
-    if level.stage is None or level.uid is None or level.isolation != "bubblewrap":
-        return []
-    return [*visible, (str(interpreter_folder()), PYTHON)]
+    return shown
 
 
 def _bubblewrap(
@@ -163,9 +161,9 @@ def _bubblewrap(
     paths: HostPaths,
     origin: Origin,
     files: Path,
-    visible: list[tuple[str, str]],
+    shown: list[tuple[str, str]],
 ) -> list[str]:
-    argv = [paths.program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
+    argv = [level.program, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
     argv += ["--as-pid-1", "--cap-drop", "ALL", "--hostname", "sandbox"]
     uid = USER_ID if origin.image is None else 0
     argv += ["--uid", str(uid), "--gid", str(uid)]
@@ -186,9 +184,7 @@ def _bubblewrap(
         argv += ["--bind", str(files / "work"), spec.workdir]
     else:
         argv += ["--dir", spec.workdir]
-    python = str(interpreter_folder())
-    inner = [pair for pair in visible if pair[1] == PYTHON] or [(python, PYTHON)]
-    for source, target in (*(pair for pair in visible if pair[1] != PYTHON), *inner):
+    for source, target in shown:
         argv += ["--ro-bind", source, target]
     argv += ["--ro-bind", str(paths.state / "boot"), BOOT]
     if origin.image is not None:
@@ -198,7 +194,7 @@ def _bubblewrap(
     if _has_filter(level):
         argv += ["--seccomp", "{seccomp}"]
     argv += ["--setenv", "LD_LIBRARY_PATH", f"{PYTHON}/lib", "--chdir", "/", "--"]
-    program = f"{PYTHON}/{base_executable().relative_to(python)}"
+    program = f"{PYTHON}/{base_executable().relative_to(interpreter_folder())}"
     loader = [f"{LIBRARIES}/loader", "--library-path", LIBRARIES] if origin.image is not None else []
     return [*argv, *loader, program, "-I", "-S", f"{BOOT}/agent.pyc", "{control}"]
 

@@ -58,7 +58,7 @@ class SandboxHost(Protocol):
     async def begin(self) -> None:
         """Create what all sandboxes share, once."""
 
-    def try_level(self, level: IsolationLevel, program: str) -> None:
+    def try_level(self, level: IsolationLevel) -> None:
         """Switch to an isolation level to probe it."""
 
     def paths(self, name: str) -> HostPaths:

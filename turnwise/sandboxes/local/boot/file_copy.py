@@ -52,13 +52,14 @@ def is_idle(pid: int, nested: bool) -> bool:
         nested: Whether ``pid`` is the agent's parent rather than the agent.
     """
     try:
-        [agent] = _children(pid) if nested else [pid]
-        return not _children(agent)
+        [agent] = children(pid) if nested else [pid]
+        return not children(agent)
     except (OSError, ValueError):
         return False
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Return the child processes of a process's main thread. Raises OSError."""
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(word) for word in file.read().split()]
 

@@ -132,8 +132,7 @@ class Launcher:
     def kill(self, pid: int) -> None:
         """End a sandbox. Its first process waits for its last one, so all are gone when it ends."""
         try:
-            with open(f"/proc/{pid}/task/{pid}/children") as file:
-                inner = [int(word) for word in file.read().split()]
+            inner = file_copy.children(pid)
         except OSError:
             inner = []
         # A sandbox with a process namespace ends with the first process inside. One that is still starting, or has no
