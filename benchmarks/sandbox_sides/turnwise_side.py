@@ -93,7 +93,7 @@ def without_overlay(manager: SandboxManager) -> None:
     """Have workspaces copied, as on a machine that allows no overlay."""
     backend = manager.backend
     assert isinstance(backend, LocalBackend)
-    backend.rung = replace(backend.rung, overlay=False)
+    backend.level = replace(backend.level, overlay=False)
 
 
 async def main() -> None:

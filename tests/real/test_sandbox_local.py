@@ -77,7 +77,7 @@ async def test_snapshots_are_layered(backend: LocalBackend, folder: Path) -> Non
     async with opened(backend, SandboxSpec(snapshot=two)) as third:
         assert (await third.exec("find . -type f | sort; ls -d c")).stdout == b"./a/second\n./b/new\n"
     await backend.drop_snapshot(two)
-    assert not list((backend.place("any").state / "snapshots").iterdir())
+    assert not list((backend.paths("any").state / "snapshots").iterdir())
     with pytest.raises(SandboxUnavailable, match="does not exist: it was dropped"):
         await backend.make(SandboxSpec(snapshot=two)).start()
 
@@ -92,7 +92,7 @@ async def test_deep_snapshots_work_in_a_state_folder_of_any_name(folder: Path) -
     try:
         current = backend.make(SandboxSpec(workspace=folder / "work"))
         await current.start()
-        assert backend.rung.overlay
+        assert backend.level.overlay
         for number in range(10):
             await current.exec(f"echo {number} >> file")
             [current], previous = await current.fork(), current
@@ -160,7 +160,7 @@ async def test_limits_apply_to_uploaded_files(backend: LocalBackend) -> None:
 
 async def test_processor_limit_holds(backend: LocalBackend) -> None:
     await backend.probe()
-    if backend.rung.groups.cpu is None:
+    if backend.level.groups.cpu is None:
         assert any("limits.cpus does not hold" in note for note in backend.capabilities.notes)
         return
     async with opened(backend, SandboxSpec(limits=SandboxLimits(cpus=0.2))) as sandbox:
