@@ -17,6 +17,7 @@ from turnwise.agents.limits import EpisodeLimits
 from turnwise.agents.notes import check_owners
 from turnwise.agents.outcome import within_budget
 from turnwise.agents.roles import MAIN, check_played
+from turnwise.cancellation import abandon, run_bounded
 from turnwise.envs.core import Env, close_env, fork_env, reset_env, schemas
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import make
@@ -79,6 +80,15 @@ class _Run:
     stop_reason: StopReason = StopReason.COMPLETED
     error: Exception | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    abandoned: bool = False
+
+    def check_abandoned(self) -> None:
+        """Raise ToolThreadLost if its code swallowed its cancellation."""
+        if self.abandoned:
+            raise ToolThreadLost(
+                f"the agent or {type(self.env).__name__} swallowed its cancellation after the time-out and still runs: "
+                "the episode is abandoned; catch exceptions by name, or raise asyncio.CancelledError again"
+            )
 
 
 class EpisodeRunner:
@@ -134,11 +144,12 @@ class EpisodeRunner:
         self._toolbox = Toolbox(config.env.tools)
         self._sandboxes = SandboxManager(config.sandbox)
         self._spare: Env | None = None
+        self._abandoned = 0
 
     @property
     def lost_threads(self) -> int:
-        """None elsewhere: all are those of ``executor``."""
-        return 0
+        """Episodes whose code was abandoned; threads are counted by ``executor``."""
+        return self._abandoned
 
     async def prepare(self) -> None:
         """Load the configured tools, check the environment's media against the renderer, and probe the sandboxes.
@@ -225,8 +236,10 @@ class EpisodeRunner:
     async def _run_and_score(self, run: _Run) -> None:
         """Run the agent and score; an exception becomes the run's error, except the cancellation of the caller."""
         try:
-            await self._run_agent(run)
-            await self._score(run)
+            await run_bounded(self._run_agent(run), self._config.episode_timeout, partial(self._abandon, run))
+            run.check_abandoned()
+            await run_bounded(self._score(run), self._config.score_timeout, partial(self._abandon, run))
+            run.check_abandoned()
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -246,6 +259,14 @@ class EpisodeRunner:
             run.stop_reason = StopReason.ERROR
             run.error = AgentError(f"the agent raised {type(error).__name__}: {error}")
             run.error.__cause__ = error
+
+    def _abandon(self, run: _Run) -> None:
+        """Count an episode whose code still runs; its environment is not reused."""
+        self._abandoned += 1
+        run.abandoned = True
+        run.metrics["abandoned"] = 1.0
+        if run.env is not None:
+            run.env.lost_thread = True
 
     async def _expand(self, run: _Run, strategy: BranchingStrategy) -> None:
         """Run an episode's branches and merge them into it; a failure becomes the run's error."""
@@ -439,6 +460,8 @@ class EpisodeRunner:
                     run.stop_reason = StopReason.CANCELLED
             if not closing.done():
                 closing.cancel()
+        if not closing.done():
+            abandon(closing)
         if not closing.done() or closing.cancelled() or closing.exception() is not None:
             run.metrics["close_errors"] = 1.0
         return interrupted

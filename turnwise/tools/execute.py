@@ -19,8 +19,9 @@ from concurrent import futures
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from turnwise.cancellation import cancel
 from turnwise.errors import INTERRUPTS, EnvError, ToolError, TurnwiseError, shown
 from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest, undeclared_media
 from turnwise.tools.response import (
@@ -152,9 +153,6 @@ def default_threads() -> ToolThreads:
     """Return the process-wide default executor."""
     return ToolThreads()
 
-
-CANCEL_GRACE_S: Final = 5.0
-"""How long a cancelled async tool may take to end before it counts as lost."""
 
 _RUNS_IN: contextvars.ContextVar[ToolRunner | None] = contextvars.ContextVar("turnwise_runs_in", default=None)
 
@@ -416,18 +414,10 @@ class ToolRunner:
                 return value
         except asyncio.CancelledError:
             if not task.done():
-                await self._cancel(task)
+                self.lost += not await cancel(task)
             raise
-        await self._cancel(task)
+        self.lost += not await cancel(task)
         raise _Timeout(f"no answer within {timeout:g} s; the call was cancelled")
-
-    async def _cancel(self, task: asyncio.Future[Any]) -> None:
-        task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
-        if not task.done():
-            self.lost += 1
-        elif not task.cancelled():
-            task.exception()  # retrieved, so that it is not reported as never retrieved
 
     async def _in_thread(
         self, fn: Callable[..., Any], positional: tuple[Any, ...], arguments: dict[str, Any], timeout: float | None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.envs import SingleTurnEnv, ToolEnv, call_env, make, reset_env, score_env, step_env
-from turnwise.envs.rewards import Part, RewardFunction, Rubric, as_rubric, core, registry
+from turnwise.envs.rewards import Part, RewardFunction, Rubric, as_rubric, registry
 from turnwise.errors import ConfigError, EnvError
 from turnwise.plugins import load_object
 from turnwise.tasks import Task
@@ -241,7 +241,7 @@ async def test_every_failure_names_the_function(function, words):
 
 
 async def test_a_function_that_does_not_heed_its_cancellation_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr(core, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("turnwise.cancellation.CANCEL_GRACE_S", 0.05)
     free, started = asyncio.Event(), asyncio.Event()
 
     async def stubborn(text):

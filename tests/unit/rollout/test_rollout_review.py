@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -646,3 +647,44 @@ async def test_cleanup_of_a_cancelled_close_is_awaited(monkeypatch) -> None:
     outcome = await run(["42"])
     assert LOG == ["score", "released"]
     assert outcome.trajectories[0].metrics["close_errors"] == 1.0
+
+
+async def swallow_cancellations(begun: asyncio.Event) -> None:
+    """Run for ever, as code does that catches all exceptions in a loop."""
+    begun.set()
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.01)
+
+
+async def test_an_agent_that_swallows_its_cancellation_is_abandoned_after_the_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("turnwise.cancellation.CANCEL_GRACE_S", 0.05)
+
+    async def act(episode):
+        await swallow_cancellations(asyncio.Event())
+
+    async with asyncio.timeout(20):
+        outcome = await run(["42"], act=act, episode_timeout=0.05)
+    assert "swallowed its cancellation" in str(outcome.error)
+    [trajectory] = outcome.trajectories
+    assert (trajectory.stop_reason, trajectory.metrics["abandoned"]) == (StopReason.TIMEOUT, 1.0)
+
+
+def test_the_event_loop_ends_beside_code_that_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.cancellation.CANCEL_GRACE_S", 0.05)
+
+    async def interrupt() -> None:
+        begun = asyncio.Event()
+
+        async def act(episode):
+            await swallow_cancellations(begun)
+
+        episode = asyncio.ensure_future(run(["42"], act=act))
+        await begun.wait()
+        episode.cancel()
+        await episode
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(interrupt())

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Final
 
+from turnwise.cancellation import cancel
 from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, named_numbers
 from turnwise.envs.rewards.registry import describe, load_function
 from turnwise.errors import INTERRUPTS, ConfigError, EnvError, shown
 from turnwise.tasks.core import Task
 from turnwise.tools.core import nearest
-from turnwise.tools.execute import CANCEL_GRACE_S
 from turnwise.tools.response import finite
 from turnwise.types import Message, text_of
 
@@ -428,8 +428,7 @@ async def call_function(
     finally:
         late = not task.done()
         if late:
-            task.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+            await cancel(task)
     if late:
         raise EnvError(f"{what} took longer than {timeout:g} s (timeout)")
     if task.cancelled():
