@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 
 import pytest
 
@@ -657,6 +658,8 @@ async def swallow_cancellations(begun: asyncio.Event) -> None:
             await asyncio.sleep(0.01)
 
 
+# What is abandoned is destroyed with its loop, and may complain of that.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_an_agent_that_swallows_its_cancellation_is_abandoned_after_the_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -672,6 +675,7 @@ async def test_an_agent_that_swallows_its_cancellation_is_abandoned_after_the_ti
     assert (trajectory.stop_reason, trajectory.metrics["abandoned"]) == (StopReason.TIMEOUT, 1.0)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_event_loop_ends_beside_code_that_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turnwise.cancellation.CANCEL_GRACE_S", 0.05)
 
@@ -688,3 +692,4 @@ def test_the_event_loop_ends_beside_code_that_swallows_its_cancellation(monkeypa
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(interrupt())
+    gc.collect()
