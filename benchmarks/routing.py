@@ -34,6 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from harness.agent_sessions import COSTS, Session, Simulation, sessions
 from harness.measure import cached, machine, parse, parser, report
+from turnwise.inference.builtin import forked_servers
 from turnwise.inference.client import HTTPClient
 from turnwise.inference.config import InferenceConfig
 from turnwise.inference.replica_set import ReplicaSet
@@ -144,7 +145,8 @@ def main() -> None:
     settings = {**SETTINGS, **(QUICK if arguments.quick else {})}
     servers = {"replicas": settings["replicas"], "kv_tokens": settings["kv_tokens"], "max_context": 3072}
     config = InferenceConfig(device="cpu", **servers)
-    samples = asyncio.run(run(config, arguments.repeats, settings))
+    with forked_servers([config]):
+        samples = asyncio.run(run(config, arguments.repeats, settings))
     tell(samples, settings)
 
 

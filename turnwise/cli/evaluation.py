@@ -170,11 +170,15 @@ def _fail_below(result: EvalResult, success: float | None) -> None:
 
 
 def _evaluate(config: EvalConfig) -> EvalResult:
-    from turnwise.evaluation.runner import run_eval
+    from turnwise.inference.builtin import forked_servers
 
     if config.url is None and config.model is not None:
         from turnwise.engine.capacity import served_dtype_warning
 
         if warning := served_dtype_warning(config.model, config.inference):
             typer.secho(f"warning: {warning}", fg="yellow", err=True)
-    return run_eval(config)
+    # The servers import while this process reads its tasks.
+    with forked_servers([] if config.url is not None else [config.inference]):
+        from turnwise.evaluation.runner import run_eval
+
+        return run_eval(config)

@@ -80,9 +80,16 @@ def train(
 
 def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
     with without_collections():
+        from turnwise.inference.builtin import forked_servers
         from turnwise.trainer.train import run_train
 
-    run_train(checked, fresh=fresh, resume_step=resume_step)
+    here = []
+    if checked.placement == "local":
+        frozen = [policy for policy in checked.rollout.frozen.values() if policy.hosted is None and not policy.urls]
+        here = [checked.of_policy(name).inference for name in checked.served]
+        here += [policy.inference for policy in frozen]
+    with forked_servers(here):
+        run_train(checked, fresh=fresh, resume_step=resume_step)
 
 
 def _is_file(argument: str) -> bool:

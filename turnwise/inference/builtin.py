@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import subprocess
 import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +31,17 @@ from turnwise.inference.process import LaunchedServer, ServerProcess, on_node
 from turnwise.inference.replica import ServerReplica
 from turnwise.model.core import MemoryUse, WeightManifest
 from turnwise.placement.core import Environment, Inherited
+from turnwise.placement.local import Launched, LocalPlacement
+from turnwise.plugins import without_collections
 
 _SERVER = "turnwise.engine.server"
+_SERVER_IMPORTS = ("turnwise.engine.causal_lm", "transformers.modeling_utils", "uvicorn", "uvloop")
+
+
+def forked_servers(configs: Sequence[InferenceConfig]) -> AbstractContextManager[None]:
+    """Fork this process for each built-in server that starts in the context; see :class:`ForkedProcesses`."""
+    count = sum(config.replicas for config in configs if config.engine == "builtin" and not config.urls)
+    return ForkedProcesses(_SERVER, _SERVER_IMPORTS).forked(count)
 
 
 class BuiltinReplica(ServerReplica):
@@ -145,3 +168,131 @@ class RewardReplica(LaunchedServer):
 
         reported = await self._process.start(command, _threads(config.threads))
         self._port = int(reported["port"])
+
+
+class ForkedProcesses:
+    """Processes forked ahead of time, each of which becomes one server: it shares its parent's imports (Linux).
+
+    A fork is safe while this process has one thread of Python's and has computed nothing. That holds at the beginning
+    of a command, right after its imports, and the servers start later: until then the processes wait. What cannot be
+    forked (another module, another interpreter, more servers than processes, a restart) is started anew.
+    """
+
+    def __init__(self, program: str, imports: Sequence[str] = ()) -> None:
+        """Configure it.
+
+        Args:
+            program: Module of the server; its ``main(arguments)`` runs it and returns an exit code.
+            imports: Further modules that it imports when it starts.
+        """
+        self._program = program
+        self._imports = imports
+        self._waiting: list[tuple[int, socket.socket]] = []
+
+    @contextlib.contextmanager
+    def forked(self, count: int) -> Iterator[None]:
+        """Have ``count`` processes ready for servers that are started in the context."""
+        launcher = LocalPlacement.launcher
+        if sys.platform == "linux" and launcher is subprocess.Popen and threading.active_count() == 1:
+            # Collections would copy the shared memory page by page.
+            gc.freeze()
+            for _ in range(count):
+                self._fork()
+            LocalPlacement.launcher = self._launch
+        try:
+            yield
+        finally:
+            LocalPlacement.launcher = launcher
+            for pid, link in self._waiting:
+                link.close()
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            self._waiting.clear()
+
+    def _fork(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid:
+            theirs.close()
+            self._waiting.append((pid, ours))
+            return
+        status = 1
+        try:
+            ours.close()
+            # Ctrl-C in the terminal is the parent's; it stops its servers.
+            os.setsid()
+            main = self._imported()
+            if main is not None:
+                status = _become_server(theirs, main)
+        except BaseException:  # noqa: BLE001 - the outermost edge of the process
+            traceback.print_exc()
+        finally:
+            logging.shutdown()
+            # What the parent registered for its exit is not for this process.
+            os._exit(status)
+
+    def _imported(self) -> Callable[[list[str]], int] | None:
+        """Import what the server needs; None if that fails: the server started in this one's place reports it."""
+        with without_collections(), contextlib.suppress(ImportError):
+            main: Callable[[list[str]], int] = importlib.import_module(self._program).main
+            for name in self._imports:
+                importlib.import_module(name)
+            return main
+        return None
+
+    def _launch(self, command: Sequence[str], **options: Any) -> Launched:
+        if self._waiting and list(command[:3]) == [sys.executable, "-m", self._program]:
+            pid, link = self._waiting.pop()
+            log = options["stdout"].fileno()
+            request = {
+                "arguments": command[3:],
+                "env": dict(options["env"]),
+                "cwd": os.getcwd(),
+                "descriptors": [1, 2, *options["pass_fds"]],
+            }
+            with link, contextlib.suppress(OSError):
+                socket.send_fds(link, [b"\0"], [log, log, *options["pass_fds"]])
+                link.sendall(orjson.dumps(request))
+                return _Forked(pid)
+            # It was killed while it waited.
+            os.waitpid(pid, 0)
+        return subprocess.Popen(command, **options)
+
+
+@dataclass(slots=True)
+class _Forked:
+    """The part of a ``subprocess.Popen`` that is read of a started process."""
+
+    pid: int
+    returncode: int | None = None
+
+
+def _become_server(link: socket.socket, main: Callable[[list[str]], int]) -> int:
+    """Wait for a request in a forked process, run the server and return its exit code; 0 without a request."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != link.fileno():
+            # The folder's own descriptor is closed by now.
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    with link:
+        _, received, _, _ = socket.recv_fds(link, 1, 8)
+        body = b"".join(iter(partial(link.recv, 1 << 16), b""))
+    if not body:
+        return 0
+    request = orjson.loads(body)
+    descriptors = request["descriptors"]
+    # First out of the way of the numbers that they shall have.
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(descriptors) + 1) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for source, number in zip(moved, descriptors, strict=True):
+        os.dup2(source, number, inheritable=True)
+        os.close(source)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    return main(request["arguments"])

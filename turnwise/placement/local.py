@@ -97,7 +97,8 @@ class LocalPlacement(Placement):
         host: Address of this machine where it is a node of a cluster, for servers that others reach.
 
     Attributes:
-        launcher: Starts a process, with the signature of ``subprocess.Popen``.
+        launcher: Starts a process, with the signature of ``subprocess.Popen``; see
+            :class:`turnwise.inference.builtin.ForkedProcesses`.
     """
 
     launcher: ClassVar[Callable[..., Launched]] = subprocess.Popen
