@@ -40,7 +40,7 @@ from turnwise.trainer.algorithms.losses import LossSums
 def my_loss(logprobs, old_logprobs, advantages, weights, *, scale: float = 1.0):
     return LossSums(-(scale * weights * advantages * logprobs).sum())
 
-register_advantage("mine", lambda rewards, groups: grpo(rewards, groups))
+register_advantage("mine")(lambda rewards, groups: grpo(rewards, groups))
 """
 CONFIG = """
 name: outside

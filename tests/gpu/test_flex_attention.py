@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.engine.gpu import MARKS, ON_DEVICE
-from turnwise.trainer.model.attention import _by_paths, flex_tree_attention
+from turnwise.trainer.model.attention import Scoring, _by_paths, flex_tree_attention
 from turnwise.trainer.model.layout import PackedLayout
 
 pytestmark = [*MARKS, ON_DEVICE]
@@ -27,7 +27,7 @@ def test_outputs_and_gradients_equal_attention_over_each_path(window: int | None
     results = []
     for attend in (flex_tree_attention, _by_paths):
         tensors = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = attend(*tensors, layout, None, window, cap, None)
+        out = attend(*tensors, layout, Scoring(None, window, cap))
         results.append((out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)))
     for name, got, want in zip(("out", "query", "key", "value"), *results, strict=True):
         torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3, msg=lambda text, name=name: f"{name}: {text}")

@@ -131,15 +131,15 @@ def test_registering_a_name() -> None:
     def mine(logprobs, old_logprobs, advantages, weights):
         return LossSums(-(weights * advantages * logprobs).sum())
 
-    assert register_loss("ext_mine", mine, aggregation="seq_mean_token_mean") is mine
+    assert register_loss("ext_mine", aggregation="seq_mean_token_mean")(mine) is mine
     assert find_loss("ext_mine") == Loss(mine, "seq_mean_token_mean", idle_at_zero=False)
-    register_loss("ext_mine", mine)
+    register_loss("ext_mine")(mine)
     with pytest.raises(RegistryError, match=r"the loss name 'ext_mine' is taken by .*mine.*; .*ppo_clip_loss needs"):
-        register_loss("ext_mine", ppo_clip_loss)
+        register_loss("ext_mine")(ppo_clip_loss)
     with pytest.raises(RegistryError, match=r"taken by"):
-        register_loss("ext_mine", lambda *arguments: mine(*arguments, 1))
+        register_loss("ext_mine")(lambda *arguments: mine(*arguments, 1))
     with pytest.raises(RegistryError, match=r"'a\.b' cannot be the name of the loss"):
-        register_loss("a.b", mine)
+        register_loss("a.b")(mine)
 
     @register_advantage("ext_centred")
     def centred(rewards: torch.Tensor, groups: torch.Tensor) -> object:
@@ -147,4 +147,4 @@ def test_registering_a_name() -> None:
 
     assert ADVANTAGES["ext_centred"] is centred
     with pytest.raises(RegistryError, match="the estimator name 'grpo' is taken by"):
-        register_advantage("grpo", centred)
+        register_advantage("grpo")(centred)

@@ -306,13 +306,9 @@ class StruckLearner(TorchLearner):
         for schedule in _ARMED:
             schedule.strike_when_sent(MID_SYNC)
 
-    def save(self, directory, *, extra=None):
-        def halfway(model: Path) -> None:
-            moment(MID_CHECKPOINT)
-            if extra is not None:
-                extra(model)
-
-        super().save(directory, extra=halfway)
+    def _save_weights(self, directory):
+        super()._save_weights(directory)
+        moment(MID_CHECKPOINT)
 
 
 class NotedAgent(ReActAgent):

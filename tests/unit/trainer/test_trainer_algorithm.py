@@ -56,7 +56,7 @@ def test_options_reach_the_function_and_the_loss_brings_its_aggregation() -> Non
     config = AlgorithmConfig.model_validate({"loss": "gspo", "loss_options": {"clip_low": 0.003, "clip_high": 0.004}})
     assert config.chosen_loss().options == {"clip_low": 0.003, "clip_high": 0.004}
     assert config.aggregation == "seq_mean_token_mean"
-    named = AlgorithmConfig.model_validate({"loss": "gspo", "loss_aggregation": "seq-mean-token-sum"})
+    named = AlgorithmConfig.model_validate({"loss": "gspo", "loss_aggregation": "seq_mean_token_sum"})
     assert named.aggregation == "seq_mean_token_sum"
     split = AlgorithmConfig.model_validate({"loss": "clip_cov", "loss_options": {"share": 0.1, "clip_low": 0.1}})
     assert split.chosen_loss().options == {"clip_low": 0.1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.property_tests import examples
-from turnwise.errors import TrainError
 from turnwise.trainer.model import attention as flex_module
 from turnwise.trainer.model.attention import (
+    Scoring,
     _by_paths,
     block_mask,
     flex_tree_attention,
@@ -105,7 +104,7 @@ def test_each_kernel_equals_a_dense_mask(segments: Segments) -> None:
     tensors = inputs(layout.tokens)
     for kernel in (
         lambda q, k, v: shared_attention(q, k, v, layout, 0.3),
-        lambda q, k, v: _by_paths(q, k, v, layout, 0.3, None, None, None),
+        lambda q, k, v: _by_paths(q, k, v, layout, Scoring(0.3)),
     ):
         agree(kernel, lambda q, k, v: dense(q, k, v, mask, 0.3), tensors)
 
@@ -120,7 +119,7 @@ def test_windows_caps_and_sinks_follow_the_path(
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
     tensors = inputs(layout.tokens)
     agree(
-        lambda q, k, v: _by_paths(q, k, v, layout, 0.3, window, cap, sink),
+        lambda q, k, v: _by_paths(q, k, v, layout, Scoring(0.3, window, cap, sink)),
         lambda q, k, v: dense(q, k, v, mask, 0.3, cap, sink),
         tensors,
     )
@@ -134,7 +133,7 @@ def test_flex_attention_follows_the_path(window: int | None, cap: float | None, 
     mask, _ = visible(list(layout.segments), window)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None
     tensors = [tensor.detach() for tensor in inputs(layout.tokens)]
-    got = flex_tree_attention(*tensors, layout, 0.3, window, cap, sink)
+    got = flex_tree_attention(*tensors, layout, Scoring(0.3, window, cap, sink))
     torch.testing.assert_close(got, dense(*tensors, mask, 0.3, cap, sink), atol=2e-5, rtol=1e-5)
 
 
@@ -220,16 +219,3 @@ def test_bfloat16_parts_are_added_in_float32() -> None:
         out, _ = packed_attention(torch.nn.Identity(), *exact, None, turnwise_layout=layout)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.float(), dense(*exact, mask, 8**-0.5), atol=0.06, rtol=0.05)
-
-
-@pytest.mark.parametrize(
-    ("segments", "message"),
-    [
-        ([(0, 3, -1), (3, 2, -1), (5, 2, 0)], "segment 2 has parent 0, which is not the segment before it"),
-        ([(0, 3, -1), (4, 2, 0)], "segment 1 starts at 4 with 2 tokens; expected is 3"),
-        ([(0, 3, -1), (3, 0, 0)], "segment 1 starts at 3 with 0 tokens"),
-    ],
-)
-def test_segments_out_of_order_raise_train_error(segments: Any, message: str) -> None:
-    with pytest.raises(TrainError, match=message):
-        PackedLayout.of(segments, CPU)

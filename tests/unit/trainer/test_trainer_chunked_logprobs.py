@@ -127,18 +127,15 @@ def test_any_tile_size_gives_the_plain_formula(
     bias, warm, entropy = options
     head, states, ids, temperatures = problem(tokens, 3, vocabulary, seed=tokens, bias=bias, dtype=torch.float64)
     temperatures = temperatures if warm else torch.ones(tokens)
-    for own in (head, nn.Sequential(head)):  # the second is not known, and called as it is
-        want = plain(head, states, ids, temperatures, transform)
-        if own is not head:
-            own.weight = head.weight  # type: ignore[assignment]
-        got = score_states(own, states, ids, temperatures, transform, entropy=True, tile_bytes=tile_bytes)
-        for actual, expected in zip(got, want, strict=True):
-            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
-        changes = zip(
-            gradients(got, states, head, entropy=entropy), gradients(want, states, head, entropy=entropy), strict=True
-        )
-        for actual, expected in changes:
-            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
+    want = plain(head, states, ids, temperatures, transform)
+    got = score_states(head, states, ids, temperatures, transform, entropy=True, tile_bytes=tile_bytes)
+    for actual, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
+    changes = zip(
+        gradients(got, states, head, entropy=entropy), gradients(want, states, head, entropy=entropy), strict=True
+    )
+    for actual, expected in changes:
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("columns", [50, 17])
@@ -252,15 +249,6 @@ def test_backward_can_run_twice() -> None:
         assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def test_hooks_on_the_head_are_called() -> None:
-    head, states, ids, temperatures = problem()
-    seen: list[torch.Size] = []
-    head.register_forward_hook(lambda *call: seen.append(call[2].shape))
-    score_states(head, states.detach(), ids, temperatures, PLAIN, entropy=False, tile_bytes=4 * 11 * 3)
-    assert sum(shape[0] for shape in seen) == 7
-    assert max(shape[0] for shape in seen) == 3
-
-
 @given(st.integers(0, 50), st.integers(1, 100), st.integers(0, 5000))
 @settings(max_examples=examples(30))
 def test_tiles_are_equal_and_as_few_as_fit(tokens: int, vocabulary: int, tile_bytes: int) -> None:
@@ -296,16 +284,11 @@ class _Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_no_tensor_is_larger_than_a_tile(known: bool) -> None:
+def test_no_tensor_is_larger_than_a_tile() -> None:
     """Neither forward nor backward, with and without a gradient of entropy: 40 x 90 logits, of which 40 x 9 fit."""
     head, states, ids, temperatures = problem(40, 3, 90)
-    own: Any = head
-    if not known:
-        own = nn.Sequential(head)
-        own.weight = head.weight
     for entropy in (True, False):
         with _Largest() as seen:
-            scores = score_states(own, states, ids, temperatures, TRANSFORMS[3], entropy=True, tile_bytes=4 * 40 * 9)
+            scores = score_states(head, states, ids, temperatures, TRANSFORMS[3], entropy=True, tile_bytes=4 * 40 * 9)
             gradients(scores, states, head, entropy=entropy)
         assert 40 * 8 <= seen.elements <= 40 * 9

@@ -138,7 +138,7 @@ def test_a_function_may_stand_in_a_file_and_is_loaded_once_with_the_run(tmp_path
     credit = CreditConfig(name=f"{file}:halves")
     function = load_credit(credit)
     assert function is not None
-    assert function.turn_returns(PAIR[0]).tolist() == [0.5] * 3
+    assert function.call(PAIR[0], "it") == [0.5] * 3
 
 
 @pytest.mark.parametrize(

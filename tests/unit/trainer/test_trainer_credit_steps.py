@@ -223,7 +223,6 @@ def test_turns_may_be_compared_over_the_batch() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"credit": {"name": "gigpo", "omega": 2.0}}, "gigpo weighs the advantages of turns as those of episodes"),
         ({"credit": {"name": "same", "state": "seen"}}, "no state: 'same'"),
         ({"credit": {"name": "gigpo", "state": "heard"}}, "named"),
         ({"credit": "gigpo", "advantage": "rloo"}, "choose grpo, dr_grpo, or credit same, last or discounted"),

@@ -21,7 +21,8 @@ from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import CriticConfig, ModelConfig, OptimConfig, PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.core import MicroBatch, TokenScores, TrainRow
-from turnwise.trainer.learn.critic import Critic, TorchCritic
+from turnwise.trainer.learn.critic import Critic, ValueLearner
+from turnwise.trainer.learn.learner import StepResult
 from turnwise.trainer.learn.objectives import VALUE_SUMS, PolicyObjective, ValueObjective
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
@@ -33,7 +34,7 @@ Models = Callable[..., Path]
 ALGORITHM = AlgorithmConfig.model_validate({"advantage": "gae", "minibatches": 2})
 
 
-def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, TorchCritic]:
+def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, Critic]:
     config = PolicyConfig(
         model=ModelConfig(path=path, device="cpu"),
         optim=OptimConfig(lr=1e-3),
@@ -41,11 +42,16 @@ def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, TorchCriti
     )
     learner = TorchLearner.create(config, 50)
     made = Critic.create(config, learner, 50)
-    assert isinstance(made, TorchCritic)
+    assert made is not None
     # From zero every layer under the head would have no gradient in the first step.
     torch.manual_seed(5)
-    torch.nn.init.normal_(made.head.linear.weight, std=0.1)
+    torch.nn.init.normal_(inside(made).head.linear.weight, std=0.1)
     return learner, made
+
+
+def inside(critic: Critic) -> ValueLearner:
+    assert isinstance(critic.learner, ValueLearner)
+    return critic.learner
 
 
 @pytest.fixture
@@ -84,10 +90,10 @@ def packed(rows: list[TrainRow], budget: int) -> list[MicroBatch]:
 def test_values_are_those_of_the_states_that_predict(model_dir: Models, rows: list[TrainRow]) -> None:
     learner, critic = make(model_dir(), "shared")
     [batch] = pack(rows[:1], 100)
-    [values] = critic.values([batch])
+    [values] = critic.learner.values([batch])
     with torch.no_grad():
         hidden = learner.policy.model.get_decoder()(input_ids=batch.input_ids, **no_cache(batch)).last_hidden_state[0]
-        expected = hidden[batch.predictors] @ critic.head.linear.weight[0] + critic.head.linear.bias
+        expected = hidden[batch.predictors] @ inside(critic).head.linear.weight[0] + inside(critic).head.linear.bias
     torch.testing.assert_close(values, expected, atol=1e-6, rtol=0)
     scores = learner.policy.forward(batch)
     assert scores.values is not None
@@ -107,15 +113,16 @@ def test_a_critic_that_learns_alone_leaves_the_policy_unchanged(
     model_dir: Models, rows: list[TrainRow], kind: str
 ) -> None:
     learner, critic = make(model_dir(), kind)
-    before, head, layers = weights(learner.policy.model), weights(critic.head), weights(critic.policy.model)
+    before, head = weights(learner.policy.model), weights(inside(critic).head)
+    layers = weights(inside(critic).policy.model)
     metrics = update_policy(
         learner, rows, ALGORITHM, BatchConfig(max_tokens_per_micro_batch=20), seed=1, critic=critic, critic_alone=True
     )
     assert same(before, weights(learner.policy.model))
     assert learner.steps == 0
     assert critic.steps == 2
-    assert not same(head, weights(critic.head))
-    assert same(layers, weights(critic.policy.model)) is (kind == "shared")
+    assert not same(head, weights(inside(critic).head))
+    assert same(layers, weights(inside(critic).policy.model)) is (kind == "shared")
     assert metrics["train/updates"] == 0
     assert metrics["critic/loss"] > 0
     assert metrics["critic/grad_norm"] > 0
@@ -137,13 +144,13 @@ def test_shared_layers_get_both_gradients_and_own_ones_none_of_the_policy(
     model = learner.policy.model
     learner.forward_backward(batches, policy, 16.0)
     alone = gradients(model)
-    assert all(not gradient.any() for gradient in gradients(critic.head))
+    assert all(not gradient.any() for gradient in gradients(inside(critic).head))
     learner.forward_backward(batches, ValueObjective(0.2), 16.0)
-    value, head = gradients(model), gradients(critic.head)
+    value, head = gradients(model), gradients(inside(critic).head)
     learner.forward_backward(batches, ValueObjective(0.2, coef=0.25, policy=policy), 16.0)
     for total, one, other in zip(gradients(model), alone, value, strict=True):
         torch.testing.assert_close(total, one + 0.25 * other, atol=1e-6, rtol=1e-4)
-    for total, other in zip(gradients(critic.head), head, strict=True):
+    for total, other in zip(gradients(inside(critic).head), head, strict=True):
         torch.testing.assert_close(total, 0.25 * other, atol=1e-7, rtol=1e-5)
     assert any(gradient.any() for gradient in value)
 
@@ -159,7 +166,7 @@ def test_changing_is_called_before_any_weights_change(
     model_dir: Models, rows: list[TrainRow], kind: str | None
 ) -> None:
     learner, critic = make(model_dir(), kind or "own")
-    modules = (learner.policy.model, critic.policy.model, critic.head)
+    modules = (learner.policy.model, inside(critic).policy.model, inside(critic).head)
     before = [weights(module) for module in modules]
 
     def unchanged() -> bool:
@@ -183,11 +190,11 @@ def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[
         # Sums of gradients, not steps: those of Adam would hide what is different.
         noted: list[Tensor] = []
 
-        def note(noted: list[Tensor] = noted) -> float:
-            noted.extend(gradients(critic.policy.model) + gradients(critic.head))
-            return 0.0
+        def note(noted: list[Tensor] = noted) -> StepResult:
+            noted.extend(gradients(inside(critic).policy.model) + gradients(inside(critic).head))
+            return StepResult(0.0, {})
 
-        critic._optim_step = note  # type: ignore[method-assign]
+        inside(critic).optim_step = note  # type: ignore[method-assign]
         learner.optim_step = lambda: None  # type: ignore[assignment,return-value,method-assign]
         critic.update(learner, packed(rows, budget), PolicyObjective(), 16.0, alone=False)
         learner.policy.model.zero_grad()
@@ -217,7 +224,7 @@ def test_a_saved_critic_resumes_bit_for_bit(model_dir: Models, rows: list[TrainR
     learner, critic = make(model_dir(), kind)
     update_policy(learner, rows, ALGORITHM, BatchConfig(), seed=1, critic=critic)
     learner.save(tmp_path / "c")
-    critic.save(tmp_path / "c" / "critic")
+    critic.learner.save(tmp_path / "c" / "critic")
     config = PolicyConfig(
         model=ModelConfig(path=model_dir(), device="cpu"), optim=OptimConfig(lr=1e-3),
         critic=CriticConfig.model_validate({"kind": kind, "lr": 1e-2}),
@@ -229,8 +236,8 @@ def test_a_saved_critic_resumes_bit_for_bit(model_dir: Models, rows: list[TrainR
     assert other.steps == critic.steps == 2
     for one, two in ((learner, critic), (resumed, other)):
         update_policy(one, rows, ALGORITHM, BatchConfig(), seed=2, critic=two)
-    assert same(weights(critic.head), weights(other.head))
-    assert same(weights(critic.policy.model), weights(other.policy.model))
+    assert same(weights(inside(critic).head), weights(inside(other).head))
+    assert same(weights(inside(critic).policy.model), weights(inside(other).policy.model))
     assert same(weights(learner.policy.model), weights(resumed.policy.model))
     if kind == "own":
         # A saved critic is where another run's may start.
@@ -238,21 +245,21 @@ def test_a_saved_critic_resumes_bit_for_bit(model_dir: Models, rows: list[TrainR
         third = Critic.create(started, resumed, 50)
         assert third is not None
         assert third.steps == 0
-        assert third.head.linear.weight.any()
+        assert inside(third).head.linear.weight.any()
     (tmp_path / "c" / "critic" / "critic.pt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"critic\.pt cannot be read"):
-        other.load(tmp_path / "c" / "critic")
+        other.learner.load(tmp_path / "c" / "critic")
 
 
 def test_a_step_without_a_finite_gradient_is_skipped(model_dir: Models, rows: list[TrainRow]) -> None:
     learner, critic = make(model_dir(), "own")
-    before = weights(critic.head)
+    before = weights(inside(critic).head)
     infinite = [dataclasses.replace(row, returns=np.full_like(row.returns, np.inf)) for row in rows]
-    critic._bad_steps = 8
+    inside(critic)._bad_steps = 8
     critic.update(learner, pack(infinite, 100), PolicyObjective(), 16.0, alone=True)
     assert critic.steps == 1
-    assert same(before, weights(critic.head))
-    with pytest.raises(TrainError, match=r"10 steps of the critic in a row.*critic\.lr"):
+    assert same(before, weights(inside(critic).head))
+    with pytest.raises(TrainError, match=r"10 optimizer steps in a row.*critic\.lr"):
         critic.update(learner, pack(infinite, 100), PolicyObjective(), 16.0, alone=True)
 
 

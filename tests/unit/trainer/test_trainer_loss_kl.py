@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 
-from turnwise.errors import RegistryError
 from turnwise.trainer.algorithms.kl import KL_ESTIMATORS, MAX_K3, adapted_coef, kl_estimate, kl_penalty
 
 E = math.e
@@ -78,8 +77,6 @@ def test_the_adaptive_coefficient() -> None:
     assert adapted_coef(0.1, -5.0, target=0.1, horizon=10, count=1000) == pytest.approx(0.08)
 
 
-def test_unknown_names_and_papers() -> None:
-    with pytest.raises(RegistryError, match=r"the KL estimator is 'k4'; known: k1, abs, k2, k3, k1\+"):
-        kl_estimate("k4", torch.zeros(1), torch.zeros(1))
+def test_estimators_name_their_paper() -> None:
     for name, function in KL_ESTIMATORS.items():
         assert re.search(r"Schulman.*joschu\.net", function.__doc__ or "", re.DOTALL), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -120,12 +119,20 @@ def test_chunked_logits_are_exact(model_dir: Callable[..., Path], row: Row, monk
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-def test_logits_are_computed_for_trained_tokens_only(model_dir: Callable[..., Path], row: Row) -> None:
+def test_logits_are_computed_for_trained_tokens_only(
+    model_dir: Callable[..., Path], row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = load_model(model_dir("qwen3"))
     seen: list[torch.Size] = []
-    policy.model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[2].shape))
+    linear = torch.nn.functional.linear
+
+    def note(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append((output := linear(states, weight, bias)).shape)
+        return output
+
+    monkeypatch.setattr(torch.nn.functional, "linear", note)
     policy.forward(pack([row(20, 3), row(15, 2)], 100)[0])
-    assert seen == [torch.Size([5, 61])]
+    assert [shape for shape in seen if shape[-1] == 61] == [torch.Size([5, 61])]
 
 
 def test_bfloat16_compute_keeps_float32_parameters(model_dir: Callable[..., Path], row: Row) -> None:
@@ -186,11 +193,10 @@ def test_tokenizer_and_template_travel_with_the_model(model_dir: Callable[..., P
     for name, text in files.items():
         (source / name).write_text(text)
     target = tmp_path / "target"
-    load_model(source).save_hf(target, extra=lambda d: (d / "extra.json").write_text(json.dumps({"x": 1})) and None)
+    load_model(source).save_hf(target)
     for name in set(files) - {"unrelated.txt"}:
         assert (target / name).read_text() == files[name]
     assert not (target / "unrelated.txt").exists()
-    assert (target / "extra.json").exists()
 
 
 def test_models_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:

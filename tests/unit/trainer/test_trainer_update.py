@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import ModelConfig, OptimConfig, PolicyConfig, ScheduleConfig
@@ -157,5 +156,3 @@ def test_minibatches_keep_trajectories_whole(row: Callable[..., TrainRow]) -> No
     assert minibatches(rows, 1, seed=9) == [rows]
     # More parts than trajectories: no part is empty.
     assert len(minibatches(rows, 50, seed=0)) == 5
-    with pytest.raises(TrainError, match="minibatches is 0"):
-        minibatches(rows, 0, seed=0)

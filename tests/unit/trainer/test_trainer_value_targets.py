@@ -28,6 +28,7 @@ class Reader:
 
     def __init__(self, *bootstrap: StopReason) -> None:
         self.bootstrap = bootstrap
+        self.learner = self
         self.asked = 0
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:

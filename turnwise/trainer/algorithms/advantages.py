@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self, TypeAlias, TypeVar, overload
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from turnwise.errors import TrainError, shown
@@ -31,8 +31,6 @@ from turnwise.trainer.algorithms.registry import ConfiguredFunction, find
 from turnwise.trainer.algorithms.rewards import StepRewards
 from turnwise.trainer.algorithms.trees import TREE_CREDITS
 from turnwise.trajectory import TrainSample
-
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ class Groups:
         return Advantages(values.masked_fill(mask, 0.0).float(), mask, len(self.size), int(dead_groups.sum()))
 
 
-def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: Positive = 1e-4) -> Advantages:
+def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: PositiveFloat = 1e-4) -> Advantages:
     """Group-relative advantages.
 
     For member i of group g: ``A_i = (r_i - mean_g) / (std_g + eps)``: Shao et al. 2024, DeepSeekMath
@@ -122,8 +120,7 @@ def grpo(rewards: Tensor, groups: Tensor, *, norm_by_std: bool = True, eps: Posi
         TrainError: Shapes differ, or a reward is not finite.
     """
     grouped = Groups.of(rewards, groups)
-    values = grouped.centred / (grouped.std[grouped.index] + eps) if norm_by_std else grouped.centred
-    return grouped.result(values)
+    return grouped.result(_scaled(grouped, norm_by_std, eps))
 
 
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Advantages:
@@ -154,20 +151,16 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Advantages:
     squared gradient norm grows with its length.
 
     Raises:
-        TrainError: Shapes differ, a reward is not finite, or a length is not above 0.
+        TrainError: Shapes differ, or a reward is not finite.
     """
     grouped = Groups.of(rewards, groups)
-    if lengths.shape != rewards.shape or not bool((lengths > 0).all()):
-        raise TrainError(
-            f"lengths are {lengths.tolist()}; there must be one above 0 for each of {len(rewards)} rewards"
-        )
     weight = lengths.double()
     total = torch.zeros_like(grouped.mean).index_add(0, grouped.index, weight)
     baseline = torch.zeros_like(grouped.mean).index_add(0, grouped.index, weight * grouped.rewards) / total
     return grouped.result(grouped.rewards - baseline[grouped.index])
 
 
-def passk(rewards: Tensor, groups: Tensor, *, by_std: bool = False, eps: Positive = 1e-4) -> Advantages:
+def passk(rewards: Tensor, groups: Tensor, *, by_std: bool = False, eps: PositiveFloat = 1e-4) -> Advantages:
     """Leave-one-out estimator of the group's maximum (pass@k): only the best trajectory has an advantage.
 
     ``A_best = (r_best - r_second) / (std_g + eps)``, all others 0: Tang et al. 2025, Optimizing Language Models for
@@ -228,7 +221,7 @@ def gdpo(
     *,
     components: Mapping[str, Tensor],
     reward_weights: dict[str, float] | None = None,
-    eps: Positive = 1e-4,
+    eps: PositiveFloat = 1e-4,
 ) -> Advantages:
     """Normalise each named reward within its group, then sum them.
 
@@ -260,8 +253,7 @@ def gdpo(
     dead = torch.ones_like(total.dead)
     for name, weight in weights.items():
         named = Groups.of(components[name], groups)
-        scaled = named.centred / (named.std[named.index] + eps)
-        summed += weight * scaled.masked_fill(named.dead[named.index], 0.0)
+        summed += weight * _scaled(named, True, eps)
         dead &= named.dead if weight else torch.ones_like(named.dead)
     return total.result(whitened(summed, shift=False), dead)
 
@@ -287,13 +279,12 @@ def gigpo(
     step_returns: Sequence[Tensor],
     anchors: Sequence[Sequence[Hashable]],
     *,
-    omega: float = 1.0,
     norm_by_std: bool = True,
     eps: float = 1e-4,
 ) -> list[Tensor]:
     """Group-in-group advantages: of the episode within its group, plus of each turn among turns from the same state.
 
-    ``A_it = A^E_i + omega A^S_it``; ``A^E`` as GRPO; ``A^S_it = (G_it - mean) / (std + eps)`` over the turns of the
+    ``A_it = A^E_i + A^S_it``; ``A^E`` as GRPO; ``A^S_it = (G_it - mean) / (std + eps)`` over the turns of the
     group that began in the same state, ``G_it`` their discounted returns: Feng et al. 2025, GiGPO (arXiv:2505.10978),
     section 4. A state met once, and a group of one, give 0. Without ``norm_by_std`` both divisors are 1.
 
@@ -302,7 +293,6 @@ def gigpo(
         groups: Shape [n], integers.
         step_returns: Per trajectory the returns of its turns, shape [turns].
         anchors: Per trajectory the state before each turn.
-        omega: Weight of the turn-level advantage.
         norm_by_std: Whether to divide by standard deviations.
         eps: Added to the standard deviations.
 
@@ -310,10 +300,8 @@ def gigpo(
         Per trajectory the advantages of its turns, float32 of shape [turns].
 
     Raises:
-        TrainError: Numbers of turns differ, shapes differ, or a number is not finite.
+        TrainError: Shapes differ, or a number is not finite.
     """
-    if [len(turns) for turns in step_returns] != [len(turns) for turns in anchors] or len(anchors) != len(rewards):
-        raise TrainError("step_returns and anchors must have one element for each turn of each of the rewards")
     episodes = Groups.of(rewards, groups)
     of_episodes = _scaled(episodes, norm_by_std, eps)
     if not any(len(turns) for turns in anchors):
@@ -328,7 +316,7 @@ def gigpo(
     by_trajectory = torch.split(_scaled(steps, norm_by_std, eps), [len(turns) for turns in anchors])
     compared = episodes.size[episodes.index] > 1
     return [
-        (of_episode + omega * of_turns).float() * is_compared
+        (of_episode + of_turns).float() * is_compared
         for of_episode, of_turns, is_compared in zip(of_episodes, by_trajectory, compared, strict=True)
     ]
 
@@ -368,24 +356,18 @@ WITH_GROUPS = frozenset(ADVANTAGES) - WITHOUT_GROUPS
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@overload
-def register_advantage(name: str, function: F) -> F: ...
-@overload
-def register_advantage(name: str, function: None = None) -> Callable[[F], F]: ...
-def register_advantage(name: str, function: AdvantageFn | None = None) -> Any:
-    """Register an estimator for ``algorithm.advantage``; without a function, return a decorator.
+def register_advantage(name: str) -> Callable[[F], F]:
+    """Return a decorator that registers an estimator for ``algorithm.advantage``.
 
-    It is called with :data:`ADVANTAGE_ARGUMENTS` and the part of :data:`ADVANTAGE_DATA` that it names.
-
-    Raises:
-        RegistryError: The name is taken by another estimator.
+    It is called with :data:`ADVANTAGE_ARGUMENTS` and the part of :data:`ADVANTAGE_DATA` that it names. The decorator
+    raises RegistryError where the name is taken by another estimator.
     """
 
-    def register(registered: F) -> F:
-        register_entry(name, registered, ADVANTAGES, "estimator")
-        return registered
+    def register(function: F) -> F:
+        register_entry(name, function, ADVANTAGES, "estimator")
+        return function
 
-    return register if function is None else register(function)
+    return register
 
 
 def advantage_fn(name: str) -> Callable[..., Any]:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from turnwise.config import ConfigReference, Section, shorthand
 from turnwise.errors import RegistryError
@@ -32,13 +40,6 @@ from turnwise.trainer.algorithms.losses import (
 from turnwise.trainer.algorithms.losses.core import LossAggregation
 from turnwise.trainer.algorithms.registry import ConfiguredFunction, bind
 
-PositiveInt: TypeAlias = Annotated[int, Field(gt=0)]
-PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
-
-
-def _underscored(value: object) -> object:
-    return value.replace("-", "_") if isinstance(value, str) else value
-
 
 class DistillConfig(Section):
     """On-policy distillation: the teacher, and the weight of the rewards beside it.
@@ -50,7 +51,7 @@ class DistillConfig(Section):
     """
 
     teacher: str
-    reward_coef: Annotated[float, Field(ge=0)] = 0.0
+    reward_coef: NonNegativeFloat = 0.0
 
 
 class AlgorithmConfig(Section):
@@ -88,8 +89,8 @@ class AlgorithmConfig(Section):
     drop_zero_variance: bool = True
     loss: ConfigReference = "ppo_clip"
     loss_options: dict[str, Any] = Field(default_factory=dict)
-    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
-    loss_aggregation: Annotated[LossAggregation, BeforeValidator(_underscored)] | None = None
+    entropy_coef: NonNegativeFloat = 0.0
+    loss_aggregation: LossAggregation | None = None
     loss_scale: PositiveFloat | None = None
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
@@ -98,20 +99,11 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig | None = None
     distill: DistillConfig | None = None
 
-    @field_validator("advantage")
+    @field_validator("advantage", "loss")
     @classmethod
-    def _is_registered(cls, name: str) -> str:
+    def _is_registered(cls, name: str, field: ValidationInfo) -> str:
         try:
-            advantage_fn(name)
-        except RegistryError as error:
-            raise ValueError(str(error)) from error
-        return name
-
-    @field_validator("loss")
-    @classmethod
-    def _is_a_loss(cls, name: str) -> str:
-        try:
-            find_loss(name)
+            advantage_fn(name) if field.field_name == "advantage" else find_loss(name)
         except RegistryError as error:
             raise ValueError(str(error)) from error
         return name

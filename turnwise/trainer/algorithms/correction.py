@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self, TypeAlias, get_args
+from typing import Literal, Self, TypeAlias, get_args
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from turnwise.config import Section
@@ -16,7 +16,6 @@ from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO, span_mean
 from turnwise.trainer.core import RowKey, TrainRow
 
 Level: TypeAlias = Literal["token", "turn", "sequence", "trajectory"]
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 class RejectionConfig(Section):
@@ -32,7 +31,7 @@ class RejectionConfig(Section):
 
     statistic: Literal["k1", "k2", "k3"]
     level: Level = "sequence"
-    high: Positive
+    high: PositiveFloat
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -55,8 +54,8 @@ class CorrectionConfig(Section):
 
     weights: Literal["truncate", "mask", "none"] = "truncate"
     level: Level = "token"
-    high: Positive = 2.0
-    low: Positive | None = None
+    high: PositiveFloat = 2.0
+    low: PositiveFloat | None = None
     reject: list[RejectionConfig] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -145,13 +144,17 @@ class CorrectedRows:
 
     Attributes:
         rows: Rows with importance weights, their loss masks without the rejected tokens.
-        kept: Per row, bool over its trained tokens: whether they are still trained.
+        kept: Per row, bool over its trained tokens: whether they are still trained; empty where all are.
         metrics: Metrics by name.
     """
 
     rows: list[TrainRow]
     kept: dict[RowKey, Tensor]
     metrics: dict[str, float]
+
+    def of_kept_tokens(self, values: Mapping[RowKey, Tensor]) -> Mapping[RowKey, Tensor]:
+        """Return values of trained tokens without those of the rejected ones."""
+        return {key: tensor[self.kept[key]] for key, tensor in values.items()} if self.kept else values
 
 
 def correct(rows: Sequence[TrainRow], trainer: Mapping[RowKey, Tensor], config: CorrectionConfig) -> CorrectedRows:

@@ -158,7 +158,9 @@ def assign_credit(trajectories: Sequence[Trajectory], rewards: StepRewards, conf
     if custom is not None and custom.of_group:
         return CustomAdvantages(_by_group(trajectories, rewards.groups, custom))
     if custom is not None:
-        return ReturnCredit([custom.turn_returns(trajectory) for trajectory in trajectories])
+        returns = [custom.call(trajectory, f"trajectory {trajectory.id}") for trajectory in trajectories]
+        pairs_of_turns = zip(returns, trajectories, strict=True)
+        return ReturnCredit([custom.read_numbers(of_turns, trajectory) for of_turns, trajectory in pairs_of_turns])
     if config.of_trees:
         return TreeCredit(config.name, [Tree.of(trajectory) for trajectory in trajectories])
     gamma = 1.0 if config.gamma is None else config.gamma
@@ -221,10 +223,18 @@ def _by_group(trajectories: Sequence[Trajectory], groups: Sequence[int], custom:
     advantages: list[Values] = [np.zeros(_turns(trajectory)) for trajectory in trajectories]
     for group in sorted(set(groups)):
         numbers = [number for number, other in enumerate(groups) if other == group]
-        if len(numbers) > 1:
-            of_group = custom.advantages([trajectories[number] for number in numbers])
-            for number, of_turns in zip(numbers, of_group, strict=True):
-                advantages[number] = of_turns
+        if len(numbers) < 2:
+            continue
+        members = [trajectories[number] for number in numbers]
+        where = f"group {members[0].group_id}"
+        of_group = custom.call(members, where)
+        if not isinstance(of_group, (list, tuple)) or len(of_group) != len(members):
+            raise TrainError(
+                f"{custom.what} returned {shown(of_group)} for {where}: it must be a list of {len(members)} lists, one "
+                "for each trajectory in their order"
+            )
+        for number, of_turns in zip(numbers, of_group, strict=True):
+            advantages[number] = custom.read_numbers(of_turns, trajectories[number])
     return advantages
 
 
@@ -327,41 +337,32 @@ class CustomCredit:
     function: Callable[[Any], Any]
     of_group: bool
 
-    def turn_returns(self, trajectory: Trajectory) -> Values:
-        """Return the returns of a trajectory's turns, in commit order.
-
-        Raises:
-            TrainError: The function raised, or returned something else.
-        """
-        return _numbers(self._call(trajectory, f"trajectory {trajectory.id}"), trajectory, self._what)
-
-    def advantages(self, group: Sequence[Trajectory]) -> list[Values]:
-        """Return the turn advantages of each trajectory of a group, in commit order.
-
-        Raises:
-            TrainError: The function raised, or returned something else.
-        """
-        where = f"group {group[0].group_id}"
-        advantages = self._call(list(group), where)
-        if not isinstance(advantages, (list, tuple)) or len(advantages) != len(group):
-            raise TrainError(
-                f"{self._what} {shown(advantages)} for {where}: it must be a list of {len(group)} lists, one for each "
-                "trajectory in their order"
-            )
-        return [
-            _numbers(of_turns, trajectory, self._what) for of_turns, trajectory in zip(advantages, group, strict=True)
-        ]
-
     @property
-    def _what(self) -> str:
-        return f"algorithm.credit {self.name!r} returned"
+    def what(self) -> str:
+        """How messages name it."""
+        return f"algorithm.credit {self.name!r}"
 
-    def _call(self, argument: Any, where: str) -> Any:
+    def call(self, argument: Any, where: str) -> Any:
+        """Call the function; raises TrainError with what it raised."""
         try:
             return self.function(argument)
         except Exception as error:  # a user's function: what it raises is named as its own
-            what = f"algorithm.credit {self.name!r} raised {type(error).__name__} for {where}"
-            raise TrainError(f"{what}: {error}") from error
+            raise TrainError(f"{self.what} raised {type(error).__name__} for {where}: {error}") from error
+
+    def read_numbers(self, values: Any, trajectory: Trajectory) -> Values:
+        """Return the numbers of a trajectory's turns, in commit order; raises TrainError where they are none."""
+        turns = _turns(trajectory)
+        listed = values.tolist() if isinstance(values, np.ndarray) else values
+        if not isinstance(listed, (list, tuple)) or len(listed) != turns:
+            raise TrainError(
+                f"{self.what} returned {shown(values)} for trajectory {trajectory.id}: it must be a list of {turns} "
+                "numbers, one for each turn in commit order"
+            )
+        for value in listed:
+            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+                what = f"{self.what} returned {shown(value)}"
+                raise TrainError(f"{what} for a turn of trajectory {trajectory.id}: not a finite number")
+        return np.array(listed, np.float64)
 
 
 def load_credit(config: CreditConfig) -> CustomCredit | None:
@@ -384,17 +385,3 @@ def load_credit(config: CreditConfig) -> CustomCredit | None:
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"algorithm.credit {config.name!r} is async: write a plain function")
     return CustomCredit(config.name, function, "group" in bound.arguments)
-
-
-def _numbers(values: Any, trajectory: Trajectory, what: str) -> Values:
-    turns = _turns(trajectory)
-    listed = values.tolist() if isinstance(values, np.ndarray) else values
-    if not isinstance(listed, (list, tuple)) or len(listed) != turns:
-        raise TrainError(
-            f"{what} {shown(values)} for trajectory {trajectory.id}: it must be a list of {turns} numbers, one for "
-            "each turn in commit order"
-        )
-    for value in listed:
-        if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-            raise TrainError(f"{what} {shown(value)} for a turn of trajectory {trajectory.id}: not a finite number")
-    return np.array(listed, np.float64)

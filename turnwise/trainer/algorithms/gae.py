@@ -10,45 +10,32 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from turnwise.errors import TrainError
-
 Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor | None = None,
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    last_value: float = 0.0,
+    rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 1.0, last_value: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation of one row, over its sampled tokens.
+    """Generalised advantage estimation of one row, over its time steps (sampled tokens, or turns).
 
     ``delta_t = r_t + gamma V_(t+1) - V_t``, ``A_t = delta_t + gamma lam A_(t+1)``, returns ``A_t + V_t``: Schulman et
-    al. 2015 (arXiv:1506.02438), eq. 16. t+1 is the next sampled token: observations in between are no time steps.
+    al. 2015 (arXiv:1506.02438), eq. 16.
 
     Args:
-        rewards: Shape [T]; 0 on tokens that were not sampled.
-        values: Shape [T]; read on sampled tokens.
-        mask: bool of shape [T], true on sampled tokens; None takes all (turns, for instance).
+        rewards: Shape [T].
+        values: Shape [T].
         gamma: Discount per time step.
         lam: GAE lambda (0: one step, 1: Monte Carlo).
         last_value: Bootstrap value after the end: 0 where the episode terminated, the critic's where it was truncated.
 
     Returns:
-        Advantages and returns, each of shape [T], 0 on tokens that were not sampled.
-
-    Raises:
-        TrainError: Shapes differ, or a reward is on a token that was not sampled.
+        Advantages and returns, each of shape [T].
     """
-    steps = _steps(rewards, values, mask)
     # Lists, not tensors: reading an element of a tensor costs ten times the arithmetic.
     earned, expected = rewards.tolist(), values.tolist()
     advantages, returns = [0.0] * len(earned), [0.0] * len(earned)
     ahead, following = 0.0, last_value
-    for index in reversed(steps):
+    for index in range(len(earned) - 1, -1, -1):
         value = expected[index]
         ahead = earned[index] + gamma * following - value + gamma * lam * ahead
         advantages[index], returns[index] = ahead, ahead + value
@@ -56,42 +43,17 @@ def gae(
     return torch.tensor(advantages, dtype=values.dtype), torch.tensor(returns, dtype=values.dtype)
 
 
-def returns_to_go(rewards: Tensor, mask: Tensor | None = None, *, gamma: float = 1.0) -> Tensor:
-    """Return of each sampled token: ``G_t = r_t + gamma G_(t+1)``; arguments and errors as in :func:`gae`.
-
-    The return of REINFORCE (Williams 1992), discounted per sampled token as in REINFORCE++ (arXiv:2501.03262).
-    """
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma)[1]
-
-
-def _steps(rewards: Tensor, values: Tensor, mask: Tensor | None) -> list[int]:
-    sampled = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-    if rewards.ndim != 1 or not rewards.shape == values.shape == sampled.shape:
-        shapes = [tuple(tensor.shape) for tensor in (rewards, values, sampled)]
-        raise TrainError(f"rewards, values and mask have shapes {shapes}; all must be [T]")
-    if bool((rewards[~sampled] != 0).any()):
-        position = int(torch.nonzero(~sampled & (rewards != 0))[0])
-        raise TrainError(
-            f"rewards[{position}] is {float(rewards[position])}, but nothing was sampled there: note it on a turn"
-        )
-    steps: list[int] = torch.nonzero(sampled).flatten().tolist()
-    return steps
-
-
-def whitened(values: Tensor, mask: Tensor | None = None, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
+def whitened(values: Tensor, *, shift: bool = True, eps: float = 1e-8) -> Tensor:
     """Return ``(x - mean) / sqrt(var + eps)`` with the unbiased variance, ``sum (x - mean)^2 / (n - 1)``.
 
-    Statistics are over the elements where ``mask`` is true; elsewhere the result is 0. With ``shift``, a single element
-    and equal ones become 0; without, the mean is not subtracted, but the variance is still around it.
+    With ``shift``, a single element and equal ones become 0; without, the mean is not subtracted, but the variance is
+    still around it.
     """
-    counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    count = counted.sum()
-    if not bool(count):
+    if not values.numel():
         return torch.zeros_like(values)
-    mean = values[counted].mean()
-    variance = (values[counted] - mean).square().sum() / (count - 1).clamp(min=1)
-    moved = values - mean if shift else values
-    return (moved * (variance + eps).rsqrt()).masked_fill(~counted, 0.0)
+    mean = values.mean()
+    variance = (values - mean).square().sum() / max(1, len(values) - 1)
+    return (values - mean if shift else values) * (variance + eps).rsqrt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +101,9 @@ def critic_gae(
         value_lam: Lambda of the critic's targets; None is ``lam``.
         level: Unit of time.
         whiten: Whether to normalise advantages to mean 0 and (unbiased) variance 1 over all tokens of the batch.
-
-    Raises:
-        TrainError: Shapes differ, or turns decrease.
     """
     estimates: list[TokenAdvantages] = []
     for reward, value, turn, last_value in zip(rewards, values, turns, last_values, strict=True):
-        if reward.ndim != 1 or not reward.shape == value.shape == turn.shape:
-            shapes = [tuple(tensor.shape) for tensor in (reward, value, turn)]
-            raise TrainError(f"rewards, values and turns of a trajectory have shapes {shapes}; all must be [n]")
-        if bool((turn.diff() < 0).any()):
-            raise TrainError(f"turns are {turn.tolist()}: they must be in the order of time")
         first = torch.ones_like(turn, dtype=torch.bool)
         step = torch.arange(len(turn))
         if level == "turn":

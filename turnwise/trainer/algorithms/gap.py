@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,65 +19,23 @@ _SHOWN_BEFORE = 12
 
 
 @dataclass(frozen=True, slots=True)
-class TurnGap:
-    """The gap of turns of one number, over all trajectories.
-
-    Attributes:
-        turn: Turn number in the trajectory, in commit order from 0.
-        tokens: Number of compared tokens.
-        mean: Mean |trainer - rollout|, in nats.
-        max: The maximum.
-    """
-
-    turn: int
-    tokens: int
-    mean: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenGap:
-    """One token on which trainer and server disagree.
-
-    Attributes:
-        trajectory: Trajectory id.
-        leaf: Leaf of the row that trains it.
-        turn: Turn number, in commit order from 0.
-        place: Index among the ids of its turn, from 0.
-        token: Token id.
-        rollout: The server's log-probability.
-        trainer: The trainer's log-probability.
-    """
-
-    trajectory: str
-    leaf: int
-    turn: int
-    place: int
-    token: int
-    rollout: float
-    trainer: float
-
-    @property
-    def gap(self) -> float:
-        """|trainer - rollout|, in nats."""
-        return abs(self.trainer - self.rollout)
-
-
-@dataclass(frozen=True, slots=True)
 class Gaps:
-    """The gaps of a step.
+    """The gaps of a step, as JSON values.
 
     Attributes:
-        turns: By turn number, ascending.
-        largest: The tokens that differ most, in descending order.
+        turns: Of each turn number (``turn``, in commit order from 0), ascending: compared ``tokens`` over all
+            trajectories, ``mean`` and ``max`` of |trainer - rollout| in nats.
+        largest: The tokens that differ most, in descending order: ``trajectory``, ``leaf`` of the row that trains it,
+            ``turn``, ``place`` among the ids of its turn from 0, ``token`` id, log-probabilities of the server
+            (``rollout``) and the ``trainer``, and their ``gap``.
     """
 
-    turns: list[TurnGap] = field(default_factory=list)
-    largest: list[TokenGap] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    largest: list[dict[str, Any]] = field(default_factory=list)
 
     def metrics(self) -> dict[str, float]:
         """Return ``gap/worst_turn``, the largest mean gap over turn numbers; empty without tokens."""
-        return {"gap/worst_turn": max(turn.mean for turn in self.turns)} if self.turns else {}
+        return {"gap/worst_turn": max(turn["mean"] for turn in self.turns)} if self.turns else {}
 
 
 @dataclass(slots=True)
@@ -149,48 +107,49 @@ def _in_order(part: _Part) -> list[int]:
     return [part.rows[number] for number in dict.fromkeys(part.sequences.tolist())]
 
 
-def _by_turn(turns: npt.NDArray[np.int32], gap: npt.NDArray[np.float64]) -> list[TurnGap]:
+def _by_turn(turns: npt.NDArray[np.int32], gap: npt.NDArray[np.float64]) -> list[dict[str, Any]]:
     numbers, inverse, counts = np.unique(turns, return_inverse=True, return_counts=True)
     sums = np.bincount(inverse, weights=gap)
     peaks = np.zeros(len(numbers))
     np.maximum.at(peaks, inverse, gap)
     figures = zip(numbers.tolist(), counts.tolist(), (sums / counts).tolist(), peaks.tolist(), strict=True)
-    return [TurnGap(*turn_figures) for turn_figures in figures]
+    return [dict(zip(("turn", "tokens", "mean", "max"), of_turn, strict=True)) for of_turn in figures]
 
 
-def _token(row: TrainRow, position: int, rollout: float, trainer: float) -> TokenGap:
+def _token(row: TrainRow, position: int, rollout: float, trainer: float) -> dict[str, Any]:
     sample = row.sample
     turn = int(sample.turn_ids[position])
-    first = int(np.argmax(sample.turn_ids == turn))
-    return TokenGap(
-        sample.trajectory_id, sample.leaf, turn, position - first, int(sample.input_ids[position]), rollout, trainer
-    )
-
-
-def gap_record(gaps: Gaps, trajectories: Mapping[str, Trajectory], renderer: Renderer) -> dict[str, Any]:
-    """Return the gaps as JSON values, the worst tokens with their texts where their trajectory is given."""
     return {
-        "turns": [asdict(turn) for turn in gaps.turns],
-        "largest": [
-            {**asdict(token), "gap": token.gap, **_place(token, trajectories.get(token.trajectory), renderer)}
-            for token in gaps.largest
-        ],
+        "trajectory": sample.trajectory_id,
+        "leaf": sample.leaf,
+        "turn": turn,
+        "place": position - int(np.argmax(sample.turn_ids == turn)),
+        "token": int(sample.input_ids[position]),
+        "rollout": rollout,
+        "trainer": trainer,
+        "gap": abs(trainer - rollout),
     }
 
 
-def _place(gap: TokenGap, trajectory: Trajectory | None, renderer: Renderer) -> dict[str, Any]:
+def gap_record(gaps: Gaps, trajectories: Mapping[str, Trajectory], renderer: Renderer) -> dict[str, Any]:
+    """Return the gaps as one record, the worst tokens with their texts where their trajectory is given."""
+    largest = [token | _place(token, trajectories.get(token["trajectory"]), renderer) for token in gaps.largest]
+    return {"turns": gaps.turns, "largest": largest}
+
+
+def _place(gap: Mapping[str, Any], trajectory: Trajectory | None, renderer: Renderer) -> dict[str, Any]:
     """Return the message of a token, and the text of it and its context."""
     if trajectory is None:
         return {}
-    segment = [segment for segment in trajectory.segments if segment.sampled][gap.turn]
-    token_ids = segment.token_ids
+    segment = [segment for segment in trajectory.segments if segment.sampled][gap["turn"]]
+    token_ids, place = segment.token_ids, gap["place"]
     return {
         "agent": trajectory.agent,
         "turn_id": segment.turn_id,
         "segment": segment.index,
         "tokens": len(token_ids),
-        "text": renderer.decode(token_ids[gap.place : gap.place + 1]),
-        "before": renderer.decode(token_ids[max(0, gap.place - _SHOWN_BEFORE) : gap.place]),
+        "text": renderer.decode(token_ids[place : place + 1]),
+        "before": renderer.decode(token_ids[max(0, place - _SHOWN_BEFORE) : place]),
     }
 
 

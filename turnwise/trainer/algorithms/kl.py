@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, Self
+from typing import Final, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import PositiveFloat, model_validator
 from torch import Tensor
 
 from turnwise.config import ConfigPath, Section
-from turnwise.errors import RegistryError
 from turnwise.trainer.algorithms.losses.core import MAX_LOG_RATIO, LossSums
 from turnwise.trainer.core import RowKey
 
@@ -59,15 +58,8 @@ def kl_estimate(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     ``NAME+`` is the straight-through form: ``k2 - sg[k2] + sg[NAME]`` (k1 and k3 estimate the value well, but only
     k2 has the gradient of the divergence: Tang and Munos 2025, arXiv:2506.09477).
-
-    Raises:
-        RegistryError: No such estimator.
     """
-    estimator = KL_ESTIMATORS.get(name.removesuffix("+"))
-    if estimator is None:
-        allowed = ", ".join([*KL_ESTIMATORS, *(f"{base}+" for base in KL_ESTIMATORS)])
-        raise RegistryError(f"the KL estimator is {name!r}; known: {allowed}")
-    value = estimator(logprobs, ref_logprobs.detach())
+    value = KL_ESTIMATORS[name.removesuffix("+")](logprobs, ref_logprobs.detach())
     if not name.endswith("+"):
         return value
     gradient = k2(logprobs, ref_logprobs.detach())
@@ -112,10 +104,10 @@ class KLConfig(Section):
             parameters on the GPU.
     """
 
-    coef: Annotated[float, Field(gt=0)]
+    coef: PositiveFloat
     estimator: str = "k3"
     where: Literal["loss", "reward"] = "loss"
-    target: Annotated[float, Field(gt=0)] | None = None
+    target: PositiveFloat | None = None
     reference: Literal["initial"] | ConfigPath = "initial"
     offload: bool = False
 
@@ -130,24 +122,6 @@ class KLConfig(Section):
                 f"{self.estimator.removesuffix('+')!r}, or where: loss"
             )
         return self
-
-
-@dataclass(slots=True)
-class KLControl:
-    """The KL coefficient over a run.
-
-    Attributes:
-        config: The penalty's section.
-        coef: The coefficient of the next step.
-    """
-
-    config: KLConfig
-    coef: float
-
-    def adapt(self, kl: float, trajectories: int) -> None:
-        """Move the coefficient towards the target after a step with ``kl`` per token."""
-        if self.config.target is not None:
-            self.coef = adapted_coef(self.coef, kl, target=self.config.target, horizon=HORIZON, count=trajectories)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from turnwise.errors import TrainError
 from turnwise.trainer.core import RowKey
 from turnwise.trajectory import TrainSample, Trajectory, branch_paths
 
@@ -108,33 +108,14 @@ def with_penalties(
     """
     if not penalties:
         return list(trajectories)
-    return [_with_penalty(trajectory, rows, penalties) for trajectory, rows in zip(trajectories, samples, strict=True)]
-
-
-def _with_penalty(
-    trajectory: Trajectory, samples: Sequence[TrainSample], penalties: Mapping[RowKey, Tensor]
-) -> Trajectory:
-    paid: dict[int, float] = {}
-    for sample in samples:
-        turns = sample.turn_ids[sample.loss_mask].tolist()
-        for turn, value in zip(turns, penalties[sample.key].tolist(), strict=True):
-            paid[turn] = paid.get(turn, 0.0) + value
-    turn_ids = [segment.turn_id for segment in trajectory.segments if segment.sampled]
-    events = [(turn_ids[turn], "kl", -value) for turn, value in sorted(paid.items())]
-    return replace(trajectory, rewards=[*trajectory.rewards, *events])
-
-
-def without_baseline(trajectories: Sequence[Trajectory], baselines: Mapping[str, float]) -> set[int]:
-    """Return the indices of trajectories without a baseline: the greedy rollout failed or lacked their role.
-
-    Raises:
-        TrainError: No trajectory has one.
-    """
-    missing = {number for number, trajectory in enumerate(trajectories) if trajectory.group_id not in baselines}
-    if trajectories and len(missing) == len(trajectories):
-        raise TrainError(
-            f"algorithm.advantage reads the reward of a greedy rollout, but none of {len(trajectories)} trajectories "
-            "has one: every greedy rollout failed (trajectories.twz holds them, with baseline true), or the rollout "
-            "manager does not make what RolloutRequest.greedy_baseline asks for"
-        )
-    return missing
+    penalised = []
+    for trajectory, samples_of in zip(trajectories, samples, strict=True):
+        paid: defaultdict[int, float] = defaultdict(float)
+        for sample in samples_of:
+            turns = sample.turn_ids[sample.loss_mask].tolist()
+            for turn, value in zip(turns, penalties[sample.key].tolist(), strict=True):
+                paid[turn] += value
+        turn_ids = [segment.turn_id for segment in trajectory.segments if segment.sampled]
+        events = [(turn_ids[turn], "kl", -value) for turn, value in sorted(paid.items())]
+        penalised.append(replace(trajectory, rewards=[*trajectory.rewards, *events]))
+    return penalised

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from turnwise.errors import TrainError
-from turnwise.trajectory import Trajectory, branch_paths
+from turnwise.trainer.algorithms.rewards import branch_rewards
+from turnwise.trajectory import Trajectory
 
 Values: TypeAlias = npt.NDArray[np.float64]
 
@@ -33,14 +34,8 @@ class Tree:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Tree:
         """Return the tree of a trajectory; one that was not forked has one branch with all its turns."""
-        ids = [segment.turn_id for segment in trajectory.segments if segment.sampled]
-        if not trajectory.branches:
-            return cls(tuple(trajectory.returns()), (tuple(range(len(ids))),), len(ids))
-        numbers = {turn: number for number, turn in enumerate(ids)}
-        paths = branch_paths(trajectory.branches)
-        return cls(
-            tuple(trajectory.returns()), tuple(tuple(numbers[turn] for turn in path) for path in paths), len(ids)
-        )
+        paths = tuple(branch.turns for branch in branch_rewards(trajectory))
+        return cls(tuple(trajectory.returns()), paths, sum(segment.sampled for segment in trajectory.segments))
 
     @property
     def leaves(self) -> list[list[int]]:

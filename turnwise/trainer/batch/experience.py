@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from turnwise.agents.roles import role_of
+from turnwise.errors import TrainError
 from turnwise.trainer.algorithms.advantages import estimate_advantages
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import assign_credit
-from turnwise.trainer.algorithms.rewards import step_rewards, with_penalties, without_baseline
+from turnwise.trainer.algorithms.rewards import step_rewards, with_penalties
 from turnwise.trainer.batch.value_targets import TrajectoryValues, value_rows
 from turnwise.trainer.core import RowKey, TrainRow
 from turnwise.trajectory import TrainSample, Trajectory, TrajectoryGroup, to_samples
@@ -43,13 +44,20 @@ class StepTrajectories:
         Raises:
             TrainError: No trajectory has one.
         """
-        missing = without_baseline(self.trajectories, self.baselines)
-        compared = [number for number in range(len(self.trajectories)) if number not in missing]
+        compared = [
+            number for number, trajectory in enumerate(self.trajectories) if trajectory.group_id in self.baselines
+        ]
+        if self.trajectories and not compared:
+            raise TrainError(
+                f"algorithm.advantage reads the reward of a greedy rollout, but none of {len(self.trajectories)} "
+                "trajectories has one: every greedy rollout failed (trajectories.twz holds them, with baseline true), "
+                "or the rollout manager does not make what RolloutRequest.greedy_baseline asks for"
+            )
         return replace(
             self,
             trajectories=[self.trajectories[number] for number in compared],
             samples=[self.samples[number] for number in compared],
-            metrics=self.metrics | {"batch/no_baseline": float(len(missing))},
+            metrics=self.metrics | {"batch/no_baseline": float(len(self.trajectories) - len(compared))},
         )
 
 
@@ -147,38 +155,33 @@ def build_experience(
 
 def _greedy_rewards(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
     """Return the greedy rollout's reward of a policy by group id, averaged over a role's sessions."""
-    rewards: defaultdict[str, list[float]] = defaultdict(list)
-    for trajectory in (trajectory for group in groups for trajectory in group.baselines):
-        if trajectory.policy == policy and trajectory.error is None:
-            rewards[trajectory.group_id].append(trajectory.reward)
-    return {group_id: _mean(of_group) for group_id, of_group in rewards.items()}
+    baselines = [trajectory for group in groups for trajectory in group.baselines if trajectory.error is None]
+    return _means((baseline.group_id, baseline.reward) for baseline in baselines if baseline.policy == policy)
 
 
 def _source_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
-    rewards: defaultdict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        if group.source is not None:
-            of_policy = [trajectory for trajectory in group.trajectories if trajectory.policy == policy]
-            rewards[group.source] += [trajectory.reward for trajectory in of_policy if trajectory.error is None]
+    rewards = _means(
+        (group.source, trajectory.reward)
+        for group in groups
+        for trajectory in group.trajectories
+        if group.source is not None and trajectory.policy == policy and trajectory.error is None
+    )
     # A slash would be a level of the metric's name.
-    return {
-        f"reward/by_source/{source.replace('/', '_')}": _mean(of_source)
-        for source, of_source in sorted(rewards.items())
-        if of_source
-    }
+    return {f"reward/by_source/{source.replace('/', '_')}": mean for source, mean in sorted(rewards.items())}
 
 
 def _role_metrics(groups: Sequence[TrajectoryGroup], policy: str) -> dict[str, float]:
     """Return mean rewards and turns by role, if several; a frozen policy's name is appended."""
-    roles: defaultdict[str, list[Trajectory]] = defaultdict(list)
+    roles: list[tuple[str, Trajectory]] = []
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         if trajectory.error is None:
             role = role_of(trajectory.agent)
-            roles[role if trajectory.policy == policy else f"{role}@{trajectory.policy}"].append(trajectory)
+            roles.append((role if trajectory.policy == policy else f"{role}@{trajectory.policy}", trajectory))
+    rewards = _means((role, trajectory.reward) for role, trajectory in roles)
+    turns = _means((role, _turn_count(trajectory)) for role, trajectory in roles)
     metrics: dict[str, float] = {}
-    for role, trajectories in sorted(roles.items()) if len(roles) > 1 else ():
-        metrics[f"reward/by_role/{role}"] = _mean([trajectory.reward for trajectory in trajectories])
-        metrics[f"rollout/turns_by_role/{role}"] = _mean([_turn_count(trajectory) for trajectory in trajectories])
+    for role in sorted(rewards) if len(rewards) > 1 else ():
+        metrics |= {f"reward/by_role/{role}": rewards[role], f"rollout/turns_by_role/{role}": turns[role]}
     return metrics
 
 
@@ -210,5 +213,9 @@ def _turn_count(trajectory: Trajectory) -> int:
     return sum(segment.turn_id is not None for segment in trajectory.segments)
 
 
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+def _means(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the mean of the numbers of each name."""
+    by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for name, number in numbers:
+        by_name[name].append(number)
+    return {name: sum(of_name) / len(of_name) for name, of_name in by_name.items()}

@@ -8,9 +8,9 @@ a prefix shares less and is always correct.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,12 @@ class PrefixTree:
             prefixes[position] = lowered
         prefixes = [0, *_without_short(prefixes[:0:-1], shortest)[::-1]][: len(rows)]
         return cls(tuple(order), tuple(len(rows[index]) for index in order), tuple(prefixes))
+
+    @classmethod
+    def apart(cls, lengths: Sequence[int]) -> RowSegments:
+        """Lay rows of these lengths out end to end, without shared prefixes."""
+        count = len(lengths)
+        return cls(tuple(range(count)), tuple(lengths), (0,) * count).as_segments(range(count))
 
     def partition(self, budget: int) -> list[list[int]]:
         """Assign rows to micro-batches of at most ``budget`` tokens, shared ones counted once, as places in ``order``.
@@ -198,16 +204,16 @@ def pack(rows: Sequence[TrainRow], max_tokens: int, *, share_prefixes: bool = Fa
             after the last trained one. Else rows are packed whole, first-fit decreasing.
 
     Raises:
-        TrainError: The budget is below 1, or a row cannot be trained; the message names row and field.
+        TrainError: A row cannot be trained; the message names row and field.
     """
-    if max_tokens < 1:
-        raise TrainError(f"max_tokens_per_micro_batch is {max_tokens}; it must be at least 1")
     for index, row in enumerate(rows):
         _check(index, row)
     trained = [index for index, row in enumerate(rows) if row.sample.trained_tokens]
     if not share_prefixes:
-        parts = _first_fit([len(rows[index].sample.input_ids) for index in trained], max_tokens)
-        return [_lay(rows, members, _end_to_end(rows, members)) for members in _named(parts, trained)]
+        lengths = [len(rows[index].sample.input_ids) for index in trained]
+        parts = first_fit(lengths, max_tokens)
+        layouts = [PrefixTree.apart([lengths[number] for number in part]) for part in parts]
+        return [_lay(rows, *packed) for packed in zip(_named(parts, trained), layouts, strict=True)]
     # The state that predicts the last trained token is the last one that anything needs.
     needed = [int(np.flatnonzero(rows[index].sample.loss_mask)[-1]) for index in trained]
     keys: dict[str, int] = {}
@@ -234,8 +240,8 @@ def _named(parts: Sequence[Sequence[int]], names: Sequence[int]) -> list[list[in
     return [[names[number] for number in part] for part in parts]
 
 
-def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Assign rows to micro-batches, longest first (stable)."""
+def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Assign rows of these lengths to micro-batches, longest first (stable); return the indices of each one's."""
     bins: list[list[int]] = []
     room: list[int] = []
     first_open = 0
@@ -253,45 +259,11 @@ def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _check(index: int, row: TrainRow) -> None:
-    sample = row.sample
-    where = f"row {index} (trajectory {sample.trajectory_id})"
-    length = len(sample.input_ids)
-    if length == 0:
-        raise TrainError(f"{where} has no tokens")
-    named = {"loss_mask": sample.loss_mask, "rollout_logprobs": sample.rollout_logprobs, "turn_ids": sample.turn_ids}
-    for name, values in named.items():
-        if len(values) != length:
-            raise TrainError(f"{where}: {name} has {len(values)} elements for {length} input_ids")
-    end = 0
-    for media in sample.media:
-        if not end <= media.position < media.end <= length:
-            raise TrainError(
-                f"{where}: {media.kind} at [{media.position}, {media.end}) overlaps another or reaches beyond its "
-                f"{length} tokens"
-            )
-        end = media.end
-        if sample.loss_mask[media.position : end].any():
-            raise TrainError(f"{where}: loss_mask is true within the {media.kind} at [{media.position}, {end})")
-    if sample.loss_mask[0]:
+    where = f"row {index} (trajectory {row.sample.trajectory_id})"
+    if row.sample.loss_mask[0]:
         raise TrainError(f"{where}: loss_mask[0] is true, but nothing stands before the first token to predict it from")
-    if isinstance(row.advantage, np.ndarray) and row.advantage.shape != (length,):
-        raise TrainError(f"{where}: advantage has shape {row.advantage.shape} for {length} input_ids")
-    if isinstance(row.importance, np.ndarray) and row.importance.shape != (length,):
-        raise TrainError(f"{where}: importance has shape {row.importance.shape} for {length} input_ids")
     if not (np.isfinite(row.advantage).all() and np.isfinite(row.weight) and np.isfinite(row.importance).all()):
         raise TrainError(f"{where}: advantage or weight is not finite; look at the rewards of its group")
-    if not (np.isfinite(row.temperature) and row.temperature >= 0):
-        raise TrainError(f"{where}: temperature is {row.temperature}; it must be 0 or more")
-
-
-def _end_to_end(rows: Sequence[TrainRow], members: Sequence[int]) -> RowSegments:
-    lengths = [len(rows[index].sample.input_ids) for index in members]
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
-    return RowSegments(
-        segments=tuple((start, length, -1) for start, length in zip(starts, lengths, strict=True)),
-        sources=tuple((number, 0, length) for number, length in enumerate(lengths)),
-        paths=tuple((number,) for number in range(len(lengths))),
-    )
 
 
 def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: RowSegments) -> MicroBatch:
@@ -368,18 +340,20 @@ def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:
     return np.concatenate(by_row)
 
 
-class Scorer(Protocol):
-    """A learner or a reference."""
-
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
+Scorer: TypeAlias = Callable[[Sequence[MicroBatch]], list[Tensor]]
+"""Scores the trained tokens without gradients, one [N] tensor per micro-batch, as a learner's ``logprobs`` do."""
 
 
-def recompute_logprobs(scorer: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
+def recompute_logprobs(score: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[RowKey, Tensor]:
     """Return by row the log-probabilities of its trained tokens under the present weights."""
+    return {rows[index].sample.key: part for index, part in score_rows(score, rows, batch).items()}
+
+
+def score_rows(score: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> dict[int, Tensor]:
+    """Return the scores of the trained tokens, in main memory, by the index of their row."""
     batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
-    logprobs: dict[RowKey, Tensor] = {}
-    for micro, scores in zip(batches, scorer.logprobs(batches), strict=True):
+    by_row: dict[int, Tensor] = {}
+    for micro, scores in zip(batches, score(batches), strict=True):
         parts = torch.split(scores.cpu(), [rows[index].sample.trained_tokens for index in micro.rows])
-        logprobs |= {rows[index].sample.key: part for index, part in zip(micro.rows, parts, strict=True)}
-    return logprobs
+        by_row |= zip(micro.rows, parts, strict=True)
+    return by_row

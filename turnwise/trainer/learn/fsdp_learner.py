@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from turnwise.trainer.core import MicroBatch
 from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats, StepResult
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
-from turnwise.trainer.learn.torch_learner import pick_device
+from turnwise.trainer.learn.torch_learner import LossTotals, pick_device
 from turnwise.trainer.model.policy import check_ids, sequence_obstacle, takes_images
 
 Ranks = Annotated[int, Field(ge=1)]
@@ -149,13 +149,14 @@ class FSDPLearner(Learner, ModelHost):
         self.steps = 0
         self.skipped: Counter[str] = Counter()
         self.total_steps = total_steps or 1
-        self._config = config
         self._sharding = sharding or Sharding(len(ranks))
         self._values = values
         path = config.model.path if model_path is None or config.model.lora is not None else model_path
         _check_shareable(path, self._sharding)
-        self._model, self._facts = self._open(total_steps, path, values=values)
         self._bare = False
+        self._model = next(_numbers)
+        at_once = loads_at_once(path, len(ranks))
+        self._facts: ModelFacts = self._call("open", config, total_steps, path, self._sharding, values, at_once)
 
     @classmethod
     def create(
@@ -199,17 +200,18 @@ class FSDPLearner(Learner, ModelHost):
         watch = objective.watch if isinstance(objective, PolicyObjective) else None
         if watch is not None and isinstance(objective, PolicyObjective):
             objective = replace(objective, watch=GapWatch())
-        shares, passes = self._deal_batches(batches)
-        answers = self._call_shares("forward_backward", shares, batches, rest=(passes, objective, normalizer))
-        for _, rank_watch in answers:
+        _, answers = self._call_shares("forward_backward", batches, objective, normalizer)
+        totals = LossTotals()
+        for sums, rank_watch in answers:
+            totals.add(sums, 1.0)
             if watch is not None and rank_watch is not None:
                 watch.join(rank_watch)
-        return _add_stats([stats for stats, _ in answers])
+        return totals.stats(sum(batch.trained_tokens for batch in batches))
 
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradients by their global norm, update the parameters, and zero the gradients."""
         result: StepResult
-        result, self.steps, skipped = self._call("optim_step", rest=(self.total_steps,))[0]
+        result, self.steps, skipped = self._call("optim_step", self.total_steps)
         self.skipped = Counter(skipped)
         if result.skipped == "non_finite":
             _log.error("optimizer step %d skipped: the gradient norm is %s", self.steps, result.grad_norm)
@@ -228,8 +230,7 @@ class FSDPLearner(Learner, ModelHost):
     def _scores(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         if not batches:
             return []
-        shares, passes = self._deal_batches(batches)
-        answers = self._call_shares("score", shares, batches, rest=(passes, self._bare))
+        shares, answers = self._call_shares("score", batches, self._bare)
         by_index = {
             index: scores
             for share, scored in zip(shares, answers, strict=True)
@@ -272,55 +273,49 @@ class FSDPLearner(Learner, ModelHost):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of all weights, tied ones once, or of the adapters; each is gathered when asked for."""
         names = self._facts.exported
-        return WeightStream(names, ((name, self._call("weight", rest=(name,))[0]) for name in names))
+        return WeightStream(names, ((name, self._call("weight", name)) for name in names))
 
-    def save_model(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+    def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format with adapters merged, and its tokenizer files."""
-        self._save_model(directory, extra, adapters=False)
+        self._save_model(directory, adapters=False)
 
-    def save(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+    def save(self, directory: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's, and each rank's optimizer state."""
-        self._save_model(directory, extra, adapters=True)
-        self._call("save_state", rest=(directory,))
+        self._save_model(directory, adapters=True)
+        self._call("save_state", directory)
 
-    def _save_model(self, directory: Path, extra: Callable[[Path], object] | None, *, adapters: bool) -> None:
+    def _save_model(self, directory: Path, *, adapters: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._call("save_model", rest=(directory, adapters))
-        if extra is not None:
-            extra(directory)
+        self._call("save_model", directory, adapters)
 
     def load(self, directory: Path) -> None:
         """Restore parameters, optimizer state and counters, which any number of ranks may have saved."""
-        self.steps, skipped = self._call("load", rest=(directory,))[0]
+        self.steps, skipped = self._call("load", directory)
         self.skipped = Counter(skipped)
 
-    def _open(self, total_steps: int | None, path: Path, *, values: bool = False) -> tuple[int, ModelFacts]:
-        number = next(_numbers)
-        at_once = loads_at_once(path, len(self._ranks))
-        arguments = (self._config, total_steps, path, self._sharding, values, at_once)
-        return number, self._call("open", rest=arguments, model=number)[0]
-
-    def _call(self, method: str, *shares: Any, rest: tuple[Any, ...] = (), model: int | None = None) -> list[Any]:
-        """Call a method on all ranks, with a share for each, if any, before the arguments that are the same for all."""
-        number = self._model if model is None else model
-        first: Sequence[tuple[Any, ...]] = [(share,) for share in shares] or [()] * len(self._ranks)
-        return self._ranks.call([Call(number, method, (*rank_share, *rest)) for rank_share in first])
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method on all ranks; return the result of the first."""
+        return self._ranks.call([Call(self._model, method, arguments)] * len(self._ranks))[0]
 
     def _call_shares(
-        self, method: str, shares: Sequence[Sequence[int]], batches: Sequence[MicroBatch], *, rest: tuple[Any, ...]
-    ) -> list[Any]:
-        """Call a method on all ranks with the micro-batches of each one's group; return a result for each group."""
-        size = self._sharding.sequence_parallel
-        batches_by_rank = [[batches[index] for index in share] for share in shares for _ in range(size)]
-        # The ranks of a group compute the same micro-batches, and answer the same.
-        return self._call(method, *batches_by_rank, rest=rest)[::size]
+        self, method: str, batches: Sequence[MicroBatch], *arguments: Any
+    ) -> tuple[list[list[int]], list[Any]]:
+        """Call a method with the micro-batches dealt to the groups of ranks; return each group's indices and result.
 
-    def _deal_batches(self, batches: Sequence[MicroBatch]) -> tuple[list[list[int]], int]:
-        """Deal micro-batches to the groups of ranks; return the indices of each one's, and the passes that takes."""
+        Before the arguments that are the same for all, ranks get their micro-batches and the passes that all make.
+        """
         for batch in batches:
             check_ids(batch, self._facts.vocab_size)
-        shares = deal([batch.tokens for batch in batches], len(self._ranks) // self._sharding.sequence_parallel)
-        return shares, max(map(len, shares))
+        size = self._sharding.sequence_parallel
+        shares = deal([batch.tokens for batch in batches], len(self._ranks) // size)
+        passes = max(map(len, shares))
+        # The ranks of a group compute the same micro-batches, and answer the same.
+        calls = [
+            Call(self._model, method, ([batches[index] for index in share], passes, *arguments))
+            for share in shares
+            for _ in range(size)
+        ]
+        return shares, self._ranks.call(calls)[::size]
 
 
 def loads_at_once(path: Path, ranks: int) -> int:
@@ -349,16 +344,3 @@ def deal(tokens: Sequence[int], ranks: int) -> list[list[int]]:
             shares[rank].append(index)
             dealt[rank] += tokens[index]
     return shares
-
-
-def _add_stats(shares: Sequence[Stats]) -> Stats:
-    """Add the statistics of the ranks' shares."""
-    tokens = sum(stats.tokens for stats in shares)
-    names = dict.fromkeys(name for stats in shares for name in stats.means)
-    peaks = dict.fromkeys(name for stats in shares for name in stats.maxima)
-    return Stats(
-        sum(stats.loss for stats in shares),
-        tokens,
-        {name: sum(stats.means.get(name, 0.0) * stats.tokens for stats in shares) / max(1, tokens) for name in names},
-        {name: max(stats.maxima[name] for stats in shares if name in stats.maxima) for name in peaks},
-    )

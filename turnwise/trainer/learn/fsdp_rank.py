@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,9 +32,10 @@ from turnwise.engine.weights import WeightStream, write_weight_file
 from turnwise.errors import CheckpointError
 from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.gap import GapWatch
+from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
-from turnwise.trainer.learn.learner import Objective, Stats, StepResult
+from turnwise.trainer.learn.learner import Objective, StepResult
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import (
     Call,
@@ -55,7 +56,7 @@ from turnwise.trainer.learn.torch_learner import (
 )
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
-from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, read_head
+from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_head
 
 OPTIMIZER_FOLDER = "optimizer"
 """Where a checkpoint holds the optimizer's state, in the format of ``torch.distributed.checkpoint``."""
@@ -266,8 +267,7 @@ class RankModel:
     root: Any
     optimizer: _Optimizer | None
     head: ValueHead | None = None
-    _weights: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
-    _described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    _tensors: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -289,7 +289,7 @@ class RankModel:
             together = _sequence_group(sharding.sequence_parallel) if sharding.sequence_parallel > 1 else None
         with _in_turn(at_once):
             policy = _load(config.model, path, trained=total_steps is not None)
-            head = _value_head(policy, path) if values else None
+            head = open_head(policy.model, path) if values else None
             # It leaves out the output matrix, which gets no gradient from values.
             trained = None if head is None else ValueModel(policy.model, head)
             root = _shard(policy, head, mesh, sharding)
@@ -297,30 +297,31 @@ class RankModel:
         policy.sequence = together
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
         model = cls(policy, root, optimizer, head)
-        model._describe()
-        lora = policy.lora
-        exported = model._described
-        if lora is not None:
-            exported = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in lora.tensors()}
-        facts = ModelFacts(
-            exported, policy.vocab_size, None if lora is None else lora.info, lora is not None and not lora.continued
-        )
-        return model, facts
+        model._name_tensors()
+        if (lora := policy.lora) is None:
+            return model, ModelFacts(model._types(), policy.vocab_size, None, starts_bare=False)
+        return model, ModelFacts(_types(lora.tensors()), policy.vocab_size, lora.info, not lora.continued)
 
-    def _describe(self) -> None:
-        """List the tensors of the bare model, tied ones once, and how each is made whole."""
+    def _name_tensors(self) -> None:
+        """Note the tensors of the bare model, tied ones once, by their names there: name and tensor as they are."""
         lora, seen = self.policy.lora, set()
         for name, tensor in self.policy.model.state_dict(keep_vars=True).items():
             exported_name = name if lora is None else lora.whole_name(name)
-            if exported_name is None or id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            self._described[exported_name] = tensor.dtype, tuple(tensor.shape)
-            self._weights[exported_name] = _tensor_maker(self.policy, name, tensor)
+            if exported_name is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                self._tensors[exported_name] = name, tensor
+
+    def _types(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return _types((name, tensor) for name, (_, tensor) in self._tensors.items())
+
+    def _whole(self, exported_name: str) -> Tensor:
+        name, tensor = self._tensors[exported_name]
+        lora = self.policy.lora
+        return _gather_tensor(tensor) if lora is None else lora.whole_tensor(name, tensor, _gather_tensor)
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], passes: int, objective: Objective, normalizer: float
-    ) -> tuple[Stats, GapWatch | None]:
+    ) -> tuple[LossSums, GapWatch | None]:
         """Accumulate the gradient of the rank's micro-batches, in as many passes as the rank with the most needs."""
         totals, failed = LossTotals(), None
         with in_step():
@@ -340,7 +341,7 @@ class RankModel:
         if failed is not None:
             raise failed
         watch = objective.watch if isinstance(objective, PolicyObjective) else None
-        return totals.stats(sum(batch.trained_tokens for batch in batches)), watch
+        return totals.sums(), watch
 
     def optim_step(self, total_steps: int) -> tuple[StepResult, int, dict[str, int]]:
         """Update the rank's shards; return the result, and the steps so far with those that were skipped."""
@@ -364,7 +365,7 @@ class RankModel:
         """Return a whole tensor of those that servers need, in the first rank; else None."""
         lora = self.policy.lora
         with in_step():
-            tensor = self._weights[name]() if lora is None else _gather_tensor(dict(lora.tensors())[name])
+            tensor = self._whole(name) if lora is None else _gather_tensor(dict(lora.tensors())[name])
         return tensor.cpu() if dist.get_rank() == 0 else None
 
     def save_model(self, directory: Path, adapters: bool) -> None:
@@ -376,10 +377,10 @@ class RankModel:
             if first:
                 lora.save(directory, factors)
         else:
-            tensors = ((name, making().cpu()) for name, making in self._weights.items())
+            tensors = ((name, self._whole(name).cpu()) for name in self._tensors)
             try:
                 if first:
-                    write_weight_file(directory / _WEIGHTS_FILE, WeightStream(self._described, tensors))
+                    write_weight_file(directory / _WEIGHTS_FILE, WeightStream(self._types(), tensors))
             finally:
                 # Also where the disk refuses: the other ranks take part in all of them.
                 for _ in tensors:
@@ -419,7 +420,7 @@ class RankModel:
         try:
             with safe_open(file, framework="pt") as saved:
                 shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
-                if shapes != {name: shape for name, (_, shape) in self._described.items()}:
+                if shapes != {name: shape for name, (_, shape) in self._types().items()}:
                     raise CheckpointError(f"{file} holds no weights for this model: other names or shapes")
                 for name in shapes:
                     _copy_to_shard(parameters[name], saved.get_tensor(name))
@@ -443,17 +444,8 @@ def _load(model: ModelConfig, path: Path, *, trained: bool) -> Policy:
     return policy
 
 
-def _value_head(policy: Policy, path: Path) -> ValueHead:
-    """Return the value head for a model: the one that is saved beside it, or a new one."""
-    head = ValueHead(policy.model.get_output_embeddings().weight.shape[1])
-    if (path / HEAD_FILE).is_file():
-        head.load_state_dict(read_head(path)["head"])
-    return head
-
-
-def _tensor_maker(policy: Policy, name: str, tensor: Tensor) -> Callable[[], Tensor]:
-    lora = policy.lora
-    return lambda: _gather_tensor(tensor) if lora is None else lora.whole_tensor(name, tensor, _gather_tensor)
+def _types(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors}
 
 
 def _call_handler(rank: int, ranks: int, device: str, rendezvous: str) -> Callable[[Call], Any]:
@@ -475,14 +467,7 @@ def _call_handler(rank: int, ranks: int, device: str, rendezvous: str) -> Callab
         if call.method == "open":
             models[call.model], facts = RankModel.open(device, *call.arguments)
             return facts
-        methods: dict[str, Callable[..., Any]] = {
-            method.__name__: method
-            for method in (
-                RankModel.forward_backward, RankModel.optim_step, RankModel.score, RankModel.weight,
-                RankModel.save_model, RankModel.save_state, RankModel.load,
-            )
-        }  # fmt: skip
-        return methods[call.method](models[call.model], *call.arguments)
+        return getattr(models[call.model], call.method)(*call.arguments)
 
     return run
 

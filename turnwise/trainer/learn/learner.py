@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +35,6 @@ class Stats:
     tokens: int = 0
     means: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-
-    def metrics(self, prefix: str = "") -> dict[str, float]:
-        """Return all statistics in one dictionary, names after ``prefix``."""
-        named = {"loss": self.loss, "tokens": float(self.tokens), **self.means, **self.maxima}
-        return {prefix + name: value for name, value in named.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +193,12 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def save_model(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the whole model in Hugging Face format, with its tokenizer files; ``extra`` adds files at the end."""
+    def save_model(self, directory: Path) -> None:
+        """Write the whole model in Hugging Face format, with its tokenizer files."""
 
     @abstractmethod
-    def save(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write a checkpoint: the trained weights, loadable, and the optimizer's state; ``extra`` adds files."""
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint: the trained weights, loadable, and the optimizer's state."""
 
     @abstractmethod
     def load(self, directory: Path) -> None:

@@ -94,17 +94,8 @@ class Call:
     arguments: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a rank answers to a call.
-
-    Attributes:
-        kind: ``result``; ``error`` where the ranks are still in step with each other; ``lost`` where they are not.
-        value: The result, or the exception.
-    """
-
-    kind: Literal["result", "error", "lost"]
-    value: Any = None
+Answer: TypeAlias = tuple[Literal["result", "error", "lost"], Any]
+"""A result; an exception where the ranks are still in step with each other; its text where they are not."""
 
 
 class RankProcesses:
@@ -216,11 +207,10 @@ class RankProcesses:
         except BaseException:  # also an interrupt: the next call would read the answer of this one
             self._lose()
             raise
-        for rank in sorted(answers):
-            if answers[rank].kind == "error":
-                error: Exception = answers[rank].value
-                raise error
-        return [answers[rank].value for rank in range(len(sent))]
+        for _, (kind, value) in sorted(answers.items()):
+            if kind == "error":
+                raise value
+        return [answers[rank][1] for rank in range(len(sent))]
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -235,13 +225,12 @@ class RankProcesses:
 
     def _receive(self, rank: int, call: Call) -> Answer:
         try:
-            answer = decode(self._links[rank].recv_bytes())
+            kind, value = decode(self._links[rank].recv_bytes())
         except (EOFError, OSError) as error:
             raise self._death(rank, call) from error
-        assert isinstance(answer, Answer)
-        if answer.kind == "lost":
-            raise self._death(rank, call, f"failed with {answer.value}") from None
-        return answer
+        if kind == "lost":
+            raise self._death(rank, call, f"failed with {value}") from None
+        return kind, value
 
     def _death(self, rank: int, call: Call, how: str | None = None) -> RankDied:
         """Describe how a rank ended; the group ends with it."""
@@ -369,11 +358,7 @@ def decode(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-Rank: TypeAlias = Callable[[Call], Any]
-"""Runs a call."""
-
-
-def serve(link: Connection, run: Rank, out_of_step: type[Exception]) -> None:
+def serve(link: Connection, run: Callable[[Call], Any], out_of_step: type[Exception]) -> None:
     """Answer calls until the other end is closed.
 
     An exception of the class ``out_of_step`` ends the rank; all others are answered.
@@ -384,12 +369,12 @@ def serve(link: Connection, run: Rank, out_of_step: type[Exception]) -> None:
         except EOFError:
             return
         try:
-            answer = Answer("result", run(decode(message)))
+            answer: Answer = ("result", run(decode(message)))
         except out_of_step as error:
-            link.send_bytes(encode(Answer("lost", str(error))))
+            link.send_bytes(encode(("lost", str(error))))
             return
         except Exception as error:  # noqa: BLE001 - the boundary of the process: raised again by the caller
-            answer = Answer("error", _portable(error))
+            answer = ("error", _portable(error))
         link.send_bytes(encode(answer))
 
 

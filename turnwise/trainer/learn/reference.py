@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from turnwise.chat.model_dir import check_same_vocabulary
+from turnwise.chat.model_dir import check_same_vocabulary, model_settings
 from turnwise.engine.accelerator import main_memory
-from turnwise.errors import ConfigError
-from turnwise.trainer.algorithms.kl import KLConfig, KLControl, KLTerm, reward_penalties
+from turnwise.trainer.algorithms.kl import HORIZON, KLConfig, KLTerm, adapted_coef, reward_penalties
 from turnwise.trainer.batch.experience import StepTrajectories
 from turnwise.trainer.batch.packing import Scorer, recompute_logprobs
 from turnwise.trainer.config.policy import ModelConfig, PolicyConfig
@@ -27,40 +27,30 @@ from turnwise.trainer.model.policy import Policy, load_model
 KEY = "algorithm.kl.reference"
 
 
-class FrozenReference:
-    """A second model in memory, without gradients or optimizer; ``offload`` moves it off the device between uses."""
+def _frozen_model(policy: Policy, *, offload: bool) -> Scorer:
+    """Return the scores of a second model in memory; ``offload`` moves it off the device between uses."""
+    device = policy.device
+    policy.model.requires_grad_(False)
+    if offload:
+        policy.model.to(main_memory())
 
-    def __init__(self, policy: Policy, *, offload: bool = False) -> None:
-        self._policy = policy
-        self._device = policy.device
-        self._offload = offload
-        for parameter in policy.model.parameters():
-            parameter.requires_grad_(requires_grad=False)
+    def logprobs(batches: Sequence[MicroBatch]) -> list[Tensor]:
         if offload:
-            policy.model.to(main_memory())
-
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, in main memory."""
-        if self._offload:
-            self._policy.model.to(self._device)
+            policy.model.to(device)
         try:
             with torch.no_grad():
-                return [self._policy.forward(batch).logprobs.cpu() for batch in batches]
+                return [policy.forward(batch).logprobs.cpu() for batch in batches]
         finally:
-            if self._offload:
-                self._policy.model.to(main_memory())
+            if offload:
+                policy.model.to(main_memory())
+
+    return logprobs
 
 
-class InitialWeights:
-    """The initial model inside of its learner, where the engine can provide it (adapters off)."""
-
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, in main memory."""
-        with self._learner.initial_weights() or nullcontext():
-            return [logprobs.cpu() for logprobs in self._learner.logprobs(batches)]
+def _initial_logprobs(learner: Learner, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Score with the initial model inside of its learner, where the engine can provide it (adapters off)."""
+    with learner.initial_weights() or nullcontext():
+        return [logprobs.cpu() for logprobs in learner.logprobs(batches)]
 
 
 def reference_path(config: KLConfig, model: ModelConfig) -> Path:
@@ -72,9 +62,7 @@ def reference_path(config: KLConfig, model: ModelConfig) -> Path:
     if not isinstance(config.reference, Path):
         return model.path
     directory = config.reference
-    if not (directory / "config.json").is_file():
-        what = "no config.json is in it" if directory.is_dir() else "there is no such folder"
-        raise ConfigError(f"{KEY} is {directory}: {what}: name the directory of a Hugging Face model, or initial")
+    model_settings(directory, KEY, weights=False)
     check_same_vocabulary(directory, model.path, KEY)
     return directory
 
@@ -89,14 +77,15 @@ def open_reference(config: KLConfig, policy: PolicyConfig, learner: Learner) -> 
         TrainError: It cannot be loaded, or cannot score packed rows.
     """
     if config.reference == "initial" and learner.initial_weights() is not None:
-        return InitialWeights(learner)
+        return partial(_initial_logprobs, learner)
     # Adapters that went on from saved ones: without them it would be another model.
     lora = policy.model.lora if config.reference == "initial" else None
     model = policy.model.model_copy(update={"path": reference_path(config, policy.model), "lora": lora})
     if isinstance(learner, ModelHost):
-        return learner.second_model(policy.model_copy(update={"model": model}), None, offload=config.offload)
+        second = learner.second_model(policy.model_copy(update={"model": model}), None, offload=config.offload)
+        return second.logprobs
     frozen = load_model(model.path, device=pick_device(model.device), compute_dtype=model.compute_dtype, lora=lora)
-    return FrozenReference(frozen, offload=config.offload)
+    return _frozen_model(frozen, offload=config.offload)
 
 
 @dataclass(slots=True)
@@ -104,7 +93,8 @@ class KLGuard:
     """The KL penalty of a run, step by step.
 
     Attributes:
-        control: The coefficient.
+        config: The penalty's section.
+        coef: Its weight in the next step.
         reference: The reference.
         batch: Token budget and prefix sharing.
         temperature: Of the rollouts.
@@ -112,7 +102,8 @@ class KLGuard:
             server reported are used.
     """
 
-    control: KLControl
+    config: KLConfig
+    coef: float
     reference: Scorer
     batch: BatchConfig
     temperature: float
@@ -130,7 +121,8 @@ class KLGuard:
         if kl is None:
             return None
         return cls(
-            KLControl(kl, kl.coef if saved is None else saved),
+            kl,
+            kl.coef if saved is None else saved,
             open_reference(kl, config.policy, learner),
             config.batch,
             config.rollout.temperature,
@@ -139,33 +131,33 @@ class KLGuard:
 
     def reward_penalties(self, collected: StepTrajectories, learner: Learner) -> StepTrajectories:
         """Add the reward penalties of the tokens, where the penalty is in the reward."""
-        config = self.control.config
+        config = self.config
         if config.where != "reward":
             return collected
         rows = [TrainRow(sample, temperature=self.temperature) for branches in collected.samples for sample in branches]
         reference = self._score(rows)
         logprobs: Mapping[RowKey, Tensor] = (
-            recompute_logprobs(learner, rows, self.batch)
+            recompute_logprobs(learner.logprobs, rows, self.batch)
             if self.recompute
             else {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
         )
-        penalties = reward_penalties(logprobs, reference, estimator=config.estimator, coef=self.control.coef)
+        penalties = reward_penalties(logprobs, reference, estimator=config.estimator, coef=self.coef)
         # Where nothing was sampled nothing was measured, and nothing is to be adapted to.
         paid = {"kl/value": penalties.kl, "kl/penalty": penalties.mean} if penalties.tokens else {}
         return replace(collected, penalties=penalties.tokens, metrics=collected.metrics | paid)
 
     def term(self, rows: Sequence[TrainRow]) -> KLTerm | None:
         """Return the loss term of a step's rows, where the penalty is in the loss."""
-        config = self.control.config
-        if config.where != "loss":
+        if self.config.where != "loss":
             return None
-        return KLTerm(config.estimator, self.control.coef, self._score(rows))
+        return KLTerm(self.config.estimator, self.coef, self._score(rows))
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adapt the coefficient to a step's measurement; return the metrics of the step."""
-        used = {"kl/coef": self.control.coef}
-        if "kl/value" in metrics:
-            self.control.adapt(metrics["kl/value"], int(metrics["batch/trajectories"]))
+        used, target = {"kl/coef": self.coef}, self.config.target
+        if "kl/value" in metrics and target is not None:
+            kl, count = metrics["kl/value"], metrics["batch/trajectories"]
+            self.coef = adapted_coef(self.coef, kl, target=target, horizon=HORIZON, count=count)
         return used
 
     def _score(self, rows: Sequence[TrainRow]) -> dict[RowKey, Tensor]:

@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -21,7 +21,7 @@ from turnwise.model.core import AdapterInfo
 from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.config.policy import PolicyConfig, ScheduleConfig
-from turnwise.trainer.core import MicroBatch
+from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.learn.learner import Learner, Objective, Stats, StepResult
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.model.policy import Policy, load_model, load_weights
@@ -115,6 +115,10 @@ class LossTotals:
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
         return loss
 
+    def sums(self) -> LossSums:
+        """Return the sums so far, losses divided by the normaliser."""
+        return LossSums(torch.zeros(()) if self._loss is None else self._loss, self._sums, self._maxima)
+
     def stats(self, tokens: int) -> Stats:
         """Return the statistics, given the number of trained tokens."""
         return Stats(
@@ -175,18 +179,19 @@ class TorchLearner(Learner):
 
     def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective, normalizer: float) -> Stats:
         """Accumulate the gradient of ``sum of losses / normalizer``."""
-        self._check_here("forward_backward")
         if not normalizer > 0:
             raise TrainError(f"the normaliser of a step is {normalizer}; it must be above 0")
         totals = LossTotals()
         for batch in batches:
-            result = objective(batch, self.policy.forward(batch, entropy=objective.entropy))
+            result = objective(batch, self._score(batch, entropy=objective.entropy))
             totals.add(result, normalizer).backward()  # type: ignore[no-untyped-call]
         return totals.stats(sum(batch.trained_tokens for batch in batches))
 
+    def _score(self, batch: MicroBatch, *, entropy: bool) -> TokenScores:
+        return self.policy.forward(batch, entropy=entropy)
+
     def optim_step(self) -> StepResult:
         """Clip the accumulated gradients, update the parameters, and zero the gradients."""
-        self._check_here("optim_step")
         factor = schedule_factor(self.steps, self.total_steps, self._schedule)
         rates = self._optimizers.learning_rates(factor)
         self.steps += 1
@@ -209,12 +214,11 @@ class TorchLearner(Learner):
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probabilities of the trained tokens, one [N] tensor per micro-batch, without gradients."""
-        self._check_here("logprobs")
         with torch.no_grad():
             return [self.policy.forward(batch).logprobs for batch in batches]
 
     def values(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the state values before each trained token, where a critic shares this model (``learn/critic.py``)."""
+        """Return the state values before each trained token, where a critic is on this model (``learn/critic.py``)."""
         if self.policy.value_head is None:
             return super().values(batches)
         with torch.no_grad():
@@ -234,13 +238,13 @@ class TorchLearner(Learner):
         lora = self.policy.lora
         return None if lora is None or lora.continued else lora.off()
 
-    def save_model(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+    def save_model(self, directory: Path) -> None:
         """Write the model in Hugging Face format with adapters merged, and its tokenizer files."""
-        self.policy.save_hf(directory, extra=extra)
+        self.policy.save_hf(directory)
 
-    def save(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
+    def save(self, directory: Path) -> None:
         """Write the model in Hugging Face format, or its adapters in peft's, and the optimizer state."""
-        self.policy.save_trained(directory, extra=extra)
+        self._save_weights(directory)
         state = {
             "steps": self.steps,
             "skipped": dict(self.skipped),
@@ -263,11 +267,17 @@ class TorchLearner(Learner):
             state: dict[str, Any] = torch.load(file, map_location=CPU, weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
-        load_weights(self.policy, directory)
+        self._load_weights(directory)
         self._optimizers.load_state_dict(state["optimizer"])
         self.steps = int(state["steps"])
         self.skipped = Counter(state["skipped"])
         self._bad_steps = int(state["bad_steps"])
+
+    def _save_weights(self, directory: Path) -> None:
+        self.policy.save_trained(directory)
+
+    def _load_weights(self, directory: Path) -> None:
+        load_weights(self.policy, directory)
 
     def offload(self) -> int:
         """Move parameters, gradients and optimizer state to the CPU; 0 bytes where they are there already."""
@@ -296,10 +306,6 @@ class TorchLearner(Learner):
             release_cached()
         return moved
 
-    def _check_here(self, what: str) -> None:
-        if self._away:
-            raise TrainError(f"{what} was called while the learner is offloaded to the CPU: call onload() first")
-
     def _skip_bad_step(self, norm: float) -> None:
         self._optimizers.zero_grad()
         self.skipped["non_finite"] += 1
@@ -308,7 +314,7 @@ class TorchLearner(Learner):
         if self._bad_steps >= _MOST_BAD_STEPS:
             raise TrainError(
                 f"{self._bad_steps} optimizer steps in a row had no finite gradient (last norm: {norm}); "
-                "lower optim.lr, or resume from an earlier checkpoint"
+                "lower optim.lr (critic.lr for a critic), or resume from an earlier checkpoint"
             )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from turnwise.errors import TrainError
 from turnwise.seeding import stable_hash
 from turnwise.trainer.algorithms.config import AlgorithmConfig
-from turnwise.trainer.algorithms.correction import correct
+from turnwise.trainer.algorithms.correction import CorrectedRows, correct
 from turnwise.trainer.algorithms.gap import GapWatch
 from turnwise.trainer.algorithms.kl import KLTerm
 from turnwise.trainer.algorithms.losses.core import weigh
@@ -50,13 +49,12 @@ def update_policy(
     """
     objective = PolicyObjective.of(algorithm, kl)
     select = algorithm.chosen_selection()
-    step_rows = _correct_rows(learner, rows, algorithm, batch)
-    rows, old = step_rows.rows, step_rows.old
-    reference = None if kl is None else step_rows.of_kept_tokens(kl.ref_logprobs)
+    corrected, old = _correct_rows(learner, rows, algorithm, batch)
+    reference = None if kl is None else corrected.of_kept_tokens(kl.ref_logprobs)
     updates: list[tuple[Stats, StepResult]] = []
     computed = 0
     for epoch in range(algorithm.epochs):
-        parts = minibatches(rows, algorithm.minibatches, stable_hash("minibatches", seed, epoch))
+        parts = minibatches(corrected.rows, algorithm.minibatches, stable_hash("minibatches", seed, epoch))
         for number, part in enumerate(parts):
             weighed, normalizer = weigh(part, algorithm.aggregation, scale=algorithm.loss_scale)
             selected: dict[RowKey, Tensor] = {}
@@ -76,7 +74,7 @@ def update_policy(
                 updates.append((stats, learner.optim_step()))
             elif done := critic.update(learner, batches, watched, normalizer, alone=critic_alone, changing=changing):
                 updates.append(done)
-    metrics = update_metrics(updates) | step_rows.metrics | {"batch/packed_tokens": float(computed)}
+    metrics = update_metrics(updates) | corrected.metrics | {"batch/packed_tokens": float(computed)}
     return metrics | ({} if critic is None else critic.metrics())
 
 
@@ -104,43 +102,25 @@ def _add_row_tensors(
         micro.selected = torch.cat([selected[key] for key in keys])
 
 
-@dataclass(frozen=True, slots=True)
-class _StepRows:
-    """The state before the first update.
-
-    ``old`` has log-probabilities and ``kept`` the tokens that a correction left, by row (empty without one).
-    """
-
-    rows: Sequence[TrainRow]
-    old: Mapping[RowKey, Tensor] | None
-    metrics: dict[str, float]
-    kept: Mapping[RowKey, Tensor]
-
-    def of_kept_tokens(self, values: Mapping[RowKey, Tensor]) -> Mapping[RowKey, Tensor]:
-        return {key: tensor[self.kept[key]] for key, tensor in values.items()} if self.kept else values
-
-
 def _correct_rows(
     learner: Learner, rows: Sequence[TrainRow], algorithm: AlgorithmConfig, batch: BatchConfig
-) -> _StepRows:
-    """Correct the rows, and compute the old policy's log-probabilities.
+) -> tuple[CorrectedRows, Mapping[RowKey, Tensor] | None]:
+    """Return the rows before the first update, corrected, and the old policy's log-probabilities.
 
     They are None for a single update, whose own forward pass gives them (ratio 1).
     """
     several = algorithm.epochs > 1 or algorithm.minibatches > 1 or algorithm.chosen_selection() is not None
     old: Mapping[RowKey, Tensor] | None = None
     if algorithm.correction is not None or (several and algorithm.old_logprobs == "recompute"):
-        old = recompute_logprobs(learner, rows, batch)
-    metrics: dict[str, float] = {}
-    kept: Mapping[RowKey, Tensor] = {}
+        old = recompute_logprobs(learner.logprobs, rows, batch)
+    corrected = CorrectedRows(list(rows), {}, {})
     if algorithm.correction is not None and old is not None:
         corrected = correct(rows, old, algorithm.correction)
-        kept = corrected.kept
-        old = {key: logprobs[kept[key]] for key, logprobs in old.items()}
-        rows, metrics = corrected.rows, corrected.metrics
+        old = corrected.of_kept_tokens(old)
     if algorithm.old_logprobs == "rollout":
-        old = {row.sample.key: torch.from_numpy(row.sample.rollout_logprobs[row.sample.loss_mask]) for row in rows}
-    return _StepRows(rows, old, metrics, kept)
+        samples = [row.sample for row in corrected.rows]
+        old = {sample.key: torch.from_numpy(sample.rollout_logprobs[sample.loss_mask]) for sample in samples}
+    return corrected, old
 
 
 def select_tokens(
@@ -165,12 +145,7 @@ def minibatches(rows: Sequence[TrainRow], count: int, seed: int) -> list[list[Tr
 
     Rows of a trajectory stay together; trajectories are shuffled by ``seed`` and dealt round-robin. With ``count`` 1
     the order is unchanged. No part is empty unless ``rows`` is.
-
-    Raises:
-        TrainError: ``count`` is below 1.
     """
-    if count < 1:
-        raise TrainError(f"minibatches is {count}; it must be at least 1")
     if count == 1:
         return [list(rows)]
     by_trajectory: dict[str, list[TrainRow]] = {}

@@ -420,7 +420,7 @@ def _update(
     return_freed_memory(above=_MOST_IDLE)
     if policy.kl is not None:
         metrics |= policy.kl.step(experience.metrics | metrics)
-        run.state.kl_coefs[policy.name] = policy.kl.control.coef
+        run.state.kl_coefs[policy.name] = policy.kl.coef
     return metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,16 +20,24 @@ from turnwise.trainer.model.layout import Bucket, OwnBucket, PackedLayout
 _BLOCK = 128
 
 
-def flex_tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How the scores of queries and keys are computed.
+
+    Attributes:
+        scaling: Factor of the scores; None is ``D ** -0.5``.
+        window: Sliding window in tokens of the path, the query included; None is unbounded.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``; None leaves them.
+        sinks: Attention sinks of shape [H]: a score per head in the softmax without a value.
+    """
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
     """Attend causally to the own segment and its ancestors, by FlexAttention.
 
     Args:
@@ -36,22 +45,20 @@ def flex_tree_attention(
         key: Shape [1, K, T, D], H a multiple of K.
         value: Shape [1, K, T, V].
         layout: The segments.
-        scaling: Factor of the scores; None is ``D ** -0.5``.
-        window: Sliding window in tokens of the path, the query included; None is unbounded.
-        softcap: Scores become ``softcap * tanh(scores / softcap)``; None leaves them.
-        sinks: Attention sinks of shape [H]: a score per head in the softmax without a value.
+        scoring: How scores are computed.
 
     Returns:
         Shape [1, T, H, V].
     """
+    softcap, sinks = scoring.softcap, scoring.sinks
     attend: Any = _compiled() if compiles_attention(query.device) else flex_attention
     attended: Any = attend(
         query,
         key,
         value,
         score_mod=None if softcap is None else _capped(softcap, query.device),
-        block_mask=block_mask(layout, window),
-        scale=scaling,
+        block_mask=block_mask(layout, scoring.window),
+        scale=scoring.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
@@ -83,7 +90,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 def block_mask(layout: PackedLayout, window: int | None) -> BlockMask:
-    """Return the block mask of a layout, computed from intervals; ``window`` as in :func:`flex_tree_attention`."""
+    """Return the block mask of a layout, computed from intervals; ``window`` as in :class:`Scoring`."""
     masks = layout.block_masks
     if window not in masks:
         masks[window] = _block_mask(layout, window)
@@ -274,10 +281,10 @@ def packed_attention(
         value: Shape [1, K, T, V].
         attention_mask: Must be None.
         dropout: Not applied: rollout and training must compute the same function.
-        scaling: Factor of the scores; None is ``D ** -0.5``.
-        sliding_window: In tokens of the path, the query included; None is unbounded.
-        softcap: Scores become ``softcap * tanh(scores / softcap)``; None leaves them.
-        s_aux: Attention sinks of shape [H]: a score per head in the softmax without a value.
+        scaling: As in :class:`Scoring`, and the three below.
+        sliding_window: The window.
+        softcap: The softcap.
+        s_aux: The sinks.
         **kwargs: Contains the layout.
 
     Returns:
@@ -293,29 +300,20 @@ def packed_attention(
         # What scaled_dot_product_attention would do; rotary embeddings leave queries and keys in float32.
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     if (sequence := layout.sequence) is None:
-        return _attend(query, key, value, layout, scaling, window, softcap, s_aux), None
+        return _attend(query, key, value, layout, Scoring(scaling, window, softcap, s_aux)), None
     query, key, value = sequence.to_heads(query, key, value, layout.tokens)
-    sinks = None if s_aux is None else sequence.own_heads(s_aux)
-    return sequence.to_tokens(_attend(query, key, value, layout, scaling, window, softcap, sinks)), None
+    scoring = Scoring(scaling, window, softcap, None if s_aux is None else sequence.own_heads(s_aux))
+    return sequence.to_tokens(_attend(query, key, value, layout, scoring)), None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend by the kernel for the device and the options; arguments as in :func:`flex_tree_attention`."""
-    plain = window is None and softcap is None and sinks is None and value.shape[-1] == query.shape[-1]
-    if plain and on_cpu(query.device):
-        return shared_attention(query, key, value, layout, scaling)
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
+    """Attend by the kernel for the device and the scoring; arguments as in :func:`flex_tree_attention`."""
+    plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
+    if plain and on_cpu(query.device) and value.shape[-1] == query.shape[-1]:
+        return shared_attention(query, key, value, layout, scoring.scaling)
     if layout.is_tree and compiles_attention(query.device):
-        return flex_tree_attention(query, key, value, layout, scaling, window, softcap, sinks)
-    return _by_paths(query, key, value, layout, scaling, window, softcap, sinks)
+        return flex_tree_attention(query, key, value, layout, scoring)
+    return _by_paths(query, key, value, layout, scoring)
 
 
 def _layout_of(query: Tensor, attention_mask: Tensor | None, arguments: Mapping[str, Any]) -> PackedLayout:
@@ -333,16 +331,7 @@ def _layout_of(query: Tensor, attention_mask: Tensor | None, arguments: Mapping[
     return layout
 
 
-def _by_paths(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _by_paths(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
     """Attend by groups of similar segments, each over the keys of its whole path; any device and option.
 
     Keys of a shared ancestor are copied to each of its segments; their gradients add up in the backward pass.
@@ -354,14 +343,14 @@ def _by_paths(
         bq = q.index_select(0, bucket.queries).view(*bucket.shape, *q.shape[1:]).transpose(1, 2)
         count = bucket.shape[0]
         bk, bv = (x.index_select(0, bucket.keys).view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        mask = _path_mask(bucket, window)
-        if softcap is None and sinks is None:
+        mask = _path_mask(bucket, scoring.window)
+        if scoring.softcap is None and scoring.sinks is None:
             grouped = bq.shape[1] != bk.shape[1]
             out = F.scaled_dot_product_attention(
-                bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+                bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling, enable_gqa=grouped
             )
         else:
-            out = _explicit_attention(bq, bk, bv, mask, scaling, softcap, sinks)
+            out = _explicit_attention(bq, bk, bv, mask, scoring)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     dense = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return _collect(dense, layout.dense_queries, layout.scatter, layout.pads)[None]
@@ -378,26 +367,18 @@ def _path_mask(bucket: Bucket, window: int | None) -> Tensor | None:
     return seen[:, None]
 
 
-def _explicit_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _explicit_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Attention without a fused kernel. Shapes as in ``scaled_dot_product_attention``."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.float().masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
+    if scoring.sinks is not None:
+        column = scoring.sinks.float().view(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)

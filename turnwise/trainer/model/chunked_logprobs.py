@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody reads
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from turnwise.engine.accelerator import on_cpu
 
@@ -66,7 +65,7 @@ class LogitTransform:
 
 
 def score_states(
-    head: nn.Module,
+    head: nn.Linear,
     states: Tensor,
     ids: Tensor,
     temperatures: Tensor,
@@ -82,8 +81,7 @@ def score_states(
     parameters. Under autocast, products are computed in its type and everything after them in float32.
 
     Args:
-        head: The output layer. A plain ``nn.Linear`` is computed in tiles of the vocabulary; any other module (an
-            adapter, one with hooks) is called on tiles of states.
+        head: The output layer, whose hooks are not called.
         states: Shape [N, hidden].
         ids: int64 of shape [N].
         temperatures: Shape [N], above 0, on any device; constants.
@@ -96,8 +94,6 @@ def score_states(
         Two tensors of shape [N], in float32 (float64 for float64 states); the second is None without ``entropy``.
     """
     divide = None if bool((temperatures == 1).all()) else temperatures.to(states.device)[:, None]
-    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
-        return _call_head(head, states, ids, divide, transform, entropy, tile_bytes or HELD_BYTES)
     if tile_bytes is None:
         all_bytes = 4 * states.shape[0] * head.out_features
         tile_bytes = _TILE_BYTES if on_cpu(states.device) else _TILE_BYTES_ELSEWHERE
@@ -128,37 +124,6 @@ class _Tiles:
 
     def spans(self, vocabulary: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.columns, vocabulary)) for start in range(0, vocabulary, self.columns)]
-
-
-def _call_head(
-    head: nn.Module,
-    states: Tensor,
-    ids: Tensor,
-    divide: Tensor | None,
-    transform: LogitTransform,
-    entropy: bool,
-    tile_bytes: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Score by calling the head on tiles of states, checkpointed if several."""
-    # A peft layer exposes the weight of the layer that it wraps.
-    assert isinstance(head.weight, Tensor)
-    rows = max(1, tile_bytes // (4 * head.weight.shape[0]))
-
-    def part(states: Tensor, ids: Tensor, divide: Tensor | None) -> tuple[Tensor, Tensor]:
-        scaled = _scale(head(states), transform, divide)
-        logs = F.log_softmax(scaled, dim=-1)
-        return logs.gather(1, ids[:, None])[:, 0], -_dot(logs.exp(), logs) if entropy else logs.new_zeros(0)
-
-    if states.shape[0] <= rows:
-        tiles = [part(states, ids, divide)]
-    else:
-        tiles = []
-        for start in range(0, states.shape[0], rows):
-            rows_of_tile = slice(start, start + rows)
-            arguments = (states[rows_of_tile], ids[rows_of_tile], None if divide is None else divide[rows_of_tile])
-            recomputes = torch.is_grad_enabled()
-            tiles.append(checkpoint(part, *arguments, use_reentrant=False) if recomputes else part(*arguments))
-    return torch.cat([scores[0] for scores in tiles]), torch.cat([scores[1] for scores in tiles]) if entropy else None
 
 
 def _scale(raw: Tensor, transform: LogitTransform, divide: Tensor | None) -> Tensor:

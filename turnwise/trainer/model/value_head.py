@@ -65,3 +65,11 @@ def read_head(directory: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     return state
+
+
+def open_head(model: Any, directory: Path | None) -> ValueHead:
+    """Return the value head for a model: the one that is saved in a directory, or a new one."""
+    head = ValueHead(model.get_output_embeddings().weight.shape[1])
+    if directory is not None and (directory / HEAD_FILE).is_file():
+        head.load_state_dict(read_head(directory)["head"])
+    return head

@@ -302,7 +302,7 @@ class Diagnostics:
         words = ""
         members = [trajectory for group in groups for trajectory in group.trajectories]
         if gaps.turns:
-            trajectory_ids = {token_gap.trajectory for token_gap in gaps.largest}
+            trajectory_ids = {token["trajectory"] for token in gaps.largest}
             trajectories = {member.id: member for member in members if member.id in trajectory_ids}
             record = gap_record(gaps, trajectories, policy.renderer)
             self._log.log({"kind": "gap", "step": step, **fields, **record})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,33 +73,23 @@ class DisplayLayout:
     curve: str
 
 
-def pair_display(title: str) -> DisplayLayout:
-    """Return the display of a run on preferences."""
-    columns = {
-        "loss": "train/loss",
-        "accuracy": "preference/accuracy",
-        "margin": "preference/margin",
-        "grad": "train/grad_norm",
-        "tok/s": "time/tokens_per_s",
-    }
-    return DisplayLayout(title, columns, "preference/accuracy")
-
-
-def prepare(config: OfflineConfig, console: Console | None = None) -> Path:
-    """Return the directory of the future model, without writing anything; warnings are printed.
+def prepare(config: OfflineConfig, console: Console | None = None) -> None:
+    """Check what a run needs, without writing anything; warnings are printed.
 
     Raises:
-        TrainError: It exists already.
+        TrainError: The future model exists already.
         ConfigError: There is no initial model, or it does not fit into memory.
         MissingExtraError: A logger's package is not installed.
     """
     check_loggers(config.loggers)
     for warning in check_machine(config.policy):
         print_notice(console, f"warning: {warning}")
-    target = config.runs / config.name / "model"
-    if target.exists() and not config.overwrite:
-        raise TrainError(f"{target} exists; choose another name, remove it, or set overwrite: true")
-    return target
+    if _model_directory(config).exists() and not config.overwrite:
+        raise TrainError(f"{_model_directory(config)} exists; choose another name, remove it, or set overwrite: true")
+
+
+def _model_directory(config: OfflineConfig) -> Path:
+    return config.runs / config.name / "model"
 
 
 def print_notice(console: Console | None, text: str) -> None:
@@ -107,20 +97,17 @@ def print_notice(console: Console | None, text: str) -> None:
     (console or Console(stderr=True)).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def fit(
+def train_offline(
     config: OfflineConfig,
     learner: Learner,
-    steps: int,
-    order: Iterator[list[int]],
-    make: Callable[[list[int]], Batch],
+    batches: Iterator[Batch],
     layout: DisplayLayout,
     console: Console | None,
-) -> dict[str, float]:
-    """Take optimizer steps, log and show them; return the metrics of the last one.
-
-    ``order`` yields the indices of each step, of which ``make`` makes a batch.
-    """
+    renderer: Renderer | None,
+) -> OfflineResult:
+    """Take the learner's optimizer steps, log and show them, and save the model with the renderer's chat format."""
     console = console or Console(stderr=True)
+    steps = learner.total_steps
     directory = config.runs / config.name
     logged = LoggedRun(config.name, uuid.uuid4().hex[:12], directory, config.model_dump(mode="json"), 0)
     logger = RunLog.open(logged, config.loggers, console)
@@ -130,7 +117,7 @@ def fit(
         with LiveDisplay(title, steps, layout.columns, curve=layout.curve, console=console) as display:
             for step in range(1, steps + 1):
                 started = time.perf_counter()
-                batch = make(next(order))
+                batch = next(batches)
                 metrics = take_step(learner, batch)
                 seconds = time.perf_counter() - started
                 metrics["time/step_s"] = seconds
@@ -139,7 +126,8 @@ def fit(
                 display.step(step, metrics)
     finally:
         logger.close()
-    return metrics
+    _save_model(learner, renderer, _model_directory(config))
+    return OfflineResult(_model_directory(config), steps, metrics)
 
 
 def take_step(learner: Learner, batch: Batch) -> dict[str, float]:
@@ -162,10 +150,12 @@ def shuffled(count: int, size: int, seed: int) -> Iterator[list[int]]:
         epoch += 1
 
 
-def save_model(learner: Learner, renderer: Renderer | None, target: Path) -> None:
-    """Write the model, with the chat format of ``renderer``, to a temporary directory and rename it."""
+def _save_model(learner: Learner, renderer: Renderer | None, target: Path) -> None:
+    """Write the model to a temporary directory and rename it."""
     with drafted_directory(target) as draft:
-        learner.save_model(draft, extra=None if renderer is None else lambda folder: save_format(renderer, folder))
+        learner.save_model(draft)
+        if renderer is not None:
+            save_format(renderer, draft)
 
 
 def json_lines(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, object]]]:

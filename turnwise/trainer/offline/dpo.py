@@ -18,18 +18,7 @@ from turnwise.trainer.algorithms.losses.preference import dpo_loss, ipo_loss, pa
 from turnwise.trainer.config.offline import DPOConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.learn.learner import Learner, open_learner
-from turnwise.trainer.offline.core import (
-    Batch,
-    OfflineResult,
-    fit,
-    make_pairs,
-    pair_display,
-    prepare,
-    print_notice,
-    read_recorded,
-    save_model,
-    shuffled,
-)
+from turnwise.trainer.offline.core import OfflineResult, make_pairs, prepare, print_notice, read_recorded
 from turnwise.trainer.offline.preferences import (
     Pair,
     load_preferences,
@@ -37,6 +26,7 @@ from turnwise.trainer.offline.preferences import (
     preference_pairs,
     recorded_pairs,
     token_sides,
+    train_pairs,
 )
 
 
@@ -84,7 +74,7 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
         TaskError: The data cannot be read or rendered in the model's chat format, or has no pair.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
     """
-    target = prepare(config, console)
+    prepare(config, console)
     renderer = config.renderer.load(config.model.path)
     pairs, left_out = _pairs(config, renderer)
     if not pairs:
@@ -92,22 +82,17 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
     if left_out:
         print_notice(console, f"max_tokens_per_row {config.max_tokens_per_row} leaves {left_out} pairs out")
     steps = config.steps_over(len(pairs), config.pairs)
-    learner = open_learner(config.policy, steps)
-    judge = learner
+    learner = judge = open_learner(config.policy, steps)
     if config.reference is not None:
         model = config.model.model_copy(update={"path": config.reference, "lora": None})
         judge = open_learner(config.policy.model_copy(update={"model": model}), steps)
     reference = reference_sums(judge, pairs, config)
     del judge
 
-    def make(indices: list[int]) -> Batch:
-        micro, sides = pack_pairs([pairs[index] for index in indices], config.max_tokens_per_micro_batch)
-        return Batch(micro, PreferenceObjective(config, sides, reference[indices]), float(len(indices)), len(indices))
+    def objective(indices: list[int], sides: Tensor) -> PreferenceObjective:
+        return PreferenceObjective(config, sides, reference[indices])
 
-    order = shuffled(len(pairs), config.pairs, config.seed)
-    metrics = fit(config, learner, steps, order, make, pair_display("dpo"), console)
-    save_model(learner, renderer, target)
-    return OfflineResult(target, steps, metrics)
+    return train_pairs(config, learner, pairs, objective, "dpo", console, renderer)
 
 
 def reference_sums(learner: Learner, pairs: Sequence[Pair], config: DPOConfig) -> Tensor:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from turnwise.errors import SessionError, TaskError, TrainError
+from turnwise.errors import SessionError, TaskError
 from turnwise.inference.scripted import replay
 from turnwise.model.core import Renderer
-from turnwise.trainer.batch.packing import pack
+from turnwise.trainer.batch.packing import first_fit, pack
+from turnwise.trainer.config.offline import DPOConfig, RewardModelConfig
 from turnwise.trainer.core import MicroBatch, TrainRow
-from turnwise.trainer.offline.core import json_lines
+from turnwise.trainer.learn.learner import Learner, Objective
+from turnwise.trainer.offline.core import Batch, DisplayLayout, OfflineResult, json_lines, shuffled, train_offline
 from turnwise.trajectory import TrainSample, Trajectory, to_samples
 from turnwise.types import Message, ToolSchema
 
@@ -76,12 +79,8 @@ async def demonstration_rows(
     return rows_by_demonstration, cut
 
 
-def read_messages(where: str, value: Any) -> list[Message]:
-    """Validate a list of messages in OpenAI's format.
-
-    Raises:
-        TaskError: It is none.
-    """
+def _messages(where: str, value: Any) -> list[Message]:
+    """Read a list of messages in OpenAI's format."""
     if not isinstance(value, list):
         raise TaskError(f"{where} is {value!r}; it must be a list of messages")
     for index, message in enumerate(value):
@@ -90,22 +89,22 @@ def read_messages(where: str, value: Any) -> list[Message]:
     return value
 
 
-def read_tools(where: str, value: Any) -> list[ToolSchema]:
-    """Validate a list of tools in OpenAI's format.
-
-    Raises:
-        TaskError: A tool has no name.
-    """
-    return [_tool(f"{where}: tools[{index}]", tool) for index, tool in enumerate(value or ())]
-
-
 def _demonstration(where: str, record: Any) -> Demonstration:
     if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
         raise TaskError(f"{where}: messages is missing; a row is an object with a list of messages")
-    if unknown := sorted(set(record) - {"messages", "tools", "id"}):
-        raise TaskError(f"{where}: unknown field {unknown[0]!r}; allowed: messages, tools, id")
-    messages = read_messages(f"{where}: messages", record["messages"])
-    return Demonstration(str(record.get("id", where)), messages, read_tools(where, record.get("tools")))
+    _check_fields(where, record, ("messages", "tools", "id"))
+    messages = _messages(f"{where}: messages", record["messages"])
+    return Demonstration(str(record.get("id", where)), messages, _tools(where, record))
+
+
+def _check_fields(where: str, record: dict[str, Any], allowed: Sequence[str]) -> None:
+    if unknown := sorted(set(record) - set(allowed)):
+        raise TaskError(f"{where}: unknown field {unknown[0]!r}; allowed: {', '.join(allowed)}")
+
+
+def _tools(where: str, record: dict[str, Any]) -> list[ToolSchema]:
+    """Read a row's tools in OpenAI's format."""
+    return [_tool(f"{where}: tools[{index}]", tool) for index, tool in enumerate(record.get("tools") or ())]
 
 
 def _tool(where: str, tool: Any) -> ToolSchema:
@@ -114,9 +113,6 @@ def _tool(where: str, tool: Any) -> ToolSchema:
         raise TaskError(f"{where} is {tool!r}; a tool is an object with function.name")
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return ToolSchema(function["name"], function.get("description") or "", parameters)
-
-
-_FIELDS = ("prompt", "messages", "chosen", "rejected", "tools", "margin", "id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,25 +226,41 @@ def pack_pairs(pairs: Sequence[Pair], max_tokens: int) -> tuple[list[MicroBatch]
         indices_by_pair.append(list(range(len(rows), len(rows) + len(pair_rows))))
         rows += pair_rows
         sides += [2 * number] * len(pair.chosen) + [2 * number + 1] * len(pair.rejected)
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for number in sorted(range(len(pairs)), key=lambda index: -pairs[index].tokens):
-        size = pairs[number].tokens
-        target = next((target for target, free in enumerate(room) if free >= size), len(bins))
-        if target == len(bins):
-            bins.append([])
-            room.append(max_tokens)
-        bins[target] += indices_by_pair[number]
-        room[target] -= size
     batches: list[MicroBatch] = []
-    for members in bins:
+    for pairs_of_bin in first_fit([pair.tokens for pair in pairs], max_tokens):
+        members = [index for number in pairs_of_bin for index in indices_by_pair[number]]
         packed = [rows[index] for index in members]
         # The prompt that both sides share is computed once.
-        micro_batches = pack(packed, sum(len(row.sample.input_ids) for row in packed), share_prefixes=True)
-        if len(micro_batches) != 1:
-            raise TrainError(f"{len(packed)} rows of pairs were laid into {len(micro_batches)} micro-batches")
-        batches.append(replace(micro_batches[0], rows=tuple(members[index] for index in micro_batches[0].rows)))
+        (micro,) = pack(packed, sum(len(row.sample.input_ids) for row in packed), share_prefixes=True)
+        batches.append(replace(micro, rows=tuple(members[index] for index in micro.rows)))
     return batches, torch.tensor(sides, dtype=torch.int64)
+
+
+def train_pairs(
+    config: DPOConfig | RewardModelConfig,
+    learner: Learner,
+    pairs: Sequence[Pair],
+    objective: Callable[[list[int], Tensor], Objective],
+    title: str,
+    console: Console | None,
+    renderer: Renderer | None = None,
+) -> OfflineResult:
+    """Train on pairs and save the model; ``objective`` is that of a step's indices and of the sides of its rows."""
+
+    def make(indices: list[int]) -> Batch:
+        micro, sides = pack_pairs([pairs[index] for index in indices], config.max_tokens_per_micro_batch)
+        return Batch(micro, objective(indices, sides), float(len(indices)), len(indices))
+
+    columns = {
+        "loss": "train/loss",
+        "accuracy": "preference/accuracy",
+        "margin": "preference/margin",
+        "grad": "train/grad_norm",
+        "tok/s": "time/tokens_per_s",
+    }
+    batches = map(make, shuffled(len(pairs), config.pairs, config.seed))
+    layout = DisplayLayout(title, columns, "preference/accuracy")
+    return train_offline(config, learner, batches, layout, console, renderer)
 
 
 def token_sides(batch: MicroBatch, sides: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,8 +283,7 @@ def _trained_pairs(pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
 def _preference(where: str, record: Any) -> Preference:
     if not isinstance(record, dict) or "chosen" not in record or "rejected" not in record:
         raise TaskError(f"{where}: chosen or rejected is missing; a row is an object with prompt, chosen and rejected")
-    if unknown := sorted(set(record) - set(_FIELDS)):
-        raise TaskError(f"{where}: unknown field {unknown[0]!r}; allowed: {', '.join(_FIELDS)}")
+    _check_fields(where, record, ("prompt", "messages", "chosen", "rejected", "tools", "margin", "id"))
     if "prompt" in record and "messages" in record:
         raise TaskError(f"{where}: prompt and messages are the same thing: give one of them")
     prompt_value = record.get("prompt", record.get("messages"))
@@ -296,10 +307,10 @@ def _preference(where: str, record: Any) -> Preference:
     if isinstance(margin, bool) or not isinstance(margin, (int, float)):
         raise TaskError(f"{where}: margin is {margin!r}; it must be a number")
     name = str(record.get("id", where))
-    return Preference(name, prompt, chosen, rejected, read_tools(where, record.get("tools")), float(margin))
+    return Preference(name, prompt, chosen, rejected, _tools(where, record), float(margin))
 
 
 def _read_side(where: str, value: Any, role: str) -> list[Message]:
     if isinstance(value, str):
         return [Message(role=role, content=value)]  # type: ignore[typeddict-item]
-    return read_messages(where, [value] if isinstance(value, dict) else value)
+    return _messages(where, [value] if isinstance(value, dict) else value)

@@ -24,19 +24,21 @@ from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.offline.core import (
-    Batch,
     OfflineResult,
     branch_messages,
-    fit,
     make_pairs,
-    pair_display,
     prepare,
     print_notice,
     read_recorded,
-    save_model,
-    shuffled,
 )
-from turnwise.trainer.offline.preferences import Pair, Preference, load_preferences, pack_pairs, token_sides
+from turnwise.trainer.offline.preferences import (
+    Pair,
+    Preference,
+    load_preferences,
+    pack_pairs,
+    token_sides,
+    train_pairs,
+)
 from turnwise.trajectory import TrainSample
 
 try:
@@ -155,7 +157,7 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
     """
     if config.model.lora is not None:
         raise TrainError("model.lora is given, but a reward model is trained as a whole: remove it")
-    target = prepare(config, console)
+    prepare(config, console)
     encoder = Encoder(config.model.path)
     pairs = _drop_long_pairs(config, _pairs(config, encoder, console), console)
     if not pairs:
@@ -163,24 +165,18 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
     held_out = []
     if config.held_out is not None:
         held_out = _drop_long_pairs(config, _read_pairs(load_preferences(config.held_out), encoder, console), console)
-    steps = config.steps_over(len(pairs), config.pairs)
-    learner = TorchLearner(load_scoring(config.model, seed=config.seed), config.policy, steps)
+    scoring = load_scoring(config.model, seed=config.seed)
+    learner = TorchLearner(scoring, config.policy, config.steps_over(len(pairs), config.pairs))
 
-    def make(indices: list[int]) -> Batch:
-        selected = [pairs[index] for index in indices]
-        micro, sides = pack_pairs(selected, config.max_tokens_per_micro_batch)
-        margins = torch.tensor([pair.margin for pair in selected])
-        objective = RewardObjective(config.center_coef, sides, margins)
-        return Batch(micro, objective, float(len(selected)), len(selected))
+    def objective(indices: list[int], sides: Tensor) -> RewardObjective:
+        return RewardObjective(config.center_coef, sides, torch.tensor([pairs[index].margin for index in indices]))
 
-    order = shuffled(len(pairs), config.pairs, config.seed)
-    metrics = fit(config, learner, steps, order, make, pair_display("reward model"), console)
+    result = train_pairs(config, learner, pairs, objective, "reward model", console)
     if held_out:
         right = accuracy(learner, held_out, config.max_tokens_per_micro_batch)
-        metrics["preference/held_out_accuracy"] = right
+        result.metrics["preference/held_out_accuracy"] = right
         print_notice(console, f"held out: {right:.3f} of {len(held_out)} preferences are right")
-    save_model(learner, None, target)
-    return OfflineResult(target, steps, metrics)
+    return result
 
 
 def accuracy(learner: Learner, pairs: Sequence[Pair], max_tokens: int) -> float:
@@ -194,36 +190,20 @@ def accuracy(learner: Learner, pairs: Sequence[Pair], max_tokens: int) -> float:
     return right / len(pairs)
 
 
-def scored_row(token_ids: Sequence[int], name: str) -> TrainRow:
-    """Return the row of a conversation, with a dummy token as the trained one."""
-    length = len(token_ids) + 1
-    mask = np.zeros(length, np.bool_)
-    mask[-1] = True
-    sample = TrainSample(
-        input_ids=np.array([*token_ids, token_ids[-1]], np.int32),
-        loss_mask=mask,
-        rollout_logprobs=np.zeros(length, np.float32),
-        weight_versions=np.full(length, -1, np.int32),
-        turn_ids=np.where(mask, 0, -1).astype(np.int32),
-        trajectory_id=name,
-        group_id=name,
-        leaf=0,
-    )
-    return TrainRow(sample)
-
-
 def _pairs(config: RewardModelConfig, encoder: Encoder, console: Console | None) -> list[Pair]:
     if config.trajectories is None:
         assert config.data is not None, "a configuration has data or trajectories"
         return _read_pairs(load_preferences(config.data, config.limit), encoder, console)
     # What the reward's server will be asked about is messages: they are encoded as it encodes them.
     renderer = config.renderer.load(config.model.path)
-    trajectory_pairs = make_pairs(read_recorded(config.trajectories, renderer), config.trajectories)[: config.limit]
-    pairs = []
-    for number, (better, worse) in enumerate(trajectory_pairs):
-        chosen = _row(encoder, branch_messages(better), better.id, f"{number}-chosen")
-        pairs.append(Pair([chosen], [_row(encoder, branch_messages(worse), worse.id, f"{number}-rejected")]))
-    return pairs
+    recorded = make_pairs(read_recorded(config.trajectories, renderer), config.trajectories)[: config.limit]
+    return [
+        Pair(
+            [_row(encoder, branch_messages(better), better.id, f"{number}-chosen")],
+            [_row(encoder, branch_messages(worse), worse.id, f"{number}-rejected")],
+        )
+        for number, (better, worse) in enumerate(recorded)
+    ]
 
 
 def _read_pairs(preferences: Sequence[Preference], encoder: Encoder, console: Console | None) -> list[Pair]:
@@ -241,13 +221,26 @@ def _read_pairs(preferences: Sequence[Preference], encoder: Encoder, console: Co
 
 
 def _row(encoder: Encoder, messages: Sequence[Mapping[str, Any]], where: str, name: str) -> TrainRow:
+    """Return the row of a conversation, with a dummy token as the trained one."""
     try:
         token_ids = encoder.chat([dict(message) for message in messages], arguments={})
     except (RenderError, SessionError) as error:
         raise TaskError(f"{where}: {error}") from error
     if not token_ids:
         raise TaskError(f"{where}: the chat template renders nothing of it")
-    return scored_row(token_ids, name)
+    length = len(token_ids) + 1
+    mask = np.arange(length) == length - 1
+    sample = TrainSample(
+        input_ids=np.array([*token_ids, token_ids[-1]], np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.zeros(length, np.float32),
+        weight_versions=np.full(length, -1, np.int32),
+        turn_ids=np.where(mask, 0, -1).astype(np.int32),
+        trajectory_id=name,
+        group_id=name,
+        leaf=0,
+    )
+    return TrainRow(sample)
 
 
 def _drop_long_pairs(config: RewardModelConfig, pairs: list[Pair], console: Console | None) -> list[Pair]:

@@ -19,12 +19,11 @@ from turnwise.trainer.offline.core import (
     DisplayLayout,
     OfflineResult,
     filter_trajectories,
-    fit,
     prepare,
     print_notice,
     read_recorded,
-    save_model,
     shuffled,
+    train_offline,
 )
 from turnwise.trainer.offline.preferences import demonstration_rows, load_demonstrations
 from turnwise.trajectory import to_samples
@@ -43,7 +42,7 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
         TaskError: The data cannot be read or rendered in the model's chat format, or has nothing to learn from.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
     """
-    target = prepare(config, console)
+    prepare(config, console)
     renderer = config.renderer.load(config.model.path)
     rows, cut = _rows(config, renderer, console)
     rows = [group for group in rows if group]
@@ -61,10 +60,8 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
         packed = pack(weighed, config.max_tokens_per_micro_batch, share_prefixes=config.share_prefixes)
         return Batch(packed, objective, normalizer)
 
-    order = shuffled(len(rows), config.conversations, config.seed)
-    metrics = fit(config, learner, steps, order, make, _SHOWN, console)
-    save_model(learner, renderer, target)
-    return OfflineResult(target, steps, metrics)
+    batches = map(make, shuffled(len(rows), config.conversations, config.seed))
+    return train_offline(config, learner, batches, _SHOWN, console, renderer)
 
 
 def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tuple[list[list[TrainRow]], int]:

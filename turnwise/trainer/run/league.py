@@ -213,8 +213,8 @@ class League:
             private_directory(final.parent)
             # A killed process may have written the same step.
             with drafted_directory(final) as draft:
-                renderer = self._policy.renderer
-                self._policy.learner.save_model(draft, extra=lambda model: save_format(renderer, model))
+                self._policy.learner.save_model(draft)
+                save_format(self._policy.renderer, draft)
         except OSError as error:
             raise CheckpointError(f"league version {final} cannot be written: {error}; free disk space") from error
 

@@ -158,9 +158,10 @@ class TrainedPolicy(LoadedPolicy):
     def save(self, directory: Path) -> None:
         """Write the state of learner and critic, and the renderer's format, to its folder of a checkpoint."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.learner.save(directory, extra=lambda model: save_format(self.renderer, model))
+        self.learner.save(directory)
+        save_format(self.renderer, directory)
         if self.critic is not None:
-            self.critic.save(directory / CRITIC)
+            self.critic.learner.save(directory / CRITIC)
 
 
 async def serve_policies(

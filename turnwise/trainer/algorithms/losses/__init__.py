@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -79,55 +79,29 @@ LOSSES: dict[str, Loss] = {
 """Losses by the name that a configuration uses."""
 
 
-F = TypeVar("F", bound="Callable[..., Any] | Loss")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@overload
 def register_loss(
     name: str,
-    function: F,
     *,
     aggregation: LossAggregation = "token_mean",
     select: SelectFn | None = None,
     idle_at_zero: bool = False,
     uses_ratio: bool = True,
-) -> F: ...
-@overload
-def register_loss(
-    name: str,
-    function: None = None,
-    *,
-    aggregation: LossAggregation = "token_mean",
-    select: SelectFn | None = None,
-    idle_at_zero: bool = False,
-    uses_ratio: bool = True,
-) -> Callable[[F], F]: ...
-def register_loss(
-    name: str,
-    function: LossFn | Loss | None = None,
-    *,
-    aggregation: LossAggregation = "token_mean",
-    select: SelectFn | None = None,
-    idle_at_zero: bool = False,
-    uses_ratio: bool = True,
-) -> Any:
-    """Register a policy loss for ``algorithm.loss``; without a function, return a decorator.
+) -> Callable[[F], F]:
+    """Return a decorator that registers a policy loss for ``algorithm.loss``.
 
     It is called with :data:`LOSS_ARGUMENTS` and the part of :data:`LOSS_DATA` that it names. The other arguments are
-    those of :class:`Loss`; ``function`` may be a whole :class:`Loss`, to which they do not apply.
-
-    Raises:
-        RegistryError: The name is taken by another loss.
+    those of :class:`Loss`. The decorator raises RegistryError where the name is taken by another loss.
     """
 
-    def register(registered: Any) -> Any:
-        entry = registered
-        if not isinstance(registered, Loss):
-            entry = Loss(registered, aggregation, select, idle_at_zero, uses_ratio)
+    def register(function: F) -> F:
+        entry = Loss(function, aggregation, select, idle_at_zero, uses_ratio)
         register_entry(name, entry, LOSSES, "loss", of=lambda loss: loss.function)
-        return registered
+        return function
 
-    return register if function is None else register(function)
+    return register
 
 
 def find_loss(name: str) -> Loss:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from turnwise.errors import TrainError
 from turnwise.trainer.core import TrainRow
 
 MAX_LOG_RATIO = 20.0
@@ -23,9 +22,6 @@ MAX_LOG_RATIO = 20.0
 
 ClipLow: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 """How far a ratio may fall below 1."""
-
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 @dataclass(slots=True)
@@ -170,16 +166,11 @@ def loss_weights(
         trained_tokens: Trained tokens per row.
         trajectory_ids: Trajectory of each row.
         mode: The aggregation.
-        scale: Required by ``seq_mean_token_sum_norm``.
+        scale: The divisor of ``seq_mean_token_sum_norm``; None of others.
 
     Returns:
         Weights, one per row, and the normaliser, at least 1.
-
-    Raises:
-        TrainError: An unknown mode, a scale that is missing or not above 0, or lists of different lengths.
     """
-    if len(trained_tokens) != len(trajectory_ids):
-        raise TrainError(f"{len(trained_tokens)} token counts for {len(trajectory_ids)} trajectory ids")
     totals: Counter[str] = Counter()
     for tokens, name in zip(trained_tokens, trajectory_ids, strict=True):
         totals[name] += tokens
@@ -194,10 +185,4 @@ def loss_weights(
         return [1.0 / totals[name] if totals[name] else 0.0 for name in trajectory_ids], float(max(1, trajectories))
     if mode == "seq_mean_token_mean":
         return [1.0 / tokens if tokens else 0.0 for tokens in trained_tokens], float(max(1, rows))
-    if mode == "seq_mean_token_sum":
-        return ones, float(max(1, rows))
-    if mode == "seq_mean_token_sum_norm":
-        if scale is None or not scale > 0:
-            raise TrainError(f"algorithm.loss_scale is {scale}; {mode} divides by it, so give a number above 0")
-        return ones, max(1, rows) * scale
-    raise TrainError(f"algorithm.loss_aggregation is {mode!r}; allowed: {', '.join(get_args(LossAggregation))}")
+    return ones, max(1, rows) * (scale or 1.0)

@@ -1,7 +1,9 @@
 """Policy losses: what becomes of each sampled token's advantage and ratio, summed over tokens.
 
 The value of losses whose ratio is a constant weight (``cispo``, ``dppo_tv``, ``dppo_kl``, ``gpg``) is no estimate of an
-improvement; their gradient is what counts. A sequence is a row: a branch with the tokens that it owns.
+improvement; their gradient is what counts. A sequence is a row: a branch with the tokens that it owns. All report the
+sums ``ratio`` (of the weight that a token has) and ``approx_kl`` (k3, ``ratio - 1 - log ratio``: Schulman,
+"Approximating KL divergence", 2020) and the maximum ``ratio_max`` beside what they return of their own.
 
 Selection reads the whole optimizer step and the old policy's log-probabilities, not those of a micro-batch's forward
 pass: it does not depend on how rows are split, and is made before the first gradient.
@@ -12,18 +14,10 @@ from __future__ import annotations
 from typing import Annotated, TypeAlias
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from turnwise.trainer.algorithms.losses.core import (
-    ClipLow,
-    LossSums,
-    NotNegative,
-    Positive,
-    bounded_log_ratio,
-    ratio_sums,
-    span_mean,
-)
+from turnwise.trainer.algorithms.losses.core import ClipLow, LossSums, bounded_log_ratio, ratio_sums, span_mean
 
 
 def ppo_clip_loss(
@@ -33,7 +27,7 @@ def ppo_clip_loss(
     weights: Tensor,
     *,
     clip_low: ClipLow = 0.2,
-    clip_high: NotNegative = 0.28,
+    clip_high: NonNegativeFloat = 0.28,
     dual_clip: Annotated[float, Field(gt=1)] | None = None,
 ) -> LossSums:
     """Clipped policy-gradient loss, summed over tokens.
@@ -44,9 +38,7 @@ def ppo_clip_loss(
     and A < 0 the loss is at most ``-A * c``: Ye et al. 2020 (arXiv:1912.09729). The sum is ``sum(weights * L)``.
 
     Returns:
-        The loss; the sums ``ratio``, ``approx_kl`` (k3, ``ratio - 1 - log ratio``: Schulman, "Approximating KL
-        divergence", 2020), ``clip_fraction`` (tokens whose gradient the upper or lower bound cut off) and
-        ``dual_clip_fraction``; the maximum ``ratio_max``.
+        The loss; ``clip_fraction`` (tokens whose gradient the upper or lower bound cut off), ``dual_clip_fraction``.
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     ratio = log_ratio.exp()
@@ -73,7 +65,7 @@ def gspo_loss(
     *,
     sequences: Tensor,
     clip_low: ClipLow = 3e-4,
-    clip_high: NotNegative = 4e-4,
+    clip_high: NonNegativeFloat = 4e-4,
 ) -> LossSums:
     """Group sequence policy optimization: PPO's clipping on the ratio of the whole sequence.
 
@@ -83,7 +75,7 @@ def gspo_loss(
     ``sum(weights * L)``; the paper's objective is the aggregation ``seq_mean_token_mean``.
 
     Returns:
-        The loss; the sums ``ratio`` (of sequences), ``approx_kl`` (of tokens) and ``clip_fraction``; ``ratio_max``.
+        The loss; ``clip_fraction``. ``ratio`` is that of sequences.
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     mean = span_mean(log_ratio.detach(), sequences)
@@ -102,8 +94,8 @@ def gmpo_loss(
     weights: Tensor,
     *,
     sequences: Tensor,
-    clip_low: NotNegative = 0.4,
-    clip_high: NotNegative = 0.4,
+    clip_low: NonNegativeFloat = 0.4,
+    clip_high: NonNegativeFloat = 0.4,
 ) -> LossSums:
     """Geometric-mean policy optimization: the geometric mean of clipped token ratios.
 
@@ -114,7 +106,7 @@ def gmpo_loss(
     ``seq_mean_token_mean`` is the paper's objective.
 
     Returns:
-        The loss; the sums ``ratio`` (of sequences), ``approx_kl`` (of tokens) and ``clip_fraction``; ``ratio_max``.
+        The loss; ``clip_fraction``. ``ratio`` is that of sequences.
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     sign = advantages.sign()
@@ -132,8 +124,8 @@ def sapo_loss(
     advantages: Tensor,
     weights: Tensor,
     *,
-    tau_pos: Positive = 1.0,
-    tau_neg: Positive = 1.05,
+    tau_pos: PositiveFloat = 1.0,
+    tau_neg: PositiveFloat = 1.05,
 ) -> LossSums:
     """Soft adaptive policy optimization: a sigmoid gate in place of clipping.
 
@@ -153,7 +145,7 @@ def sapo_loss(
 
 
 def dro_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, beta: Positive = 0.1
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, beta: PositiveFloat = 0.1
 ) -> LossSums:
     """Direct reward optimization: REINFORCE with a quadratic penalty on the log-ratio.
 
@@ -177,8 +169,8 @@ def cispo_loss(
     advantages: Tensor,
     weights: Tensor,
     *,
-    clip_low: NotNegative = 1.0,
-    clip_high: NotNegative = 0.28,
+    clip_low: NonNegativeFloat = 1.0,
+    clip_high: NonNegativeFloat = 0.28,
 ) -> LossSums:
     """Clipped importance-sampling weights: no token loses its gradient.
 
@@ -202,9 +194,9 @@ def dppo_tv_loss(
     advantages: Tensor,
     weights: Tensor,
     *,
-    clip_low: Positive = 0.2,
-    clip_high: Positive = 0.2,
-    ratio_cap: Positive = 20.0,
+    clip_low: PositiveFloat = 0.2,
+    clip_high: PositiveFloat = 0.2,
+    ratio_cap: PositiveFloat = 20.0,
 ) -> LossSums:
     """Divergence PPO with the binary total variation: tokens are masked by the change of their probability.
 
@@ -228,9 +220,9 @@ def dppo_kl_loss(
     advantages: Tensor,
     weights: Tensor,
     *,
-    clip_low: Positive = 0.05,
-    clip_high: Positive = 0.05,
-    ratio_cap: Positive = 20.0,
+    clip_low: PositiveFloat = 0.05,
+    clip_high: PositiveFloat = 0.05,
+    ratio_cap: PositiveFloat = 20.0,
 ) -> LossSums:
     """Divergence PPO with the binary KL divergence.
 
@@ -327,7 +319,7 @@ def clip_cov_loss(
     *,
     selected: Tensor,
     clip_low: ClipLow = 0.2,
-    clip_high: NotNegative = 0.2,
+    clip_high: NonNegativeFloat = 0.2,
 ) -> LossSums:
     """PPO's clipped loss without the gradient of the ``selected`` tokens, bool of shape [N].
 
@@ -354,7 +346,7 @@ def kl_cov_loss(
     weights: Tensor,
     *,
     selected: Tensor,
-    penalty: NotNegative = 1.0,
+    penalty: NonNegativeFloat = 1.0,
 ) -> LossSums:
     """The unclipped policy gradient with a KL penalty on the ``selected`` tokens, bool of shape [N].
 
