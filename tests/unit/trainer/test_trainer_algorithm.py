@@ -221,5 +221,3 @@ def test_aggregations_over_sequences(row: Row) -> None:
     assert ([each.weight for each in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 3.0)
     weighed, normalizer = weigh(trained, "seq_mean_token_sum_norm", scale=10.0)
     assert ([each.weight for each in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 30.0)
-    with pytest.raises(Exception, match=r"algorithm\.loss_scale is None"):
-        weigh(trained, "seq_mean_token_sum_norm")
