@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.measure import machine, parse, parser, report
+from turnwise.ext.frameworks.transfer_queue import TransferQueuePayloads
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
 from turnwise.rollout.replay.group_store import TransferQueueConfig
-from turnwise.rollout.replay.transfer_queue import TransferQueuePayloads
 from turnwise.trajectory import TrajectoryGroup
 
 FIELDS = ("tokens", "rewards", "metrics")

@@ -72,7 +72,7 @@ def python_s_own_collections() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def transfer_queue() -> Iterator[Any]:
     """A TransferQueue on a Ray cluster of this machine: one for the tests of a worker, with the rows of all of them."""
-    module = pytest.importorskip("turnwise.rollout.replay.transfer_queue", reason="needs turnwise-rl[transfer-queue]")
+    module = pytest.importorskip("turnwise.ext.frameworks.transfer_queue", reason="needs turnwise-rl[transfer-queue]")
     queue = module.TransferQueuePayloads(TransferQueueConfig(units=2))
     asyncio.run(queue.start())
     yield queue

@@ -242,7 +242,15 @@ def _name_of(target: Any) -> tuple[str | None, str | None]:
     return None, None
 
 
-PLUGIN_KINDS: Final = ("environments", "environment_families", "agents", "sandboxes", "row_formats", "commands")
+PLUGIN_KINDS: Final = (
+    "environments",
+    "environment_families",
+    "agents",
+    "sandboxes",
+    "row_formats",
+    "payload_stores",
+    "commands",
+)
 """Kinds of plug-ins; the group of entry points is ``turnwise.<kind>``."""
 CHOSEN: Final = "TURNWISE_EXTENSIONS"
 """Which entry points are loaded: ``all`` (the default), ``none``, or their names separated by commas."""

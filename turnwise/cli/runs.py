@@ -1,4 +1,4 @@
-"""The commands that read a run's directory: ``view``, ``audit``, ``timeline``, ``replay`` and ``bisect``."""
+"""The commands that read a run's directory: ``view``, ``audit``, ``timeline`` and ``replay``."""
 
 from __future__ import annotations
 
@@ -96,37 +96,3 @@ def replay(
         typer.echo(f"{report.episodes} episodes replayed, {len(report.divergences)} diverge")
     if report.divergences or not report.episodes:
         raise typer.Exit(1)
-
-
-def bisect(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of an evaluation or a run.", show_default=False)
-    ],
-    episode: Annotated[
-        str,
-        typer.Argument(metavar="EPISODE", help="Id of an episode or trajectory (turnwise view).", show_default=False),
-    ],
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Model that continues it; by default the evaluation's.")
-    ] = None,
-    url: Annotated[str | None, typer.Option("--url", help="URL of a running server of it.")] = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Continuations from each turn.")] = 4,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="Sampling temperature.")] = None,
-    success_reward: Annotated[
-        float | None, typer.Option("--success-reward", help="Minimum reward of a success; by default the evaluation's.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the continuations.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
-    """Continue an episode from each of its turns, and print at which turn it was won or lost."""
-    from rich.console import Console
-
-    from turnwise.evaluation.replay.bisect import BisectSettings, run_bisect
-
-    urls = tuple(address.strip() for address in (url or "").split(",") if address.strip())
-    bisection = run_bisect(BisectSettings(source, episode, model, urls, samples, temperature, success_reward, seed))
-    if as_json:
-        typer.echo(json.dumps(bisection.to_json()))
-        return
-    Console().print(bisection.table())
-    typer.echo(bisection.verdict())

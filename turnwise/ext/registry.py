@@ -50,7 +50,9 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "swe-smith": f"{_FORMATS}:SWE_SMITH",
         "tau-retail": f"{_FORMATS}:TAU_RETAIL",
     },
+    "payload_stores": {"transfer_queue": "turnwise.ext.frameworks.transfer_queue:TransferQueuePayloads"},
     "commands": {
+        "bisect": "turnwise.ext.checks.commands:bisect",
         "check-env": "turnwise.ext.checks.commands:check_env",
         "check-sandbox": "turnwise.ext.checks.commands:check_sandbox",
         "export-env": "turnwise.ext.frameworks.commands:export_env",

@@ -113,7 +113,7 @@ def test_unused_transfer_queue_keys_are_refused() -> None:
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "turnwise.rollout.replay.transfer_queue", raising=False)
+    monkeypatch.delitem(sys.modules, "turnwise.ext.frameworks.transfer_queue", raising=False)
     config = ReplayConfig.model_validate({"backend": "transfer_queue"})
     with pytest.raises(MissingExtraError, match=r"pip install 'turnwise-rl\[transfer-queue\]'"):
         check_replay(config, RunFacts(2, sync=True))

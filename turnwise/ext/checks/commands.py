@@ -1,7 +1,8 @@
-"""The commands ``turnwise check-env`` and ``turnwise check-sandbox``."""
+"""The commands ``turnwise check-env``, ``turnwise check-sandbox`` and ``turnwise bisect``."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -220,3 +221,37 @@ def _show_sandbox(report: SandboxReport, console: Console) -> None:
         for note in report.capabilities.notes:
             console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
     console.print(Text(report.summary, style="green" if report.ok else "bold red"), soft_wrap=True)
+
+
+def bisect(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of an evaluation or a run.", show_default=False)
+    ],
+    episode: Annotated[
+        str,
+        typer.Argument(metavar="EPISODE", help="Id of an episode or trajectory (turnwise view).", show_default=False),
+    ],
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="Model that continues it; by default the evaluation's.")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--url", help="URL of a running server of it.")] = None,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="Continuations from each turn.")] = 4,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="Sampling temperature.")] = None,
+    success_reward: Annotated[
+        float | None, typer.Option("--success-reward", help="Minimum reward of a success; by default the evaluation's.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the continuations.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Continue an episode from each of its turns, and print at which turn it was won or lost."""
+    from rich.console import Console
+
+    from turnwise.ext.checks.bisect import BisectSettings, run_bisect
+
+    urls = tuple(address.strip() for address in (url or "").split(",") if address.strip())
+    bisection = run_bisect(BisectSettings(source, episode, model, urls, samples, temperature, success_reward, seed))
+    if as_json:
+        typer.echo(json.dumps(bisection.to_json()))
+        return
+    Console().print(bisection.table())
+    typer.echo(bisection.verdict())

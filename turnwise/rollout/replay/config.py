@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from turnwise.config import Section, shorthand
 from turnwise.errors import ConfigError, RegistryError, user_code
-from turnwise.plugins import find_class, load_class_from_fqn, register_entry
+from turnwise.plugins import find_class, load_class_from_fqn, load_object, references, register_entry
 from turnwise.rollout.config import NamedConfig
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
@@ -294,9 +294,9 @@ def make_payloads(config: ReplayConfig) -> PayloadStore | None:
     """
     if config.backend == "local":
         return None
-    from turnwise.rollout.replay.transfer_queue import TransferQueuePayloads
-
-    return TransferQueuePayloads(config.transfer_queue)
+    store_class: Any = load_object(references("payload_stores")[config.backend], "payload store")
+    store: PayloadStore = store_class(config.transfer_queue)
+    return store
 
 
 def make_buffer(config: ReplayConfig, facts: RunFacts, journal: Journal | None = None) -> LocalReplayBuffer:
