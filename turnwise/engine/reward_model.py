@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import orjson
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 
 from turnwise.chat.model_dir import check_trained, read_model_dir
@@ -42,19 +42,35 @@ CLASSIFY = "/classify"
 
 
 class ClassifyRequest(BaseModel):
-    """The body of a request; the fields that are not read here are those that clients of vLLM send."""
+    """The body of a request.
+
+    Attributes:
+        model: Name of the model; None is the one that is served.
+        request_id: Returned with the answer.
+        input: A text, or ids; or several.
+        messages: A conversation in place of ``input``.
+        use_activation: Whether scores pass through the activation of the model's problem type; None is True.
+        add_special_tokens: Whether texts are encoded with the tokenizer's special tokens.
+        chat_template_kwargs: Arguments of the chat template.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    user: Any = None
     request_id: Any = None
-    priority: Any = None
     input: str | list[str | list[int]] | list[int] | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     use_activation: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unread(cls, body: Any) -> Any:
+        """Clients of vLLM send fields that mean nothing here."""
+        return (
+            {name: body[name] for name in body if name not in ("user", "priority")} if isinstance(body, dict) else body
+        )
 
 
 def read_request(raw: bytes) -> ClassifyRequest:

@@ -17,7 +17,6 @@ from turnwise.agents.limits import EpisodeLimits
 from turnwise.agents.notes import check_owners
 from turnwise.agents.outcome import within_budget
 from turnwise.agents.roles import MAIN, check_played
-from turnwise.cancellation import abandon, run_bounded
 from turnwise.envs.core import Env, close_env, fork_env, reset_env, schemas
 from turnwise.envs.multi_agent import MultiAgentEnv
 from turnwise.envs.registration import make
@@ -52,6 +51,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import CLOSE_TIMEOUT_S, EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
 from turnwise.sandboxes.manager import SandboxManager
+from turnwise.tools.cancellation import abandon, run_bounded
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
 from turnwise.trajectory import Trajectory

@@ -241,7 +241,7 @@ async def test_every_failure_names_the_function(function, words):
 
 
 async def test_a_function_that_does_not_heed_its_cancellation_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr("turnwise.cancellation.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("turnwise.tools.cancellation.CANCEL_GRACE_S", 0.05)
     free, started = asyncio.Event(), asyncio.Event()
 
     async def stubborn(text):

@@ -663,7 +663,7 @@ async def swallow_cancellations(begun: asyncio.Event) -> None:
 async def test_an_agent_that_swallows_its_cancellation_is_abandoned_after_the_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("turnwise.cancellation.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("turnwise.tools.cancellation.CANCEL_GRACE_S", 0.05)
 
     async def act(episode):
         await swallow_cancellations(asyncio.Event())
@@ -677,7 +677,7 @@ async def test_an_agent_that_swallows_its_cancellation_is_abandoned_after_the_ti
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_event_loop_ends_beside_code_that_swallows_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.cancellation.CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr("turnwise.tools.cancellation.CANCEL_GRACE_S", 0.05)
 
     async def interrupt() -> None:
         begun = asyncio.Event()

@@ -477,7 +477,7 @@ class TestTimeouts:
         assert (await answer(own)).error == "tool_error"
 
     async def test_a_tool_that_refuses_to_be_cancelled_is_lost(self, monkeypatch):
-        monkeypatch.setattr("turnwise.cancellation.CANCEL_GRACE_S", 0.01)
+        monkeypatch.setattr("turnwise.tools.cancellation.CANCEL_GRACE_S", 0.01)
         release = asyncio.Event()
 
         @function_tool(timeout=0.01)

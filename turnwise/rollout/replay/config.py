@@ -218,14 +218,15 @@ def _mixed(config: ReplayConfig, facts: RunFacts) -> Strategy:
     return Mixed(config.stored_share, config.max_uses, config.keep_groups, bound, seed=seed)
 
 
+def _prioritized(config: ReplayConfig, facts: RunFacts) -> Strategy:
+    return Prioritized(config.alpha, config.max_staleness, seed=facts.seed)
+
+
 STRATEGIES: dict[str, tuple[Maker, tuple[str, ...]]] = {
     "on_policy": (lambda *_: Bounded(0, "drop", order="key"), ()),
     "bounded": (_bounded, ("max_staleness", "when_stale")),
     "fifo": (lambda _, facts: Fifo(facts.order), ()),
-    "prioritized": (
-        lambda config, facts: Prioritized(config.alpha, config.max_staleness, seed=facts.seed),
-        ("max_staleness", "alpha"),
-    ),
+    "prioritized": (_prioritized, ("max_staleness", "alpha")),
     "mixed": (_mixed, ("max_staleness", "stored_share", "max_uses", "keep_groups")),
 }
 """The strategies that ship by name, and which keys each reads."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import CheckpointError, TaskError
 from turnwise.model.core import Renderer
 from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest
-from turnwise.rollout.managers import Rollouts
 from turnwise.rollout.preflight import PromptLimit, check_env_and_agent, check_specs, check_tools_shown, task_source
 from turnwise.rollout.replay.config import allowed_staleness, make_admission
 from turnwise.tasks.config import CurriculumConfig
@@ -22,6 +21,9 @@ from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.checkpoint import TrainerState
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 from turnwise.types import StopReason
+
+if TYPE_CHECKING:
+    from turnwise.rollout.managers import Rollouts
 
 
 def task_metrics(order: TaskOrder, curriculum: CurriculumConfig | None) -> dict[str, float]:
