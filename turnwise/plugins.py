@@ -248,6 +248,7 @@ PLUGIN_KINDS: Final = (
     "agents",
     "sandboxes",
     "row_formats",
+    "loggers",
     "payload_stores",
     "commands",
 )

@@ -50,6 +50,12 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "swe-smith": f"{_FORMATS}:SWE_SMITH",
         "tau-retail": f"{_FORMATS}:TAU_RETAIL",
     },
+    "loggers": {
+        "tensorboard": "turnwise.ext.report.trackers:TensorBoardLogger",
+        "wandb": "turnwise.ext.report.trackers:WandbLogger",
+        "trackio": "turnwise.ext.report.trackers:TrackioLogger",
+        "mlflow": "turnwise.ext.report.trackers:MLflowLogger",
+    },
     "payload_stores": {"transfer_queue": "turnwise.ext.frameworks.transfer_queue:TransferQueuePayloads"},
     "commands": {
         "bisect": "turnwise.ext.checks.commands:bisect",
