@@ -93,8 +93,8 @@ REAL = {"vllm": [pytest.mark.real, pytest.mark.timeout(1200)]}
     params=[pytest.param(name, marks=REAL.get(name, ())) for name in sorted(FACTORIES)],
 )
 async def client(request, tmp_path_factory):
-    async with FACTORIES[request.param](tmp_path_factory.mktemp(request.param)) as made:
-        yield made
+    async with FACTORIES[request.param](tmp_path_factory.mktemp(request.param)) as opened:
+        yield opened
 
 
 PROMPT = TokenPrompt(as_ids([1, 2, 3, 4]))
@@ -109,11 +109,11 @@ def check(completion, params: SamplingParams) -> None:
     assert np.isfinite(completion.logprobs).all()
     assert (completion.logprobs <= 0).all()
     assert completion.finish_reason in ("stop", "length")
-    place = 0
+    position = 0
     for _, start, end in completion.weight_versions:
-        assert start == place < end
-        place = end
-    assert place == count
+        assert start == position < end
+        position = end
+    assert position == count
     if params.max_tokens is not None:
         assert count <= params.max_tokens
 
@@ -131,11 +131,11 @@ async def test_given_ids_are_scored_or_refused(client, request):
             await client.score(ids)
         return
     completion = await client.generate(PROMPT, PARAMS, session_id="")
-    found = await client.score(np.concatenate([PROMPT.token_ids, completion.token_ids]))
-    assert found.dtype == np.float32
-    assert found[0] == 0.0
+    scores = await client.score(np.concatenate([PROMPT.token_ids, completion.token_ids]))
+    assert scores.dtype == np.float32
+    assert scores[0] == 0.0
     # What was sampled at temperature 1 was told the same.
-    assert np.abs(found[len(PROMPT.token_ids) :] - completion.logprobs).max() < 1e-4
+    assert np.abs(scores[len(PROMPT.token_ids) :] - completion.logprobs).max() < 1e-4
 
 
 async def test_the_prompt_is_not_touched(client):
@@ -152,21 +152,21 @@ async def test_the_same_request_has_the_same_answer(client):
 
 
 async def test_stop_id_ends_a_completion_and_is_its_last_id(client):
-    whole = await client.generate(PROMPT, PARAMS, session_id="e")
-    stop = int(whole.token_ids[4])
+    uncut = await client.generate(PROMPT, PARAMS, session_id="e")
+    stop = int(uncut.token_ids[4])
     params = SamplingParams(temperature=1.0, max_tokens=9, seed=1, stop_token_ids=(stop,))
     cut = await client.generate(PROMPT, params, session_id="f")
     check(cut, params)
     assert cut.finish_reason == "stop"
-    assert cut.token_ids.tolist() == whole.token_ids.tolist()[: whole.token_ids.tolist().index(stop) + 1]
+    assert cut.token_ids.tolist() == uncut.token_ids.tolist()[: uncut.token_ids.tolist().index(stop) + 1]
 
 
 async def test_a_stream_is_the_same_completion_in_pieces(client):
-    whole = await client.generate(PROMPT, PARAMS, session_id="g")
+    completion = await client.generate(PROMPT, PARAMS, session_id="g")
     deltas = [delta async for delta in client.stream(PROMPT, PARAMS, session_id="h")]
-    assert np.array_equal(np.concatenate([delta.token_ids for delta in deltas]), whole.token_ids)
-    assert np.allclose(np.concatenate([delta.logprobs for delta in deltas]), whole.logprobs, atol=1e-4)
-    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [whole.finish_reason]
+    assert np.array_equal(np.concatenate([delta.token_ids for delta in deltas]), completion.token_ids)
+    assert np.allclose(np.concatenate([delta.logprobs for delta in deltas]), completion.logprobs, atol=1e-4)
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [completion.finish_reason]
 
 
 async def test_many_at_once_are_not_mixed_up(client):
@@ -197,11 +197,11 @@ async def test_a_cancelled_request_leaves_the_client_usable(client):
 
 
 async def test_a_guide_that_no_session_has_written_down_is_refused(client):
-    held = replace(PARAMS, guide=Guide(schema={"type": "object"}))
+    guided = replace(PARAMS, guide=Guide(schema={"type": "object"}))
     with pytest.raises(StructuredOutputError):
-        await client.generate(PROMPT, held, session_id="k")
+        await client.generate(PROMPT, guided, session_id="k")
     with pytest.raises(StructuredOutputError):
-        async for _ in client.stream(PROMPT, held, session_id="k"):
+        async for _ in client.stream(PROMPT, guided, session_id="k"):
             pass
     check(await client.generate(PROMPT, PARAMS, session_id="k"), PARAMS)
 

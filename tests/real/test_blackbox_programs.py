@@ -39,11 +39,11 @@ SLOW = ("opencode", "repair")
 
 async def play(recipe: str, env: str, run_dir: Path) -> list[dict[str, Any]]:
     """Play the dataset in a process, in a namespace of its own; return what became of each episode."""
-    (name, place), tool = PROGRAMS[recipe]
-    config = {"agent": {"recipe": recipe, "program": program(name, place)}, "env": env, "tool": tool}
-    own = [] if os.geteuid() == 0 else ["--map-root-user"]
+    (name, location), tool = PROGRAMS[recipe]
+    config = {"agent": {"recipe": recipe, "program": program(name, location)}, "env": env, "tool": tool}
+    mapping = [] if os.geteuid() == 0 else ["--map-root-user"]
     process = await asyncio.create_subprocess_exec(
-        *("unshare", "--net", *own, sys.executable, str(run_blackbox.__file__), str(run_dir), json.dumps(config)),
+        *("unshare", "--net", *mapping, sys.executable, str(run_blackbox.__file__), str(run_dir), json.dumps(config)),
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -55,8 +55,8 @@ async def play(recipe: str, env: str, run_dir: Path) -> list[dict[str, Any]]:
             # What it started ends with it.
             process.kill()
     assert process.returncode == 0, err.decode()[-4000:]
-    found: list[dict[str, Any]] = json.loads(out)
-    return found
+    episodes: list[dict[str, Any]] = json.loads(out)
+    return episodes
 
 
 # opencode, which takes long to start, is held to the harder half.
@@ -66,25 +66,25 @@ async def play(recipe: str, env: str, run_dir: Path) -> list[dict[str, Any]]:
 )
 async def test_a_program_plays_a_dataset_and_yields_rows(recipe: str, env: str, tmp_path: Path) -> None:
     episodes = await play(recipe, env, tmp_path)
-    assert [(each["error"], each["stop_reason"]) for each in episodes] == [(None, "completed")] * 6
+    assert [(episode["error"], episode["stop_reason"]) for episode in episodes] == [(None, "completed")] * 6
     # Every third one was played wrong: the environment saw it.
     right = [0.0 if member % 3 == 2 else 1.0 for member in range(6)]
-    wanted = [{"fixed": value, "said": 0.5} if env == "repair" else {"score": value} for value in right]
-    assert [each["rewards"] for each in episodes] == wanted
-    for each in episodes:
-        metrics = each["metrics"]
+    expected = [{"fixed": value, "said": 0.5} if env == "repair" else {"score": value} for value in right]
+    assert [episode["rewards"] for episode in episodes] == expected
+    for episode in episodes:
+        metrics = episode["metrics"]
         # opencode asks for a title, which is a branch of its own.
         extra = recipe == "opencode"
-        assert (metrics["turns"], each["leaves"]) == (3 + extra, 1 + extra)
+        assert (metrics["turns"], episode["leaves"]) == (3 + extra, 1 + extra)
         assert metrics["blackbox/nonzero_exits"] == 0
         assert metrics.get("tool_calls", 0) == (2 if env == "lookup" else 0)
         assert metrics.get("tool_errors", 0) == 0
     train_once(tmp_path)
     report = audit_files(tmp_path)
     assert report.contradictions == []
-    assert report.counts["turns equal to a call"] == sum(each["metrics"]["turns"] for each in episodes)
+    assert report.counts["turns equal to a call"] == sum(episode["metrics"]["turns"] for episode in episodes)
     for trajectory in read_trajectories(tmp_path / "trajectories.twz"):
         assert sum(row.trained_tokens for row in to_samples(trajectory).rows) == trajectory.sampled_tokens > 0
         if env == "lookup":
             # Each call was counted on the turn that made it.
-            assert sum(each.get("tool_calls", 0) for each in trajectory.turn_metrics.values()) == 2
+            assert sum(metrics.get("tool_calls", 0) for metrics in trajectory.turn_metrics.values()) == 2

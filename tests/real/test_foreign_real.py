@@ -61,7 +61,7 @@ def installed_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(params=["in process", "own python"])
-def place(request: pytest.FixtureRequest) -> str:
+def placement(request: pytest.FixtureRequest) -> str:
     if request.param == "in process":
         request.getfixturevalue("installed_here")
     return request.param
@@ -69,13 +69,13 @@ def place(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def plays() -> dict[str, list[dict[str, Any]]]:
-    found = {}
+    games = {}
     for framework in ("reasoning-gym", "textarena", "gem"):
         done = subprocess.run(
             [interpreter(framework), str(PLAYS), framework], capture_output=True, check=True, timeout=300
         )
-        found[framework] = json.loads(done.stdout)
-    return found
+        games[framework] = json.loads(done.stdout)
+    return games
 
 
 async def played(name: str, actions: list[Any], task: Task, **config: Any) -> list[Any]:
@@ -87,24 +87,24 @@ async def played(name: str, actions: list[Any], task: Task, **config: Any) -> li
     return outcome.trajectories
 
 
-def config_of(framework: str, place: str) -> dict[str, Any]:
-    return {"python": interpreter(framework)} if place == "own python" else {}
+def config_of(framework: str, placement: str) -> dict[str, Any]:
+    return {"python": interpreter(framework)} if placement == "own python" else {}
 
 
 @pytest.mark.alike("foreign plays", "reasoning-gym")
-async def test_families_of_reasoning_gym_score_as_it_does(plays, place) -> None:
+async def test_families_of_reasoning_gym_score_as_it_does(plays, placement) -> None:
     recorded = plays["reasoning-gym"]
-    assert len({each["name"].partition("/")[0] for each in recorded}) >= 20
-    assert sum(len(each["actions"]) for each in recorded) >= 50
-    for each in recorded:
-        family, _, index = each["name"].partition("/")
+    assert len({play["name"].partition("/")[0] for play in recorded}) >= 20
+    assert sum(len(play["actions"]) for play in recorded) >= 50
+    for play in recorded:
+        family, _, index = play["name"].partition("/")
         task = Task("t", "", {"seed": foreign_plays.SEED, "size": 4, "index": int(index)})
         name = f"reasoning-gym:{family}"
-        [trajectory] = await played(name, each["actions"], task, **config_of("reasoning-gym", place))
-        assert [reward for _, _, reward in trajectory.rewards] == each["rewards"], each["name"]
-        env = make(name, system_prompt=None, **config_of("reasoning-gym", place))
+        [trajectory] = await played(name, play["actions"], task, **config_of("reasoning-gym", placement))
+        assert [reward for _, _, reward in trajectory.rewards] == play["rewards"], play["name"]
+        env = make(name, system_prompt=None, **config_of("reasoning-gym", placement))
         messages, _ = await reset_env(env, task, seed=1)
-        assert messages == [{"role": "user", "content": each["first"]}]
+        assert messages == [{"role": "user", "content": play["first"]}]
         await close_env(env)
 
 
@@ -122,18 +122,18 @@ async def test_levels_are_those_of_its_curriculum() -> None:
 
 
 @pytest.mark.alike("foreign plays", "textarena")
-async def test_games_of_textarena_end_as_they_do_there(plays, place) -> None:
+async def test_games_of_textarena_end_as_they_do_there(plays, placement) -> None:
     recorded = plays["textarena"]
     assert len(recorded) >= 5
-    assert sum(len(each["actions"]) for each in recorded) >= 50
-    for each in recorded:
-        name, config = f"textarena:{each['name']}", config_of("textarena", place)
+    assert sum(len(play["actions"]) for play in recorded) >= 50
+    for play in recorded:
+        name, config = f"textarena:{play['name']}", config_of("textarena", placement)
         env = make(name, **config)
         messages, info = await reset_env(env, None, seed=foreign_plays.SEED)
-        assert messages == [{"role": "user", "content": each["first"].lstrip("\n")}]
+        assert messages == [{"role": "user", "content": play["first"].lstrip("\n")}]
         players = info.get("agents", ["main"])
         earned = dict.fromkeys(players, 0.0)
-        for action in each["actions"]:
+        for action in play["actions"]:
             actor = info.get("turn", "main")
             result = await step_env(env, {"role": "assistant", "content": action})
             earned[actor] += result.reward
@@ -141,40 +141,43 @@ async def test_games_of_textarena_end_as_they_do_there(plays, place) -> None:
                 earned[player] += sum(parts.values())
             info = result.info
         assert result.terminated
-        assert list(earned.values()) == each["rewards"], each["name"]
+        assert list(earned.values()) == play["rewards"], play["name"]
         await close_env(env)
 
 
 @pytest.mark.alike("foreign plays", "textarena")
-async def test_a_game_of_two_is_played_by_two_sessions(plays, place) -> None:
-    [recorded] = [each for each in plays["textarena"] if each["name"] == "TicTacToe-v0"]
+async def test_a_game_of_two_is_played_by_two_sessions(plays, placement) -> None:
+    [recorded] = [play for play in plays["textarena"] if play["name"] == "TicTacToe-v0"]
     moves = {"player/0": recorded["actions"][::2], "player/1": recorded["actions"][1::2]}
-    renderer, taken = ToyRenderer(), dict.fromkeys(moves, 0)
+    renderer, moved = ToyRenderer(), dict.fromkeys(moves, 0)
 
     def script(request):
         name = "player/0" if "You are Player 0" in request.text else "player/1"
-        taken[name] += 1
-        return moves[name][taken[name] - 1]
+        moved[name] += 1
+        return moves[name][moved[name] - 1]
 
-    spec = SpecConfig(name="textarena:TicTacToe-v0", config=config_of("textarena", place))
+    spec = SpecConfig(name="textarena:TicTacToe-v0", config=config_of("textarena", placement))
     config = RolloutConfig(env=spec, agent=NamedConfig(name="turns"))
     runner = EpisodeRunner(config, ScriptedClient(renderer, script), renderer, context_length=100_000)
     outcome = await runner.run(EpisodeSpec(Task("t", ""), "g", env_seed=foreign_plays.SEED))
     assert outcome.error is None
-    assert {each.agent: each.reward for each in outcome.trajectories} == {"player/0": 1.0, "player/1": -1.0}
+    assert {trajectory.agent: trajectory.reward for trajectory in outcome.trajectories} == {
+        "player/0": 1.0,
+        "player/1": -1.0,
+    }
 
 
 @pytest.mark.alike("foreign plays", "gem")
-async def test_environments_of_gem_reward_as_they_do_there(plays, place) -> None:
+async def test_environments_of_gem_reward_as_they_do_there(plays, placement) -> None:
     recorded = plays["gem"]
     assert len(recorded) >= 3
-    for each in recorded:
-        name, config = f"gem:{each['name']}", config_of("gem", place)
-        [trajectory] = await played(name, each["actions"], Task("t", ""), **config)
+    for play in recorded:
+        name, config = f"gem:{play['name']}", config_of("gem", placement)
+        [trajectory] = await played(name, play["actions"], Task("t", ""), **config)
         rewards = [reward for _, _, reward in trajectory.rewards]
         # The runner notes no rewards of nothing.
-        assert rewards == [reward for reward in each["rewards"] if reward], each["name"]
-        assert sum(rewards) == sum(each["rewards"])
+        assert rewards == [reward for reward in play["rewards"] if reward], play["name"]
+        assert sum(rewards) == sum(play["rewards"])
 
 
 def openenv_config(app: str, monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[str, dict[str, Any]]:
@@ -223,7 +226,7 @@ async def test_openenv_by_messages(monkeypatch) -> None:
     name, config = openenv_config("guessing", monkeypatch)
     guesses = ["4", "6", "2", "1"]
     [trajectory] = await played(name, guesses, Task("t", ""), **config)
-    expected = openenv_rewards("guessing", [{"message": each} for each in guesses])
+    expected = openenv_rewards("guessing", [{"message": guess} for guess in guesses])
     assert [reward for _, _, reward in trajectory.rewards] == expected
     env = make(name, **config, kwargs={"reset": {"most": 3}})
     messages, _ = await reset_env(env, None, seed=1)
@@ -295,7 +298,10 @@ async def test_openenv_at_a_url_that_no_server_answers_at() -> None:
 
 def said(message: dict[str, Any]) -> Any:
     """Return a recorded message for a scripted client or a step."""
-    calls = [ToolCall(each["id"], each["name"], each["arguments"]) for each in message.get("tool_calls") or ()]
+    calls = [
+        ToolCall(tool_call["id"], tool_call["name"], tool_call["arguments"])
+        for tool_call in message.get("tool_calls") or ()
+    ]
     return {"role": "assistant", "content": message["content"], **({"tool_calls": calls} if calls else {})}
 
 
@@ -310,8 +316,8 @@ def verifiers_plays() -> list[dict[str, Any]]:
     command = [interpreter("verifiers"), str(PLAYS.with_name("verifiers_plays.py"))]
     done = subprocess.run(command, capture_output=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    games: list[dict[str, Any]] = json.loads(done.stdout)
+    return games
 
 
 # Its interpreter takes seconds to import it, and each environment is tried in one of its own.
@@ -319,38 +325,41 @@ def verifiers_plays() -> list[dict[str, Any]]:
 @pytest.mark.alike("foreign plays", "verifiers")
 async def test_environments_of_verifiers_ask_and_reward_as_they_do_there(verifiers_plays) -> None:
     python, recorded = interpreter("verifiers"), verifiers_plays
-    assert len({each["name"] for each in recorded}) >= 3
-    assert sum(len(each["messages"]) for each in recorded) >= 50
-    names = {each["name"]: f"verifiers:{VERIFIERS / each['name']}.py" for each in recorded}
+    assert len({play["name"] for play in recorded}) >= 3
+    assert sum(len(play["messages"]) for play in recorded) >= 50
+    names = {play["name"]: f"verifiers:{VERIFIERS / play['name']}.py" for play in recorded}
     envs = {name: make(reference, python=python) for name, reference in names.items()}
-    for each in recorded:
-        env, row = envs[each["name"]], Task("t", "", {"task": each["row"]})
+    for play in recorded:
+        env, row = envs[play["name"]], Task("t", "", {"task": play["row"]})
         seen, _ = await reset_env(env, row, seed=1)
-        offered = [tool["function"] for tool in each["asked"][0]["tools"] or ()]
+        offered = [tool["function"] for tool in play["asked"][0]["tools"] or ()]
         assert [schema.name for schema in schemas(env)] == [tool["name"] for tool in offered]
         assert [schema.parameters for schema in schemas(env)] == [tool["parameters"] for tool in offered]
         conversation = list(seen)
-        for number, message in enumerate(each["messages"]):
-            assert [asked(told) for told in each["asked"][number]["messages"]] == [
-                {"role": told["role"], **{key: told[key] for key in ("tool_call_id", "name", "content") if key in told}}
-                for told in conversation
+        for number, message in enumerate(play["messages"]):
+            assert [asked(message) for message in play["asked"][number]["messages"]] == [
+                {
+                    "role": message["role"],
+                    **{key: message[key] for key in ("tool_call_id", "name", "content") if key in message},
+                }
+                for message in conversation
             ]
             result = await step_env(env, said(message))
             conversation += [said(message), *result.observation]
-        assert (result.reward, result.info["rewards"]) == (each["reward"], each["rewards"])
-        assert result.info["notes"] == {"stop": each["stop"]}
-        assert (result.terminated, result.truncated) == (not each["truncated"], each["truncated"])
-        assert result.info.get("metrics", {}) == each["metrics"]
+        assert (result.reward, result.info["rewards"]) == (play["reward"], play["rewards"])
+        assert result.info["notes"] == {"stop": play["stop"]}
+        assert (result.terminated, result.truncated) == (not play["truncated"], play["truncated"])
+        assert result.info.get("metrics", {}) == play["metrics"]
         await close_env(env)
     # The same by the runner, and an episode that its limit ends.
-    last = next(each for each in recorded if each["name"] == "vf_guess" and each["rewards"]["found"])
+    guessing = next(play for play in recorded if play["name"] == "vf_guess" and play["rewards"]["found"])
     [trajectory] = await played(
         names["vf_guess"],
-        [each["content"] for each in last["messages"]],
-        Task("t", "", {"task": last["row"]}),
+        [message["content"] for message in guessing["messages"]],
+        Task("t", "", {"task": guessing["row"]}),
         python=python,
     )
-    assert sum(reward for _, _, reward in trajectory.rewards) == last["reward"]
+    assert sum(reward for _, _, reward in trajectory.rewards) == guessing["reward"]
     env = envs["vf_guess"]
     await reset_env(env, None, seed=3)
     await step_env(env, {"role": "assistant", "content": "99"})
@@ -364,9 +373,9 @@ def test_rows_of_a_taskset_of_verifiers_are_tasks() -> None:
     source = {"env": f"verifiers:{VERIFIERS / 'vf_sums.py'}", "python": interpreter("verifiers")}
     kwargs = {"taskset": {"size": 3}}
     rows = list(tasks(**source, split="test", kwargs=kwargs))
-    assert [each.id.rpartition("/")[2] for each in rows] == [f"vf_sums.py-test-{number}" for number in range(3)]
-    sums = [[int(word) for word in each.prompt.split() if word.isdigit()][-2:] for each in rows]
-    assert [sum(numbers) for numbers in sums] == [each.data["task"]["answer"] for each in rows]
+    assert [row.id.rpartition("/")[2] for row in rows] == [f"vf_sums.py-test-{number}" for number in range(3)]
+    sums = [[int(word) for word in row.prompt.split() if word.isdigit()][-2:] for row in rows]
+    assert [sum(numbers) for numbers in sums] == [row.data["task"]["answer"] for row in rows]
 
 
 @pytest.mark.alike("foreign plays", "verifiers")
@@ -390,16 +399,16 @@ def test_the_example_of_a_curriculum_takes_every_level(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "level 3" in done.stdout
-    [step] = [each for each in lines(tmp_path / "smoke" / "metrics.jsonl") if each["kind"] == "train"]
+    [step] = [line for line in lines(tmp_path / "smoke" / "metrics.jsonl") if line["kind"] == "train"]
     assert {f"curriculum/rate/{level}" for level in range(4)} <= set(step)
     # Of tokens of several letters none would be the same forward and backward.
     tokenizer = Tokenizer.from_file(str(tmp_path / "smoke" / "initial" / "tokenizer.json"))
     row = json.loads((tmp_path / "smoke" / "demonstrations.jsonl").read_text().splitlines()[3])
     question, answer = (tokenizer.encode(message["content"]).tokens for message in row["messages"])
-    word, said = row["messages"][0]["content"][-9:], row["messages"][1]["content"][len("<answer>") :][:9]
-    assert sorted(said) == sorted(word)
+    word, spelled = row["messages"][0]["content"][-9:], row["messages"][1]["content"][len("<answer>") :][:9]
+    assert sorted(spelled) == sorted(word)
     assert question[-9:] == list(word)
-    assert list(said) in [answer[at : at + 9] for at in range(len(answer))]
+    assert list(spelled) in [answer[at : at + 9] for at in range(len(answer))]
 
 
 @pytest.mark.timeout(600)
@@ -422,15 +431,15 @@ def test_a_step_of_training(name, tmp_path, tmp_path_factory, monkeypatch) -> No
     if name.startswith("verifiers"):
         # A task of each: a seed chooses its row.
         rows = [
-            {"id": each, "prompt": "", "env": {**env, "name": f"verifiers:{VERIFIERS / each}.py"}}
-            for each in ("vf_guess", "vf_sums", "vf_store")
+            {"id": reference, "prompt": "", "env": {**env, "name": f"verifiers:{VERIFIERS / reference}.py"}}
+            for reference in ("vf_guess", "vf_sums", "vf_store")
         ]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = str(tmp_path / "rows.jsonl")
     rollout = {"env": env, "group_size": 2, "max_turns": 2, "max_tokens_per_turn": 8}
     changes = {"batch": {"groups": 3}} if name.startswith("verifiers") else {}
     run_train(train_config(model, tmp_path, steps=1, tasks=source, rollout=rollout, **changes), console=silent())
-    [step] = [each for each in lines(tmp_path / "run" / "metrics.jsonl") if each["kind"] == "train"]
+    [step] = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     assert step["step"] == 1
     if name.startswith("verifiers"):
         assert step["batch/failed"] == 0.0

@@ -57,7 +57,7 @@ HASTY = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, 
 class ThreeNodes:
     """A cluster: a head, by default without resources, which cannot be lost, and two nodes that can."""
 
-    def __init__(self, *, others: int = 2, head_cpus: int = 0) -> None:
+    def __init__(self, *, nodes: int = 2, head_cpus: int = 0) -> None:
         from ray.cluster_utils import Cluster
 
         # By default what Ray starts gives way to everything else on the machine.
@@ -70,7 +70,7 @@ class ThreeNodes:
         self.dashboard = f"http://{self._cluster.webui_url}"
         self.nodes: list[Any] = []
         self.raylets: set[str] = set()
-        for _ in range(others):
+        for _ in range(nodes):
             self._add()
         self._cluster.wait_for_nodes()
 
@@ -92,11 +92,11 @@ class ThreeNodes:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ThreeNodes]:
     """One cluster for all tests of this file."""
-    made = ThreeNodes()
+    nodes = ThreeNodes()
     try:
-        yield made
+        yield nodes
     finally:
-        made.close()
+        nodes.close()
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +139,7 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_trained_twice(
     # Every worker has a ledger, and every part a log, in the run directory.
     run = tmp_path / "run"
     assert len(list((run / "ledgers").glob("*.jsonl"))) >= 2 * len(lives)
-    logs = {each.name for each in (run / "logs").iterdir()}
+    logs = {path.name for path in (run / "logs").iterdir()}
     assert {"worker-0.log", "worker-1.log", "server-0.log", "server-1.log", "rank-0.log", "rank-1.log"} <= logs
 
 
@@ -151,10 +151,10 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, run: Path, draw: random.Ra
             lambda: len(parts(cluster, "worker")) == 2, f"both workers before a {victim} dies", driver, within=180
         )
         wait_until(lambda: len(parts(cluster, "replica")) == 2, "both servers", driver, within=180)
-        before = called(run)
-        wait_until(lambda calls=before: called(run) > calls, "a call since the last kill", driver, within=180)
+        baseline = called(run)
+        wait_until(lambda calls=baseline: called(run) > calls, "a call since the last kill", driver, within=180)
         if not killed:
-            raylets = {raylet_of(each) for kind in ("replica", "worker") for each in parts(cluster, kind)}
+            raylets = {raylet_of(process) for kind in ("replica", "worker") for process in parts(cluster, kind)}
             assert len(raylets - {None}) == 2, "they are spread over the nodes"
         # No synchronisation: which moment it is, is what is drawn.
         time.sleep(draw.uniform(0, LONGEST_S))
@@ -169,12 +169,12 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, run: Path, draw: random.Ra
         if victim == "node":
             cluster.lose(draw.randrange(2))
             continue
-        found = parts(cluster, victim)
-        if found:
+        processes = parts(cluster, victim)
+        if processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                chosen = draw.choice(found)
-                chosen.kill()
-            wait_until(lambda one=chosen: gone([one]), f"the end of the killed {victim}")
+                process = draw.choice(processes)
+                process.kill()
+            wait_until(lambda one=process: gone([one]), f"the end of the killed {victim}")
     assert driver.poll() is None, driver.output()
     driver.kill()
     assert driver.wait() == -signal.SIGKILL
@@ -182,26 +182,26 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, run: Path, draw: random.Ra
 
 def called(run: Path) -> int:
     """Return the bytes that all workers have written of their model calls."""
-    return sum(each.stat().st_size for each in (run / "ledgers").glob("*.jsonl"))
+    return sum(path.stat().st_size for path in (run / "ledgers").glob("*.jsonl"))
 
 
 def parts(cluster: ThreeNodes, kind: str) -> list[psutil.Process]:
     """Return the processes of a kind on the nodes of the cluster, lost ones included, once they do their work."""
-    found = []
-    for each in psutil.process_iter():
+    processes = []
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if raylet_of(each) not in cluster.raylets:
+            if raylet_of(process) not in cluster.raylets:
                 # Other tests have servers and ranks, too.
                 continue
-            words = each.cmdline() or [""]
+            words = process.cmdline() or [""]
             up = {
-                "replica": "turnwise.engine.server" in words and listening(each),
+                "replica": "turnwise.engine.server" in words and listening(process),
                 "worker": words[0].startswith("ray::RolloutWorker"),
                 "rank": "turnwise.trainer.learn.fsdp_rank" in words,
             }
             if up[kind]:
-                found.append(each)
-    return found
+                processes.append(process)
+    return processes
 
 
 def raylet_of(process: psutil.Process) -> str | None:
@@ -212,7 +212,7 @@ def raylet_of(process: psutil.Process) -> str | None:
 def ended(cluster: ThreeNodes) -> None:
     """See that nothing of a run is left on the nodes."""
     wait_until(
-        lambda: not [each for kind in ("replica", "worker", "rank") for each in parts(cluster, kind)], "their end"
+        lambda: not [process for kind in ("replica", "worker", "rank") for process in parts(cluster, kind)], "their end"
     )
 
 
@@ -229,9 +229,11 @@ def test_the_main_job_learns_on_the_cluster_as_it_does_here(
     config = TrainConfig.model_validate(keys)
     with training(config) as process:
         assert process.wait() == 0, process.output()
-    found = json.loads((tmp_path / "main" / "summary.json").read_text())
-    figures = {f"{part} {kind}": found[part][kind]["success"]["mean"] for part in ("before", "after") for kind in KINDS}
-    print(f"{figures}, {found['wall_s']:.0f} s wall")
+    summary = json.loads((tmp_path / "main" / "summary.json").read_text())
+    figures = {
+        f"{part} {kind}": summary[part][kind]["success"]["mean"] for part in ("before", "after") for kind in KINDS
+    }
+    print(f"{figures}, {summary['wall_s']:.0f} s wall")
     # The bars of tests/e2e/test_main_job.py.
     assert max(figures["before sampled"], figures["before greedy"]) <= 0.35
     assert figures["after sampled"] >= 0.88
@@ -246,11 +248,15 @@ def test_trees_grow_on_workers_and_each_turn_is_trained_once(cluster: ThreeNodes
     keys["algorithm"] = {"credit": "tree_value", "drop_zero_variance": False}
     with training(train_config(model, tmp_path, steps=2, **keys)) as process:
         assert process.wait() == 0, process.output()
-    trained = [each for each in read_trajectories(tmp_path / "run" / "trajectories.twz") if each.error is None]
-    assert [len(each.branches) for each in trained] == [4] * 8
-    for each in trained:
-        branch_paths(each.branches)
-        assert all(branch.again is not None for branch in each.branches[1:])
+    trained = [
+        trajectory
+        for trajectory in read_trajectories(tmp_path / "run" / "trajectories.twz")
+        if trajectory.error is None
+    ]
+    assert [len(trajectory.branches) for trajectory in trained] == [4] * 8
+    for trajectory in trained:
+        branch_paths(trajectory.branches)
+        assert all(branch.again is not None for branch in trajectory.branches[1:])
     owned = [(row.trajectory, row.leaf) for row in read_batches(tmp_path / "run" / "batches.jsonl").rows]
     assert len(owned) == len(set(owned)) > 8
     report = audit_run(tmp_path / "run", at_most=8, console=silent())
@@ -280,12 +286,14 @@ def test_policies_train_on_the_cluster_with_shared_servers_and_their_own(
     report = audit_run(tmp_path / "run", at_most=8, console=silent())
     assert report.contradictions == []
     assert report.counts["sampled tokens that cannot be recomputed"] == 0
-    found = {(each.agent, each.policy) for each in read_trajectories(tmp_path / "run" / "trajectories.twz")}
-    assert found == {("solver", "solver"), ("critic", "critic_agent")}
+    served = {
+        (trajectory.agent, trajectory.policy) for trajectory in read_trajectories(tmp_path / "run" / "trajectories.twz")
+    }
+    assert served == {("solver", "solver"), ("critic", "critic_agent")}
     rows = read_batches(tmp_path / "run" / "batches.jsonl").rows
-    assert {(row.policy, row.step) for row in rows} == {(name, step) for _, name in found for step in (1, 2)}
+    assert {(row.policy, row.step) for row in rows} == {(name, step) for _, name in served for step in (1, 2)}
     # Adapters share a server; the third policy, which no agent of these episodes has, has its own.
-    logs = {each.relative_to(tmp_path / "run" / "logs").as_posix() for each in tmp_path.rglob("server-*.log")}
+    logs = {path.relative_to(tmp_path / "run" / "logs").as_posix() for path in tmp_path.rglob("server-*.log")}
     assert logs == {"solver/server-0.log", "judge/server-0.log"}
     ended(cluster)
 
@@ -308,7 +316,7 @@ def test_vllm_servers_are_actors_too(
 
 def test_a_submitted_job_trains_on_a_node(model: Path, tmp_path: Path) -> None:
     # One node: several on one machine remove each other's copy of the folder.
-    cluster = ThreeNodes(others=0, head_cpus=8)
+    cluster = ThreeNodes(nodes=0, head_cpus=8)
     try:
         keys = on_cluster(cluster, rollout={"env": {"name": "mine.py:Mine"}})
         file = tmp_path / "code" / "train.yaml"

@@ -82,7 +82,7 @@ def grown(name: str) -> Trajectory:
 
 def small_run(folder: Path, solved: int) -> Path:
     """A training of nine tasks that was evaluated; of every ``solved`` episodes one is right."""
-    found = [forked("forked")]
+    trajectories = [forked("forked")]
     for number in range(27):
         error = "SandboxError: the container is gone" if number == 13 else None
         one = played(
@@ -91,8 +91,8 @@ def small_run(folder: Path, solved: int) -> Path:
             error=error, stop_reason=StopReason.ERROR if error else StopReason.COMPLETED,
         )  # fmt: skip
         one.metrics |= {"tool_calls": 2.0, "tool_errors/timeout": float(number % 4 == 1)}
-        found.append(one)
-    write_run(folder, [*found, grown("grown")])
+        trajectories.append(one)
+    write_run(folder, [*trajectories, grown("grown")])
     steps = [
         {"kind": "train", "step": step, "reward/mean": step / 20, "train/entropy": 1 / step, "gap/mean": 0.01}
         for step in range(1, 13)
@@ -105,15 +105,15 @@ def small_run(folder: Path, solved: int) -> Path:
 
 @pytest_asyncio.fixture
 async def browser(tmp_path: Path) -> AsyncIterator[Browser]:
-    async with Browser(tmp_path / "profile") as found:
-        yield found
+    async with Browser(tmp_path / "profile") as opened:
+        yield opened
 
 
 async def check(browser: Browser, root: str) -> None:
     """Check that the page complained of nothing, and asked for nothing beyond its own address."""
     seen = await browser.run("return seen")
     assert seen["errors"] == []
-    assert [each for each in seen["requests"] if not each.startswith((root, "data:"))] == []
+    assert [address for address in seen["requests"] if not address.startswith((root, "data:"))] == []
 
 
 DRAWN = """
@@ -148,10 +148,10 @@ async def test_a_file_is_read_by_mouse_and_keyboard(tmp_path: Path, browser: Bro
     await browser.run("await page.fill('input[data-search]', 'e1'); await page.waitForURL(/q=e1/)")
     rewards = "return (await page.locator('tbody td:nth-child(5)').allInnerTexts()).map(Number)"
     await browser.run("await page.click('th button:has-text(\"Reward\")')")
-    assert (found := await browser.run(rewards)) == sorted(found, reverse=True)
+    assert (shown_rewards := await browser.run(rewards)) == sorted(shown_rewards, reverse=True)
     await browser.run("await page.click('th button:has-text(\"Reward\")')")
-    assert await browser.run(rewards) == sorted(found)
-    assert len(set(found)) == 2
+    assert await browser.run(rewards) == sorted(shown_rewards)
+    assert len(set(shown_rewards)) == 2
     # A text in messages, which only one conversation has.
     await browser.run(
         "await page.fill('input[data-search]', ''); await page.fill('input[placeholder=\"press Enter\"]', 'NUMBER 17');"
@@ -203,10 +203,10 @@ async def test_every_address_leads_to_the_same_page_again(tmp_path: Path, browse
         for view in VIEWS:
             await browser.run(OPEN, [server.url, view])
             # Not innerText: it leaves out what is off the screen and not drawn yet.
-            before = await browser.run("return [page.url(), await page.textContent('main')]")
+            first_visit = await browser.run("return [page.url(), await page.textContent('main')]")
             await browser.run("await page.goto('about:blank')")
-            await browser.run(OPEN, [before[0], ""])
-            assert await browser.run("return [page.url(), await page.textContent('main')]") == before, view
+            await browser.run(OPEN, [first_visit[0], ""])
+            assert await browser.run("return [page.url(), await page.textContent('main')]") == first_visit, view
         await check(browser, server.url)
 
 
@@ -302,7 +302,7 @@ async def test_ten_thousand_trajectories_open(tmp_path: Path, browser: Browser) 
         await browser.run("await page.keyboard.press('t'); await page.waitForSelector('.token')")
         assert "⟨3⟩" in await browser.run("return page.innerText('.tokens')")
         seen = await browser.run("return seen")
-        assert sum("/trajectories/" in each for each in seen["requests"]) == 2, "one trajectory, and its texts"
+        assert sum("/trajectories/" in address for address in seen["requests"]) == 2, "one trajectory, and its texts"
         assert seen["errors"] == []
     print(f"10,000 trajectories: {', '.join(f'{kind} open in {seconds:.2f} s' for kind, seconds in opened.items())}")
 
@@ -341,7 +341,7 @@ async def test_a_training_is_followed_without_a_reload(tmp_path: Path, lookup_mo
             assert await browser.run("return page.innerText('article.turn >> nth=0')") == opened[1]
             await browser.run("await page.keyboard.press('t'); await page.waitForSelector('.token')")
             tokens = await browser.run("return page.locator('article.turn .token').allInnerTexts()")
-            assert any(each.strip().isalpha() for each in tokens), "by the run's tokenizer"
+            assert any(token.strip().isalpha() for token in tokens), "by the run's tokenizer"
             assert await browser.run("return page.innerText('.lamp')") == "live"
             await check(browser, url)
             report.terminate()

@@ -62,8 +62,13 @@ WIRES = {
 def columns(segments: list[Segment]) -> list[tuple[Any, ...]]:
     """What is trained: ids, masks (a kind stands for one) and log-probabilities, and how they hang together."""
     return [
-        (each.parent, each.kind, each.token_ids.tolist(), None if each.logprobs is None else each.logprobs.tolist())
-        for each in segments
+        (
+            segment.parent,
+            segment.kind,
+            segment.token_ids.tolist(),
+            None if segment.logprobs is None else segment.logprobs.tolist(),
+        )
+        for segment in segments
     ]
 
 
@@ -73,13 +78,17 @@ async def direct(tool: ToolSchema) -> list[Segment]:
     session = Session(ScriptedClient(renderer, TURNS), renderer, id="d", limits=SessionLimits(context_length=100_000))
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     while True:
-        said = await session.chat(messages, [tool])
-        messages.append(said)
-        if not said.get("tool_calls"):
+        answer = await session.chat(messages, [tool])
+        messages.append(answer)
+        if not answer.get("tool_calls"):
             return session.segments()
         messages += [
-            {"role": "tool", "tool_call_id": each.id, "content": str(each.arguments["a"] + each.arguments["b"])}
-            for each in said["tool_calls"]
+            {
+                "role": "tool",
+                "tool_call_id": tool_call.id,
+                "content": str(tool_call.arguments["a"] + tool_call.arguments["b"]),
+            }
+            for tool_call in answer["tool_calls"]
         ]
 
 
@@ -87,27 +96,29 @@ def leaves(value: Any, at: str = "") -> dict[str, Any]:
     """Return the values of a schema by their paths."""
     if not isinstance(value, Mapping):
         return {at: value}
-    return {key: leaf for name, each in value.items() for key, leaf in leaves(each, f"{at}.{name}".strip(".")).items()}
+    return {
+        key: leaf for name, child in value.items() for key, leaf in leaves(child, f"{at}.{name}".strip(".")).items()
+    }
 
 
 @pytest.mark.alike("clients")
 @pytest.mark.parametrize(("name", "route"), CASES)
 async def test_a_client_leaves_the_tokens_of_a_direct_session(name: str, route: str, tmp_path: Path) -> None:
-    place, script, _, added = CLIENTS[name]
+    location, script, _, added = CLIENTS[name]
     async with caged(tmp_path, TURNS, sessions=2) as cage:
-        argv = [program("python", place), str(SCRIPTS / script), *cage.bases, route]
-        left = await cage.run(argv, {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONWARNINGS": "ignore"})
-    assert left.code == 0, left.stderr
-    assert left.stdout.splitlines() == [FINAL, FINAL]
-    assert left.routes == {f"{WIRES[route]} whole", f"{WIRES[route]} stream"}
-    for trajectory in left.trajectories:
+        argv = [program("python", location), str(SCRIPTS / script), *cage.bases, route]
+        played = await cage.run(argv, {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONWARNINGS": "ignore"})
+    assert played.code == 0, played.stderr
+    assert played.stdout.splitlines() == [FINAL, FINAL]
+    assert played.routes == {f"{WIRES[route]} whole", f"{WIRES[route]} stream"}
+    for trajectory in played.trajectories:
         assert (len(trajectory.leaves()), trajectory.metrics["turns"]) == (1, len(TURNS))
         segments = trajectory.segments
         assert segments[0].tools is not None
         (offered,) = (tool["function"] for tool in segments[0].tools)
-        mine, sent = leaves(ADD.to_json()["function"]), leaves(offered)
-        assert (set(sent) - set(mine), set(mine) - set(sent)) == (added, set())
-        assert all(sent[key] == value for key, value in mine.items())
+        expected, sent = leaves(ADD.to_json()["function"]), leaves(offered)
+        assert (set(sent) - set(expected), set(expected) - set(sent)) == (added, set())
+        assert all(sent[key] == value for key, value in expected.items())
         same = ToolSchema(offered["name"], offered["description"], offered["parameters"])
         assert columns(segments) == columns(await direct(same))
         as_given = json.dumps(offered) == json.dumps(ADD.to_json()["function"])

@@ -34,7 +34,9 @@ STEPS = 20
 
 def vllm_servers(process: Turnwise) -> list[psutil.Process]:
     """Return the API servers of vLLM that a command started."""
-    return [each for each in process.children() if any("turnwise_vllm_serve" in part for part in each.cmdline())]
+    return [
+        process for process in process.children() if any("turnwise_vllm_serve" in part for part in process.cmdline())
+    ]
 
 
 def trained(metrics: Path) -> int:
@@ -49,18 +51,18 @@ def on_vllm() -> list[str]:
 
 def check_run(run: Path, steps: int, *, evaluated: bool) -> list[dict[str, Any]]:
     """Check that what vLLM reported is the trainer's own forward, of every version; return the lines of its steps."""
-    found = [line for line in lines(run / "metrics.jsonl") if line["kind"] == "train"]
-    assert len(found) == steps
-    assert max(step["gap/max"] for step in found) < 1e-3
+    steps_trained = [line for line in lines(run / "metrics.jsonl") if line["kind"] == "train"]
+    assert len(steps_trained) == steps
+    assert max(step["gap/max"] for step in steps_trained) < 1e-3
     versions = {
         span[0]
-        for each in read_trajectories(run / "trajectories.twz")
-        for segment in each.segments
+        for trajectory in read_trajectories(run / "trajectories.twz")
+        for segment in trajectory.segments
         for span in segment.weight_versions
     }
     assert versions == set(range(steps + evaluated))
     assert audit_run(run, console=silent()).contradictions == []
-    return found
+    return steps_trained
 
 
 @pytest.mark.alike("real jobs", "vllm adapters")
@@ -75,7 +77,7 @@ def test_adapters_of_the_example_are_trained_on_vllm_and_sent_alone(
         process.wait()
         assert process.returncode == 0, process.output()
     steps = check_run(tmp_path / "run", 3, evaluated=False)
-    whole = sum(each.stat().st_size for each in half_trained.glob("*.safetensors"))
+    whole = sum(path.stat().st_size for path in half_trained.glob("*.safetensors"))
     # Rank 32 of 128: no version is near the size of the model.
     assert all(0 < step["sync/bytes"] < 0.5 * whole for step in steps), whole
 
@@ -101,7 +103,7 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
     with training(config) as process:
         wait_until(lambda: trained(metrics) >= 1, "the first step", process, within=2 * LAUNCH_S)
         running = vllm_servers(process)
-        victim = next(each for each in running if os.getpgid(each.pid) == each.pid)
+        victim = next(process for process in running if os.getpgid(process.pid) == process.pid)
         os.kill(victim.pid, signal.SIGKILL)
         process.wait()
     assert process.returncode == 0, process.output()
@@ -109,9 +111,9 @@ def test_a_model_learns_on_vllm_though_a_server_is_killed(
     steps = check_run(tmp_path / "run", STEPS, evaluated=True)
     rewards = [step["reward/mean"] for step in steps]
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.03, rewards
-    found = lines(metrics)
-    assert sum(line["kind"] == "eval" for line in found) == 2
-    [served] = [line for line in found if line["kind"] == "inference"]
+    records = lines(metrics)
+    assert sum(line["kind"] == "eval" for line in records) == 2
+    [served] = [line for line in records if line["kind"] == "inference"]
     assert served["restarts"] == 1
     assert served["generated_tokens"] > 0
     assert all(step[f"memory/server_peak/{number}"] > 0.25 for step in steps for number in (0, 1))

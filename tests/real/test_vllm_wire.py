@@ -30,8 +30,8 @@ LONG = SamplingParams(temperature=1.0, max_tokens=400, seed=1, ignore_eos=True)
 def check_logprobs(model: Any, prompt: TokenPrompt, done: Completion, temperature: float) -> torch.Tensor:
     """Compare with log_softmax(logits / temperature) of a plain forward; return that, [tokens, vocabulary]."""
     expected = torch.log_softmax(logits(model, prompt, done.token_ids) / (temperature or 1.0), -1)
-    chosen = expected.gather(1, torch.from_numpy(done.token_ids.astype(np.int64)).unsqueeze(1)).squeeze(1)
-    assert np.abs(chosen.numpy() - done.logprobs).max() < CLOSE
+    sampled = expected.gather(1, torch.from_numpy(done.token_ids.astype(np.int64)).unsqueeze(1)).squeeze(1)
+    assert np.abs(sampled.numpy() - done.logprobs).max() < CLOSE
     return expected
 
 
@@ -48,35 +48,37 @@ async def test_models_and_weight_info_describe_the_served_model(client: HTTPClie
 async def test_logprobs_are_of_the_temperature_before_truncation(
     client: HTTPClient, reference: Any, temperature: float, cut: dict[str, Any]
 ) -> None:
-    asked = prompts(reference.config.vocab_size, 4)
+    batch = prompts(reference.config.vocab_size, 4)
     params = SamplingParams(temperature=temperature, max_tokens=30, seed=7, ignore_eos=True, **cut)
     # Greedy batch mates take another way through vLLM's sampler.
-    mates = asyncio.gather(*(client.generate(prompt, GREEDY, session_id="") for prompt in asked[:2]))
-    answers = await asyncio.gather(*(client.generate(prompt, params, session_id="") for prompt in asked))
-    for prompt, done in zip(asked, answers, strict=True):
+    mates = asyncio.gather(*(client.generate(prompt, GREEDY, session_id="") for prompt in batch[:2]))
+    answers = await asyncio.gather(*(client.generate(prompt, params, session_id="") for prompt in batch))
+    for prompt, done in zip(batch, answers, strict=True):
         assert (len(done.token_ids), done.finish_reason, done.weight_versions) == (30, "length", ((3, 0, 30),))
         expected = check_logprobs(reference, prompt, done, temperature).exp()
-        chosen = expected.gather(1, torch.from_numpy(done.token_ids.astype(np.int64)).unsqueeze(1))
-        above = expected > chosen + 1e-6
+        sampled = expected.gather(1, torch.from_numpy(done.token_ids.astype(np.int64)).unsqueeze(1))
+        above = expected > sampled + 1e-6
         assert (above.sum(1) < cut.get("top_k", len(expected[0]))).all()
         assert ((expected * above).sum(1) < cut.get("top_p", 1.1)).all()
-        assert (chosen.squeeze(1) > cut.get("min_p", 0) * expected.max(1).values - 1e-6).all()
-    for prompt, done in zip(asked, await mates, strict=False):
+        assert (sampled.squeeze(1) > cut.get("min_p", 0) * expected.max(1).values - 1e-6).all()
+    for prompt, done in zip(batch, await mates, strict=False):
         check_logprobs(reference, prompt, done, 0.0)
 
 
 async def test_given_ids_are_scored_at_temperature_one(client: HTTPClient, reference: Any) -> None:
     for prompt in prompts(reference.config.vocab_size, 4):
-        found = await client.score(prompt.token_ids)
+        scores = await client.score(prompt.token_ids)
         expected = torch.log_softmax(logits(reference, TokenPrompt(prompt.token_ids[:1]), prompt.token_ids[1:]), -1)
-        chosen = expected.gather(1, torch.from_numpy(prompt.token_ids[1:].astype(np.int64)).unsqueeze(1)).squeeze(1)
-        assert np.abs(found[1:] - chosen.numpy()).max() < CLOSE
+        expected_scores = expected.gather(
+            1, torch.from_numpy(prompt.token_ids[1:].astype(np.int64)).unsqueeze(1)
+        ).squeeze(1)
+        assert np.abs(scores[1:] - expected_scores.numpy()).max() < CLOSE
 
 
 async def test_a_seed_decides_and_another_decides_otherwise(client: HTTPClient, reference: Any) -> None:
     prompt = prompts(reference.config.vocab_size, 1)[0]
     params = [SamplingParams(temperature=1.5, max_tokens=20, seed=seed, ignore_eos=True) for seed in (5, 5, 6)]
-    one, same, other = [await client.generate(prompt, each, session_id="") for each in params]
+    one, same, other = [await client.generate(prompt, sampling, session_id="") for sampling in params]
     assert one.token_ids.tolist() == same.token_ids.tolist()
     assert one.token_ids.tolist() != other.token_ids.tolist()
 
@@ -84,30 +86,32 @@ async def test_a_seed_decides_and_another_decides_otherwise(client: HTTPClient, 
 async def test_seeds_hold_where_prompts_are_prefilled_in_several_steps(client: HTTPClient, reference: Any) -> None:
     # Together they are several times as long as what the server takes in one step (inference.max_batch_tokens).
     rng = np.random.default_rng(5)
-    asked = [TokenPrompt(as_ids(rng.integers(8, reference.config.vocab_size, 450))) for _ in range(12)]
-    params = [SamplingParams(temperature=1.0, max_tokens=12, seed=seed, ignore_eos=True) for seed in range(len(asked))]
-    each = list(zip(asked, params, strict=True))
-    together = await asyncio.gather(*(client.generate(prompt, given, session_id="") for prompt, given in each))
-    for (prompt, given), done in zip(each, together, strict=True):
+    batch = [TokenPrompt(as_ids(rng.integers(8, reference.config.vocab_size, 450))) for _ in range(12)]
+    params = [SamplingParams(temperature=1.0, max_tokens=12, seed=seed, ignore_eos=True) for seed in range(len(batch))]
+    requests = list(zip(batch, params, strict=True))
+    together = await asyncio.gather(
+        *(client.generate(prompt, sampling, session_id="") for prompt, sampling in requests)
+    )
+    for (prompt, sampling), done in zip(requests, together, strict=True):
         check_logprobs(reference, prompt, done, 1.0)
-        alone = await client.generate(prompt, given, session_id="")
+        alone = await client.generate(prompt, sampling, session_id="")
         # A near tie aside, the same numbers were drawn, at no place twice.
         assert np.mean(alone.token_ids == done.token_ids) > 0.9
 
 
 async def test_how_completions_end(client: HTTPClient, reference: Any, checkpoint: Path) -> None:
     prompt = prompts(reference.config.vocab_size, 1)[0]
-    whole = await client.generate(prompt, replace(LONG, max_tokens=None), session_id="")
-    assert (len(whole.token_ids), whole.finish_reason) == (CONTEXT - len(prompt.token_ids), "length")
-    stop = int(whole.token_ids[6])
+    uncut = await client.generate(prompt, replace(LONG, max_tokens=None), session_id="")
+    assert (len(uncut.token_ids), uncut.finish_reason) == (CONTEXT - len(prompt.token_ids), "length")
+    stop = int(uncut.token_ids[6])
     params = SamplingParams(temperature=1.0, max_tokens=400, seed=1, stop_token_ids=(stop,))
     cut = await client.generate(prompt, params, session_id="")
     assert cut.finish_reason == "stop"
     ends = {stop, reference.config.eos_token_id}
-    first = next(place for place, token in enumerate(whole.token_ids) if token in ends)
-    assert cut.token_ids.tolist() == whole.token_ids[: first + 1].tolist()
-    [said] = await conversations(checkpoint, 1)
-    eos = await client.generate(said, SamplingParams(temperature=0.0), session_id="")
+    first = next(position for position, token in enumerate(uncut.token_ids) if token in ends)
+    assert cut.token_ids.tolist() == uncut.token_ids[: first + 1].tolist()
+    [conversation] = await conversations(checkpoint, 1)
+    eos = await client.generate(conversation, SamplingParams(temperature=0.0), session_id="")
     assert (int(eos.token_ids[-1]), eos.finish_reason) == (reference.config.eos_token_id, "stop")
 
 
@@ -115,8 +119,8 @@ async def test_a_stop_string_ends_a_completion(client: HTTPClient, reference: An
     renderer = load_renderer(checkpoint)
     prompt = prompts(reference.config.vocab_size, 1)[0]
     # Out of what comes before an end token, which may come first otherwise.
-    whole = await client.generate(prompt, replace(LONG, max_tokens=60, ignore_eos=False), session_id="")
-    text = renderer.decode(whole.token_ids)
+    uncut = await client.generate(prompt, replace(LONG, max_tokens=60, ignore_eos=False), session_id="")
+    text = renderer.decode(uncut.token_ids)
     stop = text[len(text) // 2 :][:3]
     cut = await client.generate(prompt, replace(LONG, ignore_eos=False, stop=(stop,)), session_id="")
     assert cut.finish_reason == "stop"
@@ -166,9 +170,9 @@ async def interrupt(
             pieces += [piece async for piece in stream]
             answered = await (await bare).json()
         done = await call
-        found = Interrupted(prompt, done, answered["choices"][0], pieces)
-        if in_flight(found):
-            return found
+        interrupted = Interrupted(prompt, done, answered["choices"][0], pieces)
+        if in_flight(interrupted):
+            return interrupted
     raise AssertionError("no request was in flight when the server was told to interrupt")
 
 
@@ -181,26 +185,26 @@ async def test_an_abort_gives_what_is_there_and_the_client_goes_on(
         aborted.append(await vllm.abort())
 
     # The server may also be told before it sampled anything of this one: nothing is to be seen then.
-    found = await interrupt(
+    interrupted = await interrupt(
         client,
         vllm,
         reference.config.vocab_size,
         abort,
-        lambda found: found.bare["finish_reason"] == "abort" and bool(found.bare["token_ids"]),
+        lambda attempt: attempt.bare["finish_reason"] == "abort" and bool(attempt.bare["token_ids"]),
     )
     assert 1 <= aborted[-1] <= 3
-    cut = found.bare
+    cut = interrupted.bare
     assert len(cut["token_ids"]) < LONG.max_tokens
     assert len(cut["logprobs"]["content"]) == len(cut["token_ids"])
     assert cut["weight_versions"] == [{"version": "3", "start": 0, "end": len(cut["token_ids"])}]
     # What was there is the beginning of a completion that the client finishes, and of no other.
     first = min(len(cut["token_ids"]), 8)
-    done = found.done
+    done = interrupted.done
     assert done.token_ids[:first].tolist() == cut["token_ids"][:first]
     assert (len(done.token_ids), done.finish_reason, done.weight_versions) == (400, "length", ((3, 0, 400),))
-    check_logprobs(reference, found.prompt, done, 1.0)
-    assert sum(len(piece.token_ids) for piece in found.pieces) == 400
-    assert (found.pieces[-1].finish_reason, found.pieces[-1].weight_versions) == ("length", ((3, 0, 400),))
+    check_logprobs(reference, interrupted.prompt, done, 1.0)
+    assert sum(len(piece.token_ids) for piece in interrupted.pieces) == 400
+    assert (interrupted.pieces[-1].finish_reason, interrupted.pieces[-1].weight_versions) == ("length", ((3, 0, 400),))
 
 
 @pytest.mark.parametrize("abort", [False, True], ids=["keep", "abort"])
@@ -217,23 +221,23 @@ async def test_a_pause_and_another_version_in_flight(
         assert await control.request(vllm.url, "GET", "/is_paused") == {"is_paused": False}
 
     try:
-        found = await interrupt(
+        interrupted = await interrupt(
             client,
             vllm,
             reference.config.vocab_size,
             act,
-            lambda found: len(found.done.weight_versions) == len(found.pieces[-1].weight_versions) == 2,
+            lambda attempt: len(attempt.done.weight_versions) == len(attempt.pieces[-1].weight_versions) == 2,
         )
     finally:
         await vllm.resume()
         await name_version(vllm, 3)
         await control.close()
-    [(first, start, middle), (second, then, end)] = found.done.weight_versions
+    [(first, start, middle), (second, then, end)] = interrupted.done.weight_versions
     assert (first, start, second, then, end) == (3, 0, 4, middle, 400)
     assert 0 < middle < 400
-    check_logprobs(reference, found.prompt, found.done, 1.0)
-    assert sum(len(piece.token_ids) for piece in found.pieces) == 400
-    assert [version for version, _, _ in found.pieces[-1].weight_versions] == [3, 4]
+    check_logprobs(reference, interrupted.prompt, interrupted.done, 1.0)
+    assert sum(len(piece.token_ids) for piece in interrupted.pieces) == 400
+    assert [version for version, _, _ in interrupted.pieces[-1].weight_versions] == [3, 4]
 
 
 async def test_a_continuation_does_not_draw_the_numbers_of_its_beginning_again(
@@ -242,8 +246,8 @@ async def test_a_continuation_does_not_draw_the_numbers_of_its_beginning_again(
     # Nearly uniform, so that the numbers decide, whatever stands before.
     prompt = prompts(reference.config.vocab_size, 1)[0]
     flat = SamplingParams(temperature=2.0, max_tokens=60, seed=9, ignore_eos=True)
-    whole = await client.generate(prompt, flat, session_id="")
-    longer = TokenPrompt(np.concatenate([prompt.token_ids, whole.token_ids]))
+    completion = await client.generate(prompt, flat, session_id="")
+    longer = TokenPrompt(np.concatenate([prompt.token_ids, completion.token_ids]))
 
     async def goes_on(request: bytes) -> list[int]:
         async with aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http:
@@ -252,7 +256,7 @@ async def test_a_continuation_does_not_draw_the_numbers_of_its_beginning_again(
 
     same = await goes_on(encode_request(longer.token_ids, flat))
     other = await goes_on(encode_request(longer.token_ids, flat, continued=60))
-    repeated = [np.mean(np.array(ids) == whole.token_ids) for ids in (same, other)]
+    repeated = [np.mean(np.array(ids) == completion.token_ids) for ids in (same, other)]
     # With its seed sent again it says the same again, which is what the client keeps it from.
     assert repeated[0] > 0.5
     assert repeated[1] < 0.1
@@ -261,13 +265,13 @@ async def test_a_continuation_does_not_draw_the_numbers_of_its_beginning_again(
 async def test_a_stream_is_the_completion_in_pieces(client: HTTPClient, reference: Any) -> None:
     prompt = prompts(reference.config.vocab_size, 1)[0]
     params = replace(LONG, max_tokens=30)
-    whole = await client.generate(prompt, params, session_id="")
+    completion = await client.generate(prompt, params, session_id="")
     pieces = [delta async for delta in client.stream(prompt, params, session_id="")]
     assert len(pieces) > 1
-    assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == whole.token_ids.tolist()
-    assert np.allclose(np.concatenate([piece.logprobs for piece in pieces]), whole.logprobs, atol=CLOSE)
+    assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == completion.token_ids.tolist()
+    assert np.allclose(np.concatenate([piece.logprobs for piece in pieces]), completion.logprobs, atol=CLOSE)
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-    assert pieces[-1].weight_versions == whole.weight_versions == ((3, 0, 30),)
+    assert pieces[-1].weight_versions == completion.weight_versions == ((3, 0, 30),)
     # vLLM says which weights sampled what when all is sampled.
     assert {piece.weight_version for piece in pieces[:-1]} == {None}
 
@@ -294,5 +298,5 @@ async def test_refusals_name_what_is_wrong(
 async def test_greedy_equals_the_built_in_engine(
     client: HTTPClient, checkpoint: Path, reference: Any, tmp_path: Path
 ) -> None:
-    asked = [*prompts(reference.config.vocab_size, 8, seed=1), *(await conversations(checkpoint, 16))]
-    check_greedy(reference, asked, await greedy(client, asked), await builtin_greedy(checkpoint, asked, tmp_path))
+    batch = [*prompts(reference.config.vocab_size, 8, seed=1), *(await conversations(checkpoint, 16))]
+    check_greedy(reference, batch, await greedy(client, batch), await builtin_greedy(checkpoint, batch, tmp_path))

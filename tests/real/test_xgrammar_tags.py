@@ -20,40 +20,40 @@ SCRIPT = Path(__file__).parents[1] / "support" / "engine" / "xgrammar_walk.py"
 
 
 def jobs() -> list[tuple[str, str, dict[str, Any]]]:
-    made = []
+    job_list = []
     for family in FAMILIES:
         walks = walker(family)
         file = str(model_dir(family) / "tokenizer.json")
-        for held, guide in HELD.items():
+        for rule, guide in HELD.items():
             if family in WITHOUT_CALLS and guide.calls:
                 continue
             # What the template itself writes stands in the first place, and more than one call is allowed there only.
-            said: list[int] = []
-            if held == "required" and family in SAYING:
+            call_ids: list[int] = []
+            if rule == "required" and family in SAYING:
                 message: Any = {"role": "assistant", "content": "", "tool_calls": CALLS[: max(says(family))]}
-                said = walks.renderer.completion(message, TOOLS).tolist()
+                call_ids = walks.renderer.completion(message, TOOLS).tolist()
             tag = walks.renderer.guides.tagged(guide, walks.prompt, TOOLS).tag
             likes = np.flatnonzero(walks.likes).tolist()
-            job = {"tokenizer": file, "tag": tag, "stops": walks.stops, "ids": said, "walks": 2, "likes": likes}
-            made.append((family, held, job))
-    return made
+            job = {"tokenizer": file, "tag": tag, "stops": walks.stops, "ids": call_ids, "walks": 2, "likes": likes}
+            job_list.append((family, rule, job))
+    return job_list
 
 
 def test_what_vllm_samples_under_a_guide_keeps_to_it() -> None:
-    asked = jobs()
+    job_list = jobs()
     done = subprocess.run(
         [vllm_python(), SCRIPT],
-        input=json.dumps([job for _, _, job in asked]).encode(),
+        input=json.dumps([job for _, _, job in job_list]).encode(),
         capture_output=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    ended: dict[str, int] = dict.fromkeys(FAMILIES, 0)
-    for (family, held, job), result in zip(asked, json.loads(done.stdout), strict=True):
+    completed: dict[str, int] = dict.fromkeys(FAMILIES, 0)
+    for (family, rule, job), result in zip(job_list, json.loads(done.stdout), strict=True):
         walks = walker(family)
-        assert result["refused"] is None, (family, held, walks.renderer.decode(as_ids(job["ids"][: result["refused"]])))
-        for ids, whole in result["walks"]:
-            if whole:
-                ended[family] += 1
-                check(held, walks.renderer.parse(as_ids(ids), walks.prompt, TOOLS))
-    assert min(ended.values()) > 0
+        assert result["refused"] is None, (family, rule, walks.renderer.decode(as_ids(job["ids"][: result["refused"]])))
+        for ids, complete in result["walks"]:
+            if complete:
+                completed[family] += 1
+                check(rule, walks.renderer.parse(as_ids(ids), walks.prompt, TOOLS))
+    assert min(completed.values()) > 0

@@ -36,10 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path, name: str) -> PolicyConfig:
-    given = SETTINGS[name]
+    options = SETTINGS[name]
     if "lora" in name:
         pytest.importorskip("peft")
-    return PolicyConfig.model_validate({**given, "model": {"path": model, "device": "cpu", **given.get("model", {})}})
+    return PolicyConfig.model_validate(
+        {**options, "model": {"path": model, "device": "cpu", **options.get("model", {})}}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +80,9 @@ class KeepsGradients(TorchLearner):
     """They are used again."""
 
     def optim_step(self) -> StepResult:
-        kept = [None if p.grad is None else p.grad.clone() for p in self.policy.model.parameters()]
+        gradients = [None if p.grad is None else p.grad.clone() for p in self.policy.model.parameters()]
         result = super().optim_step()
-        for parameter, gradient in zip(self.policy.model.parameters(), kept, strict=True):
+        for parameter, gradient in zip(self.policy.model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         return result
 
@@ -96,16 +98,16 @@ class StepsEarly(TorchLearner):
     """Changes the weights with the gradients."""
 
     def forward_backward(self, batches, objective, normalizer) -> Stats:
-        found = super().forward_backward(batches, objective, normalizer)
+        stats = super().forward_backward(batches, objective, normalizer)
         self._optimizers.step(1.0)
-        return found
+        return stats
 
 
 class ForgetsTemperature(TorchLearner):
     """Scores something else than it trains."""
 
     def logprobs(self, batches) -> list[torch.Tensor]:
-        return [each * 1.1 for each in super().logprobs(batches)]
+        return [scores * 1.1 for scores in super().logprobs(batches)]
 
 
 class ForgetsMoments(TorchLearner):
@@ -129,10 +131,10 @@ class ReadsNoParents(TorchLearner):
     """Takes the segments of a tree for rows."""
 
     def forward_backward(self, batches, objective, normalizer) -> Stats:
-        return super().forward_backward([_end_to_end(each) for each in batches], objective, normalizer)
+        return super().forward_backward([_end_to_end(batch) for batch in batches], objective, normalizer)
 
     def logprobs(self, batches) -> list[torch.Tensor]:
-        return super().logprobs([_end_to_end(each) for each in batches])
+        return super().logprobs([_end_to_end(batch) for batch in batches])
 
 
 def _end_to_end(batch: MicroBatch) -> MicroBatch:
@@ -154,5 +156,5 @@ def _end_to_end(batch: MicroBatch) -> MicroBatch:
 )
 def test_what_breaks_it_is_noticed(model: Path, broken: type[Learner], says: str) -> None:
     learner = broken.create(settings(model, "torch"), 100)
-    found = check_learner(lambda: copy.deepcopy(learner), vocabulary=VOCABULARY)
-    assert re.search(says, "\n".join(found))
+    problems = check_learner(lambda: copy.deepcopy(learner), vocabulary=VOCABULARY)
+    assert re.search(says, "\n".join(problems))

@@ -11,8 +11,8 @@ from turnwise.tasks import Task, load_tasks
 from turnwise.types import ToolCall
 
 
-def read(place):
-    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", "read_sign", {"place": place})]}
+def read(sign):
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("c", "read_sign", {"place": sign})]}
 
 
 async def begun(seed=0, **config):
@@ -25,8 +25,8 @@ async def test_each_sign_names_the_next_place_and_the_last_one_the_end():
     env, [question] = await begun(steps=5, words=7)
     places = env.trail.places
     assert question["content"] == f"A trail begins at {places[0]}. Where does it end?"
-    for number, place in enumerate(places):
-        [answer] = (await step_env(env, read(place))).observation
+    for number, sign in enumerate(places):
+        [answer] = (await step_env(env, read(sign))).observation
         end = f"Go on to {places[number + 1]}." if number < 4 else f"The trail ends at {env.trail.end}."
         assert answer["content"].endswith(end)
         assert len(answer["content"].split(",")[0].split()) == 7
@@ -41,8 +41,8 @@ async def test_nobody_gets_ahead_of_the_trail_but_everybody_may_read_again():
     assert "has not led" in answer["content"]
     [one] = (await step_env(env, read(first))).observation
     [two] = (await step_env(env, read(second))).observation
-    [again] = (await step_env(env, read(first))).observation
-    assert again["content"] == one["content"] != two["content"]
+    [repeated] = (await step_env(env, read(first))).observation
+    assert repeated["content"] == one["content"] != two["content"]
     assert env.reached == 2
 
 
@@ -55,8 +55,8 @@ async def test_a_lucky_guess_is_worth_nothing():
 async def test_a_long_trail_comes_by_a_place_again_and_goes_on():
     env, _ = await begun(steps=60, words=0)
     assert len(set(env.trail.places)) < 60
-    for number, place in enumerate(env.trail.places):
-        [answer] = (await step_env(env, read(place))).observation
+    for number, sign in enumerate(env.trail.places):
+        [answer] = (await step_env(env, read(sign))).observation
         assert answer["content"] == env.signs[number]
     assert env.reached == 60
 
@@ -66,8 +66,8 @@ def test_the_seed_and_the_content_decide():
     test = {trail.trail(seed, split="test") for seed in range(200)}
     assert trail.trail(3) == trail.trail(3)
     assert not train & test
-    assert not any(trail.stable_hash(*each.places, each.end) % 4 for each in test)
-    assert all(trail.stable_hash(*each.places, each.end) % 4 for each in train)
+    assert not any(trail.stable_hash(*task_trail.places, task_trail.end) % 4 for task_trail in test)
+    assert all(trail.stable_hash(*task_trail.places, task_trail.end) % 4 for task_trail in train)
 
 
 async def test_tasks_say_how_long_their_trails_are():

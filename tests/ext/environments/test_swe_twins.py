@@ -122,7 +122,7 @@ def test_a_suite_of_every_kind_passes_beside_twins_that_fail(tmp_path: Path) -> 
     file = TestFile("test_suite.py", SUITE)
     original = outcomes(SUITE, tmp_path)
     families = families_of(file)
-    assert {each.test for each in families} == {
+    assert {family.test for family in families} == {
         *("test_value", "test_cases", "test_marks", "test_raises", "test_made", "test_names", "TestPlain::test_value"),
         *("TestPlain::test_other", "Case::test_equal", "Case::test_truth", "Case::test_raises", "Async::test_value"),
     }
@@ -131,8 +131,10 @@ def test_a_suite_of_every_kind_passes_beside_twins_that_fail(tmp_path: Path) -> 
     tests, twins = roll.read(statuses)
     assert tests == original
     assert set(twins.values()) == {FAILED}
-    wanted = {(each.node(case), twin) for each in families for case in each.cases for twin in range(len(each.twins))}
-    assert set(twins) == wanted
+    expected = {
+        (family.node(case), twin) for family in families for case in family.cases for twin in range(len(family.twins))
+    }
+    assert set(twins) == expected
     assert roll.read(pytest_log(""))[0] == {}
 
 
@@ -141,21 +143,21 @@ def test_nothing_tells_a_test_from_its_twins() -> None:
     roll = Roll()
     text = enroll(file, families_of(file), random.Random(2), roll)
     assert all(re.fullmatch(r"test_[0-9a-f]{16}", name) for name in (*roll.members, *roll.names))
-    assert not [told for told in ("It is 3", "three is 3", "test_value") if told in text]
+    assert not [hint for hint in ("It is 3", "three is 3", "test_value") if hint in text]
     shapes: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(text)):
         member = roll.members.get(node.name) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
         if member is not None and member.family.kind in ("value", "made"):
-            for each in ast.walk(node):
-                if isinstance(each, ast.Constant):
-                    each.value = type(each.value).__name__
+            for constant in ast.walk(node):
+                if isinstance(constant, ast.Constant):
+                    constant.value = type(constant.value).__name__
             node.name = ""
             shapes.setdefault(member.family.test, set()).add(ast.dump(node))
     assert len(shapes) >= 6
-    assert {len(each) for each in shapes.values()} == {1}
-    again = Roll()
-    enroll(file, families_of(file), random.Random(2), again)
-    assert not set(roll.members) & set(again.members)
+    assert {len(dumps) for dumps in shapes.values()} == {1}
+    second_roll = Roll()
+    enroll(file, families_of(file), random.Random(2), second_roll)
+    assert not set(roll.members) & set(second_roll.members)
 
 
 literals = st.one_of(
@@ -201,7 +203,7 @@ def test_each_literal_of_a_family_could_be_the_tests_own(value: int, rng: random
         return {ast.literal_eval(twin[0].text) for twin in alterations(function, limit, rng)[0].twins}
 
     all_of_it = drawn(value, 99) | {value}
-    assert {frozenset(drawn(each, 99) | {each}) for each in all_of_it} == {frozenset(all_of_it)}
+    assert {frozenset(drawn(literal, 99) | {literal}) for literal in all_of_it} == {frozenset(all_of_it)}
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=5), st.lists(st.booleans(), min_size=5, max_size=5))
@@ -243,7 +245,7 @@ def test_asserted_truths_are_reversed_together(signs: list[bool], got: list[bool
 def test_only_what_every_passing_run_reaches_is_altered(body: str, kinds: list[str]) -> None:
     function = ast.parse(f"def test_a():\n    {body}\n").body[0]
     assert isinstance(function, ast.FunctionDef)
-    assert [each.kind for each in checks_of(function)] == kinds
+    assert [check.kind for check in checks_of(function)] == kinds
 
 
 @pytest.mark.parametrize(
@@ -320,7 +322,7 @@ def test_what_separate_processes_make_of_a_suspicion(
 ) -> None:
     family = Family("t.py", "test_a", kind, FAMILY.twins)
     results = findings([Suspect(family, (NODE,), (0,))], seen(family, real, twin, reversal))
-    assert [each.tampered for each in results] == ([] if tampered is None else [tampered])
+    assert [finding.tampered for finding in results] == ([] if tampered is None else [tampered])
     if tampered:
         assert f"{NODE} passes together with its twin {NODE}~" in results[0].reason
 

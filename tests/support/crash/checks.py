@@ -64,38 +64,38 @@ class _Journal:
 
     members: dict[Member, list[tuple[str, ...]]] = field(default_factory=lambda: defaultdict(list))
     groups: dict[str, dict] = field(default_factory=dict)
-    taken: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    steps_by_group: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     dropped: dict[str, int] = field(default_factory=dict)
     orphans: set[str] = field(default_factory=set)
-    last: str = ""
+    last_event: str = ""
 
 
 def _read(run: Path) -> _Journal:
-    found = _Journal()
+    journal = _Journal()
     for _, event in read_journal(run / "journal.jsonl").events:
-        found.last = event["event"]
+        journal.last_event = event["event"]
         match event["event"]:
             case "start":
-                after = event["after_step"]
-                for steps in found.taken.values():
-                    steps[:] = [step for step in steps if step <= after]
-                found.dropped = {key: step for key, step in found.dropped.items() if step <= after}
+                resumed = event["after_step"]
+                for steps in journal.steps_by_group.values():
+                    steps[:] = [step for step in steps if step <= resumed]
+                journal.dropped = {key: step for key, step in journal.dropped.items() if step <= resumed}
             case "member":
-                ids = tuple(each[0] for each in event["trajectories"])
-                found.members[event["key"], event["member"]].append(ids)
+                ids = tuple(trajectory[0] for trajectory in event["trajectories"])
+                journal.members[event["key"], event["member"]].append(ids)
             case "group":
-                found.groups[event["key"]] = event
+                journal.groups[event["key"]] = event
             case "take":
                 for key in event["keys"]:
-                    found.taken[key].append(event["step"])
+                    journal.steps_by_group[key].append(event["step"])
             case "back":
                 for key in event["keys"]:
-                    found.taken[key].remove(event["step"])
+                    journal.steps_by_group[key].remove(event["step"])
             case "drop":
-                found.dropped[event["key"]] = event["step"]
+                journal.dropped[event["key"]] = event["step"]
             case "orphan":
-                found.orphans.add(event["trajectory"])
-    return found
+                journal.orphans.add(event["trajectory"])
+    return journal
 
 
 def left_on_disk(run: Path) -> Left:
@@ -104,42 +104,44 @@ def left_on_disk(run: Path) -> Left:
         return Left([], {})
     if (run / "batches.jsonl").exists():
         assert audit_run(run, recompute=False, console=silent()).contradictions == []
-    ids = [each.id for each in read_trajectories(run / "trajectories.twz")]
-    return Left(ids, {member: each[-1] for member, each in _read(run).members.items()})
+    ids = [trajectory.id for trajectory in read_trajectories(run / "trajectories.twz")]
+    return Left(ids, {member: attempts[-1] for member, attempts in _read(run).members.items()})
 
 
-def prove(run: Path, lives: Sequence[Left], *, whole: bool = True, short: bool = False, at_most: int = 4) -> Proof:
+def prove(run: Path, lives: Sequence[Left], *, complete: bool = True, short: bool = False, at_most: int = 4) -> Proof:
     """See that nothing that finished was lost, that nothing was trained twice, and that every step is complete.
 
     Args:
         run: The directory of a run that ended in order.
         lives: What its killed processes left, in order.
-        whole: Whether no member can have failed in all its attempts.
+        complete: Whether no member can have failed in all its attempts.
         short: Whether a step may have ended with the parts that were trained, because the run ended between two.
         at_most: Turns per weight version whose log-probabilities are computed again.
     """
     report = audit_run(run, at_most=at_most, console=silent())
     assert report.contradictions == []
     journal, batches = _read(run), read_batches(run / "batches.jsonl")
-    assert journal.last == "end"
+    assert journal.last_event == "end"
 
     # Nothing that was on disk is gone, nothing stands there twice.
-    ids = [each.id for each in read_trajectories(run / "trajectories.twz")]
+    ids = [trajectory.id for trajectory in read_trajectories(run / "trajectories.twz")]
     assert max(Counter(ids).values()) == 1
     for life in lives:
         assert ids[: len(life.trajectories)] == life.trajectories
-        assert all(journal.members[member][-1] == left for member, left in life.members.items())
+        assert all(journal.members[member][-1] == ids_on_disk for member, ids_on_disk in life.members.items())
 
     # No member that had finished was rolled out again; a group is made of its members, and of nothing else.
-    again = {member: found for member, found in journal.members.items() if len(set(found)) > 1}
-    assert again == {}
-    finished = {name: key for (key, _), [found, *_] in journal.members.items() for name in found}
+    repeated = {member: attempts for member, attempts in journal.members.items() if len(set(attempts)) > 1}
+    assert repeated == {}
+    finished = {name: key for (key, _), [ids, *_] in journal.members.items() for name in ids}
     assert finished.keys() <= set(ids)
     for key, group in journal.groups.items():
-        mine = {name for name, its in finished.items() if its == key}
-        assert {each[0] for each in group["trajectories"]} == mine, f"group {key} is not what its members left"
-        if whole:
-            assert (group["head"]["failed"], len(mine)) == (0, MEMBERS), key
+        members = {name for name, its in finished.items() if its == key}
+        assert {trajectory[0] for trajectory in group["trajectories"]} == members, (
+            f"group {key} is not what its members left"
+        )
+        if complete:
+            assert (group["head"]["failed"], len(members)) == (0, MEMBERS), key
 
     by_step = _steps(journal, batches, short=len(lives) if short else 0)
 
@@ -168,20 +170,20 @@ def _steps(journal: _Journal, batches: Batches, *, short: int) -> dict[int, set[
     for row in batches.rows:
         by_step[row.step].add(row.trajectory)
     assert sum(map(len, by_step.values())) == len(set().union(*by_step.values()))
-    given: dict[int, list[str]] = defaultdict(list)
-    for key, steps in journal.taken.items():
+    groups_by_step: dict[int, list[str]] = defaultdict(list)
+    for key, steps in journal.steps_by_group.items():
         assert len(steps) <= 1, f"group {key} was given to steps {steps}"
         for step in steps:
-            given[step].append(key)
-    assert sorted(given) == list(range(1, batches.steps + 1))
-    sizes = [len(keys) for keys in given.values()]
+            groups_by_step[step].append(key)
+    assert sorted(groups_by_step) == list(range(1, batches.steps + 1))
+    sizes = [len(keys) for keys in groups_by_step.values()]
     assert max(sizes) <= GROUPS
     assert sum(size < GROUPS for size in sizes) <= short
     return by_step
 
 
 def _fate(name: str, key: str, journal: _Journal, by_step: dict[int, set[str]]) -> str:
-    if steps := journal.taken[key]:
+    if steps := journal.steps_by_group[key]:
         assert key in journal.groups, f"group {key} was given to a step, and was never whole"
         if name in by_step[steps[0]]:
             return "trained"

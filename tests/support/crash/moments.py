@@ -43,25 +43,25 @@ _POLL_S: Final = 0.001
 
 def children(word: str) -> list[psutil.Process]:
     """Return the processes below this one that run and have a word in their command line."""
-    found = []
-    for each in psutil.Process().children(recursive=True):
+    processes = []
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if each.status() != psutil.STATUS_ZOMBIE and any(word in part for part in each.cmdline()):
-                found.append(each)
-    return found
+            if process.status() != psutil.STATUS_ZOMBIE and any(word in part for part in process.cmdline()):
+                processes.append(process)
+    return processes
 
 
 def listening(server: psutil.Process) -> int | None:
     """Return the port that a server takes requests at; None where it does not yet."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        for each in server.net_connections(kind="tcp"):
-            if each.status == psutil.CONN_LISTEN:
-                return int(each.laddr.port)
+        for connection in server.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                return int(connection.laddr.port)
     return None
 
 
 def _engine() -> psutil.Process | None:
-    return next((each for each in children("turnwise.engine.server") if listening(each)), None)
+    return next((process for process in children("turnwise.engine.server") if listening(process)), None)
 
 
 def _sandboxes() -> psutil.Process | None:
@@ -71,8 +71,8 @@ def _sandboxes() -> psutil.Process | None:
 def _runner(folder: Path) -> psutil.Process | None:
     """Return the runner that plays, by the number that its agent noted."""
     with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess, ValueError):
-        found = psutil.Process(int((folder / "runner.pid").read_text()))
-        return None if found.status() == psutil.STATUS_ZOMBIE else found
+        process = psutil.Process(int((folder / "runner.pid").read_text()))
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
     return None
 
 
@@ -135,7 +135,7 @@ class _Schedule:
         return {"engine": _engine, "sandboxes": _sandboxes}[self.victim]()
 
     def _note(self, moment: str, victim: psutil.Process) -> None:
-        below = [[each.pid, each.create_time()] for each in victim.children(recursive=True)]
+        below = [[process.pid, process.create_time()] for process in victim.children(recursive=True)]
         record = {"moment": moment, "victim": self.victim, "pid": victim.pid, "below": below}
         os.write(self._notes, json.dumps(record).encode() + b"\n")
         self._left.pop(0)
@@ -203,8 +203,8 @@ def is_due(name: str) -> bool:
     return any(schedule.ripe(name) for schedule in _ARMED)
 
 
-def _append_in_halves(whole: Callable[[int, bytes], None]) -> Callable[[int, bytes], None]:
-    """Return what appends lines as ``whole`` does, but a journal's line of a finished member half by half when due."""
+def _append_in_halves(append: Callable[[int, bytes], None]) -> Callable[[int, bytes], None]:
+    """Return what appends lines as ``append`` does, but a journal's line of a finished member half by half when due."""
 
     def halves(file: int, data: bytes) -> None:
         if is_due(MID_JOURNAL) and data.startswith(b'{"event":"member"'):
@@ -212,7 +212,7 @@ def _append_in_halves(whole: Callable[[int, bytes], None]) -> Callable[[int, byt
             os.write(file, data[:half])
             moment(MID_JOURNAL)
             data = data[half:]
-        whole(file, data)
+        append(file, data)
 
     return halves
 

@@ -50,26 +50,26 @@ def serve(link: socket.socket) -> dict[str, Any] | None:
             return None
         body = link.recv(struct.unpack("!I", head)[0], socket.MSG_WAITALL)
         reader, writer = os.pipe()
-        gate, held = os.pipe()
+        gate, release = os.pipe()
         between = os.fork()
         if between == 0:
-            os.close(held)
+            os.close(release)
             child = os.fork()
             if child:
                 os.write(writer, struct.pack("!I", child))
                 os._exit(0)
             # Until the process in between has ended, this one's parent is not the one that asked.
             os.read(gate, 1)
-            for each in (gate, reader, writer):
-                os.close(each)
+            for descriptor in (gate, reader, writer):
+                os.close(descriptor)
             link.close()
             return {**json.loads(body), "given": descriptors}
-        for each in (writer, gate, *descriptors):
-            os.close(each)
+        for descriptor in (writer, gate, *descriptors):
+            os.close(descriptor)
         answer = os.read(reader, 4)
         os.close(reader)
         os.waitpid(between, 0)
-        os.close(held)
+        os.close(release)
         # The one that asked may have been killed.
         with contextlib.suppress(BrokenPipeError):
             link.sendall(answer)
@@ -91,8 +91,8 @@ def carry(request: dict[str, Any]) -> socket.socket | None:
     with link:
         ours = socket.socket(fileno=above(link.fileno(), request["descriptors"]))
     if os.fork() == 0:
-        for each in request["given"]:
-            os.close(each)
+        for descriptor in request["given"]:
+            os.close(descriptor)
         ours.close()
         show([sys.executable, "warm_process.py"])
         return theirs
@@ -103,18 +103,18 @@ def carry(request: dict[str, Any]) -> socket.socket | None:
     return None
 
 
-def above(descriptor: int, others: Sequence[int]) -> int:
+def above(descriptor: int, descriptors: Sequence[int]) -> int:
     """Return another descriptor of the same file, whose number is above all of others."""
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(others) + 1)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(descriptors) + 1)
 
 
 def become(request: dict[str, Any]) -> None:
     """Take over what a new process would have been started with."""
-    wanted, given = request["descriptors"], request["given"]
-    moved = [above(each, [*wanted, *given]) for each in given]
-    for each in given:
-        os.close(each)
-    for source, target in zip(moved, wanted, strict=True):
+    targets, received = request["descriptors"], request["given"]
+    moved = [above(descriptor, [*targets, *received]) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for source, target in zip(moved, targets, strict=True):
         os.dup2(source, target, inheritable=True)
         os.close(source)
     for kind, bounds in zip(LIMITS, request["limits"], strict=True):
@@ -167,14 +167,14 @@ def run(argv: list[str], paths: str) -> None:
 
 def leave() -> None:
     """End without taking the interpreter apart, which would copy all that is shared with the warm process."""
-    if ended:
+    if exit_statuses:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        os._exit(ended[0] & 0xFF)
+        os._exit(exit_statuses[0] & 0xFF)
 
 
-ended: list[int] = []
+exit_statuses: list[int] = []
 """The exit status of a program that has ended in order."""
 BESIDE = os.path.dirname(os.path.abspath(__file__))
 
@@ -194,23 +194,23 @@ def main() -> None:
     # Copies of pages are made where objects are touched: collections would touch all of them.
     gc.freeze()
     gc.enable()
-    asked: socket.socket | None = link
+    connection: socket.socket | None = link
     request = None
-    while asked is not None:
-        request = serve(asked)
+    while connection is not None:
+        request = serve(connection)
         if request is None:
             return
         if request["session"]:
             os.setsid()
-        asked = carry(request) if request["starts"] else None
+        connection = carry(request) if request["starts"] else None
     assert request is not None
     become(request)
     try:
         run(request["argv"], os.environ.get("PYTHONPATH", ""))
-        ended.append(0)
+        exit_statuses.append(0)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
-            ended.append(error.code or 0)
+            exit_statuses.append(error.code or 0)
         raise
 
 

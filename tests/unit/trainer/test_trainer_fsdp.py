@@ -114,11 +114,11 @@ def assert_equal_gradients(
     """Compare loss, statistics and gradients of learners whose optimizer is ``SHOWS_GRADIENTS``."""
     gradients, losses = [], []
     for learner in learners:
-        before = weights(learner)
+        initial = weights(learner)
         stats = learner.forward_backward(micro_batches, objective, 40.0)
         norm = learner.optim_step().grad_norm
         losses.append({"loss": stats.loss, "tokens": stats.tokens, **stats.means, **stats.maxima, "norm": norm})
-        gradients.append({name: before[name] - tensor for name, tensor in weights(learner).items()})
+        gradients.append({name: initial[name] - tensor for name, tensor in weights(learner).items()})
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert max(float(gradient.abs().max()) for gradient in gradients[0].values()) > 1e-3
     assert gap(*gradients) < 1e-5
@@ -160,13 +160,13 @@ def test_ranks_equal_one_process(model: Path, world: str, request: pytest.Fixtur
     assert_equal_gradients((open_learner(shows, 5), FSDPLearner(ranks, shows, 5)), batches(), PolicyObjective())
 
     trains = policy(model)
-    before = weights(open_learner(trains, 5))
+    initial = weights(open_learner(trains, 5))
     one, sharded = open_learner(trains, 5), FSDPLearner(ranks, trains, 5)
     for _ in range(5):
         losses = [learner.forward_backward(batches(), PolicyObjective(), 40.0).loss for learner in (one, sharded)]
         assert losses[1] == pytest.approx(losses[0], abs=1e-5)
         assert one.optim_step().learning_rates == sharded.optim_step().learning_rates
-    assert gap(weights(one), before) > 1e-3
+    assert gap(weights(one), initial) > 1e-3
     assert gap(weights(one), weights(sharded)) < 1e-5
     for expected, actual in zip(one.logprobs(batches()), sharded.logprobs(batches()), strict=True):
         torch.testing.assert_close(expected, actual, atol=1e-5, rtol=0)
@@ -224,11 +224,11 @@ def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks, tmp_path: P
     named = open_reference(kl, policy(model), learner)
     alone = open_reference(kl, policy(model), open_learner(policy(model), 9))
     torch.testing.assert_close(torch.cat(named(batches())), torch.cat(alone(batches())), atol=1e-5, rtol=0)
-    before = torch.cat(learner.logprobs(batches()))
+    untrained = torch.cat(learner.logprobs(batches()))
     initial = open_reference(KLConfig(coef=0.1), policy(model), learner)
     step(learner)
-    assert torch.equal(torch.cat(initial(batches())), before)
-    assert not torch.equal(torch.cat(learner.logprobs(batches())), before)
+    assert torch.equal(torch.cat(initial(batches())), untrained)
+    assert not torch.equal(torch.cat(learner.logprobs(batches())), untrained)
 
 
 def test_the_reference_of_continued_adapters_keeps_the_initial_ones(
@@ -240,11 +240,11 @@ def test_the_reference_of_continued_adapters_keeps_the_initial_ones(
     first.save(tmp_path)
     config = policy(model, model={"lora": {"path": tmp_path}}, optim={"lr": 1e-2})
     further = FSDPLearner(two, config, 9)
-    before = torch.cat(further.logprobs(batches()))
+    untrained = torch.cat(further.logprobs(batches()))
     reference = open_reference(KLConfig(coef=0.1), config, further)
     step(further)
-    assert torch.equal(torch.cat(reference(batches())), before)
-    assert not torch.equal(torch.cat(further.logprobs(batches())), before)
+    assert torch.equal(torch.cat(reference(batches())), untrained)
+    assert not torch.equal(torch.cat(further.logprobs(batches())), untrained)
 
 
 def valued() -> list[TrainRow]:
@@ -280,7 +280,7 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     one, sharded = open_learner(config, 9), FSDPLearner(two, config, 9)
     critics = opened(one), opened(sharded)
     assert [type(critic.learner) for critic in critics] == [ValueLearner, FSDPLearner]
-    before = torch.cat(critics[0].learner.values(batches()))
+    untrained = torch.cat(critics[0].learner.values(batches()))
     for seed in (1, 2):
         figures = [train(learner, critic, seed) for learner, critic in zip((one, sharded), critics, strict=True)]
         assert figures[0].keys() == figures[1].keys()
@@ -288,7 +288,7 @@ def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
         sharded.save(tmp_path / str(seed))
         critics[1].learner.save(tmp_path / str(seed) / "critic")
     values = torch.cat(critics[0].learner.values(batches()))
-    assert float((values - before).abs().max()) > 1e-3
+    assert float((values - untrained).abs().max()) > 1e-3
     torch.testing.assert_close(torch.cat(critics[1].learner.values(batches())), values, atol=1e-5, rtol=0)
     assert gap(weights(one), weights(sharded)) < 1e-5
 
@@ -328,10 +328,10 @@ def test_a_critic_of_an_untied_model_with_weights_in_bfloat16(two: WarmRanks, tm
     for learner in (open_learner(config, 9), FSDPLearner(two, config, 9, sharding=Sharding(2, True))):
         critic = Critic.create(config, learner, 9)
         assert critic is not None
-        before = torch.cat(critic.learner.values(batches()))
+        untrained = torch.cat(critic.learner.values(batches()))
         train(learner, critic, 1)
         values.append(torch.cat(critic.learner.values(batches())))
-        assert float((values[-1] - before).abs().max()) > 0.3
+        assert float((values[-1] - untrained).abs().max()) > 0.3
     assert values[1].dtype == torch.float32
     assert 1e-4 < float((values[0] - values[1]).abs().max()) < 0.2
 
@@ -382,12 +382,12 @@ def fails_on_long_rows(logprobs: torch.Tensor, *_: Any, **__: Any) -> LossSums:
 
 def test_a_loss_that_raises_leaves_the_ranks_in_step(model: Path, two: WarmRanks, tmp_path: Path) -> None:
     learner = FSDPLearner(two, policy(model), 9)
-    before = weights(learner)
+    initial = weights(learner)
     objective = PolicyObjective(ConfiguredFunction("mine", fails_on_long_rows, {}))
     with pytest.raises(ArithmeticError, match="23 tokens"):
         learner.forward_backward(batches(), objective, 40.0)
     assert not two.lost
-    assert gap(before, weights(learner)) == 0
+    assert gap(initial, weights(learner)) == 0
     learner.save(tmp_path)
     with pytest.raises(TrainError, match=r"cannot import this one: .*define it at the top level"):
         learner.forward_backward(batches(), PolicyObjective(ConfiguredFunction("own", lambda *_: None, {})), 40.0)
@@ -412,12 +412,12 @@ def test_a_rank_that_dies_ends_all_of_them(model: Path) -> None:
 def test_ranks_load_a_model_in_turn_when_memory_is_short(
     model: Path, four: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = FSDPLearner(four, policy(model), 9)
-    size = 4 * sum(shape.numel() for shape in (weight.shape for weight in weights(whole).values()))
+    at_once = FSDPLearner(four, policy(model), 9)
+    size = 4 * sum(shape.numel() for shape in (weight.shape for weight in weights(at_once).values()))
     monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 7 * size)
     assert [loads_at_once(model, ranks) for ranks in (2, 3, 4)] == [2, 3, 3]
     in_turn = FSDPLearner(four, policy(model), 9)
-    assert gap(weights(whole), weights(in_turn)) == 0
+    assert gap(weights(at_once), weights(in_turn)) == 0
     # One that cannot be loaded leaves them in step.
     monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 1)
     assert loads_at_once(model, 4) == 1
@@ -465,11 +465,11 @@ def test_positions_that_depend_on_the_whole_sequence_are_not_shared(model: Path,
 
 def test_the_plan_of_a_run_names_the_ranks(model: Path) -> None:
     assert check_engine(policy(model, engine="fsdp")) == "cpu in 2 ranks (gloo)"
-    for options, said in (
+    for options, plan in (
         ({"mixed_precision": True}, "cpu in 4 ranks (gloo, bfloat16 weights)"),
         ({"sequence_parallel": 2}, "cpu in 4 ranks (gloo, 2 for each sequence)"),
     ):
-        assert check_engine(policy(model, engine="fsdp", engine_options={"ranks": 4, **options})) == said
+        assert check_engine(policy(model, engine="fsdp", engine_options={"ranks": 4, **options})) == plan
 
 
 def test_a_torch_without_the_backend_raises_train_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,9 @@ def make_learner(
 
 
 def gradients(learner: TorchLearner) -> list[torch.Tensor]:
-    found = [p.grad.clone() for p in learner.policy.model.parameters() if p.grad is not None]
+    clones = [p.grad.clone() for p in learner.policy.model.parameters() if p.grad is not None]
     learner.policy.model.zero_grad()
-    return found
+    return clones
 
 
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,20 +52,20 @@ def test_gradients_do_not_depend_on_micro_batches(
     learner = make_learner(model_dir("qwen3"))
     objective = PolicyObjective(entropy_coef=0.01)
     rows = [row(n, seed=i, name=f"t{i}", advantage=(-1.0) ** i, weight=1 / (i + 1)) for i, n in enumerate(lengths)]
-    found = []
+    passes = []
     for budget in (*budgets, 100_000):
         batches = pack(rows, budget)
         for batch in batches:
             batch.old_logprobs = batch.rollout_logprobs
         stats = learner.forward_backward(batches, objective, normalizer=17.0)
-        found.append((stats, gradients(learner)))
-    whole_stats, whole = found[-1]
-    for stats, split in found[:-1]:
+        passes.append((stats, gradients(learner)))
+    whole_stats, unsplit = passes[-1]
+    for stats, split in passes[:-1]:
         assert stats.tokens == whole_stats.tokens == sum(n // 2 for n in lengths)
         assert stats.loss == pytest.approx(whole_stats.loss, abs=1e-6, rel=1e-5)
         assert stats.means == pytest.approx(whole_stats.means, abs=1e-5, rel=1e-5)
         assert stats.maxima == pytest.approx(whole_stats.maxima, abs=1e-5, rel=1e-5)
-        for got, want in zip(split, whole, strict=True):
+        for got, want in zip(split, unsplit, strict=True):
             torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
@@ -121,18 +121,18 @@ def test_the_gap_to_the_rollout_is_measured(model_dir: Models, row: Row) -> None
 
 def test_a_toy_objective_is_learned(model_dir: Models, row: Row) -> None:
     """Rewarding one of two continuations makes it likely, under both optimizers."""
-    good = row(4, 1, ids=[5, 6, 7, 11], name="good", advantage=1.0)
-    bad = row(4, 1, ids=[5, 6, 7, 12], name="bad", advantage=-1.0)
+    rewarded = row(4, 1, ids=[5, 6, 7, 11], name="good", advantage=1.0)
+    punished = row(4, 1, ids=[5, 6, 7, 12], name="bad", advantage=-1.0)
     for optim in ({"name": "adamw", "lr": 3e-3}, {"name": "muon", "lr": 3e-3, "muon": {"lr": 0.02}}):
         learner = make_learner(model_dir("qwen3"), **optim)
-        batches = pack([good, bad], 100)
-        before = torch.cat(learner.logprobs(batches))
+        batches = pack([rewarded, punished], 100)
+        initial = torch.cat(learner.logprobs(batches))
         for _ in range(20):
             learner.forward_backward(batches, PolicyObjective(), 2.0)
             assert learner.optim_step().skipped is None
-        after = torch.cat(learner.logprobs(batches))
-        assert after[0] > before[0] + 1.0
-        assert after[0] > after[1] + 2.0
+        learned = torch.cat(learner.logprobs(batches))
+        assert learned[0] > initial[0] + 1.0
+        assert learned[0] > learned[1] + 2.0
 
 
 def test_clipping_and_schedule(model_dir: Models, row: Row) -> None:
@@ -162,14 +162,14 @@ def test_non_finite_gradients_skip_the_step_and_are_logged(
     model_dir: Models, row: Row, caplog: pytest.LogCaptureFixture
 ) -> None:
     learner = make_learner(model_dir("qwen3"))
-    before = [tensor.clone() for _, tensor in learner.export_weights()]
+    initial = [tensor.clone() for _, tensor in learner.export_weights()]
     batches = pack([row(8)], 100)
     with caplog.at_level(logging.ERROR):
         learner.forward_backward(batches, _Poison(), 1.0)
         assert learner.optim_step().skipped == "non_finite"
     assert "gradient norm is" in caplog.text
     assert learner.skipped == {"non_finite": 1}
-    for was, (_, now) in zip(before, learner.export_weights(), strict=True):
+    for was, (_, now) in zip(initial, learner.export_weights(), strict=True):
         assert torch.equal(was, now)
     # Nothing of it is left: the next update is an ordinary one.
     learner.forward_backward(batches, PolicyObjective(), 1.0)
@@ -185,12 +185,12 @@ def test_non_finite_gradients_skip_the_step_and_are_logged(
 
 def test_a_step_without_rows_changes_nothing(model_dir: Models, row: Row) -> None:
     learner = make_learner(model_dir("qwen3"))
-    before = [tensor.clone() for _, tensor in learner.export_weights()]
+    initial = [tensor.clone() for _, tensor in learner.export_weights()]
     stats = learner.forward_backward([], PolicyObjective(), 1.0)
     assert (stats.loss, stats.tokens, stats.means) == (0.0, 0, {})
     assert learner.optim_step().skipped == "no_gradient"
     assert learner.skipped == {"no_gradient": 1}
-    for was, (_, now) in zip(before, learner.export_weights(), strict=True):
+    for was, (_, now) in zip(initial, learner.export_weights(), strict=True):
         assert torch.equal(was, now)
     with pytest.raises(TrainError, match="normaliser"):
         learner.forward_backward([], PolicyObjective(), 0.0)

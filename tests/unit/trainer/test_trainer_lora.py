@@ -79,14 +79,14 @@ def test_only_adapters_train_and_start_at_zero(base: Path, rows: list[TrainRow])
     learner = learner_of(base)
     plain = load_model(base)
     with torch.no_grad():
-        before = torch.cat([plain.forward(batch).logprobs for batch in pack(rows, 1000)])
-    assert torch.equal(logprobs(learner, rows), before)
+        untrained = torch.cat([plain.forward(batch).logprobs for batch in pack(rows, 1000)])
+    assert torch.equal(logprobs(learner, rows), untrained)
     trained(learner, rows)
-    assert not torch.allclose(logprobs(learner, rows), before, atol=1e-3)
+    assert not torch.allclose(logprobs(learner, rows), untrained, atol=1e-3)
     with learner.initial_weights():
-        assert torch.equal(logprobs(learner, rows), before)
+        assert torch.equal(logprobs(learner, rows), untrained)
     # Back again, and trainable again.
-    assert not torch.allclose(logprobs(learner, rows), before, atol=1e-3)
+    assert not torch.allclose(logprobs(learner, rows), untrained, atol=1e-3)
     assert learner.forward_backward(pack(rows, 40), CrossEntropyObjective(), 20.0).loss > 0
     assert learner.optim_step().grad_norm > 0
     weights = dict(plain.named_weights())
@@ -98,7 +98,7 @@ def test_only_adapters_train_and_start_at_zero(base: Path, rows: list[TrainRow])
     exported = dict(learner.export_weights())
     assert len(exported) == 28
     # rank x (in + out) elements for each target, and nothing else.
-    assert sum(each.numel() for each in exported.values()) == sum(4 * sum(weights[name].shape) for name in targets)
+    assert sum(tensor.numel() for tensor in exported.values()) == sum(4 * sum(weights[name].shape) for name in targets)
 
 
 def test_server_trainer_peft_and_merged_model_agree(
@@ -110,28 +110,28 @@ def test_server_trainer_peft_and_merged_model_agree(
     learner.save_model(tmp_path / "merged")
     assert is_adapter(tmp_path / "saved")
     assert not is_adapter(tmp_path / "merged")
-    for place in ("saved", "merged"):
-        policy = load_model(tmp_path / place)
+    for directory in ("saved", "merged"):
+        policy = load_model(tmp_path / directory)
         with torch.no_grad():
-            found = torch.cat([policy.forward(batch).logprobs for batch in pack(rows, 1000)])
-        assert float((found - want).abs().max()) < 1e-5, place
+            scores = torch.cat([policy.forward(batch).logprobs for batch in pack(rows, 1000)])
+        assert float((scores - want).abs().max()) < 1e-5, directory
     ids = rows[0].sample.input_ids
-    mine = want[: rows[0].sample.trained_tokens]
+    expected = want[: rows[0].sample.trained_tokens]
     running = CausalLM(base)
     running.load_adapter(dict(learner.export_weights()), learner.adapter, 1)
     for server in (running, CausalLM(tmp_path / "saved"), CausalLM(tmp_path / "merged")):
         # Invariant 12.
-        assert float((served(server, ids)[-len(mine) :] - mine).abs().max()) < 1e-4
+        assert float((served(server, ids)[-len(expected) :] - expected).abs().max()) < 1e-4
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "saved"))
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1].log_softmax(-1)
     theirs = logits.gather(1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
-    assert float((theirs[-len(mine) :] - mine).abs().max()) < 1e-4
+    assert float((theirs[-len(expected) :] - expected).abs().max()) < 1e-4
 
 
 def test_packing_is_exact_with_trained_adapters(base: Path, rows: list[TrainRow]) -> None:
     learner = trained(learner_of(base, gradient_checkpointing=True), rows, 4)
-    alone = torch.cat([logprobs(learner, [each]) for each in rows])
+    alone = torch.cat([logprobs(learner, [row]) for row in rows])
     assert float((alone - logprobs(learner, rows)).abs().max()) < 1e-5
 
 
@@ -153,7 +153,7 @@ def test_new_adapters_are_equal_and_a_saved_one_continues(base: Path, rows: list
     assert float((logprobs(nested, rows) - logprobs(learner, rows)).abs().max()) < 1e-5
     trained(nested, rows, 1).save(tmp_path / "nested")
     chain = adapter_chain(tmp_path / "nested")
-    assert (chain[0], [each.path for each in chain[1]]) == (base, [tmp_path, tmp_path / "nested"])
+    assert (chain[0], [adapter.path for adapter in chain[1]]) == (base, [tmp_path, tmp_path / "nested"])
 
 
 @pytest.mark.parametrize(
@@ -205,12 +205,12 @@ def test_adapters_are_tried_without_the_weights(base: Path, rows: list[TrainRow]
     trained(learner_of(base, {"alpha": 3.0}), rows, 1).save(tmp_path / "saved")
     info = try_adapters(base, LoRAConfig(path=tmp_path / "saved"))
     assert (info.rank, info.alpha, len(info.targets)) == (4, 3.0, 14)
-    for lora, said in (
+    for lora, refusal in (
         (LoRAConfig(targets=["lm_head"]), "lm_head is the output matrix"),
         (LoRAConfig(path=tmp_path / "nowhere"), r"model\.lora\.path is .*nowhere"),
         (LoRAConfig(path=tmp_path / "saved", rank=8), r"model\.lora\.rank is 8"),
     ):
-        with pytest.raises(TrainError, match=said):
+        with pytest.raises(TrainError, match=refusal):
             try_adapters(base, lora)
 
 
@@ -220,6 +220,6 @@ def test_serving_dtype_is_that_of_the_model_under_the_adapter(base: Path, rows: 
     trained(learner_of(half), rows, 1).save(tmp_path / "saved")
     assert model_under(tmp_path / "saved") == half
     assert CausalLM(tmp_path / "saved").dtype == torch.bfloat16
-    assert [serves_float32(each, "auto") for each in (base, half, tmp_path / "saved")] == [True, False, False]
+    assert [serves_float32(directory, "auto") for directory in (base, half, tmp_path / "saved")] == [True, False, False]
     assert serves_float32(half, "float32")
     assert not serves_float32(base, "bfloat16")

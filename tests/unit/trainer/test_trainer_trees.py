@@ -55,9 +55,9 @@ def test_trees_without_branches_are_compared_as_grpo_does(
     name: str, rewards: list[float], turns: int, norm: bool
 ) -> None:
     trees = [Tree((reward,), (tuple(range(turns)),), turns) for reward in rewards]
-    found = TREE_CREDITS[name](trees, norm_by_std=norm)
-    wanted = grpo(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards)), norm_by_std=norm).values
-    for advantages, expected in zip(found, wanted.tolist(), strict=True):
+    by_tree = TREE_CREDITS[name](trees, norm_by_std=norm)
+    by_group = grpo(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards)), norm_by_std=norm).values
+    for advantages, expected in zip(by_tree, by_group.tolist(), strict=True):
         np.testing.assert_allclose(advantages, [expected] * turns, rtol=1e-5, atol=1e-6)
 
 
@@ -68,18 +68,18 @@ def grown(draw: st.DrawFn) -> Tree:
     turns = len(paths[0])
     for _ in range(draw(st.integers(0, 4))):
         parent = draw(st.sampled_from(paths))
-        own = draw(st.integers(1, 3))
-        paths.append((*parent[: draw(st.integers(0, len(parent) - 1))], *range(turns, turns + own)))
-        turns += own
+        added = draw(st.integers(1, 3))
+        paths.append((*parent[: draw(st.integers(0, len(parent) - 1))], *range(turns, turns + added)))
+        turns += added
     rewards = draw(st.lists(st.floats(-3, 3, width=32), min_size=len(paths), max_size=len(paths)))
     return Tree(tuple(rewards), tuple(paths), turns)
 
 
 @given(trees=st.lists(grown(), min_size=1, max_size=3), shift=st.floats(-2, 2, width=32), norm=st.booleans())
 def test_tree_value_telescopes_and_ignores_common_rewards(trees: list[Tree], shift: float, norm: bool) -> None:
-    found = tree_value(trees, norm_by_std=False)
+    by_tree = tree_value(trees, norm_by_std=False)
     root = sum(tree.mean for tree in trees) / len(trees)
-    for tree, advantages in zip(trees, found, strict=True):
+    for tree, advantages in zip(trees, by_tree, strict=True):
         leaves = tree.leaves
         for reward, path in zip(tree.returns, tree.paths, strict=True):
             # One advantage of each stretch of a branch adds up to what the branch earned over the common state.
@@ -90,10 +90,10 @@ def test_tree_value_telescopes_and_ignores_common_rewards(trees: list[Tree], shi
     # No scaling: a spread of rounding errors would be divided by itself.
     more = [Tree(tuple(reward + shift for reward in tree.returns), tree.paths, tree.turns) for tree in trees]
     for name in sorted(TREE_CREDITS):
-        before = TREE_CREDITS[name](trees, norm_by_std=False)
-        for one, other in zip(before, TREE_CREDITS[name](more, norm_by_std=False), strict=True):
+        unshifted = TREE_CREDITS[name](trees, norm_by_std=False)
+        for one, other in zip(unshifted, TREE_CREDITS[name](more, norm_by_std=False), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
-    assert all(np.isfinite(each).all() for each in tree_value(trees, norm_by_std=norm))
+    assert all(np.isfinite(advantages).all() for advantages in tree_value(trees, norm_by_std=norm))
 
 
 def segment(index: int, parent: int, turn: str | None = None) -> Segment:
@@ -127,10 +127,12 @@ def test_the_credit_of_trajectories_is_that_of_their_trees() -> None:
     assert trajectories[0].returns() == [1.25, 0.75]
     rewards = step_rewards(trajectories, {})
     assert rewards.components["right"].tolist() == [0.5, 0.0]
-    found = estimate_advantages(rewards, assign_credit(trajectories, rewards, config.credit), config.chosen_advantage())
+    estimate = estimate_advantages(
+        rewards, assign_credit(trajectories, rewards, config.credit), config.chosen_advantage()
+    )
     # Means 1 and 0: the common state is worth 0.5. What failed is worth nothing and costs nothing.
-    assert [list(each) for each in found.advantages] == [[0.5, 0.25, 0.0, -0.25], [-0.5]]
-    assert found.dead == [False, False]
+    assert [list(advantages) for advantages in estimate.advantages] == [[0.5, 0.25, 0.0, -0.25], [-0.5]]
+    assert estimate.dead == [False, False]
     [alone] = tree_value([Tree.of(forked())], norm_by_std=False)
     assert alone.tolist() == [0.0, 0.25, 0.0, -0.25]
 
@@ -148,18 +150,18 @@ def test_the_credit_of_trajectories_is_that_of_their_trees() -> None:
 )
 def test_returns_of_a_forked_episode_are_those_of_its_branches(credit: Any, expected: list[float]) -> None:
     config = AlgorithmConfig.model_validate({"credit": credit})
-    found = assign_credit([forked()], step_rewards([forked()], {}), config.credit)
-    assert isinstance(found, (ReturnCredit, StateCredit))
-    assert found.returns[0].tolist() == expected
+    credit_of_turns = assign_credit([forked()], step_rewards([forked()], {}), config.credit)
+    assert isinstance(credit_of_turns, (ReturnCredit, StateCredit))
+    assert credit_of_turns.returns[0].tolist() == expected
 
 
 def test_the_last_turn_of_each_branch_has_its_share() -> None:
     for credit, expected in (("last", [0.0, 1.0, 0.0, 1.0]), ({"name": "discounted", "gamma": 0.5}, [0.5, 1, 0, 1])):
         config = AlgorithmConfig.model_validate({"credit": credit})
-        found = assign_credit([forked()], step_rewards([forked()], {}), config.credit)
-        assert isinstance(found, TrajectoryCredit)
-        assert found.shares is not None
-        assert found.shares[0].tolist() == expected
+        shares = assign_credit([forked()], step_rewards([forked()], {}), config.credit)
+        assert isinstance(shares, TrajectoryCredit)
+        assert shares.shares is not None
+        assert shares.shares[0].tolist() == expected
 
 
 def test_a_critic_refuses_an_episode_that_its_agent_forked() -> None:
@@ -179,8 +181,8 @@ def test_a_non_finite_reward_raises_train_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "given_", [{"credit": "tree_value", "advantage": "rloo"}, {"credit": {"name": "tree_grpo", "gamma": 1}}]
+    "options", [{"credit": "tree_value", "advantage": "rloo"}, {"credit": {"name": "tree_grpo", "gamma": 1}}]
 )
-def test_options_that_trees_do_not_read_are_refused(given_: dict[str, object]) -> None:
+def test_options_that_trees_do_not_read_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="tree_"):
-        AlgorithmConfig.model_validate(given_)
+        AlgorithmConfig.model_validate(options)

@@ -25,14 +25,14 @@ from turnwise.trajectory import TrainSample
 from turnwise.types import TokenPrompt
 
 
-def row(given: TokenPrompt, completion: Sequence[int], name: str = "t", logprobs: object = 0.0) -> TrainRow:
+def row(row_prompt: TokenPrompt, completion: Sequence[int], name: str = "t", logprobs: object = 0.0) -> TrainRow:
     """Return a row that trains a completion."""
-    ids = np.concatenate([given.token_ids, np.asarray(completion, np.int32)])
-    mask = np.arange(len(ids)) >= len(given.token_ids)
+    ids = np.concatenate([row_prompt.token_ids, np.asarray(completion, np.int32)])
+    mask = np.arange(len(ids)) >= len(row_prompt.token_ids)
     scores = np.zeros(len(ids), np.float32)
     scores[mask] = logprobs
     turns = np.where(mask, 0, -1).astype(np.int32)
-    return TrainRow(TrainSample(ids, mask, scores, turns, turns, name, "g", 0, given.media), advantage=1.0)
+    return TrainRow(TrainSample(ids, mask, scores, turns, turns, name, "g", 0, row_prompt.media), advantage=1.0)
 
 
 def logprobs(policy: Policy, rows: list[TrainRow], *, share: bool, budget: int = 4096) -> list[np.ndarray]:
@@ -54,7 +54,7 @@ def branches(directory: Path) -> list[TrainRow]:
         new = prompt(directory, [image(200, 90, seed)])
         ids = np.concatenate([first.token_ids, rows[0].sample.input_ids[-3:], new.token_ids])
         at = len(ids) - len(new.token_ids)
-        media = (*first.media, *(each.at(each.position + at) for each in new.media))
+        media = (*first.media, *(item.at(item.position + at) for item in new.media))
         rows += [row(TokenPrompt(ids, media), [90 + number, 91], f"b{seed}{number}") for number in range(2)]
     rows.append(row(prompt(directory, [image(64, 40, 9)]), [70, 80, 81], "c"))
     rows.append(row(TokenPrompt(np.arange(40, 60, dtype=np.int32)), [70, 80, 81], "text"))
@@ -66,10 +66,10 @@ def test_engine_and_trainer_agree_on_images_of_three_sizes_and_several_a_turn(fa
     directory = vision_model(family)
     runner = Runner(directory, max_batch_tokens=32)
     prompts = [prompt(directory, images) for images in SETS]
-    outputs: list[Output] = [runner.generate(given) for given in prompts]
+    outputs: list[Output] = [runner.generate(sight) for sight in prompts]
     rows = [
-        row(given, output.token_ids, str(number), output.logprobs)
-        for number, (given, output) in enumerate(zip(prompts, outputs, strict=True))
+        row(sight, output.token_ids, str(number), output.logprobs)
+        for number, (sight, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
     policy = load_model(directory)
     for share in (False, True):
@@ -94,17 +94,19 @@ def test_each_image_of_a_tree_is_stored_and_encoded_once(monkeypatch: pytest.Mon
     batches = pack(rows, 4096, share_prefixes=True)
     assert len(batches) == 1
     media = batches[0].media
-    assert sorted(each.digest for each in media) == sorted({each.digest for row in rows for each in row.sample.media})
-    assert batches[0].tokens < sum(len(each.sample.input_ids) for each in rows) / 2
+    assert sorted(stored.digest for stored in media) == sorted(
+        {image_data.digest for row in rows for image_data in row.sample.media}
+    )
+    assert batches[0].tokens < sum(len(row.sample.input_ids) for row in rows) / 2
     assert policy.vision is not None
     encoded: list[int] = []
     encode = policy.vision.encode
     monkeypatch.setattr(policy.vision, "encode", lambda images: encoded.append(len(images)) or encode(images))
     with torch.no_grad():
         policy.forward(batches[0])
-        whole = pack(rows, 4096)
-        assert [len(batch.media) for batch in whole] == [3 + 4 * 2 + 1]
-        policy.forward(whole[0])
+        unshared = pack(rows, 4096)
+        assert [len(batch.media) for batch in unshared] == [3 + 4 * 2 + 1]
+        policy.forward(unshared[0])
     assert encoded == [4, 4]
 
 
@@ -126,11 +128,11 @@ def test_gradients_reach_the_vision_tower_and_do_not_depend_on_packing(family: s
     assert policy.vision is not None
     tower = {id(parameter) for parameter in policy.vision.parameters}
     named = {name for name, parameter in policy.model.named_parameters() if id(parameter) in tower}
-    whole, shared = (gradients(policy, rows, share=share) for share in (False, True))
-    reached = {name for name in named if name in whole and float(whole[name].abs().max()) > 0}
+    unshared, shared = (gradients(policy, rows, share=share) for share in (False, True))
+    reached = {name for name in named if name in unshared and float(unshared[name].abs().max()) > 0}
     # What a tower does not use at all has no gradient: the normalization behind the layer that is read, for one.
     assert len(reached) > 0.9 * len(named)
-    for name, gradient in whole.items():
+    for name, gradient in unshared.items():
         torch.testing.assert_close(shared[name], gradient, atol=2e-4, rtol=1e-3, msg=name)
 
 
@@ -168,16 +170,16 @@ def trained(directory: Path, **model: object) -> TorchLearner:
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
 def test_the_engine_serves_what_was_trained_vision_tower_included(lora: LoRAConfig | None) -> None:
     directory = vision_model()
-    runner, given = Runner(directory), prompt(vision_model(), SETS[3])
-    before = runner.generate(given)
+    runner, sight = Runner(directory), prompt(vision_model(), SETS[3])
+    untrained = runner.generate(sight)
     learner = trained(directory, lora=lora)
     weights = {name: tensor.clone() for name, tensor in learner.export_weights()}
     assert any("visual" in name for name in weights)
     runner.engine.update_weights(weights, 1, learner.adapter)
-    after = runner.generate(given)
-    assert np.abs(after.logprobs - before.logprobs).max() > 1e-3
-    scores = logprobs(learner.policy, [row(given, after.token_ids)], share=True)[0]
-    np.testing.assert_allclose(scores, after.logprobs, atol=1e-4)
+    served = runner.generate(sight)
+    assert np.abs(served.logprobs - untrained.logprobs).max() > 1e-3
+    scores = logprobs(learner.policy, [row(sight, served.token_ids)], share=True)[0]
+    np.testing.assert_allclose(scores, served.logprobs, atol=1e-4)
 
 
 def test_a_saved_model_loads_with_its_processor_and_resumes(tmp_path: Path) -> None:
@@ -200,19 +202,19 @@ def test_a_saved_model_loads_with_its_processor_and_resumes(tmp_path: Path) -> N
 
 def test_rows_whose_images_do_not_fit_are_refused_by_name() -> None:
     directory = vision_model()
-    given = prompt(directory, SETS[1])
-    whole = row(given, [70, 71])
-    first = given.media[0]
+    sight = prompt(directory, SETS[1])
+    fitting = row(sight, [70, 71])
+    first = sight.media[0]
     policy = load_model(directory)
-    moved = replace(whole.sample, media=(first.at(first.position - 1),))
+    moved = replace(fitting.sample, media=(first.at(first.position - 1),))
     with pytest.raises(TrainError, match="an image has 8 embeddings, but 7 placeholders: the rollout used another"):
-        policy.forward(pack([replace(whole, sample=moved)], 100)[0])
+        policy.forward(pack([replace(fitting, sample=moved)], 100)[0])
 
 
 def test_a_model_of_text_refuses_images(tmp_path: Path) -> None:
     policy = load_model(save_model(make_model("qwen3"), tmp_path / "text"))
-    given = prompt(vision_model(), SETS[0])
-    small = TokenPrompt(given.token_ids % policy.vocab_size, given.media)
+    sight = prompt(vision_model(), SETS[0])
+    small = TokenPrompt(sight.token_ids % policy.vocab_size, sight.media)
     with pytest.raises(TrainError, match=r"a row holds image, but the model in .* takes text only: train a vision"):
         policy.forward(pack([row(small, [1, 2])], 100)[0])
 
