@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from asyncio import CancelledError
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from difflib import get_close_matches
 from typing import ClassVar
 
 INTERRUPTS = (CancelledError, KeyboardInterrupt, GeneratorExit)
@@ -205,6 +207,15 @@ def shown(value: object, limit: int = 80) -> str:
         return text
     tail = limit // 4
     return f"{text[: limit - tail - 3]}...{text[-tail:]}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` with the closest known name, ignoring case and marks, or an empty text."""
+    plain = {re.sub(r"[\W_]", "", key.lower()): key for key in sorted(names)}
+    spelled = re.sub(r"[\W_]", "", name.lower())
+    longer = [key for key in plain if len(spelled) > 2 and key.startswith(spelled)]
+    close = sorted(longer, key=len) or get_close_matches(spelled, plain, n=1)
+    return f"; did you mean {plain[close[0]]!r}?" if close else ""
 
 
 def first_of(error: BaseException) -> Exception:

@@ -12,7 +12,6 @@ checked; child processes inherit the variable.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import gc
 import hashlib
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from turnwise.errors import ConfigError, RegistryError
+from turnwise.errors import ConfigError, RegistryError, nearest
 
 # Prefix of the names of modules that are loaded from files.
 _FILE = "turnwise_file_"
@@ -60,9 +59,7 @@ def load_object(reference: str, what: str) -> Any:
             target = getattr(target, part)
         except AttributeError:
             public = [public_name for public_name in vars(target) if not public_name.startswith("_")]
-            close = difflib.get_close_matches(part, public, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{what} {reference!r}: {owner} has no {part!r}{hint}") from None
+            raise ConfigError(f"{what} {reference!r}: {owner} has no {part!r}{nearest(part, public)}") from None
     return target
 
 
@@ -109,11 +106,9 @@ def find_class(name: str, registry: Mapping[str, type[Any]], what: str) -> type[
     if name in registry:
         return registry[name]
     if registry and ":" not in name and "." not in name:
-        close = difflib.get_close_matches(name, registry, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(
-            f"{what} {name!r} is not registered; {hint}known: {', '.join(sorted(registry))}, or a class as "
-            "pkg.mod:Class or path/to/file.py:Class"
+            f"{what} {name!r} is not registered{nearest(name, registry)}; known: {', '.join(sorted(registry))}, or a "
+            "class as pkg.mod:Class or path/to/file.py:Class"
         )
     return load_class_from_fqn(name, what)
 

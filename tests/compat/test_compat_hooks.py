@@ -196,7 +196,7 @@ def test_a_hook_that_raises_ends_the_run_and_loses_nothing(model: Path, tmp_path
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("Misspelled", "has on_step_start, which is no hook; did you mean on_step_"),
+    ("Misspelled", "has on_step_start, which is no hook; did you mean 'on_step_"),
     ("Arguments", r"on_step_begin must be callable as on_step_begin\(self\)"),
     ("HERE", "not a class"),
     ("Path", "not a subclass of turnwise.Hooks"),

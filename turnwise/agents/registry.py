@@ -11,9 +11,8 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVa
 
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.outcome import apply_result, use_episode
-from turnwise.errors import AgentError, RegistryError, user_code
+from turnwise.errors import AgentError, RegistryError, nearest, user_code
 from turnwise.plugins import load_object, references
-from turnwise.tools.core import nearest
 
 
 @runtime_checkable

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ from turnwise.chat.processor import load_processor
 from turnwise.chat.template import ChatTemplate, TemplateFacts, template_digest
 from turnwise.chat.template_text import TemplateForm, TemplateText, round_trip_difference, shown
 from turnwise.chat.tokens import Tokens
-from turnwise.errors import ConfigError, RenderError, StructuredOutputError
+from turnwise.errors import ConfigError, RenderError, StructuredOutputError, nearest
 from turnwise.errors import shown as shown_value
 from turnwise.model.canonical import (
     Canonical,
@@ -527,11 +526,9 @@ def _template_text(chat_template: str | Path | None, files: ModelFiles) -> str:
         return chat_template
     names = shipped_templates()
     if chat_template not in names:
-        close = difflib.get_close_matches(chat_template, names, n=1)
         raise ConfigError(
             f"renderer.chat_template is {chat_template!r}, which is not a shipped template"
-            f"{f' (did you mean {close[0]}?)' if close else ''}: name one of {', '.join(names)}, or a jinja file "
-            f"(./{chat_template})"
+            f"{nearest(chat_template, names)}: name one of {', '.join(names)}, or a jinja file (./{chat_template})"
         )
     added = {token.content for token in files.tokenizer.get_added_tokens_decoder().values()}
     missing = [token for token in _HEADERS if token not in added]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from turnwise.trainer.scale.cluster import ClusterConfig
 
 
+ConfigFile = Annotated[Path, typer.Argument(help="YAML configuration file.", show_default=False)]
 ClusterFile = Annotated[
     Path | None, typer.Option("--cluster", help="File with the section cluster.", show_default=False)
 ]
@@ -172,10 +173,7 @@ def _dry_run(config: TrainConfig, fresh: bool, cluster: ClusterConfig | None) ->
         raise typer.Exit(1)
 
 
-def sft(
-    config: Annotated[Path, typer.Argument(help="YAML configuration file.", show_default=False)],
-    overrides: Overrides = None,
-) -> None:
+def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """Fine-tune a model on demonstrations, or on recorded trajectories (rejection sampling)."""
     from turnwise.config import load_config
     from turnwise.trainer.config.offline import SFTConfig
@@ -184,10 +182,7 @@ def sft(
     run_sft(load_config(SFTConfig, config, overrides or ()))
 
 
-def dpo(
-    config: Annotated[Path, typer.Argument(help="YAML configuration file.", show_default=False)],
-    overrides: Overrides = None,
-) -> None:
+def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train a model on preference pairs with direct preference optimisation (DPO)."""
     from turnwise.config import load_config
     from turnwise.trainer.config.offline import DPOConfig
@@ -196,10 +191,7 @@ def dpo(
     run_dpo(load_config(DPOConfig, config, overrides or ()))
 
 
-def reward_model(
-    config: Annotated[Path, typer.Argument(help="YAML configuration file.", show_default=False)],
-    overrides: Overrides = None,
-) -> None:
+def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train a reward model on preference pairs; serve it with turnwise serve --reward."""
     from turnwise.config import load_config
     from turnwise.trainer.config.offline import RewardModelConfig

@@ -394,10 +394,6 @@ def serve_reward(spec: RewardServerSpec) -> None:
     def on_loop() -> None:
         threading.Thread(target=batcher.run, name="classifier", daemon=True).start()
 
-    # What was imported and loaded stays: collections need not look at it again.
-    gc.collect()
-    gc.freeze()
-    gc.enable()
     process.run(
         app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report={"max_model_len": classifier.max_context}
     )

@@ -425,10 +425,6 @@ def serve(spec: ServerSpec) -> None:
         app.loop = asyncio.get_running_loop()
         threading.Thread(target=_run_engine, args=(engine,), name="engine", daemon=True).start()
 
-    # What was imported and loaded stays: collections need not look at it again.
-    gc.collect()
-    gc.freeze()
-    gc.enable()
     report = {"max_model_len": engine.max_context}
     process.run(app, on_loop, what=str(spec.model), report_fd=spec.report_fd, report=report)
     engine.close()

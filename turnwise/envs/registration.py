@@ -15,10 +15,10 @@ from typing import Any, TypeVar, overload
 from turnwise.config import load_config
 from turnwise.envs.core import Env
 from turnwise.envs.wrappers import wrap
-from turnwise.errors import ConfigError, RegistryError
+from turnwise.errors import ConfigError, RegistryError, nearest
 from turnwise.plugins import load_object, references
 from turnwise.tools.config import ToolsConfig
-from turnwise.tools.core import Tool, nearest
+from turnwise.tools.core import Tool
 from turnwise.tools.selection import Toolbox
 
 E = TypeVar("E", bound=type[Env])

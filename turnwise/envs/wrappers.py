@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +28,12 @@ from turnwise.envs.core import (
 from turnwise.envs.forking import Memo, copy_env
 from turnwise.envs.results import check_score
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.errors import AgentError, ConfigError, EnvError, shown
+from turnwise.errors import AgentError, ConfigError, EnvError, nearest, shown
 from turnwise.plugins import load_object
 from turnwise.sandboxes.core import Mount, Sandbox
 from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks.core import Task
-from turnwise.tools.core import Tool, nearest
+from turnwise.tools.core import Tool
 from turnwise.tools.response import CountTokens, ToolResponse
 from turnwise.tools.secrets import Secret
 from turnwise.types import Message, StopReason, ToolCall
@@ -219,8 +218,7 @@ async def call_by_name(env: Env, method: str, *args: Any) -> Any:
     inner = env.unwrapped if isinstance(env, Wrapper) else env
     methods = [name for name in dir(type(inner)) if not name.startswith("_") and name not in dir(Env)]
     if method not in methods:
-        close = difflib.get_close_matches(method, methods, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f": it has {', '.join(methods) or 'no methods'}"
+        hint = nearest(method, methods) or f": it has {', '.join(methods) or 'no methods'}"
         raise AgentError(f"{type(inner).__qualname__} has no method {method!r}{hint}")
     function: Callable[..., Any] = getattr(inner, method)
     return await run_method(inner, function, *args)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from turnwise.append_file import AppendFile, private_opener, write_private
+from turnwise.append_file import AppendFile, replace_file, write_private
 from turnwise.errors import (
     BudgetExceeded,
     DiskError,
@@ -333,18 +332,13 @@ class SessionLog:
         """Replace the file by one of the rebuilt sessions, atomically. Raises DiskError."""
         lines_by_session = {name: self.saved.open[name].lines for name in rebuilt.lost}
         head = {"event": "start", "schema_version": SCHEMA_VERSION, "abandoned": rebuilt.abandoned}
-        draft = self._path.with_suffix(".new")
+        lines = [orjson.dumps(head) + b"\n", *(line for lines in lines_by_session.values() for line in lines)]
         with self._writing():
             if self._ledger is not None:
                 self._ledger.resume(rebuilt.lost, rebuilt.abandoned)
-            with open(draft, "wb", opener=private_opener) as file:
-                file.write(orjson.dumps(head) + b"\n")
-                file.writelines(line for lines in lines_by_session.values() for line in lines)
-                file.flush()
-                os.fsync(file.fileno())
             if self.saved.damaged or (self.saved.open.keys() & rebuilt.abandoned.keys()):
                 self._set_aside()
-            draft.replace(self._path)
+            replace_file(self._path, b"".join(lines))
             self._file = AppendFile(self._path)
         self._numbers = {name: len(lines) for name, lines in lines_by_session.items()}
         self.saved = SavedSessions(abandoned=rebuilt.abandoned)

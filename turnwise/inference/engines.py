@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib.util
 import logging
 import os
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from turnwise.errors import ConfigError, RegistryError
+from turnwise.errors import ConfigError, RegistryError, nearest
 from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.model.core import Replica
 from turnwise.placement.devices import CPU
@@ -70,8 +69,7 @@ def find_engine(name: str) -> type[Replica]:
     engine: Any = ENGINES.get(name, name)
     if isinstance(engine, str):
         if ":" not in engine and "." not in engine:
-            close = difflib.get_close_matches(engine, ENGINES, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
+            hint = nearest(engine, ENGINES) or "."
             names = ", ".join(sorted(ENGINES))
             raise ConfigError(f"inference.engine is {engine!r}{hint} Known: {names}, or a class as pkg.mod:Class")
         engine = load_object(engine, "inference engine")

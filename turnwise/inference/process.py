@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import fnmatch
+import gc
 import ipaddress
 import logging
 import os
@@ -280,6 +281,10 @@ class HTTPProcess:
         report: Mapping[str, Any] | None = None,
     ) -> None:
         """Serve until SIGTERM or SIGINT; calls ``on_loop`` on the event loop. Other arguments as :meth:`serve`."""
+        # What was imported and loaded stays: collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+        gc.enable()
         server = self._uvicorn.Server(self._options(app))
 
         async def main() -> None:

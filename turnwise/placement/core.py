@@ -107,21 +107,8 @@ RANK_TOKEN = "TURNWISE_RANK_TOKEN"
 """Environment variable with what a rank sends first on its connection."""
 RankCommand: TypeAlias = Callable[[str, Inherited], Sequence[str]]
 """Returns the command line of a rank, given where this process waits for its connection (HOST:PORT)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartedRank:
-    """A started rank.
-
-    Attributes:
-        process: As a ``subprocess.Popen``.
-        accept: Waits for its connection. Raises PlacementError.
-        log: Where its output goes.
-    """
-
-    process: Any
-    accept: Callable[[], Connection]
-    log: Path
+StartedRank: TypeAlias = tuple[Any, Callable[[], Connection], Path]
+"""A rank's process, as a ``subprocess.Popen``; what waits for its connection; and the file of its output."""
 
 
 class RankHosts(ABC):
@@ -135,7 +122,7 @@ class RankHosts(ABC):
 
     @abstractmethod
     def launch(self, rank: int, command: RankCommand, threads: int, timeout: float) -> StartedRank:
-        """Start a rank, which has ``timeout`` seconds to start and to connect.
+        """Start a rank, which has ``timeout`` seconds to start and to connect; accepting it raises PlacementError.
 
         Raises:
             OSError: Its node refused to start it.

@@ -41,12 +41,7 @@ class RayRanks(RankHosts):
         self._logs = logs
 
     def launch(self, rank: int, command: RankCommand, threads: int, timeout: float) -> StartedRank:
-        """Start a rank, which has ``timeout`` seconds to start and to connect.
-
-        Raises:
-            OSError: Its node refused to start it.
-            PlacementError: No node took it in time.
-        """
+        """Start a rank; see :meth:`RankHosts.launch`."""
         token = secrets.token_hex(_TOKEN_BYTES)
         log = self._logs / f"rank-{rank}.log"
         server = socket.create_server((self.host, 0))
@@ -57,7 +52,7 @@ class RayRanks(RankHosts):
         slot = self._cluster.claim("rank")
         actor = self._cluster.actor(ProcessHost, slot, program.what)
         process = RayRank(actor, slot, self._cluster, actor.start.remote(program))
-        return StartedRank(process, partial(_accept, server, process, token, log, timeout), log)
+        return process, partial(_accept, server, process, token, log, timeout), log
 
 
 def _accept(server: socket.socket, process: RayRank, token: str, log: Path, timeout: float) -> Connection:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import sys
 import types
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar, overload
 
 from pydantic import BaseModel
 
-from turnwise.errors import ConfigError, EnvError, RegistryError, ToolSchemaError, shown
+from turnwise.errors import ConfigError, EnvError, RegistryError, ToolSchemaError, nearest, shown
 from turnwise.plugins import load_object
 from turnwise.sandboxes.core import Sandbox
 from turnwise.tools.response import OutputLimit, ToolResponse, as_media
@@ -67,12 +66,6 @@ def get_tool(name: str) -> FunctionTool:
 def tool_names() -> list[str]:
     """Return the registered names, sorted."""
     return sorted(_TOOLS)
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` with near misses among the known names, or an empty text."""
-    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _place(tool: FunctionTool) -> str:

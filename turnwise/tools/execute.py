@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from turnwise.errors import INTERRUPTS, EnvError, ToolError, TurnwiseError, shown
+from turnwise.errors import INTERRUPTS, EnvError, ToolError, TurnwiseError, nearest, shown
 from turnwise.tools.cancellation import cancel
-from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, nearest, undeclared_media
+from turnwise.tools.core import AgentData, BaseTool, FunctionTool, Tool, undeclared_media
 from turnwise.tools.response import (
     INVALID_CALLS,
     NOTE,

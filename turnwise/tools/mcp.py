@@ -21,11 +21,12 @@ from turnwise.errors import (
     ToolError,
     ToolSchemaError,
     first_of,
+    nearest,
     undo_on_error,
     undo_on_error_async,
 )
 from turnwise.tools.config import MCPServerConfig
-from turnwise.tools.core import AgentData, BaseTool, nearest
+from turnwise.tools.core import AgentData, BaseTool
 from turnwise.tools.response import ToolResponse
 from turnwise.tools.secrets import Secrets, with_secrets
 from turnwise.types import ToolSchema

@@ -23,13 +23,14 @@ from turnwise.errors import (
     TaskError,
     ToolSchemaError,
     TurnwiseError,
+    nearest,
     shown,
     undo_on_error_async,
 )
 from turnwise.plugins import load_file, load_object
 from turnwise.tasks.core import Task
 from turnwise.tools.config import NamedToolConfig, ToolEntry, ToolFile, ToolsConfig
-from turnwise.tools.core import SHIPPED, AgentData, BaseTool, FunctionTool, Tool, as_tool, get_tool, nearest, tool_names
+from turnwise.tools.core import SHIPPED, AgentData, BaseTool, FunctionTool, Tool, as_tool, get_tool, tool_names
 from turnwise.tools.response import ToolResponse, as_response
 from turnwise.tools.schema import OpenAIFunctionToolSchema, detached
 from turnwise.tools.secrets import Secrets, with_secrets

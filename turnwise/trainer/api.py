@@ -17,13 +17,12 @@ from turnwise.agents.core import Agent
 from turnwise.agents.registry import AgentMaker
 from turnwise.config import load_config, merge_sections
 from turnwise.envs.core import Env
-from turnwise.errors import ConfigError, shown
+from turnwise.errors import ConfigError, nearest, shown
 from turnwise.plugins import reference_to
 from turnwise.trainer.algorithms.advantages import ADVANTAGES
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.gae import CRITIC_ADVANTAGES
 from turnwise.trainer.algorithms.losses import LOSSES
-from turnwise.trainer.algorithms.registry import nearest
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.datasets import Dataset, task_config
 from turnwise.trainer.loops.modes import train_as_configured
@@ -289,11 +288,9 @@ def algorithm_keys(algorithm: AlgorithmKeys) -> dict[str, Any]:
         return dict(algorithm)
     names = {*ADVANTAGES, *CRITIC_ADVANTAGES, *LOSSES, "ppo"}
     if algorithm not in names:
-        close = nearest(algorithm, names)
-        hint = f"did you mean {close!r}? " if close else ""
         raise ConfigError(
-            f"algorithm {algorithm!r} is unknown; {hint}known: {', '.join(sorted(names))}; or give an AlgorithmConfig, "
-            "a mapping of its keys, or an async function run(training)"
+            f"algorithm {algorithm!r} is unknown{nearest(algorithm, names)}; known: {', '.join(sorted(names))}; or "
+            "give an AlgorithmConfig, a mapping of its keys, or an async function run(training)"
         )
     default = {"advantage": algorithm} if algorithm in ADVANTAGES else {"advantage": "grpo", "loss": algorithm}
     fields = AlgorithmConfig.model_fields

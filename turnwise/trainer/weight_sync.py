@@ -95,12 +95,7 @@ class SharedMemoryWriter(WeightWriter):
         *,
         adapter: AdapterInfo | None = None,
     ) -> WeightManifest:
-        """Write the weights and have every replica load them; unchanged weights are only renumbered.
-
-        Raises:
-            InferenceError: A replica did not load them, or serves another version.
-            TrainError: The file cannot be written.
-        """
+        """Write the weights and have every replica load them; see :meth:`WeightWriter.sync`."""
         try:
             manifest = await asyncio.to_thread(
                 write_weights, tensors, self.directory, version, adapter=adapter, previous=self._last

@@ -155,7 +155,7 @@ def test_a_template_that_writes_no_calls_is_plain(tmp_path: Path) -> None:
 
 
 def test_unknown_format_error_lists_formats() -> None:
-    with pytest.raises(RenderError, match=r"'herms' is unknown \(did you mean 'hermes'\?\); allowed: auto, hermes"):
+    with pytest.raises(RenderError, match=r"'herms' is unknown; did you mean 'hermes'\?; allowed: auto, hermes"):
         load_renderer(model_dir("own"), format="herms")
 
 

@@ -199,7 +199,7 @@ def test_the_short_template_is_short() -> None:
     [
         (
             "hermse",
-            r"'hermse', which is not a shipped template \(did you mean hermes\?\): name one of hermes, hermes-short",
+            r"'hermse', which is not a shipped template; did you mean 'hermes'\?: name one of hermes, hermes-short",
         ),
         ("chatml", r"'chatml', which is not a shipped template: name one of .*, or a jinja file \(\./chatml\)"),
         ("none.jinja", r"none\.jinja: .*No such file"),

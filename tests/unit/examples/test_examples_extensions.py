@@ -132,9 +132,7 @@ def test_a_format_is_an_entry_point(tmp_path: Path, installed: Callable[[str, st
     assert find_format("brackets").__module__ == "ext_brackets"
     with pytest.raises(ConfigError, match="'brackets' is taken by ext_brackets:Brackets: choose another name"):
         find_format(FORMAT)
-    with pytest.raises(
-        RegistryError, match=r"'bracket' is unknown \(did you mean 'brackets'\?\); allowed: auto, hermes"
-    ):
+    with pytest.raises(RegistryError, match=r"'bracket' is unknown; did you mean 'brackets'\?; allowed: auto, hermes"):
         find_format("bracket")
     with pytest.raises(RegistryError, match="does not derive from"):
         find_format("ext_brackets:ToolCall")

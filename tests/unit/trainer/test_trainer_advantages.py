@@ -85,7 +85,7 @@ def test_invalid_rewards_raise_train_error() -> None:
 
 def test_estimators_are_registered_by_name() -> None:
     assert advantage_fn("grpo") is grpo
-    with pytest.raises(RegistryError, match=r"did you mean .grpo.\? known: .*grpo"):
+    with pytest.raises(RegistryError, match=r"did you mean .grpo.\?; known: .*grpo"):
         advantage_fn("grpoo")
     for function in ADVANTAGES.values():
         assert "arXiv" in (function.__doc__ or "")

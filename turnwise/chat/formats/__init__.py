@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from turnwise.chat.formats.llama3_json import Llama3Json
 from turnwise.chat.formats.mistral import Mistral
 from turnwise.chat.formats.pythonic import Pythonic
 from turnwise.chat.formats.tagged import Glm, MiniMax, Qwen3Coder
-from turnwise.errors import RegistryError
+from turnwise.errors import RegistryError, nearest
 from turnwise.plugins import load_object
 
 F = TypeVar("F", bound=type[ChatFormat])
@@ -63,11 +62,8 @@ def find_format(name: str) -> type[ChatFormat]:
     if (registered := FORMATS.get(name) or FORMATS.get(name.replace("-", "_"))) is not None:
         return registered
     if ":" not in name:
-        close = difflib.get_close_matches(name, FORMATS, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise RegistryError(
-            f"format: {name!r} is unknown{hint}; allowed: auto, {', '.join(FORMATS)}, or a custom one as pkg.mod:Class"
-        )
+        allowed = f"auto, {', '.join(FORMATS)}, or a custom one as pkg.mod:Class"
+        raise RegistryError(f"format: {name!r} is unknown{nearest(name, FORMATS)}; allowed: {allowed}")
     loaded: Any = load_object(name, "chat format")
     # A checkpoint names its format by its own name.
     chat_format: type[ChatFormat] = register_format(loaded)

@@ -15,10 +15,9 @@ from typing import Any, ClassVar, Final
 from turnwise.envs.core import Env, in_thread
 from turnwise.envs.results import ScoreParts, named_numbers
 from turnwise.envs.rewards.registry import describe, load_function
-from turnwise.errors import INTERRUPTS, ConfigError, EnvError, shown
+from turnwise.errors import INTERRUPTS, ConfigError, EnvError, nearest, shown
 from turnwise.tasks.core import Task
 from turnwise.tools.cancellation import cancel
-from turnwise.tools.core import nearest
 from turnwise.tools.response import finite
 from turnwise.types import Message, text_of
 

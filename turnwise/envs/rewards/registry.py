@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import orjson
 
-from turnwise.errors import ConfigError, shown
+from turnwise.errors import ConfigError, nearest, shown
 from turnwise.plugins import load_object, module_label, register_entry
-from turnwise.tools.core import nearest
 
 _HERE = "turnwise.envs.rewards"
 REWARDS: dict[str, Callable[..., Any] | str] = {

@@ -15,12 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from turnwise.config import Section
-from turnwise.errors import AgentError, shown
+from turnwise.errors import AgentError, nearest, shown
 from turnwise.ext.programs.mounts import program_paths, read_mount
 from turnwise.ext.programs.recipes import Dialect, Recipe, recipe_of
 from turnwise.ext.programs.workdir import PLACEHOLDERS, fill, placeholders_in
 from turnwise.sandboxes.core import Mount
-from turnwise.tools.core import nearest
 
 _RESULT = re.compile(r"message|stdout|file:.+|json:.+#.+")
 Seconds = Annotated[float, Field(gt=0)]

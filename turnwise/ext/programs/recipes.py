@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from turnwise.errors import ConfigError, RegistryError
+from turnwise.errors import ConfigError, RegistryError, nearest
 from turnwise.plugins import load_object
-from turnwise.tools.core import nearest
 
 Dialect = Literal["openai", "anthropic", "both"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, ValidationError, create_model
 
 from turnwise.config import report_problems
-from turnwise.errors import ConfigError, RegistryError
+from turnwise.errors import ConfigError, RegistryError, nearest
 from turnwise.plugins import load_object, register_entry
 
 C = TypeVar("C", bound=type[Any])
@@ -55,10 +53,9 @@ def find(name: str, registry: Mapping[str, Any], key: str) -> Any:
     if name in registry:
         return registry[name]
     if ":" not in name and "." not in name:
-        close = nearest(name, registry)
-        hint = f"did you mean {close!r}? " if close else ""
+        known = ", ".join(sorted(registry))
         raise RegistryError(
-            f"{key} is {name!r}; {hint}known: {', '.join(sorted(registry))}, or a custom one as pkg.mod:function"
+            f"{key} is {name!r}{nearest(name, registry)}; known: {known}, or a custom one as pkg.mod:function"
         )
     try:
         function = load_object(name, key)
@@ -113,15 +110,6 @@ class ClassRegistry:
             lacks = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
             raise RegistryError(f"{self.kind} {name!r} does not define {lacks}")
         return cls
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the closest known name, ignoring case and underscores; None where none is close."""
-    plain = {re.sub(r"[^a-z0-9]", "", key.lower()): key for key in sorted(names)}
-    spelled = re.sub(r"[^a-z0-9]", "", name.lower())
-    longer = [key for key in plain if len(spelled) > 2 and key.startswith(spelled)]
-    close = sorted(longer, key=len) or difflib.get_close_matches(spelled, plain, n=1)
-    return plain[close[0]] if close else None
 
 
 def bind(

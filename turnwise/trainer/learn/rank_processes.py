@@ -32,7 +32,7 @@ from torch import Tensor
 
 from turnwise.errors import ConfigError, PlacementError, RankDied, TrainError
 from turnwise.model.core import AdapterInfo
-from turnwise.placement.core import RANK_TOKEN, Inherited, RankHosts, StartedRank
+from turnwise.placement.core import RANK_TOKEN, Inherited, RankHosts
 from turnwise.placement.local import current_placement
 from turnwise.plugins import load_object, module_label, reference_to
 
@@ -173,13 +173,14 @@ class RankProcesses:
         self._processes.append(process)
 
     def _launch_on_nodes(self, hosts: RankHosts, ranks: int, words: tuple[str, str, str]) -> None:
-        started: list[StartedRank] = []
+        waiting: list[Callable[[], Connection]] = []
         for rank in range(ranks):
             command = partial(_command, (str(rank), str(ranks), *words))
-            started.append(hosts.launch(rank, command, int(words[1]), _START_SECONDS))
-            self._processes.append(started[-1].process)
-            self._logs.append(started[-1].log)
-        self._links += [rank_process.accept() for rank_process in started]
+            process, accept, log = hosts.launch(rank, command, int(words[1]), _START_SECONDS)
+            self._processes.append(process)
+            self._logs.append(log)
+            waiting.append(accept)
+        self._links += [accept() for accept in waiting]
 
     def call(self, calls: Sequence[Call], *, timeout: float | None = None) -> list[Any]:
         """Have every rank run its call; return their results, by rank.

@@ -10,6 +10,7 @@ from typing import Final, Self, TypeAlias
 from turnwise.engine.capacity import serves_float32
 from turnwise.model.core import Renderer
 from turnwise.tools.response import UNKNOWN_TOOL
+from turnwise.trainer.algorithms.advantages import WITHOUT_GROUPS
 from turnwise.trainer.algorithms.gap import Gaps, describe_gap, gap_record
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.observe.run_log import JSONLLogger
@@ -228,10 +229,6 @@ def _share(value: float) -> str:
     return f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
 
 
-# Estimators that do not compare the members of a group.
-_NO_GROUPS: Final = frozenset(("gae", "reinforce_plus_plus", "remax"))
-
-
 @dataclass(frozen=True, slots=True)
 class _PolicyDiagnostics:
     """What the diagnostics of one policy depend on."""
@@ -245,7 +242,7 @@ class _PolicyDiagnostics:
     def of(cls, config: TrainConfig, renderer: Renderer) -> Self:
         model = config.policy.model
         exact = model.compute_dtype == "float32" and serves_float32(model.path, config.inference.dtype)
-        return cls(renderer, Warner(), exact, config.algorithm.advantage not in _NO_GROUPS)
+        return cls(renderer, Warner(), exact, config.algorithm.advantage not in WITHOUT_GROUPS)
 
 
 class Diagnostics:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import traceback
 from collections import Counter
@@ -11,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
-from turnwise.errors import ConfigError, TrainError, shown
+from turnwise.errors import ConfigError, TrainError, nearest, shown
 from turnwise.evaluation.metrics import EvalResult
 from turnwise.plugins import find_class, register_entry
 from turnwise.trajectory import TrajectoryGroup
@@ -139,9 +138,8 @@ def _check_class(cls: type[Any], reference: str) -> type[Hooks]:
     methods = {name: method for name, method in inspect.getmembers(cls, inspect.isroutine) if name.startswith("on_")}
     for name, method in methods.items():
         if name not in CALLS:
-            close = difflib.get_close_matches(name, CALLS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"hooks are {', '.join(CALLS)}"
-            raise ConfigError(f"hooks {reference!r} has {name}, which is no hook; {hint}")
+            hint = nearest(name, CALLS) or f"; hooks are {', '.join(CALLS)}"
+            raise ConfigError(f"hooks {reference!r} has {name}, which is no hook{hint}")
         _check_callable(method, (None,), f"hooks {reference!r}: {name} must be callable as {name}(self)")
     _check_callable(cls, (), f"hooks {reference!r}: the class must be callable without arguments (use config.custom)")
     return cls

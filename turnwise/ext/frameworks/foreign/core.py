@@ -20,12 +20,21 @@ from turnwise.envs.core import Env, ResetResult, Score, StepResult
 from turnwise.envs.forking import Memo
 from turnwise.envs.registration import register_prefix
 from turnwise.envs.results import ScoreParts
-from turnwise.errors import ConfigError, EnvError, RegistryError, TaskError, ToolSchemaError, TurnwiseError, shown
+from turnwise.errors import (
+    ConfigError,
+    EnvError,
+    RegistryError,
+    TaskError,
+    ToolSchemaError,
+    TurnwiseError,
+    nearest,
+    shown,
+)
 from turnwise.ext.frameworks.foreign.inside.core import Failure, Station, plain
 from turnwise.ext.frameworks.foreign.pool import Worker, WorkerSpec, ask_once, pools
 from turnwise.plugins import load_file
 from turnwise.tasks.core import Task
-from turnwise.tools.core import FunctionTool, nearest
+from turnwise.tools.core import FunctionTool
 from turnwise.types import Message, ToolCall
 
 _log = logging.getLogger(__name__)
