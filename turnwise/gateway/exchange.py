@@ -256,7 +256,8 @@ class Exchange:
         if self._writer is not None:
             await self.send(self._writer.fail(error), final=True)
         elif not self._started and error.status != 499:
-            await self.answer(dialect.status(error), dialect.error(error), error.retry_after)
+            status = dialect.statuses.get(error.status, error.status)
+            await self.answer(status, dialect.error(error), error.retry_after)
 
     async def converse(
         self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams

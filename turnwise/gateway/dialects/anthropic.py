@@ -271,6 +271,8 @@ class Anthropic:
     """The dialect of ``POST /v1/messages``."""
 
     name = "anthropic"
+    # On 529 these clients retry.
+    statuses: Mapping[int, int] = {503: 529}
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
@@ -307,10 +309,6 @@ class Anthropic:
         """Return an error in Anthropic's form."""
         kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": new_id("req_")}
-
-    def status(self, error: ApiError) -> int:
-        """Return the status; for an overloaded server the one on which these clients retry."""
-        return 529 if error.status == 503 else error.status
 
 
 def _signature(answer: Answer) -> str:

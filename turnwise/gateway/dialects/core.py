@@ -191,9 +191,10 @@ class StreamWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """One wire API."""
+    """One wire API; ``statuses``: its own status for one of an error, where they differ."""
 
     name: str
+    statuses: Mapping[int, int]
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body. Raises ApiError for invalid or unsupported fields."""
@@ -206,9 +207,6 @@ class Dialect(Protocol):
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return the body of an error."""
-
-    def status(self, error: ApiError) -> int:
-        """Return the status of an error."""
 
 
 def new_id(prefix: str) -> str:

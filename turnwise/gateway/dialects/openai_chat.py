@@ -47,6 +47,7 @@ class OpenAIChat:
     """The dialect of ``POST /v1/chat/completions``."""
 
     name = "openai_chat"
+    statuses: Mapping[int, int] = {}
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
@@ -110,10 +111,6 @@ class OpenAIChat:
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return an error in OpenAI's form."""
         return openai_error(error)
-
-    def status(self, error: ApiError) -> int:
-        """Return the status of an error."""
-        return error.status
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class OpenAIResponses:
     """The dialect of ``POST /v1/responses``; ``carries_on``: truncated responses are reported as complete."""
 
     name = "openai_responses"
+    statuses: Mapping[int, int] = {}
 
     def __init__(self, conversations: Conversations | None = None, *, carries_on: bool = False) -> None:
         self._conversations = conversations or Conversations()
@@ -64,10 +65,6 @@ class OpenAIResponses:
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return an error in OpenAI's form."""
         return openai_error(error)
-
-    def status(self, error: ApiError) -> int:
-        """Return the status of an error."""
-        return error.status
 
     def store(self, response_id: str, request: ChatRequest, answer: Answer, items: Sequence[Mapping[str, Any]]) -> None:
         """Store a response unless the request forbids it."""

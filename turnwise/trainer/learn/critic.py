@@ -24,7 +24,7 @@ from turnwise.trainer.learn.objectives import VALUE_SUMS, ValueObjective
 from turnwise.trainer.learn.optim import schedule_factor
 from turnwise.trainer.learn.torch_learner import TorchLearner, pick_device
 from turnwise.trainer.model.policy import Policy, load_model
-from turnwise.trainer.model.value_head import HEAD_FILE, ValueModel, open_head, read_head
+from turnwise.trainer.model.value_head import HEAD_FILE, ValueModel, open_head, read_state
 from turnwise.trajectory import TrainSample, Trajectory
 from turnwise.types import StopReason
 
@@ -167,7 +167,7 @@ class ValueLearner(TorchLearner):
             super()._save_weights(directory)
 
     def _load_weights(self, directory: Path) -> None:
-        self.head.load_state_dict(read_head(directory)["head"])
+        self.head.load_state_dict(read_state(directory, HEAD_FILE)["head"])
         if not self._shared:
             super()._load_weights(directory)
 

@@ -56,7 +56,7 @@ from turnwise.trainer.learn.torch_learner import (
 )
 from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.model.sequence_parallel import SequenceGroup
-from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_head
+from turnwise.trainer.model.value_head import HEAD_FILE, ValueHead, ValueModel, open_head, read_state
 
 OPTIMIZER_FOLDER = "optimizer"
 """Where a checkpoint holds the optimizer's state, in the format of ``torch.distributed.checkpoint``."""
@@ -409,7 +409,7 @@ class RankModel:
             else:
                 self._load_weights(directory / _WEIGHTS_FILE)
             if self.head is not None:
-                head = read_head(directory)["head"]
+                head = read_state(directory, HEAD_FILE)["head"]
                 for name, tensor in self.head.state_dict(keep_vars=True).items():
                     _copy_to_shard(tensor, head[name])
         optimizer.load_state(directory)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,13 @@ from torch import Tensor, nn
 from turnwise.engine.accelerator import main_memory, on_cpu, release_cached, resolve_device
 from turnwise.errors import CheckpointError, TrainError
 from turnwise.model.core import AdapterInfo
-from turnwise.placement.devices import CPU
 from turnwise.trainer.algorithms.losses.core import LossSums
 from turnwise.trainer.config.policy import PolicyConfig, ScheduleConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.learn.learner import Learner, Objective, Stats, StepResult
 from turnwise.trainer.learn.optim import OptimizerSet, schedule_factor
 from turnwise.trainer.model.policy import Policy, load_model, load_weights
+from turnwise.trainer.model.value_head import read_state
 
 # glibc's names for what mallopt sets (malloc.h), and the limits: larger blocks still come from the system and go back
 # to it, and so does what is free at the end of the heap beyond the second one.
@@ -255,18 +254,12 @@ class TorchLearner(Learner):
 
     def load(self, directory: Path) -> None:
         """Restore parameters, optimizer state and counters, bit for bit."""
-        file = directory / OPTIMIZER_FILE
-        if not file.is_file():
-            if (directory / SHARDED_FILE).is_file():
-                raise CheckpointError(
-                    f"checkpoint {directory} was written by the engine fsdp ({SHARDED_FILE}), whose optimizer state "
-                    "the engine torch cannot load: resume with policies.main.engine: fsdp (one rank suffices)"
-                )
-            raise CheckpointError(f"checkpoint {directory} lacks {OPTIMIZER_FILE}")
-        try:
-            state: dict[str, Any] = torch.load(file, map_location=CPU, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        if not (directory / OPTIMIZER_FILE).is_file() and (directory / SHARDED_FILE).is_file():
+            raise CheckpointError(
+                f"checkpoint {directory} was written by the engine fsdp ({SHARDED_FILE}), whose optimizer state the "
+                "engine torch cannot load: resume with policies.main.engine: fsdp (one rank suffices)"
+            )
+        state = read_state(directory, OPTIMIZER_FILE)
         self._load_weights(directory)
         self._optimizers.load_state_dict(state["optimizer"])
         self.steps = int(state["steps"])

@@ -51,15 +51,15 @@ class ValueModel(nn.Module):
         return self.head.linear
 
 
-def read_head(directory: Path) -> dict[str, Any]:
-    """Read the file of a saved critic beside its model.
+def read_state(directory: Path, name: str) -> dict[str, Any]:
+    """Read a file of tensors beside a saved model.
 
     Raises:
         CheckpointError: The file is missing or unreadable.
     """
-    file = directory / HEAD_FILE
+    file = directory / name
     if not file.is_file():
-        raise CheckpointError(f"checkpoint {directory} lacks {HEAD_FILE}")
+        raise CheckpointError(f"checkpoint {directory} lacks {name}")
     try:
         state: dict[str, Any] = torch.load(file, map_location=CPU, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
@@ -71,5 +71,5 @@ def open_head(model: Any, directory: Path | None) -> ValueHead:
     """Return the value head for a model: the one that is saved in a directory, or a new one."""
     head = ValueHead(model.get_output_embeddings().weight.shape[1])
     if directory is not None and (directory / HEAD_FILE).is_file():
-        head.load_state_dict(read_head(directory)["head"])
+        head.load_state_dict(read_state(directory, HEAD_FILE)["head"])
     return head
