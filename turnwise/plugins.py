@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from turnwise.errors import ConfigError, RegistryError, nearest
+
+D = TypeVar("D", bound=Callable[..., Any])
 
 # Prefix of the names of modules that are loaded from files.
 _FILE = "turnwise_file_"
@@ -86,9 +88,38 @@ def register_entry(
         raise RegistryError(
             f"{name!r} cannot be the name of the {kind} {definition}: ':', '.' and '/' are reserved for references"
         )
-    if name in registry and (registered := _definition(of(registry[name]))) != definition:
+    entry = of(registry.get(name, thing))
+    if isinstance(entry, str) and entry != definition:
+        entry = load_object(entry, kind)
+    if entry != definition and (registered := _definition(entry)) != definition:
         raise RegistryError(f"the {kind} name {name!r} is taken by {registered}; {definition} needs another name")
     registry[name] = thing
+
+
+def registering(
+    name: str, registry: dict[str, Any], kind: str, check: Callable[[Any], object] = callable
+) -> Callable[[D], D]:
+    """Return a decorator that adds a class or function to a registry as :func:`register_entry`, after a ``check``."""
+
+    def register(thing: D) -> D:
+        check(thing)
+        register_entry(name, thing, registry, kind)
+        return thing
+
+    return register
+
+
+def check_contract(contract: type[Any], what: str, cls: Any) -> type[Any]:
+    """Return a class that derives from an abstract one and defines its methods; ``what`` it is, for messages.
+
+    Raises:
+        RegistryError: It does not.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, contract)):
+        raise RegistryError(f"{what} is {cls!r}: it must derive from {contract.__module__}.{contract.__qualname__}")
+    if inspect.isabstract(cls):
+        raise RegistryError(f"{what} does not define {', '.join(sorted(vars(cls)['__abstractmethods__']))}")
+    return cls
 
 
 def _definition(thing: Any) -> str:

@@ -10,16 +10,17 @@ import re
 import sys
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
-from turnwise.errors import ConfigError, RegistryError, nearest
+from turnwise.errors import ConfigError, nearest
 from turnwise.inference.config import InferenceConfig, ServeConfig
 from turnwise.model.core import Replica
 from turnwise.placement.devices import CPU
-from turnwise.plugins import load_object
+from turnwise.plugins import check_contract, load_object, registering
 
 R = TypeVar("R", bound=type[Replica])
 
@@ -51,17 +52,8 @@ for name in sys.argv[1:]:
 
 def register_inference_engine(name: str) -> Callable[[R], R]:
     """Register a replica's class for ``inference.engine``. Raises RegistryError."""
-
-    def register(cls: R) -> R:
-        if not issubclass(cls, Replica):
-            raise RegistryError(f"inference engine {name!r}: {cls!r} does not derive from Replica")
-        registered = ENGINES.setdefault(name, cls)
-        if registered is not cls and registered != f"{cls.__module__}:{cls.__qualname__}":
-            raise RegistryError(f"inference engine {name!r} is taken by {registered!r}: choose another name")
-        ENGINES[name] = cls
-        return cls
-
-    return register
+    check = partial(check_contract, Replica, f"inference engine {name!r}")
+    return registering(name, ENGINES, "inference engine", check)
 
 
 def find_engine(name: str) -> type[Replica]:

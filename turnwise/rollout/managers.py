@@ -7,6 +7,7 @@ import contextvars
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 from turnwise.config import load_config
 from turnwise.errors import ConfigError, TrainError, TurnwiseError, shown, user_code
 from turnwise.model.core import LLMClient, Renderer
-from turnwise.plugins import find_class, register_entry
+from turnwise.plugins import find_class, registering
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import BatchRef, OnGroup, ReplayBuffer, RolloutManager, RolloutParts, RolloutRequest
 from turnwise.rollout.producer import FailureWatch, RolloutProducer
@@ -154,12 +155,7 @@ def register_manager(name: str) -> Callable[[M], M]:
         RegistryError: The name is taken.
         ConfigError: The class lacks a method.
     """
-
-    def register(cls: M) -> M:
-        register_entry(name, _check_class(cls, name), MANAGERS, "rollout manager")
-        return cls
-
-    return register
+    return registering(name, MANAGERS, "rollout manager", partial(_check_class, reference=name))
 
 
 def _check_class(manager_class: type[Any], reference: str) -> type[Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from turnwise.config import ConfigReference, Section, report_problems
-from turnwise.errors import ConfigError, RegistryError
-from turnwise.plugins import find_class, load_object, references, register_entry
+from turnwise.errors import ConfigError
+from turnwise.plugins import check_contract, find_class, load_object, references, registering
 from turnwise.sandboxes.core import SandboxBackend, SandboxLimits, SandboxSpec
 
 B = TypeVar("B", bound=type[SandboxBackend])
@@ -95,14 +96,8 @@ class SandboxConfig(Section):
 
 def register_backend(name: str) -> Callable[[B], B]:
     """Register a backend class under a name. Raises RegistryError."""
-
-    def register(cls: B) -> B:
-        if not issubclass(cls, SandboxBackend):
-            raise RegistryError(f"sandbox backend {name!r}: {cls!r} does not derive from SandboxBackend")
-        register_entry(name, cls, BACKENDS, "sandbox backend", of=_load_class)
-        return cls
-
-    return register
+    check = partial(check_contract, SandboxBackend, f"sandbox backend {name!r}")
+    return registering(name, BACKENDS, "sandbox backend", check)
 
 
 def read_options(model: type[M], backend: str, options: Mapping[str, Any]) -> M:
@@ -116,14 +111,12 @@ def read_options(model: type[M], backend: str, options: Mapping[str, Any]) -> M:
 
 def open_backend(config: SandboxConfig) -> SandboxBackend:
     """Create the configured backend; ConfigError if it is unknown, misconfigured or lacks an extra."""
-    backend_class = _load_class(find_class(config.name, BACKENDS, "sandbox.name"))
+    backend_class: Any = find_class(config.name, BACKENDS, "sandbox.name")
+    if isinstance(backend_class, str):
+        backend_class = load_object(backend_class, "sandbox backend")
     if not (isinstance(backend_class, type) and issubclass(backend_class, SandboxBackend)):
         raise ConfigError(f"sandbox.name is {config.name!r}, which is {backend_class!r}, not a SandboxBackend")
     try:
         return backend_class(**config.config)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"sandbox.config of {config.name!r}: {error}") from error
-
-
-def _load_class(entry: Any) -> Any:
-    return load_object(entry, "sandbox backend") if isinstance(entry, str) else entry

@@ -138,7 +138,7 @@ def test_invalid_parts_are_refused() -> None:
         (register_hooks, Misspelt, "on_step_ends, which is no hook"),
         (register_hooks, Nothing, "not a subclass of turnwise.Hooks"),
         (register_manager, Nothing, "lacks create and generate_sequences"),
-        (register_strategy, Nothing, "subclass turnwise.rollout.replay.strategies.Strategy"),
+        (register_strategy, Nothing, "must derive from turnwise.rollout.replay.strategies.Strategy"),
     ):
         with pytest.raises((ConfigError, RegistryError), match=message):
             register("mine")(thing)  # type: ignore[operator]

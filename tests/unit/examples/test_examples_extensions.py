@@ -130,11 +130,11 @@ def test_a_format_is_an_entry_point(tmp_path: Path, installed: Callable[[str, st
     installed("ext_brackets", "ext_brackets")
     assert load_extensions() == ["ext_brackets"]
     assert find_format("brackets").__module__ == "ext_brackets"
-    with pytest.raises(ConfigError, match="'brackets' is taken by ext_brackets:Brackets: choose another name"):
+    with pytest.raises(ConfigError, match="'brackets' is taken by ext_brackets:Brackets; .* needs another"):
         find_format(FORMAT)
     with pytest.raises(RegistryError, match=r"'bracket' is unknown; did you mean 'brackets'\?; allowed: auto, hermes"):
         find_format("bracket")
-    with pytest.raises(RegistryError, match="does not derive from"):
+    with pytest.raises(RegistryError, match="must derive from"):
         find_format("ext_brackets:ToolCall")
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, TypeVar
 
 from turnwise.chat.formats.core import Block, ChatFormat, Parsed, Plain, Probe, TurnText
@@ -18,7 +17,7 @@ from turnwise.chat.formats.mistral import Mistral
 from turnwise.chat.formats.pythonic import Pythonic
 from turnwise.chat.formats.tagged import Glm, MiniMax, Qwen3Coder
 from turnwise.errors import RegistryError, nearest
-from turnwise.plugins import load_object
+from turnwise.plugins import check_contract, load_object, register_entry
 
 F = TypeVar("F", bound=type[ChatFormat])
 
@@ -34,21 +33,9 @@ def register_format(cls: F) -> F:
     Raises:
         RegistryError: It is no chat format, lacks a name or a method, or its name is taken.
     """
-    if not (isinstance(cls, type) and issubclass(cls, ChatFormat)):
-        raise RegistryError(f"chat format {cls!r} does not derive from turnwise.chat.formats.ChatFormat")
-    name = vars(cls).get("name")
-    if not isinstance(name, str) or not name or any(mark in name for mark in ":./"):
-        raise RegistryError(
-            f"chat format {cls.__qualname__} has the name {name!r}: set name to a word without ':', '.' and '/'"
-        )
-    if inspect.isabstract(cls):
-        raise RegistryError(f"chat format {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")
-    registered = FORMATS.setdefault(name, cls)
-    if registered is not cls and (registered.__module__, registered.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise RegistryError(
-            f"chat format {name!r} is taken by {registered.__module__}:{registered.__qualname__}: choose another name"
-        )
-    FORMATS[name] = cls
+    check_contract(ChatFormat, "the chat format", cls)
+    # Its own, not that of the format which it extends.
+    register_entry(vars(cls).get("name") or "", cls, FORMATS, "chat format")
     return cls
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import orjson
 
 from turnwise.errors import ConfigError, nearest, shown
-from turnwise.plugins import load_object, module_label, register_entry
+from turnwise.plugins import load_object, module_label, registering
 
 _HERE = "turnwise.envs.rewards"
 REWARDS: dict[str, Callable[..., Any] | str] = {
@@ -36,16 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def register_reward(name: str) -> Callable[[F], F]:
     """Register a reward function, or a class of them, for scorers and rubrics. Raises RegistryError."""
-
-    def register(function: F) -> F:
-        register_entry(name, function, REWARDS, "reward function", of=_loaded)
-        return function
-
-    return register
-
-
-def _loaded(function: Any) -> Any:
-    return load_object(function, "reward function") if isinstance(function, str) else function
+    return registering(name, REWARDS, "reward function")
 
 
 def load_function(function: Callable[..., Any] | str, arguments: Mapping[str, Any], where: str) -> Any:
@@ -80,7 +71,8 @@ def load_function(function: Callable[..., Any] | str, arguments: Mapping[str, An
 
 @functools.lru_cache(maxsize=256)
 def _shared(function: Callable[..., Any] | str, arguments: bytes) -> Any:
-    return _with(_loaded(function), orjson.loads(arguments))
+    loaded = load_object(function, "reward function") if isinstance(function, str) else function
+    return _with(loaded, orjson.loads(arguments))
 
 
 def _with(function: Any, arguments: Mapping[str, Any]) -> Any:

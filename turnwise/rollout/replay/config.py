@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import Field, model_validator
 
 from turnwise.config import Section, shorthand
 from turnwise.errors import ConfigError, RegistryError, user_code
-from turnwise.plugins import find_class, load_class_from_fqn, load_object, references, register_entry
+from turnwise.plugins import check_contract, find_class, load_class_from_fqn, load_object, references, registering
 from turnwise.rollout.config import NamedConfig
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
@@ -239,18 +240,10 @@ S = TypeVar("S", bound=type[Strategy])
 
 def register_strategy(name: str) -> Callable[[S], S]:
     """Register a strategy's class for ``replay.strategy``. Raises RegistryError."""
-
-    def register(cls: S) -> S:
-        if name in STRATEGIES:
-            raise RegistryError(f"the strategy name {name!r} is that of one that ships: choose another name")
-        if not issubclass(cls, Strategy) or inspect.isabstract(cls):
-            raise RegistryError(
-                f"strategy {name!r} is {cls!r}: subclass turnwise.rollout.replay.strategies.Strategy, define choose"
-            )
-        register_entry(name, cls, CUSTOM_STRATEGIES, "strategy")
-        return cls
-
-    return register
+    if name in STRATEGIES:
+        raise RegistryError(f"the strategy name {name!r} is that of one that ships: choose another name")
+    check = partial(check_contract, Strategy, f"strategy {name!r}")
+    return registering(name, CUSTOM_STRATEGIES, "strategy", check)
 
 
 def allowed_uses(config: ReplayConfig, facts: RunFacts) -> int:

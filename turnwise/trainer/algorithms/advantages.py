@@ -17,7 +17,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from turnwise.errors import TrainError, shown
-from turnwise.plugins import register_entry
+from turnwise.plugins import registering
 from turnwise.trainer.algorithms.credit import (
     Credit,
     CustomAdvantages,
@@ -362,12 +362,7 @@ def register_advantage(name: str) -> Callable[[F], F]:
     It is called with :data:`ADVANTAGE_ARGUMENTS` and the part of :data:`ADVANTAGE_DATA` that it names. The decorator
     raises RegistryError where the name is taken by another estimator.
     """
-
-    def register(function: F) -> F:
-        register_entry(name, function, ADVANTAGES, "estimator")
-        return function
-
-    return register
+    return registering(name, ADVANTAGES, "estimator")
 
 
 def advantage_fn(name: str) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from turnwise.config import report_problems
 from turnwise.errors import ConfigError, RegistryError, nearest
-from turnwise.plugins import load_object, register_entry
+from turnwise.plugins import check_contract, load_object, registering
 
 C = TypeVar("C", bound=type[Any])
 
@@ -84,12 +84,7 @@ class ClassRegistry:
 
     def register(self, name: str) -> Callable[[C], C]:
         """Register a class by a decorator. Raises RegistryError where the name is taken, or the class is none."""
-
-        def register(cls: C) -> C:
-            register_entry(name, self._checked(name, cls), self.classes, self.kind, of=self._loaded)
-            return cls
-
-        return register
+        return registering(name, self.classes, self.kind, partial(check_contract, self.contract, self._what(name)))
 
     def find(self, name: str) -> type[Any]:
         """Return a class by its name or by reference.
@@ -97,19 +92,12 @@ class ClassRegistry:
         Raises:
             RegistryError: There is none, or it does not fulfil the contract.
         """
-        return self._checked(name, self._loaded(find(name, self.classes, self.key)))
+        entry = find(name, self.classes, self.key)
+        loaded = load_object(entry, self.kind) if isinstance(entry, str) else entry
+        return check_contract(self.contract, self._what(name), loaded)
 
-    def _loaded(self, entry: Any) -> Any:
-        return load_object(entry, self.kind) if isinstance(entry, str) else entry
-
-    def _checked(self, name: str, cls: Any) -> type[Any]:
-        if not (isinstance(cls, type) and issubclass(cls, self.contract)):
-            contract = f"{self.contract.__module__}.{self.contract.__qualname__}"
-            raise RegistryError(f"{self.kind} {name!r} is {cls!r}: it must derive from {contract}")
-        if inspect.isabstract(cls):
-            lacks = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
-            raise RegistryError(f"{self.kind} {name!r} does not define {lacks}")
-        return cls
+    def _what(self, name: str) -> str:
+        return f"{self.kind} {name!r}"
 
 
 def bind(

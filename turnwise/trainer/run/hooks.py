@@ -7,12 +7,13 @@ import inspect
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar
 
 from turnwise.errors import ConfigError, TrainError, nearest, shown
 from turnwise.evaluation.metrics import EvalResult
-from turnwise.plugins import find_class, register_entry
+from turnwise.plugins import find_class, registering
 from turnwise.trajectory import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -114,12 +115,7 @@ def register_hooks(name: str) -> Callable[[H], H]:
         RegistryError: The name is taken.
         ConfigError: As :func:`load_hooks`.
     """
-
-    def register(cls: H) -> H:
-        register_entry(name, _check_class(cls, name), HOOKS, "hooks")
-        return cls
-
-    return register
+    return registering(name, HOOKS, "hooks", partial(_check_class, reference=name))
 
 
 def load_hooks(references: Sequence[str]) -> list[type[Hooks]]:
