@@ -8,14 +8,15 @@ algorithm:
 from __future__ import annotations
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from turnwise import register_advantage
-from turnwise.trainer.algorithms.advantages import Advantages, Groups, Positive
+from turnwise.trainer.algorithms.advantages import Advantages, Groups
 
 
 @register_advantage("median")
-def median(rewards: Tensor, groups: Tensor, *, norm_by_mad: bool = False, eps: Positive = 1e-4) -> Advantages:
+def median(rewards: Tensor, groups: Tensor, *, norm_by_mad: bool = False, eps: PositiveFloat = 1e-4) -> Advantages:
     """Return rewards less their group's median, shape [n].
 
     ``A_i = r_i - median_g``, the mean of both middle rewards where their number is even; with ``norm_by_mad`` divided

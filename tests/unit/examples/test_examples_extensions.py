@@ -130,7 +130,7 @@ def test_a_format_is_an_entry_point(tmp_path: Path, installed: Callable[[str, st
     installed("ext_brackets", "ext_brackets")
     assert load_extensions() == ["ext_brackets"]
     assert find_format("brackets").__module__ == "ext_brackets"
-    with pytest.raises(ConfigError, match="'brackets' is taken by ext_brackets:Brackets; .* needs another"):
+    with pytest.raises(ConfigError, match=r"'brackets' is taken by ext_brackets:Brackets; .* needs another"):
         find_format(FORMAT)
     with pytest.raises(RegistryError, match=r"'bracket' is unknown; did you mean 'brackets'\?; allowed: auto, hermes"):
         find_format("bracket")

@@ -175,7 +175,7 @@ def test_engines_are_registered_once() -> None:
         assert register_inference_engine("red")(OwnEngine) is OwnEngine
         with pytest.raises(RegistryError, match="'red' is taken"):
             register_inference_engine("red")(BuiltinReplica)
-        with pytest.raises(RegistryError, match="must derive from turnwise.model.core.Replica"):
+        with pytest.raises(RegistryError, match=r"must derive from turnwise\.model\.core\.Replica"):
             register_inference_engine("blue")(Path)  # type: ignore[type-var]
     finally:
         ENGINES.pop("red", None)
