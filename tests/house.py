@@ -23,7 +23,7 @@ def report_words(paths: Sequence[str]) -> list[str]:
 def report_rules(rules: Sequence[str]) -> list[str]:
     """Return what breaks some rules, a line each."""
     tree = read_tree()
-    return [f"{name}: {place}" for name in rules for place in RULES[name](tree)]
+    return [f"{name}: {finding}" for name in rules for finding in RULES[name](tree)]
 
 
 def report_house() -> list[str]:
@@ -32,9 +32,9 @@ def report_house() -> list[str]:
     broken = {name: rule(tree) for name, rule in RULES.items()}
     counted = figures(tree)
     lines = [f"{figure.count:7d}  {name}, at most {figure.limit}" for name, figure in counted.items()]
-    lines += [f"{len(places):7d}  {name}" for name, places in broken.items()]
-    for name, places in broken.items():
-        lines += ["", name, *(f"  {place}" for place in places)] if places else []
+    lines += [f"{len(findings):7d}  {name}" for name, findings in broken.items()]
+    for name, findings in broken.items():
+        lines += ["", name, *(f"  {finding}" for finding in findings)] if findings else []
     for name, figure in counted.items():
         lines += ["", name, *(f"  {line}" for line in figure.detail)] if figure.count > figure.limit else []
     return lines

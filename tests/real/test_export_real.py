@@ -62,9 +62,9 @@ def played_by(python: Path, script: Path, jobs: list[tuple[str, list[Play]]]) ->
     """Return what a script prints of the episodes, run by another framework's interpreter."""
     if not python.exists():
         pytest.skip(f"{python} does not exist: make test-real installs it")
-    given = json.dumps([[folder, [[play.task, play.actions] for play in plays]] for folder, plays in jobs])
-    found: list[list] = json.loads(run(str(python), str(script), str(SEED), given, *HERE).splitlines()[-1])
-    return found
+    plays_json = json.dumps([[folder, [[play.task, play.actions] for play in plays]] for folder, plays in jobs])
+    recordings: list[list] = json.loads(run(str(python), str(script), str(SEED), plays_json, *HERE).splitlines()[-1])
+    return recordings
 
 
 @pytest.mark.alike("exports", "openenv")
@@ -108,7 +108,7 @@ async def test_what_was_exported_for_openenv_comes_back(tmp_path, monkeypatch) -
     kwargs = {"observation_field": "text", "reset": {"task": right.task}}
     env = make("openenv:guess_number.server.app", python=openenv(), kwargs=kwargs)
     await reset_env(env, None, seed=SEED)
-    rewards = [(await step_env(env, {"role": "assistant", "content": each["content"]})) for each in right.actions]
+    rewards = [(await step_env(env, {"role": "assistant", "content": action["content"]})) for action in right.actions]
     assert [result.reward for result in rewards] == right.rewards
     assert rewards[-1].terminated
     await close_env(env)
@@ -119,7 +119,7 @@ def test_a_package_that_pip_installs_is_made_by_gymnasium(tmp_path) -> None:
     plays = asyncio.run(plays_of("calculator", tmp_path / "out", "gymnasium"))
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     run(sys.executable, *install, "--target", str(tmp_path / "site"), str(tmp_path / "out"))
-    given = json.dumps([[play.task, play.actions] for play in plays])
+    plays_json = json.dumps([[play.task, play.actions] for play in plays])
     path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
-    printed = run(sys.executable, "-c", GYMNASIUM, str(SEED), given, PYTHONPATH=path)
+    printed = run(sys.executable, "-c", GYMNASIUM, str(SEED), plays_json, PYTHONPATH=path)
     assert json.loads(printed) == [play.rewards for play in plays]

@@ -44,7 +44,7 @@ def environment(name: str, **kwargs: Any) -> Env:
 
 
 def message(action: dict[str, Any]) -> dict[str, Any]:
-    calls = [ToolCall(each["id"], each["name"], each["arguments"]) for each in action["calls"]]
+    calls = [ToolCall(call["id"], call["name"], call["arguments"]) for call in action["calls"]]
     return {"role": "assistant", "content": action["text"], **({"tool_calls": calls} if calls else {})}
 
 
@@ -57,7 +57,7 @@ def expected(installed: None) -> list[dict[str, float]]:
 
 
 async def test_rewards_are_those_of_its_own_evaluation(expected) -> None:
-    found = []
+    rewards = []
     # All at a time: an evaluation holds the episodes of a task.
     envs = [environment(name, **({"scorer": "tooled"} if name == "sums" else {})) for name, _, _ in PLAYS]
     for env, (_, sample, _) in zip(envs, PLAYS, strict=True):
@@ -66,11 +66,11 @@ async def test_rewards_are_those_of_its_own_evaluation(expected) -> None:
         for action in actions:
             result = await step_env(env, message(action))
         assert (result.terminated, result.truncated) == (True, False)
-        found.append({**result.info["rewards"], **result.info.get("metrics", {})})
+        rewards.append({**result.info["rewards"], **result.info.get("metrics", {})})
         assert result.reward == sum(result.info["rewards"].values())
         await close_env(env)
-    assert found == expected
-    assert [each.get("tooled") for each in expected[3:]] == [1.0, 0.5, 0.0]
+    assert rewards == expected
+    assert [metrics.get("tooled") for metrics in expected[3:]] == [1.0, 0.5, 0.0]
 
 
 async def test_an_episode_has_its_messages_tools_and_answers_of_tools() -> None:
@@ -102,8 +102,8 @@ async def test_a_solver_that_rewrites_the_conversation_is_an_error_of_the_episod
 
 def test_its_dataset_is_the_tasks_and_what_is_wrong_is_named() -> None:
     rows = list(tasks(f"inspect:{TASKS}@capitals", python=str(PYTHON)))
-    assert [each.prompt for each in rows] == [f"The capital of {land}?" for land in ("France", "Italy", "Japan")]
-    assert [each.data for each in rows] == [{"sample": 0}, {"sample": 1}, {"sample": 2}]
+    assert [row.prompt for row in rows] == [f"The capital of {land}?" for land in ("France", "Italy", "Japan")]
+    assert [row.data for row in rows] == [{"sample": 0}, {"sample": 1}, {"sample": 2}]
     with pytest.raises(ConfigError, match=r"has the scorers tooled, includes: name the reward: kwargs\.scorer"):
         environment("sums")
     with pytest.raises(ConfigError, match=r"has no task 'capitls'; it has .*capitals"):

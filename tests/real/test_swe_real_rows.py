@@ -74,8 +74,8 @@ async def local() -> AsyncIterator[SandboxManager]:
 
 @pytest.fixture(scope="module")
 def docker_engine() -> Iterator[TestEngine]:
-    with engine() as made:
-        yield made
+    with engine() as test_engine:
+        yield test_engine
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ async def test_every_row_is_solved_by_its_solution_and_not_by_nothing(local: San
                 await close_env(env)
 
     rows = list(tasks())
-    found = await asyncio.gather(*map(look, rows))
-    assert {row.id: problems for row, problems in zip(rows, found, strict=True) if problems} == {}
+    problem_lists = await asyncio.gather(*map(look, rows))
+    assert {row.id: problems for row, problems in zip(rows, problem_lists, strict=True) if problems} == {}
 
 
 @pytest.mark.alike("cheats on real rows")
@@ -144,8 +144,8 @@ async def test_a_patch_by_hand_writes_nothing_but_files_of_the_repository(
 
 
 async def test_what_is_put_back_costs_an_honest_solution_nothing(local: SandboxManager, tmp_path: Path) -> None:
-    own = "echo 'def test_mine(): pass' >> tests/test_money.py; echo x > tests/conftest.py"
-    change = f"{MENDED}; {own}; git add -A; git commit -qm x"
+    own_test = "echo 'def test_mine(): pass' >> tests/test_money.py; echo x > tests/conftest.py"
+    change = f"{MENDED}; {own_test}; git add -A; git commit -qm x"
     score, env = await worth(local, task(ROW), change, cache=str(tmp_path))
     assert env.verdict is not None
     assert (score, env.verdict.dropped) == (1.0, ("tests/conftest.py", "tests/test_money.py"))
@@ -153,10 +153,10 @@ async def test_what_is_put_back_costs_an_honest_solution_nothing(local: SandboxM
 
 @pytest.mark.timeout(300)
 async def test_terminal_tasks(local: SandboxManager) -> None:
-    for each in terminal_tasks():
+    for row in terminal_tasks():
         env = TerminalEnv()
         env.sandboxes = local
-        assert await run_method(env, env.check_task, each) == [], each.id
+        assert await run_method(env, env.check_task, row) == [], row.id
         await close_env(env)
 
 

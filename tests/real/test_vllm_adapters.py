@@ -48,10 +48,10 @@ def check(model: Any, prompt: TokenPrompt, done: Completion, version: int, *, gr
     """Compare a completion with a plain forward of the model that is to have sampled it."""
     assert done.weight_versions == ((version, 0, len(done.token_ids)),)
     expected = torch.log_softmax(logits(model, prompt, done.token_ids), -1)
-    chosen = expected.gather(1, torch.from_numpy(done.token_ids.astype(np.int64)).unsqueeze(1)).squeeze(1)
-    assert np.abs(chosen.numpy() - done.logprobs).max() < CLOSE
+    sampled = expected.gather(1, torch.from_numpy(done.token_ids.astype(np.int64)).unsqueeze(1)).squeeze(1)
+    assert np.abs(sampled.numpy() - done.logprobs).max() < CLOSE
     if greedy:
-        assert (expected.max(1).values - chosen < CLOSE).all()
+        assert (expected.max(1).values - sampled < CLOSE).all()
 
 
 async def test_adapters_of_two_policies_share_a_server(tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ async def test_adapters_of_two_policies_share_a_server(tmp_path: Path) -> None:
     solver_1, tuned_1 = version_of(model, SOLVER, 1, tmp_path)
     solver_2, tuned_2 = version_of(model, SOLVER, 2, tmp_path)
     critic_7, critical = version_of(model, CRITIC, 7, tmp_path)
-    asked = prompts(VOCABULARY - 3, 3)
+    prompt_list = prompts(VOCABULARY - 3, 3)
 
     async def check_both(**served: tuple[Any, int]) -> None:
-        keys = [(name, prompt) for name in served for prompt in asked]
-        found = (fleet.client_of(name).generate(prompt, GREEDY, session_id="") for name, prompt in keys)
-        for (name, prompt), done in zip(keys, await asyncio.gather(*found), strict=True):
+        keys = [(name, prompt) for name in served for prompt in prompt_list]
+        generations = (fleet.client_of(name).generate(prompt, GREEDY, session_id="") for name, prompt in keys)
+        for (name, prompt), done in zip(keys, await asyncio.gather(*generations), strict=True):
             check(served[name][0], prompt, done, served[name][1])
 
     async def update(manifest: WeightManifest) -> int:
@@ -85,18 +85,20 @@ async def test_adapters_of_two_policies_share_a_server(tmp_path: Path) -> None:
         await check_both(solver=(tuned_1, 1), critic=(critical, 7))
         assert await fleet.client_of("critic").model_info() == ModelInfo("critic@2", 512, 7, guides=True)
         # What is in flight goes on with the weights that it began with, and what comes after has the new ones.
-        begun = {name: fleet.client_of(name).stream(asked[0], LONG, session_id=name) for name in ("solver", "critic")}
-        first = {name: await anext(aiter(stream)) for name, stream in begun.items()}
+        streams = {
+            name: fleet.client_of(name).stream(prompt_list[0], LONG, session_id=name) for name in ("solver", "critic")
+        }
+        first = {name: await anext(aiter(stream)) for name, stream in streams.items()}
         assert {name: delta.weight_version for name, delta in first.items()} == {"solver": 1, "critic": 7}
         assert await update(solver_2) == 2
         await check_both(solver=(tuned_2, 2), critic=(critical, 7))
         for name, (served, version) in {"solver": (tuned_1, 1), "critic": (critical, 7)}.items():
-            deltas = [first[name], *[delta async for delta in begun[name]]]
+            deltas = [first[name], *[delta async for delta in streams[name]]]
             ids, logprobs = (
-                np.concatenate(each) for each in zip(*((d.token_ids, d.logprobs) for d in deltas), strict=True)
+                np.concatenate(column) for column in zip(*((d.token_ids, d.logprobs) for d in deltas), strict=True)
             )
             done = Completion(ids, logprobs, "length", deltas[-1].weight_versions)
-            check(served, asked[0], done, version, greedy=False)
+            check(served, prompt_list[0], done, version, greedy=False)
         # The same weights under another number are not loaded again; those that do not fit change nothing.
         assert await update(replace(critic_7, version=8)) == 8
         wrong = replace(critic_7, version=9, adapter=replace(CRITIC, targets=("model.layers.9.mlp.up_proj",)))

@@ -34,17 +34,17 @@ def evaluate(checkpoint: Path, out: Path, *more: str) -> dict[str, Any]:
 
 def greedy(out: Path) -> dict[str, Trajectory]:
     trajectories = read_trajectories(out / "trajectories.twz")
-    return {each.task_id: each for each in trajectories if "greedy" in each.group_id}
+    return {trajectory.task_id: trajectory for trajectory in trajectories if "greedy" in trajectory.group_id}
 
 
 def parts_at_a_tie(model: Any, theirs: Trajectory, ours: Trajectory) -> bool:
     """Return whether the first id in which two greedy episodes differ was a near tie, by the model's own forward."""
     one, other = theirs.segments[0].token_ids.astype(np.int64), ours.segments[0].token_ids.astype(np.int64)
     length = min(len(one), len(other))
-    place = int(np.flatnonzero(one[:length] != other[:length])[0])
+    position = int(np.flatnonzero(one[:length] != other[:length])[0])
     with torch.inference_mode():
-        best = model(input_ids=torch.from_numpy(one[:place]).unsqueeze(0)).logits[0, -1].float().topk(2)
-    return bool(best.values[0] - best.values[1] < TIE) and {int(one[place]), int(other[place])} == set(
+        best = model(input_ids=torch.from_numpy(one[:position]).unsqueeze(0)).logits[0, -1].float().topk(2)
+    return bool(best.values[0] - best.values[1] < TIE) and {int(one[position]), int(other[position])} == set(
         best.indices.tolist()
     )
 
@@ -61,21 +61,26 @@ async def test_an_evaluation_is_the_same_whoever_serves(
     # It was trained: greedily it solves tasks, and an equal share of none would say nothing.
     assert ours["greedy"]["success"]["mean"] > 0.3
 
-    said, own = greedy(tmp_path / "vllm"), greedy(tmp_path / "builtin")
-    assert said.keys() == own.keys()
+    by_vllm, by_builtin = greedy(tmp_path / "vllm"), greedy(tmp_path / "builtin")
+    assert by_vllm.keys() == by_builtin.keys()
     differing = 0
-    for task, mine in own.items():
-        same = [one.token_ids.tolist() for one in said[task].segments] == [
-            one.token_ids.tolist() for one in mine.segments
+    for task, trajectory in by_builtin.items():
+        same = [one.token_ids.tolist() for one in by_vllm[task].segments] == [
+            one.token_ids.tolist() for one in trajectory.segments
         ]
-        assert same or parts_at_a_tie(reference, said[task], mine)
-        assert not same or said[task].rewards == mine.rewards
+        assert same or parts_at_a_tie(reference, by_vllm[task], trajectory)
+        assert not same or by_vllm[task].rewards == trajectory.rewards
         differing += not same
     assert abs(theirs["greedy"]["success"]["mean"] - ours["greedy"]["success"]["mean"]) * TASKS <= differing
 
     report = audit_run(tmp_path / "vllm", console=silent())
     assert report.contradictions == []
     assert report.counts["trajectories"] == 3 * TASKS
-    versions = {span[0] for each in said.values() for segment in each.segments for span in segment.weight_versions}
+    versions = {
+        span[0]
+        for trajectory in by_vllm.values()
+        for segment in trajectory.segments
+        for span in segment.weight_versions
+    }
     assert versions == {3}
     assert len(lines(tmp_path / "vllm" / "episodes.jsonl")) == 3 * TASKS

@@ -43,9 +43,9 @@ async def url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def client(url: str) -> AsyncIterator[HTTPClient]:
-    made = HTTPClient([url])
-    yield made
-    await made.close()
+    http_client = HTTPClient([url])
+    yield http_client
+    await http_client.close()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -75,12 +75,12 @@ async def test_logprobs_are_those_without_the_grammar(
     params = SamplingParams(temperature=temperature, max_tokens=300, seed=3, stop_token_ids=stops, guide=guide)
     done = await client.generate(TokenPrompt(ids), params, session_id="")
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
-    whole = torch.from_numpy(np.concatenate([ids, done.token_ids]).astype(np.int64))
+    conversation = torch.from_numpy(np.concatenate([ids, done.token_ids]).astype(np.int64))
     with torch.inference_mode():
-        logits = model(input_ids=whole[None]).logits[0, len(ids) - 1 : -1].float()
+        logits = model(input_ids=conversation[None]).logits[0, len(ids) - 1 : -1].float()
     expected = torch.log_softmax(logits / (temperature or 1.0), -1)
-    chosen = expected.gather(1, whole[len(ids) :, None]).squeeze(1)
-    assert np.abs(chosen.numpy() - done.logprobs).max() < 1e-4
+    sampled = expected.gather(1, conversation[len(ids) :, None]).squeeze(1)
+    assert np.abs(sampled.numpy() - done.logprobs).max() < 1e-4
 
 
 async def test_a_schema_that_the_engine_cannot_read_names_the_field(random_model: Path, client: HTTPClient) -> None:
@@ -88,11 +88,13 @@ async def test_a_schema_that_the_engine_cannot_read_names_the_field(random_model
     limits = SessionLimits(context_length=1024)
     async with serving(client=client, family="qwen2_5", abilities=abilities, session_limits=limits) as served:
         opened = await served.open()
-        asked = body("chat", "json", stream=False, schema={"type": "object", "properties": {"a": {"type": "colour"}}})
-        async with served.http.post(opened["base"] + "/v1/chat/completions", json=asked) as answer:
-            told = await answer.json()
+        request_body = body(
+            "chat", "json", stream=False, schema={"type": "object", "properties": {"a": {"type": "colour"}}}
+        )
+        async with served.http.post(opened["base"] + "/v1/chat/completions", json=request_body) as answer:
+            refusal = await answer.json()
         assert answer.status == 400
-        assert told["error"]["param"] == "response_format"
+        assert refusal["error"]["param"] == "response_format"
         assert served.session(opened).failure is None
 
 

@@ -50,10 +50,10 @@ def check(model: Any, prompt: TokenPrompt, done: Completion, span: tuple[int, in
     part = slice(*span)
     expected = torch.log_softmax(logits(model, prompt, done.token_ids), -1)[part]
     ids = torch.from_numpy(done.token_ids.astype(np.int64))[part]
-    chosen = expected.gather(1, ids.unsqueeze(1)).squeeze(1)
-    assert np.abs(chosen.numpy() - done.logprobs[part]).max() < CLOSE
+    sampled = expected.gather(1, ids.unsqueeze(1)).squeeze(1)
+    assert np.abs(sampled.numpy() - done.logprobs[part]).max() < CLOSE
     if greedy:
-        assert (expected.max(1).values - chosen < CLOSE).all()
+        assert (expected.max(1).values - sampled < CLOSE).all()
 
 
 async def check_all(client: HTTPClient, model: Any, version: int) -> None:
@@ -106,7 +106,7 @@ async def test_a_completion_names_both_versions_that_sampled_it(
         async with put_back(vllm, reference, tmp_path):
             stream = client.stream(prompt, LONG, session_id="watched")
             await anext(stream)
-            asked = asyncio.create_task(client.generate(prompt, LONG, session_id="asked"))
+            generation = asyncio.create_task(client.generate(prompt, LONG, session_id="asked"))
             while sum([len((await anext(stream)).token_ids) for _ in range(5)]) < 5:
                 pass
             if abort:
@@ -114,7 +114,7 @@ async def test_a_completion_names_both_versions_that_sampled_it(
             assert await vllm.update_weights(manifest) == 4
             if abort:
                 await vllm.resume()
-            done = await asked
+            done = await generation
             async for _ in stream:
                 pass
         if len(done.weight_versions) == 2:
@@ -158,7 +158,7 @@ async def test_an_adapter_is_merged_into_the_checkpoint(
                 factors |= {f"{target}.lora_A.weight": down, f"{target}.lora_B.weight": up}
                 state[f"{target}.weight"].copy_(merged(served[f"{target}.weight"], down, up, info.scale))
             manifest = write_weights(factors.items(), tmp_path / "adapter", version, adapter=info)
-            assert manifest.nbytes < 0.5 * sum(each.nbytes for each in served.values())
+            assert manifest.nbytes < 0.5 * sum(tensor.nbytes for tensor in served.values())
             assert await vllm.update_weights(manifest) == version
             await check_all(client, tuned, version)
         wrong = replace(info, targets=(*targets, "model.layers.9.mlp.up_proj"))
@@ -174,7 +174,7 @@ def misfits(model: Any, folder: Path) -> Iterator[tuple[WeightManifest, str]]:
     name = "model.layers.0.mlp.up_proj.weight"
     wide = torch.zeros(3, 3)
     yield write_weights({**named, name: wide}.items(), folder / "b", 4), rf"{name} has shape \[3, 3\], not"
-    few = {each: tensor for each, tensor in named.items() if each != name}
+    few = {key: tensor for key, tensor in named.items() if key != name}
     yield write_weights(few.items(), folder / "c", 4), f"missing '{name}'"
     yield write_weights({**named, "other": wide}.items(), folder / "d", 4), "unknown name 'other'"
     spoiled = written(model, folder / "e", 4)

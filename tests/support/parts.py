@@ -19,18 +19,18 @@ def in_part(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
     part = os.environ.get(PART)
     if not part:
         return list(items), []
-    number, of = (int(each) for each in part.split("/"))
+    number, of = (int(figure) for figure in part.split("/"))
     groups: dict[str, list[str]] = {}
     for item in items:
-        if (place := _place(item)) is not None:
-            groups.setdefault(place[0], []).append(place[1])
+        if (position := _place(item)) is not None:
+            groups.setdefault(position[0], []).append(position[1])
     order = {(group, name): index for group, names in groups.items() for index, name in enumerate(sorted(set(names)))}
-    taken: list[pytest.Item] = []
-    left: list[pytest.Item] = []
+    selected: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
     for item in items:
-        place = _place(item)
-        (taken if place is None or order[place] % of == number % of else left).append(item)
-    return taken, left
+        position = _place(item)
+        (selected if position is None or order[position] % of == number % of else deselected).append(item)
+    return selected, deselected
 
 
 def _place(item: pytest.Item) -> tuple[str, str] | None:

@@ -24,15 +24,15 @@ async def game(*moves: str, stones: int = 7, **config):
 
 
 async def test_two_players_take_turns_and_each_hears_what_is_left() -> None:
-    _, (heard, info), (first, second, last) = await game("3", "2", "2")
+    _, (heard, info), (first, second, third) = await game("3", "2", "2")
     assert heard == "Take 1 to 3 stones. Who takes the last one wins. Answer with a number. 7 are left."
     assert info == {"agents": ["first", "second"], "turn": "first"}
     assert (first.info["turn"], first.observation[-1]["content"], first.reward) == ("second", "4 are left.", 0.0)
     # The second player reads the rules when it first speaks.
     assert "Who takes the last one wins" in first.observation[0]["content"]
-    assert [each["content"] for each in second.observation] == ["2 are left."]
-    assert last.terminated
-    assert (last.info["rewards"], last.info["agent_rewards"]) == ({"score": 1.0}, {"second": {"score": 0.0}})
+    assert [message["content"] for message in second.observation] == ["2 are left."]
+    assert third.terminated
+    assert (third.info["rewards"], third.info["agent_rewards"]) == ({"score": 1.0}, {"second": {"score": 0.0}})
 
 
 @pytest.mark.parametrize("move", ["0", "4", "-1", "two", "1 or 2", "", "1.5"])
@@ -62,7 +62,7 @@ async def test_a_limit_costs_the_game_who_let_it_pass() -> None:
 @functools.cache
 def wins(stones: int, take: int) -> bool:
     """By search: whoever moves wins where a move leaves the other no win."""
-    return any(not wins(stones - each, take) for each in range(1, min(take, stones) + 1))
+    return any(not wins(stones - taken_stones, take) for taken_stones in range(1, min(take, stones) + 1))
 
 
 @pytest.mark.parametrize("take", [1, 2, 3, 5])
@@ -79,10 +79,10 @@ async def test_against_the_perfect_player_only_perfect_play_wins(seed: int) -> N
     for careful in (True, False):
         env = make("nim", opponent="perfect")
         await reset_env(env, None, seed=seed)
-        over, result = False, None
-        while not over:
+        is_over, result = False, None
+        while not is_over:
             result = await step_env(env, say(str(best(env.stones, 3) if careful else 1)))
-            over = result.terminated
+            is_over = result.terminated
         assert result is not None
         # Taking one each time is perfect only by luck of the heap.
         assert result.reward == 1.0 if careful else env.winner in ("main", "opponent")

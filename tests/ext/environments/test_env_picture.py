@@ -38,15 +38,15 @@ async def test_only_the_picture_tells_the_height():
 
 def test_a_bar_is_drawn_as_high_as_it_is_and_nowhere_else():
     for seed in range(20):
-        drawn = chart(seed)
-        assert sorted(drawn.colours) == sorted(COLOURS)
-        image = Image.open(io.BytesIO(draw(drawn)))
+        bars = chart(seed)
+        assert sorted(bars.colours) == sorted(COLOURS)
+        image = Image.open(io.BytesIO(draw(bars)))
         assert image.size == (64, 16)
-        for number, (colour, height) in enumerate(zip(drawn.colours, drawn.heights, strict=True)):
+        for number, (colour, height) in enumerate(zip(bars.colours, bars.heights, strict=True)):
             square = image.crop((16 * number, 0, 16 * number + 16, 16))
-            found = {pixel: count for count, pixel in square.getcolors()}
-            assert found.pop(COLOURS[colour]) == 12 * 2 * height
-            assert len(found) == 1, "the ground"
+            pixels = {pixel: count for count, pixel in square.getcolors()}
+            assert pixels.pop(COLOURS[colour]) == 12 * 2 * height
+            assert len(pixels) == 1, "the ground"
 
 
 def test_no_chart_of_the_evaluation_is_ever_trained_on():
@@ -54,20 +54,20 @@ def test_no_chart_of_the_evaluation_is_ever_trained_on():
     assert len(trained) > 2000
     assert len(held_out) > 2000
     assert not trained & held_out
-    heights = [each.heights[0] for each in trained]
+    heights = [trained_chart.heights[0] for trained_chart in trained]
     assert all(heights.count(height) > 3000 / HIGHEST / 2 for height in range(1, HIGHEST + 1))
 
 
 async def test_the_answer_is_colour_and_height_and_nothing_else():
-    drawn = chart(3)
-    right = f"blue {drawn.height('blue')}"
-    assert describe_bar(drawn, "blue") == right
+    bars = chart(3)
+    right = f"blue {bars.height('blue')}"
+    assert describe_bar(bars, "blue") == right
     assert await scored(f" {right}\n") == 1.0
-    other = replace(drawn, heights=tuple(HIGHEST + 1 - height for height in drawn.heights))
+    other = replace(bars, heights=tuple(HIGHEST + 1 - height for height in bars.heights))
     for wrong in (
         f"I think it is {right}.",
         f"{right}, {right}",
-        str(drawn.height("blue")),
+        str(bars.height("blue")),
         describe_bar(other, "blue"),
         "",
     ):

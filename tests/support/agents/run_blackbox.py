@@ -56,8 +56,8 @@ class Repair(ToolEnv):
 
     def score(self, final: Message | None) -> dict[str, float]:
         ran = subprocess.run([sys.executable, "calc.py"], cwd=self.folder, capture_output=True, text=True, check=False)
-        said = "" if final is None else str(final.get("content"))
-        return {"fixed": float(ran.stdout.strip() == str(self.wanted)), "said": 0.5 * (str(self.wanted) in said)}
+        answer = "" if final is None else str(final.get("content"))
+        return {"fixed": float(ran.stdout.strip() == str(self.wanted)), "said": 0.5 * (str(self.wanted) in answer)}
 
     def close(self) -> None:
         shutil.rmtree(self.folder)
@@ -83,16 +83,16 @@ def ran(tool: dict[str, Any], lines: list[str], turn: int, answer: str) -> Messa
 
 def lookup(tool: dict[str, Any], member: int, turn: int, text: str) -> Message:
     """Ask the environment's tools, as the program names them, or through its shell."""
-    found = table(member)
-    team = found.teams[found.person]
-    wanted = [("team_of", {"person": found.person}), ("manager_of", {"team": team})]
-    answer = "nobody" if member % 3 == 2 else found.answer
+    lookup_table = table(member)
+    team = lookup_table.teams[lookup_table.person]
+    calls = [("team_of", {"person": lookup_table.person}), ("manager_of", {"team": team})]
+    answer = "nobody" if member % 3 == 2 else lookup_table.answer
     if tool.get("submit"):
-        lines = [f"tool {name} '{json.dumps(arguments)}'" for name, arguments in wanted]
+        lines = [f"tool {name} '{json.dumps(arguments)}'" for name, arguments in calls]
         return ran(tool, lines, turn, answer)
     if turn >= 2:
         return {"role": "assistant", "content": answer}
-    name, arguments = wanted[turn]
+    name, arguments = calls[turn]
     offered = re.search(rf'"name": "([\w-]*{name})"', text)
     call = ToolCall("", offered[1] if offered else name, arguments)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -133,17 +133,17 @@ async def main(run_dir: Path, config: dict[str, Any]) -> None:
         await runner.close()
         await ledger.close()
         writer.close()
-    told = [
+    summaries = [
         {
-            "error": None if each.error is None else str(each.error),
-            "rewards": {name: value for _, name, value in each.trajectories[0].rewards},
-            "stop_reason": each.trajectories[0].stop_reason.value,
-            "leaves": len(each.trajectories[0].leaves()),
-            "metrics": each.trajectories[0].metrics,
+            "error": None if outcome.error is None else str(outcome.error),
+            "rewards": {name: value for _, name, value in outcome.trajectories[0].rewards},
+            "stop_reason": outcome.trajectories[0].stop_reason.value,
+            "leaves": len(outcome.trajectories[0].leaves()),
+            "metrics": outcome.trajectories[0].metrics,
         }
-        for each in outcomes
+        for outcome in outcomes
     ]
-    print(json.dumps(told))
+    print(json.dumps(summaries))
 
 
 def only_loopback() -> None:

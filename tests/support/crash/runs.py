@@ -68,9 +68,9 @@ class Boxes:
 @contextlib.contextmanager
 def open_boxes() -> Iterator[Boxes]:
     """Make a folder for sandboxes, and remove it."""
-    with tempfile.TemporaryDirectory(prefix="crash-", dir="/var/tmp", ignore_cleanup_errors=True) as made:
-        os.chmod(made, 0o755)
-        yield Boxes(Path(made))
+    with tempfile.TemporaryDirectory(prefix="crash-", dir="/var/tmp", ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o755)
+        yield Boxes(Path(folder))
 
 
 def killed_config(
@@ -126,19 +126,21 @@ def train_through(config: TrainConfig) -> list[Left]:
             if victim == "runner":
                 _play_through(config, process)
             code = process.wait()
-            said = process.output()
-        for each in struck(folder):
-            wait_until(lambda left=each["below"]: not any(map(_lives, left)), f"the end of what {each} had started")
+            output = process.output()
+        for blow in struck(folder):
+            wait_until(
+                lambda processes=blow["below"]: not any(map(_lives, processes)), f"the end of what {blow} had started"
+            )
         if code == 0:
             return lives
         if victim in ITSELF:
-            assert code == -signal.SIGKILL, said
+            assert code == -signal.SIGKILL, output
         else:
             # A run starts a server again once within an hour.
-            assert (victim, code) == ("engine", 1), said
-            assert "died again after a restart" in said, said
+            assert (victim, code) == ("engine", 1), output
+            assert "died again after a restart" in output, output
         lives.append(left_on_disk(folder / config.name))
-    raise AssertionError(f"the run was started {len(lives)} times:\n{said}")
+    raise AssertionError(f"the run was started {len(lives)} times:\n{output}")
 
 
 def struck(folder: Path) -> list[dict[str, Any]]:
@@ -149,14 +151,14 @@ def struck(folder: Path) -> list[dict[str, Any]]:
 
 def weights_left(folder: Path) -> list[Path]:
     """Return the folders of weights in shared memory that killed trainers of a run left."""
-    pids = {each["pid"] for each in struck(folder)}
+    pids = {blow["pid"] for blow in struck(folder)}
     return [path for pid in pids for path in Path("/dev/shm").glob(f"turnwise-weights-{pid}-*")]
 
 
 def _lives(noted: list[float]) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = psutil.Process(int(noted[0]))
-        return found.create_time() == noted[1] and not gone([found])
+        process = psutil.Process(int(noted[0]))
+        return process.create_time() == noted[1] and not gone([process])
     return False
 
 

@@ -15,14 +15,14 @@ def output(action: dict):
     from inspect_ai.tool import ToolCall
 
     calls = [
-        ToolCall(id=each["id"], function=each["name"], arguments=each["arguments"])
-        for each in action.get("tool_calls") or ()
+        ToolCall(id=call["id"], function=call["name"], arguments=call["arguments"])
+        for call in action.get("tool_calls") or ()
     ]
     message = ChatMessageAssistant(content=action.get("content") or "", tool_calls=calls or None)
-    found = ModelOutput.from_message(message)
+    model_output = ModelOutput.from_message(message)
     # Inspect counts tokens that are not told, with a vocabulary that it downloads.
-    found.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
-    return found
+    model_output.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
+    return model_output
 
 
 def main(folder: Path, seed: int, plays: list) -> list:
@@ -31,15 +31,15 @@ def main(folder: Path, seed: int, plays: list) -> list:
 
     # Inspect takes patterns below its working directory.
     os.chdir(folder)
-    found = []
+    rewards = []
     for sample, actions in plays:
-        model = get_model("mockllm/model", custom_outputs=[output(each) for each in actions], memoize=False)
+        model = get_model("mockllm/model", custom_outputs=[output(action) for action in actions], memoize=False)
         [log] = evaluate(
             "task.py", model=model, sample_id=sample, task_args={"seed": seed}, display="none", log_dir="logs"
         )
         assert log.status == "success", log.error.message
-        found += [each.scores["reward"].value for each in log.samples]
-    return found
+        rewards += [scored.scores["reward"].value for scored in log.samples]
+    return rewards
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def add():
 def tooled():
     async def score(state: TaskState, target: Target) -> Score:
         right = target.text in state.output.completion
-        called = any(each.role == "tool" for each in state.messages)
+        called = any(message.role == "tool" for message in state.messages)
         return Score(value=INCORRECT if not right else CORRECT if called else PARTIAL)
 
     return score
@@ -84,22 +84,22 @@ def rewritten() -> Task:
 
 
 def output(action: dict) -> ModelOutput:
-    calls = [ToolCall(id=each["id"], function=each["name"], arguments=each["arguments"]) for each in action["calls"]]
-    found = ModelOutput.from_message(ChatMessageAssistant(content=action["text"], tool_calls=calls or None))
+    calls = [ToolCall(id=call["id"], function=call["name"], arguments=call["arguments"]) for call in action["calls"]]
+    model_output = ModelOutput.from_message(ChatMessageAssistant(content=action["text"], tool_calls=calls or None))
     # Inspect counts tokens that are not told, with a vocabulary that it downloads.
-    found.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
-    return found
+    model_output.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
+    return model_output
 
 
 def played(name: str, sample: int, actions: list[dict]) -> dict[str, float]:
-    made = {"capitals": capitals, "sums": sums}[name]()
-    model = get_model("mockllm/model", custom_outputs=[output(each) for each in actions], memoize=False)
+    inspect_task = {"capitals": capitals, "sums": sums}[name]()
+    model = get_model("mockllm/model", custom_outputs=[output(action) for action in actions], memoize=False)
     number = value_to_float()
     with tempfile.TemporaryDirectory() as logs:
-        [log] = evaluate(made, model=model, sample_id=sample + 1, display="none", log_dir=logs)
+        [log] = evaluate(inspect_task, model=model, sample_id=sample + 1, display="none", log_dir=logs)
         assert log.status == "success", log.error
         return {name: number(score.value) for name, score in log.samples[0].scores.items()}
 
 
 if __name__ == "__main__":
-    print(json.dumps([played(*each) for each in json.loads(sys.argv[1])]))
+    print(json.dumps([played(*play) for play in json.loads(sys.argv[1])]))

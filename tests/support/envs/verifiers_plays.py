@@ -23,8 +23,8 @@ def call(tool, /, **arguments):
     return {"content": "", "tool_calls": [{"id": "c1", "name": f"shelf_{tool}", "arguments": arguments}]}
 
 
-def texts(*said):
-    return [{"content": each} for each in said]
+def texts(*contents):
+    return [{"content": content} for content in contents]
 
 
 PLAYS = {
@@ -64,23 +64,23 @@ class Endpoint:
 
         body = await request.json()
         self.asked.append({"messages": body["messages"], "tools": body.get("tools")})
-        said = self.left.pop(0)
-        delta = {"role": "assistant", "content": said["content"]}
-        calls = said.get("tool_calls") or ()
+        answer = self.left.pop(0)
+        delta = {"role": "assistant", "content": answer["content"]}
+        calls = answer.get("tool_calls") or ()
         if calls:
             delta["tool_calls"] = [
                 {
                     "index": at,
-                    "id": each["id"],
+                    "id": call["id"],
                     "type": "function",
-                    "function": {"name": each["name"], "arguments": json.dumps(each["arguments"])},
+                    "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
                 }
-                for at, each in enumerate(calls)
+                for at, call in enumerate(calls)
             ]
         if not body.get("stream"):
             choice = {"index": 0, "message": delta, "finish_reason": "tool_calls" if calls else "stop"}
-            whole = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-            return web.json_response(whole)
+            completion = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+            return web.json_response(completion)
         choice = {"index": 0, "delta": delta, "finish_reason": "tool_calls" if calls else "stop"}
         chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
         return web.Response(body=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
@@ -129,15 +129,15 @@ async def main():
     import verifiers.v1 as vf
 
     install_harness()
-    endpoint, found = Endpoint(), []
+    endpoint, rows = Endpoint(), []
     client = vf.EvalClientConfig(base_url=await endpoint.start(), api_key_var="NO_SUCH_KEY")
     for name, plays in PLAYS.items():
         seat = "player" if name == "vf_guess" else "agent"
         inline = {"harness": {"id": "vf_inline"}, "runtime": {"type": "subprocess"}}
         env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": name}, seat: inline}))
         async with env.serving():
-            for task, said in zip(itertools.islice(env.taskset, len(plays)), plays, strict=True):
-                endpoint.say(said)
+            for task, answers in zip(itertools.islice(env.taskset, len(plays)), plays, strict=True):
+                endpoint.say(answers)
                 [slot] = env.slots(task)
                 episode = await env.run_slot(slot, vf.ModelContext(model="m", client=client))
                 assert episode.ok, [*episode.errors, *episode.traces[0].errors]
@@ -145,17 +145,17 @@ async def main():
                 row = {
                     "name": name,
                     "row": task.data.model_dump(mode="json", exclude_none=True),
-                    "messages": said[: len(said) - len(endpoint.left)],
-                    "rewards": {key: each.value for key, each in trace.rewards.items()},
+                    "messages": answers[: len(answers) - len(endpoint.left)],
+                    "rewards": {key: reward.value for key, reward in trace.rewards.items()},
                     "reward": trace.reward,
                     "metrics": trace.metrics,
                     "stop": trace.stop_condition,
                     "truncated": trace.is_truncated,
                     "asked": endpoint.asked,
                 }
-                found.append(row)
+                rows.append(row)
     await endpoint.runner.cleanup()
-    return found
+    return rows
 
 
 if __name__ == "__main__":

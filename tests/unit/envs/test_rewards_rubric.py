@@ -55,9 +55,9 @@ async def test_functions_get_arguments_by_parameter_name():
     seen = {}
 
     def everything(task, final, text, messages, data, env, wanted, absent="default"):
-        given = dict(locals())
-        del given["seen"]
-        seen.update(given)
+        arguments = dict(locals())
+        del arguments["seen"]
+        seen.update(arguments)
         return 0
 
     env = SingleTurnEnv({"all": everything})
@@ -70,7 +70,7 @@ async def test_functions_get_arguments_by_parameter_name():
 
 
 async def test_keyword_catchers_get_all_that_is_given():
-    parts = await score({"any": lambda **given: float(len(given))})
+    parts = await score({"any": lambda **arguments: float(len(arguments))})
     assert parts == {"any": 6.0}
 
 
@@ -174,10 +174,12 @@ def test_the_score_is_the_weighted_sum_whatever_the_order_of_dependences(values,
         name = f"p{index}"
         gate = data.draw(st.sampled_from([None, *plain]))
         factor = data.draw(st.sampled_from([None, *plain]))
-        worth = 0.0 if gate is not None and plain[gate] <= 0 else value * (1 if factor is None else plain[factor])
-        plain[name] = worth
+        contribution = (
+            0.0 if gate is not None and plain[gate] <= 0 else value * (1 if factor is None else plain[factor])
+        )
+        plain[name] = contribution
         if weights[index]:
-            expected[name] = weights[index] * worth
+            expected[name] = weights[index] * contribution
         parts[name] = Part(
             lambda value=value: value, weights[index], only_if=gate or (), multiply_by=factor or (), inline=True
         )

@@ -83,7 +83,7 @@ class TestAnswers:
         assert (await answer(add, a=2)).text == "3"
 
     @pytest.mark.parametrize(
-        ("made", "word", "details"),
+        ("model_call", "word", "details"),
         [
             (ToolCall("c", "ad", {}), "unknown_tool", {"available": ["add"]}),
             (ToolCall("c", "add", {}, "{", "the arguments are not JSON"), "invalid_json", {"tool": "add"}),
@@ -93,8 +93,8 @@ class TestAnswers:
             (ToolCall("c", "add", {}), "invalid_arguments", {"tool": "add", "path": "$"}),
         ],
     )
-    async def test_unusable_calls_never_reach_a_tool(self, made, word, details):
-        outcome = await runner(add).run(made)
+    async def test_unusable_calls_never_reach_a_tool(self, model_call, word, details):
+        outcome = await runner(add).run(model_call)
         assert not outcome.usable
         assert outcome.response.error == word
         body = error_of(outcome.response)
@@ -110,7 +110,7 @@ class TestAnswers:
         assert ran == []
 
     @pytest.mark.parametrize(
-        "made",
+        "model_call",
         [
             ToolCall("c", "n" * 100_000, {}),
             ToolCall("c", "add", {"a": "9" * 100_000}),
@@ -118,16 +118,16 @@ class TestAnswers:
             ToolCall("c", "add", {}, "", "the call is not JSON: " + "x" * 100_000),
         ],
     )
-    async def test_a_models_own_words_are_quoted_short(self, made):
-        outcome = await runner(add).run(made)
+    async def test_a_models_own_words_are_quoted_short(self, model_call):
+        outcome = await runner(add).run(model_call)
         assert not outcome.usable
         assert len(outcome.response.text) < 4500
 
     async def test_a_path_is_short_too(self):
-        def deep(places: dict[str, int]) -> str:
+        def deep(counts: dict[str, int]) -> str:
             return ""
 
-        outcome = await runner(deep).run(call("deep", places={"k" * 100_000: "x"}))
+        outcome = await runner(deep).run(call("deep", counts={"k" * 100_000: "x"}))
         assert error_of(outcome.response)["path"].startswith("$.")
         assert len(outcome.response.text) < 1000
 
@@ -693,11 +693,11 @@ class TestBaseTools:
         assert tool.log[-1][0] == "release"
 
     async def test_a_failing_calc_reward_is_an_env_error(self):
-        made = runner(Base(calc_reward=KeyError("x")))
-        await made.open()
+        tool_runner = runner(Base(calc_reward=KeyError("x")))
+        await tool_runner.open()
         with pytest.raises(EnvError, match="calc_reward"):
-            await made.rewards()
-        await made.close()
+            await tool_runner.rewards()
+        await tool_runner.close()
 
     async def test_a_create_that_breaks_its_contract(self):
         class Wrong(Base):

@@ -192,8 +192,8 @@ class TestHints:
             pass
 
         _, arguments = function_schema(fn)
-        given = {"model_config": "a", "schema": "b", "_private": 1, "copy": 2}
-        assert arguments.parse(given) == given
+        values = {"model_config": "a", "schema": "b", "_private": 1, "copy": 2}
+        assert arguments.parse(values) == values
 
 
 def local_hints():
@@ -278,7 +278,7 @@ class TestRefusals:
         "hint", [Callable[[int], int], object(), "Undefined", typing.Iterator[int], type("Own", (), {})]
     )
     def test_types_that_json_cannot_express(self, hint):
-        def fn(good: int, value):
+        def fn(count: int, value):
             pass
 
         fn.__annotations__["value"] = hint
@@ -287,10 +287,10 @@ class TestRefusals:
         assert "fn" in str(error.value)
 
     def test_the_culprit_is_named(self):
-        def fn(good: int, bad: Callable[[], int]):
+        def fn(count: int, callback: Callable[[], int]):
             pass
 
-        with pytest.raises(ToolSchemaError, match=r"parameter 'bad'.*Literal"):
+        with pytest.raises(ToolSchemaError, match=r"parameter 'callback'.*Literal"):
             function_schema(fn)
 
     def test_a_default_that_json_cannot_express(self):
@@ -397,8 +397,8 @@ class TestGivenSchemas:
 
 
 class TestArguments:
-    def convert(self, fn, given):
-        return function_schema(fn)[1].parse(given)
+    def convert(self, fn, values):
+        return function_schema(fn)[1].parse(values)
 
     def test_values_become_the_annotated_types(self):
         def fn(box: Box, point: Point, colours: list[Colour], ratio: float, count: int, person: Person | None = None):
@@ -427,7 +427,7 @@ class TestArguments:
         assert self.convert(fn, {"a": 1}) == {"a": 1}
 
     @pytest.mark.parametrize(
-        ("given", "path", "word"),
+        ("values", "path", "word"),
         [
             ({}, "$", "required"),
             ({"a": "x"}, "$.a", "integer"),
@@ -439,12 +439,12 @@ class TestArguments:
             ({"a": "9" * 10_000}, "$.a", "integer"),
         ],
     )
-    def test_unfitting_arguments_raise_argument_errors(self, given, path, word):
+    def test_unfitting_arguments_raise_argument_errors(self, values, path, word):
         def fn(a: int, b: list[Point] = []):  # noqa: B006
             pass
 
         with pytest.raises(ArgumentError, match=word) as error:
-            self.convert(fn, given)
+            self.convert(fn, values)
         assert error.value.path == path
         assert len(str(error.value)) < 400
 

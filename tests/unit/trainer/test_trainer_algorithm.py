@@ -33,9 +33,9 @@ Models = Callable[..., Path]
 
 def test_the_default_is_ppo_with_the_defaults_of_its_function() -> None:
     config = AlgorithmConfig()
-    chosen = config.chosen_loss()
-    assert (chosen.name, chosen.options, config.aggregation) == ("ppo_clip", {}, "token_mean")
-    assert chosen.function is LOSSES["ppo_clip"].function
+    loss = config.chosen_loss()
+    assert (loss.name, loss.options, config.aggregation) == ("ppo_clip", {}, "token_mean")
+    assert loss.function is LOSSES["ppo_clip"].function
 
 
 def test_the_page_names_every_algorithm() -> None:
@@ -168,15 +168,15 @@ def rows(row: Row) -> list[TrainRow]:
 def test_a_custom_loss_is_named_by_reference(tmp_path: Path, model_dir: Models, rows: list[TrainRow]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE)
-    own = f"{file}:squared"
-    gradient, metrics = update(model_dir(), rows, loss=own, loss_options={"strength": 2.0})
-    half, _ = update(model_dir(), rows, loss=own)
+    reference = f"{file}:squared"
+    gradient, metrics = update(model_dir(), rows, loss=reference, loss_options={"strength": 2.0})
+    half, _ = update(model_dir(), rows, loss=reference)
     torch.testing.assert_close(gradient, 2 * half)
     # It need not read advantages, so rows without any have a pass, too: every trained token is counted.
-    assert metrics["train/tokens"] == sum(each.sample.trained_tokens for each in rows)
+    assert metrics["train/tokens"] == sum(row.sample.trained_tokens for row in rows)
     assert metrics["train/turns_seen"] > 0
     with pytest.raises(ValidationError, match=r"algorithm\.loss_options\.strenght: unknown key.*strength"):
-        AlgorithmConfig.model_validate({"loss": own, "loss_options": {"strenght": 1}})
+        AlgorithmConfig.model_validate({"loss": reference, "loss_options": {"strenght": 1}})
     with pytest.raises(Exception, match=r"returned a loss of shape .*; it must be their weighted sum"):
         update(model_dir(), rows, loss=f"{file}:a_mean")
     with pytest.raises(Exception, match="returned a Tensor; it must return"):
@@ -190,17 +190,17 @@ def test_a_custom_loss_is_named_by_reference(tmp_path: Path, model_dir: Models, 
 def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[TrainRow], name: str) -> None:
     options = {"loss_options": {"share": 0.2, "cov_low": 0.0}} if name == "clip_cov" else {}
     options |= {"loss_options": {"share": 0.2}} if name == "kl_cov" else {}
-    whole, metrics = update(model_dir(), rows, 1000, loss=name, **options)
+    unsplit, metrics = update(model_dir(), rows, 1000, loss=name, **options)
     split, train_thread = update(model_dir(), rows, 1, loss=name, **options)
-    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(split, unsplit, atol=1e-6, rtol=1e-5)
     assert train_thread == pytest.approx(metrics, abs=1e-5, rel=1e-5)
-    assert whole.abs().max() > 1e-4
+    assert unsplit.abs().max() > 1e-4
 
 
 def test_a_selection_reads_the_whole_step(model_dir: Models, rows: list[TrainRow]) -> None:
     """Also on the policy itself, where there is one update and nothing else would be recomputed."""
     _, metrics = update(model_dir(), rows, 16, loss="kl_cov", old_logprobs="recompute", loss_options={"share": 0.1})
-    tokens = sum(each.sample.trained_tokens for each in rows)
+    tokens = sum(row.sample.trained_tokens for row in rows)
     assert metrics["train/selected_fraction"] == pytest.approx(int(0.1 * tokens) / tokens)
     assert metrics["train/ratio_max"] == pytest.approx(1.0, abs=1e-5)
 
@@ -215,9 +215,9 @@ def test_aggregations_over_sequences(row: Row) -> None:
     # Rows of 2, 4 and 3 trained tokens, one of none: it counts in no denominator. Trajectory a has two rows.
     trained = [row(8, n, name=name, leaf=i) for i, (n, name) in enumerate([(2, "a"), (4, "b"), (3, "a"), (0, "c")])]
     weighed, normalizer = weigh(trained, "seq_mean_token_mean")
-    assert [each.weight for each in weighed] == pytest.approx([0.5, 0.25, 1 / 3, 0.0])
+    assert [weighted_row.weight for weighted_row in weighed] == pytest.approx([0.5, 0.25, 1 / 3, 0.0])
     assert normalizer == 3.0
     weighed, normalizer = weigh(trained, "seq_mean_token_sum")
-    assert ([each.weight for each in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 3.0)
+    assert ([weighted_row.weight for weighted_row in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 3.0)
     weighed, normalizer = weigh(trained, "seq_mean_token_sum_norm", scale=10.0)
-    assert ([each.weight for each in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 30.0)
+    assert ([weighted_row.weight for weighted_row in weighed[:3]], normalizer) == ([1.0, 1.0, 1.0], 30.0)

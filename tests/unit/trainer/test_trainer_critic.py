@@ -41,12 +41,12 @@ def make(path: Path, kind: str, **critic: Any) -> tuple[TorchLearner, Critic]:
         critic=CriticConfig.model_validate({"kind": kind, "lr": 1e-2, **critic}),
     )
     learner = TorchLearner.create(config, 50)
-    made = Critic.create(config, learner, 50)
-    assert made is not None
+    opened_critic = Critic.create(config, learner, 50)
+    assert opened_critic is not None
     # From zero every layer under the head would have no gradient in the first step.
     torch.manual_seed(5)
-    torch.nn.init.normal_(inside(made).head.linear.weight, std=0.1)
-    return learner, made
+    torch.nn.init.normal_(inside(opened_critic).head.linear.weight, std=0.1)
+    return learner, opened_critic
 
 
 def inside(critic: Critic) -> ValueLearner:
@@ -113,12 +113,12 @@ def test_a_critic_that_learns_alone_leaves_the_policy_unchanged(
     model_dir: Models, rows: list[TrainRow], kind: str
 ) -> None:
     learner, critic = make(model_dir(), kind)
-    before, head = weights(learner.policy.model), weights(inside(critic).head)
+    initial, head = weights(learner.policy.model), weights(inside(critic).head)
     layers = weights(inside(critic).policy.model)
     metrics = update_policy(
         learner, rows, ALGORITHM, BatchConfig(max_tokens_per_micro_batch=20), seed=1, critic=critic, critic_alone=True
     )
-    assert same(before, weights(learner.policy.model))
+    assert same(initial, weights(learner.policy.model))
     assert learner.steps == 0
     assert critic.steps == 2
     assert not same(head, weights(inside(critic).head))
@@ -130,7 +130,7 @@ def test_a_critic_that_learns_alone_leaves_the_policy_unchanged(
     assert all(meaning(name) for name in metrics)
     # Then both.
     metrics = update_policy(learner, rows, ALGORITHM, BatchConfig(), seed=2, critic=critic)
-    assert not same(before, weights(learner.policy.model))
+    assert not same(initial, weights(learner.policy.model))
     assert (learner.steps, critic.steps) == (2, 4)
     assert metrics["train/updates"] == 2
     assert all(meaning(name) for name in metrics)
@@ -167,19 +167,19 @@ def test_changing_is_called_before_any_weights_change(
 ) -> None:
     learner, critic = make(model_dir(), kind or "own")
     modules = (learner.policy.model, inside(critic).policy.model, inside(critic).head)
-    before = [weights(module) for module in modules]
+    initial = [weights(module) for module in modules]
 
     def unchanged() -> bool:
-        return all(same(weights(module), old) for module, old in zip(modules, before, strict=True))
+        return all(same(weights(module), old) for module, old in zip(modules, initial, strict=True))
 
-    told: list[bool] = []
+    notices: list[bool] = []
     judge = None if kind is None else critic
     update_policy(
-        learner, rows, ALGORITHM, BatchConfig(), seed=2, critic=judge, changing=lambda: told.append(unchanged())
+        learner, rows, ALGORITHM, BatchConfig(), seed=2, critic=judge, changing=lambda: notices.append(unchanged())
     )
-    assert told[0]
-    assert not told[-1], "before the second optimizer step the first was made"
-    assert len(told) == (2 if kind is None else 4)
+    assert notices[0]
+    assert not notices[-1], "before the second optimizer step the first was made"
+    assert len(notices) == (2 if kind is None else 4)
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
@@ -199,11 +199,11 @@ def test_gradients_do_not_depend_on_micro_batches(model_dir: Models, rows: list[
         critic.update(learner, packed(rows, budget), PolicyObjective(), 16.0, alone=False)
         learner.policy.model.zero_grad()
         outcomes.append((noted, critic.metrics()))
-    (whole, figures) = outcomes[-1]
-    assert any(gradient.any() for gradient in whole)
+    (unsplit, figures) = outcomes[-1]
+    assert any(gradient.any() for gradient in unsplit)
     for split, metrics in outcomes[:-1]:
         assert {n: metrics[n] for n in VALUE_SUMS} == pytest.approx({n: figures[n] for n in VALUE_SUMS}, abs=1e-6)
-        for got, want in zip(split, whole, strict=True):
+        for got, want in zip(split, unsplit, strict=True):
             torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
@@ -253,12 +253,12 @@ def test_a_saved_critic_resumes_bit_for_bit(model_dir: Models, rows: list[TrainR
 
 def test_a_step_without_a_finite_gradient_is_skipped(model_dir: Models, rows: list[TrainRow]) -> None:
     learner, critic = make(model_dir(), "own")
-    before = weights(inside(critic).head)
+    initial = weights(inside(critic).head)
     infinite = [dataclasses.replace(row, returns=np.full_like(row.returns, np.inf)) for row in rows]
     inside(critic)._bad_steps = 8
     critic.update(learner, pack(infinite, 100), PolicyObjective(), 16.0, alone=True)
     assert critic.steps == 1
-    assert same(before, weights(inside(critic).head))
+    assert same(initial, weights(inside(critic).head))
     with pytest.raises(TrainError, match=r"10 optimizer steps in a row.*critic\.lr"):
         critic.update(learner, pack(infinite, 100), PolicyObjective(), 16.0, alone=True)
 
@@ -267,11 +267,11 @@ def test_a_step_without_a_finite_gradient_is_skipped(model_dir: Models, rows: li
 def test_a_step_without_rows_changes_nothing(model_dir: Models, kind: str) -> None:
     """Every episode was over before it was the policy's turn, or a correction left nothing."""
     learner, critic = make(model_dir(), kind)
-    before = weights(learner.policy.model)
+    initial = weights(learner.policy.model)
     for algorithm in (ALGORITHM, AlgorithmConfig(advantage="gae")):
         metrics = update_policy(learner, [], algorithm, BatchConfig(), seed=1, critic=critic)
         assert metrics["train/updates"] == metrics["critic/loss"] == 0
-    assert same(before, weights(learner.policy.model))
+    assert same(initial, weights(learner.policy.model))
 
 
 def test_a_shared_critic_needs_a_model_to_share(model_dir: Models) -> None:

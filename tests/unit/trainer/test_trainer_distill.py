@@ -32,10 +32,10 @@ def floats(*values: float) -> Any:
 
 def test_reverse_kl_advantages_by_hand() -> None:
     # A token that the teacher finds half as likely loses ln 2; a hopeless one is bounded.
-    found = reverse_kl(
+    advantages = reverse_kl(
         floats(math.log(0.5), math.log(0.2), -0.1, -50.0), floats(math.log(0.25), math.log(0.2), -90, -1)
     )
-    assert found.tolist() == pytest.approx([-math.log(2), 0.0, -20.0, 20.0], abs=1e-6)
+    assert advantages.tolist() == pytest.approx([-math.log(2), 0.0, -20.0, 20.0], abs=1e-6)
 
 
 def test_mean_under_the_student_is_the_negative_reverse_kl() -> None:
@@ -46,23 +46,23 @@ def test_mean_under_the_student_is_the_negative_reverse_kl() -> None:
 
 
 def test_only_sampled_tokens_get_advantages_and_rewards_are_added(row: Callable[..., Any]) -> None:
-    made = row(5, [2, 4], advantage=3.0)
+    sampled_row = row(5, [2, 4], advantage=3.0)
     sampled = floats(0, 0, -1.0, 0, -2.0)
-    made = replace(made, sample=replace(made.sample, rollout_logprobs=sampled))
+    sampled_row = replace(sampled_row, sample=replace(sampled_row.sample, rollout_logprobs=sampled))
     teacher = floats(0, -7, -1.5, -7, -1.0)
 
     def distil(scores: Any, **options: Any) -> Experience:
         return add_teacher_advantages(
-            Experience([made], {"batch/rows": 1.0}), [scores], DistillConfig(teacher="t", **options)
+            Experience([sampled_row], {"batch/rows": 1.0}), [scores], DistillConfig(teacher="t", **options)
         )
 
-    found = distil(teacher)
-    assert found.rows[0].advantage.tolist() == [0, 0, -0.5, 0, 1.0]
+    distilled = distil(teacher)
+    assert distilled.rows[0].advantage.tolist() == [0, 0, -0.5, 0, 1.0]
     # Student less teacher: 0.5 and -1.
-    assert found.metrics["distill/reverse_kl"] == pytest.approx(-0.25)
-    assert found.metrics["distill/gap_max"] == pytest.approx(1.0)
-    assert found.metrics["batch/rows"] == 1.0
-    assert not [name for name in found.metrics if meaning(name) is None]
+    assert distilled.metrics["distill/reverse_kl"] == pytest.approx(-0.25)
+    assert distilled.metrics["distill/gap_max"] == pytest.approx(1.0)
+    assert distilled.metrics["batch/rows"] == 1.0
+    assert not [name for name in distilled.metrics if meaning(name) is None]
     assert distil(teacher, reward_coef=0.1).rows[0].advantage.tolist() == pytest.approx([0, 0, -0.2, 0, 1.3])
     # Beyond the teacher's context it says nothing; rewards still do.
     cut = distil(floats(0, -7, -1.5, np.nan, np.nan), reward_coef=1.0)
@@ -120,13 +120,13 @@ def test_a_teacher_with_another_tokenizer_raises_config_error(tmp_path: Path) ->
 
 def test_a_teacher_alone_needs_no_groups_and_leaves_none_out() -> None:
     alone = AlgorithmConfig(distill=DistillConfig(teacher="t"))
-    both = AlgorithmConfig(distill=DistillConfig(teacher="t", reward_coef=0.5))
-    assert (alone.compares_groups, both.compares_groups, AlgorithmConfig().compares_groups) == (False, True, True)
+    mixed = AlgorithmConfig(distill=DistillConfig(teacher="t", reward_coef=0.5))
+    assert (alone.compares_groups, mixed.compares_groups, AlgorithmConfig().compares_groups) == (False, True, True)
     assert (alone.leaves_out_dead, AlgorithmConfig().leaves_out_dead) == (False, True)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"kl": {"coef": 0.1, "where": "reward"}}, "algorithm.kl.where is reward"),
         ({"advantage": "gae"}, "algorithm.advantage gae needs a critic"),
@@ -134,10 +134,10 @@ def test_a_teacher_alone_needs_no_groups_and_leaves_none_out() -> None:
         ({"credit": "turns"}, "algorithm.credit is 'turns'"),
     ],
 )
-def test_reward_options_without_reward_coef_raise_validation_error(given: dict[str, Any], message: str) -> None:
+def test_reward_options_without_reward_coef_raise_validation_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=f"{message}, but algorithm.distill.reward_coef is 0"):
-        AlgorithmConfig.model_validate({"distill": {"teacher": "t"}, **given})
-    AlgorithmConfig.model_validate({"distill": {"teacher": "t", "reward_coef": 0.5}, **given})
+        AlgorithmConfig.model_validate({"distill": {"teacher": "t"}, **options})
+    AlgorithmConfig.model_validate({"distill": {"teacher": "t", "reward_coef": 0.5}, **options})
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_reward_options_without_reward_coef_raise_validation_error(given: dict[s
     ],
 )
 def test_an_invalid_teacher_raises_validation_error(rollout: dict[str, Any], message: str) -> None:
-    given = {
+    keys = {
         "name": "n",
         "steps": 1,
         "policies": {"main": {"model": {"path": "m"}}},
@@ -160,4 +160,4 @@ def test_an_invalid_teacher_raises_validation_error(rollout: dict[str, Any], mes
         "algorithm": {"distill": {"teacher": "t"}},
     }
     with pytest.raises(ValidationError, match=message):
-        TrainConfig.model_validate(given)
+        TrainConfig.model_validate(keys)

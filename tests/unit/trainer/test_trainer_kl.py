@@ -109,12 +109,12 @@ class Fixed:
 
 def test_a_reward_penalty_changes_which_groups_have_a_gradient() -> None:
     """Equal rewards, but one trajectory's first token is likelier than in the reference by 0.5: it pays 0.25."""
-    before = collected(trajectory("a", 1.0), trajectory("b", 1.0))
+    batch = collected(trajectory("a", 1.0), trajectory("b", 1.0))
     algorithm = AlgorithmConfig(advantage_options={"norm_by_std": False})
-    assert build_experience(before, algorithm, temperature=1.0).rows == []
+    assert build_experience(batch, algorithm, temperature=1.0).rows == []
     kl_guard = guard({"where": "reward", "estimator": "k1"}, Fixed())
-    after = kl_guard.reward_penalties(before, None)  # type: ignore[arg-type]
-    experience = build_experience(after, algorithm, temperature=1.0)
+    penalised = kl_guard.reward_penalties(batch, None)  # type: ignore[arg-type]
+    experience = build_experience(penalised, algorithm, temperature=1.0)
     # Rewards 0.75 and 1: -+ 0.125.
     assert [row.advantage for row in experience.rows] == [pytest.approx(-0.125), pytest.approx(0.125)]
     assert experience.metrics["kl/value"] == pytest.approx(0.5 / 8)
@@ -123,7 +123,7 @@ def test_a_reward_penalty_changes_which_groups_have_a_gradient() -> None:
     assert (experience.metrics["reward/mean"], experience.metrics["reward/std"]) == (1.0, 0.0)
     # By turns, only the first one's worth falls: b's turns and a's second are worth 1, a's first 0.75.
     by_turn = AlgorithmConfig.model_validate({"advantage_options": {"norm_by_std": False}, "credit": "turns"})
-    [first, second] = build_experience(after, by_turn, temperature=1.0).rows
+    [first, second] = build_experience(penalised, by_turn, temperature=1.0).rows
     mask = first.sample.loss_mask
     assert np.asarray(first.advantage)[mask].tolist() == pytest.approx([-0.1875, -0.1875, 0.0625, 0.0625])
     assert np.asarray(second.advantage)[mask].tolist() == pytest.approx([0.0625] * 4)
@@ -140,13 +140,13 @@ def test_the_coefficient_stays_without_sampled_tokens() -> None:
 @pytest.mark.parametrize("branches", [1, 2])
 def test_with_a_critic_penalties_are_subtracted_token_by_token(branches: int) -> None:
     """A critic that expects nothing: advantages are what is still to come, 1 at the end less what tokens pay."""
-    before = collected(trajectory("a", 1.0, branches=branches))
-    samples = before.samples[0]
+    batch = collected(trajectory("a", 1.0, branches=branches))
+    samples = batch.samples[0]
     paid = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).reshape(branches, -1)
-    after = replace(before, penalties={sample.key: paid[number] for number, sample in enumerate(samples)})
+    penalised = replace(batch, penalties={sample.key: paid[number] for number, sample in enumerate(samples)})
     values = [TrajectoryValues([np.zeros(4 // branches, np.float32) for _ in samples])]
     config = AlgorithmConfig.model_validate({"advantage": "gae", "advantage_options": {"whiten": False}})
-    experience = build_experience(after, config, temperature=1.0, values=values)
+    experience = build_experience(penalised, config, temperature=1.0, values=values)
     advantages = np.concatenate([np.asarray(row.advantage)[row.sample.loss_mask] for row in experience.rows])
     # 1 - (0.1 + 0.2 + 0.3 + 0.4), 1 - 0.9, 1 - 0.7, 1 - 0.4.
     assert advantages.tolist() == pytest.approx([0.0, 0.1, 0.3, 0.6], abs=1e-6)
@@ -244,9 +244,9 @@ def test_the_loss_term_adds_the_gradient_of_the_penalty(
 
 def test_the_loss_term_ignores_splits_and_rejected_tokens(model_dir: Models, rows: list[TrainRow]) -> None:
     term = term_of(rows, model_dir(seed=1))
-    _, [whole] = update(model_dir(), rows, term)
+    _, [unsplit] = update(model_dir(), rows, term)
     _, [split] = update(model_dir(), rows, term, budget=1)
-    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(split, unsplit, atol=1e-6, rtol=1e-5)
     # What a correction rejects pays nothing either: the rest keeps its own reference.
     reject = {"weights": "none", "reject": [{"statistic": "k1", "level": "token", "high": 2.0}]}
     metrics, [_] = update(model_dir(), rows, term, correction=reject)

@@ -106,8 +106,8 @@ def test_gmpo_moves_each_token_by_its_own_advantage() -> None:
         "gmpo", [2.0, 0.5], [2.0, -1.0], [0.5] * 2, sequences=torch.tensor([0, 0]), clip_low=1.0, clip_high=1.0
     )
     assert grad == pytest.approx([-1.0, 0.5])
-    _, last = loss("gmpo", [1.0, 1.0, 1.0], [0.0, 0.0, 1.0], [1 / 3] * 3, sequences=torch.tensor([0, 0, 0]))
-    assert last == pytest.approx([0.0, 0.0, -1 / 3])
+    _, gradient = loss("gmpo", [1.0, 1.0, 1.0], [0.0, 0.0, 1.0], [1 / 3] * 3, sequences=torch.tensor([0, 0, 0]))
+    assert gradient == pytest.approx([0.0, 0.0, -1 / 3])
 
 
 def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
@@ -177,10 +177,13 @@ def test_covariance_selects_tokens() -> None:
     assert select_kl_cov(logprobs, advantages, share=0.5).tolist() == [True, False, True, False]
     # At least one; the bounds are exclusive.
     assert select_kl_cov(logprobs, advantages, share=0.01).sum() == 1
-    both = select_clip_cov(logprobs, advantages, seed=0, share=0.5, cov_low=0.5, cov_high=2.0)
-    assert both.tolist() == [True, False, True, False]
-    drawn = [select_clip_cov(logprobs, advantages, seed=seed, share=0.25, cov_low=0.5) for seed in range(20)]
-    assert {tuple(each.tolist()) for each in drawn} == {(True, False, False, False), (False, False, True, False)}
+    selected = select_clip_cov(logprobs, advantages, seed=0, share=0.5, cov_low=0.5, cov_high=2.0)
+    assert selected.tolist() == [True, False, True, False]
+    selections = [select_clip_cov(logprobs, advantages, seed=seed, share=0.25, cov_low=0.5) for seed in range(20)]
+    assert {tuple(selection.tolist()) for selection in selections} == {
+        (True, False, False, False),
+        (False, False, True, False),
+    }
     assert not select_clip_cov(logprobs, advantages, seed=0, cov_low=1.0).any()
     assert (
         select_clip_cov(logprobs[:0], advantages[:0], seed=0).shape
@@ -211,9 +214,9 @@ def data_of(name: str, count: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"ppo_clip"}))
 def test_losses_equal_ppo_at_ratio_one_only(name: str) -> None:
     ratios, advantages = [1.3, 1.6, 0.3, 0.4, 3.0, 2.5, 0.9, 1.05], [1.0, 1.0, -2.0, -2.0, -1.0, -1.0, 0.5, 0.5]
-    _, mine = loss(name, ratios, advantages, **data_of(name, 8))
+    _, gradient = loss(name, ratios, advantages, **data_of(name, 8))
     _, ppo = loss("ppo_clip", ratios, advantages)
-    assert max(abs(a - b) for a, b in zip(mine, ppo, strict=True)) > 0.1
+    assert max(abs(a - b) for a, b in zip(gradient, ppo, strict=True)) > 0.1
     # On the policy that sampled, every one is REINFORCE: -A per token (where nothing is selected).
     unselected = data_of(name, 8) | (
         {"selected": torch.zeros(8, dtype=torch.bool)} if "selected" in data_of(name, 8) else {}
@@ -258,8 +261,8 @@ def test_extreme_ratios_and_empty_batches_stay_finite(name: str) -> None:
 
 def test_span_means_are_those_of_each_span() -> None:
     # Spans 0: (1 + 3) / 2; 1: 10; 2: (2 + 4 + 6) / 3.
-    found = span_mean(numbers(1, 10, 2, 3, 4, 6), torch.tensor([0, 1, 2, 0, 2, 2]))
-    assert found.tolist() == [2.0, 10.0, 4.0, 2.0, 4.0, 4.0]
+    means = span_mean(numbers(1, 10, 2, 3, 4, 6), torch.tensor([0, 1, 2, 0, 2, 2]))
+    assert means.tolist() == [2.0, 10.0, 4.0, 2.0, 4.0, 4.0]
 
 
 def test_ppo_clip_equals_its_plain_formula_bit_for_bit() -> None:
@@ -268,8 +271,8 @@ def test_ppo_clip_equals_its_plain_formula_bit_for_bit() -> None:
     old = -torch.rand(500, generator=generator) * 3
     start = old + torch.randn(500, generator=generator)
     advantages, weights = torch.randn(500, generator=generator), torch.rand(500, generator=generator)
-    mine, was = start.clone().requires_grad_(), start.clone().requires_grad_()
-    result = ppo_clip_loss(mine, old, advantages, weights)
+    logprobs, was = start.clone().requires_grad_(), start.clone().requires_grad_()
+    result = ppo_clip_loss(logprobs, old, advantages, weights)
     log_ratio = (was - old).clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
     plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1.0 - 0.2, 1.0 + 0.28)
@@ -277,9 +280,9 @@ def test_ppo_clip_equals_its_plain_formula_bit_for_bit() -> None:
     result.loss.backward()
     expected.backward()
     assert torch.equal(result.loss, expected)
-    assert mine.grad is not None
+    assert logprobs.grad is not None
     assert was.grad is not None
-    assert torch.equal(mine.grad, was.grad)
+    assert torch.equal(logprobs.grad, was.grad)
     assert torch.equal(result.sums["approx_kl"], (ratio - 1.0 - log_ratio).sum())
 
 

@@ -19,10 +19,10 @@ def tensor(*values: float) -> torch.Tensor:
 
 def test_dpo_by_hand() -> None:
     # -ln(3/4) = ln 4 - ln 3, and -ln(1/4) = ln 4 for the pair that is the wrong way round.
-    found = dpo_loss(tensor(LN3, -LN3), beta=1.0)
-    assert float(found.loss) == pytest.approx((LN4 - LN3) + LN4)
-    assert float(found.sums["accuracy"]) == 1.0
-    assert float(found.sums["margin"]) == pytest.approx(0.0)
+    pair_loss = dpo_loss(tensor(LN3, -LN3), beta=1.0)
+    assert float(pair_loss.loss) == pytest.approx((LN4 - LN3) + LN4)
+    assert float(pair_loss.sums["accuracy"]) == 1.0
+    assert float(pair_loss.sums["margin"]) == pytest.approx(0.0)
     # Half the beta on twice the margin is the same.
     assert float(dpo_loss(tensor(2 * LN3), beta=0.5).loss) == pytest.approx(LN4 - LN3)
     # Policy and reference equal: ln 2, no pair is right, and the gradient is -beta / 2.
@@ -37,8 +37,8 @@ def test_dpo_by_hand() -> None:
 
 def test_conservative_dpo_by_hand() -> None:
     # 0.9 (ln 4 - ln 3) + 0.1 ln 4.
-    found = dpo_loss(tensor(LN3), beta=1.0, label_smoothing=0.1)
-    assert float(found.loss) == pytest.approx(LN4 - 0.9 * LN3)
+    pair_loss = dpo_loss(tensor(LN3), beta=1.0, label_smoothing=0.1)
+    assert float(pair_loss.loss) == pytest.approx(LN4 - 0.9 * LN3)
     # Its minimum is where sigmoid(beta m) = 0.9.
     best = tensor(math.log(9.0)).requires_grad_()
     dpo_loss(best, beta=1.0, label_smoothing=0.1).loss.backward()
@@ -58,19 +58,19 @@ def test_rpo_term_by_hand() -> None:
 
 
 def test_bradley_terry_by_hand() -> None:
-    found = bradley_terry_loss(tensor(LN3 + 2.0, 0.0), tensor(2.0, LN3), tensor(0.0, 0.0))
-    assert float(found.loss) == pytest.approx((LN4 - LN3) + LN4)
-    assert (float(found.sums["accuracy"]), float(found.sums["margin"])) == (1.0, pytest.approx(0.0))
+    pair_loss = bradley_terry_loss(tensor(LN3 + 2.0, 0.0), tensor(2.0, LN3), tensor(0.0, 0.0))
+    assert float(pair_loss.loss) == pytest.approx((LN4 - LN3) + LN4)
+    assert (float(pair_loss.sums["accuracy"]), float(pair_loss.sums["margin"])) == (1.0, pytest.approx(0.0))
     # A margin of ln 3 makes a difference of ln 3 a draw; 0.1 (ln 3 + 2 + 2)^2 draws both to 0.
-    held = bradley_terry_loss(tensor(LN3 + 2.0), tensor(2.0), tensor(LN3), center_coef=0.1)
-    assert float(held.loss) == pytest.approx(math.log(2.0) + 0.1 * (LN3 + 4.0) ** 2)
+    centred = bradley_terry_loss(tensor(LN3 + 2.0), tensor(2.0), tensor(LN3), center_coef=0.1)
+    assert float(centred.loss) == pytest.approx(math.log(2.0) + 0.1 * (LN3 + 4.0) ** 2)
 
 
 def test_extreme_margins_stay_finite() -> None:
     margins = tensor(1e4, -1e4).requires_grad_()
-    found = dpo_loss(margins, beta=1.0, label_smoothing=0.1)
-    found.loss.backward()
-    assert math.isfinite(float(found.loss.detach()))
+    pair_loss = dpo_loss(margins, beta=1.0, label_smoothing=0.1)
+    pair_loss.loss.backward()
+    assert math.isfinite(float(pair_loss.loss.detach()))
     assert margins.grad is not None
     assert torch.isfinite(margins.grad).all()
 

@@ -18,14 +18,14 @@ from turnwise.trainer.observe.metrics import meaning
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 
 
-def played(name: str, reward: float, group: str = "g", **given: Any) -> Trajectory:
+def played(name: str, reward: float, group: str = "g", **options: Any) -> Trajectory:
     ids = np.arange(3, dtype=np.int32)
     sampled = Segment(
         1, 0, "sampled", ids, turn_id=f"{name}.1", logprobs=-np.ones(3, np.float32), weight_versions=((0, 0, 3),),
         finish_reason="stop",
     )  # fmt: skip
     segments = [Segment(0, -1, "context", ids), sampled]
-    return Trajectory(name, name, group, "t", segments=segments, rewards=[(None, "score", reward)], **given)
+    return Trajectory(name, name, group, "t", segments=segments, rewards=[(None, "score", reward)], **options)
 
 
 def group(name: str, rewards: list[float], greedy: list[Trajectory]) -> TrajectoryGroup:
@@ -33,8 +33,8 @@ def group(name: str, rewards: list[float], greedy: list[Trajectory]) -> Trajecto
     return TrajectoryGroup(name, name, members, baselines=greedy)
 
 
-def greedy(name: str, reward: float, **given: Any) -> Trajectory:
-    return played(f"{name}/greedy", reward, name, baseline=True, **given)
+def greedy(name: str, reward: float, **options: Any) -> Trajectory:
+    return played(f"{name}/greedy", reward, name, baseline=True, **options)
 
 
 def build(*groups: TrajectoryGroup, **config: Any) -> Experience:
@@ -43,32 +43,32 @@ def build(*groups: TrajectoryGroup, **config: Any) -> Experience:
 
 
 def test_remax_subtracts_the_greedy_reward_in_groups_of_one_too() -> None:
-    found = build(group("a", [1.0, 0.0], [greedy("a", 0.25)]), group("b", [2.0], [greedy("b", 0.5)]))
-    assert [(row.sample.trajectory_id, row.advantage) for row in found.rows] == [
+    experience = build(group("a", [1.0, 0.0], [greedy("a", 0.25)]), group("b", [2.0], [greedy("b", 0.5)]))
+    assert [(row.sample.trajectory_id, row.advantage) for row in experience.rows] == [
         ("a/0", 0.75),
         ("a/1", -0.25),
         ("b/0", 1.5),
     ]
-    assert found.metrics["reward/greedy"] == 0.375
+    assert experience.metrics["reward/greedy"] == 0.375
     # The greedy ones are counted nowhere else.
-    assert (found.metrics["reward/mean"], found.metrics["batch/trajectories"]) == (1.0, 3.0)
-    assert (found.metrics["batch/groups"], found.metrics["batch/no_baseline"]) == (2.0, 0.0)
-    assert [name for name in found.metrics if meaning(name) is None] == []
+    assert (experience.metrics["reward/mean"], experience.metrics["batch/trajectories"]) == (1.0, 3.0)
+    assert (experience.metrics["batch/groups"], experience.metrics["batch/no_baseline"]) == (2.0, 0.0)
+    assert [name for name in experience.metrics if meaning(name) is None] == []
 
 
 def test_rewards_equal_to_the_greedy_one_have_no_gradient() -> None:
     same = group("a", [1.0, 1.0], [greedy("a", 1.0)])
     # Equal rewards that differ from the greedy one teach.
     other = group("b", [1.0, 1.0], [greedy("b", 0.0)])
-    found = build(same, other)
-    assert {row.sample.trajectory_id for row in found.rows} == {"b/0", "b/1"}
-    assert found.metrics["batch/dead_groups"] == 1.0
+    experience = build(same, other)
+    assert {row.sample.trajectory_id for row in experience.rows} == {"b/0", "b/1"}
+    assert experience.metrics["batch/dead_groups"] == 1.0
 
 
 def test_groups_without_a_greedy_rollout_are_left_out_and_counted() -> None:
-    found = build(group("a", [1.0, 0.0], []), group("b", [1.0], [greedy("b", 0.0)]), drop_zero_variance=False)
-    assert [row.sample.trajectory_id for row in found.rows] == ["b/0"]
-    assert (found.metrics["batch/no_baseline"], found.metrics["batch/groups"]) == (2.0, 1.0)
+    experience = build(group("a", [1.0, 0.0], []), group("b", [1.0], [greedy("b", 0.0)]), drop_zero_variance=False)
+    assert [row.sample.trajectory_id for row in experience.rows] == ["b/0"]
+    assert (experience.metrics["batch/no_baseline"], experience.metrics["batch/groups"]) == (2.0, 1.0)
     with pytest.raises(TrainError, match="none of 2 trajectories has one: every greedy rollout failed"):
         build(group("a", [1.0, 0.0], [greedy("a", 0.0, error="InferenceError: gone")]))
 
@@ -86,10 +86,10 @@ def test_each_role_has_its_baseline() -> None:
         replace(greedy("a/proposer", 1.0), agent="proposer"),
         replace(greedy("a/judge", 9.0), agent="judge", policy="other"),
     ]
-    found = build(TrajectoryGroup("a", "a", members, baselines=baselines))
-    assert {row.sample.trajectory_id: row.advantage for row in found.rows} == {"a/0": 0.5, "a/1": 2.0}
+    experience = build(TrajectoryGroup("a", "a", members, baselines=baselines))
+    assert {row.sample.trajectory_id: row.advantage for row in experience.rows} == {"a/0": 0.5, "a/1": 2.0}
     # The judge has no trained baseline.
-    assert found.metrics["batch/no_baseline"] == 1.0
+    assert experience.metrics["batch/no_baseline"] == 1.0
 
 
 def test_other_estimators_ask_for_no_greedy_rollout() -> None:

@@ -58,39 +58,39 @@ def sends() -> bool:
 
 def listeners() -> list[int]:
     """Return the TCP ports that somebody listens at in this network."""
-    found = set()
+    ports = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/net/{name}") as table:
             for line in table.readlines()[1:]:
                 _, local, _, state, *_ = line.split()
                 if state == "0A":
-                    found.add(int(local.rpartition(":")[2], 16))
-    return sorted(found)
+                    ports.add(int(local.rpartition(":")[2], 16))
+    return sorted(ports)
 
 
 def flood(port: int) -> int:
     """Open many connections and say nothing; return how many were taken."""
-    held = []
+    connections = []
     with contextlib.suppress(OSError):
         for _ in range(300):
-            held.append(socket.create_connection(("127.0.0.1", port), timeout=2))  # noqa: PERF401 - some may be taken
-    for each in held:
-        each.close()
-    return len(held)
+            connections.append(socket.create_connection(("127.0.0.1", port), timeout=2))  # noqa: PERF401 - some may be taken
+    for connection in connections:
+        connection.close()
+    return len(connections)
 
 
 def main() -> int:
     """Try everything."""
     with open(sys.argv[1]) as file:
-        given = json.load(file)
+        targets = json.load(file)
     url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
     assert url.port is not None
     chat = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Go."}]})
-    route, key = f"{url.path}/chat/completions", f"Bearer {given['key']}"
-    found: dict[str, Any] = {
+    route, key = f"{url.path}/chat/completions", f"Bearer {targets['key']}"
+    report: dict[str, Any] = {
         "asked": ask(url.port, "POST", route, chat),
-        "ports": [port for port in given["ports"] if any(connects(host, port) for host in given["hosts"])],
-        "paths": [ask(url.port, method, path, body, authorization=key) for method, path, body in given["paths"]],
+        "ports": [port for port in targets["ports"] if any(connects(host, port) for host in targets["hosts"])],
+        "paths": [ask(url.port, method, path, body, authorization=key) for method, path, body in targets["paths"]],
         "interfaces": [name for _, name in socket.if_nameindex()],
         "listeners": [port for port in listeners() if port != url.port],
         "names": resolves("localhost.example.com"),
@@ -99,7 +99,7 @@ def main() -> int:
         "asked_again": ask(url.port, "POST", route, chat),
         "secrets": sorted(name for name in os.environ if "SECRET" in name),
     }
-    print(json.dumps(found))
+    print(json.dumps(report))
     return 0
 
 
