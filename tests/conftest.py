@@ -45,9 +45,9 @@ settings.load_profile("turnwise")
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what other runs of .ci/run take."""
-    items[:], left = in_part(items)
-    if left:
-        config.hook.pytest_deselected(items=left)
+    items[:], deselected = in_part(items)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_finish() -> None:

@@ -60,9 +60,9 @@ def process(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     parts: list[int] = []
     store = _stores(request)
 
-    def begun(strategy: Strategy | None = None, *, after: int = 0) -> LocalReplayBuffer:
-        parts.append(after)
-        journal = Journal.open(tmp_path, part=len(parts) - 1, after_step=after, max_uses=2)
+    def begun(strategy: Strategy | None = None, *, resumed_step: int = 0) -> LocalReplayBuffer:
+        parts.append(resumed_step)
+        journal = Journal.open(tmp_path, part=len(parts) - 1, after_step=resumed_step, max_uses=2)
         return LocalReplayBuffer(strategy, journal, payloads=store())
 
     return begun
@@ -120,8 +120,8 @@ async def test_two_waiters_get_different_groups(make: Make) -> None:
     for number in range(4):
         await asyncio.sleep(0)
         await buffer.put(group(str(number)))
-    found = [(await task)[0].group_ids for task in tasks]
-    assert sorted(name for names in found for name in names) == ["0", "1", "2", "3"]
+    sampled_ids = [(await task)[0].group_ids for task in tasks]
+    assert sorted(name for names in sampled_ids for name in names) == ["0", "1", "2", "3"]
 
 
 async def test_a_cancelled_waiter_takes_nothing(make: Make) -> None:
@@ -196,17 +196,17 @@ async def test_bad_arguments_are_named(make: Make) -> None:
 
 async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_sampling_for_ever(make: Make) -> None:
     buffer = make(Bounded(0, "drop"))
-    asked = []
+    puts = []
 
     def refill(missing: int) -> bool:
         for _ in range(missing):
-            asked.append(asyncio.ensure_future(buffer.put(sampled_by(0, f"g{len(asked)}"))))
+            puts.append(asyncio.ensure_future(buffer.put(sampled_by(0, f"g{len(puts)}"))))
         return True
 
     buffer.refill_by(refill)
     with pytest.raises(TrainError, match=r"requested groups came back too stale .* the new weights"):
         await buffer.sample(2, "train", 1)
-    assert len(asked) == 17
+    assert len(puts) == 17
 
 
 async def test_what_a_frozen_policy_sampled_makes_no_group_old(make: Make) -> None:
@@ -236,13 +236,13 @@ async def test_after_a_kill_nothing_is_lost_and_nothing_is_trained_twice(process
         assert all(map(same, await first.fetch(ref), [finished(2 * step - 2), finished(2 * step - 1)]))
         await first.release(ref)
     # It is killed before step 2 is in a checkpoint: what that step took is there again, and nothing of step 1.
-    second = process(after=1)
+    second = process(resumed_step=1)
     assert [second.expect(asked(number), 0) for number in range(6)] == [False, False, True, True, True, False]
     await second.put(finished(5))
     ref, metrics = await second.sample(2, "train", 4)
     assert all(map(same, await second.fetch(ref), [finished(number) for number in (2, 3, 4, 5)]))
     assert metrics["replay/in_flight"] == 2
-    third = process(after=2)
+    third = process(resumed_step=2)
     assert not any(third.expect(asked(number), 0) for number in range(6))
 
 
@@ -253,7 +253,7 @@ async def test_what_is_trained_twice_is_whole_both_times_and_after_a_kill(proces
         await first.put(finished(number))
     ref, _ = await first.sample(1, "train", 2)
     await first.release(ref)
-    second = process(Mixed(0.5, 2, 9), after=1)
+    second = process(Mixed(0.5, 2, 9), resumed_step=1)
     for buffer, number in ((first, 2), (second, 3)):
         buffer.expect(asked(number), 0)
         await buffer.put(finished(number))

@@ -46,8 +46,8 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     try:
         async with serving(
             client=client, renderer=renderer, abilities=Abilities(images=True), session_limits=limits
-        ) as each:
-            yield each
+        ) as gateway:
+            yield gateway
     finally:
         await replica.close()
 

@@ -63,12 +63,12 @@ def test_float32_gives_the_ids_and_log_probabilities_of_the_cpu(
 def test_bfloat16_is_near_float32_and_repeats_itself(checkpoint: tuple[torch.nn.Module, Path]) -> None:
     model, folder = checkpoint
     params = SamplingParams(temperature=1.0, max_tokens=NEW, seed=3, ignore_eos=True)
-    found = []
+    runs = []
     for _ in range(2):
         outputs: list[Output] = []
         engine = Engine(CausalLM(folder, dtype="bfloat16", device=DEVICE), outputs.extend)
-        found.append(sampled(engine, outputs, prompts(), params))
-    for prompt, one, other in zip(prompts(), *found, strict=True):
+        runs.append(sampled(engine, outputs, prompts(), params))
+    for prompt, one, other in zip(prompts(), *runs, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert len(one.token_ids) == NEW
         sequence = np.concatenate([prompt, one.token_ids])

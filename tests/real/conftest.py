@@ -58,9 +58,9 @@ async def vllm(checkpoint: Path, vllm_log: Path) -> AsyncIterator[VLLMReplica]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def client(vllm: VLLMReplica) -> AsyncIterator[HTTPClient]:
-    made = HTTPClient([vllm.url])
-    yield made
-    await made.close()
+    http_client = HTTPClient([vllm.url])
+    yield http_client
+    await http_client.close()
 
 
 @pytest.hookimpl(hookwrapper=True)

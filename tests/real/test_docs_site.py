@@ -36,7 +36,7 @@ def site(tmp_path: Path) -> Path:
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *about: object) -> None:
+    def log_message(self, *details: object) -> None:
         """Say nothing."""
 
 
@@ -68,4 +68,4 @@ async def test_the_site_has_every_page_and_is_searched_without_a_network(
         assert "replay-and-durability" in await browser.run("return page.innerHTML('.md-search-result__list')")
         seen = await browser.run("return seen")
     assert seen["errors"] == []
-    assert [each for each in seen["requests"] if not each.startswith((address, "data:", "blob:"))] == []
+    assert [address_ for address_ in seen["requests"] if not address_.startswith((address, "data:", "blob:"))] == []

@@ -55,7 +55,7 @@ def test_the_standard_suites_pass(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout[-5000:]
     cases = list(ElementTree.parse(report).iter("testcase"))
     skipped = {case.get("name"): case.find("skipped") for case in cases if case.find("skipped") is not None}
-    assert {name: str(each.get("message")).rstrip(".") for name, each in skipped.items()} == SKIPPED
+    assert {name: str(skip.get("message")).rstrip(".") for name, skip in skipped.items()} == SKIPPED
     names = {str(case.get("classname")).rpartition(".")[2] for case in cases}
     assert names == {"TestUnit", "TestIntegration"}
     assert len(cases) - len(skipped) >= 47

@@ -52,10 +52,10 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = two_processes(tmp_path, "tensorboard")
-    found = EventAccumulator(str(run / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    assert [event.step for event in found.Scalars("eval/sampled")] == [3]
-    assert "config/text_summary" in found.Tags()["tensors"]
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [event.step for event in events.Scalars("eval/sampled")] == [3]
+    assert "config/text_summary" in events.Tags()["tensors"]
 
 
 def test_wandb_offline_writes_both_parts_under_one_id(tmp_path: Path) -> None:
@@ -87,4 +87,4 @@ def test_mlflow_goes_on_with_the_run(tmp_path: Path) -> None:
         assert sorted(set(rows.fetchall())) == [(1, 0.25), (2, 0.5), (3, 0.75)]
         assert database.execute("select value from params where key = 'steps'").fetchall() == [("5",)]
         assert database.execute("select 1 from metrics where key = 'eval/sampled/pass_4'").fetchone()
-    assert [each[1:] for each in ids] == [("run", "FINISHED")]
+    assert [row[1:] for row in ids] == [("run", "FINISHED")]

@@ -66,8 +66,8 @@ def test_one_step_of_it_is_sampled_by_vllm(run: Path, tmp_path: Path) -> None:
     # The evaluation after it was sampled with the updated weights, as the trainer's own forward pass says.
     sampled = {
         version
-        for each in read_trajectories(tmp_path / "vllm" / "trajectories.twz")
-        for segment in each.segments
+        for trajectory in read_trajectories(tmp_path / "vllm" / "trajectories.twz")
+        for segment in trajectory.segments
         for version, _, _ in segment.weight_versions
     }
     assert sampled == {0, 1}

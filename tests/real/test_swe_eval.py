@@ -12,9 +12,9 @@ from support.trainer.lookup_run import MODEL, Turnwise, build_model, shared
 pytestmark = [pytest.mark.real, pytest.mark.alike("rows by programs"), pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(("agent", "worth"), [("Reference", 1.0), ("Idle", 0.0)])
+@pytest.mark.parametrize(("agent", "reward"), [("Reference", 1.0), ("Idle", 0.0)])
 def test_all_rows(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str, worth: float
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str, reward: float
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = shared(tmp_path_factory, "lookup-model", build_model) / MODEL
@@ -25,5 +25,5 @@ def test_all_rows(
     assert process.returncode == 0, process.output()
     rows = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
     assert len(rows) >= 20
-    assert {row["reward"] for row in rows} == {worth}
+    assert {row["reward"] for row in rows} == {reward}
     assert {row["error"] for row in rows} <= {None, ""}

@@ -54,8 +54,8 @@ async def test_a_queue_that_is_there_is_shared_and_not_ended(transfer_queue: Any
         await transfer_queue.get(["other/0"], ["record"])
     await other.close()
     await transfer_queue.put(rows)
-    (found,) = await transfer_queue.get(["other/0"], list(DTYPES))
-    assert all((found[name] == column).all() for name, column in rows["other/0"].items())
+    (columns,) = await transfer_queue.get(["other/0"], list(DTYPES))
+    assert all((columns[name] == column).all() for name, column in rows["other/0"].items())
     await transfer_queue.clear(["other/0", "none"])
 
 
@@ -72,5 +72,5 @@ def test_lookup_trains_out_of_the_queue_and_goes_on_without_it(
     assert min(QUEUED) >= GROUPS * MEMBERS
     run_train(train_config(model, tmp_path, hooks=hooks, steps=3), console=silent())
     run = tmp_path / "run"
-    assert [each["step"] for each in lines(run / "metrics.jsonl") if each["kind"] == "train"] == [1, 2, 3]
+    assert [record["step"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2, 3]
     assert audit_run(run, at_most=4, console=silent()).contradictions == []

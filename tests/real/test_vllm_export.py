@@ -32,17 +32,19 @@ async def test_vllm_serves_what_was_exported(checkpoint: Path, reference: Any, t
     done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(exported)])
     assert done.exit_code == 0, done.output
     model = AutoModelForCausalLM.from_pretrained(exported, dtype="float32").eval()
-    asked = [*prompts(model.config.vocab_size, 4, seed=2), *(await conversations(exported, 8))]
-    ours = await builtin_greedy(exported, asked, tmp_path)
+    prompt_list = [*prompts(model.config.vocab_size, 4, seed=2), *(await conversations(exported, 8))]
+    ours = await builtin_greedy(exported, prompt_list, tmp_path)
     # It is the trained model that is served, not the one that training began with.
-    assert not torch.allclose(*(logits(each, asked[0], ours[0].token_ids) for each in (model, reference)), atol=1e-2)
+    assert not torch.allclose(
+        *(logits(compared, prompt_list[0], ours[0].token_ids) for compared in (model, reference)), atol=1e-2
+    )
     replica = VLLMReplica(exported, vllm_config(), name="exported", weight_version=2, log_file=tmp_path / "vllm.log")
     try:
         await replica.launch()
         client = HTTPClient([replica.url])
         try:
             assert (await client.model_info()).name == "exported"
-            check_greedy(model, asked, await greedy(client, asked), ours)
+            check_greedy(model, prompt_list, await greedy(client, prompt_list), ours)
         finally:
             await client.close()
     finally:

@@ -24,14 +24,14 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 async def test_a_killed_server_is_noticed_with_all_that_it_started(checkpoint: Path, tmp_path: Path) -> None:
     # Started through another command, by the example of a custom engine.
     config = vllm_config(engine=f"{ENGINES}:PrefixedVLLM", custom={"prefix": "nice -n {number}"})
-    own = {"log_file": tmp_path / "server.log", "number": 2}
-    replica = load_file(ENGINES, "inference_engine").PrefixedVLLM(checkpoint, config, **own)
+    options = {"log_file": tmp_path / "server.log", "number": 2}
+    replica = load_file(ENGINES, "inference_engine").PrefixedVLLM(checkpoint, config, **options)
     await replica.launch()
     try:
         pid = replica.pid
         running = members(pid)
         assert len(running) > 1
-        nice = {os.getpriority(os.PRIO_PROCESS, each.pid) for each in running}
+        nice = {os.getpriority(os.PRIO_PROCESS, process.pid) for process in running}
         assert nice == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + 2)}
         with pytest.raises(InferenceError, match=f"is already running as process {pid}"):
             await replica.launch()

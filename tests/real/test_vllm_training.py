@@ -77,9 +77,9 @@ def test_adapters_of_the_example_are_trained_on_vllm_and_sent_alone(
         process.wait()
         assert process.returncode == 0, process.output()
     steps = check_run(tmp_path / "run", 3, evaluated=False)
-    whole = sum(path.stat().st_size for path in half_trained.glob("*.safetensors"))
+    model_bytes = sum(path.stat().st_size for path in half_trained.glob("*.safetensors"))
     # Rank 32 of 128: no version is near the size of the model.
-    assert all(0 < step["sync/bytes"] < 0.5 * whole for step in steps), whole
+    assert all(0 < step["sync/bytes"] < 0.5 * model_bytes for step in steps), model_bytes
 
 
 @pytest.mark.alike("real jobs", "vllm")

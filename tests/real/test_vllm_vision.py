@@ -41,11 +41,11 @@ async def test_images_are_seen_and_weights_follow(tmp_path: Path) -> None:
             if weights is other:
                 tensors = AutoModelForImageTextToText.from_pretrained(other).state_dict()
                 await server.update_weights(write_weights(tensors.items(), tmp_path / "weights", 4))
-            own = reference(weights)
+            reference_model = reference(weights)
             for images in SETS:
-                given = prompt(directory, images)
-                completion = await client.generate(given, PARAMS, session_id="s")
-                gap = np.abs(own.logprobs(given, completion.token_ids) - completion.logprobs)
+                sight = prompt(directory, images)
+                completion = await client.generate(sight, PARAMS, session_id="s")
+                gap = np.abs(reference_model.logprobs(sight, completion.token_ids) - completion.logprobs)
                 assert gap.max() < CLOSE, (tmp_path / "server.log").read_text()[-4000:]
     finally:
         if client is not None:

@@ -45,15 +45,15 @@ class Browser:
         await self._line()
         return self
 
-    async def __aexit__(self, *about: object) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
 
-    async def run(self, code: str, given: Any = None) -> Any:
+    async def run(self, code: str, argument: Any = None) -> Any:
         """Run JavaScript with ``page`` (of playwright), ``seen`` (errors, requests) and ``given``; return its value."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"code": code, "given": given}).encode() + b"\n")
+        self._process.stdin.write(json.dumps({"code": code, "given": argument}).encode() + b"\n")
         await self._process.stdin.drain()
         answer = json.loads(await self._line())
         assert "error" not in answer, answer["error"]

@@ -21,14 +21,14 @@ def section(name: str, heading: str) -> str:
     """The text below a heading of a page, up to the next heading of its level or above, sub-sections included."""
     text = page(name)
     # Comments of code blocks look like headings: the search runs over a copy in which they are blank.
-    found = [
+    headings = [
         (match.start(), match.end(), len(match[1]), match[2]) for match in _HEADING.finditer(_FENCE.sub(_blank, text))
     ]
-    for number, (_, end, level, title) in enumerate(found):
+    for number, (_, end, level, title) in enumerate(headings):
         if title == heading:
-            after = [start for start, _, depth, _ in found[number + 1 :] if depth <= level]
-            return text[end : after[0] if after else len(text)]
-    raise AssertionError(f"docs/{name} has no heading {heading!r}; there are {[title for *_, title in found]}")
+            later_starts = [start for start, _, depth, _ in headings[number + 1 :] if depth <= level]
+            return text[end : later_starts[0] if later_starts else len(text)]
+    raise AssertionError(f"docs/{name} has no heading {heading!r}; there are {[title for *_, title in headings]}")
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -38,14 +38,14 @@ def blocks(text: str, language: str) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
-    found: set[str] = set()
+    slugs: set[str] = set()
     counts: dict[str, int] = {}
     for _, title in _HEADING.findall(_FENCE.sub("", text)):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").replace("*", "").strip().lower()
         slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
         counts[slug] = counts.get(slug, -1) + 1
-        found.add(slug if not counts[slug] else f"{slug}-{counts[slug]}")
-    return found
+        slugs.add(slug if not counts[slug] else f"{slug}-{counts[slug]}")
+    return slugs
 
 
 def links(text: str) -> list[str]:

@@ -11,8 +11,10 @@ from turnwise.images import data_uri
 
 def png(width: int = 8, height: int = 8, seed: int = 0) -> bytes:
     """Return an RGB picture of random pixels, in squares of four so that scaling it keeps something."""
-    chosen = random.Random(f"{width}x{height}-{seed}")
-    colours = [[bytes(chosen.randrange(256) for _ in range(3)) for _ in range(width // 4 + 1)] for _ in range(height)]
+    generator = random.Random(f"{width}x{height}-{seed}")
+    colours = [
+        [bytes(generator.randrange(256) for _ in range(3)) for _ in range(width // 4 + 1)] for _ in range(height)
+    ]
     rows = b"".join(
         b"\0" + b"".join(colours[row // 4][column // 4] for column in range(width)) for row in range(height)
     )

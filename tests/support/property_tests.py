@@ -9,6 +9,6 @@ SHARE = "TURNWISE_TESTS_SHARE"
 _LEAST = 5
 
 
-def examples(most: int) -> int:
+def examples(limit: int) -> int:
     """Return how many examples a test draws now, of the most that it draws ever."""
-    return min(most, max(_LEAST, round(most * float(os.environ.get(SHARE) or 1))))
+    return min(limit, max(_LEAST, round(limit * float(os.environ.get(SHARE) or 1))))

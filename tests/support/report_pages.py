@@ -111,12 +111,12 @@ class Follower:
         return bool(news["fresh"])
 
 
-def played(name: str, task: str = "task", said: str = "zoe", **changes: Any) -> Trajectory:
+def played(name: str, task: str = "task", answer: str = "zoe", **changes: Any) -> Trajectory:
     """Return a trajectory of one turn whose reward is in the turn."""
     segments = [
         Segment(0, -1, "context", as_ids([1, 2]), ({"role": "user", "content": "Who?"},)),
         Segment(
-            1, 0, "sampled", as_ids([3, 4]), ({"role": "assistant", "content": said},), "t0",
+            1, 0, "sampled", as_ids([3, 4]), ({"role": "assistant", "content": answer},), "t0",
             np.array([-0.25, -1.5], np.float32), ((5, 0, 2),), "stop",
         ),
     ]  # fmt: skip
@@ -128,13 +128,13 @@ def played(name: str, task: str = "task", said: str = "zoe", **changes: Any) -> 
 def write_run(folder: Path, trajectories: Iterable[Trajectory]) -> Path:
     folder.mkdir(exist_ok=True)
     writer = TrajectoryWriter(folder / "trajectories.twz")
-    for each in trajectories:
-        writer.write(each)
+    for trajectory in trajectories:
+        writer.write(trajectory)
     writer.close()
     return folder
 
 
 def write_metrics(folder: Path, *records: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return folder

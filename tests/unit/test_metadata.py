@@ -44,7 +44,7 @@ def test_make_test_leaves_out_what_needs_more_than_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "unshare", "told"),
+    ("node", "unshare", "missing"),
     [
         (None, "exit 0", "needs Node 20 or newer"),
         ("test $1 != --version || echo v18.19.0; exit 1", "exit 0", "node is v18.19.0: make test-real needs Node 20"),
@@ -54,7 +54,7 @@ def test_make_test_leaves_out_what_needs_more_than_this_machine() -> None:
     ],
 )
 def test_what_agents_need_is_looked_for_before_anything_is_built(
-    tmp_path: Path, node: str | None, unshare: str | None, told: str | None
+    tmp_path: Path, node: str | None, unshare: str | None, missing: str | None
 ) -> None:
     for name, body in {"node": node, "npm": "exit 0", "unshare": unshare, "id": "echo 0"}.items():
         if body is not None:
@@ -65,8 +65,8 @@ def test_what_agents_need_is_looked_for_before_anything_is_built(
     done = subprocess.run(
         [make, "real-needs"], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    assert (done.returncode == 0) == (told is None)
-    assert (told or "") in done.stderr
+    assert (done.returncode == 0) == (missing is None)
+    assert (missing or "") in done.stderr
     plan = dry_run("test-real")
     assert plan.index("unshare --net") < plan.index("pip install")
 
@@ -82,7 +82,7 @@ def test_ci_runs_every_stage_and_is_a_sound_script() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "tool", "told", "code"),
+    ("make", "tool", "verdict", "code"),
     [
         ("exit 0", "exit 0", "CI: passed", 0),
         ("exit 0", "exit 1", "CI: FAILED in style", 1),
@@ -91,7 +91,7 @@ def test_ci_runs_every_stage_and_is_a_sound_script() -> None:
     ],
 )
 def test_ci_says_passed_only_when_every_stage_has_passed(
-    tmp_path: Path, make: str, tool: str, told: str, code: int | None
+    tmp_path: Path, make: str, tool: str, verdict: str, code: int | None
 ) -> None:
     programs = {"bin/make": make, **{f".venv/bin/{name}": tool for name in ("ruff", "mypy", "lint-imports", "python")}}
     for name, body in programs.items():
@@ -102,7 +102,7 @@ def test_ci_says_passed_only_when_every_stage_has_passed(
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run([str(tmp_path / ".ci" / "run")], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1] == told
+    assert done.stdout.splitlines()[-1] == verdict
     assert done.returncode == code if code is not None else done.returncode != 0
 
 

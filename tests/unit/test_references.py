@@ -41,8 +41,8 @@ def test_a_file_that_was_imported_as_a_module_is_not_run_again(tmp_path: Path, m
     assert [load_object(f"{file}:Mine", "env") for _ in range(2)] == [module.Mine] * 2
     # Imported anew, as notebooks do: the new one counts.
     del sys.modules["imported_before"]
-    again = importlib.import_module("imported_before")
-    assert load_object(f"{file}:Mine", "env") is again.Mine is not module.Mine
+    reimported = importlib.import_module("imported_before")
+    assert load_object(f"{file}:Mine", "env") is reimported.Mine is not module.Mine
     del sys.modules["imported_before"]
 
 

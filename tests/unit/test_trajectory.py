@@ -114,9 +114,9 @@ def test_every_logprob_survives_bit_for_bit(values: list[float]) -> None:
     ids = np.arange(len(values), dtype=np.int32)
     segment = Segment(1, 0, "sampled", ids, (), "t0", logprobs, ((0, 0, len(ids)),), "stop")
     trajectory = Trajectory("a", "e", "g", "t", segments=[context(0, -1, 1), segment])
-    again = Trajectory.from_bytes(trajectory.to_bytes()).segments[1].logprobs
-    assert again is not None
-    np.testing.assert_array_equal(again.view(np.int32) & 0x7FFFFFFF, logprobs.view(np.int32) & 0x7FFFFFFF)
+    decoded = Trajectory.from_bytes(trajectory.to_bytes()).segments[1].logprobs
+    assert decoded is not None
+    np.testing.assert_array_equal(decoded.view(np.int32) & 0x7FFFFFFF, logprobs.view(np.int32) & 0x7FFFFFFF)
 
 
 def test_numbers_that_are_not_finite_are_refused() -> None:

@@ -117,17 +117,17 @@ def test_a_torn_record_is_cut_off_and_no_other_is_lost(file: Path) -> None:
     assert len(entries(file)) == 20
 
 
-@pytest.mark.parametrize("left", ["nothing", "half", "torn", "nonsense", "another file's"])
-def test_an_index_that_is_lost_or_late_is_completed(file: Path, left: str) -> None:
+@pytest.mark.parametrize("index_state", ["nothing", "half", "torn", "nonsense", "another file's"])
+def test_an_index_that_is_lost_or_late_is_completed(file: Path, index_state: str) -> None:
     index = index_path(file)
     intact, entries_before = index.read_bytes(), entries(file)
     lines = intact.splitlines(keepends=True)
-    if left == "nothing":
+    if index_state == "nothing":
         index.unlink()
-    elif left == "another file's":
+    elif index_state == "another file's":
         index.write_bytes(b"".join(line.replace(b"[", b"[1", 1) for line in lines))
     else:
-        index.write_bytes({"half": b"".join(lines[:9]), "torn": intact[:-9], "nonsense": b"{}\nx\n"}[left])
+        index.write_bytes({"half": b"".join(lines[:9]), "torn": intact[:-9], "nonsense": b"{}\nx\n"}[index_state])
     assert entries(file) == entries_before
     TrajectoryWriter(file).close()
     assert index.read_bytes() == intact

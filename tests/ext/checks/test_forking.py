@@ -105,7 +105,7 @@ async def fork_at_random(name: str, seed: int) -> None:
 
 @given(seed=st.integers(0, 2**20))
 @settings(max_examples=3, deadline=None)
-@pytest.mark.parametrize("name", [each for each in SHIPPED if each not in SANDBOXED])
+@pytest.mark.parametrize("name", [shipped for shipped in SHIPPED if shipped not in SANDBOXED])
 async def test_every_shipped_environment_forks(name: str, seed: int) -> None:
     await fork_at_random(name, seed)
 

@@ -84,17 +84,17 @@ async def test_a_task_names_a_picture_beside_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "refusal"),
     [
         ({"type": "image", "path": "rows.jsonl"}, "no image of a known type"),
         ({"type": "image", "image": {"bytes": b"GIF"}}, "no image of a known type"),
         ("text", "a part is an object with 'type'"),
     ],
 )
-def test_rows_without_an_image_are_named(part, said, tmp_path: Path) -> None:
+def test_rows_without_an_image_are_named(part, refusal, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}")
     row = {"id": "a", "prompt": [{"role": "user", "content": [part]}]}
-    with pytest.raises(TaskError, match=f"task: field 'prompt\\[0\\]'.content\\[0\\].*{said}"):
+    with pytest.raises(TaskError, match=f"task: field 'prompt\\[0\\]'.content\\[0\\].*{refusal}"):
         Task.from_record(row, folder=tmp_path)
 
 

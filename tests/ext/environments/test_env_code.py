@@ -110,7 +110,7 @@ def test_apps_code_contests_and_sanitized_rows_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "refusal"),
     [
         ({"question": "q"}, "no known format of code tasks: its columns are 'question'"),
         ({"test_list": []}, "'test_list' is empty"),
@@ -122,8 +122,8 @@ def test_apps_code_contests_and_sanitized_rows_are_read() -> None:
         ({"public_test_cases": '[{"input": "1", "output": "2", "testtype": "functional"}]'}, "no 'func_name'"),
     ],
 )
-def test_malformed_rows_raise_task_error(record: dict[str, Any], said: str) -> None:
-    with pytest.raises(TaskError, match=said):
+def test_malformed_rows_raise_task_error(record: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(TaskError, match=refusal):
         problem_of(record)
 
 

@@ -55,7 +55,7 @@ def test_rows_become_tasks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("bad", "words"),
+    ("malformed", "words"),
     [
         ({"question": "What?"}, "column 'answer' is missing (here: 'question')"),
         ({"answer": "#### 2"}, "column 'question' is missing (here: 'answer')"),
@@ -67,8 +67,8 @@ def test_rows_become_tasks(tmp_path):
         ("[1]", "column 'question' is missing (here: [1])"),
     ],
 )
-def test_a_bad_line_is_named_by_number_and_read_lazily(tmp_path, bad, words):
-    file = lines(tmp_path / "rows.jsonl", *[GOOD] * 16, bad)
+def test_a_bad_line_is_named_by_number_and_read_lazily(tmp_path, malformed, words):
+    file = lines(tmp_path / "rows.jsonl", *[GOOD] * 16, malformed)
     source = math.tasks(path=file)
     assert len(list(islice(source, 16))) == 16
     with pytest.raises(TaskError) as failure:

@@ -540,10 +540,10 @@ def test_items_are_exchanged_for_others_and_sent_back_once():
             CHANGES["exchange_items"](changes, order.id, items, new, order.payment)
     sold_out = [variant for variant in _WORLD.variants.values() if variant.stock == 0]
     combinations = [(o, i, v) for o in _OWN if o.status == "delivered" for i in o.items for v in sold_out]
-    for each, held, variant in combinations:
-        if _WORLD.variants[held].product_id == variant.product_id and held != variant.id:
+    for delivered, bought, variant in combinations:
+        if _WORLD.variants[bought].product_id == variant.product_id and bought != variant.id:
             with pytest.raises(ToolError, match="out of stock"):
-                CHANGES["exchange_items"](changes, each.id, [held], [variant.id], each.payment)
+                CHANGES["exchange_items"](changes, delivered.id, [bought], [variant.id], delivered.payment)
     CHANGES["return_items"](changes, order.id, [item.id], order.payment)
     with pytest.raises(ToolError, match="is returned already"):
         CHANGES["return_items"](changes, order.id, [item.id], order.payment)

@@ -71,11 +71,11 @@ def test_nobody_and_no_place_of_one_split_occurs_in_the_other():
 def test_questions_are_answered_by_the_articles_of_their_path_and_by_no_shorter_one():
     book = encyclopedia("test", 0)
     texts = {passage.title: passage.text for passage in book.passages}
-    asked = questions("test", 0)
-    assert len(asked) >= 1_000
-    assert len({question.text for question in asked}) == len(asked)
-    assert {len(question.path) for question in asked} == {2, 3}
-    for question in asked:
+    test_questions = questions("test", 0)
+    assert len(test_questions) >= 1_000
+    assert len({question.text for question in test_questions}) == len(test_questions)
+    assert {len(question.path) for question in test_questions} == {2, 3}
+    for question in test_questions:
         assert words(question.answer)
         article = words(texts[question.path[-1]])
         answer = words(question.answer)
@@ -89,9 +89,9 @@ def test_questions_are_answered_by_the_articles_of_their_path_and_by_no_shorter_
 def test_one_passage_is_not_enough():
     """The first article, which the question names, seldom holds the answer: two years may be the same by chance."""
     texts = {passage.title: passage.text for passage in encyclopedia("train", 0).passages}
-    asked = questions("train", 0)
-    answered = sum(question.answer in texts[question.path[0]] for question in asked)
-    assert answered <= len(asked) // 100
+    train_questions = questions("train", 0)
+    answered = sum(question.answer in texts[question.path[0]] for question in train_questions)
+    assert answered <= len(train_questions) // 100
 
 
 def test_tasks_are_stable_and_different():
@@ -256,7 +256,7 @@ def test_f1_is_1_exactly_where_the_words_are_the_same_up_to_their_order(text, ac
 
 
 @pytest.fixture
-def own(tmp_path):
+def own_corpus(tmp_path):
     corpus = lines(
         tmp_path / "corpus.jsonl",
         {"id": "p1", "title": "Rivers", "text": "The Elbe flows through Dresden."},
@@ -272,8 +272,8 @@ def own(tmp_path):
     return corpus, rows
 
 
-async def test_questions_from_a_file_over_ones_own_passages(own):
-    corpus, rows = own
+async def test_questions_from_a_file_over_ones_own_passages(own_corpus):
+    corpus, rows = own_corpus
     assert read_corpus(corpus) == [
         Passage("p1", "Rivers", "The Elbe flows through Dresden."),
         Passage("7", "", "Dresden has a famous opera."),

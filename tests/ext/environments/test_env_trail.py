@@ -23,11 +23,11 @@ async def begun(seed=0, **config):
 
 async def test_each_sign_names_the_next_place_and_the_last_one_the_end():
     env, [question] = await begun(steps=5, words=7)
-    places = env.trail.places
-    assert question["content"] == f"A trail begins at {places[0]}. Where does it end?"
-    for number, sign in enumerate(places):
+    signs = env.trail.places
+    assert question["content"] == f"A trail begins at {signs[0]}. Where does it end?"
+    for number, sign in enumerate(signs):
         [answer] = (await step_env(env, read(sign))).observation
-        end = f"Go on to {places[number + 1]}." if number < 4 else f"The trail ends at {env.trail.end}."
+        end = f"Go on to {signs[number + 1]}." if number < 4 else f"The trail ends at {env.trail.end}."
         assert answer["content"].endswith(end)
         assert len(answer["content"].split(",")[0].split()) == 7
     result = await step_env(env, {"role": "assistant", "content": f" {env.trail.end}\n"})

@@ -107,9 +107,9 @@ async def test_lengths_bound_the_response() -> None:
     trajectory = await play(Single, ["a long answer in many words"], config={"prompt_length": 50, "response_length": 3})
     assert len(trajectory.segments[1].token_ids) == 3
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
-    whole = await play(Cutting, ["a long answer in many words"])
-    assert whole.segments[1].left_out == ((2, len(whole.segments[1].token_ids)),)
-    assert trained(whole) == [whole.segments[1].token_ids[:2].tolist()]
+    uncut = await play(Cutting, ["a long answer in many words"])
+    assert uncut.segments[1].left_out == ((2, len(uncut.segments[1].token_ids)),)
+    assert trained(uncut) == [uncut.segments[1].token_ids[:2].tolist()]
 
 
 class Cutting(Single):

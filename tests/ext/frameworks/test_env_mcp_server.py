@@ -303,8 +303,8 @@ class TestProcesses:
                 ]
                 accepted = [connection for connection in established if connection.laddr.port == urlsplit(url).port]
                 assert accepted
-                for each in accepted:
-                    with socket.socket(fileno=os.dup(each.fd)) as connection:
+                for peer in accepted:
+                    with socket.socket(fileno=os.dup(peer.fd)) as connection:
                         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
         finally:
             serving.cancel()

@@ -78,8 +78,8 @@ async def over_mcp(folder: Path, play: Play) -> float:
         for action in play.actions:
             calls = [(call["name"], call["arguments"]) for call in action.get("tool_calls") or ()]
             key = "answer" if ends == "finish" else "text"
-            for tool, given in calls or [(ends, {key: action["content"]})]:
-                result = await client.call_tool(tool, given)
+            for tool, tool_arguments in calls or [(ends, {key: action["content"]})]:
+                result = await client.call_tool(tool, tool_arguments)
         assert result is not None
         assert result.structured_content is not None
         return float(result.structured_content["reward"])

@@ -44,9 +44,9 @@ def test_interleaved_episodes_draw_as_alone(plans: list[list[str]], order: rando
     for number, state in enumerate(states):
         with state.used(number):
             pass
-    left = [number for number, plan in enumerate(plans) for _ in plan]
-    order.shuffle(left)
-    for number in left:
+    turns = [number for number, plan in enumerate(plans) for _ in plan]
+    order.shuffle(turns)
+    for number in turns:
         with states[number].used():
             draws[number].append(DRAWS[plans[number][len(draws[number])]]())
     seen += [DRAWS[name]() for name in ("normal", "uniform", "normal", "python")]

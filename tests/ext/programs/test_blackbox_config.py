@@ -64,10 +64,10 @@ def test_recipes_by_name_by_reference_and_as_data() -> None:
     for recipe in (MINE, f"{__name__}:MINE", {"command": ["sh"]}):
         assert isinstance(make_agent("blackbox", recipe=recipe), BlackBoxAgent)
     for name in ("claude_code", "codex", "mini_swe_agent", "opencode"):
-        found = recipe_of(name)
-        assert found.command
+        shipped = recipe_of(name)
+        assert shipped.command
         values = dict.fromkeys(("home", "model", "openai_base_url", "api_key", "mcp_url", "context_length"), 'x"y')
-        for path, text in {**found.files, **found.tool_files}.items():
+        for path, text in {**shipped.files, **shipped.tool_files}.items():
             if path.endswith(".json"):
                 quiet = {**values, "model": "m", "context_length": "7"}
                 assert json.loads(fill(text, quiet)), path
@@ -76,8 +76,8 @@ def test_recipes_by_name_by_reference_and_as_data() -> None:
 def test_placeholders() -> None:
     values = {"prompt": 'say "hi"\n', "home": "/h"}
     assert fill("{home}/x {prompt!j} {unknown} {} {{home}}", values) == '/h/x "say \\"hi\\"\\n" {unknown} {} {/h}'
-    told = observation_values([{"role": "system", "content": "S"}, {"role": "user", "content": "a\0\ud800"}])
-    assert told == {"system": "S", "user": "a\ufffd?", "task": "S\n\na\ufffd?"}
+    observed = observation_values([{"role": "system", "content": "S"}, {"role": "user", "content": "a\0\ud800"}])
+    assert observed == {"system": "S", "user": "a\ufffd?", "task": "S\n\na\ufffd?"}
     with pytest.raises(AgentError, match="prompt_file"):
         check_arguments(["x", "y" * 200_000])
 

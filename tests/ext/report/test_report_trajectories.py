@@ -185,7 +185,7 @@ def test_huge_trajectory_does_not_displace_small_trajectories(tmp_path: Path) ->
 
 def test_a_large_trajectory_is_kept_without_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turnwise.ext.report.trajectories.LARGEST", 1500)
-    run = write_run(tmp_path / "a", [played("e0"), played("e1", said="x" * 1000)])
+    run = write_run(tmp_path / "a", [played("e0"), played("e1", answer="x" * 1000)])
     written = write_report([run], tmp_path / "out.html")
     page = Page(tmp_path / "out.html")
     assert "token_ids" in page.record("e0")["segments"][1]

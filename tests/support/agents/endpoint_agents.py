@@ -61,14 +61,14 @@ async def talk_chat(
             if not calls:
                 return
             for call in calls:
-                made = told(call["id"], call["function"]["name"], call["function"]["arguments"])
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": await answer(made)})
+                tool_call = told(call["id"], call["function"]["name"], call["function"]["arguments"])
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": await answer(tool_call)})
 
 
-async def _streamed_chat(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> dict[str, Any]:
+async def _streamed_chat(client: openai.AsyncOpenAI, request: dict[str, Any]) -> dict[str, Any]:
     """Put a streamed message together, as programs do that do not take a cut answer for an error."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
-    async for chunk in await client.chat.completions.create(**asked, seed=5, stream=True):
+    async for chunk in await client.chat.completions.create(**request, seed=5, stream=True):
         for choice in chunk.choices:
             delta = choice.delta
             message["content"] += delta.content or ""

@@ -25,39 +25,39 @@ RENDERER = renderer_for("qwen3")
 _NUMBERS = itertools.count()
 
 
-def instance(schema: dict[str, Any], said: str, root: dict[str, Any] | None = None) -> Any:
+def instance(schema: dict[str, Any], text: str, root: dict[str, Any] | None = None) -> Any:
     """Return a value of a JSON schema, with the number or the quoted words of a message where there are any."""
     root = root or schema
     if "$ref" in schema:
-        return instance(root["$defs"][schema["$ref"].rsplit("/", 1)[1]], said, root)
+        return instance(root["$defs"][schema["$ref"].rsplit("/", 1)[1]], text, root)
     if "anyOf" in schema:
-        return instance(schema["anyOf"][0], said, root)
+        return instance(schema["anyOf"][0], text, root)
     kind = schema.get("type")
     if kind == "object" or "properties" in schema:
-        return {name: instance(part, said, root) for name, part in schema.get("properties", {}).items()}
+        return {name: instance(part, text, root) for name, part in schema.get("properties", {}).items()}
     if kind == "array":
-        return [instance(schema.get("items", {}), said, root)]
+        return [instance(schema.get("items", {}), text, root)]
     if kind in ("integer", "number"):
-        return int((re.findall(r"\d+", said) or ["3"])[-1])
+        return int((re.findall(r"\d+", text) or ["3"])[-1])
     if kind == "boolean":
         return True
-    return (schema.get("enum") or re.findall(r"['\"]([^'\"]+)['\"]", said) or ["cats"])[0]
+    return (schema.get("enum") or re.findall(r"['\"]([^'\"]+)['\"]", text) or ["cats"])[0]
 
 
 def policy(request: ScriptedRequest) -> Line:
     """Say what the prompt asks for."""
     _, _, question = request.text.rpartition("<|im_start|>user\n")
-    said = question.partition("<|im_end|>")[0]
+    text = question.partition("<|im_end|>")[0]
     tools = [
         json.loads(line)["function"] for line in re.findall(r"^(\{\"type\": \"function\".*\})$", request.text, re.M)
     ]
     guide = request.params.guide
     if guide is not None and guide.schema is not None:
         # In JSON mode any object will do, and the suite asks for a joke.
-        return json.dumps(instance(guide.schema, said) or {"setup": "Why?", "punchline": "Ha."}, ensure_ascii=False)
-    if tools and "<tool_response>" not in said and (guide is not None or "<tool_response>" not in question):
+        return json.dumps(instance(guide.schema, text) or {"setup": "Why?", "punchline": "Ha."}, ensure_ascii=False)
+    if tools and "<tool_response>" not in text and (guide is not None or "<tool_response>" not in question):
         tool = next((schema for schema in tools if guide is None or schema["name"] in guide.calls), tools[0])
-        call = ToolCall("", tool["name"], instance(tool["parameters"], said))
+        call = ToolCall("", tool["name"], instance(tool["parameters"], text))
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     return "Hello there, and how are you? I am well, thank you, and here is a whole sentence."
 

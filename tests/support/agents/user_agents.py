@@ -24,8 +24,8 @@ async def by_address(task, llm):
     """Knows an address and nothing else, and says itself what its answer is worth."""
     body = {"model": llm.model, "messages": [{"role": "user", "content": str(task["prompt"])}]}
     async with aiohttp.ClientSession() as http, http.post(f"{llm.endpoint}/chat/completions", json=body) as answer:
-        told = await answer.json()
-    return float(len(told["choices"][0]["message"]["content"]))
+        completion = await answer.json()
+    return float(len(completion["choices"][0]["message"]["content"]))
 
 
 @rollout

@@ -63,8 +63,10 @@ class Server:
         entries: list[list[Any]] = []
         meta: dict[str, Any] = {"id": rid, "output_token_logprobs": entries, "finish_reason": None}
         if "logprob_start_len" in body:
-            given = [[None if n == 0 else logprob_of(token, self.key), token, None] for n, token in enumerate(ids)]
-            meta["input_token_logprobs"] = given
+            prompt_logprobs = [
+                [None if n == 0 else logprob_of(token, self.key), token, None] for n, token in enumerate(ids)
+            ]
+            meta["input_token_logprobs"] = prompt_logprobs
         try:
             while meta["finish_reason"] is None:
                 await self.go.wait() if rid not in self.cut else None

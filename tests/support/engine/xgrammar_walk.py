@@ -42,8 +42,8 @@ def main() -> None:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=job["tokenizer"])
             info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
             # As servers are started here: VLLM_XGRAMMAR_CACHE_MB=0.
-            made = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=True, cache_limit_bytes=0)
-            compilers[job["tokenizer"]] = (made, len(tokenizer))
+            grammar_compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=True, cache_limit_bytes=0)
+            compilers[job["tokenizer"]] = (grammar_compiler, len(tokenizer))
         compiler, size = compilers[job["tokenizer"]]
         grammar = compiler.compile_structural_tag(job["tag"])
         refused = None

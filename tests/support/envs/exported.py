@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.envs.core import close_env, reset_env, step_env
-from turnwise.envs.gym.to_gymnasium import plain
 from turnwise.envs.registration import EnvSpec
 from turnwise.envs.solution import play_solution
 from turnwise.ext.frameworks.export import export_env, load_exported
+from turnwise.tasks.core import message_record
 from turnwise.types import Message
 
 NAMES = ("guess_number", "calculator", "sql")
@@ -36,12 +36,12 @@ async def plays_of(name: str, folder: Path, form: str) -> list[Play]:
     right, wrong = exported.tasks[1:3]
     env = exported.make()
     await reset_env(env, right, seed=SEED)
-    solved = [(plain(message), result.reward) for message, result in await play_solution(env)]
+    solved = [(message_record(message), result.reward) for message, result in await play_solution(env)]
     await reset_env(env, wrong, seed=SEED)
     failed = []
     while True:
         result = await step_env(env, copy.deepcopy(WRONG))
-        failed.append((plain(WRONG), result.reward))
+        failed.append((message_record(WRONG), result.reward))
         if result.terminated or result.truncated:
             break
     await close_env(env)

@@ -43,8 +43,8 @@ def reasoning_gym():
         for index in range(4):
             entry = dataset[index]
             answer = [entry["answer"], "0", f"{entry['answer']} or so", None][index]
-            said = "I do not know." if answer is None else f"So it is <answer>{answer}</answer>."
-            yield f"{name}/{index}", [said], [dataset.score_answer(answer, entry)], entry["question"]
+            text = "I do not know." if answer is None else f"So it is <answer>{answer}</answer>."
+            yield f"{name}/{index}", [text], [dataset.score_answer(answer, entry)], entry["question"]
 
 
 def textarena():
@@ -55,16 +55,16 @@ def textarena():
         random.seed(SEED)
         env = framework.make(name)
         env.reset(num_players=players, seed=SEED)
-        taken, first = [], None
+        played, first = [], None
         for action in actions:
             _, text = env.get_observation()
             first = first or text
-            taken.append(action)
+            played.append(action)
             done, _ = env.step(action=action)
             if done:
                 break
         rewards, _ = env.close()
-        yield name, taken, [rewards[player] for player in sorted(rewards)], first
+        yield name, played, [rewards[player] for player in sorted(rewards)], first
 
 
 def gem():
@@ -73,20 +73,20 @@ def gem():
     for name, actions in GEM.items():
         env = framework.make(name)
         first, _ = env.reset(seed=SEED)
-        taken, rewards = [], []
+        played, rewards = [], []
         for action in actions:
             _, reward, terminated, truncated, _ = env.step(action)
-            taken.append(action)
+            played.append(action)
             rewards.append(float(reward))
             if terminated or truncated:
                 break
-        yield name, taken, rewards, first
+        yield name, played, rewards, first
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    found = {"reasoning-gym": reasoning_gym, "textarena": textarena, "gem": gem}[sys.argv[1]]()
+    games = {"reasoning-gym": reasoning_gym, "textarena": textarena, "gem": gem}[sys.argv[1]]()
     plays = [
-        {"name": name, "actions": acts, "rewards": rewards, "first": first} for name, acts, rewards, first in found
+        {"name": name, "actions": acts, "rewards": rewards, "first": first} for name, acts, rewards, first in games
     ]
     sys.stdout.write(json.dumps(plays))

@@ -24,22 +24,22 @@ async def main(folder: Path, seed: int, plays: list) -> list:
     bound = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     serving = asyncio.ensure_future(server.serve(sockets=[bound]))
-    found = []
+    rewards_of_plays = []
     async with client_class(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}") as client:
         for task, actions in plays:
             result = await client.reset(seed=seed, task=task)
             assert result.observation.text
             rewards = []
             for action in actions:
-                given = {"content": action.get("content") or "", "tool_calls": action.get("tool_calls") or []}
-                result = await client.step(action_class(**given))
+                fields = {"content": action.get("content") or "", "tool_calls": action.get("tool_calls") or []}
+                result = await client.step(action_class(**fields))
                 rewards.append(result.reward)
             assert result.done
             assert (await client.state()).step_count == len(actions)
-            found.append(rewards)
+            rewards_of_plays.append(rewards)
     server.should_exit = True
     await serving
-    return found
+    return rewards_of_plays
 
 
 if __name__ == "__main__":

@@ -336,6 +336,6 @@ def write_bfcl(folder: Path) -> Path:
     (folder / "possible_answer").mkdir(parents=True)
     name = "BFCL_v4_simple_python.json"
     unmet = {**BFCL, "id": "irrelevance_0", "question": [[{"role": "user", "content": "Who painted this?"}]]}
-    (folder / name).write_text("".join(json.dumps(each) + "\n" for each in (BFCL, unmet)))
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in (BFCL, unmet)))
     (folder / "possible_answer" / name).write_text(json.dumps(BFCL_ANSWER) + "\n")
     return folder / name

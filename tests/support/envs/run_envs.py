@@ -156,4 +156,4 @@ class Exchange(MultiAgentEnv):
         return other
 
     def payoff(self):
-        return {side: stable_hash(*said) % 1000 / 1000 for side, said in self.said.items()}
+        return {side: stable_hash(*lines) % 1000 / 1000 for side, lines in self.said.items()}

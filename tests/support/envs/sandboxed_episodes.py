@@ -40,8 +40,8 @@ async def answered(env: Env, task: Task, text: str) -> StepResult:
 
 async def called(env: Env, *calls: tuple[str, dict[str, Any]]) -> StepResult:
     """What an environment says of a message with calls."""
-    made = [ToolCall(f"c{number}", name, arguments) for number, (name, arguments) in enumerate(calls)]
-    result: StepResult = await step_env(env, {"role": "assistant", "content": "", "tool_calls": made})
+    tool_calls = [ToolCall(f"c{number}", name, arguments) for number, (name, arguments) in enumerate(calls)]
+    result: StepResult = await step_env(env, {"role": "assistant", "content": "", "tool_calls": tool_calls})
     return result
 
 

@@ -24,7 +24,7 @@ def finite(n: int, start: int = 0) -> Iterator[dict[str, Any]]:
         yield {"id": f"f{number}", "prompt": str(number)}
 
 
-def refuses(n: int, bad: int) -> Iterator[dict[str, Any]]:
+def refuses(n: int, broken_row: int) -> Iterator[dict[str, Any]]:
     """Yield rows of which one has no prompt."""
     for number in range(n):
-        yield {"id": str(number), "prompt": None if number == bad else "p"}
+        yield {"id": str(number), "prompt": None if number == broken_row else "p"}

@@ -41,16 +41,16 @@ def _order_names(customer: int) -> list[tuple[int, str]]:
 
 
 def _user(number: int) -> dict[str, Any]:
-    first, last = _NAMES[number]
+    first_name, family_name = _NAMES[number]
     methods = {
         f"credit_card_{number}": {"source": "credit_card", "brand": "visa", "last_four": f"000{number}"},
         f"paypal_{number}": {"source": "paypal"},
         f"gift_card_{number}": {"source": "gift_card", "balance": 500 if number % 2 else 1},
     }
     return {
-        "name": {"first_name": first, "last_name": last},
+        "name": {"first_name": first_name, "last_name": family_name},
         "address": _address(number),
-        "email": f"{first}.{last}@example.com",
+        "email": f"{first_name}.{family_name}@example.com",
         "payment_methods": methods,
         "orders": [f"#{name}" for _, name in _order_names(number)],
     }
@@ -80,14 +80,14 @@ def _price(product: int, variant: int) -> float:
 
 def _order(customer: int, index: int) -> dict[str, Any]:
     first = (customer + index) % len(_PRODUCTS)
-    chosen = ((first, 0), ((first + 1) % len(_PRODUCTS), index % 3))
-    total = sum(_price(product, variant) for product, variant in chosen)
+    variants = ((first, 0), ((first + 1) % len(_PRODUCTS), index % 3))
+    total = sum(_price(product, variant) for product, variant in variants)
     method = f"paypal_{customer}" if index % 2 else f"credit_card_{customer}"
     return {
         "user_id": f"customer_{customer}",
         "address": _address(customer),
         "items": [
-            {"item_id": f"i{product}{variant}", "price": _price(product, variant)} for product, variant in chosen
+            {"item_id": f"i{product}{variant}", "price": _price(product, variant)} for product, variant in variants
         ],
         "status": _STATUSES[index],
         "payment_history": [{"transaction_type": "payment", "amount": total, "payment_method_id": method}],

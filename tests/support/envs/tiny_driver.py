@@ -33,7 +33,7 @@ class Source:
 
     def tasks(self, split, start, count):
         rows = [{"prompt": f"from {n}", "data": {"start": n}} for n in range(3, 3 + (700 if split == "train" else 2))]
-        return [{**each, "prompt": each["prompt"] + " " * self.padding} for each in rows[start : start + count]]
+        return [{**row, "prompt": row["prompt"] + " " * self.padding} for row in rows[start : start + count]]
 
 
 class Episode:
@@ -45,26 +45,26 @@ class Episode:
         if self.source.trouble == "reset":
             raise LookupError("no such level")
         self.left = (data or {}).get("start", self.source.start)
-        said = f"{self.left} left, seed {seed}, lucky {random.randrange(1000)}, charm {self.charm}"
+        text = f"{self.left} left, seed {seed}, lucky {random.randrange(1000)}, charm {self.charm}"
         head = [{"role": "system", "content": self.source.system_prompt}] if self.source.system_prompt else []
         tools = [{"name": "take", "description": "Take some.", "parameters": {"type": "object", "properties": {}}}]
         several = {"agents": ["one", "two"], "turn": "one"} if self.source.trouble == "two" else {}
-        first = {"messages": [*head, {"role": "user", "content": said}], "tools": tools, "info": {"state": self.left}}
+        first = {"messages": [*head, {"role": "user", "content": text}], "tools": tools, "info": {"state": self.left}}
         return first | several
 
     def step(self, message):
         if self.source.trouble == "echo":
-            said = {"role": "user", "content": json.dumps(message, sort_keys=True) + "\ud83d"}
-            return {"messages": [said], "reward": 0, "terminated": False, "truncated": False}
+            observation = {"role": "user", "content": json.dumps(message, sort_keys=True) + "\ud83d"}
+            return {"messages": [observation], "reward": 0, "terminated": False, "truncated": False}
         if self.source.trouble == "partial":
             return {"messages": [], "reward": 0}
         getattr(self, "_" + (self.source.trouble or "none"), lambda: None)()
         amount = int(message["content"])
         self.left -= amount
         reward = {"nan": float("nan"), "words": "much", "missing": None}.get(self.source.trouble, float(amount))
-        said = {"role": "user", "content": f"{self.left} left, lucky {random.randrange(1000)}"}
+        observation = {"role": "user", "content": f"{self.left} left, lucky {random.randrange(1000)}"}
         info = {"metrics": {"taken": amount}, "notes": {"left": str(self.left)}}
-        return {"messages": [said], "reward": reward, "terminated": self.left <= 0, "truncated": False, **info}
+        return {"messages": [observation], "reward": reward, "terminated": self.left <= 0, "truncated": False, **info}
 
     def score(self, message):
         return {"left": -float(self.left)}

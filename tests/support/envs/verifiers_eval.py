@@ -17,11 +17,11 @@ from verifiers_plays import Endpoint
 async def main(seed: int, jobs: list) -> list:
     import verifiers.v1 as vf
 
-    endpoint, found = Endpoint(), []
+    endpoint, rewards_of_jobs = Endpoint(), []
     client = vf.EvalClientConfig(base_url=await endpoint.start(), api_key_var="NO_SUCH_KEY")
     for folder, plays in jobs:
         sys.path.insert(0, folder)
-        [package] = [each.parent.name for each in Path(folder).glob("*/env.json")]
+        [package] = [file.parent.name for file in Path(folder).glob("*/env.json")]
         env = importlib.import_module(package).load_environment(seed=seed)
         tasks = {task.data.task: task for task in env.taskset}
         rewards = []
@@ -33,9 +33,9 @@ async def main(seed: int, jobs: list) -> list:
                 assert episode.ok, [*episode.errors, *episode.traces[0].errors]
                 assert not endpoint.left
                 rewards.append(episode.traces[0].reward)
-        found.append(rewards)
+        rewards_of_jobs.append(rewards)
     await endpoint.runner.cleanup()
-    return found
+    return rewards_of_jobs
 
 
 if __name__ == "__main__":

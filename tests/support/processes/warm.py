@@ -165,16 +165,16 @@ class WarmPopen(subprocess.Popen):
     """A :class:`subprocess.Popen` whose process is forked from a warm one where that is the same."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
-        given = dict(zip(_GIVEN, rest, strict=False))
-        environment = os.environ if given["env"] is None else given["env"]
+        options = dict(zip(_GIVEN, rest, strict=False))
+        environment = os.environ if options["env"] is None else options["env"]
         argv = None if isinstance(args, str | bytes) or executable is not None else program(args)
         cold = (
             argv is None
             or preexec_fn is not None
             or COLD in os.environ
-            or (given["cwd"] is not None and not os.path.isdir(given["cwd"]))
-            or any(given[name] not in (None, -1) for name in ("gid", "gids", "uid", "umask"))
-            or given["process_group"] not in (None, -1)
+            or (options["cwd"] is not None and not os.path.isdir(options["cwd"]))
+            or any(options[name] not in (None, -1) for name in ("gid", "gids", "uid", "umask"))
+            or options["process_group"] not in (None, -1)
         )
         if not cold:
             warm = warm_process()
@@ -182,17 +182,17 @@ class WarmPopen(subprocess.Popen):
         if cold:
             super()._execute_child(args, executable, preexec_fn, *rest)
             return
-        streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [number if stream == -1 else stream for number, stream in enumerate(streams)]
-        passed = sorted(set(given["pass_fds"]))
+        passed = sorted(set(options["pass_fds"]))
         try:
             self.pid = warm.fork(
                 {
                     "argv": argv,
-                    "cwd": os.fspath(given["cwd"] or os.getcwd()),
+                    "cwd": os.fspath(options["cwd"] or os.getcwd()),
                     "env": dict(environment),
                     "descriptors": [0, 1, 2, *passed],
-                    "session": bool(given["start_new_session"]),
+                    "session": bool(options["start_new_session"]),
                     "starts": _starts_servers(argv),
                     "limits": [resource.getrlimit(kind) for kind in LIMITS],
                     "umask": _umask(),
@@ -201,7 +201,7 @@ class WarmPopen(subprocess.Popen):
                 [*streams, *passed],
             )
         finally:
-            self._close_pipe_fds(*(given[name] for name in _PIPES))
+            self._close_pipe_fds(*(options[name] for name in _PIPES))
         self._child_created = True
 
 
@@ -231,7 +231,7 @@ def run_command(argv: Sequence[Any], *, check: bool = False, timeout: float | No
 
 def started_by(process: psutil.Process) -> list[psutil.Process]:
     """Return the processes that one started and those that they did, without warm ones."""
-    return [each for each in process.children(recursive=True) if PROGRAM.name not in _last_part(each)]
+    return [child for child in process.children(recursive=True) if PROGRAM.name not in _last_part(child)]
 
 
 def _last_part(process: psutil.Process) -> str:
@@ -243,10 +243,10 @@ def _last_part(process: psutil.Process) -> str:
 @contextlib.contextmanager
 def cold() -> Any:
     """Have what is started meanwhile start as ever."""
-    before = os.environ.get(COLD)
+    previous = os.environ.get(COLD)
     os.environ[COLD] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[COLD]

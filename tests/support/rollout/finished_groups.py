@@ -11,8 +11,8 @@ from turnwise.types import StopReason
 def lively(name: str, *, members: int = 1, baselines: int = 0, tokens: int = 3) -> TrajectoryGroup:
     """Return a group whose members have two branches, rewards, notes and words that are not ASCII."""
     trajectories = [_trajectory(name, number, tokens) for number in range(members + baselines)]
-    for each in trajectories[members:]:
-        each.baseline = True
+    for trajectory in trajectories[members:]:
+        trajectory.baseline = True
     return TrajectoryGroup(
         name, "task", trajectories[:members], failed=1, source="rows", baselines=trajectories[members:]
     )

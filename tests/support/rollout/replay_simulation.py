@@ -168,9 +168,9 @@ class Simulation:
             ]
             self.staleness.append(max(0, self.step - min(versions, default=self.step)))
 
-    async def _top_up(self, step: int, taken: int) -> None:
+    async def _top_up(self, step: int, received: int) -> None:
         count = len(self.outstanding)
-        for _ in range(self.admission.room(outstanding=count, version=self.version, step=step, taken=taken)):
+        for _ in range(self.admission.room(outstanding=count, version=self.version, step=step, taken=received)):
             self._expect(self._key())
         await self._settle()
 

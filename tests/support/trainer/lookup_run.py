@@ -186,10 +186,10 @@ class Turnwise(WarmPopen):
             command = [sys.executable, "-m", "turnwise", *map(str, arguments)]
             super().__init__(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
 
-    def __exit__(self, *about: Any) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self.poll() is None:
             self.kill()
-        super().__exit__(*about)
+        super().__exit__(*exception)
 
     def output(self) -> str:
         """Return what it wrote so far."""

@@ -111,18 +111,20 @@ class TwoConversations(Agent):
         await episode.session.chat(messages, episode.tools)
 
 
-@pytest.mark.parametrize(("mine", "others"), [(3, 1), (1, 3)])
-async def test_calls_share_with_those_of_their_own_message_whoever_spoke_last(mine, others):
+@pytest.mark.parametrize(("first_calls", "second_calls"), [(3, 1), (1, 3)])
+async def test_calls_share_with_those_of_their_own_message_whoever_spoke_last(first_calls, second_calls):
     renderer = renderer_for("qwen3")
 
     def line(count):
         calls = [ToolCall("", "read", {"words": 2000}) for _ in range(count)]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
-    client = ScriptedClient(renderer, [line(mine), line(others), "done"], tools=[Pages.tool_methods["read"].schema])
+    client = ScriptedClient(
+        renderer, [line(first_calls), line(second_calls), "done"], tools=[Pages.tool_methods["read"].schema]
+    )
     settings = {"env": {"name": f"{__name__}:Pages"}, "agent": {"name": "test_room_two_conversations"}}
     runner = EpisodeRunner(RolloutConfig.model_validate(settings), client, renderer, context_length=3000)
     [trajectory] = (await runner.run(EpisodeSpec(Task("t", ""), "g"))).trajectories
     assert (trajectory.error, trajectory.stop_reason) == (None, "completed")
-    assert trajectory.metrics["tool_answers_cut"] == mine
+    assert trajectory.metrics["tool_answers_cut"] == first_calls
     assert 2000 < len(client.requests[2].prompt) < 3000

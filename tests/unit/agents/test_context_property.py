@@ -31,7 +31,7 @@ LINES = st.builds(
 )
 SILENT = st.sampled_from([say("the end"), say(""), say("", thought="hm")])
 # A message without calls ends whoever says it: where one comes early, little happens.
-SCRIPTS = st.builds(lambda lines, last: [*lines, last], st.lists(LINES, min_size=3, max_size=9), SILENT)
+SCRIPTS = st.builds(lambda lines, silent_line: [*lines, silent_line], st.lists(LINES, min_size=3, max_size=9), SILENT)
 SHARES = st.sampled_from([0.3, 0.5, 0.8])
 CONTEXTS = st.fixed_dictionaries(
     {
@@ -96,8 +96,8 @@ async def check(
             reads[turn] += value
     for turn in trajectory.turns():
         [message] = turn.sampled.messages
-        asked = sum(call["function"]["name"] == "read" for call in message.get("tool_calls") or ())
-        assert reads[turn.turn_id] <= 0.25 * asked
+        read_calls = sum(call["function"]["name"] == "read" for call in message.get("tool_calls") or ())
+        assert reads[turn.turn_id] <= 0.25 * read_calls
     assert_answered(played)
     for reason in trajectory.forks():
         event(reason)

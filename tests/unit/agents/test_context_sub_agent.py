@@ -68,7 +68,7 @@ async def test_its_last_message_is_the_answer_of_the_call(tmp_path, renderer):
 
 
 async def test_several_work_at_the_same_time_and_answers_keep_the_order_of_calls(tmp_path):
-    inside, all_inside = [], asyncio.Event()
+    running, all_inside = [], asyncio.Event()
     plain = acting(
         [say("", ("delegate", {"task": "alpha"}), ("read", {"number": 5}), ("delegate", {"task": "beta"})), DONE]
     )
@@ -77,8 +77,8 @@ async def test_several_work_at_the_same_time_and_answers_keep_the_order_of_calls
         if "You help." not in request.text:
             return await plain(request)
         name = "alpha" if "alpha" in request.text else "beta"
-        inside.append(name)
-        if len(inside) == 2:
+        running.append(name)
+        if len(running) == 2:
             all_inside.set()
         await all_inside.wait()
         return say(f"{name} is done")
@@ -245,14 +245,14 @@ async def test_max_depth_withholds_the_delegating_tool(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "words"),
+    ("sub_agent", "words"),
     [
         ({"name": "read"}, ["context.sub_agent.name", "'read'", "another name"]),
         ({"tools": ["look"]}, ["context.sub_agent.tools", "'look'", "read, slip"]),
     ],
 )
-async def test_names_that_the_environment_knows_otherwise_are_told_before_anything_is_asked(tmp_path, own, words):
-    client_error = await _error(tmp_path, {"sub_agent": own})
+async def test_names_that_the_environment_knows_otherwise_are_told_before_anything_is_asked(tmp_path, sub_agent, words):
+    client_error = await _error(tmp_path, {"sub_agent": sub_agent})
     assert all(word in client_error for word in words), client_error
 
 

@@ -79,8 +79,8 @@ def pieces_of(family: str) -> list[list[int]]:
 @given(data=st.data())
 def test_streamed_text_is_a_prefix_of_the_parsed_text(family: str, data: st.DataObject) -> None:
     pieces = pieces_of(family)
-    chosen = data.draw(st.lists(st.integers(0, len(pieces) - 1), min_size=1, max_size=14))
-    ids = [number for index in chosen for number in pieces[index]]
+    indices = data.draw(st.lists(st.integers(0, len(pieces) - 1), min_size=1, max_size=14))
+    ids = [number for index in indices for number in pieces[index]]
     cuts = data.draw(st.lists(st.integers(0, 200), max_size=20))
     for end in {len(ids), cuts[0] % len(ids) + 1 if cuts else len(ids)}:
         full = renderer_for(family).parse(as_ids(ids[:end]), tail_of(family), ())
@@ -106,8 +106,8 @@ def test_a_stop_string_is_never_shown(family: str, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, 200), max_size=20))
     expected = text.strip()
     expected = expected[: min([at for stop in stops if (at := expected.find(stop)) >= 0], default=len(expected))]
-    for said, _ in shown(family, encode(text), cuts, stops):
-        assert expected.startswith(said)
+    for shown_text, _ in shown(family, encode(text), cuts, stops):
+        assert expected.startswith(shown_text)
 
 
 # The prompt, what is sampled, and what is shown of it before its end: (text, reasoning).

@@ -139,8 +139,8 @@ def stop_of(family: str) -> str:
 @pytest.mark.parametrize("family", list(CALLS))
 def test_a_closed_call_stands_whether_stopped_or_cut(family: str) -> None:
     prompt = PROMPT.get(family)
-    whole = CALLS[family].replace("KEY", "a")
-    for text in (whole + stop_of(family), whole):
+    closed_call = CALLS[family].replace("KEY", "a")
+    for text in (closed_call + stop_of(family), closed_call):
         call = only(parse(family, text, prompt=prompt))
         assert (call.name, call.arguments, call.error) == ("lookup", {"key": "a"}, None)
         assert parse(family, text, prompt=prompt)["content"] == ""

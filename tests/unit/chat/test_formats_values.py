@@ -78,9 +78,9 @@ def test_types_of_a_schema_that_refers_to_itself_end() -> None:
     ],
 )
 def test_values_by_type(text: str, allowed: set[str], value: Any) -> None:
-    found = coerce(text, frozenset(allowed))
-    assert found == value
-    assert type(found) is type(value)
+    coerced = coerce(text, frozenset(allowed))
+    assert coerced == value
+    assert type(coerced) is type(value)
 
 
 @given(

@@ -242,9 +242,9 @@ def test_ids_behind_a_stop_id_are_declined(family: str) -> None:
 
 def test_unprovable_extension_is_declined_with_its_reason() -> None:
     later: Message = {"role": "system", "content": "note"}
-    last = says("Here.")
+    previous = says("Here.")
 
-    def why(family: str, new: list[Message], tools: Sequence[ToolSchema] = (), turn: Message = last) -> str:
+    def why(family: str, new: list[Message], tools: Sequence[ToolSchema] = (), turn: Message = previous) -> str:
         renderer = renderer_for(family)
         completion = text_ids(renderer, "x")
         assert extend(renderer, [USER], completion, turn, new, tools) is None
@@ -331,18 +331,18 @@ def test_encoding_a_turn_costs_its_new_tokens_only(family: str) -> None:
     counter = CountingTokenizer(files.tokenizer)
     assert files.template is not None
     renderer = load_renderer(type(files)(files.path, counter, files.template, None, files.special, files.eos_ids, None))
-    last = says("", FIRST)
-    completion = renderer.completion(last, TOOLS)
+    previous = says("", FIRST)
+    completion = renderer.completion(previous, TOOLS)
     history: list[Message] = [SYSTEM, USER]
     spent = []
     for turn in range(12):
         encoded_before = counter.encoded
         # Another one each time: an answer that was encoded before costs nothing.
         new = answer(FIRST, f"row {turn} " * 50)
-        following = extend_counted(renderer, history, completion, last, [new])
+        following = extend_counted(renderer, history, completion, previous, [new])
         assert following is not None
         spent.append((counter.encoded - encoded_before) - len(following))
-        history += [last, new]
+        history += [previous, new]
         if turn == 0:
             continue  # the shape is proven once
         assert spent[-1] in (0, 1), "only new text is encoded (one id may be the close that was sampled)"

@@ -126,8 +126,8 @@ def test_other_template_is_refused_with_both_remedies(tmp_path: Path, template_f
         RendererConfig(chat_template=str(template_file)).load(saved)
     with pytest.raises(RenderError, match=r"renderer\.chat_template is hermes \("):
         RendererConfig(chat_template="hermes").load(saved)
-    meant = RendererConfig(chat_template="hermes", check_template=False).load(saved)
-    assert prompt(meant) != prompt(renderer)  # type: ignore[arg-type]
+    unchecked = RendererConfig(chat_template="hermes", check_template=False).load(saved)
+    assert prompt(unchecked) != prompt(renderer)  # type: ignore[arg-type]
 
     shutil.copyfile(template_file, saved / "chat_template.jinja")
     with pytest.raises(

@@ -125,12 +125,12 @@ async def test_the_body_is_vllms(http):
         "sampling_params": {"temperature": 1, "max_tokens": 4, "logprobs": 0, "ignore_eos": True},
     }
     async with http.post("/inference/v1/generate", json={**body, "request_id": "mine"}) as answer:
-        reply = await answer.json()
+        response = await answer.json()
     assert answer.status == 200
-    assert reply["request_id"] == "mine"
-    assert reply["usage"]["prompt_tokens"] == 3
-    assert reply["usage"]["total_tokens"] == 7
-    (choice,) = reply["choices"]
+    assert response["request_id"] == "mine"
+    assert response["usage"]["prompt_tokens"] == 3
+    assert response["usage"]["total_tokens"] == 7
+    (choice,) = response["choices"]
     assert choice["finish_reason"] == "length"
     assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]
     assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
@@ -320,9 +320,9 @@ async def test_request_is_aborted_by_id(http, replica):
         assert (await answer.json())["aborted"] == 0
     async with http.post("/abort_requests", json={"request_ids": ["victim"]}) as answer:
         assert (await answer.json())["aborted"] == 1
-    reply = await (await call).json()
-    assert reply["choices"][0]["finish_reason"] == "abort"
-    assert 0 < len(reply["choices"][0]["token_ids"]) < 400
+    response = await (await call).json()
+    assert response["choices"][0]["finish_reason"] == "abort"
+    assert 0 < len(response["choices"][0]["token_ids"]) < 400
 
 
 # -- weights (these change what is served: each gives the first weights back)
@@ -363,7 +363,7 @@ async def test_equal_weights_get_a_new_version_and_keep_the_prefix_cache(lm, rep
     first = write_weights(make_model("qwen3", 1).state_dict().items(), tmp_path, 4)
     await replica.update_weights(first)
     try:
-        before = await client.generate(TokenPrompt(prompt(31)), GREEDY, session_id="same")
+        unchanged = await client.generate(TokenPrompt(prompt(31)), GREEDY, session_id="same")
         call = asyncio.create_task(client.generate(TokenPrompt(prompt(32)), LONG, session_id="long"))
         await running(replica)
         # Were the server to read the file again, it would find none.
@@ -373,7 +373,7 @@ async def test_equal_weights_get_a_new_version_and_keep_the_prefix_cache(lm, rep
         assert (old, version, start, end) == (4, 5, middle, 400)
         reused = (await replica.stats())["reused_tokens"]
         second = await client.generate(TokenPrompt(prompt(31)), GREEDY, session_id="same")
-        assert second.token_ids.tolist() == before.token_ids.tolist()
+        assert second.token_ids.tolist() == unchanged.token_ids.tolist()
         assert second.weight_versions == ((5, 0, 20),)
         assert (await replica.stats())["reused_tokens"] > reused
     finally:

@@ -164,8 +164,8 @@ async def test_scores_that_are_none_are_never_numbers(server, score):
     ],
 )
 async def test_truncated_or_unmarked_scores_are_no_verdict(server, text, reason):
-    said = {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
-    server.answer = lambda body: web.json_response(said)
+    completion = {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
+    server.answer = lambda body: web.json_response(completion)
     with pytest.raises(EnvError, match="returned no verdict in 2 tries"):
         await ask(judge(server, attempts=2))
     assert len(server.asked) == 2

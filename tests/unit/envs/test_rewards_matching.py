@@ -249,7 +249,7 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "value"),
+    ("text", "is_json", "value"),
     [
         ('{"a": 1}', True, {"a": 1}),
         ('Here:\n```json\n{"a": 1}\n```\nand\n```\n{"a": 2}\n```', True, {"a": 2}),
@@ -261,8 +261,8 @@ SCHEMA = {
         ("", False, None),
     ],
 )
-def test_json_is_found(text, found, value):
-    assert find_json(text) == (found, value)
+def test_json_is_found(text, is_json, value):
+    assert find_json(text) == (is_json, value)
 
 
 @given(

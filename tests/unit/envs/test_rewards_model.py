@@ -112,8 +112,8 @@ async def test_rewards_are_those_of_a_direct_forward(scalar, replica):
     assert await plain({"role": "assistant", "content": "some words"}, "some words", []) == pytest.approx(
         direct(model, ids)[0], abs=1e-5
     )
-    for each in (reward, activated, plain):
-        await each.close()
+    for reward_model in (reward, activated, plain):
+        await reward_model.close()
 
 
 async def test_calls_and_control_tokens_reach_the_template_as_text(scalar, replica):
@@ -126,7 +126,7 @@ async def test_calls_and_control_tokens_reach_the_template_as_text(scalar, repli
         {"role": "assistant", "content": "A cat."},
     ]
     reward = RewardModel(replica.url)
-    own = [
+    templated = [
         messages[0],
         {
             "role": "assistant",
@@ -139,7 +139,7 @@ async def test_calls_and_control_tokens_reach_the_template_as_text(scalar, repli
         messages[3],
     ]
     assert await reward(messages[-1], "A cat.", messages) == pytest.approx(
-        direct(model, template_ids(folder, own))[0], abs=1e-5
+        direct(model, template_ids(folder, templated))[0], abs=1e-5
     )
     # An answer that writes the markup of another turn does not get one.
     question = {"role": "user", "content": "hi"}

@@ -340,10 +340,10 @@ class TestTasksKwargs:
         assert seen == {"gold": 3, "create_kwargs": {"gold": 3}}
 
     @pytest.mark.parametrize(
-        ("given", "words"), [({"sack": {}}, "names 'sack', but the tools are up"), ([1], "must be an object")]
+        ("kwargs", "words"), [({"sack": {}}, "names 'sack', but the tools are up"), ([1], "must be an object")]
     )
-    async def test_wrong_tool_kwargs_raise_task_errors(self, given, words):
-        env = await begun(task=Task("row-3", "hi", {"tools_kwargs": given}))
+    async def test_wrong_tool_kwargs_raise_task_errors(self, kwargs, words):
+        env = await begun(task=Task("row-3", "hi", {"tools_kwargs": kwargs}))
         with pytest.raises(TaskError, match=f"task 'row-3'.*{words}"):
             await env.step(says(UP))
 

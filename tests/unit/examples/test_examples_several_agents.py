@@ -59,8 +59,10 @@ async def test_a_proposer_is_paid_for_sums_that_some_solve(
     proposed: str, answers: list[str], rewards: list[float]
 ) -> None:
     script = {"proposer": [proposed]} | {f"solver/{number}": [answer] for number, answer in enumerate(answers)}
-    found = await played("proposer_solver", Task("t", ""), script)
-    assert {agent: found[agent] for agent in script} == pytest.approx(dict(zip(script, rewards, strict=True)))
+    rewards_by_agent = await played("proposer_solver", Task("t", ""), script)
+    assert {agent: rewards_by_agent[agent] for agent in script} == pytest.approx(
+        dict(zip(script, rewards, strict=True))
+    )
 
 
 @pytest.mark.parametrize(

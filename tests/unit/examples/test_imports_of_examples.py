@@ -78,18 +78,18 @@ def at_top(text: str) -> set[str]:
 @pytest.mark.parametrize("name", files())
 def test_imported_names_exist(name: str) -> None:
     file, missing, needed = ROOT / name, [], set()
-    for line, module, taken in imported(file.read_text()):
-        problem = f"{name}:{line}: {module}{'' if taken is None else ' has no ' + taken}"
+    for line, module, name_ in imported(file.read_text()):
+        problem = f"{name}:{line}: {module}{'' if name_ is None else ' has no ' + name_}"
         if module.partition(".")[0] == "turnwise":
             try:
-                missing += [problem] if lacks(module, taken) else []
+                missing += [problem] if lacks(module, name_) else []
             except ModuleNotFoundError as error:
                 needed.add(f"{module} needs {error.name}")
             except MissingExtraError as error:
                 needed.add(str(error))
         elif module.partition(".")[0] not in sys.stdlib_module_names:
             other = neighbour(file, module)
-            missing += [problem] if other is not None and taken not in {None, *at_top(other.read_text())} else []
+            missing += [problem] if other is not None and name_ not in {None, *at_top(other.read_text())} else []
     assert not missing, "\n".join(missing)
     if needed:
         pytest.skip(f"{', '.join(sorted(needed))}, which is not installed")

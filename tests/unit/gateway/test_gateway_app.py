@@ -167,8 +167,8 @@ async def test_a_server_that_fails_at_once_is_told_by_a_status(
     async with serving([InferenceError("down"), SAID]) as served:
         opened = await served.open()
         path = f"{opened['path']}/v1/{route}"
-        told, body = await post(served, path, {**ROUTES[route], "stream": stream})
-        assert (told, body["error"]["type"]) == (status, kind)
+        answered, body = await post(served, path, {**ROUTES[route], "stream": stream})
+        assert (answered, body["error"]["type"]) == (status, kind)
         # The same request again is answered.
         assert (await post(served, path, ROUTES[route]))[0] == 200
         assert served.session(opened).turns == 1
@@ -220,9 +220,14 @@ async def test_a_session_that_ends_is_on_disk_and_known_after_a_restart(tmp_path
         assert (await post(served, "/sessions/given_up/abort", {}, **admin))[0] == 200
         assert (await post(served, "/sessions/kept/finalize", {}, **admin))[0] == 404
     # What was sampled is on record, however its session ended; the last one ended with the gateway.
-    kept, *other_trajectories = read_trajectories(finished)
-    assert (kept.id, kept.group_id, kept.stop_reason, len(kept.segments)) == ("kept", "g1", "max_turns", 2)
-    assert json.loads(kept.to_bytes()) == body["trajectory"]
+    kept_trajectory, *other_trajectories = read_trajectories(finished)
+    assert (
+        kept_trajectory.id,
+        kept_trajectory.group_id,
+        kept_trajectory.stop_reason,
+        len(kept_trajectory.segments),
+    ) == ("kept", "g1", "max_turns", 2)
+    assert json.loads(kept_trajectory.to_bytes()) == body["trajectory"]
     ends = [(other.id, other.stop_reason, len(other.segments)) for other in other_trajectories]
     assert ends == [("given_up", "cancelled", 2), ("open", "cancelled", 2)]
     async with serving(lambda _: SAID, finished=finished) as served:
@@ -318,9 +323,9 @@ async def test_a_reward_names_a_turn_of_its_session() -> None:
             turns = (await answer.json())["turn_ids"]
         assert len(turns) == 2
         reward = {"authorization": f"Bearer {one['reward_key']}"}
-        told = {"value": 1.0, "turn_id": turns[1]}
-        assert (await post(served, "/sessions/one/rewards", told, **reward))[0] == 200
-        status, body = await post(served, "/sessions/one/rewards", {**told, "turn_id": "t9"}, **reward)
+        reward_body = {"value": 1.0, "turn_id": turns[1]}
+        assert (await post(served, "/sessions/one/rewards", reward_body, **reward))[0] == 200
+        status, body = await post(served, "/sessions/one/rewards", {**reward_body, "turn_id": "t9"}, **reward)
         assert (status, body["error"]["param"]) == (400, "turn_id")
         # One whose answer was lost is sent again.
         for _ in range(2):

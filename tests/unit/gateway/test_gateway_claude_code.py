@@ -147,11 +147,11 @@ async def test_sub_agents_have_their_own_system_prompt_model_and_sampling() -> N
     async with talking(says("", {"command": "ls"}), DONE, DONE) as talk:
         blocks = await talk.blocks(GO, system=system("abc"))
         line = "x-anthropic-billing-header: cc_version=2.1.197.abc; cc_is_subagent=true;"
-        about = [{"type": "text", "text": line}, {"type": "text", "text": "You explore."}]
+        system_blocks = [{"type": "text", "text": line}, {"type": "text", "text": "You explore."}]
         answer = await talk.blocks(
             user("Explore."),
             model="claude-haiku-4-5-20251001",
-            system=about,
+            system=system_blocks,
             temperature=1,
             thinking={"type": "disabled"},
         )

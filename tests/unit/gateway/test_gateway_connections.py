@@ -219,20 +219,20 @@ async def test_an_open_request_keeps_its_connection_and_others_are_told_to_wait(
         body = b'{"model":"m","messages":[{"role":"user","content":"Go."}]}'
         head = b"POST %s/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
         request = head % (opened["path"].encode(), len(body)) + body
-        async with connections(served, 3, HEALTH) as held:
-            for wire in held:
+        async with connections(served, 3, HEALTH) as wires:
+            for wire in wires:
                 # It was idle before, which is when its place can be taken.
                 await answer_of(wire)
                 wire[1].write(request)
             running = served.app.sessions.of_id(opened["id"]).running
             async with asyncio.timeout(30):
-                while len(running) < len(held):  # noqa: ASYNC110 - there is no event to wait for
+                while len(running) < len(wires):  # noqa: ASYNC110 - there is no event to wait for
                     await asyncio.sleep(0)
             answers = await all_said(await connect(served, HEALTH))
             assert answers.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after" in answers
             gated.gate.set()
-            for wire in held:
+            for wire in wires:
                 assert (await answer_of(wire)).startswith(b"HTTP/1.1 200")
         assert await ask(served, opened) == 200
 

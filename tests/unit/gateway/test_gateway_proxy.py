@@ -92,14 +92,19 @@ class Agent:
             raw = await answer.read()
             return answer.status, events(raw) if answer.content_type == "text/event-stream" else json.loads(raw)
 
-    def said(self, told: Any) -> list[Any]:
+    def said(self, answered: Any) -> list[Any]:
         """What was said, as an agent that keeps everything sends it back."""
         if self.route == "responses":
-            response = told[-1]["response"] if isinstance(told, list) else told
+            response = answered[-1]["response"] if isinstance(answered, list) else answered
             return list(response["output"])
         if self.route == "messages":
-            return [{"role": "assistant", "content": blocks(told) if isinstance(told, list) else told["content"]}]
-        return [chunked(told) if isinstance(told, list) else told["choices"][0]["message"]]
+            return [
+                {
+                    "role": "assistant",
+                    "content": blocks(answered) if isinstance(answered, list) else answered["content"],
+                }
+            ]
+        return [chunked(answered) if isinstance(answered, list) else answered["choices"][0]["message"]]
 
 
 def events(raw: bytes) -> list[Any]:

@@ -578,9 +578,9 @@ async def test_budgets_that_need_no_tokens_hold() -> None:
         assert [(await post(hosted, opened, ASK))[0] for _ in range(3)] == [200, 200, 400]
         assert (await hosted.finalize(opened)).stop_reason == "max_turns"
         # A session may have one of its own. 10 tokens are the prompt's, which is sampled behind twice: 10 + 3 + 3.
-        own = await hosted.open(id="tokens", max_turns=9, max_total_tokens=16)
-        assert [(await post(hosted, own, ASK))[0] for _ in range(3)] == [200, 200, 400]
-        trajectory = await hosted.finalize(own)
+        session = await hosted.open(id="tokens", max_turns=9, max_total_tokens=16)
+        assert [(await post(hosted, session, ASK))[0] for _ in range(3)] == [200, 200, 400]
+        trajectory = await hosted.finalize(session)
         assert (trajectory.stop_reason, trajectory.metrics["prompt_tokens"]) == ("max_tokens", 20)
         assert trajectory.metrics["tokens_over_limit"] == 0
         assert len(there.seen) == 4

@@ -74,10 +74,10 @@ def test_a_chat_format_without_a_grammar_is_named(dialect: str, kind: str) -> No
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_request_without_format_is_not_guided(dialect: str) -> None:
-    asked = body(dialect, "single", stream=False)
-    asked.pop("parallel_tool_calls", None)
-    asked["tool_choice"] = {"type": "auto"} if dialect == "messages" else "auto"
-    request = READ[dialect](asked, Abilities())
+    request_body = body(dialect, "single", stream=False)
+    request_body.pop("parallel_tool_calls", None)
+    request_body["tool_choice"] = {"type": "auto"} if dialect == "messages" else "auto"
+    request = READ[dialect](request_body, Abilities())
     assert request.guide is None
     assert len(request.tools) == len(NAMES)
 
@@ -171,12 +171,12 @@ async def test_a_schema_that_the_engine_refuses_names_the_field_and_fails_nothin
         ):
             request = body(dialect, "json", stream=stream, schema=schema)
             async with served.http.post(opened["base"] + PATHS[dialect], json=request) as answer:
-                told = (await answer.json())["error"]
+                error = (await answer.json())["error"]
             assert answer.status == 400
-            assert reason in told["message"]
-            assert FIELDS["json"][dialect] in told["message"]
-            assert told["type"] == "invalid_request_error"
-            assert dialect == "messages" or told["param"] == FIELDS["json"][dialect]
+            assert reason in error["message"]
+            assert FIELDS["json"][dialect] in error["message"]
+            assert error["type"] == "invalid_request_error"
+            assert dialect == "messages" or error["param"] == FIELDS["json"][dialect]
         assert served.session(opened).failure is None
         assert served.session(opened).turns == 0
 

@@ -27,8 +27,8 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 def answer(**message: Any) -> Answer:
-    said = {"role": "assistant", "content": "", "finish_reason": "stop", "turn_id": "t0", **message}
-    return Answer(said, 10, 5)  # type: ignore[arg-type]
+    turn = {"role": "assistant", "content": "", "finish_reason": "stop", "turn_id": "t0", **message}
+    return Answer(turn, 10, 5)  # type: ignore[arg-type]
 
 
 def test_items_of_a_codex_turn_are_one_message() -> None:
@@ -71,14 +71,16 @@ def test_items_of_a_broken_stream_are_dropped() -> None:
     dialect = OpenAIResponses()
     request = dialect.read(body(), Abilities())
     first, second = (dialect.respond(request, [answer(content=text)])["output"] for text in ("One.", "Two."))
-    asked = {"role": "user", "content": "Go."}
-    repeated = dialect.read(body(input=[asked, *first]), Abilities()).messages
+    question = {"role": "user", "content": "Go."}
+    repeated = dialect.read(body(input=[question, *first]), Abilities()).messages
     assert [message["content"] for message in repeated] == ["Go."]
-    more = dialect.read(body(input=[asked, *first, *second, {"role": "user", "content": "On."}]), Abilities()).messages
+    more = dialect.read(
+        body(input=[question, *first, *second, {"role": "user", "content": "On."}]), Abilities()
+    ).messages
     assert ["Two." in str(message["content"]) for message in more] == [False, True, False]
     # A message that this gateway never sent is the agent's own, and stays.
     items = [{**item, "id": "msg_of_mine"} for item in first]
-    messages = dialect.read(body(input=[asked, *items]), Abilities()).messages
+    messages = dialect.read(body(input=[question, *items]), Abilities()).messages
     assert [message["role"] for message in messages] == ["user", "assistant"]
 
 

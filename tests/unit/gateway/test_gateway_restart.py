@@ -123,18 +123,18 @@ async def test_a_session_goes_on_as_if_its_gateway_had_not_been_killed(tmp_path:
         history += [answer, user("Call.")]
         called = await chat(served, opened, history)
         history += [called, {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "r"}]
-        again = killed(out)
+        new_out = killed(out)
         baseline = await state(served, "s")
         await later(served, opened, history)
         straight = await end(served, "s")
-    async with serving(script, tools=[RUN], out=again) as served:
+    async with serving(script, tools=[RUN], out=new_out) as served:
         assert await state(served, "s") == baseline
         assert (await post(served, "/sessions", {"id": "s"}, admin=True))[0] == 409
         await later(served, opened, history)
         restarted = await end(served, "s")
     assert (straight.metrics["forks"], straight.stop_reason) == (3, "max_turns")
     assert left(restarted) == left(straight)
-    assert read_saved(again / "sessions.jsonl").open == {}
+    assert read_saved(new_out / "sessions.jsonl").open == {}
 
 
 async def test_requests_in_flight_are_sent_again(tmp_path: Path) -> None:
@@ -515,9 +515,9 @@ async def test_a_hosted_session_goes_on(tmp_path: Path) -> None:
             assert (await ask(hosted, opened, input="Go.", temperature=0.5, instructions="Brief."))[0] == 200
             status, _ = await ask(hosted, opened, input="On.", previous_response_id="resp_1", temperature=0.5)
             assert status == 200
-            again = killed(out)
+            new_out = killed(out)
             straight = await go_on(hosted)
-        async with hosting(there.url, finished=again / LINES[2]) as hosted:
+        async with hosting(there.url, finished=new_out / LINES[2]) as hosted:
             restarted = await go_on(hosted)
     assert left(restarted) == left(straight)
     assert (straight.recorded, straight.metrics["turns"]) == ("text", 5)

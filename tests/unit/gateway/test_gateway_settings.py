@@ -153,11 +153,11 @@ async def test_an_unknown_field_is_named_with_those_that_there_are() -> None:
     async with serving() as served:
         body = {"max_turn": 3, "temprature": 1, "id": "x"}
         async with served.http.post("/sessions", json=body, headers=ADMIN_HEADERS) as answer:
-            told = (await answer.json())["error"]["message"]
+            refusal = (await answer.json())["error"]["message"]
             assert answer.status == 400
-        assert "'max_turn', 'temprature'" in told
-        assert "max_turns" in told
-        assert "temperature" in told
+        assert "'max_turn', 'temprature'" in refusal
+        assert "max_turns" in refusal
+        assert "temperature" in refusal
         assert len(served.app.sessions) == 0
         # What is null is not set.
         await served.open(**dict.fromkeys(SETTINGS))

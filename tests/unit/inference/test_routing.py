@@ -93,12 +93,12 @@ class Simulation:
         await asyncio.sleep(0)
         self.waiting.append((self.asked, task))
         if task.done() and task.exception() is None and not was_waiting:
-            chosen = task.result().server
-            assert chosen in free
+            server = task.result().server
+            assert server in free
             slack = self.router.options.imbalance * sum(tokens_before[candidate] for candidate in free) / len(free)
             assert (
-                tokens_before[chosen]
-                <= min(tokens_before[candidate] for candidate in free) + slack + shared[chosen] + 1e-6
+                tokens_before[server]
+                <= min(tokens_before[candidate] for candidate in free) + slack + shared[server] + 1e-6
             )
 
     def takes(self, number: int) -> bool:
@@ -390,11 +390,11 @@ async def test_silent_servers_are_ejected_abandoned_and_readmitted():
     assert not router.servers[1].ejected
     # A server that is being restarted is not asked, and is not readmitted by an answer.
     router.eject(1, hold=True)
-    asked = servers[1].checks
+    checks_before = servers[1].checks
     pass_time(1.0)
     await asyncio.sleep(0.001)
     await turn_over()
-    assert (router.servers[1].ejected, servers[1].checks) == (True, asked)
+    assert (router.servers[1].ejected, servers[1].checks) == (True, checks_before)
     # Nothing in flight, nothing to readmit: no more checks.
     router.release(flying)
     pass_time(1.0)

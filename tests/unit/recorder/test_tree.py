@@ -63,9 +63,9 @@ def add(
 @given(st.lists(st.integers(0, 30), max_size=30))
 def test_the_ids_of_a_path_are_those_of_its_nodes(parents: list[int]) -> None:
     tree = Tree()
-    for drawn in parents:
+    for draw in parents:
         # The last node most often, so that paths stand in rows; none at all makes another root.
-        parent = tree.nodes[-1 - drawn // 4] if drawn // 4 < len(tree.nodes) else None
+        parent = tree.nodes[-1 - draw // 4] if draw // 4 < len(tree.nodes) else None
         add(tree, parent, [], ())
     more = np.array([7, 8], np.int32)
     assert path_ids(None, more).tolist() == [7, 8]

@@ -62,14 +62,14 @@ async def test_tokens_do_not_pass_for_text(tmp_path: Path) -> None:
         replace(segment, token_ids=segment.token_ids[:0], logprobs=None, weight_versions=())
         for segment in recorded.segments
     ]
-    for number, (segments, said) in enumerate(
+    for number, (segments, finding) in enumerate(
         ((recorded.segments, "holds ids"), (hidden, "there are calls of it in the ledger"))
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "ledger.jsonl").write_bytes((tmp_path / "ledger.jsonl").read_bytes())
         write_trajectories(folder, [replace(recorded, segments=segments, recorded="text"), text()])
-        assert any(said in problem for problem in audit_files(folder).contradictions)
+        assert any(finding in problem for problem in audit_files(folder).contradictions)
 
 
 async def test_trajectories_of_text_are_never_trained(tmp_path: Path) -> None:

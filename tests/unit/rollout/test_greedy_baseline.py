@@ -38,7 +38,7 @@ register("test-greedy", Greedy)
 MANAGERS = [None, EXAMPLE]
 
 
-async def roll(manager: str | None, script: Any, size: int = 3, **given: Any) -> tuple[TrajectoryGroup, list[Any]]:
+async def roll(manager: str | None, script: Any, size: int = 3, **options: Any) -> tuple[TrajectoryGroup, list[Any]]:
     RESETS.clear()
     renderer, written = ToyRenderer(), []
     buffer = LocalReplayBuffer()
@@ -46,14 +46,14 @@ async def roll(manager: str | None, script: Any, size: int = 3, **given: Any) ->
         env=SpecConfig(name="test-greedy"), agent_loop_manager_class=manager, temperature=0.8, retries=1
     )
     parts = RolloutParts(renderer, write=written.append)
-    made = await create_manager(config, ScriptedClient(renderer, script), buffer, parts)
+    rollout_manager = await create_manager(config, ScriptedClient(renderer, script), buffer, parts)
     try:
-        made.generate_sequences([RolloutRequest(Task("t", "go"), group_size=size, **given)])
+        rollout_manager.generate_sequences([RolloutRequest(Task("t", "go"), group_size=size, **options)])
         ref, _ = await buffer.sample(1, "train", 1)
         [group] = await buffer.fetch(ref, ("tokens", "rewards"))
         return group, written
     finally:
-        await made.close()
+        await rollout_manager.close()
 
 
 def said(request: Any) -> str:
@@ -83,18 +83,18 @@ async def test_groups_without_a_greedy_baseline_have_no_baselines(manager: str |
 
 
 async def test_a_failed_baseline_is_retried_and_then_missing() -> None:
-    left = {"failures": 1}
+    remaining = {"failures": 1}
 
     def script(request: Any) -> Any:
-        if request.params.temperature == 0 and left["failures"]:
-            left["failures"] -= 1
+        if request.params.temperature == 0 and remaining["failures"]:
+            remaining["failures"] -= 1
             return InferenceError("gone")
         return said(request)
 
     group, written = await roll(None, script, size=1, greedy_baseline=True)
     assert [trajectory.reward for trajectory in group.baselines] == [5.0]
     assert sum(trajectory.baseline for trajectory in written) == 2
-    left["failures"] = 99
+    remaining["failures"] = 99
     group, written = await roll(None, script, size=1, greedy_baseline=True)
     # It is no member: none of them failed.
     assert (group.baselines, group.failed, len(group.trajectories)) == ([], 0, 1)

@@ -321,10 +321,10 @@ async def test_functions_read_the_messages_of_trajectories():
     assert text_of(conversation[3]) == "xxx"
 
 
-@pytest.mark.parametrize(("inside", "rewards"), [(True, [11.0, 22.0, 33.0]), (False, [1.0, 2.0, 3.0])])
-async def test_evaluated_groups_may_be_left_out(inside, rewards):
+@pytest.mark.parametrize(("in_evaluation", "rewards"), [(True, [11.0, 22.0, 33.0]), (False, [1.0, 2.0, 3.0])])
+async def test_evaluated_groups_may_be_left_out(in_evaluation, rewards):
     written: list[Trajectory] = []
-    producer = await make({"function": ref(by_length), "in_evaluation": inside}, written=written)
+    producer = await make({"function": ref(by_length), "in_evaluation": in_evaluation}, written=written)
     [group] = await gather(producer, "a", partition="val")
     assert [trajectory.reward for trajectory in group.trajectories] == rewards
     assert len(written) == 3

@@ -109,11 +109,11 @@ async def test_each_role_has_its_rewards_and_comparison_group(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [({"score": {"prop": 1.0}}, "'prop', which has no session"), ({"step": {"prop": 1.0}}, "sessions: con, pro")],
 )
-async def test_a_reward_for_nobody_is_an_error_and_not_lost(given, words) -> None:
-    outcome = await run(config(**given))
+async def test_a_reward_for_nobody_is_an_error_and_not_lost(options, words) -> None:
+    outcome = await run(config(**options))
     assert isinstance(outcome.error, AgentError)
     assert words in str(outcome.error)
     assert all(trajectory.error for trajectory in outcome.trajectories)

@@ -130,9 +130,9 @@ async def explores(episode: Episode) -> None:
 async def explores_in_turn(episode: Episode) -> None:
     messages = await go_on(episode, list(episode.observation), 1)
     other = await episode.fork()
-    reply = await go_on(other, list(messages), 1)
+    answered = await go_on(other, list(messages), 1)
     below = await other.fork()
-    await go_on(below, list(reply))
+    await go_on(below, list(answered))
     await go_on(episode, messages)
     await episode.fork() if not episode.ended else None
 

@@ -40,9 +40,9 @@ def test_a_row_unpacks_to_its_trajectory() -> None:
 
 def test_numbers_of_more_than_64_bits_are_kept() -> None:
     original = lively("g").trajectories[0]
-    said = ({"role": "assistant", "content": "", "tool_calls": [{"arguments": {"n": 2**70}}]},)
-    original = replace(original, segments=[*original.segments[:1], replace(original.segments[1], messages=said)])
-    assert unpack_trajectory(pack_trajectory(original)).segments[1].messages == said
+    messages = ({"role": "assistant", "content": "", "tool_calls": [{"arguments": {"n": 2**70}}]},)
+    original = replace(original, segments=[*original.segments[:1], replace(original.segments[1], messages=messages)])
+    assert unpack_trajectory(pack_trajectory(original)).segments[1].messages == messages
 
 
 async def test_groups_live_in_the_store_until_they_are_released(tmp_path: Path) -> None:

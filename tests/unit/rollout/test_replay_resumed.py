@@ -42,27 +42,27 @@ async def test_a_group_is_as_old_as_the_members_that_were_found(tmp_path: Path, 
     assert [flight.version for flight in buffer.in_flight("train")] == [expected, version]
 
 
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("resumed_step", [0, 3])
 async def test_a_drop_before_the_first_sample_is_undone_with_the_step_after_the_checkpoint(
-    tmp_path: Path, after: int
+    tmp_path: Path, resumed_step: int
 ) -> None:
     finish(Journal.open(tmp_path), 0, 0)
-    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=after))
-    buffer.expect(REQUEST, after)
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=1, after_step=resumed_step))
+    buffer.expect(REQUEST, resumed_step)
     buffer.discard([REQUEST.key], "surplus")
     # Killed before the next step was saved: what it dropped is there again; after that it is gone for ever.
-    assert Journal.open(tmp_path, part=2, after_step=after).restore(REQUEST.key) is not None
-    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=3, after_step=after))
-    buffer.expect(REQUEST, after)
+    assert Journal.open(tmp_path, part=2, after_step=resumed_step).restore(REQUEST.key) is not None
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=3, after_step=resumed_step))
+    buffer.expect(REQUEST, resumed_step)
     buffer.discard([REQUEST.key], "surplus")
-    assert Journal.open(tmp_path, part=4, after_step=after + 1).restore(REQUEST.key) is None
+    assert Journal.open(tmp_path, part=4, after_step=resumed_step + 1).restore(REQUEST.key) is None
 
 
 async def test_a_group_that_lost_its_members_is_refused_again_where_its_step_is_undone(tmp_path: Path) -> None:
     for part in range(2):
         dropped: list[str] = []
         buffer = LocalReplayBuffer(journal=Journal.open(tmp_path, part=part), min_members=2)
-        buffer.drops_to(lambda facts, why, found=dropped: found.append(f"{facts.key} {why}"))
+        buffer.drops_to(lambda facts, why, drops=dropped: drops.append(f"{facts.key} {why}"))
         if not buffer.expect(REQUEST, 0):
             name = f"0-{REQUEST.key}"
             member = Trajectory(f"{name}/0.0", f"{name}/0.0", name, "a")

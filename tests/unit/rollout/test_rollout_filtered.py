@@ -60,8 +60,8 @@ async def test_a_buffer_asks_for_others_and_counts(equal_first: bool) -> None:
     buffer.refill_by(lambda missing: refills.append(missing) or True)
     buffer.drops_to(lambda facts, why: drops.append(f"{facts.id} {why}"))
     differ, equal = group("a", [("r", 0.0)], [("r", 1.0)]), group("b", [("r", 1.0)], [("r", 1.0)])
-    for each in (equal, differ) if equal_first else (differ, equal):
-        await buffer.put(each)
+    for finished in (equal, differ) if equal_first else (differ, equal):
+        await buffer.put(finished)
     ref, metrics = await buffer.sample(1, "train", 1)
     assert (ref.group_ids, drops) == (("a",), ["b equal"])
     assert metrics["replay/dropped/equal"] == 1

@@ -141,7 +141,9 @@ def test_any_cut_leaves_a_journal_that_loses_nothing_and_trains_nothing_twice(
         if key in taken_keys:
             assert restored is None
             continue
-        assert {(key, each) for each in (restored.members if restored else ())} == {e for e in finished if e[0] == key}
+        assert {(key, member) for member in (restored.members if restored else ())} == {
+            e for e in finished if e[0] == key
+        }
         assert (journal.facts(key, 0) is not None) == (key in put)
     journal.close()
     # It is whole again: another process reads it, without a word.

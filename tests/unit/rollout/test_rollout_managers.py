@@ -67,9 +67,9 @@ class Coroutine(Bare):
 
 class Synchronous(Bare):
     @classmethod
-    def create(cls, **given):
+    def create(cls, **parts):
         self = cls()
-        self.given, self.current = given, current_rollout()
+        self.given, self.current = parts, current_rollout()
         return self
 
 
@@ -284,12 +284,12 @@ async def test_a_custom_manager_evaluates_with_the_figures_of_the_producer() -> 
             figures.append(await evaluate(manager, plan))
         finally:
             await manager.close()
-    own, outside = figures
-    assert own.sampled is not None
+    inner, outside = figures
+    assert inner.sampled is not None
     assert outside.sampled is not None
-    assert outside.sampled.success == own.sampled.success
-    assert outside.sampled.stop_reasons == own.sampled.stop_reasons
-    assert own.sampled.success.episodes == 12
+    assert outside.sampled.success == inner.sampled.success
+    assert outside.sampled.stop_reasons == inner.sampled.stop_reasons
+    assert inner.sampled.success.episodes == 12
 
 
 def test_current_rollout_raises_outside_of_a_manager() -> None:

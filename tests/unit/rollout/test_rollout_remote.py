@@ -49,8 +49,8 @@ def solver(request: ScriptedRequest):
 class Run:
     """A run whose episodes runners play."""
 
-    def __init__(self, producer: RolloutProducer, written: list[Trajectory], said: list[str], key: Path) -> None:
-        self.producer, self.written, self.said, self.key = producer, written, said, key
+    def __init__(self, producer: RolloutProducer, written: list[Trajectory], log: list[str], key: Path) -> None:
+        self.producer, self.written, self.said, self.key = producer, written, log, key
         self.url = producer._runner.gateway.url
 
     def options(self, **changes: Any) -> RunnerOptions:
@@ -163,21 +163,21 @@ async def test_an_exception_of_a_remote_agent_is_an_error_without_reward(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("agent", "wanted"),
+    ("agent", "expected"),
     [
         (Cancels(), "AgentError: the agent raised CancelledError without being cancelled"),
         (Malformed(), "FormatError: a message is an object with a role"),
         (ReActAgent(context={"compaction": {}}), "SessionError: .* prompts cannot be measured at a runner: leave"),
     ],
 )
-async def test_a_fault_of_the_agent_ends_its_episode_once(tmp_path: Path, agent: Agent, wanted: str) -> None:
+async def test_a_fault_of_the_agent_ends_its_episode_once(tmp_path: Path, agent: Agent, expected: str) -> None:
     async with running(tmp_path, retries=0) as run:
         playing = run.runner(agent)
         [group] = await run.ask("a")
         await stop(playing)
     assert (group.trajectories, group.failed) == ([], 1)
     [trajectory] = run.written
-    assert re.match(wanted, trajectory.error or ""), trajectory.error
+    assert re.match(expected, trajectory.error or ""), trajectory.error
     assert not trajectory.rewards
 
 
@@ -352,13 +352,13 @@ async def test_a_runner_without_the_key_is_refused_and_says_so(tmp_path: Path) -
         async with aiohttp.ClientSession() as http, http.post(f"{run.url}/runners/line", data=b"{}") as answer:
             assert answer.status == 401
         headers = {"Authorization": f"Bearer {read_key(run.key)}"}
-        for body, said in ((b'{"version": 99, "places": 1}', "speaks version 99"), (b"[]", "where a JSON object")):
+        for body, refusal in ((b'{"version": 99, "places": 1}', "speaks version 99"), (b"[]", "where a JSON object")):
             async with (
                 aiohttp.ClientSession(headers=headers) as http,
                 http.post(f"{run.url}/runners/line", data=body) as a,
             ):
                 assert a.status == 400
-                assert said in (await a.json())["error"]["message"]
+                assert refusal in (await a.json())["error"]["message"]
 
 
 async def test_a_runner_waits_for_a_run_up_to_its_wait_option(tmp_path: Path) -> None:

@@ -650,9 +650,9 @@ async def test_cleanup_of_a_cancelled_close_is_awaited(monkeypatch) -> None:
     assert outcome.trajectories[0].metrics["close_errors"] == 1.0
 
 
-async def swallow_cancellations(begun: asyncio.Event) -> None:
+async def swallow_cancellations(started: asyncio.Event) -> None:
     """Run for ever, as code does that catches all exceptions in a loop."""
-    begun.set()
+    started.set()
     while True:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0.01)
@@ -680,13 +680,13 @@ def test_the_event_loop_ends_beside_code_that_swallows_its_cancellation(monkeypa
     monkeypatch.setattr("turnwise.tools.cancellation.CANCEL_GRACE_S", 0.05)
 
     async def interrupt() -> None:
-        begun = asyncio.Event()
+        started = asyncio.Event()
 
         async def act(episode):
-            await swallow_cancellations(begun)
+            await swallow_cancellations(started)
 
         episode = asyncio.ensure_future(run(["42"], act=act))
-        await begun.wait()
+        await started.wait()
         episode.cancel()
         await episode
 

@@ -39,11 +39,11 @@ class Recording(ToolEnv):
     def __init__(self, fail: str = "", hang: str = "") -> None:
         self.fail, self.hang = fail, hang
 
-    async def visit(self, place: str) -> None:
-        LOG.append(place)
-        if self.fail == place:
-            raise RuntimeError(f"{place} broke")
-        if self.hang == place:
+    async def visit(self, hook: str) -> None:
+        LOG.append(hook)
+        if self.fail == hook:
+            raise RuntimeError(f"{hook} broke")
+        if self.hang == hook:
             pass_time(LIMIT_S)
             await asyncio.Event().wait()
 
@@ -136,12 +136,12 @@ async def test_a_call_that_a_limit_cut_off_is_no_call() -> None:
     assert "look" not in LOG
 
 
-@pytest.mark.parametrize("place", ["reset", "score"])
-async def test_an_environment_that_raises_is_an_error_and_never_a_reward(place) -> None:
-    trajectory, outcome = await run([say("", ("look", {"at": 1})), "42"], env={"fail": place})
+@pytest.mark.parametrize("hook", ["reset", "score"])
+async def test_an_environment_that_raises_is_an_error_and_never_a_reward(hook) -> None:
+    trajectory, outcome = await run([say("", ("look", {"at": 1})), "42"], env={"fail": hook})
     assert trajectory.stop_reason is StopReason.ERROR
     assert isinstance(outcome.error, EnvError)
-    assert f"{place} broke" in (trajectory.error or "")
+    assert f"{hook} broke" in (trajectory.error or "")
     assert trajectory.rewards == []
     assert LOG.count("close") == 1
 

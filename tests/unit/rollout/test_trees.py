@@ -380,7 +380,7 @@ async def test_a_budget_bounds_the_tree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"env": "test-tally-fixed"}, "environment 'test-tally-fixed' cannot be forked .*forks = \"replay\""),
         ({"agent": f"{__name__}:Program"}, "is an external program, which cannot be forked"),
@@ -389,9 +389,9 @@ async def test_a_budget_bounds_the_tree() -> None:
         ({"branches": 2, "rounds": 3}, "rounds is 3, but there are only 2 branches"),
     ],
 )
-async def test_unforkable_trees_are_refused_before_the_rollout(given: dict[str, Any], message: str) -> None:
+async def test_unforkable_trees_are_refused_before_the_rollout(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
-        await play(**given)
+        await play(**options)
 
 
 def test_a_group_reward_and_agents_elsewhere_know_no_branches() -> None:
@@ -544,13 +544,13 @@ async def test_the_audit_finds_corrupt_branches(tmp_path: Path) -> None:
         "which its parent does not have": planted(trajectory, 1, again=last_branch.turns[0]),
     }
     assert_sound(tmp_path, trajectory)
-    for number, (said, each) in enumerate(wrong.items()):
+    for number, (finding, broken) in enumerate(wrong.items()):
         folder = tmp_path / f"{number}"
         folder.mkdir()
         shutil.copy(tmp_path / "ledger.jsonl", folder)
-        write_trajectories(folder, [each])
-        problems = [text for text in audit_files(folder).contradictions if said in text]
-        assert problems, (said, audit_files(folder).contradictions)
+        write_trajectories(folder, [broken])
+        problems = [text for text in audit_files(folder).contradictions if finding in text]
+        assert problems, (finding, audit_files(folder).contradictions)
 
 
 async def test_a_tree_is_viewed_and_exported_by_branch(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ def spec(number: int) -> EpisodeSpec:
     return EpisodeSpec(Task(f"t{number}", "a prompt"), f"g{number}")
 
 
-def trajectory(given: EpisodeSpec, stop: StopReason = StopReason.COMPLETED) -> Trajectory:
-    return Trajectory(given.episode_id, given.episode_id, given.group_id, given.task.id, stop_reason=stop)
+def trajectory(spec: EpisodeSpec, stop: StopReason = StopReason.COMPLETED) -> Trajectory:
+    return Trajectory(spec.episode_id, spec.episode_id, spec.group_id, spec.task.id, stop_reason=stop)
 
 
 class Worker:
@@ -44,14 +44,14 @@ class Worker:
         if self.closed:
             raise PlacementError(f"{self.name} is gone")
         if method == "run":
-            (asked,) = arguments
-            self.specs[asked.episode_id] = asked
-            self.running[asked.episode_id] = future = asyncio.get_running_loop().create_future()
+            (spec,) = arguments
+            self.specs[spec.episode_id] = spec
+            self.running[spec.episode_id] = future = asyncio.get_running_loop().create_future()
             self.most = max(self.most, len(self.running))
             try:
                 return await future
             finally:
-                del self.running[asked.episode_id]
+                del self.running[spec.episode_id]
         if method == "cancel":
             (name,) = arguments
             if name in self.running and not self.running[name].done():
@@ -258,7 +258,7 @@ async def test_errors_lost_threads_and_moves_travel() -> None:
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(["ask", "end", "die", "cancel"]), max_size=40), st.integers(1, 3), st.integers(1, 3))
-async def test_workers_stay_bounded_and_every_episode_ends(events: list[str], least: int, episodes: int) -> None:
+async def test_workers_stay_bounded_and_every_episode_ends(events: list[str], minimum: int, episodes: int) -> None:
     async def act(cluster: Cluster, pool: WorkerPool, written: list[Trajectory]) -> None:
         runs: list[asyncio.Task[Any]] = []
         for number, event in enumerate(events):
@@ -283,4 +283,4 @@ async def test_workers_stay_bounded_and_every_episode_ends(events: list[str], le
         assert len({trajectory.id for trajectory in written}) == len(written)
         assert sum(outcome.error is None for outcome in results) <= len(written)
 
-    await with_pool(PoolSize(least, least + 1, episodes=episodes), act)
+    await with_pool(PoolSize(minimum, minimum + 1, episodes=episodes), act)

@@ -100,8 +100,8 @@ def test_checkout_and_interpreter_work_in_any_folder(links: bool) -> None:
         shutil.copytree(package, Path(folder, "turnwise"), ignore=shutil.ignore_patterns("__pycache__"))
         venv.create(f"{folder}/.venv", symlinks=links)
         site = next(Path(folder).glob(".venv/lib/python3*/site-packages"))
-        others = [entry for entry in sys.path if entry.endswith("-packages")]
-        (site / "all.pth").write_text("\n".join([folder, *others]) + "\n")
+        packages = [entry for entry in sys.path if entry.endswith("-packages")]
+        (site / "all.pth").write_text("\n".join([folder, *packages]) + "\n")
         done = subprocess.run(
             [f"{folder}/.venv/bin/python", "-c", _CHECK_SCRIPT, ISOLATION],
             capture_output=True,
@@ -163,18 +163,18 @@ async def test_forks_share_a_frozen_layer_and_start_with_first_use(tmp_path: Pat
         forks = [*await origin.fork(2), *await origin.fork()]
         # A process of a command may still end when the first is local, and then counts as one that could write.
         assert len(list(snapshots.iterdir())) <= 2
-        again = await origin.fork(3)
+        second_forks = await origin.fork(3)
         assert len(list(boxes.iterdir())) == 1, "a fork that is not used is no process"
         layers = len(list(snapshots.iterdir()))
-        below = await again[0].fork(2)
+        below = await second_forks[0].fork(2)
         assert len(list(snapshots.iterdir())) == layers, "a fork of an unused fork begins where that does"
         await origin.write_file("file", b"two")
         [later] = await origin.fork()
-        texts = [await box.read_file("file") for box in (*forks, *again, *below, later)]
+        texts = [await box.read_file("file") for box in (*forks, *second_forks, *below, later)]
         assert texts == [b"one"] * 8 + [b"two"]
         with pytest.raises(SandboxStartError, match="started before"):
             await later.start()
-        for box in (*forks, *again, *below, later):
+        for box in (*forks, *second_forks, *below, later):
             await box.close()
         assert len(list(snapshots.iterdir())) == 1, "the origin holds the layer of its last freeze"
     assert not boxes.exists()
@@ -224,9 +224,9 @@ async def test_closing_the_backend_ends_a_running_copy() -> None:
         # Enough files that the process table shows the copy at work.
         assert (await sandbox.exec("seq 20000 | xargs touch")).ok
         launcher = psutil.Process(local.launcher._process.pid)
-        others = launcher.children()
+        children = launcher.children()
         snapshot = asyncio.create_task(sandbox.snapshot())
-        while not (copying := [child for child in launcher.children() if child not in others]):
+        while not (copying := [child for child in launcher.children() if child not in children]):
             await asyncio.sleep(0)
             assert not snapshot.done()
         copying[0].suspend()

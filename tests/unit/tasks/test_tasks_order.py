@@ -85,13 +85,13 @@ def test_resumed_order_draws_what_the_original_draws_next(kind: str, folder: Pat
     seed = data.draw(st.integers(0, 3), "seed")
     tasks, shuffle = source(kind, folder, rows), kind != "in order"
     straight = open_streamed(tasks, buffer, seed=seed, shuffle=shuffle)
-    drawn = keys(straight, count)
+    first_keys = keys(straight, count)
     state = json.loads(json.dumps(straight.state()))
     resumed = open_streamed(tasks, buffer, seed=seed, shuffle=shuffle, state=state)
     assert (resumed.epoch, resumed.position) == (straight.epoch, straight.position)
     assert resumed.state() == state
     repeated = open_streamed(tasks, buffer, seed=seed, shuffle=shuffle)
-    assert keys(repeated, count) == drawn
+    assert keys(repeated, count) == first_keys
     assert keys(resumed, 2 * rows + 3) == keys(straight, 2 * rows + 3)
 
 
@@ -146,18 +146,18 @@ def test_source_larger_than_held_at_most_is_streamed(rows: int, tasks: int | Non
     order, [report] = open_order(text, held_at_most=200)
     assert report.tasks == tasks
     assert {name for name, _ in keys(order, rows)} == {f"rows-{rows}-{n}" for n in range(rows)}
-    _, [held] = open_order(SourceConfig(source=text, stream=False), held_at_most=200)
-    assert held.tasks == rows
+    _, [source_in_memory] = open_order(SourceConfig(source=text, stream=False), held_at_most=200)
+    assert source_in_memory.tasks == rows
 
 
 def test_function_with_start_parameter_is_called_with_the_first_missing_row() -> None:
     tasks = SourceConfig(source=f"{HERE}:finite?n=100", stream=True)
     order = open_streamed(tasks, 4, shuffle=False)
-    drawn = keys(order, 60)
+    read_keys = keys(order, 60)
     CALLS.clear()
     resumed = open_streamed(tasks, 4, shuffle=False, state=order.state())
     assert keys(resumed, 40) == keys(order, 40)
-    assert [name for name, _ in drawn[-2:]] == ["f58", "f59"]
+    assert [name for name, _ in read_keys[-2:]] == ["f58", "f59"]
     # One reading to draw from, one from the oldest row that was held.
     assert CALLS == [60]
 

@@ -115,8 +115,8 @@ def expressions(draw, depth=4):
 
 
 @given(expressions())
-def test_values_are_those_of_fractions(drawn):
-    text, value = drawn
+def test_values_are_those_of_fractions(expression):
+    text, value = expression
     if value is None:
         with pytest.raises(ToolError, match="division by zero"):
             evaluate(text)
@@ -135,8 +135,8 @@ def test_any_text_has_a_value_or_a_tool_error(text):
 
 
 @given(st.integers(-(10**18), 10**18), st.integers(0, 8))
-def test_finite_decimals_round_trip(number, places):
-    value = Fraction(number, 10**places)
+def test_finite_decimals_round_trip(number, decimals):
+    value = Fraction(number, 10**decimals)
     if len(str(abs(number))) <= 12:
         assert read_number(write_number(value)) == value
 

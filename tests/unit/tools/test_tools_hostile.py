@@ -106,7 +106,7 @@ class Narrow(BaseTool):
 
 class TestArgumentsOfTasksThatNoMethodTakes:
     @pytest.mark.parametrize(
-        ("given", "words"),
+        ("kwargs", "words"),
         [
             ({"execute_kwargs": {"limits": 1}}, r"\['execute_kwargs'\] has 'limits', which .*execute .* takes limit"),
             ({"create_kwargs": {"wnted": 1}}, "has 'wnted', which Narrow.create does not take .*: it takes wanted"),
@@ -114,9 +114,9 @@ class TestArgumentsOfTasksThatNoMethodTakes:
             ({"execute_kwargs": {"parameters": {}}}, "has 'parameters', which Narrow.execute"),
         ],
     )  # fmt: skip
-    async def test_they_are_the_tasks_error_and_not_told_to_the_model(self, given, words):
+    async def test_they_are_the_tasks_error_and_not_told_to_the_model(self, kwargs, words):
         env = type("Env", (ToolEnv,), {"tools": (Narrow(),), "score": lambda self, final: 1.0})()
-        await reset_env(env, Task("t", "go", {"tools_kwargs": {"narrow": given}}))
+        await reset_env(env, Task("t", "go", {"tools_kwargs": {"narrow": kwargs}}))
         with pytest.raises(TaskError, match=words):
             env.toolset()
 

@@ -110,8 +110,8 @@ def test_cut_text_stays_within_its_limit_when_encoded(family, text, limit):
     shortened = limit.cut(text, count)
     size = count(shortened) if limit.unit == "tokens" else len(shortened)
     assert size <= limit.amount
-    whole = count(text) if limit.unit == "tokens" else len(text)
-    if whole <= limit.amount:
+    full_size = count(text) if limit.unit == "tokens" else len(text)
+    if full_size <= limit.amount:
         assert shortened == text
 
 

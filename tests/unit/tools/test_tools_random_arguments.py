@@ -64,15 +64,15 @@ def test_they_vary_are_decided_by_the_seed_and_take_words_of_the_conversation():
 
 
 @pytest.mark.parametrize(
-    ("schema", "found"),
+    ("schema", "example"),
     [
         ({"type": "string", "pattern": "^x{3}$"}, None),
         ({"$ref": "#/$defs/missing"}, None),
         ({"type": "string", "pattern": "^example$"}, {"value": "example"}),
     ],
 )
-def test_undrawable_schemas_give_the_plain_example_or_none(schema, found):
+def test_undrawable_schemas_give_the_plain_example_or_none(schema, example):
     tool = ToolSchema(
         "t", "", {"type": "object", "properties": {"value": schema}, "required": ["value"], "$defs": {"missing": False}}
     )
-    assert random_arguments(tool, random.Random(0)) == found
+    assert random_arguments(tool, random.Random(0)) == example

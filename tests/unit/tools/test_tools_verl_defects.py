@@ -363,16 +363,16 @@ class TestBaseTools:
 
 
 class TestMetricsThatAreNoNumbers:
-    @pytest.mark.parametrize("last", [False, True])
-    async def test_they_are_kept_and_counted_and_the_episode_goes_on(self, last):
+    @pytest.mark.parametrize("final", [False, True])
+    async def test_they_are_kept_and_counted_and_the_episode_goes_on(self, final):
         metrics = {
             "role": "assistant",
             "content": "",
             "tool_calls": [ToolCall("", "search", {}), ToolCall("", "count", {})],
         }
-        trajectory, _ = await episode([metrics, "done"] if last else [called("search"), "done"], world=Reports)
+        trajectory, _ = await episode([metrics, "done"] if final else [called("search"), "done"], world=Reports)
         assert (trajectory.stop_reason, trajectory.error, trajectory.reward) == (
-            (StopReason.COMPLETED, None, 11.75) if last else (StopReason.COMPLETED, None, 1.5)
+            (StopReason.COMPLETED, None, 11.75) if final else (StopReason.COMPLETED, None, 1.5)
         )
         assert trajectory.turn_notes == {
             "t0": {

@@ -40,12 +40,12 @@ def output(script: str, *arguments: str) -> list[str]:
 
 
 @pytest.mark.skipif(not glibc(), reason="there is no glibc here")
-@pytest.mark.parametrize(("decided", "kept"), [((), True), (("MALLOC_TRIM_THRESHOLD_=131072",), False)])
-def test_pages_are_cleared_once(decided: tuple[str, ...], kept: bool) -> None:
+@pytest.mark.parametrize(("decided", "keeps_pages"), [((), True), (("MALLOC_TRIM_THRESHOLD_=131072",), False)])
+def test_pages_are_cleared_once(decided: tuple[str, ...], keeps_pages: bool) -> None:
     changed, faults = output(FAULTS, *decided)
-    assert changed == str(kept)
+    assert changed == str(keeps_pages)
     # Of the block's 12,288 pages.
-    assert int(faults) < 100 if kept else int(faults) > 10_000
+    assert int(faults) < 100 if keeps_pages else int(faults) > 10_000
 
 
 RETURNED = """
@@ -69,9 +69,9 @@ print(held, kept, resident() - before, int(refused), int(returned))
 
 @pytest.mark.skipif(not glibc() or not Path("/proc/self/status").is_file(), reason="there is no glibc or no /proc here")
 def test_freed_memory_is_returned_between_two_trainings() -> None:
-    held, kept, left, refused, returned = map(int, output(RETURNED))
+    peak, retained, trimmed, refused, returned = map(int, output(RETURNED))
     # Ten blocks of 38 MiB: less than the first limit, more than the second.
-    assert held > 350
-    assert kept > 350
-    assert left < 100
+    assert peak > 350
+    assert retained > 350
+    assert trimmed < 100
     assert (refused, returned) == (0, 1)

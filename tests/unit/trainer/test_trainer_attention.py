@@ -26,12 +26,12 @@ Segments = list[tuple[int, int, int]]
 
 
 @st.composite
-def forests(draw: st.DrawFn, most: int = 9, longest: int = 7) -> Segments:
+def forests(draw: st.DrawFn, limit: int = 9, longest: int = 7) -> Segments:
     """Segments in the order of a walk: each hangs on the one before it, one of that one's ancestors, or on nothing."""
     segments: Segments = []
     path: list[int] = []
     start = 0
-    for number in range(draw(st.integers(1, most))):
+    for number in range(draw(st.integers(1, limit))):
         path = path[: draw(st.integers(0, len(path)))]
         length = draw(st.integers(1, longest))
         segments.append((start, length, path[-1] if path else -1))
@@ -144,7 +144,7 @@ def test_block_masks_include_every_visible_block(segments: Segments, window: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex_module, "_BLOCK", 4)
         layout = PackedLayout.of(segments, CPU)
-        found = block_mask(layout, window)
+        sparse_mask = block_mask(layout, window)
     mask, _ = visible(segments, window)
     count = -(-layout.tokens // 4)
     padded = torch.zeros(count * 4, count * 4, dtype=torch.bool)
@@ -156,14 +156,14 @@ def test_block_masks_include_every_visible_block(segments: Segments, window: int
         assert indices is not None
         return {(q, int(kv)) for q in range(count) for kv in indices[0, 0, q, : int(counts[0, 0, q])]}
 
-    partial = named(found.kv_num_blocks, found.kv_indices)
-    whole = named(found.full_kv_num_blocks, found.full_kv_indices)
-    assert not partial & whole
+    partial = named(sparse_mask.kv_num_blocks, sparse_mask.kv_indices)
+    full = named(sparse_mask.full_kv_num_blocks, sparse_mask.full_kv_indices)
+    assert not partial & full
     for q in range(count):
         for kv in range(count):
             if blocks[q, kv].any():
-                assert (q, kv) in partial | whole
-            if (q, kv) in whole:
+                assert (q, kv) in partial | full
+            if (q, kv) in full:
                 rows = slice(0, min(4, layout.tokens - 4 * q))
                 assert blocks[q, kv][rows].all()
 

@@ -170,14 +170,14 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: 
         check=False,
     )
     assert result.returncode == -signal.SIGKILL, result.stderr
-    after = CheckpointStore(tmp_path, keep=1, best=best_of())
-    latest = after.latest()
+    reopened = CheckpointStore(tmp_path, keep=1, best=best_of())
+    latest = reopened.latest()
     assert latest is not None
-    after.tidy()
+    reopened.tidy()
     assert (tmp_path / "best").resolve() == latest
     assert load_state(latest).epoch == (1 if survivor == "second" else 0)
     assert (latest / "model.safetensors").read_text() == survivor
-    after.save(TrainerState(5), write_weights("third"), {"eval/sampled": 0.7})
+    reopened.save(TrainerState(5), write_weights("third"), {"eval/sampled": 0.7})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["best", "best.json", "step_000005"]
 
 

@@ -36,13 +36,13 @@ DENSE = (Tensor, torch.nn.Parameter)
 
 def held(policy: Policy, batch: MicroBatch) -> tuple[int, list[Tensor | None]]:
     """Bytes that a forward pass keeps for the backward pass besides the parameters, and the gradients that it gives."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
-    kept: dict[int, int] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+    activations: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameters:
+            activations[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     # What is there already is not listed afterwards: in a run of all tests it is millions of objects.
@@ -55,7 +55,7 @@ def held(policy: Policy, batch: MicroBatch) -> tuple[int, list[Tensor | None]]:
         if type(tensor) in DENSE:
             keep(tensor)
     (scores.logprobs.sum() + 0.3 * scores.entropy.sum()).backward()
-    return sum(kept.values()), [parameter.grad for parameter in policy.model.parameters()]
+    return sum(activations.values()), [parameter.grad for parameter in policy.model.parameters()]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
@@ -67,11 +67,11 @@ def test_checkpointing_gives_the_same_gradients_and_holds_less(
     """Two layers hold little but their inputs then; what remains is mostly the scores'."""
     (batch,) = pack(branching(row), 1000, share_prefixes=shared)
     assert any(parent >= 0 for _, _, parent in batch.segments) is shared
-    (plain, wanted), (checkpointed, found) = (
+    (plain, expected), (checkpointed, recomputed) = (
         held(load_model(model_dir(family), gradient_checkpointing=on), batch) for on in (False, kind)
     )
-    assert len(found) == len(wanted) > 10
-    for one, other in zip(found, wanted, strict=True):
+    assert len(recomputed) == len(expected) > 10
+    for one, other in zip(recomputed, expected, strict=True):
         assert one is not None
         assert other is not None
         # Recomputed, not approximated.

@@ -105,10 +105,10 @@ def test_gradients_are_those_of_finite_differences(transform: LogitTransform, co
     head, states, ids, temperatures = problem(3, 4, 11, bias=True, dtype=torch.float64)
 
     def scored(states: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        own = nn.Linear(4, 11, dtype=torch.float64)
-        del own.weight, own.bias
-        own.weight, own.bias = weight, bias  # type: ignore[assignment] - what gradcheck moves
-        return score_states(own, states, ids, temperatures, transform, entropy=True, tile_bytes=4 * 3 * columns)
+        moved_head = nn.Linear(4, 11, dtype=torch.float64)
+        del moved_head.weight, moved_head.bias
+        moved_head.weight, moved_head.bias = weight, bias  # type: ignore[assignment] - what gradcheck moves
+        return score_states(moved_head, states, ids, temperatures, transform, entropy=True, tile_bytes=4 * 3 * columns)
 
     assert torch.autograd.gradcheck(scored, (states, head.weight, head.bias))
 
@@ -154,14 +154,14 @@ def test_float32_equals_the_plain_formula_within_1e6(columns: int) -> None:
 def test_splitting_the_tokens_keeps_scores_and_gradients() -> None:
     head, states, ids, temperatures = problem(12, 5, 17)
     room = 4 * 12 * 6
-    whole = score_states(head, states, ids, temperatures, PLAIN, entropy=True, tile_bytes=room)
+    unsplit = score_states(head, states, ids, temperatures, PLAIN, entropy=True, tile_bytes=room)
     parts = [
         score_states(head, states[a:b], ids[a:b], temperatures[a:b], PLAIN, entropy=True, tile_bytes=room)
         for a, b in ((0, 5), (5, 6), (6, 12))
     ]
     joined = [torch.cat(part) for part in zip(*parts, strict=True)]  # type: ignore[arg-type]
-    torch.testing.assert_close(joined, list(whole), atol=1e-6, rtol=1e-6)
-    for actual, expected in zip(gradients(joined, states, head), gradients(whole, states, head), strict=True):
+    torch.testing.assert_close(joined, list(unsplit), atol=1e-6, rtol=1e-6)
+    for actual, expected in zip(gradients(joined, states, head), gradients(unsplit, states, head), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
 
 
@@ -278,10 +278,10 @@ class _Largest(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, Tensor):
-            self.elements = max(self.elements, made.numel())
-        return made
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor):
+            self.elements = max(self.elements, output.numel())
+        return output
 
 
 def test_no_tensor_is_larger_than_a_tile() -> None:

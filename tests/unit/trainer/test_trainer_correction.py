@@ -257,7 +257,7 @@ def test_truncation_and_masking_at_every_level(
 # k3, 2^n - 1 - n ln 2: 0.307, 0 | 0.193, 1.614, 1.614 | 1.204, 0.307; of turns 0.153 | 0.193, 1.614 | 1.204, 0.307; of
 # rows 0.153, 1.140, 0.756.
 @pytest.mark.parametrize(
-    ("statistic", "level", "high", "kept"),
+    ("statistic", "level", "high", "kept_mask"),
     [
         ("k1", "turn", 3.0, [1, 1, 1, 0, 0, 0, 1]),
         ("k1", "sequence", 1.9, [1, 1, 0, 0, 0, 0, 0]),
@@ -270,7 +270,7 @@ def test_truncation_and_masking_at_every_level(
     ],
 )
 def test_rejection_at_every_level(
-    rows: list[TrainRow], statistic: str, level: str, high: float, kept: list[int]
+    rows: list[TrainRow], statistic: str, level: str, high: float, kept_mask: list[int]
 ) -> None:
     rows = rows[:3]
     for row, turns in zip(rows, [[0, 0], [1, 2, 2], [0, 1]], strict=True):
@@ -279,8 +279,8 @@ def test_rejection_at_every_level(
     config = {"weights": "none", "reject": [{"statistic": statistic, "level": level, "high": high}]}
     corrected = correct(rows, trainer, CorrectionConfig.model_validate(config))
     kept_tokens = torch.cat([corrected.kept[row.sample.trajectory_id, row.sample.leaf] for row in corrected.rows])
-    assert kept_tokens.int().tolist() == kept
-    assert corrected.metrics["correction/rejected"] == pytest.approx(1 - sum(kept) / 7)
+    assert kept_tokens.int().tolist() == kept_mask
+    assert corrected.metrics["correction/rejected"] == pytest.approx(1 - sum(kept_mask) / 7)
 
 
 class Stepping(Watched):
@@ -293,7 +293,7 @@ class Stepping(Watched):
 def test_minibatches_share_the_weights_computed_before_the_first(model_dir: Models, rows: list[TrainRow]) -> None:
     """Decoupled over two passes of two minibatches: weights and old policy are those of the beginning."""
     watched = Stepping(model_dir())
-    before = watched.logprobs(pack(rows, 100))[0]
+    initial = watched.logprobs(pack(rows, 100))[0]
     config = AlgorithmConfig.model_validate(
         {"old_logprobs": "recompute", "correction": {"high": 1.5}, "epochs": 2, "minibatches": 2}
     )
@@ -302,7 +302,7 @@ def test_minibatches_share_the_weights_computed_before_the_first(model_dir: Mode
     for first, second in ((0, 1), (2, 3)):
         batches = [*watched.steps[first][0], *watched.steps[second][0]]
         old = torch.cat([batch.old_logprobs for batch in batches if batch.old_logprobs is not None])
-        torch.testing.assert_close(old.sort().values, before.sort().values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(old.sort().values, initial.sort().values, atol=1e-5, rtol=0)
         rollout = torch.cat([batch.rollout_logprobs for batch in batches])
         weights = torch.cat([batch.weights for batch in batches])
         torch.testing.assert_close(weights, (old - rollout).exp().clamp(max=1.5), atol=1e-5, rtol=1e-5)

@@ -254,14 +254,14 @@ def test_every_sampled_token_is_trained_once_with_its_weight_whatever_the_credit
     plain = build(members, "same", drop_zero_variance=False, norm_by_std=norm)
     result = build(members, credit, drop_zero_variance=False, norm_by_std=norm)
     # 3: each sampled token once. 10: the weights of a trajectory are those that they would be without credit.
-    assert result.metrics["batch/trained_tokens"] == sum(each.sampled_tokens for each in members)
+    assert result.metrics["batch/trained_tokens"] == sum(member.sampled_tokens for member in members)
     for mode in ("token_mean", "trajectory_mean", "trajectory_sum"):
-        weights = [[row.weight for row in weigh(each.rows, mode)[0]] for each in (result, plain)]  # type: ignore[arg-type]
+        weights = [[row.weight for row in weigh(experience.rows, mode)[0]] for experience in (result, plain)]  # type: ignore[arg-type]
         assert weights[0] == weights[1]
     # 11: a group of one has advantage 0; all advantages are finite, and reach the batch as they are.
     for row in result.rows:
         assert np.isfinite(row.advantage).all()
-        if sum(each.group_id == row.sample.group_id for each in members) == 1:
+        if sum(member.group_id == row.sample.group_id for member in members) == 1:
             assert not np.any(row.advantage)
     for micro in pack(result.rows, 64):
         for number, index in enumerate(micro.rows):

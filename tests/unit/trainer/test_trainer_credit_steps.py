@@ -40,7 +40,7 @@ def test_tokens_are_compared_by_their_discounted_returns() -> None:
     # Their mean is 5.6875 / 6; b's is 0: together half of it.
     mean = 5.6875 / 12
     by_name = of_tokens(build([a, b], {"name": "tokens", "gamma": 0.5}))
-    assert by_name["a"] == [pytest.approx([each - mean for each in returns])]
+    assert by_name["a"] == [pytest.approx([reward - mean for reward in returns])]
     assert by_name["b"] == [pytest.approx([-mean] * 3)]
 
 
@@ -52,7 +52,7 @@ def test_undiscounted_token_credit_of_episode_rewards_equals_same() -> None:
         for credit in ("tokens", "turns"):
             by_name = of_tokens(build(members, credit, **options))
             for name, rows in plain.items():
-                assert by_name[name] == [pytest.approx(each, abs=1e-3) for each in rows]
+                assert by_name[name] == [pytest.approx(row, abs=1e-3) for row in rows]
 
 
 def test_tokens_of_a_fork_get_the_returns_of_their_branch() -> None:
@@ -62,7 +62,7 @@ def test_tokens_of_a_fork_get_the_returns_of_their_branch() -> None:
     # 8, 4, 2 in the second turn, 1, 1/2, 1/4 in the first, 0 in the third: mean 15.75 / 9, with b's 0 half of it.
     mean = 15.75 / 18
     first, second = of_tokens(result)["a"]
-    assert first == pytest.approx([each - mean for each in (0.25, 0.5, 1, 2, 4, 8)])
+    assert first == pytest.approx([reward - mean for reward in (0.25, 0.5, 1, 2, 4, 8)])
     assert second == pytest.approx([-mean] * 3)
 
 

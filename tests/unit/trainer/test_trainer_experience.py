@@ -93,8 +93,8 @@ def test_dead_groups_are_left_out_or_kept_with_zero() -> None:
     assert dropped.metrics["batch/dead_groups"] == 2
     assert dropped.metrics["batch/groups"] == 2
     assert dropped.metrics["reward/informative"] == 0.0
-    kept = build(members, drop_zero_variance=False)
-    assert [row.advantage for row in kept.rows] == [0.0, 0.0, 0.0]
+    undropped = build(members, drop_zero_variance=False)
+    assert [row.advantage for row in undropped.rows] == [0.0, 0.0, 0.0]
 
 
 def test_sessions_of_other_roles_and_policies_are_compared_separately() -> None:

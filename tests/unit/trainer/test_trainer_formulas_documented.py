@@ -32,9 +32,9 @@ def formulas() -> Iterator[tuple[str, Callable[..., Any]]]:
             yield f"selection {name}", loss.select
     for name, estimator in KL_ESTIMATORS.items():
         yield f"kl {name}", estimator
-    others = (gae, gigpo, entropy_bonus, kl_estimate, adapted_coef, kl.reward_penalties)
+    estimators = (gae, gigpo, entropy_bonus, kl_estimate, adapted_coef, kl.reward_penalties)
     corrections = (correction.importance_weights, correction.rejected_tokens, correction.gap_metrics)
-    for function in (*others, *corrections, credit.turn_shares, credit.turn_returns, advantages.compare_returns):
+    for function in (*estimators, *corrections, credit.turn_shares, credit.turn_returns, advantages.compare_returns):
         yield function.__name__, function
 
 

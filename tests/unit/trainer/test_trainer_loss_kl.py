@@ -30,9 +30,9 @@ E = math.e
 )
 def test_values_and_gradients(name: str, values: list[float], gradients: list[float]) -> None:
     logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    found = kl_estimate(name, logprobs, torch.tensor([-2.0, -0.5], dtype=torch.float64))
-    assert found.tolist() == pytest.approx(values)
-    found.sum().backward()
+    estimate = kl_estimate(name, logprobs, torch.tensor([-2.0, -0.5], dtype=torch.float64))
+    assert estimate.tolist() == pytest.approx(values)
+    estimate.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx(gradients)
 

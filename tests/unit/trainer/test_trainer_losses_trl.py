@@ -107,18 +107,18 @@ def test_value_and_gradient_are_those_of_trl(trl_loss: Callable[..., Tensor], na
     expected = theirs(trl_loss, current, inputs, {"loss_type": name, "beta": beta, **settings})
     expected.backward()
 
-    mine = current.detach()[mask].requires_grad_()
+    logprobs = current.detach()[mask].requires_grad_()
     rows = torch.arange(3)[:, None].expand(3, WIDTH)[mask]
     spread = torch.tensor(weights, dtype=torch.float64)[rows]
-    given = {"sequences": rows} if loss == "gspo" else {}
-    found = LOSSES[loss].function(mine, old[mask], advantages[rows], spread, **given, **options).loss
+    sequences = {"sequences": rows} if loss == "gspo" else {}
+    loss_ = LOSSES[loss].function(logprobs, old[mask], advantages[rows], spread, **sequences, **options).loss
     if beta:
-        found = found + kl_penalty(mine, reference[mask], spread, estimator="k3", coef=beta).loss
-    found.backward()
-    assert found.item() == pytest.approx(expected.item(), abs=1e-12)
-    assert mine.grad is not None
+        loss_ = loss_ + kl_penalty(logprobs, reference[mask], spread, estimator="k3", coef=beta).loss
+    loss_.backward()
+    assert loss_.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert logprobs.grad is not None
     assert current.grad is not None
-    torch.testing.assert_close(mine.grad, current.grad[mask], atol=1e-12, rtol=1e-9)
+    torch.testing.assert_close(logprobs.grad, current.grad[mask], atol=1e-12, rtol=1e-9)
     # What differs in the bounds makes itself felt: some token is clipped.
-    plain = LOSSES["gpg"].function(mine.detach(), old[mask], advantages[rows], spread).loss
-    assert abs(found.item() - plain.item()) > 1e-3
+    plain = LOSSES["gpg"].function(logprobs.detach(), old[mask], advantages[rows], spread).loss
+    assert abs(loss_.item() - plain.item()) > 1e-3

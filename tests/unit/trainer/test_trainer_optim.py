@@ -55,13 +55,13 @@ def test_muon_gets_matrices_and_adamw_the_rest(model_dir: Callable[..., Path], f
     }
     assert set(embeddings) == {"model.embed_tokens.weight"} | ({"lm_head.weight"} if family == "llama" else set())
     assert all("norm" in name for name in rest)
-    both = OptimizerSet(model, OptimConfig(name="muon", lr=0.1, weight_decay=0.3, muon=MuonConfig(lr=0.2)))
-    muon, adamw = both.optimizers
+    optimizer_set = OptimizerSet(model, OptimConfig(name="muon", lr=0.1, weight_decay=0.3, muon=MuonConfig(lr=0.2)))
+    muon, adamw = optimizer_set.optimizers
     assert isinstance(muon, torch.optim.Muon)
     assert {id(p) for g in muon.param_groups for p in g["params"]} == {id(p) for p in matrices.values()}
     decays = {id(p): g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
     assert decays == {id(p): 0.3 for p in embeddings.values()} | {id(p): 0.0 for p in rest.values()}
-    assert both.learning_rates(0.5) == {"muon": 0.1, "adamw": 0.05}
+    assert optimizer_set.learning_rates(0.5) == {"muon": 0.1, "adamw": 0.05}
     alone = OptimizerSet(model, OptimConfig(weight_decay=0.3))
     assert len(alone.optimizers) == 1
     decays = {id(p): g["weight_decay"] for g in alone.optimizers[0].param_groups for p in g["params"]}
@@ -113,25 +113,25 @@ def test_muon_in_float32_steps_as_torch_does_in_bfloat16(
 
 def test_first_adamw_step_by_hand(model_dir: Callable[..., Path]) -> None:
     model = load_model(model_dir("qwen3")).model
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
     OptimizerSet(model, OptimConfig(lr=0.01)).step(0.5)
     # The bias-corrected first step of Adam has size lr * g / |g| = 0.005.
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, before[name] - 0.005, atol=1e-6, rtol=0)
+        torch.testing.assert_close(parameter, initial[name] - 0.005, atol=1e-6, rtol=0)
         assert parameter.grad is None
 
 
 def test_muon_update_is_near_orthogonal(model_dir: Callable[..., Path]) -> None:
     model = load_model(model_dir("qwen3")).model
     weight = model.model.layers[0].mlp.down_proj.weight
-    before = weight.detach().clone()
+    initial = weight.detach().clone()
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     OptimizerSet(model, OptimConfig(name="muon", muon=MuonConfig(lr=0.1))).step(1.0)
     # "original": lr * sqrt(max(1, rows / columns)); rows 32, columns 48, so singular values of about 0.1.
-    singular = torch.linalg.svdvals((weight.detach() - before).float())
+    singular = torch.linalg.svdvals((weight.detach() - initial).float())
     assert 0.05 < singular.min() < singular.max() < 0.13
 
 

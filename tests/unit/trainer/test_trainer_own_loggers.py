@@ -73,11 +73,11 @@ def test_logger_gets_figures_of_steps_and_evaluations_also_after_a_resume(tmp_pa
         log.log({**EVAL, "step": step + 1})
         log.close()
         log.close()
-    kept = lines(tmp_path / "run" / "kept.jsonl")
-    first, second = kept[:4], kept[4:]
+    logged = lines(tmp_path / "run" / "kept.jsonl")
+    first, second = logged[:4], logged[4:]
     assert first[0]["opened"] == "run"
     assert (first[0]["id"], first[0]["steps"]) == (second[0]["id"], "5")
-    assert [record.get("step") for record in kept] == [0, 1, 1, None, 2, 3, 3, None]
+    assert [record.get("step") for record in logged] == [0, 1, 1, None, 2, 3, 3, None]
     assert first[1] == {"step": 1, "reward/mean": 0.5}
     assert first[2] == {"step": 1, **figures(EVAL)}
     assert first[3]["closed"].startswith("logger-")

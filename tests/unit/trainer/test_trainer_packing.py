@@ -52,17 +52,17 @@ def test_every_row_is_whole_in_exactly_one_micro_batch(sizes: list[tuple[int, in
             expected_start += length
             assert batch.input_ids[0, part].tolist() == row.sample.input_ids.tolist()
             assert batch.position_ids[0, part].tolist() == list(range(length))
-            mask, mine = row.sample.loss_mask, batch.sequences == batch.rows.index(number)
-            assert batch.target_ids[mine].tolist() == row.sample.input_ids[mask].tolist()
-            assert (batch.predictors[mine] - start).tolist() == (np.flatnonzero(mask) - 1).tolist()
-            assert batch.rollout_logprobs[mine].tolist() == row.sample.rollout_logprobs[mask].tolist()
-            assert batch.weights[mine].tolist() == [row.weight] * int(mask.sum())
-            assert batch.temperatures[mine].tolist() == [row.temperature] * int(mask.sum())
+            mask, own_tokens = row.sample.loss_mask, batch.sequences == batch.rows.index(number)
+            assert batch.target_ids[own_tokens].tolist() == row.sample.input_ids[mask].tolist()
+            assert (batch.predictors[own_tokens] - start).tolist() == (np.flatnonzero(mask) - 1).tolist()
+            assert batch.rollout_logprobs[own_tokens].tolist() == row.sample.rollout_logprobs[mask].tolist()
+            assert batch.weights[own_tokens].tolist() == [row.weight] * int(mask.sum())
+            assert batch.temperatures[own_tokens].tolist() == [row.temperature] * int(mask.sum())
         assert batch.sequences.tolist() == sorted(batch.sequences.tolist())
         seen += batch.rows
     assert sorted(seen) == [n for n, row in enumerate(rows) if row.sample.trained_tokens]
-    again = pack(rows, budget)
-    assert [batch.rows for batch in again] == [batch.rows for batch in batches]
+    repacked = pack(rows, budget)
+    assert [batch.rows for batch in repacked] == [batch.rows for batch in batches]
 
 
 def test_first_fit_fills_gaps_with_short_rows() -> None:

@@ -35,11 +35,11 @@ def reference(directory: Path, rows: list[TrainRow]) -> tuple[list[torch.Tensor]
         directory, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     logprobs, entropies = [], []
-    for each in rows:
-        ids = torch.from_numpy(each.sample.input_ids).long()
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / (each.temperature or 1.0)
+    for train_row in rows:
+        ids = torch.from_numpy(train_row.sample.input_ids).long()
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / (train_row.temperature or 1.0)
         logs = logits.log_softmax(-1)
-        mask = torch.from_numpy(each.sample.loss_mask)[1:]
+        mask = torch.from_numpy(train_row.sample.loss_mask)[1:]
         logprobs.append(logs.gather(1, ids[1:, None])[:, 0][mask])
         entropies.append((-(logs.exp() * logs).sum(-1))[mask])
     return logprobs, entropies, model
@@ -83,9 +83,9 @@ def test_packing_keeps_scores_and_gradients(
     rows = rows_of(row, tuple(lengths))
     alone: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for n, each in enumerate(rows):
-            if each.sample.trained_tokens:
-                alone[n] = policy.forward(pack([each], 1000)[0]).logprobs
+        for n, train_row in enumerate(rows):
+            if train_row.sample.trained_tokens:
+                alone[n] = policy.forward(pack([train_row], 1000)[0]).logprobs
         for batch in pack(rows, budget):
             got = policy.forward(batch).logprobs
             torch.testing.assert_close(got, torch.cat([alone[n] for n in batch.rows]), atol=1e-5, rtol=1e-5)
@@ -112,10 +112,10 @@ def test_chunked_logits_are_exact(model_dir: Callable[..., Path], row: Row, monk
         assert scores.entropy is not None
         (scores.logprobs.sum() + scores.entropy.square().sum()).backward()
         results.append((scores.logprobs, scores.entropy, [p.grad for p in policy.model.parameters()]))
-    whole, chunked = results
-    torch.testing.assert_close(chunked[0], whole[0], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(chunked[1], whole[1], atol=1e-6, rtol=1e-6)
-    for got, want in zip(chunked[2], whole[2], strict=True):
+    unchunked, chunked = results
+    torch.testing.assert_close(chunked[0], unchunked[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(chunked[1], unchunked[1], atol=1e-6, rtol=1e-6)
+    for got, want in zip(chunked[2], unchunked[2], strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -163,9 +163,9 @@ def test_save_and_load_give_the_same_bits(model_dir: Callable[..., Path], row: R
         for parameter in policy.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.01)
     policy.save_hf(tmp_path / "out")
-    again = load_model(tmp_path / "out")
-    assert [n for n, _ in again.named_weights()] == [n for n, _ in policy.named_weights()]
-    for (_, got), (_, want) in zip(again.named_weights(), policy.named_weights(), strict=True):
+    reloaded = load_model(tmp_path / "out")
+    assert [n for n, _ in reloaded.named_weights()] == [n for n, _ in policy.named_weights()]
+    for (_, got), (_, want) in zip(reloaded.named_weights(), policy.named_weights(), strict=True):
         assert torch.equal(got, want)
     # Any Hugging Face program reads it, with its own attention.
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

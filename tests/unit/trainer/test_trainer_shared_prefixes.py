@@ -34,12 +34,12 @@ OBJECTIVE = PolicyObjective.of(AlgorithmConfig(entropy_coef=0.05))
 
 
 @st.composite
-def ids_of_rows(draw: st.DrawFn, most: int = 7) -> list[Ids]:
+def ids_of_rows(draw: st.DrawFn, limit: int = 7) -> list[Ids]:
     """Rows that begin as others do: forks anywhere, one-token tails, identical rows, and some of their own."""
     rows: list[Ids] = []
-    for _ in range(draw(st.integers(1, most))):
-        known = draw(st.sampled_from(rows)) if rows and draw(st.integers(0, 3)) else []
-        begin = known[: draw(st.integers(0, len(known)))]
+    for _ in range(draw(st.integers(1, limit))):
+        earlier = draw(st.sampled_from(rows)) if rows and draw(st.integers(0, 3)) else []
+        begin = earlier[: draw(st.integers(0, len(earlier)))]
         # Few different ids, so that rows also meet by chance.
         tail = draw(st.lists(st.integers(3, 6), min_size=0 if len(begin) > 1 else 2, max_size=9))
         rows.append(begin + tail)
@@ -197,7 +197,7 @@ def test_gradient_checkpointing_with_shared_prefixes(model_dir: Callable[..., Pa
 # What is laid where.
 
 
-@given(ids=ids_of_rows(most=12), budget=st.integers(1, 80), shortest=st.sampled_from([1, 2, 4]))
+@given(ids=ids_of_rows(limit=12), budget=st.integers(1, 80), shortest=st.sampled_from([1, 2, 4]))
 @settings(max_examples=examples(40), deadline=None)
 def test_every_row_is_a_path(ids: list[Ids], budget: int, shortest: int) -> None:
     rows = [np.asarray(row_ids, np.int32) for row_ids in ids]
@@ -217,9 +217,9 @@ def test_every_row_is_a_path(ids: list[Ids], budget: int, shortest: int) -> None
             assert [laid.segments[n][2] for n in path] == [-1, *path[:-1]]
     if shortest == 1:
         # With room for all of them each prefix of any row stands there once.
-        (whole,) = tree.partition(10**6)
+        (partition,) = tree.partition(10**6)
         prefixes = {tuple(row_ids[:n]) for row_ids in ids for n in range(1, len(row_ids) + 1)}
-        assert sum(length for _, length, _ in tree.as_segments(whole).segments) == len(prefixes)
+        assert sum(length for _, length, _ in tree.as_segments(partition).segments) == len(prefixes)
 
 
 def test_targets_behind_a_fork_are_predicted_by_the_parent() -> None:

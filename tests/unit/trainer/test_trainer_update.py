@@ -124,8 +124,8 @@ def test_each_epoch_sees_every_row_once_and_deals_anew(model_dir: Models, rows) 
     for first, second in zip(parts[::2], parts[1::2], strict=True):
         assert first | second == everything
         assert not first & second
-        both = {tuple(row.sample.input_ids.tolist()) for row in rows if row.sample.trajectory_id == "b"}
-        assert both <= first or both <= second
+        ids = {tuple(row.sample.input_ids.tolist()) for row in rows if row.sample.trajectory_id == "b"}
+        assert ids <= first or ids <= second
     assert len({frozenset(pair) for pair in zip(parts[::2], parts[1::2], strict=True)}) > 1
     # Each step has the normaliser of its own rows.
     trained = {tuple(row.sample.input_ids.tolist()): row.sample.trained_tokens for row in rows}
@@ -135,10 +135,10 @@ def test_each_epoch_sees_every_row_once_and_deals_anew(model_dir: Models, rows) 
 
 def test_a_step_without_rows_keeps_the_weights(model_dir: Models) -> None:
     watched = Watched(model_dir())
-    before = [parameter.clone() for parameter in watched.learner.policy.model.parameters()]
+    initial = [parameter.clone() for parameter in watched.learner.policy.model.parameters()]
     update(watched, [])
-    after = watched.learner.policy.model.parameters()
-    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    updated = watched.learner.policy.model.parameters()
+    assert all(torch.equal(old, new) for old, new in zip(initial, updated, strict=True))
 
 
 def test_minibatches_keep_trajectories_whole(row: Callable[..., TrainRow]) -> None:
@@ -147,8 +147,8 @@ def test_minibatches_keep_trajectories_whole(row: Callable[..., TrainRow]) -> No
     assert len(parts) == 3
     homes: dict[str, set[int]] = {}
     for number, part in enumerate(parts):
-        for each in part:
-            homes.setdefault(each.sample.trajectory_id, set()).add(number)
+        for train_row in part:
+            homes.setdefault(train_row.sample.trajectory_id, set()).add(number)
     assert all(len(parts_of) == 1 for parts_of in homes.values())
     leaves = [[row.sample.leaf for row in part] for part in parts]
     assert sorted(leaf for part in leaves for leaf in part) == list(range(12))

@@ -54,9 +54,9 @@ def test_an_entropy_bonus_reaches_every_row(model_dir: Callable[..., Path], rows
 
 
 def test_a_step_without_any_advantage_changes_nothing(model_dir: Callable[..., Path], rows: list[TrainRow]) -> None:
-    idle = [each for each in rows if not each.advantage]
+    idle = [train_row for train_row in rows if not train_row.advantage]
     one = learner(model_dir())
-    before = weights(one).clone()
+    initial = weights(one).clone()
     metrics = update_policy(one, idle, AlgorithmConfig(drop_zero_variance=False), BATCH, seed=0)
-    assert torch.equal(weights(one), before)
+    assert torch.equal(weights(one), initial)
     assert metrics["train/skipped_updates"] == 1

@@ -38,11 +38,11 @@ class Ranks:
     def forward_backward(self, batches: Any, objective: Any, normalizer: float) -> Any:
         shares = [batches[number :: len(self.learners)] for number in range(len(self.learners))]
         self.shares = [len(share) for share in shares]
-        found = [
+        stats = [
             learner.forward_backward(share, objective, normalizer)
             for learner, share in zip(self.learners, shares, strict=True)
         ]
-        return found[0]
+        return stats[0]
 
     def optim_step(self) -> StepResult:
         gradients = []
@@ -64,9 +64,11 @@ def rows(row: Row) -> list[TrainRow]:
     ]
 
 
-def gradient(path: Path, rows: list[TrainRow], budget: int, ranks: int, given: dict[str, Any]) -> tuple[Tensor, Ranks]:
+def gradient(
+    path: Path, rows: list[TrainRow], budget: int, ranks: int, algorithm: dict[str, Any]
+) -> tuple[Tensor, Ranks]:
     learner = Ranks(path, ranks)
-    config = AlgorithmConfig.model_validate(given)
+    config = AlgorithmConfig.model_validate(algorithm)
     update_policy(learner, rows, config, BatchConfig(max_tokens_per_micro_batch=budget), seed=0)  # type: ignore[arg-type]
     return learner.gradient, learner
 
@@ -74,9 +76,9 @@ def gradient(path: Path, rows: list[TrainRow], budget: int, ranks: int, given: d
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_splits_keep_gradients(model_dir: Callable[..., Path], rows: list[TrainRow], name: str) -> None:
     options = {"share": 0.2} if name in ("clip_cov", "kl_cov") else {}
-    given = {"loss": name, "loss_options": options, "entropy_coef": 0.01}
-    whole, one = gradient(model_dir(), rows, 1000, 1, given)
-    split, two = gradient(model_dir(), rows, 1, 2, given)
+    algorithm = {"loss": name, "loss_options": options, "entropy_coef": 0.01}
+    unsplit, one = gradient(model_dir(), rows, 1000, 1, algorithm)
+    split, two = gradient(model_dir(), rows, 1, 2, algorithm)
     assert (one.shares, two.shares) == ([1], [3, 3])
-    assert whole.abs().max() > 1e-4
-    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
+    assert unsplit.abs().max() > 1e-4
+    torch.testing.assert_close(split, unsplit, atol=1e-6, rtol=1e-5)

@@ -15,10 +15,10 @@ def f(*numbers: float) -> Tensor:
 def test_unclipped_value_loss_is_half_the_squared_error() -> None:
     # 1/2 (1 - 3)^2 = 2 with weight 1, 1/2 (2 - 1)^2 = 1/2 with weight 4: 2 + 2 = 4; unweighted 2.5.
     for old in (None, f(9, 9)):
-        found = value_loss(f(1, 2), f(3, 1), f(1, 4), old_values=old)
-        assert float(found.loss) == 4
-        assert float(found.sums["critic/loss"]) == 2.5
-        assert float(found.sums["critic/clip_fraction"]) == 0
+        loss = value_loss(f(1, 2), f(3, 1), f(1, 4), old_values=old)
+        assert float(loss.loss) == 4
+        assert float(loss.sums["critic/loss"]) == 2.5
+        assert float(loss.sums["critic/clip_fraction"]) == 0
 
 
 def test_value_clipping_by_hand() -> None:
@@ -28,10 +28,10 @@ def test_value_clipping_by_hand() -> None:
     #   V = -1:   clipped to -1/2, 6.25 < 9: it moved away, 4.5, with gradient V - R = -3;
     #   V = 5:    clipped to 1/2, 2.25 < 9: it overshot, 4.5, with gradient 3.
     values = f(1, 0.25, -1, 5).requires_grad_()
-    found = value_loss(values, f(2, 2, 2, 2), f(1, 1, 1, 1), old_values=f(0, 0, 0, 0), clip=0.5)
-    assert float(found.loss.detach()) == 1.125 + 1.53125 + 4.5 + 4.5
-    assert float(found.sums["critic/clip_fraction"]) == 1
-    found.loss.backward()
+    loss = value_loss(values, f(2, 2, 2, 2), f(1, 1, 1, 1), old_values=f(0, 0, 0, 0), clip=0.5)
+    assert float(loss.loss.detach()) == 1.125 + 1.53125 + 4.5 + 4.5
+    assert float(loss.sums["critic/clip_fraction"]) == 1
+    loss.loss.backward()
     assert values.grad is not None
     assert values.grad.tolist() == [0, -1.75, -3, 3]
 

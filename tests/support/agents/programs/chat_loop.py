@@ -36,9 +36,9 @@ def main() -> int:
         if turns == crash:
             print("the program is confused", file=sys.stderr)
             return 3
-        said = post(f"{base}/chat/completions", {"model": "any", "messages": messages, "tools": tools})
+        response = post(f"{base}/chat/completions", {"model": "any", "messages": messages, "tools": tools})
         turns += 1
-        message = said["choices"][0]["message"]
+        message = response["choices"][0]["message"]
         messages.append(message)
         if not message.get("tool_calls"):
             print(message["content"])
@@ -46,8 +46,8 @@ def main() -> int:
         for call in message["tool_calls"]:
             name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
             headers = {"x-tool-call-id": call["id"]} if os.environ.get("IDS") else {}
-            found = post(f"{tools_url}/{name}", arguments, **headers)
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": found["content"]})
+            tool_answer = post(f"{tools_url}/{name}", arguments, **headers)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": tool_answer["content"]})
 
 
 if __name__ == "__main__":

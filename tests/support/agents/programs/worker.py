@@ -34,8 +34,8 @@ def main() -> None:
         answer = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
         # A line of another episode, and one that is none, change nothing.
         print(json.dumps({"id": "another", "answer": "wrong"}), "[1]", json.dumps([job["id"]]), sep="\n", flush=True)
-        said = {"error": "it broke"} if fail == "error" else {"answer": f"{answer.strip()} "}
-        print(json.dumps({"id": job["id"], **said, "pid": os.getpid()}), flush=True)
+        outcome = {"error": "it broke"} if fail == "error" else {"answer": f"{answer.strip()} "}
+        print(json.dumps({"id": job["id"], **outcome, "pid": os.getpid()}), flush=True)
 
 
 if __name__ == "__main__":

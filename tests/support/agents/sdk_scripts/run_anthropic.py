@@ -10,13 +10,13 @@ TOOLS = [{"name": "add", "description": DESCRIPTION, "input_schema": SCHEMA}]
 
 def run(client, stream):
     messages = [{"role": "user", "content": QUESTION}]
-    asked = {"model": MODEL, "max_tokens": 1000, "system": SYSTEM, "tools": TOOLS}
+    request = {"model": MODEL, "max_tokens": 1000, "system": SYSTEM, "tools": TOOLS}
     for _ in range(MOST_TURNS):
         if stream:
-            with client.messages.stream(messages=messages, **asked) as events:
+            with client.messages.stream(messages=messages, **request) as events:
                 message = events.get_final_message()
         else:
-            message = client.messages.create(messages=messages, **asked)
+            message = client.messages.create(messages=messages, **request)
         calls = [block for block in message.content if block.type == "tool_use"]
         if not calls:
             return "".join(block.text for block in message.content if block.type == "text")

@@ -11,10 +11,10 @@ FUNCTION = {"name": "add", "description": DESCRIPTION, "parameters": SCHEMA}
 
 def chat(model, base, stream):
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-    asked = {"model": model, "api_base": base, "api_key": "any", "num_retries": 0, "max_tokens": 1000}
-    asked["tools"] = [{"type": "function", "function": FUNCTION}]
+    request = {"model": model, "api_base": base, "api_key": "any", "num_retries": 0, "max_tokens": 1000}
+    request["tools"] = [{"type": "function", "function": FUNCTION}]
     for _ in range(MOST_TURNS):
-        answer = litellm.completion(messages=messages, stream=stream, **asked)
+        answer = litellm.completion(messages=messages, stream=stream, **request)
         if stream:
             answer = litellm.stream_chunk_builder(list(answer), messages=messages)
         message = answer.choices[0].message
@@ -30,11 +30,11 @@ def chat(model, base, stream):
 def responses(base, stream):
     # Of models that it does not know it asks for the whole response, and makes up a stream.
     litellm.register_model({MODEL: {"litellm_provider": "openai", "mode": "chat", "supports_native_streaming": True}})
-    asked = {"model": f"openai/{MODEL}", "api_base": base, "api_key": "any", "instructions": SYSTEM}
-    asked["tools"] = [{"type": "function", "strict": False, **FUNCTION}]
+    request = {"model": f"openai/{MODEL}", "api_base": base, "api_key": "any", "instructions": SYSTEM}
+    request["tools"] = [{"type": "function", "strict": False, **FUNCTION}]
     items = [{"role": "user", "content": QUESTION}]
     for _ in range(MOST_TURNS):
-        answer = litellm.responses(input=items, stream=stream, **asked)
+        answer = litellm.responses(input=items, stream=stream, **request)
         if stream:
             answer = next(event for event in list(answer) if event.type == "response.completed").response
         output = [item if isinstance(item, dict) else item.model_dump() for item in answer.output]

@@ -11,13 +11,13 @@ FUNCTION = {"name": "add", "description": DESCRIPTION, "parameters": SCHEMA}
 
 def chat(client, stream):
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-    asked = {"model": MODEL, "tools": [{"type": "function", "function": FUNCTION}]}
+    request = {"model": MODEL, "tools": [{"type": "function", "function": FUNCTION}]}
     for _ in range(MOST_TURNS):
         if stream:
-            with client.chat.completions.stream(messages=messages, **asked) as events:
+            with client.chat.completions.stream(messages=messages, **request) as events:
                 message = events.get_final_completion().choices[0].message
         else:
-            message = client.chat.completions.create(messages=messages, **asked).choices[0].message
+            message = client.chat.completions.create(messages=messages, **request).choices[0].message
         if not message.tool_calls:
             return message.content
         messages.append(message)
@@ -28,14 +28,14 @@ def chat(client, stream):
 
 
 def responses(client, stream, stored):
-    asked = {"model": MODEL, "tools": [{"type": "function", "strict": False, **FUNCTION}], "instructions": SYSTEM}
+    request = {"model": MODEL, "tools": [{"type": "function", "strict": False, **FUNCTION}], "instructions": SYSTEM}
     items = [{"role": "user", "content": QUESTION}]
     for _ in range(MOST_TURNS):
         if stream:
-            with client.responses.stream(input=items, store=stored, **asked) as events:
+            with client.responses.stream(input=items, store=stored, **request) as events:
                 response = events.get_final_response()
         else:
-            response = client.responses.create(input=items, store=stored, **asked)
+            response = client.responses.create(input=items, store=stored, **request)
         calls = [item for item in response.output if item.type == "function_call"]
         if not calls:
             return response.output_text
@@ -44,7 +44,7 @@ def responses(client, stream, stored):
             for call in calls
         ]
         if stored:
-            items, asked["previous_response_id"] = results, response.id
+            items, request["previous_response_id"] = results, response.id
         else:
             items = [*items, *response.output, *results]
     raise AssertionError("no end")
@@ -53,5 +53,5 @@ def responses(client, stream, stored):
 if __name__ == "__main__":
     *bases, route = sys.argv[1:]
     for base, streamed in zip(bases, (False, True), strict=True):
-        made = openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0)
-        print(chat(made, streamed) if route == "chat" else responses(made, streamed, route == "stored"))
+        sdk_client = openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0)
+        print(chat(sdk_client, streamed) if route == "chat" else responses(sdk_client, streamed, route == "stored"))

@@ -27,17 +27,17 @@ class GuessEnvConfig(vf.EnvConfig):
 
 class GuessEnv(vf.Env[GuessEnvConfig]):
     async def run(self, task: NumberTask, agents: vf.Agents) -> None:
-        found = False
+        guessed = False
         async with agents.player.interaction(task) as interaction:
             segment = await interaction.turn()
-            while not segment.terminated and not found:
-                said = segment.last_reply
-                guess = int(said) if said.isdigit() else None
-                found = guess == task.data.number
-                if not found:
+            while not segment.terminated and not guessed:
+                answer = segment.last_reply
+                guess = int(answer) if answer.isdigit() else None
+                guessed = guess == task.data.number
+                if not guessed:
                     hint = "A number." if guess is None else "Higher." if guess < task.data.number else "Lower."
                     segment = await interaction.turn(hint)
-        interaction.trace.record_reward("found", float(found))
+        interaction.trace.record_reward("found", float(guessed))
 
 
 class GuessConfig(vf.TasksetConfig):

@@ -26,7 +26,7 @@ class StoreTask(vf.Task[StoreData, Basket]):
 
     @vf.reward(weight=2.0)
     async def paid(self, trace: vf.Trace) -> float:
-        return float(trace.state.paid > 0 and trace.state.paid == sum(PRICES[each] for each in self.data.wanted))
+        return float(trace.state.paid > 0 and trace.state.paid == sum(PRICES[article] for article in self.data.wanted))
 
     @vf.stop
     async def left(self, trace: vf.Trace) -> bool:
@@ -47,7 +47,7 @@ class Shelf(vf.Toolset[vf.SharedToolsetConfig, Basket]):
     @vf.tool
     async def pay(self) -> int:
         """Pay for what is in the basket, and leave."""
-        self.state.paid = sum(PRICES[each] for each in self.state.goods)
+        self.state.paid = sum(PRICES[article] for article in self.state.goods)
         return self.state.paid
 
 
@@ -57,8 +57,8 @@ class StoreConfig(vf.TasksetConfig):
 
 class Store(vf.Taskset[StoreTask, StoreConfig]):
     def load(self) -> Iterator[StoreTask]:
-        for wanted in (["apple"], ["apple", "bread"], ["cheese"]):
-            data = StoreData(prompt=f"Buy: {', '.join(wanted)}.", wanted=wanted)
+        for shopping_list in (["apple"], ["apple", "bread"], ["cheese"]):
+            data = StoreData(prompt=f"Buy: {', '.join(shopping_list)}.", wanted=shopping_list)
             yield StoreTask(data, self.config.task)
 
     @classmethod

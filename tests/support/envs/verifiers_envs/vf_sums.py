@@ -19,8 +19,8 @@ class SumData(vf.TaskData):
 class SumTask(vf.Task[SumData]):
     @vf.reward(weight=0.75)
     async def correct(self, trace: vf.Trace) -> float:
-        found = re.findall(r"-?\d+", trace.last_reply)
-        return float(bool(found) and int(found[-1]) == self.data.answer)
+        numbers = re.findall(r"-?\d+", trace.last_reply)
+        return float(bool(numbers) and int(numbers[-1]) == self.data.answer)
 
     @vf.reward(weight=0.25)
     async def brief(self, trace: vf.Trace) -> float:

@@ -383,10 +383,12 @@ async def test_a_turn_that_a_limit_cut_is_no_answer() -> None:
     assert trajectory.stop_reason is StopReason.MAX_TOKENS
 
 
-@pytest.mark.parametrize("told", [False, True])
-async def test_an_environment_that_breaks_is_an_error_even_where_the_graph_tells_the_model(told: bool) -> None:
+@pytest.mark.parametrize("handles_errors", [False, True])
+async def test_an_environment_that_breaks_is_an_error_even_where_the_graph_tells_the_model(
+    handles_errors: bool,
+) -> None:
     def make(model, tools):
-        return create_react_agent(model, ToolNode(tools, handle_tool_errors=told))
+        return create_react_agent(model, ToolNode(tools, handle_tool_errors=handles_errors))
 
     trajectory, outcome = await play(make, [calls(("crash", {})), "3"])
     assert trajectory.stop_reason is StopReason.ERROR

@@ -125,7 +125,7 @@ async def test_tools_in_any_form_are_told_alike(form: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "most"),
+    ("choice", "limit"),
     [
         ("any", None),
         ("required", None),
@@ -136,12 +136,12 @@ async def test_tools_in_any_form_are_told_alike(form: Any) -> None:
         ({"type": "any"}, None),
     ],
 )
-async def test_a_forced_call_is_held_to_a_grammar(choice: Any, most: int | None) -> None:
+async def test_a_forced_call_is_held_to_a_grammar(choice: Any, limit: int | None) -> None:
     model, client = made([calls(("add", {"a": 1, "b": 2}))], family="qwen3", guides=True)
     answer = await model.bind_tools([add], tool_choice=choice).ainvoke([QUESTION])
     assert answer.tool_calls[0]["name"] == "add"
     guide = client.requests[0].params.guide
-    assert (guide.calls, guide.text, guide.most) == (("add",), False, most)
+    assert (guide.calls, guide.text, guide.most) == (("add",), False, limit)
     assert guide.tag
 
 
@@ -158,14 +158,14 @@ async def test_unsupported_constraints_raise_session_errors() -> None:
     model, _ = made(["x"])
     with pytest.raises(StructuredOutputError, match="no grammar"):
         await model.bind_tools([add], tool_choice="any").ainvoke([QUESTION])
-    for given, said in [
+    for options, refusal in [
         ({"tool_choice": "sub"}, "names 'sub', which is not one of the tools add"),
         ({"tool_choice": {"type": "magic"}}, "a tool of type 'magic'"),
         ({"tols": 1}, r"takes no 'tols' \(1\): it takes stop, temperature"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
     ]:
-        with pytest.raises(SessionError, match=said):
-            await model.bind_tools([add], **given).ainvoke([QUESTION])
+        with pytest.raises(SessionError, match=refusal):
+            await model.bind_tools([add], **options).ainvoke([QUESTION])
     with pytest.raises(SessionError, match="3 is not a tool"):
         model.bind_tools([3])
     assert client.requests == []

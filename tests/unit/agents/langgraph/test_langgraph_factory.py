@@ -58,7 +58,7 @@ def needs(model: Any, depth: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("config", "error", "said"),
+    ("config", "error", "refusal"),
     [
         ({"graph": f"{__file__}:buidler"}, ConfigError, "has no 'buidler'; did you mean 'builder'"),
         ({"graph": f"{__file__}:NUMBER"}, AgentError, "is a int: it must be a graph of LangGraph"),
@@ -71,8 +71,8 @@ def needs(model: Any, depth: int) -> Any:
         ({}, AgentError, "graph"),
     ],
 )
-def test_wrong_configuration_raises_before_any_episode(config: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_wrong_configuration_raises_before_any_episode(config: Any, error: type[Exception], refusal: str) -> None:
+    with pytest.raises(error, match=refusal):
         make_agent("langgraph", **config)
 
 
