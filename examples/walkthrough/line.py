@@ -41,6 +41,7 @@ from turnwise.trainer.config.train import BatchConfig
 from turnwise.trainer.learn.learner import Learner
 from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.learn.update import update_policy
+from turnwise.trainer.run.task_scheduler import next_requests
 from turnwise.trainer.weight_sync import SharedMemoryWriter
 from turnwise.trajectory import TrajectoryGroup
 from turnwise.trajectory_file import TrajectoryWriter
@@ -182,8 +183,8 @@ async def assembled(start: Start, directory: Path) -> AsyncIterator[Parts]:
 async def walk(parts: Parts) -> Walked:
     """Walk the line: one train step."""
     # From the dataset to a finished group.
-    task, epoch = InMemoryOrder(load_tasks(parts.start.rows), seed=0, shuffle=False).next()
-    requests = [RolloutRequest(task, epoch, group_size=2)]
+    order = InMemoryOrder(load_tasks(parts.start.rows), seed=0, shuffle=False)
+    requests = next_requests(order, groups=1, group_size=2)
     parts.producer.generate_sequences(requests)
     batch, waiting = await parts.buffer.sample(1, "train", 1)
     [group] = await parts.buffer.fetch(batch)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from operator import methodcaller
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -458,11 +459,7 @@ class Session:
         assert turn.parent is not None
         prefix_tokens = path_tokens(turn)
         room = self.limits.context_length - prefix_tokens
-        tail, completion, message = turn.parent.token_ids, turn.token_ids, turn.messages[0]
-
-        def extend(target: Renderer) -> TokenIds | None:
-            return target.extend(tail, completion, message, new, tools)
-
+        extend = methodcaller("extend", turn.parent.token_ids, turn.token_ids, turn.messages[0], new, tools)
         try:
             return await encode(renderer, count_characters(new), room, extend, threaded=threaded)
         except PromptTooLong as error:

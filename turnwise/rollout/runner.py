@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,7 +51,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import CLOSE_TIMEOUT_S, EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.sessions import EpisodeSessions, Sampler, session_trajectories
 from turnwise.sandboxes.manager import SandboxManager
-from turnwise.tools.cancellation import abandon, run_bounded
+from turnwise.tools.cancellation import abandon, wait_bounded
 from turnwise.tools.core import check_media
 from turnwise.tools.selection import Toolbox
 from turnwise.trajectory import Trajectory
@@ -80,15 +80,6 @@ class _Run:
     stop_reason: StopReason = StopReason.COMPLETED
     error: Exception | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    abandoned: bool = False
-
-    def check_abandoned(self) -> None:
-        """Raise ToolThreadLost if its code swallowed its cancellation."""
-        if self.abandoned:
-            raise ToolThreadLost(
-                f"the agent or {type(self.env).__name__} swallowed its cancellation after the time-out and still runs: "
-                "the episode is abandoned; catch exceptions by name, or raise asyncio.CancelledError again"
-            )
 
 
 class EpisodeRunner:
@@ -236,10 +227,8 @@ class EpisodeRunner:
     async def _run_and_score(self, run: _Run) -> None:
         """Run the agent and score; an exception becomes the run's error, except the cancellation of the caller."""
         try:
-            await run_bounded(self._run_agent(run), self._config.episode_timeout, partial(self._abandon, run))
-            run.check_abandoned()
-            await run_bounded(self._score(run), self._config.score_timeout, partial(self._abandon, run))
-            run.check_abandoned()
+            await self._run_bounded(run, self._run_agent(run), self._config.episode_timeout)
+            await self._run_bounded(run, self._score(run), self._config.score_timeout)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -260,13 +249,37 @@ class EpisodeRunner:
             run.error = AgentError(f"the agent raised {type(error).__name__}: {error}")
             run.error.__cause__ = error
 
-    def _abandon(self, run: _Run) -> None:
-        """Count an episode whose code still runs; its environment is not reused."""
-        self._abandoned += 1
-        run.abandoned = True
-        run.metrics["abandoned"] = 1.0
-        if run.env is not None:
-            run.env.lost_thread = True
+    async def _run_bounded(self, run: _Run, work: Coroutine[Any, Any, None], timeout: float | None) -> None:
+        """Run an agent's or environment's code, and abandon it where it swallows its cancellation.
+
+        Raises:
+            ToolThreadLost: It was abandoned after its time-out. It is counted, and its environment is not reused.
+        """
+
+        async def settle() -> SystemExit | None:
+            # A task that raises it ends the event loop.
+            try:
+                await work
+            except SystemExit as error:
+                return error
+            return None
+
+        task = asyncio.ensure_future(settle())
+        try:
+            await wait_bounded(task, timeout)
+        finally:
+            if not task.done():
+                self._abandoned += 1
+                run.metrics["abandoned"] = 1.0
+                if run.env is not None:
+                    run.env.lost_thread = True
+        if not task.done():
+            raise ToolThreadLost(
+                f"the agent or {type(run.env).__name__} swallowed its cancellation after the time-out and still runs: "
+                "the episode is abandoned; catch exceptions by name, or raise asyncio.CancelledError again"
+            )
+        if (error := task.result()) is not None:
+            raise error
 
     async def _expand(self, run: _Run, strategy: BranchingStrategy) -> None:
         """Run an episode's branches and merge them into it; a failure becomes the run's error."""

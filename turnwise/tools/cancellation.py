@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 CANCEL_GRACE_S: Final = 5.0
 """How long cancelled code may take to end."""
 
 
-async def run_bounded(work: Coroutine[Any, Any, None], timeout: float | None, abandoned: Callable[[], None]) -> None:
-    """Run a coroutine that ends by itself within ``timeout`` seconds, unless its code swallows the cancellation.
+async def wait_bounded(task: asyncio.Future[Any], timeout: float | None) -> None:
+    """Wait for a task that ends by itself within ``timeout`` seconds, unless its code swallows the cancellation.
+
+    A task that is not done afterwards was abandoned: after its time-out, or after the cancellation of the caller.
 
     Args:
-        work: The coroutine, run in a task of its own.
+        task: The task.
         timeout: Its own time-out in seconds; None for none.
-        abandoned: Called if it is abandoned: after its time-out, or after the cancellation of the caller.
 
     Raises:
         CancelledError: The caller was cancelled.
     """
-
-    async def settle() -> SystemExit | None:
-        # A task that raises it ends the event loop.
-        try:
-            await work
-        except SystemExit as error:
-            return error
-        return None
-
-    task = asyncio.ensure_future(settle())
     try:
         await asyncio.wait({task}, timeout=None if timeout is None else timeout + CANCEL_GRACE_S)
-    except asyncio.CancelledError:
-        if not await cancel(task):
-            abandoned()
-        raise
-    if task.done():
-        if (error := task.result()) is not None:
-            raise error
-    elif not await cancel(task):
-        abandoned()
+    finally:
+        if not task.done():
+            await cancel(task)
 
 
 async def cancel(task: asyncio.Future[Any]) -> bool:

@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from support.envs.code_cheats import FUNCTION_CHEATS, PROGRAM_CHEATS, rows
 from support.envs.sandboxed_episodes import answered, called, fenced, some_boxes
+from support.sandboxes.counting_manager import CountingManager
 from turnwise.envs.core import close_env, reset_env
 from turnwise.envs.solution import play_solution
 from turnwise.errors import ConfigError, EnvError
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def boxes() -> AsyncIterator[SandboxManager]:
+async def boxes() -> AsyncIterator[CountingManager]:
     async with some_boxes() as manager:
         yield manager
 
@@ -171,14 +172,14 @@ async def test_tests_that_cannot_run_are_no_fault_of_the_answer(boxes: SandboxMa
         await graded(made(boxes), record, "def add(a, b): pass")
 
 
-async def test_equal_answers_are_judged_once_where_asked(boxes: SandboxManager) -> None:
+async def test_equal_answers_are_judged_once_where_asked(boxes: CountingManager) -> None:
     env, record = made(boxes, cache=True), rows()["functional"]
     assert await graded(env, record, "def add(a, b):\n    return b + a\n") == 1.0
-    opened = boxes.stats.opened
+    opened = boxes.opened
     assert await graded(env, record, "def add(a, b):\n    return b + a\n") == 1.0
-    assert boxes.stats.opened == opened
+    assert boxes.opened == opened
     assert await graded(env, record, "def add(a, b):\n    return b - a\n") == 0.0
-    assert boxes.stats.opened == opened + 1
+    assert boxes.opened == opened + 1
 
 
 async def test_an_agent_works_in_a_sandbox_and_submits(boxes: SandboxManager) -> None:

@@ -6,24 +6,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from support.sandboxes.counting_manager import CountingManager
 from turnwise.envs.core import Env, StepResult, reset_env, step_env
 from turnwise.errors import SandboxUnavailable
 from turnwise.sandboxes.config import SandboxConfig
-from turnwise.sandboxes.manager import SandboxManager
 from turnwise.tasks import Task
 from turnwise.types import ToolCall
 
 
 @asynccontextmanager
-async def some_boxes(isolation: str = "landlock") -> AsyncIterator[SandboxManager]:
+async def some_boxes(isolation: str = "landlock") -> AsyncIterator[CountingManager]:
     """A manager of local sandboxes; where the kernel has no Landlock, of ones without isolation."""
-    manager = SandboxManager(SandboxConfig(config={"isolation": isolation}))
+    manager = CountingManager(SandboxConfig(config={"isolation": isolation}))
     try:
         await manager.probe()
     except SandboxUnavailable:
         if isolation != "landlock":
             raise
-        manager = SandboxManager(SandboxConfig(config={"isolation": "plain", "unsafe": True}))
+        manager = CountingManager(SandboxConfig(config={"isolation": "plain", "unsafe": True}))
         await manager.probe()
     try:
         yield manager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
@@ -43,4 +45,9 @@ def _trajectory(name: str, number: int, tokens: int) -> Trajectory:
 
 def same(one: TrajectoryGroup, other: TrajectoryGroup) -> bool:
     """Whether two groups hold the same."""
-    return one.to_bytes() == other.to_bytes()
+
+    def record(group: TrajectoryGroup) -> tuple[Any, ...]:
+        members = [trajectory.to_bytes() for trajectory in (*group.trajectories, *group.baselines)]
+        return group.id, group.task_id, group.partition, group.failed, group.source, members
+
+    return record(one) == record(other)

@@ -68,5 +68,5 @@ def test_the_rows_of_a_configuration(tmp_path):
 
 
 def test_step_to_read_has_the_stated_length():
-    assert "a `step` of 21 lines" in SECTIONS["guess_number"]
-    assert len(inspect.getsource(GuessNumberEnv.step).splitlines()) == 21
+    assert "a `step` of 19 lines" in SECTIONS["guess_number"]
+    assert len(inspect.getsource(GuessNumberEnv.step).splitlines()) == 19

@@ -31,13 +31,13 @@ def test_the_code_on_gymnasium_runs(number, tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    expected = (["assistant: team_of(person='ana')", "assistant: my answer"], ["SPFF"])[number]
+    expected = (["[assistant] team_of({'person': 'ana'})", "[assistant] my answer"], ["SPFF"])[number]
     assert all(line in done.stdout for line in expected)
 
 
 def test_every_argument_of_from_gymnasium_is_described():
     text = section(PAGE, FROM_GYMNASIUM)
-    names = set(inspect.signature(from_gymnasium).parameters) - {"env", "tools"}
+    names = set(inspect.signature(from_gymnasium).parameters) - {"env", "tools", "options"}
     assert not [name for name in names if f"`{name}`" not in text]
 
 

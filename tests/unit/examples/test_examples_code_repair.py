@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from support.sandboxes.counting_manager import CountingManager
 from turnwise.envs import close_env, fork_env, reset_env, step_env
 from turnwise.envs.solution import play_solution, tool_call
 from turnwise.plugins import load_object
-from turnwise.sandboxes import SandboxManager
 from turnwise.tasks import Task
 
 HERE = Path(__file__).parents[3] / "examples" / "code_repair"
@@ -67,7 +67,7 @@ def test_splits_share_no_function() -> None:
 
 
 async def test_the_fix_is_worth_1_and_nothing_else_is() -> None:
-    manager = SandboxManager()
+    manager = CountingManager()
     try:
         for n in range(3):
             env = of("CodeRepair")()
@@ -77,7 +77,7 @@ async def test_the_fix_is_worth_1_and_nothing_else_is() -> None:
             played = await play_solution(env)
             assert [message["content"] for message in played[1][1].observation] == ["all passed"]
             assert played[-1][1].info["rewards"] == {"solved": 1.0, "errors": 0.0}
-            assert manager.stats.opened == n + 1
+            assert manager.opened == n + 1
             await close_env(env)
         # Nothing was done; the file is the old one; a failing test is answered with what failed.
         await reset_env(env, task)

@@ -349,9 +349,9 @@ async def test_the_last_piece_is_sent_when_the_turn_is_on_record(
         sent.append((data, hosted.session(opened).turns))
         await send(self, data, final=final)
 
-    monkeypatch.setattr(Exchange, "send", recording_send)
     async with provider(respond) as there, hosting(there.url) as hosted:
         opened = await hosted.open()
+        monkeypatch.setattr(Exchange, "send", recording_send)
         assert (await post(hosted, opened, {**ASK, "input": "Go.", "stream": stream}, route))[0] == 200
     end = (b"[DONE]", b"response.completed", b"message_stop") if stream else (b"Done.",)
     ends = [turns for data, turns in sent if any(mark in data for mark in end)]

@@ -136,10 +136,8 @@ _KILLED = """
         if moment == "writing":
             os.kill(os.getpid(), 9)
 
-    rename = Path.rename
-
     def dying_rename(self, target):
-        rename(self, target)
+        os.replace(self, target)
         if moment == "replacing" and ".replaced-" in str(target):
             os.kill(os.getpid(), 9)
         if moment == "renamed" and ".draft-" in str(self):
@@ -149,7 +147,7 @@ _KILLED = """
         if moment == "linked" and str(target).endswith("best"):
             os.kill(os.getpid(), 9)
 
-    Path.rename = dying_rename
+    Path.rename = Path.replace = dying_rename
     store.save(checkpoint.TrainerState(4, epoch=1), write, {"eval/sampled": 0.5})
 """
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from turnwise.errors import CheckpointError, TrainError
+from turnwise.placement.devices import CPU
 from turnwise.trainer.config.policy import OptimConfig, ScheduleConfig
 
 _MUON_MOMENTUM = 0.95
@@ -69,7 +70,7 @@ def orthogonalization_dtype(device_type: str) -> torch.dtype:
 
     bfloat16, as in torch, unless the device emulates it, which takes 5 to 100 times as long as float32.
     """
-    if device_type != "cpu":
+    if device_type != CPU:
         return torch.bfloat16
 
     def seconds(dtype: torch.dtype) -> float:

@@ -61,6 +61,14 @@ async def open_tasks(
     return order, reports
 
 
+def next_requests(
+    order: TaskOrder, groups: int, group_size: int, *, greedy_baseline: bool = False
+) -> list[RolloutRequest]:
+    """Return the requests of the next tasks. Raises TaskError where a row cannot be read."""
+    rows = [order.next() for _ in range(groups)]
+    return [RolloutRequest(task, epoch, group_size, greedy_baseline=greedy_baseline) for task, epoch in rows]
+
+
 SURPLUS = "surplus"
 """Why a finished group is dropped that its step did not take and a later one could not train."""
 
@@ -119,8 +127,7 @@ class TaskScheduler:
         """
         size, greedy = group_size or self._config.rollout.group_size, self._config.greedy_baseline
         restored = [self._restored.popleft() for _ in range(min(groups, len(self._restored)))]
-        rows = [self._tasks.next() for _ in range(groups - len(restored))]
-        return [*restored, *(RolloutRequest(task, epoch, size, greedy_baseline=greedy) for task, epoch in rows)]
+        return [*restored, *next_requests(self._tasks, groups - len(restored), size, greedy_baseline=greedy)]
 
     def issue(self, requests: Sequence[RolloutRequest], *, by_caller: bool = False) -> None:
         """Request rollouts, except of groups that an earlier process finished.
