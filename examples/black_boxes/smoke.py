@@ -34,7 +34,7 @@ def renderer_in(folder: Path) -> TemplateRenderer:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
     special += ["<tool_response>", "</tool_response>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({each: number for number, each in enumerate(alphabet)}, []))
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
@@ -87,7 +87,7 @@ async def play(agent: dict[str, Any], env: str, says: Says, tasks: list[Task], s
 
 def installed(program: str) -> str | None:
     """Return where a program is, or None after saying what plays its part."""
-    found = shutil.which(program)
-    if found is None:
+    executable = shutil.which(program)
+    if executable is None:
         print(f"{program} is not on PATH: stand_in.py replaces it, with the same recipe")
-    return found
+    return executable

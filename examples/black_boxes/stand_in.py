@@ -24,7 +24,7 @@ def post(url: str, body: Any) -> Any:
 
 
 def main() -> None:
-    named = [each.partition("=")[2] for each in sys.argv if each.startswith("--task=")]
+    named = [argument.partition("=")[2] for argument in sys.argv if argument.startswith("--task=")]
     task = named[0] if named else sys.stdin.read()
     tools = [{"name": "Bash", "description": "Run a command.", "input_schema": BASH}]
     messages: list[Any] = [{"role": "user", "content": task}]
@@ -33,18 +33,18 @@ def main() -> None:
         body = {"model": "any", "max_tokens": 4000, "messages": messages, "tools": tools}
         content = post(f"{base}/v1/messages", body)["content"]
         messages.append({"role": "assistant", "content": content})
-        calls = [each for each in content if each["type"] == "tool_use"]
+        calls = [block for block in content if block["type"] == "tool_use"]
         results = []
         for call in calls:
             ran = subprocess.run(call["input"]["command"], shell=True, capture_output=True, text=True, check=False)
             if DONE in ran.stdout and "-o" in sys.argv:
-                left = {"info": {"submission": ran.stdout.partition(DONE)[2].strip()}}
-                Path(sys.argv[sys.argv.index("-o") + 1]).write_text(json.dumps(left))
+                submission = {"info": {"submission": ran.stdout.partition(DONE)[2].strip()}}
+                Path(sys.argv[sys.argv.index("-o") + 1]).write_text(json.dumps(submission))
                 return
-            said = ran.stdout + ran.stderr
-            results.append({"type": "tool_result", "tool_use_id": call["id"], "content": said or "(nothing)"})
+            output = ran.stdout + ran.stderr
+            results.append({"type": "tool_result", "tool_use_id": call["id"], "content": output or "(nothing)"})
         if not calls:
-            print("".join(each["text"] for each in content if each["type"] == "text"))
+            print("".join(block["text"] for block in content if block["type"] == "text"))
             return
         messages.append({"role": "user", "content": results})
 

@@ -60,7 +60,7 @@ class Bench:
         try:
             async with asyncio.timeout(SECONDS):
                 await worker.write(json.dumps({"file": file, "inputs": inputs}).encode() + b"\n")
-                return [str(each) for each in json.loads(await self._line(worker))]
+                return [str(output) for output in json.loads(await self._line(worker))]
         except (TimeoutError, BrokenPipeError, ValueError, TypeError):
             # A program that ends its worker, or writes into its answer, has passed nothing. The next one gets another.
             await worker.kill()
@@ -104,8 +104,8 @@ class CodeRepair(ToolEnv):
         self.outcomes: dict[str, list[str]] = {}
         self.errors = 0
         self.bench = await self.open_bench()
-        said = [{"role": "system", "content": "Fix the bug."}, {"role": "user", "content": row.prompt}]
-        return said, {}
+        messages = [{"role": "system", "content": "Fix the bug."}, {"role": "user", "content": row.prompt}]
+        return messages, {}
 
     async def open_bench(self) -> Bench:
         """Return where the episode's programs run."""
@@ -161,9 +161,9 @@ class CodeRepair(ToolEnv):
         """Return the first test that fails, or None. Both kinds of tests are run at once, a file only once."""
         if self.file not in self.outcomes:
             self.outcomes[self.file] = await self.bench.run(self.file, self.row["inputs"])
-        for each, want, got in zip(inputs, self.row["expected"], self.outcomes[self.file], strict=False):
+        for arguments, want, got in zip(inputs, self.row["expected"], self.outcomes[self.file], strict=False):
             if got != str(want):
-                return f"f({', '.join(map(str, each))}): expected {want}, got {got}"
+                return f"f({', '.join(map(str, arguments))}): expected {want}, got {got}"
         return None
 
     async def solve(self):
@@ -187,7 +187,7 @@ class Function:
         self.numbers = (rng.randint(1, 9), rng.randint(1, 9))
         self.rounds, self.by_index = rng.randint(2, 4), rng.random() < 0.5
         kinds = {"seq": "aa", "branch": "caa", "loop": "aa", "clamp": "aca"}[self.kind]
-        self.operators = [rng.choice(ARITHMETIC if each == "a" else COMPARISON) for each in kinds]
+        self.operators = [rng.choice(ARITHMETIC if operand_kind == "a" else COMPARISON) for operand_kind in kinds]
 
     @property
     def shape(self) -> str:
@@ -246,16 +246,20 @@ def drawn(seed: int, split: str) -> dict[str, Any]:
         if (stable_hash("code_repair", function.shape) % 8 == 0) != (split == "test"):
             continue
         right = function.operators
-        place = rng.randrange(len(right))
+        position = rng.randrange(len(right))
         wrong = list(right)
-        wrong[place] = rng.choice([each for each in alike(right[place]) if each != right[place]])
+        wrong[position] = rng.choice([operator for operator in alike(right[position]) if operator != right[position]])
         file = function.text(wrong)
         inputs = list(dict.fromkeys((rng.randint(1, 9), rng.randint(1, 9)) for _ in range(INPUTS)))
-        expected = [function.value(right, *each) for each in inputs]
-        got = [function.value(wrong, *each) for each in inputs]
+        expected = [function.value(right, *pair) for pair in inputs]
+        got = [function.value(wrong, *pair) for pair in inputs]
         failing = [at for at in range(len(inputs)) if expected[at] != got[at]]
         # Each operator occurs once in the file, so it alone identifies the place of an edit.
-        if len(failing) < 2 or any(file.count(each) != 1 for each in wrong) or max(map(abs, expected)) > LARGEST // 10:
+        if (
+            len(failing) < 2
+            or any(file.count(operator) != 1 for operator in wrong)
+            or max(map(abs, expected)) > LARGEST // 10
+        ):
             continue
         if max(map(abs, got)) > LARGEST:
             continue
@@ -269,7 +273,7 @@ def drawn(seed: int, split: str) -> dict[str, Any]:
             "expected": [expected[at] for at in order],
             "visible": len(shown_first),
             "failure": failure,
-            "fix": [wrong[place], right[place]],
+            "fix": [wrong[position], right[position]],
         }
 
 

@@ -59,13 +59,13 @@ def plan(env: CodeRepair, rng: random.Random) -> list[ToolCall | str]:
     else:
         first, count = rng.randrange(len(edits)), rng.choice((1, 1, 1, 1, 1, 2, 2, 2, 3, 3))
         tests, tried = 0.6, range(first, first + count)
-    said: list[ToolCall | str] = [tool_call("view")]
+    steps: list[ToolCall | str] = [tool_call("view")]
     if rng.random() < tests:
-        said.append(tool_call("run_tests"))
+        steps.append(tool_call("run_tests"))
     for at in tried:
         find, replace = edits[at % len(edits)]
-        said.append(tool_call("edit", find=find, replace=replace))
-    return [*said, "Done."]
+        steps.append(tool_call("edit", find=find, replace=replace))
+    return [*steps, "Done."]
 
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:

@@ -20,13 +20,13 @@ def outcomes(file, inputs):
         exec(compile(file, "program.py", "exec"), scope)
     except BaseException as error:  # noqa: BLE001 - whatever a program raises is what came out of it
         return [type(error).__name__] * len(inputs)
-    found = []
-    for each in inputs:
+    results = []
+    for arguments in inputs:
         try:
-            found.append(repr(scope["f"](*each))[:LONGEST])
+            results.append(repr(scope["f"](*arguments))[:LONGEST])
         except BaseException as error:  # noqa: BLE001 - the same
-            found.append(type(error).__name__)
-    return found
+            results.append(type(error).__name__)
+    return results
 
 
 def too_long(*_):
@@ -45,8 +45,8 @@ for line in sys.stdin:
         file.write(work["file"])
     try:
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
-        found = outcomes(work["file"], work["inputs"])
+        results = outcomes(work["file"], work["inputs"])
     except BaseException as error:  # noqa: BLE001 - its time ran out just after it was done
-        found = [type(error).__name__] * len(work["inputs"])
+        results = [type(error).__name__] * len(work["inputs"])
     signal.setitimer(signal.ITIMER_REAL, 0)
-    print(json.dumps(found), file=answers, flush=True)
+    print(json.dumps(results), file=answers, flush=True)

@@ -32,19 +32,19 @@ async def piles(count: int, seed: int) -> list[dict[str, Any]]:
     rows = []
     for _ in range(count):
         env = Mailroom()
-        said, _ = await reset_env(env, None, seed=rng.getrandbits(62))
-        over = False
-        while not over:
+        messages, _ = await reset_env(env, None, seed=rng.getrandbits(62))
+        done = False
+        while not done:
             letter = env.pile[0]
             weights = [1.0] * len(TRAYS)
             if letter != CIRCULAR:
                 right = TRAYS.index(TRADES[letter])
                 weights[right], weights[right - 1] = 3.0, 5.0
-            said.append({"role": "assistant", "content": rng.choices(TRAYS, weights)[0]})
-            heard, _, terminated, truncated, _ = await step_env(env, said[-1])
-            over = terminated or truncated
-            said += [] if over else heard
-        rows.append({"messages": said, "tools": []})
+            messages.append({"role": "assistant", "content": rng.choices(TRAYS, weights)[0]})
+            heard, _, terminated, truncated, _ = await step_env(env, messages[-1])
+            done = terminated or truncated
+            messages += [] if done else heard
+        rows.append({"messages": messages, "tools": []})
     return rows
 
 

@@ -57,9 +57,9 @@ async def spelled(python: str, count: int, seed: int) -> list[dict[str, Any]]:
 def swapped(word: str, rng: random.Random) -> str:
     """Return a word in which neighbouring letters are swapped here and there."""
     letters = list(word)
-    for place in range(len(letters) - 1):
+    for position in range(len(letters) - 1):
         if rng.random() < SWAPPED:
-            letters[place : place + 2] = letters[place + 1], letters[place]
+            letters[position : position + 2] = letters[position + 1], letters[position]
     return "".join(letters)
 
 
@@ -94,10 +94,10 @@ def report(summary: TrainSummary) -> None:
 
     print("\nsolved  " + "".join(f"  level {level}" for level in LEVELS))
     for line in (summary.directory / "metrics.jsonl").read_text().splitlines():
-        found = json.loads(line)
-        if found["kind"] == "eval":
-            parts = [found["sampled"]["by_source"][f"level-{level}"]["success"]["mean"] for level in LEVELS]
-            print(f"step {found['step']:<3}" + "".join(f"{part:9.3f}" for part in parts))
+        record = json.loads(line)
+        if record["kind"] == "eval":
+            parts = [record["sampled"]["by_source"][f"level-{level}"]["success"]["mean"] for level in LEVELS]
+            print(f"step {record['step']:<3}" + "".join(f"{part:9.3f}" for part in parts))
     print_cost(summary)
 
 

@@ -23,8 +23,8 @@ async def prepared(episode: Episode, *, tool: str, argument: str, column: str) -
     """
     if column not in episode.task.data:
         raise AgentError(f"rollout.agent.config.column is {column!r}, which task {episode.task.id!r} does not have")
-    found = await episode.call(ToolCall("prepared", tool, {argument: str(episode.task.data[column])}))
-    messages: list[Message] = [*episode.observation, {"role": "user", "content": f"{tool} found:\n{found.text}"}]
+    answer = await episode.call(ToolCall("prepared", tool, {argument: str(episode.task.data[column])}))
+    messages: list[Message] = [*episode.observation, {"role": "user", "content": f"{tool} found:\n{answer.text}"}]
     while True:
         message = await episode.session.chat(messages, episode.tools)
         result = await episode.step(message)

@@ -63,11 +63,11 @@ def tasks(n: int, split: str = "train") -> Iterator[dict[str, Any]]:
             f"shop{shop}.txt": {name: draw.randint(10, 99) for name in draw.sample(_NAMES, 4)} for shop in (1, 2, 3)
         }
         shop, prices = draw.choice(sorted(shops.items()))
-        wanted = draw.choice(sorted(prices))
+        product = draw.choice(sorted(prices))
         yield {
             "id": f"{split}-{number}",
-            "prompt": f"What is the price of {wanted} in {shop}? Answer with the number.",
-            "files": {name: "".join(f"{k}: {v}\n" for k, v in each.items()) for name, each in shops.items()},
-            "about": wanted,
-            "answer": str(prices[wanted]),
+            "prompt": f"What is the price of {product} in {shop}? Answer with the number.",
+            "files": {name: "".join(f"{k}: {v}\n" for k, v in stock.items()) for name, stock in shops.items()},
+            "about": product,
+            "answer": str(prices[product]),
         }

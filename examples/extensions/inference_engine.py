@@ -35,16 +35,18 @@ def read_prefix(config: InferenceConfig) -> list[str]:
     """Return the words of ``inference.custom.prefix``. Raises ConfigError."""
     if unknown := sorted(config.custom.keys() - {"prefix"}):
         raise ConfigError(f"inference.custom.{unknown[0]} is unknown; this engine reads {KEY}")
-    given: Any = config.custom.get("prefix")
+    prefix: Any = config.custom.get("prefix")
     try:
-        words = shlex.split(given) if isinstance(given, str) else given
+        words = shlex.split(prefix) if isinstance(prefix, str) else prefix
     except ValueError as error:
-        raise ConfigError(f"{KEY} is {given!r}: {error}; write a command as for a shell, or a list of words") from error
+        raise ConfigError(
+            f"{KEY} is {prefix!r}: {error}; write a command as for a shell, or a list of words"
+        ) from error
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
-        raise ConfigError(f"{KEY} is {given!r}: write the command that starts the servers, as in 'nice -n 5'")
+        raise ConfigError(f"{KEY} is {prefix!r}: write the command that starts the servers, as in 'nice -n 5'")
     if config.urls:
         raise ConfigError(
-            f"{KEY} is {given!r}, but inference.url names servers that run already: leave one of them out"
+            f"{KEY} is {prefix!r}, but inference.url names servers that run already: leave one of them out"
         )
     if shutil.which(words[0]) is None:
         raise ConfigError(f"{KEY} begins with {words[0]!r}, which is no program on PATH: install it, or name another")

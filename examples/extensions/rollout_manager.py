@@ -76,7 +76,7 @@ class WholeGroups(RolloutManager):
             task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running = {key: each for key, each in self._running.items() if each is not task}
+        self._running = {key: running_task for key, running_task in self._running.items() if running_task is not task}
 
     async def _group(self, request: RolloutRequest) -> None:
         name = f"{self._parts.run_part}-{request.key}"
@@ -84,13 +84,13 @@ class WholeGroups(RolloutManager):
         async with self._room:
             outcomes = await asyncio.gather(*[self._member(request, name, member) for member in range(count)])
         greedy = outcomes.pop() if request.greedy_baseline else None
-        ended = [each for each in outcomes if each.error is None]
+        finished = [each for each in outcomes if each.error is None]
         group = TrajectoryGroup(
             name,
             request.task.id,
-            [trajectory for outcome in ended for trajectory in outcome.trajectories],
+            [trajectory for outcome in finished for trajectory in outcome.trajectories],
             request.partition,
-            failed=len(outcomes) - len(ended),
+            failed=len(outcomes) - len(finished),
             baselines=[] if greedy is None or greedy.error is not None else greedy.trajectories,
         )
         # It has ended: there is nothing left to cancel.
@@ -111,7 +111,7 @@ class WholeGroups(RolloutManager):
     def _spec(self, request: RolloutRequest, name: str, member: int, attempt: int) -> EpisodeSpec:
         """Return the episode: members begin with one seed, and sample with seeds of their own."""
         seed = self._parts.run_seed if request.partition == "train" else 0
-        drawn = (seed, request.task.id, request.epoch)
+        key = (seed, request.task.id, request.epoch)
         baseline = member == request.group_size
         return EpisodeSpec(
             request.task,
@@ -119,17 +119,17 @@ class WholeGroups(RolloutManager):
             member=member,
             attempt=attempt,
             partition=request.partition,
-            env_seed=stable_hash("reset", *drawn),
-            sampling_seed=stable_hash("sampling", *drawn, request.tag, member),
+            env_seed=stable_hash("reset", *key),
+            sampling_seed=stable_hash("sampling", *key, request.tag, member),
             temperature=0.0 if baseline else request.temperature,
             baseline=baseline,
         )
 
     async def cancel(self, keys: Collection[str]) -> frozenset[str]:
         """End groups, and return the keys of those that had not ended."""
-        ended = {key: task for key in keys if (task := self._running.get(key)) is not None}
-        await self._end(ended.values())
-        return frozenset(ended)
+        cancelled = {key: task for key in keys if (task := self._running.get(key)) is not None}
+        await self._end(cancelled.values())
+        return frozenset(cancelled)
 
     async def close(self) -> None:
         """End all groups."""

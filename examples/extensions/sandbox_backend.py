@@ -89,10 +89,10 @@ class LoggedSandbox(Sandbox):
 
     async def fork(self, count: int = 1) -> Sequence[Sandbox]:
         """Return forks, which are logged, too."""
-        made = [LoggedSandbox(each, self._log) for each in await self.inner.fork(count)]
-        for each in made:
-            each.capabilities = each.inner.capabilities
-        return made
+        forks = [LoggedSandbox(fork, self._log) for fork in await self.inner.fork(count)]
+        for fork in forks:
+            fork.capabilities = fork.inner.capabilities
+        return forks
 
     async def listen(self, port: int = 0) -> socket.socket:
         """Return a socket that listens inside."""
@@ -103,9 +103,9 @@ class LoggedSandbox(Sandbox):
         return await self.inner.expose(host, port)
 
     def _note(self, command: Command, **facts: Any) -> None:
-        said = command if isinstance(command, str) else list(command)
+        words = command if isinstance(command, str) else list(command)
         with self._log.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"sandbox": self.id, "command": said, **facts}) + "\n")
+            file.write(json.dumps({"sandbox": self.id, "command": words, **facts}) + "\n")
 
 
 @register_backend("logged")

@@ -53,19 +53,19 @@ class Search(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         command = ["grep", "-rniE", "--", parameters["pattern"], parameters.get("path") or "."]
-        found = await self._boxes[instance_id].exec(command, timeout=10)
-        if found.timed_out or found.exit_code > 1:
-            why = "it took over 10 seconds" if found.timed_out else found.stderr.decode(errors="replace").strip()
+        result = await self._boxes[instance_id].exec(command, timeout=10)
+        if result.timed_out or result.exit_code > 1:
+            why = "it took over 10 seconds" if result.timed_out else result.stderr.decode(errors="replace").strip()
             raise ToolError(f"{why}: give another pattern or path")
-        lines = found.stdout.decode(errors="replace").splitlines()
-        shown = lines[: self.max_lines]
-        if len(lines) > len(shown):
-            shown.append(f"({len(lines) - len(shown)} more lines: search for something rarer)")
-        return ToolResponse("\n".join(shown) or "nothing found"), None, {"lines": len(lines)}
+        lines = result.stdout.decode(errors="replace").splitlines()
+        first_lines = lines[: self.max_lines]
+        if len(lines) > len(first_lines):
+            first_lines.append(f"({len(lines) - len(first_lines)} more lines: search for something rarer)")
+        return ToolResponse("\n".join(first_lines) or "nothing found"), None, {"lines": len(lines)}
 
     async def fork(self, instance_id: str, agent_data: Any) -> str:
-        made, _ = await self.create(agent_data=agent_data)
-        return made
+        fork_id, _ = await self.create(agent_data=agent_data)
+        return fork_id
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         self._boxes.pop(instance_id, None)

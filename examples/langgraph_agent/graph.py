@@ -47,12 +47,12 @@ def make_graph(model: BaseChatModel, tools: list[BaseTool]) -> CompiledStateGrap
     scout = make_scout(model, tools)
 
     async def left(state: Search) -> dict[str, Any]:
-        found = await scout.ainvoke({"messages": state["messages"]})
-        return {"left": found["messages"][-1]}
+        state_after = await scout.ainvoke({"messages": state["messages"]})
+        return {"left": state_after["messages"][-1]}
 
     async def right(state: Search) -> dict[str, Any]:
-        found = await scout.ainvoke({"messages": state["messages"]})
-        return {"right": found["messages"][-1]}
+        state_after = await scout.ainvoke({"messages": state["messages"]})
+        return {"right": state_after["messages"][-1]}
 
     def judge(state: Search) -> dict[str, Any]:
         # The left one is believed, unless a limit cut its answer.

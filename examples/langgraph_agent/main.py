@@ -72,11 +72,11 @@ async def smoke() -> int:
 
 def answer(request: ScriptedRequest) -> Message | str:
     """Return the next message of a player that knows the tools."""
-    found = re.findall(r"<tool_response>\s*(\w+)\s*</tool_response>", request.text)
-    if len(found) == 2:
-        return found[1]
-    asked = re.findall(r"Who manages (\w+)\?", request.text)
-    call = tool_call("manager_of", team=found[0]) if found else tool_call("team_of", person=asked[-1])
+    tool_answers = re.findall(r"<tool_response>\s*(\w+)\s*</tool_response>", request.text)
+    if len(tool_answers) == 2:
+        return tool_answers[1]
+    persons = re.findall(r"Who manages (\w+)\?", request.text)
+    call = tool_call("manager_of", team=tool_answers[0]) if tool_answers else tool_call("team_of", person=persons[-1])
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 

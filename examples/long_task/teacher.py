@@ -26,7 +26,7 @@ LONGEST = 4
 def plan(env: TrailEnv, rng: random.Random) -> list[ToolCall | str]:
     """Draw what the teacher does in an episode."""
     path = env.trail
-    calls: list[ToolCall | str] = [tool_call("read_sign", place=place) for place in path.places]
+    calls: list[ToolCall | str] = [tool_call("read_sign", place=sign) for sign in path.places]
     kind = rng.random()
     if kind < 0.20:
         return [*calls, path.end]

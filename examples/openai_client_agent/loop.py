@@ -27,9 +27,9 @@ def play(client: OpenAI, http: httpx.Client, task: str, tools_url: str) -> str:
             return message.content or ""
         for call in message.tool_calls:
             url = f"{tools_url}/{call.function.name}"
-            said = http.post(url, content=call.function.arguments, headers={"x-tool-call-id": call.id})
-            found = said.json()
-            content = found["content"] if said.is_success else found["error"]["message"]
+            response = http.post(url, content=call.function.arguments, headers={"x-tool-call-id": call.id})
+            body = response.json()
+            content = body["content"] if response.is_success else body["error"]["message"]
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
@@ -40,8 +40,8 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            own = client.with_options(base_url=job["openai_base_url"])
-            said = {"answer": play(own, http, job["prompt"], job["tools_url"])}
+            session_client = client.with_options(base_url=job["openai_base_url"])
+            said = {"answer": play(session_client, http, job["prompt"], job["tools_url"])}
         except (OpenAIError, httpx.HTTPError, ValueError) as error:
             said = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps({"id": job["id"], **said}), flush=True)

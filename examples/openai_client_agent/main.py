@@ -43,18 +43,20 @@ def smoke() -> int:
     from turnwise.envs.basic.lookup import table, tasks
 
     seed = 7
-    asked = list(tasks(4))
+    questions = list(tasks(4))
 
     def says(turn: int, prompt: str) -> Message:
-        person = next(each.data["person"] for each in asked if f"Who manages {each.data['person']}?" in prompt)
-        found = table(seed, person=person)
-        team = found.teams[person]
+        person = next(
+            question.data["person"] for question in questions if f"Who manages {question.data['person']}?" in prompt
+        )
+        people = table(seed, person=person)
+        team = people.teams[person]
         calls = [ToolCall("", "team_of", {"person": person}), ToolCall("", "manager_of", {"team": team})]
         if turn == 2:
-            return {"role": "assistant", "content": found.answer}
+            return {"role": "assistant", "content": people.answer}
         return {"role": "assistant", "content": "", "tool_calls": [calls[turn]]}
 
-    return asyncio.run(play(AGENT, "lookup", says, asked, seed))
+    return asyncio.run(play(AGENT, "lookup", says, questions, seed))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def plan(env: PictureEnv, rng: random.Random) -> list[ToolCall | str]:
     if kind < 0.90:
         return [
             tool_call("look"),
-            describe_bar(env.chart, rng.choice([each for each in COLOURS if each != env.colour])),
+            describe_bar(env.chart, rng.choice([colour for colour in COLOURS if colour != env.colour])),
         ]
     return [f"{env.colour} {rng.randint(1, HIGHEST)}"]
 

@@ -31,12 +31,12 @@ class ProposerSolver(MultiAgentEnv):
 
     def move(self, agent, message):
         if agent == "proposer":
-            found = SUM.fullmatch(text_of(message).strip())
-            if found is None:
+            proposal = SUM.fullmatch(text_of(message).strip())
+            if proposal is None:
                 return None
-            self.answer = int(found[1]) + int(found[2])
+            self.answer = int(proposal[1]) + int(proposal[2])
             for solver in self.solvers:
-                self.tell(solver, f"{found[1]} + {found[2]} =")
+                self.tell(solver, f"{proposal[1]} + {proposal[2]} =")
             return self.solvers[0]
         self.right.append(text_of(message).strip() == str(self.answer))
         return self.solvers[len(self.right)] if len(self.right) < len(self.solvers) else None

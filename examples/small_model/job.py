@@ -237,7 +237,7 @@ def report_success(job: Job, summary: TrainSummary) -> None:
     if job.details is not None:
         job.details(summary)
     run_directory = summary.directory
-    last = max(path.name for path in (run_directory / "checkpoints").iterdir())
+    newest = max(path.name for path in (run_directory / "checkpoints").iterdir())
     env = job.env or job.name
     home = env.rpartition(":")[0] or env_class(env).__module__
     tasks = job.tasks or f"{home}:tasks?split=test"
@@ -245,16 +245,16 @@ def report_success(job: Job, summary: TrainSummary) -> None:
     print(f"  turnwise view {run_directory} -n 2              read what the model did, turn by turn")
     print(f"  turnwise report {run_directory} --open          curves, tasks, trajectories and tokens on one HTML page")
     print(f"  turnwise audit {run_directory}                  prove that every token was recorded and trained exactly")
-    print(f"  turnwise eval {env} --model {run_directory}/checkpoints/{last} --tasks '{tasks}'")
+    print(f"  turnwise eval {env} --model {run_directory}/checkpoints/{newest} --tasks '{tasks}'")
 
 
 def print_before_after(summary: TrainSummary, figure: str, title: str, label: str | None = None) -> None:
     """Print the mean of a figure (``success``, ``reward``) before and after, sampled and greedy."""
     print(f"\n{title:<18}   before    after")
     for kind in ("sampled", "greedy"):
-        found = [(part or {}).get(kind) for part in (summary.before, summary.after)]
-        if all(found):
-            means = " ".join(f"{part[figure]['mean']:8.3f}" for part in found if part)
+        figures = [(part or {}).get(kind) for part in (summary.before, summary.after)]
+        if all(figures):
+            means = " ".join(f"{part[figure]['mean']:8.3f}" for part in figures if part)
             print(f"{f'{label or figure}, {kind}':<20}{means}")
 
 

@@ -39,13 +39,13 @@ def tasks(
     """
     if kind not in KINDS:
         raise TaskError(f"chains.tasks: kind is {kind!r}: it must be one of {', '.join(KINDS)}")
-    found = index = 0
-    while found < n:
-        drawn = problem(stable_hash("smollm2", split, seed, index), operations=operations, split=split)
+    count = index = 0
+    while count < n:
+        chain = problem(stable_hash("smollm2", split, seed, index), operations=operations, split=split)
         index += 1
-        if kind == "both" or reads_left_to_right(drawn) == (kind == "plain"):
-            found += 1
-            yield Task(f"chain-{split}-{seed}-{index}", drawn.question, drawn.to_data())
+        if kind == "both" or reads_left_to_right(chain) == (kind == "plain"):
+            count += 1
+            yield Task(f"chain-{split}-{seed}-{index}", chain.question, chain.to_data())
 
 
 def plan(env: CalculatorEnv) -> list[ToolCall | str]:
@@ -64,13 +64,13 @@ def whole_plan(env: CalculatorEnv) -> list[ToolCall | str]:
 
 async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     """Play problems of one operation in the environment; return the conversations in OpenAI's form."""
-    shown = calculator_tasks(count, split="train", seed=seed, operations=1)
-    return [await conversation(CalculatorEnv(), task, number, plan) for number, task in enumerate(shown)]
+    problems = calculator_tasks(count, split="train", seed=seed, operations=1)
+    return [await conversation(CalculatorEnv(), task, number, plan) for number, task in enumerate(problems)]
 
 
 async def bracketed_demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     """Play problems of two operations, of which every other one needs brackets; return the conversations."""
     with_brackets = tasks(count - count // 2, seed=seed, operations=2, kind="brackets")
     without = tasks(count // 2, seed=seed, operations=2)
-    shown = [task for pair in zip_longest(with_brackets, without) for task in pair if task is not None]
-    return [await conversation(CalculatorEnv(), task, number, whole_plan) for number, task in enumerate(shown)]
+    problems = [task for pair in zip_longest(with_brackets, without) for task in pair if task is not None]
+    return [await conversation(CalculatorEnv(), task, number, whole_plan) for number, task in enumerate(problems)]

@@ -23,15 +23,15 @@ class SolverCritic(MultiAgentEnv):
         return "solver"
 
     def move(self, agent, message):
-        said = text_of(message).strip()
+        text = text_of(message).strip()
         if agent == "solver":
-            self.right = said == str(self.a + self.b)
+            self.right = text == str(self.a + self.b)
             if self.judged is not None:
                 return None
-            self.tell("critic", f"{self.a} + {self.b} = {said[:4]}")
+            self.tell("critic", f"{self.a} + {self.b} = {text[:4]}")
             return "critic"
-        self.judged = said == ("right" if self.right else "wrong")
-        if said != "wrong":
+        self.judged = text == ("right" if self.right else "wrong")
+        if text != "wrong":
             return None
         self.tell("solver", "wrong, again:")
         return "solver"

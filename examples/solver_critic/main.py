@@ -36,8 +36,8 @@ async def demonstrations(count: int, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         a, b = rng.choices(range(10), k=2)
         first = answer(a + b)
-        again = ("wrong, again:", answer(a + b)) if rng.random() < 0.5 else ()
-        rows.append(said(f"{a} + {b} =", first, *again))
+        retry = ("wrong, again:", answer(a + b)) if rng.random() < 0.5 else ()
+        rows.append(said(f"{a} + {b} =", first, *retry))
         rows.append(said(f"{a} + {b} = {first}", rng.choice(["right", "wrong"])))
     return rows
 

@@ -34,14 +34,14 @@ async def games(count: int, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         env = make("nim", most=10)
         heard, info = await reset_env(env, None, seed=rng.getrandbits(62))
-        said: dict[str, list[Any]] = {name: [] for name in info["agents"]}
-        over = False
-        while not over:
+        messages_of: dict[str, list[Any]] = {name: [] for name in info["agents"]}
+        done = False
+        while not done:
             turn = info["turn"]
             move = {"role": "assistant", "content": str(rng.randint(1, min(env.take, env.stones)))}
-            said[turn] += [*heard, move]
-            heard, _, over, _, info = await step_env(env, move)
-        rows += [{"messages": messages, "tools": []} for messages in said.values() if messages]
+            messages_of[turn] += [*heard, move]
+            heard, _, done, _, info = await step_env(env, move)
+        rows += [{"messages": messages, "tools": []} for messages in messages_of.values() if messages]
     return rows
 
 

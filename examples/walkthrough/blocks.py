@@ -55,36 +55,38 @@ class Block:
 
 def read(page: str) -> list[Block]:
     """Return the blocks of a page in their order."""
-    return [Block(found["name"], found["text"], found["mark"] is not None) for found in _BLOCK.finditer(page)]
+    return [Block(match["name"], match["text"], match["mark"] is not None) for match in _BLOCK.finditer(page)]
 
 
 def differences(page: str, printed: Sequence[Block]) -> list[str]:
     """Return in words how a page differs from what the program prints; empty where it does not."""
     written = read(page)
-    found = []
+    problems = []
     if page.count("<!-- block:") != len(written):
-        found.append("a block comment is not followed by a fenced ```text part")
-    names, own = [block.name for block in written], [block.name for block in printed]
-    found += [f"block {name!r} stands twice on the page" for name in sorted({n for n in names if names.count(n) > 1})]
-    found += [f"block {name!r} is printed, but not on the page" for name in own if name not in names]
-    found += [f"block {name!r} is on the page, but not printed" for name in names if name not in own]
-    if not found and names != own:
-        found.append(f"the blocks stand in another order than they are printed in: {', '.join(own)}")
+        problems.append("a block comment is not followed by a fenced ```text part")
+    names, new_names = [block.name for block in written], [block.name for block in printed]
+    problems += [
+        f"block {name!r} stands twice on the page" for name in sorted({n for n in names if names.count(n) > 1})
+    ]
+    problems += [f"block {name!r} is printed, but not on the page" for name in new_names if name not in names]
+    problems += [f"block {name!r} is on the page, but not printed" for name in names if name not in new_names]
+    if not problems and names != new_names:
+        problems.append(f"the blocks stand in another order than they are printed in: {', '.join(new_names)}")
     by_name = {block.name: block for block in printed}
     for block in written:
         if block.name in by_name and not block.same(by_name[block.name]):
-            found.append(
+            problems.append(
                 f"block {block.name!r} on the page:\n{block.markdown()}\nprinted:\n{by_name[block.name].markdown()}"
             )
-    return found
+    return problems
 
 
 def written(page: str, printed: Sequence[Block]) -> str:
     """Return the page with every block replaced by what the program prints; blocks it does not print stay."""
     by_name = {block.name: block for block in printed}
 
-    def replace(found: re.Match[str]) -> str:
-        block = by_name.get(found["name"])
-        return found.group() if block is None else block.markdown()
+    def replace(match: re.Match[str]) -> str:
+        block = by_name.get(match["name"])
+        return match.group() if block is None else block.markdown()
 
     return _BLOCK.sub(replace, page)

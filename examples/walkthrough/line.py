@@ -131,20 +131,20 @@ def script(start: Start) -> Callable[[ScriptedRequest], Completion]:
 
     def say(request: ScriptedRequest) -> Completion:
         [person] = re.findall(r"Who manages (\w+)\?", request.text)
-        told = re.findall(r"<tool_response>(\w+)</tool_response>", request.text)
+        answers = re.findall(r"<tool_response>(\w+)</tool_response>", request.text)
         message: Message = {"role": "assistant", "content": ""}
-        if not told:
+        if not answers:
             message["tool_calls"] = [ToolCall("", "team_of", {"person": person})]
-        elif len(told) == 1 and request.session_id.endswith("/0.0"):
-            message["tool_calls"] = [ToolCall("", "manager_of", {"team": told[0]})]
+        elif len(answers) == 1 and request.session_id.endswith("/0.0"):
+            message["tool_calls"] = [ToolCall("", "manager_of", {"team": answers[0]})]
         else:
-            message["content"] = told[-1]
+            message["content"] = answers[-1]
         ids = request.renderer.completion(message, offered)
         tokens = torch.tensor([[*request.prompt.tolist(), *ids.tolist()]])
         with torch.no_grad():
             logs = model(tokens).logits[0].log_softmax(-1)
-        places = torch.arange(len(request.prompt), tokens.shape[1])
-        return Completion(ids, logs[places - 1, tokens[0, places]].numpy(), "stop", ((0, 0, len(ids)),))
+        positions = torch.arange(len(request.prompt), tokens.shape[1])
+        return Completion(ids, logs[positions - 1, tokens[0, positions]].numpy(), "stop", ((0, 0, len(ids)),))
 
     return say
 

@@ -23,14 +23,14 @@ def main() -> int:
     choice.add_argument("--check", action="store_true")
     choice.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    made = printed()
+    blocks = printed()
     if arguments.write:
-        PAGE.write_text(written(PAGE.read_text(), made))
+        PAGE.write_text(written(PAGE.read_text(), blocks))
     if arguments.check or arguments.write:
-        found = differences(PAGE.read_text(), made)
-        print("\n\n".join(found) or f"{PAGE.name} matches the output: {len(made)} blocks", file=sys.stderr)
-        return int(bool(found))
-    print("\n\n".join(block.markdown() for block in made))
+        problems = differences(PAGE.read_text(), blocks)
+        print("\n\n".join(problems) or f"{PAGE.name} matches the output: {len(blocks)} blocks", file=sys.stderr)
+        return int(bool(problems))
+    print("\n\n".join(block.markdown() for block in blocks))
     return 0
 
 
