@@ -137,10 +137,6 @@ def _nearest(model: type[BaseModel], keys: Keys) -> str:
     parents = _models_at(model, keys[:-1])
     names = list(dict.fromkeys(name for cls in parents for name in cls.model_fields))
     prefix, name = "".join(f"{key}." for key in keys[:-1]), str(keys[-1])
-    for cls in parents:
-        # A section may say of keys that it no longer has what to use: ``removed_keys: ClassVar[Mapping[str, str]]``.
-        if name in (removed := vars(cls).get("removed_keys", {})):
-            return str(removed[name])
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
         return f"did you mean {prefix}{close[0]}?"
     # The shallowest place wins: a key of the policy, not the one of its critic.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -42,8 +41,6 @@ class Optim(Strict):
 
 
 class EvalTask(Strict):
-    removed_keys: ClassVar[Mapping[str, str]] = {"repeats": "a task is run once a sample: use evals.N.n"}
-
     path: ConfigPath
     n: int = 1
 
@@ -111,22 +108,6 @@ def test_unknown_key_names_path_value_place_and_nearest(tmp_path: Path) -> None:
     message = problem(Config, file)
     for part in ("optim.lrr", "config.yaml:2", "0.5", "optim.lr?"):
         assert part in message
-
-
-def test_removed_key_names_why_it_is_gone_in_place_of_the_nearest(tmp_path: Path) -> None:
-    file = write(tmp_path, "evals:\n- path: a\n  repeats: 4\n  m: 3\n")
-    removed, misspelt = problem(Config, file).splitlines()[1:]
-    assert removed.endswith(
-        "evals.0.repeats (config.yaml:3): unknown key, value 4; a task is run once a sample: use evals.N.n"
-    )
-    assert misspelt.endswith("evals.0.m (config.yaml:4): unknown key, value 3; known keys here: path, n")
-
-
-def test_removed_key_of_an_optional_section_is_explained() -> None:
-    class Optional(Strict):
-        task: EvalTask | None = None
-
-    assert "value 4; a task is run once a sample" in problem(Optional, overrides=["task.repeats=4", "task.path=a"])
 
 
 def test_key_of_another_section_is_pointed_to() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -78,10 +77,6 @@ class InferenceConfig(Section):
         server: Settings of vLLM's and SGLang's servers alone.
         custom: Passed unchanged to another engine's class, which reads it from its ``config``.
     """
-
-    removed_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("vllm", "sglang"), "vLLM and SGLang share the section inference.server"
-    )
 
     engine: ConfigReference = "builtin"
     url: str | None = None

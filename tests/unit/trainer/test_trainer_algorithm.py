@@ -11,8 +11,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from turnwise.config import load_config
-from turnwise.errors import ConfigError
 from turnwise.trainer.algorithms.advantages import ADVANTAGES
 from turnwise.trainer.algorithms.config import AlgorithmConfig
 from turnwise.trainer.algorithms.credit import CREDITS, AnchorState
@@ -97,18 +95,6 @@ OPTIONS = "algorithm.loss_options"
 def test_invalid_algorithm_raises_validation_error(section: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(message)):
         AlgorithmConfig.model_validate(section)
-
-
-@pytest.mark.parametrize(
-    ("section", "reason"),
-    [
-        ({"clip_high": 0.3}, "write algorithm.loss_options.clip_high"),
-        ({"norm_by_std": True}, "write algorithm.advantage_options.norm_by_std"),
-    ],
-)
-def test_removed_keys_are_explained(section: dict[str, object], reason: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(reason)):
-        load_config(AlgorithmConfig, defaults=section)
 
 
 MINE = """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -76,12 +75,6 @@ class AlgorithmConfig(Section):
         correction: Correction of the gap between trainer and rollout (``algorithms/correction.py``), or None.
         distill: Learning from a teacher's log-probabilities (``trainer/learn/distill.py``), or None.
     """
-
-    removed_keys: ClassVar[Mapping[str, str]] = {
-        "norm_by_std": "it is an option of the estimator: write algorithm.advantage_options.norm_by_std",
-        "clip_low": "it is an option of the loss: write algorithm.loss_options.clip_low",
-        "clip_high": "it is an option of the loss: write algorithm.loss_options.clip_high",
-    }
 
     advantage: ConfigReference = "grpo"
     advantage_options: dict[str, Any] = Field(default_factory=dict)
