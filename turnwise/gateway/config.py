@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from turnwise.config import ConfigPath, Section
 from turnwise.errors import ConfigError
 from turnwise.gateway.errors import Lenient
-from turnwise.inference.config import HostPattern, InferenceConfig, RendererConfig
+from turnwise.inference.config import InferenceConfig, ListenerConfig, RendererConfig
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.types import SamplingParams
 
@@ -146,7 +146,7 @@ class GatewayLimits(BaseModel):
     first_seconds: Annotated[float, Field(ge=0, le=60)] = 5.0
 
 
-class GatewayConfig(Section):
+class GatewayConfig(ListenerConfig):
     """A standalone gateway: ``turnwise gateway``.
 
     Attributes:
@@ -158,10 +158,6 @@ class GatewayConfig(Section):
         name: Name that ``/v1/models`` lists; agents may ask for any. Default: the directory's.
         out: Directory of the trajectories, ledger, admin key and logs. A restarted gateway reuses its key and finished
             sessions, and resumes the open ones.
-        host: Address that the gateway binds. Agents in containers reach no loopback address.
-        port: Port that the gateway binds; 0 for a free one.
-        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
-        log_level: Of the gateway's log.
         temperature: Default sampling temperature of requests.
         top_p: Default nucleus mass in (0, 1].
         top_k: Default number of likeliest tokens to keep; 0 keeps all.
@@ -190,10 +186,7 @@ class GatewayConfig(Section):
     hosted: HostedConfig | None = None
     name: str | None = None
     out: ConfigPath
-    host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    allowed_hosts: list[HostPattern] = Field(default_factory=list)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0

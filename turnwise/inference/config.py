@@ -100,14 +100,14 @@ class InferenceConfig(Section):
         return [] if self.url is None else [url.strip().rstrip("/") for url in self.url.split(",") if url.strip()]
 
 
-class ServeConfig(InferenceConfig):
-    """An inference server and where it listens: ``turnwise serve``.
+class ListenerConfig(Section):
+    """Where a server listens, and how much it logs.
 
     Attributes:
-        host: Address that the server binds.
+        host: Address that the server binds. Agents in containers reach no loopback address.
         port: Port that the server binds; 0 for a free one.
-        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part. Built-in
-            servers only.
+        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part. Not of the
+            servers of vLLM and SGLang.
         log_level: Of the server's log.
     """
 
@@ -116,13 +116,17 @@ class ServeConfig(InferenceConfig):
     allowed_hosts: list[HostPattern] = Field(default_factory=list)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
+
+class ServeConfig(InferenceConfig, ListenerConfig):
+    """An inference server and where it listens: ``turnwise serve``."""
+
     @classmethod
     def of(cls, config: InferenceConfig) -> ServeConfig:
         """Return the settings of a server that a run launches: on a free port of a loopback address."""
         return config if isinstance(config, cls) else cls.model_validate(dict(config))
 
 
-class RewardServerConfig(Section):
+class RewardServerConfig(ListenerConfig):
     """Settings of a reward model's server.
 
     Attributes:
@@ -132,10 +136,6 @@ class RewardServerConfig(Section):
         max_seqs: Maximum conversations of one forward pass.
         max_batch_tokens: Maximum tokens of one forward pass, padding included; a longer conversation runs alone.
         max_context: Maximum tokens of a conversation; longer ones are refused. None for the model's limit.
-        host: Address that the server binds.
-        port: Port that the server binds; 0 for a free one.
-        allowed_hosts: Further ``Host`` names of requests to a loopback address; ``*`` stands for any part.
-        log_level: Of the server's log.
         launch_timeout: Seconds until a server that does not become ready counts as failed.
         close_timeout: Seconds before a server that does not stop is killed.
     """
@@ -146,10 +146,6 @@ class RewardServerConfig(Section):
     max_seqs: int = Field(default=64, ge=1)
     max_batch_tokens: int = Field(default=16384, ge=16)
     max_context: int | None = Field(default=None, ge=1)
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)
-    allowed_hosts: list[HostPattern] = Field(default_factory=list)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
     launch_timeout: float = Field(default=180.0, gt=0)
     close_timeout: float = Field(default=5.0, gt=0)
 

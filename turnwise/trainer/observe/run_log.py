@@ -218,8 +218,8 @@ class LiveDisplay:
         columns: Heading and metric of each column; missing metrics are left blank.
         curve: Metric drawn beside the bar.
         console: By default standard error, which keeps standard output for results.
-        done: Steps of earlier processes of the run, excluded from the time estimate.
-        share_at_start: Their share of the whole run; by default that of ``total``.
+        done: Steps of earlier processes of the run.
+        share_at_start: The share of the whole run before it, excluded from the time estimate.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class LiveDisplay:
         curve: str | None = None,
         console: Console | None = None,
         done: int = 0,
-        share_at_start: float | None = None,
+        share_at_start: float = 0.0,
     ) -> None:
         self._title = title
         self._columns = dict(columns)
@@ -240,7 +240,7 @@ class LiveDisplay:
         self._rows: deque[list[str]] = deque(maxlen=_SHOWN_STEPS)
         self._values: list[float] = []
         self._total = total
-        self._share_at_start = self._share(done) if share_at_start is None else share_at_start
+        self._share_at_start = share_at_start
         self._started = time.monotonic()
         self._status = ""
         self._progress = Progress(
@@ -281,7 +281,8 @@ class LiveDisplay:
 
     def step(self, step: int, metrics: Mapping[str, float], *, share: float | None = None) -> None:
         """Show the metrics of ``step``, the last finished one; ``share`` is the progress, by default of ``total``."""
-        share = self._share(step) if share is None else share
+        if share is None:
+            share = step / self._total if self._total else 0.0
         cells = [str(step), *(_number(metrics.get(name)) for name in self._columns.values())]
         self._rows.append(cells)
         if self._curve is not None and self._curve in metrics:
@@ -294,9 +295,6 @@ class LiveDisplay:
             named = "  ".join(f"{head} {cell}" for head, cell in zip(self._columns, cells[1:], strict=True) if cell)
             of = f"/{self._total}" if self._total is not None else f" ({min(share, 1):.0%})"
             self.say(f"{self._title} {step}{of}  {named}  {self._time_left(share)}".rstrip())
-
-    def _share(self, step: int) -> float:
-        return step / self._total if self._total else 0.0
 
     def _time_left(self, share: float) -> str:
         if share <= self._share_at_start:
