@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVa
 from turnwise.agents.core import Agent, Episode
 from turnwise.agents.outcome import apply_result, use_episode
 from turnwise.errors import AgentError, RegistryError, nearest, user_code
-from turnwise.plugins import load_object, references
+from turnwise.plugins import load_object, references, register_entry
 
 
 @runtime_checkable
@@ -42,14 +42,7 @@ def register_agent(name: str) -> Callable[[R], R]:
     """
 
     def register(agent: R) -> R:
-        reference = _reference(agent)
-        if not name or any(mark in name for mark in ":./"):
-            raise RegistryError(f"{name!r} cannot be the name of {reference}: ':', '.' and '/' mark references")
-        holder = _AGENTS.get(name)
-        owner = holder if holder is None or isinstance(holder, str) else _reference(holder)
-        if owner is not None and owner != reference:
-            raise RegistryError(f"agent name {name!r} is taken by {owner}; {reference} needs another name")
-        _AGENTS[name] = agent
+        register_entry(name, agent, _AGENTS, "agent", of=inspect.unwrap)
         return agent
 
     return register
@@ -102,11 +95,6 @@ def unknown_agent(name: str, further_names: Collection[str]) -> RegistryError:
 def is_registered(name: str) -> bool:
     """Return whether an agent has that name."""
     return name in _AGENTS
-
-
-def _reference(agent: Registered) -> str:
-    owner: Any = agent if isinstance(agent, type) else inspect.unwrap(agent)  # type: ignore[arg-type]
-    return f"{owner.__module__}:{owner.__qualname__}"
 
 
 RolloutMode: TypeAlias = Literal["train", "val"]

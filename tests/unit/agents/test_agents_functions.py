@@ -135,7 +135,7 @@ def test_functions_by_name() -> None:
     assert type(make_agent("test-functions-named")).__name__ == "FunctionAgent"
     with pytest.raises(RegistryError, match="is taken by"):
         register_agent("test-functions-named")(native)
-    with pytest.raises(RegistryError, match="mark references"):
+    with pytest.raises(RegistryError, match="are reserved for references"):
         rollout("a.b")(lambda task, llm: None)
     with pytest.raises(RegistryError, match=r"did you mean 'react'\?.*named by a reference"):
         make_agent("reactt")

@@ -67,14 +67,9 @@ class FinishedMembers:
     def member(
         self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
     ) -> None:
-        """Record a member that finished without an error, once its trajectories are written.
+        """Record a member, once its trajectories are written; see :meth:`~turnwise.rollout.core.MemberJournal.member`.
 
-        Args:
-            key: Request key.
-            group_id: The member's group.
-            member: Its number.
-            trajectories: Its trajectories.
-            pending: Whether they are written later, with the reward of their group.
+        With ``pending`` they are written later, with the reward of their group.
         """
         del pending
         names = [trajectory.id for trajectory in trajectories]

@@ -191,14 +191,9 @@ class Journal:
     def member(
         self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
     ) -> None:
-        """Record a member that finished without an error.
+        """Record a member, whose trajectories were written; see :meth:`~turnwise.rollout.core.MemberJournal.member`.
 
-        Args:
-            key: Request key.
-            group_id: The member's group.
-            member: Its number.
-            trajectories: Its trajectories, written before.
-            pending: Whether their group reward is still missing: they are then held in ``pending.twz``.
+        With ``pending`` they are held in ``pending.twz``.
         """
         stored = [self._store_aside(trajectory) if pending else self._stored(trajectory) for trajectory in trajectories]
         more = {"pending": True} if pending else {}

@@ -221,22 +221,14 @@ class TrainRun(RunFiles):
         self.figures = {}
 
     async def pause_servers(self) -> None:
-        """Pause the servers until the next weight sync; a restarted server is not paused.
-
-        Raises:
-            InferenceError: A server died more often than ``inference.max_restarts``.
-        """
+        """Pause the servers of all policies; see :meth:`~turnwise.trainer.run.policies.TrainedPolicy.pause`."""
         for first, *_ in serving_together(self.policies):
             await first.pause()
 
     async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
         """Send the weights of all policies to their servers as the version of this step; return metrics.
 
-        A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered.
-        ``still`` makes servers abort running requests and pause meanwhile.
-
-        Raises:
-            InferenceError: A server rejects them, or died too often.
+        See :func:`~turnwise.trainer.run.policies.sync_weights`.
         """
         step = self.state.step
         written = [await sync_weights(policies, step, still=still) for policies in serving_together(self.policies)]
