@@ -195,7 +195,7 @@ async def test_chosen_branches_are_exported_and_reported(tmp_path: Path) -> None
         ({"kind": "best_of_n", "samples": 1, "scorer": "environment"}, "search.samples: 1 .*at least 2"),
         ({"kind": "best_of_n", "samples": 4}, "scorer"),
         ({"kind": "best_of_n", "samples": 4, "branches": 2, "scorer": "likelihood"}, "search.branches: unknown key"),
-        ({"kind": "beam", "branches": 2, "scorer": "likelihood"}, "allowed: 'best_of_n' or 'tree'"),
+        ({"kind": "beam", "branches": 2, "scorer": "likelihood"}, "allowed: 'kind' of 'best_of_n', 'tree'"),
         ({"kind": "tree", "branches": 0, "scorer": "likelihood"}, "branches"),
         ({"kind": "tree", "branches": 2, "where": "nowhere", "scorer": "likelihood"}, "where is 'nowhere'"),
         ({"kind": "tree", "branches": 2, "scorer": {"function": "likelihood", "arguments": {"a": 1}}}, "no arguments"),
