@@ -97,7 +97,7 @@ class EvalPlan(Section):
     answer: str | None = None
     pass_k: list[PositiveInt] = Field(default_factory=list)
     by: list[str] = Field(default_factory=list)
-    search: Annotated[SearchConfig, Field(discriminator="kind")] | None = None
+    search: SearchConfig | None = None
 
     @field_validator("answer")
     @classmethod
@@ -146,9 +146,9 @@ def check_search(search: SearchConfig | None, rollout: RolloutConfig, *, tokens:
         )
     if rollout.temperature == 0:
         raise ValueError("rollout.temperature above 0 together with search: at 0 all branches of an episode are alike")
-    if not tokens and search.kind == "tree":
+    if not tokens and search.forks:
         raise ValueError(
-            "search.kind best_of_n instead of tree: what a hosted endpoint returns is recorded as text, and "
+            f"search.kind best_of_n instead of {search.kind}: what a hosted endpoint returns is recorded as text, and "
             "cannot be forked in its middle"
         )
     if not tokens and search.scorer.function == LIKELIHOOD:

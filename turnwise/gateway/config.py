@@ -158,6 +158,7 @@ class GatewayConfig(ListenerConfig):
         name: Name that ``/v1/models`` lists; agents may ask for any. Default: the directory's.
         out: Directory of the trajectories, ledger, admin key and logs. A restarted gateway reuses its key and finished
             sessions, and resumes the open ones.
+        port: Port that the gateway binds; 0 for a free one.
         temperature: Default sampling temperature of requests.
         top_p: Default nucleus mass in (0, 1].
         top_k: Default number of likeliest tokens to keep; 0 keeps all.

@@ -191,11 +191,11 @@ async def test_chosen_branches_are_exported_and_reported(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "best_of_n", "scorer": "environment"}, "search.samples: missing"),
-        ({"kind": "best_of_n", "samples": 1, "scorer": "environment"}, "search.samples: 1 .*at least 2"),
+        ({"kind": "best_of_n", "scorer": "environment"}, "samples for kind best_of_n"),
+        ({"kind": "best_of_n", "samples": 1, "scorer": "environment"}, "samples of at least 2"),
         ({"kind": "best_of_n", "samples": 4}, "scorer"),
-        ({"kind": "best_of_n", "samples": 4, "branches": 2, "scorer": "likelihood"}, "search.branches: unknown key"),
-        ({"kind": "beam", "branches": 2, "scorer": "likelihood"}, "allowed: 'kind' of 'best_of_n', 'tree'"),
+        ({"kind": "best_of_n", "samples": 4, "branches": 2, "scorer": "likelihood"}, "no branches for kind best_of_n"),
+        ({"kind": "beam", "branches": 2, "scorer": "likelihood"}, "allowed: 'best_of_n' or 'tree'"),
         ({"kind": "tree", "branches": 0, "scorer": "likelihood"}, "branches"),
         ({"kind": "tree", "branches": 2, "where": "nowhere", "scorer": "likelihood"}, "where is 'nowhere'"),
         ({"kind": "tree", "branches": 2, "scorer": {"function": "likelihood", "arguments": {"a": 1}}}, "no arguments"),
@@ -224,7 +224,7 @@ def test_settings_incompatible_with_a_search_are_refused(changes: dict[str, Any]
 
 
 def test_a_scorer_that_cannot_be_used_is_refused() -> None:
-    from turnwise.rollout.branching.search import BestOfNConfig
+    from turnwise.rollout.branching.search import SearchConfig
     from turnwise.rollout.branching.strategies import BranchingStrategy
 
     for scorer, message in (
@@ -234,7 +234,7 @@ def test_a_scorer_that_cannot_be_used_is_refused() -> None:
         (f"{Path(__file__)}:wants_env", "takes 'env'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            BranchingStrategy(BestOfNConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
+            BranchingStrategy(SearchConfig.model_validate({"kind": "best_of_n", "samples": 2, "scorer": scorer}))
 
 
 def spoken(messages: list[Message]) -> float:

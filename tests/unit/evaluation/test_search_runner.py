@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 from rich.console import Console
 
 from support.agents.plain_loop import PlainLoop
@@ -33,7 +32,7 @@ from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.branches import branch_trajectories
 from turnwise.recorder.ledger import LedgerClient
 from turnwise.rollout.audit import audit_files
-from turnwise.rollout.branching.search import BestOfNConfig, SearchConfig
+from turnwise.rollout.branching.search import SearchConfig
 from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import EpisodeOutcome, EpisodeSpec
 from turnwise.rollout.runner import EpisodeRunner
@@ -153,9 +152,7 @@ async def search(
         {"env": {"name": env}, "agent": AGENTS.get(agent, {"name": agent}), "retries": 1, **(rollout or {})}
     )
     recording_client = client if ledger is None else LedgerClient(client, ledger / "ledger.jsonl")
-    search_config = (
-        None if plain else TypeAdapter(SearchConfig).validate_python({"kind": "best_of_n", "scorer": scorer, **keys})
-    )
+    search_config = None if plain else SearchConfig.model_validate({"kind": "best_of_n", "scorer": scorer, **keys})
     with ThreadPoolExecutor(2) as executor:
         runner = EpisodeRunner(
             config, recording_client, renderer, context_length=5000, search=search_config, executor=executor
@@ -333,7 +330,7 @@ async def test_a_way_that_fails_is_played_again_or_left_out() -> None:
 
     renderer = ToyRenderer()
     config = RolloutConfig.model_validate({"env": {"name": "test-search-counter"}, "retries": 1})
-    search_config = BestOfNConfig.model_validate({"kind": "best_of_n", "scorer": "environment", "samples": 4})
+    search_config = SearchConfig.model_validate({"kind": "best_of_n", "scorer": "environment", "samples": 4})
     client = ScriptedClient(renderer, fails)
     runner = EpisodeRunner(config, client, renderer, context_length=5000, search=search_config, recover=recover)
     await runner.prepare()

@@ -14,7 +14,7 @@ from turnwise.envs.core import Env
 from turnwise.errors import ConfigError, InferenceError, TurnwiseError
 from turnwise.rollout.branching.branches import TreeBranch, expand, unmerged_trajectories
 from turnwise.rollout.branching.scorers import Scorer
-from turnwise.rollout.branching.search import BestOfNConfig, SearchConfig
+from turnwise.rollout.branching.search import SearchConfig
 from turnwise.rollout.branching.tree import TreeConfig
 from turnwise.seeding import stable_hash
 from turnwise.tasks.core import Task
@@ -119,12 +119,14 @@ class BranchingStrategy:
     def __init__(self, config: TreeConfig | SearchConfig, executor: Executor | None = None) -> None:
         self._search: SearchConfig | None = None
         self._scorer: Scorer | None = None
-        self._tree = config if isinstance(config, TreeConfig) else None
+        self._tree: TreeConfig | None
         if isinstance(config, SearchConfig):
             self._key, self._instead = f"search.kind {config.kind}", "choose kind best_of_n"
             self._search, self._scorer = config, Scorer(config.scorer, executor)
+            self._tree = config.tree() if config.forks else None
         else:
             self._key, self._instead = "rollout.tree", "leave rollout.tree out"
+            self._tree = config
         if self._tree is not None:
             self._tree.chooser("rollout.tree.where" if self._search is None else "search.where")
 
@@ -146,7 +148,7 @@ class BranchingStrategy:
         """
         if self._tree is not None:
             return await expand(first, self._tree, stable_hash("tree", seed), branches.run_fork)
-        samples = self._search.samples if isinstance(self._search, BestOfNConfig) else 1
+        samples = 1 if self._search is None else self._search.samples or 1
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(branches.run_again(number)) for number in range(1, samples)]
         return [first, *(branch for task in running if (branch := task.result()) is not None)], 0
