@@ -39,21 +39,21 @@ _LIMITS = SessionLimits(context_length=10_000_000)
 
 def completions(renderer: TemplateRenderer) -> list[Completion]:
     """Return what the model says, over and over: a few words and a call."""
-    found = []
+    answers = []
     for line in range(8):
         call = ToolCall("", "read", {"line": 100 * line})
-        said: Message = {"role": "assistant", "content": f"I read on from line {100 * line}.", "tool_calls": [call]}
-        ids = renderer.completion(said, [TOOL])
-        found.append(Completion(ids, scripted_logprobs(ids), "stop", ((0, 0, len(ids)),)))
-    return found
+        message: Message = {"role": "assistant", "content": f"I read on from line {100 * line}.", "tool_calls": [call]}
+        ids = renderer.completion(message, [TOOL])
+        answers.append(Completion(ids, scripted_logprobs(ids), "stop", ((0, 0, len(ids)),)))
+    return answers
 
 
 class Talk:
     """A session and the agent that keeps its messages."""
 
     def __init__(self, renderer: TemplateRenderer, characters: int) -> None:
-        said = completions(renderer)
-        self.client = ScriptedClient(renderer, lambda request: said[request.number % len(said)])
+        answers = completions(renderer)
+        self.client = ScriptedClient(renderer, lambda request: answers[request.number % len(answers)])
         self.session = Session(self.client, renderer, id="s", limits=_LIMITS)
         self.messages: list[Message] = [{"role": "user", "content": "Read the file and tell what it does."}]
         self._text = corpus()
@@ -62,16 +62,16 @@ class Talk:
     async def turn(self) -> float:
         """Take a turn; return the CPU seconds from the request to its prompt."""
         stream = self.session.stream(self.messages, [TOOL])
-        begun = time.process_time()
+        start = time.process_time()
         opened = await anext(stream)
-        taken = time.process_time() - begun
+        seconds = time.process_time() - start
         assert isinstance(opened, PromptPlacement)
-        given: Any = [item async for item in stream][-1]
+        message: Any = [item async for item in stream][-1]
         at = len(self.messages) * 37 % (len(self._text) - self._characters)
-        [call] = given["tool_calls"]
+        [call] = message["tool_calls"]
         answer: Message = {"role": "tool", "tool_call_id": call.id, "content": self._text[at : at + self._characters]}
-        self.messages += [given, answer]
-        return taken
+        self.messages += [message, answer]
+        return seconds
 
     def trajectory(self) -> Trajectory:
         """Return what it leaves."""
@@ -94,19 +94,19 @@ async def long_talk(renderer: TemplateRenderer) -> Talk:
 async def assemble(renderer: TemplateRenderer, repeats: int) -> tuple[list[float], int]:
     """Return the milliseconds of each assembly, and how many tokens the row has."""
     talk = await long_talk(renderer)
-    taken = []
+    milliseconds = []
     for _ in range(repeats):
-        begun = time.process_time()
+        start = time.process_time()
         samples = to_samples(talk.trajectory())
-        taken.append((time.process_time() - begun) * 1e3)
+        milliseconds.append((time.process_time() - start) * 1e3)
     [row] = samples.rows
-    last = talk.client.requests[-1].prompt
+    last_prompt = talk.client.requests[-1].prompt
     sampled = [segment.token_ids for segment in talk.session.segments() if segment.sampled]
-    if not np.array_equal(row.input_ids[: len(last)], last):
+    if not np.array_equal(row.input_ids[: len(last_prompt)], last_prompt):
         raise SystemExit("the row does not hold the ids of the last prompt")
     if not np.array_equal(row.input_ids[row.loss_mask], np.concatenate(sampled)):
         raise SystemExit("the row does not train exactly what was sampled")
-    return taken, len(row.input_ids)
+    return milliseconds, len(row.input_ids)
 
 
 async def match(renderer: TemplateRenderer, repeats: int) -> list[float]:
@@ -114,11 +114,11 @@ async def match(renderer: TemplateRenderer, repeats: int) -> list[float]:
     talk = Talk(renderer, 200)
     while len(talk.messages) < MESSAGES:
         await talk.turn()
-    taken = [await talk.turn() * 1e3 for _ in range(repeats)]
+    milliseconds = [await talk.turn() * 1e3 for _ in range(repeats)]
     metrics = talk.session.metrics()
     if metrics["branches"] != 1 or metrics["forks"]:
         raise SystemExit(f"a request did not extend the one before: {metrics}")
-    return taken
+    return milliseconds
 
 
 async def measure(repeats: int) -> dict[str, Any]:
@@ -142,8 +142,8 @@ async def measure(repeats: int) -> dict[str, Any]:
         "config": {"turns": TURNS, "tokens": tokens, "messages": MESSAGES, "template": "qwen2_5", "repeats": repeats},
         "machine": machine("turnwise-rl", "tokenizers", "jinja2", "numpy"),
         "samples": {
-            "ms_128_turns": [round(each, 2) for each in assembled],
-            "ms_match_1000": [round(each, 3) for each in matched],
+            "ms_128_turns": [round(milliseconds, 2) for milliseconds in assembled],
+            "ms_match_1000": [round(milliseconds, 3) for milliseconds in matched],
         },
     }
 

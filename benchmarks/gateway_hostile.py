@@ -104,8 +104,8 @@ def offend(port: int, message: bytes) -> tuple[int, bytes]:
         with contextlib.suppress(ConnectionResetError):
             while chunk := wire.recv(65536):
                 answer += chunk
-                head, found, body = answer.partition(b"\r\n\r\n")
-                if found and len(body) >= int(head.lower().split(b"content-length:")[1].split(b"\r")[0]):
+                head, separator, body = answer.partition(b"\r\n\r\n")
+                if separator and len(body) >= int(head.lower().split(b"content-length:")[1].split(b"\r")[0]):
                     break
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head[9:12] or b"0"), body
@@ -113,50 +113,50 @@ def offend(port: int, message: bytes) -> tuple[int, bytes]:
 
 async def probe(connection: Connection, messages: list[bytes], done: asyncio.Event) -> list[float]:
     """Ask one thing after the other until an offence is answered; return the latencies in seconds."""
-    taken: list[float] = []
+    latencies: list[float] = []
     while not done.is_set():
-        begun = time.perf_counter()
-        status, body = await connection.ask(messages[len(taken) % len(messages)])
-        taken.append(time.perf_counter() - begun)
+        start = time.perf_counter()
+        status, body = await connection.ask(messages[len(latencies) % len(messages)])
+        latencies.append(time.perf_counter() - start)
         if status != 200:
             raise SystemExit(f"an honest request: status {status}: {body[:300]!r}")
         await asyncio.sleep(0.002)
-    return taken
+    return latencies
 
 
 async def commit(gateway: Ours, name: str, offence: Offence, turns: int) -> tuple[list[float], float]:
     """Send one offence beside honest clients; return their latencies, and the seconds it took."""
-    honest, bad = await gateway.open(f"honest-{name}"), await gateway.open(f"bad-{name}")
+    honest, offender = await gateway.open(f"honest-{name}"), await gateway.open(f"bad-{name}")
     health, asker = await Connection.open(gateway.port), await Connection.open(gateway.port)
-    asked = [request(f"{honest}/v1/chat/completions", conversation(turn)) for turn in range(turns)]
+    messages = [request(f"{honest}/v1/chat/completions", conversation(turn)) for turn in range(turns)]
     done = asyncio.Event()
     probes = [
         asyncio.ensure_future(probe(health, [request("/health", b"", method="GET")], done)),
-        asyncio.ensure_future(probe(asker, asked, done)),
+        asyncio.ensure_future(probe(asker, messages, done)),
     ]
     await asyncio.sleep(0.05)
-    begun = time.perf_counter()
-    message = request(f"{bad}/v1/{offence.route}", offence.body, headers="connection: close\r\n")
+    start = time.perf_counter()
+    message = request(f"{offender}/v1/{offence.route}", offence.body, headers="connection: close\r\n")
     status, body = await asyncio.to_thread(offend, gateway.port, message)
-    taken = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     await asyncio.sleep(0.05)
     done.set()
-    latencies = [each for found in await asyncio.gather(*probes) for each in found]
+    latencies = [latency for of_probe in await asyncio.gather(*probes) for latency in of_probe]
     if status not in offence.statuses or offence.word.encode() not in body:
         raise SystemExit(f"{name}: status {status}: {body[:500]!r}")
-    for each in (health, asker):
-        await each.close()
-    for each in (f"honest-{name}", f"bad-{name}"):
-        await gateway.control(f"/sessions/{each}/abort", {})
-    return latencies, taken
+    for connection in (health, asker):
+        await connection.close()
+    for session in (f"honest-{name}", f"bad-{name}"):
+        await gateway.control(f"/sessions/{session}/abort", {})
+    return latencies, seconds
 
 
 async def flood(lines: bool) -> tuple[list[float], float, float]:
     """Run a flooding program; return the lateness of the event loop in seconds, the seconds it took, and MB kept."""
     limit = BlackBoxConfig.model_fields["output_limit"].default
     worker = Worker()
-    before = resident(os.getpid())
-    begun = time.perf_counter()
+    resident_before = resident(os.getpid())
+    start = time.perf_counter()
     late: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         program = await Program.start(
@@ -166,15 +166,15 @@ async def flood(lines: bool) -> tuple[list[float], float, float]:
             output_limit=limit,
             on_line=worker.receive if lines else None,
         )
-        over = asyncio.ensure_future(program.wait())
-        while not over.done():
+        program_end = asyncio.ensure_future(program.wait())
+        while not program_end.done():
             due = time.perf_counter() + 0.002
             await asyncio.sleep(0.002)
             late.append(max(0.0, time.perf_counter() - due))
-        left = await program.end()
-    if not left.flooded:
-        raise SystemExit(f"the flood was not ended: {left.status}, {left.stdout.size} bytes")
-    return late, time.perf_counter() - begun, (resident(os.getpid()) - before) / 1e6
+        outcome = await program.end()
+    if not outcome.flooded:
+        raise SystemExit(f"the flood was not ended: {outcome.status}, {outcome.stdout.size} bytes")
+    return late, time.perf_counter() - start, (resident(os.getpid()) - resident_before) / 1e6
 
 
 def percentile(latencies: list[float]) -> float:
@@ -186,31 +186,31 @@ def percentile(latencies: list[float]) -> float:
 async def measure(repeats: int) -> dict[str, Any]:
     rows: dict[str, list[float]] = {}
     worst: dict[str, float] = {}
-    kept: list[float] = []
+    megabytes: list[float] = []
     for repeat in range(repeats):
         for label, context in CONTEXTS.items():
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "out"
                 async with upstream(1) as port, ours(port, out, context_length=context) as gateway:
                     await commit(gateway, "warm", Offence(said(prose(200_000)), (200, 400), ""), 20)
-                    before = resident(gateway.pid)
+                    resident_before = resident(gateway.pid)
                     for name, offence in offences().items():
-                        latencies, taken = await commit(gateway, f"{name} {repeat}".replace(" ", "-"), offence, 20)
+                        latencies, seconds = await commit(gateway, f"{name} {repeat}".replace(" ", "-"), offence, 20)
                         key = f"{label}: {name}"
                         rows.setdefault(key, []).extend(latencies)
-                        worst[key] = max(worst.get(key, 0.0), taken)
+                        worst[key] = max(worst.get(key, 0.0), seconds)
                         waited = f"p99 {percentile(latencies):.0f} ms, max {1e3 * max(latencies):.0f} ms"
-                        print(f"{key}: {waited}, {taken:.2f} s", file=sys.stderr, flush=True)
+                        print(f"{key}: {waited}, {seconds:.2f} s", file=sys.stderr, flush=True)
                     # Memory is given back behind the last answer.
                     await asyncio.sleep(2)
-                    kept.append((resident(gateway.pid) - before) / 1e6)
+                    megabytes.append((resident(gateway.pid) - resident_before) / 1e6)
         for key, lines in (("flooding program", False), ("flooding worker", True)):
-            late, taken, grown = await flood(lines)
+            late, seconds, growth = await flood(lines)
             rows.setdefault(key, []).extend(late)
-            worst[key] = max(worst.get(key, 0.0), taken)
-            kept.append(grown)
-    every = [each for latencies in rows.values() for each in latencies]
-    figures = {"ms_p99": round(percentile(every), 1), "mb_kept": round(max(kept), 1)}
+            worst[key] = max(worst.get(key, 0.0), seconds)
+            megabytes.append(growth)
+    every = [latency for latencies in rows.values() for latency in latencies]
+    figures = {"ms_p99": round(percentile(every), 1), "mb_kept": round(max(megabytes), 1)}
     table = Table(title="what others wait beside an offending request")
     for column in ("request", "p99 ms", "max ms", "answered after s"):
         table.add_column(column, justify="left" if column == "request" else "right")
@@ -223,8 +223,8 @@ async def measure(repeats: int) -> dict[str, Any]:
         "bars": BARS,
         "held": {key: value <= BARS[key] for key, value in figures.items()},
         "by_request": {
-            key: {"ms_p99": round(percentile(found), 1), "ms_max": round(1e3 * max(found), 1)}
-            for key, found in rows.items()
+            key: {"ms_p99": round(percentile(latencies), 1), "ms_max": round(1e3 * max(latencies), 1)}
+            for key, latencies in rows.items()
         },
         "config": {"contexts": CONTEXTS, "body_bytes": LIMIT + 1024, "repeats": repeats},
         "machine": machine("turnwise-rl", "tokenizers", "uvicorn", "uvloop", "orjson"),

@@ -49,13 +49,13 @@ def trajectory(group: str, number: int, draw: np.random.Generator) -> Trajectory
     for index in range(16):
         ids = draw.integers(0, 150_000, size, dtype=np.int32)
         if index % 2 == 0:
-            said: Any = ({"role": "user", "content": "some words of a tool. " * 40},)
-            segments.append(Segment(index, index - 1, "context", ids, messages=said))
+            messages: Any = ({"role": "user", "content": "some words of a tool. " * 40},)
+            segments.append(Segment(index, index - 1, "context", ids, messages=messages))
         else:
-            said = ({"role": "assistant", "content": "some words of a model. " * 40},)
+            messages = ({"role": "assistant", "content": "some words of a model. " * 40},)
             logprobs = -draw.random(size, dtype=np.float32)
             spans = ((0, 0, size),)
-            segments.append(Segment(index, index - 1, "sampled", ids, said, f"t{index}", logprobs, spans, "stop"))
+            segments.append(Segment(index, index - 1, "sampled", ids, messages, f"t{index}", logprobs, spans, "stop"))
     name = f"0-{group}/{number}.0"
     return Trajectory(name, name, f"0-{group}", group, segments=segments, rewards=[(None, "score", float(number % 2))])
 
@@ -67,7 +67,7 @@ def rss_mb() -> float:
 
 def packed(trajectories: Iterator[Trajectory]) -> int:
     """Make rows and micro-batches; return how many tokens are trained."""
-    rows = [TrainRow(row) for each in trajectories for row in to_samples(each).rows]
+    rows = [TrainRow(row) for played in trajectories for row in to_samples(played).rows]
     return sum(batch.trained_tokens for batch in pack(rows, MICRO_BATCH, share_prefixes=True))
 
 
@@ -76,34 +76,34 @@ async def ours(directory: Path, count: int) -> dict[str, float]:
     journal = Journal.open(directory)
     buffer = LocalReplayBuffer(journal=journal, memory_mb=MEMORY_MB)
     draw, spent, trained, step = np.random.default_rng(0), 0.0, 0, 0
-    groups, before, size = count // MEMBERS, rss_mb(), 0
+    groups, rss_before, size = count // MEMBERS, rss_mb(), 0
     for number in range(groups):
         name = f"g{number}"
-        members = [trajectory(name, each, draw) for each in range(MEMBERS)]
-        size += sum(len(each.to_bytes()) for each in members)
-        begun = time.process_time()
+        members = [trajectory(name, member, draw) for member in range(MEMBERS)]
+        size += sum(len(played.to_bytes()) for played in members)
+        start = time.process_time()
         buffer.expect(RolloutRequest(Task(name, "go"), group_size=MEMBERS), 0)
-        for each, left in enumerate(members):
-            journal.write(left)
-            journal.member(f"train-{name}-e0", f"0-{name}", each, [left])
+        for member, played in enumerate(members):
+            journal.write(played)
+            journal.member(f"train-{name}-e0", f"0-{name}", member, [played])
         await buffer.put(TrajectoryGroup(f"0-{name}", name, members))
         if number + 1 == groups or (number + 1) % WAITING == 0:
             while buffer.ready("train"):
                 step += 1
                 ref, _ = await buffer.sample(step, "train", min(BATCH, len(buffer.ready("train"))))
-                trained += packed(each for group in await buffer.fetch(ref) for each in group.trajectories)
+                trained += packed(played for group in await buffer.fetch(ref) for played in group.trajectories)
                 await buffer.release(ref)
-        spent += time.process_time() - begun
-    begun = time.process_time()
+        spent += time.process_time() - start
+    start = time.process_time()
     journal.sync()
-    spent += time.process_time() - begun
+    spent += time.process_time() - start
     journal.close()
     stored = (directory / TRAJECTORIES_FILE).stat().st_size / 1e6
     if trained != count // MEMBERS * MEMBERS * TOKENS // 2:
         raise SystemExit(f"{trained} tokens were trained")
     return {
         "mb_per_s": round(size / 1e6 / spent, 1),
-        "rss_mb": round(rss_mb() - before, 1),
+        "rss_mb": round(rss_mb() - rss_before, 1),
         "mb": round(size / 1e6, 1),
         "stored_mb": round(stored, 1),
     }
@@ -114,24 +114,24 @@ def plain(directory: Path, count: int) -> dict[str, float]:
     draw, spent, size, path = np.random.default_rng(0), 0.0, 0, directory / "plain.pickle"
     with path.open("ab") as file:
         for number in range(count):
-            left = trajectory(f"g{number // MEMBERS}", number % MEMBERS, draw)
-            size += len(left.to_bytes())
-            begun = time.process_time()
-            pickle.dump(left, file, protocol=pickle.HIGHEST_PROTOCOL)
+            played = trajectory(f"g{number // MEMBERS}", number % MEMBERS, draw)
+            size += len(played.to_bytes())
+            start = time.process_time()
+            pickle.dump(played, file, protocol=pickle.HIGHEST_PROTOCOL)
             file.flush()
-            spent += time.process_time() - begun
-    begun = time.process_time()
+            spent += time.process_time() - start
+    start = time.process_time()
     with path.open("rb") as file:
         for first in range(0, count, BATCH * MEMBERS):
             packed(pickle.load(file) for _ in range(min(BATCH * MEMBERS, count - first)))
-    spent += time.process_time() - begun
+    spent += time.process_time() - start
     return {"plain_mb_per_s": round(size / 1e6 / spent, 1)}
 
 
 def measure(count: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as place:
-        figures = asyncio.run(ours(Path(place), count))
-        figures |= plain(Path(place), count)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(ours(Path(folder), count))
+        figures |= plain(Path(folder), count)
     table = Table(title=f"{count} trajectories of {TOKENS} tokens, {MEMORY_MB} MiB for groups that wait")
     table.add_column("what")
     table.add_column("figure", justify="right")

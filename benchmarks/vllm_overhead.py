@@ -116,16 +116,16 @@ class Turn:
         self.added, self.params = added, params
 
 
-def turns_of(asked: list[tuple[TokenIds, TokenIds, SamplingParams]]) -> list[Turn]:
+def turns_of(calls: list[tuple[TokenIds, TokenIds, SamplingParams]]) -> list[Turn]:
     """Return the turns of a session; fail unless each prompt goes on from the one before, id by id."""
-    found, before = [], np.zeros(0, np.int32)
-    for prompt, completion, params in asked:
-        if not np.array_equal(prompt[: len(before)], before):
+    turns, context = [], np.zeros(0, np.int32)
+    for prompt, completion, params in calls:
+        if not np.array_equal(prompt[: len(context)], context):
             raise SystemExit("a prompt does not go on from the turn before it")
         exact = replace(params, max_tokens=len(completion), ignore_eos=True)
-        found.append(Turn(prompt[len(before) :], exact))
-        before = np.concatenate([prompt, completion])
-    return found
+        turns.append(Turn(prompt[len(context) :], exact))
+        context = np.concatenate([prompt, completion])
+    return turns
 
 
 class Bench:
@@ -161,16 +161,19 @@ class Bench:
         finally:
             await producer.close()
             await client.close()
-        trajectories = [each for group in groups for each in group.trajectories]
-        bad = [
-            each
-            for each in trajectories
-            if each.error is not None or (each.metrics["turns"], each.metrics["forks"]) != (self._turns, 0)
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        unplanned = [
+            trajectory
+            for trajectory in trajectories
+            if trajectory.error is not None
+            or (trajectory.metrics["turns"], trajectory.metrics["forks"]) != (self._turns, 0)
         ]
-        if bad or len(trajectories) != EPISODES:
-            raise SystemExit(f"{len(trajectories)} trajectories, {len(bad)} of them not as planned: {bad[:1]}")
-        self.plan = [turns_of(asked) for asked in client.asked.values()]
-        return self._counted(sample, sum(len(ids) for asked in client.asked.values() for _, ids, _ in asked))
+        if unplanned or len(trajectories) != EPISODES:
+            raise SystemExit(
+                f"{len(trajectories)} trajectories, {len(unplanned)} of them not as planned: {unplanned[:1]}"
+            )
+        self.plan = [turns_of(calls) for calls in client.asked.values()]
+        return self._counted(sample, sum(len(ids) for calls in client.asked.values() for _, ids, _ in calls))
 
     async def raw(self) -> Sample:
         """Ask for the same, without anything of the stack."""
@@ -210,9 +213,9 @@ async def served(model: Path, config: InferenceConfig) -> AsyncIterator[VLLMRepl
     """Start vLLM, and stop it at the end."""
     log = Path(tempfile.mkdtemp(prefix="turnwise-bench-")) / "vllm.log"
     replica = VLLMReplica(model, config, log_file=log)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     await replica.launch()
-    print(f"vLLM started in {time.perf_counter() - begun:.0f} s (not measured)", file=sys.stderr, flush=True)
+    print(f"vLLM started in {time.perf_counter() - start:.0f} s (not measured)", file=sys.stderr, flush=True)
     try:
         yield replica
     finally:
@@ -248,18 +251,20 @@ def result(
     samples: dict[str, list[Sample]], model: Path, config: InferenceConfig, turns: int, new: int, vllm: str
 ) -> dict[str, Any]:
     """Print a table for people; return what is reported."""
-    rates = {name: median(taken, "tokens_per_s") for name, taken in samples.items()}
+    rates = {name: median(passes, "tokens_per_s") for name, passes in samples.items()}
     # Each pass by the one beside it: a machine whose speed drifts slows both.
     pairs = [
         ours.values["tokens_per_s"] / raw.values["tokens_per_s"]
         for ours, raw in zip(samples["ours"], samples["raw"], strict=True)
     ]
     per_cpu = {
-        name: statistics.median(each.values["tokens"] / (each.cpu_s + each.values["server_cpu_s"]) for each in taken)
-        for name, taken in samples.items()
+        name: statistics.median(
+            sample.values["tokens"] / (sample.cpu_s + sample.values["server_cpu_s"]) for sample in passes
+        )
+        for name, passes in samples.items()
     }
     # In the client's process alone.
-    per_turn = {name: median(taken) / (EPISODES * turns) * 1e3 for name, taken in samples.items()}
+    per_turn = {name: median(passes) / (EPISODES * turns) * 1e3 for name, passes in samples.items()}
     table = Table(
         "side",
         "tokens/s",
@@ -277,8 +282,8 @@ def result(
         "bar": BAR,
         "held": ratio >= BAR,
         "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
-        "tokens_per_cpu_s": {name: round(each, 1) for name, each in per_cpu.items()},
-        "client_ms_per_turn": {name: round(each, 3) for name, each in per_turn.items()},
+        "tokens_per_cpu_s": {name: round(rate, 1) for name, rate in per_cpu.items()},
+        "client_ms_per_turn": {name: round(milliseconds, 3) for name, milliseconds in per_turn.items()},
         "config": {
             "episodes": EPISODES,
             "turns": turns,
@@ -292,17 +297,19 @@ def result(
         },
         "machine": machine("turnwise-rl", "torch", "transformers", "aiohttp", "uvloop", "orjson", "numpy"),
         "tokens_per_s_samples": {
-            name: [round(sample.values["tokens_per_s"], 1) for sample in taken] for name, taken in samples.items()
+            name: [round(sample.values["tokens_per_s"], 1) for sample in passes] for name, passes in samples.items()
         },
         "samples": spread(samples),
     }
 
 
 def main() -> None:
-    made = parser(__doc__ or "", repeats=3, quick_repeats=1)
-    add_arguments(made)
-    made.add_argument("--vllm-python", type=Path, default=VLLM_PYTHON, metavar="PATH", help="a Python that has vLLM")
-    arguments = parse(made)
+    argument_parser = parser(__doc__ or "", repeats=3, quick_repeats=1)
+    add_arguments(argument_parser)
+    argument_parser.add_argument(
+        "--vllm-python", type=Path, default=VLLM_PYTHON, metavar="PATH", help="a Python that has vLLM"
+    )
+    arguments = parse(argument_parser)
     if not arguments.vllm_python.exists():
         raise SystemExit(f"--vllm-python is {arguments.vllm_python}, which does not exist: name a Python that has vLLM")
     model = base_model(arguments)

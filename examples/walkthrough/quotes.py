@@ -80,7 +80,7 @@ def task_and_group(page: Page, parts: Parts, walked: Walked) -> None:
     page.add("request", ", ".join(f"{name} {getattr(request, name)!r}" for name in names))
     lines = [f"group {walked.group.id}"]
     for member in walked.group.trajectories:
-        seeds = [each.params.seed for each in parts.model.requests if each.session_id == member.id]
+        seeds = [call.params.seed for call in parts.model.requests if call.session_id == member.id]
         lines += [
             f"episode {member.episode_id}",
             f"    reset seed {member.seed}",
@@ -99,7 +99,7 @@ def task_and_group(page: Page, parts: Parts, walked: Walked) -> None:
 async def environment(page: Page, walked: Walked) -> None:
     """Play the first member's messages in a separate environment."""
     member = walked.group.trajectories[0]
-    said = [own(each.messages[0]) for each in member.segments if each.sampled]
+    said = [own(segment.messages[0]) for segment in member.segments if segment.sampled]
 
     env = make("lookup")
     assert isinstance(env, LookupEnv)
@@ -140,20 +140,20 @@ def agent(page: Page, walked: Walked) -> None:
 def recorder(page: Page, parts: Parts, walked: Walked) -> None:
     first, renderer = walked.group.trajectories[0], parts.renderer
     lines = ["segment  parent  kind     ids  turn  messages"]
-    for each in first.segments:
-        roles = ", ".join(message["role"] for message in each.messages)
+    for segment in first.segments:
+        roles = ", ".join(message["role"] for message in segment.messages)
         lines.append(
-            f"{each.index:>7}  {each.parent:>6}  {each.kind:<7}{len(each.token_ids):>5}  "
-            f"{each.turn_id or '-':<4}  {roles}"
+            f"{segment.index:>7}  {segment.parent:>6}  {segment.kind:<7}{len(segment.token_ids):>5}  "
+            f"{segment.turn_id or '-':<4}  {roles}"
         )
     params = parts.model.requests[0].params
     lines += ["", f"temperature {params.temperature}, max_tokens {params.max_tokens}, stop ids {params.stop_token_ids}"]
     page.add("segments", *lines)
     root = first.segments[0]
-    again = renderer.render(canonical_messages([own(message) for message in root.messages]), schemas(LookupEnv()))
-    check(np.array_equal(again, root.token_ids), "the first prompt is not what the renderer writes")
+    rendered = renderer.render(canonical_messages([own(message) for message in root.messages]), schemas(LookupEnv()))
+    check(np.array_equal(rendered, root.token_ids), "the first prompt is not what the renderer writes")
     page.add("prompt", *renderer.decode(root.token_ids).splitlines(), "", *pieces(renderer, root.token_ids))
-    history = [message for each in first.segments[:3] for message in each.messages]
+    history = [message for segment in first.segments[:3] for message in segment.messages]
     canonical = canonical_messages([own(message) for message in history])
     page.add("canonical", *(shown_canonical(message) for message in canonical))
     ledger = read_ledger(parts.directory / "ledger.jsonl")
@@ -176,16 +176,16 @@ async def model_and_tools(page: Page, parts: Parts, walked: Walked) -> None:
         approximate=True,
     )
     message = renderer.parse(sampled.token_ids, first.segments[0].token_ids, schemas(LookupEnv()))
-    given = own(sampled.messages[0])["tool_calls"][0]
+    issued = own(sampled.messages[0])["tool_calls"][0]
     [parsed] = message["tool_calls"]
     page.add(
         "call",
         f"decoded    {renderer.decode(sampled.token_ids)}",
-        f"id         {given.id!r}",
+        f"id         {issued.id!r}",
         *(f"{name:<10} {getattr(parsed, name)!r}" for name in ("name", "arguments", "raw", "error")),
     )
-    asked = [
-        given,
+    calls = [
+        issued,
         ToolCall("a", "team_of", {"person": "bob"}),
         ToolCall("b", "team_of", {}),
         ToolCall("c", "boss", {}),
@@ -194,7 +194,7 @@ async def model_and_tools(page: Page, parts: Parts, walked: Walked) -> None:
     env = make("lookup")
     await reset_env(env, walked.request.task, seed=first.seed)
     lines = []
-    for call in asked:
+    for call in calls:
         response = await call_env(env, call)
         lines += [f"{call.name}({json.dumps(call.arguments)})", f"    {response.text}"]
     await close_env(env)
@@ -203,20 +203,23 @@ async def model_and_tools(page: Page, parts: Parts, walked: Walked) -> None:
 
 
 def delta(page: Page, renderer: Renderer, segments: Sequence[Segment]) -> None:
-    root, said, added = segments[:3]
-    messages = canonical_messages([own(m) for each in (root, said, added) for m in each.messages])
+    root, sampled, added = segments[:3]
+    messages = canonical_messages([own(m) for segment in (root, sampled, added) for m in segment.messages])
     # The answer is rendered with the id and the name that the session issued for its call.
-    new = [dataclasses.replace(m, call_id=said_call(said).id, call_name=said_call(said).name) for m in messages[2:]]
-    again = renderer.extend(root.token_ids, said.token_ids, messages[1], new, schemas(LookupEnv()))
+    new = [
+        dataclasses.replace(m, call_id=said_call(sampled).id, call_name=said_call(sampled).name) for m in messages[2:]
+    ]
+    extended = renderer.extend(root.token_ids, sampled.token_ids, messages[1], new, schemas(LookupEnv()))
     check(
-        again is not None and np.array_equal(again, added.token_ids), "the second context is not what extend() writes"
+        extended is not None and np.array_equal(extended, added.token_ids),
+        "the second context is not what extend() writes",
     )
-    prompt = len(root.token_ids) + len(said.token_ids) + len(added.token_ids)
+    prompt = len(root.token_ids) + len(sampled.token_ids) + len(added.token_ids)
     page.add(
         "delta",
         *pieces(renderer, added.token_ids),
         "",
-        f"prompt of turn t1: {len(root.token_ids)} ids known + {len(said.token_ids)} sampled "
+        f"prompt of turn t1: {len(root.token_ids)} ids known + {len(sampled.token_ids)} sampled "
         f"+ {len(added.token_ids)} encoded = {prompt}",
     )
 
@@ -303,12 +306,12 @@ def policy(parts: Parts, rows: Sequence[TrainRow], micro: MicroBatch, before: to
     lines = [f"logprobs of shape {list(before.shape)}", "", "row  turn  advantage  sum before  sum after  first token"]
     for index in micro.rows:
         for turn in dict.fromkeys(turns[owners == index]):
-            mine = np.flatnonzero((owners == index) & (turns == turn))
-            old, new = (float(scores[mine].sum()) for scores in (before, after))
-            first = micro.target_ids[mine[0]].numpy()[None]
+            spots = np.flatnonzero((owners == index) & (turns == turn))
+            old, new = (float(scores[spots].sum()) for scores in (before, after))
+            first = micro.target_ids[spots[0]].numpy()[None]
             head = f"{index:>3}  {f't{turn}':>4}  {float(rows[index].advantage):>9.4f}  {old:>10.4f} {new:>10.4f}"
             lines.append(
-                f"{head}  {parts.renderer.decode(first)!r} {float(before[mine[0]]):.4f} -> {float(after[mine[0]]):.4f}"
+                f"{head}  {parts.renderer.decode(first)!r} {float(before[spots[0]]):.4f} -> {float(after[spots[0]]):.4f}"
             )
     return lines
 
