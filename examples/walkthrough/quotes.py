@@ -306,12 +306,12 @@ def policy(parts: Parts, rows: Sequence[TrainRow], micro: MicroBatch, before: to
     lines = [f"logprobs of shape {list(before.shape)}", "", "row  turn  advantage  sum before  sum after  first token"]
     for index in micro.rows:
         for turn in dict.fromkeys(turns[owners == index]):
-            spots = np.flatnonzero((owners == index) & (turns == turn))
-            old, new = (float(scores[spots].sum()) for scores in (before, after))
-            first = micro.target_ids[spots[0]].numpy()[None]
+            span = np.flatnonzero((owners == index) & (turns == turn))
+            old, new = (float(scores[span].sum()) for scores in (before, after))
+            first = micro.target_ids[span[0]].numpy()[None]
             head = f"{index:>3}  {f't{turn}':>4}  {float(rows[index].advantage):>9.4f}  {old:>10.4f} {new:>10.4f}"
             lines.append(
-                f"{head}  {parts.renderer.decode(first)!r} {float(before[spots[0]]):.4f} -> {float(after[spots[0]]):.4f}"
+                f"{head}  {parts.renderer.decode(first)!r} {float(before[span[0]]):.4f} -> {float(after[span[0]]):.4f}"
             )
     return lines
 
