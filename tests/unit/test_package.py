@@ -114,7 +114,7 @@ def test_every_extra_that_an_error_names_exists() -> None:
                 assert set(named) <= extras, f"{file}:{node.lineno} names the extras {named}"
 
 
-def test_no_text_recommends_a_distribution_that_is_not_this_one() -> None:
+def test_texts_recommend_this_distribution_only() -> None:
     files = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",

@@ -138,7 +138,7 @@ def test_a_suite_of_every_kind_passes_beside_twins_that_fail(tmp_path: Path) -> 
     assert roll.read(pytest_log(""))[0] == {}
 
 
-def test_nothing_tells_a_test_from_its_twins() -> None:
+def test_a_test_and_its_twins_look_alike() -> None:
     file = TestFile("test_suite.py", SUITE)
     roll = Roll()
     text = enroll(file, families_of(file), random.Random(2), roll)

@@ -96,7 +96,7 @@ def test_a_million_steps_sort_by_number(tmp_path: Path) -> None:
     assert store.latest() == tmp_path / "step_1000000"
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     store.save(TrainerState(3), write_weights("old"))
     store.save(TrainerState(3, epoch=1), write_weights("new"))
