@@ -22,29 +22,6 @@ from turnwise.trainer.train import run_train
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
 
-@pytest.mark.parametrize("victim", ["TransferQueueStorageUnit#1", "TransferQueueController"])
-async def test_a_process_of_the_queue_that_dies_ends_the_run(transfer_queue: Any, tmp_path: Path, victim: str) -> None:
-    import ray
-    import torch
-
-    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=transfer_queue)
-    await buffer.put(lively("a", members=3))
-    namespace = "transfer_queue" if victim.endswith("Controller") else None
-    ray.kill(ray.get_actor(victim, namespace=namespace))
-    threads = torch.get_num_threads()
-
-    async def put_groups() -> None:
-        for number in range(4):
-            await buffer.put(lively(str(number), members=3))
-
-    with pytest.raises(PayloadsLost, match="resume the run with the same command"):
-        await put_groups()
-    # What TransferQueue sets for its own calls, it sets in its thread.
-    assert torch.get_num_threads() == threads
-    # What is left pending is found here, and not by a test that comes later.
-    gc.collect()
-
-
 async def test_a_queue_that_is_there_is_shared_and_not_ended(transfer_queue: Any) -> None:
     other = type(transfer_queue)(TransferQueueConfig(units=3))
     await other.start()
@@ -74,3 +51,25 @@ def test_lookup_trains_out_of_the_queue_and_goes_on_without_it(
     run = tmp_path / "run"
     assert [record["step"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2, 3]
     assert audit_run(run, at_most=4, console=silent()).contradictions == []
+
+
+# The last test: the queue of all of them has lost a process after it.
+async def test_a_process_of_the_queue_that_dies_ends_the_run(transfer_queue: Any, tmp_path: Path) -> None:
+    import ray
+    import torch
+
+    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=transfer_queue)
+    await buffer.put(lively("a", members=3))
+    ray.kill(ray.get_actor("TransferQueueStorageUnit#1"))
+    threads = torch.get_num_threads()
+
+    async def put_groups() -> None:
+        for number in range(4):
+            await buffer.put(lively(str(number), members=3))
+
+    with pytest.raises(PayloadsLost, match="resume the run with the same command"):
+        await put_groups()
+    # What TransferQueue sets for its own calls, it sets in its thread.
+    assert torch.get_num_threads() == threads
+    # What is left pending is found here, and not by a test that comes later.
+    gc.collect()

@@ -54,7 +54,9 @@ def check(model: Any, prompt: TokenPrompt, done: Completion, version: int, *, gr
         assert (expected.max(1).values - sampled < CLOSE).all()
 
 
-async def test_adapters_of_two_policies_share_a_server(tmp_path: Path) -> None:
+async def test_adapters_of_two_policies_share_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A server may take a minute to start again.
+    monkeypatch.setattr("turnwise.inference.client.RETRIES", 400)
     model = make_model("qwen3", head_dim=32)
     directory = save_model(model, tmp_path / "model")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, Final, Literal, Self
 
@@ -259,6 +259,17 @@ class ChatTurnwise(BaseChatModel):
             return await run.run_on_loop(work)
         self._loop = asyncio.get_running_loop()
         return await work
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        # Plain code waits for the whole answer.
+        result = self._generate(messages, stop, run_manager, **kwargs)
+        yield ChatGenerationChunk(message=_as_chunk(result.generations[0].message))
 
     async def _astream(
         self,
