@@ -123,6 +123,8 @@ def python_root() -> bytes:
             _link(archive, f"usr/local/bin/{name}", version)
         archive.add(library, f"usr/local/lib/{version}", filter=_wanted)
         site = f"usr/local/lib/{version}/site-packages"
+        # The Python of Debian looks for packages there.
+        _link(archive, f"usr/local/lib/{version}/dist-packages", "site-packages")
         for package in _PACKAGES:
             for file in distribution(package).files or []:
                 if ".." not in file.parts and file.suffix in {".py", ".txt", "", ".typed"}:
