@@ -35,6 +35,13 @@ def trajectory(task: str, member: int, reward: float, **changes: object) -> Traj
     return recorded
 
 
+@pytest.mark.parametrize("stop_reason", [StopReason.CANCELLED, StopReason.ERROR])
+def test_episodes_that_did_not_end_by_themselves_do_not_count(stop_reason: StopReason) -> None:
+    members = [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0, stop_reason=stop_reason)]
+    summary = summarize([TrajectoryGroup("a", "a", members)])
+    assert (summary.success.mean, summary.success.episodes) == (1.0, 1)
+
+
 def test_the_standard_error_of_a_worked_example() -> None:
     # Two tasks, values (1, 1) and (0, 1): mean 3/4; sums of deviations 1/2 and -1/2; squares sum to 1/2.
     # SE^2 = 2/1 * (1/2) / 4^2 = 1/16.

@@ -183,6 +183,22 @@ def test_non_finite_gradients_skip_the_step_and_are_logged(
         learner.optim_step()
 
 
+def test_steps_without_a_finite_gradient_are_counted_on_after_a_resume(
+    model_dir: Models, row: Row, tmp_path: Path
+) -> None:
+    batches = pack([row(8)], 100)
+    learner = make_learner(model_dir("qwen3"))
+    for _ in range(9):
+        learner.forward_backward(batches, _Poison(), 1.0)
+        learner.optim_step()
+    learner.save(tmp_path)
+    resumed = make_learner(model_dir("qwen3"))
+    resumed.load(tmp_path)
+    resumed.forward_backward(batches, _Poison(), 1.0)
+    with pytest.raises(TrainError, match="10 optimizer steps in a row"):
+        resumed.optim_step()
+
+
 def test_a_step_without_rows_changes_nothing(model_dir: Models, row: Row) -> None:
     learner = make_learner(model_dir("qwen3"))
     initial = [tensor.clone() for _, tensor in learner.export_weights()]
