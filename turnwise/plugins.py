@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
-from turnwise.errors import ConfigError, MissingExtraError, RegistryError, nearest
+from turnwise.errors import ConfigError, RegistryError, nearest
 
 D = TypeVar("D", bound=Callable[..., Any])
 
@@ -153,8 +153,6 @@ def _import(name: str, reference: str, what: str) -> Any:
                 f"{what} {reference!r}: no module named {error.name!r}; is its package installed, or on PYTHONPATH?"
             ) from error
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {error}") from error
-    except MissingExtraError:
-        raise
     except Exception as error:  # a user's module runs here: whatever it raises is named
         raise ConfigError(f"{what} {reference!r}: importing {name} failed: {type(error).__name__}: {error}") from error
 

@@ -12,7 +12,7 @@ import pytest
 from support.rollout.finished_groups import lively, same
 from support.rollout.memory_payloads import MemoryPayloads
 from turnwise.columns import DTYPES, pack_trajectory, unpack_trajectory
-from turnwise.errors import FormatError, MissingExtraError
+from turnwise.errors import ConfigError, FormatError
 from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
@@ -115,5 +115,5 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "turnwise.ext.frameworks.transfer_queue", raising=False)
     config = ReplayConfig.model_validate({"backend": "transfer_queue"})
-    with pytest.raises(MissingExtraError, match=r"pip install 'turnwise-rl\[transfer-queue\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'turnwise-rl\[transfer-queue\]'"):
         check_replay(config, RunFacts(2, sync=True))

@@ -164,7 +164,7 @@ def test_function_with_start_parameter_is_called_with_the_first_missing_row() ->
 
 def test_streamed_source_raises_when_a_malformed_row_is_reached() -> None:
     def tasks(row: int) -> SourceConfig:
-        return SourceConfig(source=f"{HERE}:refuses?n=500&bad={row}", stream=True)
+        return SourceConfig(source=f"{HERE}:refuses?n=500&broken_row={row}", stream=True)
 
     with pytest.raises(TaskError, match="refuses: row 5: field 'prompt' is missing"):
         open_streamed(tasks(5), 10)
