@@ -110,12 +110,13 @@ def write_weights(
         for name, (dtype, shape) in stream.described.items()
     )
     manifest = WeightManifest(version=version, path=str(path), tensors=entries, adapter=adapter)
-    if previous is not None and (previous.tensors, previous.adapter) == (entries, adapter):
-        # The same bits, by their checksums: that file serves on, unless it is gone or was changed.
-        with contextlib.suppress(FormatError):
-            read_weights(previous)
-            path.unlink()
-            return replace(previous, version=version)
+    if previous is None or previous.path == manifest.path or previous.tensors != entries or previous.adapter != adapter:
+        return manifest
+    # The same bits in another file, by their checksums: that serves on, unless it is gone or was changed.
+    with contextlib.suppress(FormatError):
+        read_weights(previous)
+        path.unlink()
+        return replace(previous, version=version)
     return manifest
 
 

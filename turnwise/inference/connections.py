@@ -57,7 +57,9 @@ class Response(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.why = ""
         self.since = 0.0
+        self.status = 0
         self.ended = False
+        self._framed = False
         self._waiter: asyncio.Future[None] | None = None
         self._error: ConnectionFailed | None = None
         self._pieces: list[bytes] = []

@@ -194,3 +194,9 @@ def test_checksums_see_dtype_bits_and_order():
         exchanged[2], exchanged[600] = many[600], many[2]
         assert checksum(many) == checksum(many.clone())
         assert len({checksum(many), checksum(exchanged), checksum(many.roll(1024)), checksum(many[:-1])}) == 4
+
+
+def test_a_version_that_is_written_again_keeps_its_file(tmp_path: Path) -> None:
+    first = write_weights([("a", torch.ones(3))], tmp_path, 2)
+    again = write_weights([("a", torch.ones(3))], tmp_path, 2, previous=first)
+    assert torch.equal(read_weights(again)["a"], torch.ones(3))

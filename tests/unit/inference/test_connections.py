@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from turnwise.inference.connections import ConnectionFailed, Connections
+from turnwise.inference.connections import ConnectionFailed, Connections, Response
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
@@ -392,3 +392,10 @@ def test_requests_leave_no_garbage_in_cycles(run):
             await pool.close()
 
     run(main)
+
+
+async def test_a_connection_that_closes_before_its_first_request_says_so() -> None:
+    connection = Response()
+    connection.connection_lost(None)
+    with pytest.raises(ConnectionFailed, match="closed the connection"):
+        await connection.read_body()
