@@ -146,7 +146,7 @@ def test_groups_taken_by_a_failed_custom_buffer_are_requested_again(lookup_model
     named = {"name": "support.trainer.hooks_and_buffers:Stumbling", "config": {"at": 4, "done": str(done)}}
     replay = {"buffer": named, "max_staleness": 3}
     config = train_config(lookup_model, tmp_path, steps=3, replay=replay, **ASYNC["separate"])
-    with pytest.raises(TrainError, match=r"Stumbling\.sample raised RuntimeError at step 2: not this time"):
+    with pytest.raises(TrainError, match=r"step 2: Stumbling\.sample raised RuntimeError: not this time"):
         run_train(config, console=silent())
     assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [1, 2]
     assert run_train(config, console=silent()).steps == 3

@@ -119,6 +119,7 @@ class NotifyingBuffer(ReplayBuffer):
         sample: Callable[..., Any] = self.sample
         if partition_id == "train":
             self._requested = global_steps, batch_size
+            self._drop_filtered()
         call = None if inspect.iscoroutinefunction(sample) else _ThreadCall()
         token = _CALL.set(call)
         try:
@@ -371,6 +372,8 @@ class LocalReplayBuffer(NotifyingBuffer):
         while True:
             # Taken before the choice: a group that comes while others are asked for wakes this one, too.
             changed = self._changed
+            if partition_id == "train":
+                self._drop_filtered()
             ready, in_flight = self.ready(partition_id), self.in_flight(partition_id)
             self._check()
             handed_out = self._taken.get((partition_id, global_steps), 0)
@@ -532,13 +535,21 @@ class LocalReplayBuffer(NotifyingBuffer):
         self._notify()
 
     def _drop_unusable(self, facts: GroupFacts, group: TrajectoryGroup) -> None:
-        """Drop a group to train that lost too many members, or has no learning signal."""
+        """Drop a group to train that lost too many members, or has no learning signal for the step that waits."""
         if facts.partition != "train":
             return
         if lacks_members(group, self._min_members):
             self._drop("train", facts.id, FAILED)
-        elif self._filter_metric is not None and (why := why_filtered(facts, self._filter_metric)) is not None:
-            self._drop("train", facts.id, why)
+        elif self._requested is not None:
+            self._drop_filtered()
+
+    def _drop_filtered(self) -> None:
+        """Drop groups without a learning signal. Called while a step waits: what it drops is in its checkpoint."""
+        if self._filter_metric is None:
+            return
+        for facts in self.ready("train"):
+            if (why := why_filtered(facts, self._filter_metric)) is not None:
+                self._drop("train", facts.id, why)
 
     def _drop(self, partition: str, group_id: str, why: str) -> None:
         facts = self._ready[partition].pop(group_id)
