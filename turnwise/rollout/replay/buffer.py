@@ -119,7 +119,6 @@ class NotifyingBuffer(ReplayBuffer):
         sample: Callable[..., Any] = self.sample
         if partition_id == "train":
             self._requested = global_steps, batch_size
-            self._drop_filtered()
         call = None if inspect.iscoroutinefunction(sample) else _ThreadCall()
         token = _CALL.set(call)
         try:
@@ -542,6 +541,11 @@ class LocalReplayBuffer(NotifyingBuffer):
             self._drop("train", facts.id, FAILED)
         elif self._requested is not None:
             self._drop_filtered()
+
+    async def _call_sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        if partition_id == "train":
+            self._drop_filtered()
+        return await super()._call_sample(global_steps, partition_id, batch_size)
 
     def _drop_filtered(self) -> None:
         """Drop groups without a learning signal. Called while a step waits: what it drops is in its checkpoint."""
