@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.group_store import group_facts
 from turnwise.rollout.replay.strategies import why_filtered
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 

@@ -18,7 +18,8 @@ from turnwise.rollout.core import RolloutRequest
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.journal.state import read_journal, seal, unseal
 from turnwise.rollout.journal.summary import summarize_journal
-from turnwise.rollout.replay.buffer import LocalReplayBuffer, group_facts
+from turnwise.rollout.replay.buffer import LocalReplayBuffer
+from turnwise.rollout.replay.group_store import group_facts
 from turnwise.tasks import Task
 from turnwise.trajectory import Segment, Trajectory, TrajectoryGroup
 from turnwise.trajectory_file import read_trajectories

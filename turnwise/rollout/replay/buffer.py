@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import inspect
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 from turnwise.errors import TrainError, TurnwiseError, shown, user_code
 from turnwise.rollout.core import BatchRef, GroupFacts, ReplayBuffer, RolloutRequest
 from turnwise.rollout.journal.journal import Journal
-from turnwise.rollout.replay.group_store import GroupStore, PayloadStore, versions_of
+from turnwise.rollout.replay.group_store import GroupStore, PayloadStore, group_facts
 from turnwise.rollout.replay.strategies import (
     FAILED,
     STALE,
@@ -568,39 +568,6 @@ class LocalReplayBuffer(NotifyingBuffer):
         if name not in self._ready:
             raise TrainError(f"partition is {name!r}; allowed: {', '.join(PARTITIONS)}")
         return self._ready[name]
-
-
-def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
-    """Return the facts of a group for strategies, over its trained policies only: frozen weights never age."""
-    trained = [trajectory for trajectory in group.trajectories if not trajectory.frozen]
-    return GroupFacts(
-        id=group.id,
-        key=key,
-        task_id=group.task_id,
-        partition=group.partition,
-        arrived=arrived,
-        oldest_version=min(versions_of(trained), default=None),
-        rewards=tuple(value for trajectory in trained if trajectory.error is None for value in trajectory.returns()),
-        failed=group.failed,
-        sampled_tokens=sum(trajectory.sampled_tokens for trajectory in trained),
-        spread=_spread(group),
-    )
-
-
-def _spread(group: TrajectoryGroup) -> dict[str, float]:
-    """Return the spread of the members' values by reward, within comparison groups."""
-    compared: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
-    for trajectory in group.trajectories:
-        if trajectory.error is None and not trajectory.frozen:
-            branches = zip(trajectory.branch_rewards(), trajectory.returns(), strict=True)
-            compared[trajectory.group_id] += ({**earned, "reward": reward} for earned, reward in branches)
-    names = {name for members in compared.values() for member in members for name in member}
-    spread = dict.fromkeys(sorted(names), 0.0)
-    for members in compared.values():
-        for name in names:
-            values = [member.get(name, 0.0) for member in members]
-            spread[name] = max(spread[name], max(values) - min(values))
-    return spread
 
 
 def _reduce(trajectory: Trajectory, fields: Sequence[str]) -> Trajectory:

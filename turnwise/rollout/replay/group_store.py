@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -304,3 +304,36 @@ def versions_of(trajectories: Iterable[Trajectory]) -> Iterator[int]:
         for segment in trajectory.segments if not trajectory.frozen else ():
             for version, _, _ in segment.weight_versions:
                 yield version
+
+
+def group_facts(group: TrajectoryGroup, key: str, arrived: int) -> GroupFacts:
+    """Return the facts of a group for strategies, over its trained policies only: frozen weights never age."""
+    trained = [trajectory for trajectory in group.trajectories if not trajectory.frozen]
+    return GroupFacts(
+        id=group.id,
+        key=key,
+        task_id=group.task_id,
+        partition=group.partition,
+        arrived=arrived,
+        oldest_version=min(versions_of(trained), default=None),
+        rewards=tuple(value for trajectory in trained if trajectory.error is None for value in trajectory.returns()),
+        failed=group.failed,
+        sampled_tokens=sum(trajectory.sampled_tokens for trajectory in trained),
+        spread=_spread(group),
+    )
+
+
+def _spread(group: TrajectoryGroup) -> dict[str, float]:
+    """Return the spread of the members' values by reward, within comparison groups."""
+    compared: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    for trajectory in group.trajectories:
+        if trajectory.error is None and not trajectory.frozen:
+            branches = zip(trajectory.branch_rewards(), trajectory.returns(), strict=True)
+            compared[trajectory.group_id] += ({**earned, "reward": reward} for earned, reward in branches)
+    names = {name for members in compared.values() for member in members for name in member}
+    spread = dict.fromkeys(sorted(names), 0.0)
+    for members in compared.values():
+        for name in names:
+            values = [member.get(name, 0.0) for member in members]
+            spread[name] = max(spread[name], max(values) - min(values))
+    return spread
