@@ -84,7 +84,7 @@ class WholeGroups(RolloutManager):
         async with self._room:
             outcomes = await asyncio.gather(*[self._member(request, name, member) for member in range(count)])
         greedy = outcomes.pop() if request.greedy_baseline else None
-        finished = [each for each in outcomes if each.error is None]
+        finished = [outcome for outcome in outcomes if outcome.error is None]
         group = TrajectoryGroup(
             name,
             request.task.id,

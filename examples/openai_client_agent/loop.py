@@ -41,10 +41,10 @@ def main() -> None:
         job = json.loads(line)
         try:
             session_client = client.with_options(base_url=job["openai_base_url"])
-            said = {"answer": play(session_client, http, job["prompt"], job["tools_url"])}
+            result = {"answer": play(session_client, http, job["prompt"], job["tools_url"])}
         except (OpenAIError, httpx.HTTPError, ValueError) as error:
-            said = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"id": job["id"], **said}), flush=True)
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"id": job["id"], **result}), flush=True)
 
 
 if __name__ == "__main__":

@@ -99,17 +99,17 @@ def task_and_group(page: Page, parts: Parts, walked: Walked) -> None:
 async def environment(page: Page, walked: Walked) -> None:
     """Play the first member's messages in a separate environment."""
     member = walked.group.trajectories[0]
-    said = [own(segment.messages[0]) for segment in member.segments if segment.sampled]
+    answers = [own(segment.messages[0]) for segment in member.segments if segment.sampled]
 
     env = make("lookup")
     assert isinstance(env, LookupEnv)
     messages, info = await reset_env(env, walked.request.task, seed=member.seed)
-    steps = [await step_env(env, message) for message in said]
+    steps = [await step_env(env, message) for message in answers]
     await close_env(env)
     page.add("rewards", *(f"{member.id}: {member.rewards}" for member in walked.group.trajectories))
     page.add("reset", f"observation  {messages}", f"info         {info}")
     lines = []
-    for message, result in zip(said, steps, strict=True):
+    for message, result in zip(answers, steps, strict=True):
         lines += [
             f"step({shown_message(message)})",
             f"    observation  {result.observation}",

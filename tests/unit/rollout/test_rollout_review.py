@@ -140,10 +140,7 @@ async def test_an_agent_that_raises_no_exception_ends_its_episode_only(raised: B
     assert LOG == ["close"]
 
 
-async def test_groups_whose_members_raise_no_exception_arrive() -> None:
-    async def act(episode):
-        raise Panic(3)
-
+async def assert_group_of_failures_arrives(act) -> None:
     Acting.act = staticmethod(act)
     renderer = ToyRenderer()
     config = RolloutConfig(env=SpecConfig(name=HERE + "World"), agent=SpecConfig(name=HERE + "Acting"))
@@ -152,6 +149,13 @@ async def test_groups_whose_members_raise_no_exception_arrive() -> None:
         [group] = await producer.gather([RolloutRequest(Task("t", "go"), group_size=2)])
     assert (group.failed, group.trajectories) == (2, [])
     await producer.close()
+
+
+async def test_groups_whose_members_raise_no_exception_arrive() -> None:
+    async def act(episode):
+        raise Panic(3)
+
+    await assert_group_of_failures_arrives(act)
 
 
 async def test_a_cancellation_that_nobody_asked_for_is_an_error_and_the_group_arrives() -> None:
@@ -160,14 +164,7 @@ async def test_a_cancellation_that_nobody_asked_for_is_an_error_and_the_group_ar
         inner.cancel()
         await inner
 
-    Acting.act = staticmethod(act)
-    renderer = ToyRenderer()
-    config = RolloutConfig(env=SpecConfig(name=HERE + "World"), agent=SpecConfig(name=HERE + "Acting"))
-    producer = await RolloutProducer.create(config, ScriptedClient(renderer, []), None, RolloutParts(renderer))
-    async with asyncio.timeout(10):
-        [group] = await producer.gather([RolloutRequest(Task("t", "go"), group_size=2)])
-    assert (group.failed, group.trajectories) == (2, [])
-    await producer.close()
+    await assert_group_of_failures_arrives(act)
 
 
 @pytest.mark.parametrize("how", ["as it is", "from", "group", "caught"])

@@ -151,8 +151,8 @@ def recipe_of(name: str) -> Recipe:
     if name in _RECIPES:
         return _RECIPES[name]
     if not any(mark in name for mark in ":./"):
-        known = f"known are {', '.join(_RECIPES)}, or pkg.mod:RECIPE"
-        raise RegistryError(f"no recipe is called {name!r}{nearest(name, _RECIPES)}; {known}")
+        names = f"known are {', '.join(_RECIPES)}, or pkg.mod:RECIPE"
+        raise RegistryError(f"no recipe is called {name!r}{nearest(name, _RECIPES)}; {names}")
     loaded = load_object(name, "recipe")
     if not isinstance(loaded, Recipe):
         raise ConfigError(f"recipe {name!r} is a {type(loaded).__name__}, not a turnwise.ext.programs.Recipe")

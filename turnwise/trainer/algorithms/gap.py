@@ -142,14 +142,14 @@ def _place(gap: Mapping[str, Any], trajectory: Trajectory | None, renderer: Rend
     if trajectory is None:
         return {}
     segment = [segment for segment in trajectory.segments if segment.sampled][gap["turn"]]
-    token_ids, place = segment.token_ids, gap["place"]
+    token_ids, position = segment.token_ids, gap["place"]
     return {
         "agent": trajectory.agent,
         "turn_id": segment.turn_id,
         "segment": segment.index,
         "tokens": len(token_ids),
-        "text": renderer.decode(token_ids[place : place + 1]),
-        "before": renderer.decode(token_ids[max(0, place - _SHOWN_BEFORE) : place]),
+        "text": renderer.decode(token_ids[position : position + 1]),
+        "before": renderer.decode(token_ids[max(0, position - _SHOWN_BEFORE) : position]),
     }
 
 

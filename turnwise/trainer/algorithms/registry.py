@@ -53,9 +53,9 @@ def find(name: str, registry: Mapping[str, Any], key: str) -> Any:
     if name in registry:
         return registry[name]
     if ":" not in name and "." not in name:
-        known = ", ".join(sorted(registry))
+        names = ", ".join(sorted(registry))
         raise RegistryError(
-            f"{key} is {name!r}{nearest(name, registry)}; known: {known}, or a custom one as pkg.mod:function"
+            f"{key} is {name!r}{nearest(name, registry)}; known: {names}, or a custom one as pkg.mod:function"
         )
     try:
         function = load_object(name, key)
