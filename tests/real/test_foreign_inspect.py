@@ -108,5 +108,5 @@ def test_its_dataset_is_the_tasks_and_what_is_wrong_is_named() -> None:
         environment("sums")
     with pytest.raises(ConfigError, match=r"has no task 'capitls'; it has .*capitals"):
         environment("capitls")
-    with pytest.raises(ConfigError, match="inspect needs a process of its own"):
+    with pytest.raises(ConfigError, match="inspect needs a separate process"):
         make(f"inspect:{TASKS}@capitals")

@@ -40,9 +40,9 @@ async def test_a_thousand_sandboxes_leave_no_resources(folder: Path) -> None:
     state = folder / "state"
     seen_groups: set[Path] = set()
     lines = await soak(folder, mark, 1000, 100, look=lambda: seen_groups.update(groups(state)))
-    # A victim that was killed while it started did not start, or could not be kept: nothing else may fail.
+    # A victim that was killed while it started did not start, or could not be copied: nothing else may fail.
     failed = [line for line in lines if line.startswith("failed")]
-    assert not [line for line in failed if "its first process ended" not in line and "could not be kept" not in line]
+    assert not [line for line in failed if "its first process ended" not in line and "could not be copied" not in line]
     assert len(failed) < 200
     # A host that was killed is outlived by its launcher for as long as that needs to end what it started.
     backend = LocalBackend("bubblewrap", directory=state)
