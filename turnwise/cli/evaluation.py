@@ -1,10 +1,9 @@
-"""The commands that make evaluations, ``eval`` and ``rescore``, and ``compare``, which compares two."""
+"""The command ``eval``, of one evaluation or a suite of them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,57 +12,6 @@ from turnwise.cli.options import Overrides, as_overrides
 if TYPE_CHECKING:
     from turnwise.evaluation.config import EvalConfig
     from turnwise.evaluation.metrics import EvalResult
-
-
-def compare(
-    before: Annotated[Path, typer.Argument(help="Directory of an evaluation.", show_default=False)],
-    after: Annotated[Path, typer.Argument(help="Directory of another one on the same tasks.", show_default=False)],
-    metric: Annotated[Literal["success", "reward"], typer.Option("--metric", help="What is compared.")] = "success",
-    part: Annotated[
-        Literal["sampled", "greedy"] | None,
-        typer.Option("--part", help="Sampled or greedy episodes; by default sampled ones, if any."),
-    ] = None,
-    number: Annotated[int, typer.Option("--n", "-n", min=0, help="Most tasks listed of each kind of change.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead, with all changed tasks.")] = False,
-) -> None:
-    """Compare two evaluations task by task: difference, 95 % interval, paired test, tasks that changed sides."""
-    from rich.console import Console
-
-    from turnwise.evaluation.comparison import compare, comparison_table, read_scores
-
-    result = compare(*(read_scores(folder, metric=metric, part=part) for folder in (before, after)))
-    if as_json:
-        typer.echo(json.dumps(result.to_json()))
-        return
-    Console().print(comparison_table(result, (str(before), str(after)), limit=number))
-
-
-def rescore(
-    source: Annotated[Path, typer.Argument(help="Directory of an evaluation or a run.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write; the same command continues it.")],
-    scorer: Annotated[
-        str,
-        typer.Option("--scorer", help="Shipped reward function, pkg.mod:function, file.py:function or rubric.yaml."),
-    ],
-    tasks: Annotated[
-        str | None, typer.Option("--tasks", "-t", help="Tasks, for functions of their data; by default the run's.")
-    ] = None,
-    partition: Annotated[
-        Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
-    ] = None,
-    success_reward: Annotated[
-        float, typer.Option("--success-reward", help="Minimum reward of a successful episode.")
-    ] = 1.0,
-) -> None:
-    """Apply a reward function, rubric or judge to recorded trajectories, without a model."""
-    from rich.console import Console
-
-    from turnwise.evaluation.metrics import result_table
-    from turnwise.evaluation.rescore import RescoreSettings, run_rescore
-
-    result = run_rescore(RescoreSettings(source, out, scorer, tasks, partition, success_reward))
-    Console().print(result_table(result, f"{source} by {scorer}"))
-    typer.echo(f"written to {out}")
 
 
 EvaluatedEnv = Annotated[

@@ -1,10 +1,10 @@
-"""The commands that read a run's directory: ``view``, ``audit``, ``timeline`` and ``replay``."""
+"""The commands that read what was recorded: ``view``, ``audit``, ``timeline``, ``compare`` and ``rescore``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -67,32 +67,52 @@ def timeline(
     typer.echo(f"written: {trace}")
 
 
-def replay(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of an evaluation or a run.", show_default=False)
-    ],
-    number: Annotated[int | None, typer.Option("--n", "-n", min=1, help="Only the newest N episodes.")] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Only episodes of this task.")] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Compare what the environment says varies (times, paths), too.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+def compare(
+    before: Annotated[Path, typer.Argument(help="Directory of an evaluation.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="Directory of another one on the same tasks.", show_default=False)],
+    metric: Annotated[Literal["success", "reward"], typer.Option("--metric", help="What is compared.")] = "success",
+    part: Annotated[
+        Literal["sampled", "greedy"] | None,
+        typer.Option("--part", help="Sampled or greedy episodes; by default sampled ones, if any."),
+    ] = None,
+    number: Annotated[int, typer.Option("--n", "-n", min=0, help="Most tasks listed of each kind of change.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead, with all changed tasks.")] = False,
 ) -> None:
-    """Play recorded completions against their environments again; exit 1 where a tool, reward or state differs."""
-    from turnwise.evaluation.replay.replay import replay_run
+    """Compare two evaluations task by task: difference, 95 % interval, paired test, tasks that changed sides."""
+    from rich.console import Console
 
-    report = replay_run(source, number=number, task=task, strict=strict)
+    from turnwise.evaluation.comparison import compare, comparison_table, read_scores
+
+    result = compare(*(read_scores(folder, metric=metric, part=part) for folder in (before, after)))
     if as_json:
-        differing = [divergence.to_json() for divergence in report.divergences]
-        counts = {"episodes": report.episodes, "left_out": report.left_out, "varied": report.varied}
-        typer.echo(json.dumps({**counts, "divergences": differing}))
-    else:
-        for divergence in report.divergences:
-            typer.secho(str(divergence), fg="red")
-        for reason, count in report.left_out.most_common():
-            typer.echo(f"left out: {count} episodes, {reason}")
-        for name, count in report.varied.most_common():
-            typer.echo(f"varied, as the environment says: {name} in {count} messages")
-        typer.echo(f"{report.episodes} episodes replayed, {len(report.divergences)} diverge")
-    if report.divergences or not report.episodes:
-        raise typer.Exit(1)
+        typer.echo(json.dumps(result.to_json()))
+        return
+    Console().print(comparison_table(result, (str(before), str(after)), limit=number))
+
+
+def rescore(
+    source: Annotated[Path, typer.Argument(help="Directory of an evaluation or a run.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write; the same command continues it.")],
+    scorer: Annotated[
+        str,
+        typer.Option("--scorer", help="Shipped reward function, pkg.mod:function, file.py:function or rubric.yaml."),
+    ],
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", "-t", help="Tasks, for functions of their data; by default the run's.")
+    ] = None,
+    partition: Annotated[
+        Literal["train", "val"] | None, typer.Option("--partition", help="Only trajectories of this partition.")
+    ] = None,
+    success_reward: Annotated[
+        float, typer.Option("--success-reward", help="Minimum reward of a successful episode.")
+    ] = 1.0,
+) -> None:
+    """Apply a reward function, rubric or judge to recorded trajectories, without a model."""
+    from rich.console import Console
+
+    from turnwise.evaluation.metrics import result_table
+    from turnwise.evaluation.rescore import RescoreSettings, run_rescore
+
+    result = run_rescore(RescoreSettings(source, out, scorer, tasks, partition, success_reward))
+    Console().print(result_table(result, f"{source} by {scorer}"))
+    typer.echo(f"written to {out}")

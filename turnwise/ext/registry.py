@@ -63,6 +63,7 @@ REFERENCES: Final[Mapping[str, Mapping[str, str]]] = {
         "check-sandbox": "turnwise.ext.checks.commands:check_sandbox",
         "export-env": "turnwise.ext.frameworks.commands:export_env",
         "mcp": "turnwise.ext.frameworks.commands:mcp",
+        "replay": "turnwise.ext.checks.commands:replay",
         "report": "turnwise.ext.report.command:report",
     },
 }

@@ -14,9 +14,9 @@ from support.rollout.audited import write_trajectories
 from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, FormatError, ReplayError
-from turnwise.evaluation.replay.recorded import RecordedRun
-from turnwise.evaluation.replay.replay import replay
 from turnwise.ext.checks.bisect import Bisection, BisectSettings, TurnOdds, bisect, chosen_model, sessions_of_one_branch
+from turnwise.ext.checks.recorded import RecordedRun
+from turnwise.ext.checks.replay import replay
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
 from turnwise.recorder.branches import branch_trajectories
 from turnwise.rollout.config import RolloutConfig

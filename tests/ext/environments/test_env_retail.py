@@ -21,8 +21,8 @@ from support.envs.tau_shop import write_tau_shop
 from support.property_tests import examples
 from turnwise.envs import close_env, make, play_solution, reset_env, schemas, score_env, step_env
 from turnwise.errors import EnvError, TaskError, ToolError
-from turnwise.evaluation.replay.replay import replay
 from turnwise.ext.checks.environment import check_env
+from turnwise.ext.checks.replay import replay
 from turnwise.ext.environments.retail.changes import CHANGES, Changes
 from turnwise.ext.environments.retail.desk import Desk, dollars
 from turnwise.ext.environments.retail.goal import LONGEST_ANSWER, goal_of, states_facts

@@ -24,7 +24,7 @@ from turnwise.envs.registration import make
 from turnwise.envs.solution import tool_call
 from turnwise.errors import ConfigError
 from turnwise.evaluation import EvalConfig
-from turnwise.evaluation.replay.replay import Variance, replay
+from turnwise.ext.checks.replay import Variance, replay
 from turnwise.ext.environments.code import problem_of, tasks
 from turnwise.ext.environments.terminal import read_folder
 from turnwise.ext.environments.terminal import tasks as terminal_tasks

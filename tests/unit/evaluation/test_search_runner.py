@@ -25,7 +25,6 @@ from turnwise.envs.registration import register
 from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, EnvError, InferenceError, ScorerError
 from turnwise.evaluation.metrics import summarize
-from turnwise.evaluation.replay.replay import replay
 from turnwise.evaluation.searched import search_row
 from turnwise.evaluation.view import render
 from turnwise.inference.scripted import ScriptedClient, ScriptedRequest
@@ -391,8 +390,11 @@ async def test_unforkable_environment_is_refused_before_the_first_episode() -> N
         assert "best_of_n" in str(raised.value)
 
 
+@pytest.mark.ext
 @pytest.mark.parametrize("kind", sorted(KINDS))
 async def test_the_ways_of_a_search_are_replayed(kind: str) -> None:
+    from turnwise.ext.checks.replay import replay
+
     outcome, _ = await search(kind=kind, **KINDS[kind])
     [trajectory] = outcome.trajectories
     branches = branch_trajectories(replace(trajectory, group_id="0-val-t-e0"))

@@ -23,9 +23,9 @@ from rich.text import Text
 
 from turnwise.errors import ConfigError, FormatError, ReplayError
 from turnwise.evaluation.directory import success_rule
-from turnwise.evaluation.replay.recorded import RecordedRun
-from turnwise.evaluation.replay.replay import RecordedClient, spec_of
 from turnwise.evaluation.runner import open_model
+from turnwise.ext.checks.recorded import RecordedRun
+from turnwise.ext.checks.replay import RecordedClient, spec_of
 from turnwise.inference.config import InferenceConfig
 from turnwise.model.core import LLMClient
 from turnwise.rollout.branching.tree import TreeConfig

@@ -1,4 +1,4 @@
-"""The commands ``turnwise check-env``, ``turnwise check-sandbox`` and ``turnwise bisect``."""
+"""The commands ``turnwise check-env``, ``turnwise check-sandbox``, ``turnwise replay`` and ``turnwise bisect``."""
 
 from __future__ import annotations
 
@@ -221,6 +221,37 @@ def _show_sandbox(report: SandboxReport, console: Console) -> None:
         for note in report.capabilities.notes:
             console.print(Text(f"note: {note}", style="dim"), soft_wrap=True)
     console.print(Text(report.summary, style="green" if report.ok else "bold red"), soft_wrap=True)
+
+
+def replay(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Directory of an evaluation or a run.", show_default=False)
+    ],
+    number: Annotated[int | None, typer.Option("--n", "-n", min=1, help="Only the newest N episodes.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="Only episodes of this task.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Compare what the environment says varies (times, paths), too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Play recorded completions against their environments again; exit 1 where a tool, reward or state differs."""
+    from turnwise.ext.checks.replay import replay_run
+
+    report = replay_run(source, number=number, task=task, strict=strict)
+    if as_json:
+        differing = [divergence.to_json() for divergence in report.divergences]
+        counts = {"episodes": report.episodes, "left_out": report.left_out, "varied": report.varied}
+        typer.echo(json.dumps({**counts, "divergences": differing}))
+    else:
+        for divergence in report.divergences:
+            typer.secho(str(divergence), fg="red")
+        for reason, count in report.left_out.most_common():
+            typer.echo(f"left out: {count} episodes, {reason}")
+        for name, count in report.varied.most_common():
+            typer.echo(f"varied, as the environment says: {name} in {count} messages")
+        typer.echo(f"{report.episodes} episodes replayed, {len(report.divergences)} diverge")
+    if report.divergences or not report.episodes:
+        raise typer.Exit(1)
 
 
 def bisect(

@@ -17,7 +17,7 @@ from turnwise.envs.core import close_env, reset_env, schemas
 from turnwise.envs.registration import env_class, make
 from turnwise.envs.solution import play_solution
 from turnwise.envs.tool_env import ToolEnv
-from turnwise.evaluation.replay.replay import Divergence, RecordedClient, replay
+from turnwise.ext.checks.replay import Divergence, RecordedClient, replay
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.model.core import Renderer
 from turnwise.rollout.config import RolloutConfig, SpecConfig
@@ -73,12 +73,11 @@ def configured(name: str, **config: Any) -> RolloutConfig:
     return RolloutConfig(env=SpecConfig(name=name, config=config), max_turns=8)
 
 
-@pytest.mark.ext
 def test_every_shipped_environment_is_replayed() -> None:
     assert {*SOLVED, *PLUGGED_IN, *SPOKEN, *SHOPS, *SANDBOXED} == set(SHIPPED)
 
 
-@pytest.mark.parametrize("name", [*SOLVED, *(pytest.param(name, marks=pytest.mark.ext) for name in PLUGGED_IN)])
+@pytest.mark.parametrize("name", [*SOLVED, *PLUGGED_IN])
 async def test_a_shipped_environment_diverges_nowhere(name: str) -> None:
     renderer = seeing()[0] if name == "picture" else renderer_for("qwen3")
     config = configured(name)

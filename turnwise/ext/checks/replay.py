@@ -23,7 +23,7 @@ from turnwise.agents.roles import MAIN
 from turnwise.envs.registration import env_class
 from turnwise.errors import ConfigError, FormatError, SessionError, shown
 from turnwise.evaluation.metrics import by_episode
-from turnwise.evaluation.replay.recorded import UNLIMITED, RecordedRun
+from turnwise.ext.checks.recorded import UNLIMITED, RecordedRun
 from turnwise.model.core import LLMClient, ModelInfo, Renderer, ServedPolicy
 from turnwise.recorder.branches import is_renumbered
 from turnwise.rollout.config import RolloutConfig
