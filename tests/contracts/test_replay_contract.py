@@ -152,7 +152,7 @@ async def test_failure_reaches_waiters_and_later_callers(make: Make) -> None:
         await other.sample(3, "train", 1)
 
 
-async def test_fields_leave_out_what_is_not_read(make: Make) -> None:
+async def test_fetch_returns_only_the_named_fields(make: Make) -> None:
     buffer = make()
     original = group("a")
     await buffer.put(original)
@@ -209,7 +209,7 @@ async def test_a_server_that_never_gets_the_new_weights_ends_the_run_instead_of_
     assert len(puts) == 17
 
 
-async def test_what_a_frozen_policy_sampled_makes_no_group_old(make: Make) -> None:
+async def test_samples_of_a_frozen_policy_do_not_count_as_staleness(make: Make) -> None:
     buffer = make(Bounded(0, "drop"))
     sampled = sampled_by(1, "g")
     frozen = replace(sampled_by(0, "f").trajectories[0], policy="rival", frozen=True)
@@ -246,7 +246,7 @@ async def test_after_a_kill_nothing_is_lost_and_nothing_is_trained_twice(process
     assert not any(third.expect(asked(number), 0) for number in range(6))
 
 
-async def test_what_is_trained_twice_is_whole_both_times_and_after_a_kill(process: Make) -> None:
+async def test_reused_groups_are_fetched_whole_also_after_a_kill(process: Make) -> None:
     first = process(Mixed(0.5, 2, 9))
     for number in range(2):
         first.expect(asked(number), 0)

@@ -36,14 +36,14 @@ async def appended(family: str, cities: list[str], answers: list[str]) -> tuple[
 
 
 @pytest.mark.parametrize("family", NAMES)
-async def test_it_is_what_a_session_appends(family: str) -> None:
+async def test_tool_response_ids_equal_those_that_a_session_appends(family: str) -> None:
     for answer in ("17 degrees", "", 'a "quoted"\nline <|im_end|>'):
         calls, ids = await appended(family, ["Oslo"], [answer])
         assert tool_response_ids(renderer_for(family), calls, [answer], [TOOL]).tolist() == ids
 
 
 @pytest.mark.parametrize("family", [name for name in NAMES if "two calls" in FAMILIES[name].says])
-async def test_two_answers_share_what_a_template_puts_around_them(family: str) -> None:
+async def test_ids_of_two_responses_equal_those_that_a_session_appends(family: str) -> None:
     calls, ids = await appended(family, ["Oslo", "Bern"], ["rain", "sun"])
     assert tool_response_ids(renderer_for(family), calls, ["rain", "sun"], [TOOL]).tolist() == ids
 
