@@ -33,7 +33,7 @@ def test_the_example_runs_in_seconds(tmp_path: Path) -> None:
 @pytest.mark.alike("jobs", "credit")
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("credit")
-def test_credit_per_turn_beats_one_outcome(tmp_path: Path) -> None:
+def test_credit_per_turn_beats_outcome_credit(tmp_path: Path) -> None:
     filed = {}
     for name, credit in (("turns", []), ("outcome", ["algorithm.credit=same"])):
         play(tmp_path, "--name", name, "--warm", str(tmp_path / "warm"), "eval=null", *credit)

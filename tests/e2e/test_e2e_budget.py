@@ -23,7 +23,9 @@ def rates(run: Path) -> list[float]:
     return [record["lr/adamw"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"]
 
 
-def test_token_budget_ends_a_run_after_a_step_and_a_larger_one_resumes_it(lookup_model: Path, tmp_path: Path) -> None:
+def test_token_budget_ends_a_run_after_a_step_and_a_larger_budget_resumes_the_run(
+    lookup_model: Path, tmp_path: Path
+) -> None:
     free: dict[str, Any] = {"steps": None, "policies": {"main": {"schedule": {"kind": "linear"}}}}
     config = train_config(lookup_model, tmp_path, **free, budget={"sampled_tokens": 1}, rollout={"concurrency": 1})
     summary = run_train(config, console=silent())
@@ -50,7 +52,7 @@ def test_token_budget_ends_a_run_after_a_step_and_a_larger_one_resumes_it(lookup
     assert resumed_rate == pytest.approx(first_rate * (1 - 1 / math.ceil(steps)))
 
 
-async def test_wall_time_counts_what_earlier_processes_took(lookup_model: Path, tmp_path: Path) -> None:
+async def test_wall_time_includes_earlier_processes(lookup_model: Path, tmp_path: Path) -> None:
     config = train_config(lookup_model, tmp_path, steps=3, budget={"wall_time": "1h"})
     async with open_run(config, tmp_path / "run", silent()) as run:
         assert run.ended is None

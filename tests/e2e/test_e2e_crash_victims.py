@@ -51,7 +51,7 @@ def test_the_runner_dies_at_every_moment(mode: str, lookup_model: Path, tmp_path
     walk(struck_config(lookup_model, tmp_path, "runner", mode), f"runner, {mode}")
 
 
-def test_the_gateway_dies_at_every_moment_while_programs_talk_through_it(lookup_model: Path, tmp_path: Path) -> None:
+def test_run_resumes_after_its_gateway_dies_at_any_moment(lookup_model: Path, tmp_path: Path) -> None:
     """It lives in the process of the rollouts; no program is left of those that asked it."""
     walk(struck_config(lookup_model, tmp_path, "gateway", "sync"), "gateway, sync")
 

@@ -191,7 +191,7 @@ async def test_a_second_death_ends_the_run_with_the_log_and_a_checkpoint(
 
 
 @pytest.mark.long
-async def test_a_server_that_dies_while_it_gets_weights_gets_them_again(lookup_model: Path, tmp_path: Path) -> None:
+async def test_server_that_dies_during_a_weight_update_is_updated_again(lookup_model: Path, tmp_path: Path) -> None:
     """No request runs then: the weight update is the first to notice."""
     config = train_config(lookup_model, tmp_path, steps=1)
     async with open_run(config, tmp_path / "run", silent()) as run:

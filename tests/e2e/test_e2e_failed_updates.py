@@ -96,9 +96,7 @@ async def test_step_before_a_failed_update_is_saved_and_resumed(mode: str, looku
 
 
 @pytest.mark.long
-async def test_a_streamed_step_ends_with_the_parts_before_the_one_that_failed(
-    lookup_model: Path, tmp_path: Path
-) -> None:
+async def test_streamed_step_ends_with_the_parts_before_the_failed_update(lookup_model: Path, tmp_path: Path) -> None:
     replay = {"max_staleness": 3, "ahead": 1}
     config = failing(lookup_model, tmp_path, mode="separate_async", overlap={"stream": 2}, replay=replay)
     # The second half of step 2.

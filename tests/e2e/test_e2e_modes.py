@@ -150,7 +150,7 @@ async def test_a_server_that_dies_during_an_update_comes_back_with_its_weights(
 
 
 @pytest.mark.long
-async def test_an_update_that_fails_while_it_changes_weights_is_not_saved(lookup_model: Path, tmp_path: Path) -> None:
+async def test_update_that_fails_while_changing_weights_is_not_saved(lookup_model: Path, tmp_path: Path) -> None:
     config = held_run(lookup_model, tmp_path, "separate", checkpoint={"every": 100})
     with held(3, fails=TrainError("the third update")) as hold:
         hold.opened.set()

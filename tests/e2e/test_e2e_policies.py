@@ -125,7 +125,7 @@ async def test_each_policy_resumes_with_its_own_weights_optimizer_and_servers(
     assert audit_files(run_dir).sound
 
 
-def test_a_league_keeps_past_versions_and_episodes_name_the_one_that_played(lookup_model: Path, tmp_path: Path) -> None:
+def test_league_keeps_past_versions_and_episodes_name_the_version_played(lookup_model: Path, tmp_path: Path) -> None:
     config = league_of_two(lookup_model, tmp_path, steps=2)
     run_train(config, console=silent())
     run_train(config.model_copy(update={"steps": 4}), console=silent())

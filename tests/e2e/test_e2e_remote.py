@@ -32,7 +32,7 @@ def check(run: Path, steps: int) -> None:
 
 
 @pytest.mark.long
-def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model: Path, tmp_path: Path) -> None:
+def test_two_runners_train_and_a_killed_runner_costs_no_episode(lookup_model: Path, tmp_path: Path) -> None:
     config = remote_config(lookup_model, tmp_path)
     with training(config) as run:
         wait_until(lambda: "runners: turnwise runner --connect" in run.output(), "the run listens", run)
@@ -55,7 +55,7 @@ def test_two_runners_train_and_one_that_is_killed_costs_no_episode(lookup_model:
 
 
 @pytest.mark.long
-def test_runner_survives_a_killed_run_and_serves_the_resumed_one(lookup_model: Path, tmp_path: Path) -> None:
+def test_runner_survives_a_killed_run_and_serves_the_resumed_run(lookup_model: Path, tmp_path: Path) -> None:
     config = remote_config(lookup_model, tmp_path, steps=3)
     make_key(tmp_path)
     metrics = config.runs / "run" / "metrics.jsonl"

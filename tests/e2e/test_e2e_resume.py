@@ -114,7 +114,7 @@ def killed(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return shared(tmp_path_factory, "killed", kill_in_step_4)
 
 
-def test_a_kill_leaves_the_last_checkpoint_and_what_was_written(killed: Path) -> None:
+def test_kill_leaves_the_last_checkpoint_and_complete_files(killed: Path) -> None:
     run = killed / "run"
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002"]
     assert [record["step"] for record in lines(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2, 3]
@@ -270,7 +270,7 @@ def test_another_configuration_is_refused_before_anything_is_written(
     assert snapshot(finished) == snapshot_before
 
 
-def test_two_processes_do_not_work_on_one_run(finished: Path, lookup_model: Path) -> None:
+def test_second_process_on_a_run_is_refused(finished: Path, lookup_model: Path) -> None:
     snapshot_before = snapshot(finished)
     with (
         RunDirectory(finished / "run").lock(),

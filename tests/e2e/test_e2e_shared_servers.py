@@ -150,7 +150,9 @@ def test_policies_that_cannot_share_servers_are_refused(
         TrainConfig.model_validate(changed(config, policy, **changes))
 
 
-async def test_an_engine_of_one_policy_is_named_before_a_server_starts(lookup_model: Path, tmp_path: Path) -> None:
+async def test_engine_that_serves_one_policy_is_refused_before_servers_start(
+    lookup_model: Path, tmp_path: Path
+) -> None:
     config = TrainConfig.model_validate(
         changed(two_adapters(lookup_model, tmp_path), "solver", inference={"engine": "sglang"})
     )

@@ -178,7 +178,7 @@ def test_the_audit_proves_the_run_and_recomputes_its_logprobs(walk: Path, capsys
 # Steps that teach nothing, and several updates per step
 
 
-def test_a_step_in_which_all_groups_are_dead_changes_nothing_and_counts(lookup_model: Path, tmp_path: Path) -> None:
+def test_step_of_dead_groups_changes_no_weights_and_counts_as_a_step(lookup_model: Path, tmp_path: Path) -> None:
     run = trained(lookup_model, tmp_path, rollout={"env": {"name": "support.envs.run_envs:Equal"}})
     first, second = steps_of(run)
     for record in (first, second):
@@ -195,7 +195,7 @@ def test_a_step_in_which_all_groups_are_dead_changes_nothing_and_counts(lookup_m
     assert report.counts["train steps"] == 2
 
 
-def test_old_logprobs_of_the_rollout_and_recomputed_ones_agree(lookup_model: Path, tmp_path: Path) -> None:
+def test_rollout_logprobs_and_recomputed_old_logprobs_give_equal_steps(lookup_model: Path, tmp_path: Path) -> None:
     """Two epochs of two updates: from the second update on the weights are others than those that sampled."""
     values = {}
     for old in ("rollout", "recompute"):

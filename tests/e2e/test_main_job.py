@@ -155,7 +155,7 @@ def test_first_five_steps_on_ranks_equal_those_of_one_process(runs: Path, summar
 
 
 @pytest.mark.parametrize("mode", ["colocate", "separate"])
-def test_asynchronous_mode_reaches_the_success_of_the_synchronous_one(
+def test_asynchronous_mode_reaches_the_success_of_the_synchronous_mode(
     runs: Path, warm_lookup: Path, summary: dict[str, Any], mode: str
 ) -> None:
     take_warm(warm_lookup, runs / mode)

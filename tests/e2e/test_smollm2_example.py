@@ -17,7 +17,7 @@ MAIN = Path(__file__).parents[2] / "examples" / "smollm2" / "main.py"
 pytestmark = pytest.mark.long
 
 
-def test_each_stage_is_done_once(tmp_path: Path) -> None:
+def test_second_run_repeats_no_stage(tmp_path: Path) -> None:
     model = tmp_path / "model"
     convert_gguf(write_gguf(tmp_path / "tiny.gguf"), model)
     # It passes for the package's model, which is then not asked for.

@@ -103,9 +103,7 @@ def test_printed_blocks_equal_those_of_the_page(printed: list[blocks.Block], pag
     )
 
 
-def test_each_file_has_one_section_in_the_order_in_which_it_is_entered(
-    printed: list[blocks.Block], trail: Trail, page: str
-) -> None:
+def test_each_file_has_one_section_in_order_of_entry(printed: list[blocks.Block], trail: Trail, page: str) -> None:
     named = sections(page)
     assert len(named) > 30
     assert [name for name in named if not (PACKAGE / name).is_file()] == []
@@ -113,7 +111,7 @@ def test_each_file_has_one_section_in_the_order_in_which_it_is_entered(
     assert named == [name for name in trail.entered if name in named]
 
 
-def test_no_file_is_entered_again_by_one_that_it_called(printed: list[blocks.Block], trail: Trail) -> None:
+def test_calls_between_files_have_no_cycle(printed: list[blocks.Block], trail: Trail) -> None:
     inherited = set(_subclass_to_base())
     edges = {edge: how for edge, how in trail.calls.items() if edge not in inherited}
     reach: dict[str, set[str]] = {}
