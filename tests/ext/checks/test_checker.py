@@ -515,7 +515,7 @@ async def test_missing_task_is_a_finding_of_reset():
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
-async def test_each_violation_is_reported_alone(env, check, words):
+async def test_violation_is_reported_and_no_other(env, check, words):
     SHARED.clear()
     try:
         report = await check_env(env, context_length=2_000)

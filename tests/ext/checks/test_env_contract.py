@@ -63,6 +63,6 @@ def test_every_shipped_environment_is_checked():
 
 
 @pytest.mark.parametrize(("spec", "task"), [case for cases in CASES.values() for case in cases])
-async def test_it_keeps_the_contract(spec, task):
+async def test_shipped_environment_passes_the_checker(spec, task):
     report = await check_env(spec, task=task, seeds=(0, 1, 2))
     assert report.ok, str(report)

@@ -60,11 +60,11 @@ def maker(model: Path, name: str, ranks: RankProcesses) -> Callable[[], Learner]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_it_keeps_the_contract(model: Path, name: str, ranks: RankProcesses) -> None:
+def test_learner_passes_the_checker(model: Path, name: str, ranks: RankProcesses) -> None:
     assert check_learner(maker(model, name, ranks), vocabulary=VOCABULARY) == []
 
 
-def test_every_engine_is_among_them() -> None:
+def test_every_registered_engine_is_checked() -> None:
     assert {name.partition("-")[0] for name in SETTINGS} >= set(ENGINES.classes)
 
 
@@ -154,7 +154,7 @@ def _end_to_end(batch: MicroBatch) -> MicroBatch:
         (ReadsNoParents, "before a step on rows that share their beginning and on the same rows one by one differ"),
     ],
 )
-def test_what_breaks_it_is_noticed(model: Path, broken: type[Learner], says: str) -> None:
+def test_broken_learner_is_reported(model: Path, broken: type[Learner], says: str) -> None:
     learner = broken.create(settings(model, "torch"), 100)
     problems = check_learner(lambda: copy.deepcopy(learner), vocabulary=VOCABULARY)
     assert re.search(says, "\n".join(problems))

@@ -114,7 +114,7 @@ async def test_false_claims_of_capabilities_are_failures() -> None:
         ("forgets modes", "files: modes"),
     ],
 )
-async def test_each_fault_is_found(fault: str, check: str) -> None:
+async def test_faulty_backend_fails_the_check_of_its_fault(fault: str, check: str) -> None:
     backend = FaultyBackend(fault)
     try:
         assert (await check_sandbox(backend, only=[check], timeout=20)).outcome(check).status == "failed"

@@ -86,7 +86,7 @@ async def test_no_answer_passes_a_test_together_with_its_twin(boxes: SandboxMana
     assert passed == ([False] * 4 if name else [True, True, False, False])
 
 
-async def test_partial_credit_and_which_tests_are_hidden(boxes: SandboxManager) -> None:
+async def test_partial_credit_is_the_share_of_passed_tests(boxes: SandboxManager) -> None:
     env = made(boxes, partial=True)
     wrong = "def add(a, b):\n    print('noise')\n    return a + b if a < 500 else 0\n"
     assert await graded(env, rows()["functional"], wrong) == 0.5
@@ -203,7 +203,7 @@ async def test_an_agent_works_in_a_sandbox_and_submits(boxes: SandboxManager) ->
     await close_env(env)
 
 
-async def test_a_tool_without_a_sandbox_says_what_to_do(boxes: SandboxManager) -> None:
+async def test_sandbox_tool_without_a_sandbox_is_a_config_error(boxes: SandboxManager) -> None:
     env = made(boxes)
     env.tools = ("shell",)
     await reset_env(env, task_of(rows()["mbpp"]), seed=0)

@@ -23,7 +23,7 @@ async def game(*moves: str, stones: int = 7, **config):
     return env, [heard[-1]["content"], info], results
 
 
-async def test_two_players_take_turns_and_each_hears_what_is_left() -> None:
+async def test_players_take_turns_and_read_how_many_stones_are_left() -> None:
     _, (heard, info), (first, second, third) = await game("3", "2", "2")
     assert heard == "Take 1 to 3 stones. Who takes the last one wins. Answer with a number. 7 are left."
     assert info == {"agents": ["first", "second"], "turn": "first"}
@@ -53,7 +53,7 @@ async def test_after_the_end_nothing_goes_on() -> None:
         await step_env(env, say("1"))
 
 
-async def test_a_limit_costs_the_game_who_let_it_pass() -> None:
+async def test_player_on_turn_loses_at_a_limit() -> None:
     env, _, _ = await game("3")
     parts = await score_env(env, None)
     assert parts.agents == {"first": {"score": 1.0}, "second": {"score": 0.0}}

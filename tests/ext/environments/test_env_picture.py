@@ -36,7 +36,7 @@ async def test_only_the_picture_tells_the_height():
     assert part["type"] == "image_url"
 
 
-def test_a_bar_is_drawn_as_high_as_it_is_and_nowhere_else():
+def test_drawn_bars_have_the_heights_of_the_chart():
     for seed in range(20):
         bars = chart(seed)
         assert sorted(bars.colours) == sorted(COLOURS)
@@ -74,7 +74,7 @@ async def test_the_answer_is_colour_and_height_and_nothing_else():
         assert await scored(wrong) == 0.0, wrong
 
 
-async def test_what_is_no_colour_or_split_is_named():
+async def test_unknown_colour_or_split_is_a_task_error():
     with pytest.raises(TaskError, match="no split='dev': splits are train, test"):
         chart(0, split="dev")
     with pytest.raises(TaskError, match="no colour='pink': colours are red, green, blue, yellow"):

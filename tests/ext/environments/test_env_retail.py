@@ -257,7 +257,7 @@ async def test_an_answer_that_lists_all_prices_scores_0():
 # Tools.
 
 
-async def test_the_desk_serves_one_customer_who_was_identified():
+async def test_tools_serve_only_the_identified_customer():
     env = await started_env(task_of("cancel"))
     world = _WORLD
     customer = world.users[env.goal.customer]
@@ -493,7 +493,7 @@ def test_money_that_went_to_another_method_is_given_back_once():
     store.close()
 
 
-def test_a_gift_card_settles_several_items_exactly_where_it_holds_their_sum():
+def test_gift_card_pays_an_exchange_only_if_its_balance_covers_the_sum():
     seen = Counter()
     for card in (method for method in _WORLD.payment_methods.values() if method.kind == "gift_card"):
         for order in _WORLD.orders.values():
@@ -569,7 +569,7 @@ def test_the_order_of_independent_changes_does_not_count():
 
 
 @pytest.mark.parametrize("kind", ["return", "exchange"])
-async def test_items_may_be_handled_in_one_call_or_one_by_one(kind):
+async def test_items_handled_in_separate_calls_reach_the_goal(kind):
     env = await started_env(task_of(kind))
     await step_env(env, calls(("find_user_by_email", {"email": _email(env)})))
     ((name, arguments),) = env.goal.actions
@@ -693,7 +693,7 @@ async def test_episodes_leave_no_connection_behind():
 
 
 @pytest.mark.parametrize("dialogue", [False, True])
-async def test_it_keeps_the_contract(dialogue):
+async def test_retail_passes_the_checker(dialogue):
     tasks = [task_of("multi"), task_of("question")]
     report = await check_env(lambda: make("retail", dialogue=dialogue), task=tasks[0], tasks=tasks)
     assert report.ok, str(report)
@@ -718,7 +718,7 @@ async def test_a_replay_diverges_nowhere():
     assert report.episodes == 2
 
 
-async def test_a_dialogue_is_one_conversation_of_the_recorder():
+async def test_dialogue_is_recorded_as_one_branch():
     task = task_of("return")
     env = make("retail", dialogue=True)
     await reset_env(env, task, seed=0)

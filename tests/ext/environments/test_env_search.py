@@ -56,7 +56,7 @@ def test_an_encyclopedia_is_drawn_from_its_seed():
     assert len({passage.title for passage in first.passages}) == len({passage.id for passage in first.passages}) == 880
 
 
-def test_nobody_and_no_place_of_one_split_occurs_in_the_other():
+def test_splits_share_no_person_and_no_town():
     def names(split, seed):
         book = encyclopedia(split, seed)
         parts = {part for work in book.works for part in work.maker.name.split()}
@@ -68,7 +68,7 @@ def test_nobody_and_no_place_of_one_split_occurs_in_the_other():
     assert not train & test
 
 
-def test_questions_are_answered_by_the_articles_of_their_path_and_by_no_shorter_one():
+def test_last_article_of_the_path_answers_the_question():
     book = encyclopedia("test", 0)
     texts = {passage.title: passage.text for passage in book.passages}
     test_questions = questions("test", 0)
@@ -86,7 +86,7 @@ def test_questions_are_answered_by_the_articles_of_their_path_and_by_no_shorter_
             assert title.casefold() not in question.text.casefold(), "the question tells the next step"
 
 
-def test_one_passage_is_not_enough():
+def test_first_article_seldom_holds_the_answer():
     """The first article, which the question names, seldom holds the answer: two years may be the same by chance."""
     texts = {passage.title: passage.text for passage in encyclopedia("train", 0).passages}
     train_questions = questions("train", 0)
@@ -109,7 +109,7 @@ def test_tasks_are_stable_and_different():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-async def test_the_solution_finds_what_it_opens_and_is_worth_1(split):
+async def test_solution_scores_1_and_other_texts_score_0(split):
     env = make("search")
     for task in tasks(40, split=split):
         await reset_env(env, task, seed=0)
@@ -153,7 +153,7 @@ def test_the_best_of_a_large_corpus_are_the_first_of_all_that_fit():
     assert len(everything) == sum(bool({n % 7, n % 11} & {3, 5}) for n in range(3_000))
 
 
-def test_each_corpus_is_indexed_once_also_by_many_threads(monkeypatch, tmp_path):
+def test_threads_share_one_index_of_a_corpus(monkeypatch, tmp_path):
     builds = Counter()
 
     class Counted(Index):
@@ -272,7 +272,7 @@ def own_corpus(tmp_path):
     return corpus, rows
 
 
-async def test_questions_from_a_file_over_ones_own_passages(own_corpus):
+async def test_questions_and_passages_of_files_are_played(own_corpus):
     corpus, rows = own_corpus
     assert read_corpus(corpus) == [
         Passage("p1", "Rivers", "The Elbe flows through Dresden."),
@@ -315,7 +315,7 @@ def test_a_corpus_that_cannot_be_read_is_named_when_the_environment_is_made(tmp_
         make("search", corpus=lines(tmp_path / "c.jsonl", *rows))
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_file_or_unknown_metric_is_named(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file"):
         make("search", corpus=str(tmp_path / "none.jsonl"))
     with pytest.raises(ConfigError, match=r"metric is 'bleu'.*'f1'"):
@@ -364,7 +364,7 @@ async def test_a_task_that_cannot_be_judged_is_named(data, words_):
         await reset_env(make("search"), Task("t", "p", data), seed=0)
 
 
-def test_without_the_package_the_environment_says_what_to_install():
+def test_missing_package_names_the_extra_to_install():
     code = (
         "import sys\n"
         "sys.modules['bm25s'] = None\n"
@@ -382,7 +382,7 @@ def test_without_the_package_the_environment_says_what_to_install():
     assert "'search'" in done.stdout
 
 
-def test_nothing_of_it_is_imported_before_it_is_used():
+def test_importing_the_environment_does_not_import_bm25s():
     code = "import sys, turnwise.ext.environments.search.env; print('bm25s' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)

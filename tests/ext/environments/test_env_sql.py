@@ -148,7 +148,7 @@ def test_whatever_is_no_plain_read_is_refused_and_changes_nothing(shop, sql, tmp
         "WITH RECURSIVE r(x) AS (SELECT 1 UNION SELECT x + 1 FROM r ORDER BY 1) SELECT MAX(x) FROM r",
     ],
 )
-def test_a_query_without_an_end_is_stopped_and_the_next_one_runs(shop, sql):
+def test_endless_query_is_stopped_and_the_next_query_runs(shop, sql):
     with pytest.raises(ToolError, match="takes too long"):
         shop.query(sql, most_rows=5)
     assert rows_of(shop, "SELECT COUNT(*) FROM orders") == [(380,)]
@@ -234,7 +234,7 @@ def test_there_are_at_least_25_templates_over_four_schemas_with_all_that_sql_is_
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_every_question_can_be_run_and_is_asked_in_one_split(name):
+def test_gold_queries_are_distinct_and_every_template_has_an_answer(name):
     schema = SCHEMAS[name]
     pairs = [pair for template in schema.templates for pair in template.filled()]
     assert len({gold for _, gold in pairs}) == len(pairs)
@@ -249,7 +249,7 @@ def test_every_question_can_be_run_and_is_asked_in_one_split(name):
     assert min(answered.values()) > 0, "a template that no database answers is never asked"
 
 
-def test_no_gold_query_of_one_split_is_asked_for_in_the_other():
+def test_splits_share_no_gold_query_and_no_database():
     rows_by_split = {split: list(tasks(600, split=split)) for split in SPLITS}
     golds = {
         split: {(task.data["schema"], task.data["gold"]) for task in rows} for split, rows in rows_by_split.items()
@@ -296,7 +296,7 @@ def _literal(value):
     return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else "NULL" if value is None else repr(value)
 
 
-async def test_what_is_no_answer_is_worth_nothing():
+async def test_wrong_answers_score_0_and_gold_queries_score_1():
     env = await begun(the_task())
     for text in ("", env.question.schema, the_task().prompt, "SELECT 1", "DROP TABLE orders", "```sql\n```", "SELECT"):
         assert await score_env(env, says(text)) == {"score": 0.0}
@@ -451,7 +451,7 @@ def files(tmp_path):
 GOLD = 'SELECT MAX(n) FROM "odd ""name"'
 
 
-async def test_a_database_file_is_read_and_judged_on_a_second_one(files):
+async def test_answer_on_a_database_file_is_judged_on_the_check_database(files):
     data = {"database": str(files / "one.sqlite"), "check_database": str(files / "two.sqlite"), "gold": GOLD}
     content = (files / "one.sqlite").read_bytes()
     env = await begun(Task("t", "What is the largest n?", data))
@@ -554,7 +554,7 @@ async def test_equal_seeds_give_equal_episodes():
         await close_env(env)
 
 
-async def test_it_passes_the_doctor_with_a_file(files):
+async def test_database_file_passes_the_checker(files):
     data = {"database": str(files / "one.sqlite"), "check_database": str(files / "two.sqlite"), "gold": GOLD}
     report = await check_env("sql", tasks=[Task("t", "What is the largest n?", data), the_task()])
     assert report.ok, str(report)

@@ -37,7 +37,7 @@ async def test_the_solution_is_worth_1_and_nothing_0(cache: Path) -> None:
         assert final_step.info["reason"] == ""
 
 
-async def test_what_decides_how_tests_run_is_put_back(cache: Path) -> None:
+async def test_files_that_control_the_test_run_are_restored(cache: Path) -> None:
     cheat = (
         "rm -r tests; echo 'import os; os._exit(0)' > conftest.py; echo x > pytest.py; printf '[pytest]\\n' > tox.ini"
     )
@@ -59,7 +59,7 @@ async def test_a_pytest_that_was_changed_is_not_believed(cache: Path) -> None:
     assert env.verdict.reason == "the run was tampered with: replaced: pytest.raises"
 
 
-def test_what_a_verdict_says():
+def test_verdict_counts_fixed_and_broken_tests():
     instance = instance_of(task(ROW))
     passing = dict.fromkeys((*instance.fail_to_pass, *instance.pass_to_pass), TestStatus.PASSED)
     assert decide(instance, passing).resolved

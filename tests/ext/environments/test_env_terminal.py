@@ -65,12 +65,12 @@ def test_terminal_bench(tmp_path):
         ({"environment__docker-compose_dot_yaml": "services: {}"}, "several containers"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, change, message):
+def test_invalid_task_folder_is_named(tmp_path, change, message):
     with pytest.raises(TaskError, match=message):
         read_folder(written(tmp_path, **{**HARBOR, **change}))
 
 
-def test_what_is_no_task(tmp_path):
+def test_missing_task_files_are_named(tmp_path):
     with pytest.raises(TaskError, match="neither task"):
         read_folder(str(tmp_path))
     with pytest.raises(TaskError, match=r"there is no tests/test\.sh"):
@@ -175,7 +175,7 @@ async def test_tasks_without_tests_that_can_be_altered_are_named(tmp_path, monke
         await close_env(env)
 
 
-async def test_a_sandbox_in_which_the_solution_fails_says_nothing_for_the_next_process(tmp_path, monkeypatch):
+async def test_failed_alteration_is_not_cached_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = read_folder(written(tmp_path / "number", **NUMBER))
     cache_tests(folder, NO_TESTS)

@@ -21,7 +21,7 @@ async def begun(seed=0, **config):
     return env, messages
 
 
-async def test_each_sign_names_the_next_place_and_the_last_one_the_end():
+async def test_signs_lead_to_the_end_of_the_trail():
     env, [question] = await begun(steps=5, words=7)
     signs = env.trail.places
     assert question["content"] == f"A trail begins at {signs[0]}. Where does it end?"
@@ -83,7 +83,7 @@ async def test_tasks_say_how_long_their_trails_are():
 @pytest.mark.parametrize(
     ("config", "words"), [({"steps": 0}, ["steps is 0", "at least 1"]), ({"words": -1}, ["words is -1", "at least 0"])]
 )
-async def test_what_is_out_of_range_is_told(config, words):
+async def test_option_out_of_range_is_an_error(config, words):
     with pytest.raises(EnvError) as caught:
         trail.TrailEnv(**config)
     assert all(word in str(caught.value) for word in words)

@@ -145,7 +145,7 @@ def test_any_text_is_read(framework):
         assert all(isinstance(status, TestStatus) for status in parser_of(framework)(log).values())
 
 
-def test_what_a_test_prints_is_no_result():
+def test_printed_result_lines_are_not_results():
     forged = PYTEST.replace("PASSED tests/test_a.py::test_bad\n", "tests/test_a.py::test_bad PASSED\n" * 2)
     assert parser_of("pytest")(forged)["tests/test_a.py::test_bad"] == F
 

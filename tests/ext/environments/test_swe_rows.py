@@ -130,7 +130,7 @@ def test_r2e():
         ({"sandbox_env": "x"}, "sandbox_env is 'x'"),
     ],
 )
-def test_what_is_wrong_is_named(change, message):
+def test_invalid_row_names_the_column(change, message):
     with pytest.raises(TaskError, match=message.replace("[", r"\[")):
         read(BENCH | change)
     with pytest.raises(TaskError, match="columns instance_id and problem_statement"):
@@ -198,13 +198,13 @@ def test_archives_stay_inside(path):
         "bin/test",
     ],
 )
-def test_what_a_solution_may_not_change(path):
+def test_test_and_startup_files_are_protected(path):
     assert is_protected(path, extra=("bin/test",))
     assert not is_protected(path, allowed=(path,), extra=("bin/test",))
 
 
 @pytest.mark.parametrize("path", ["src/a.py", "contest.py", "attest/x.py", "README.md", "setup.py", "latest.py"])
-def test_what_a_solution_may_change(path):
+def test_source_files_are_not_protected(path):
     assert not is_protected(path)
     assert not shadowed_module(path)
 
@@ -253,7 +253,7 @@ def test_files_of_a_diff():
     assert touched_files(renamed + binary + DIFF.format("a/b.py")) == {"old name.py", "new.py", "x.png", "a/b.py"}
 
 
-def test_what_came_later_is_not_among_the_objects(tmp_path):
+def test_checkout_holds_no_later_commits(tmp_path):
     def git(*words):
         base = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", str(tmp_path / "repo")]
         return subprocess.run([*base, *words], check=True, capture_output=True, text=True).stdout.strip()

@@ -195,7 +195,7 @@ def passes(function: Any) -> bool:
 
 
 @given(st.integers(0, 200), st.randoms(use_true_random=False))
-def test_each_literal_of_a_family_could_be_the_tests_own(value: int, rng: random.Random) -> None:
+def test_every_literal_of_a_family_draws_the_same_family(value: int, rng: random.Random) -> None:
     """From each of them the others can be drawn, and with the same odds."""
 
     def drawn(literal: int, limit: int) -> set[int]:
@@ -242,7 +242,7 @@ def test_asserted_truths_are_reversed_together(signs: list[bool], got: list[bool
         ("g = lambda: (yield)\n    assert g", ["truth"]),
     ],
 )
-def test_only_what_every_passing_run_reaches_is_altered(body: str, kinds: list[str]) -> None:
+def test_only_checks_that_every_passing_run_reaches_are_altered(body: str, kinds: list[str]) -> None:
     function = ast.parse(f"def test_a():\n    {body}\n").body[0]
     assert isinstance(function, ast.FunctionDef)
     assert [check.kind for check in checks_of(function)] == kinds
@@ -261,7 +261,7 @@ def test_only_what_every_passing_run_reaches_is_altered(body: str, kinds: list[s
         ("assert f(0)\n    assert f(1) == 3", "value", 0),
     ],
 )
-def test_what_is_altered_first(body: str, kind: str, leaf: int) -> None:
+def test_first_alteration_of_a_check(body: str, kind: str, leaf: int) -> None:
     function = TestFile("t.py", f"def test_a():\n    {body}\n").tests["test_a"]
     option = alterations(function, 3, random.Random(0))[0]
     assert (option.kind, option.twins[0][0].leaf) == (kind, leaf)
@@ -317,7 +317,7 @@ def seen(family: Family, real: TestStatus, twin: TestStatus, reversal: TestStatu
         ("raises", PASSED, PASSED, PASSED, True),
     ],
 )
-def test_what_separate_processes_make_of_a_suspicion(
+def test_suspect_is_judged_by_its_runs_in_separate_processes(
     kind: str, real: TestStatus, twin: TestStatus, reversal: TestStatus, tampered: bool | None
 ) -> None:
     family = Family("t.py", "test_a", kind, FAMILY.twins)

@@ -157,7 +157,7 @@ async def test_a_reset_that_raises_is_an_error_and_leaves_nothing(python) -> Non
         ("cancel", r"CancelledError"),
     ],
 )
-async def test_lost_worker_fails_its_episode_and_no_later_one(trouble, message) -> None:
+async def test_lost_worker_fails_its_episode_and_no_later_episode(trouble, message) -> None:
     env = tiny(sys.executable, trouble, timeout=0.5 if trouble == "hang" else 100.0, memory=2**31)
     await reset_env(env, None, seed=1)
     # The first request of a worker has more time, since it imports the framework: reset was it.
