@@ -45,7 +45,7 @@ async def test_a_linear_run_is_one_branch(tmp_path: Path) -> None:
     assert "\n5\n" in run.requests[-1].text
 
 
-async def test_what_went_wrong_is_no_fork(tmp_path: Path) -> None:
+async def test_failed_calls_and_requests_make_no_fork(tmp_path: Path) -> None:
     """Calls that cannot be used, a tool that does not exist and an engine that fails once: the history only grows."""
     script = [
         says("", ToolCall("", "Bash", {}, '{"command": nope}', "not JSON"), call("Bash", command="echo fine")),
@@ -74,7 +74,7 @@ async def test_a_title_is_not_worth_a_run(tmp_path: Path) -> None:
     assert run.trajectory.metrics["turns"] == 2
 
 
-async def test_a_run_that_is_continued_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_continued_run_extends_its_branch(tmp_path: Path) -> None:
     lines = [
         says("", call("Bash", command="ls")),
         says("Done. "),

@@ -36,7 +36,7 @@ async def test_a_linear_run_is_one_branch(tmp_path: Path) -> None:
     assert run.trajectory.metrics["encoded_tokens"] == run.trajectory.metrics["context_tokens"]
 
 
-async def test_what_went_wrong_is_no_fork(tmp_path: Path) -> None:
+async def test_failed_calls_and_requests_make_no_fork(tmp_path: Path) -> None:
     """Calls that cannot be used, a tool that does not exist and an engine that fails once: the history only grows."""
     script = [
         says("", ToolCall("", "exec_command", {}, '{"cmd": nope}', "not JSON"), call("exec_command", cmd="echo fine")),
@@ -54,7 +54,7 @@ async def test_what_went_wrong_is_no_fork(tmp_path: Path) -> None:
     assert "unsupported call: exec_kommand" in run.requests[-1].text
 
 
-async def test_a_run_that_is_continued_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_continued_run_extends_its_branch(tmp_path: Path) -> None:
     lines = [says("", call("exec_command", cmd="ls")), says("Done. ", thinks="So."), says("Again.", thinks="Well.")]
     async with caged(tmp_path, lines) as cage:
         run = await codex(cage, then="And now again.")

@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.alike("clients")
 @pytest.mark.parametrize("name", CASES)
-async def test_a_framework_leaves_one_branch_where_it_appends(name: str, tmp_path: Path) -> None:
+async def test_framework_runs_have_the_expected_branches(name: str, tmp_path: Path) -> None:
     folder, script, route, turns, final, wire, kinds, branches = CASES[name]
     if folder == NODE and not (ROOT / AI_SDK / "node_modules" / "ai").exists():
         pytest.skip("the AI SDK is not installed: make test-real installs it")

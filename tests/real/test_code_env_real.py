@@ -100,7 +100,7 @@ async def test_the_references_submitted_by_an_agent(boxes: SandboxManager) -> No
         assert await scored(boxes, task, None, agentic=True) == 1.0
 
 
-async def test_it_keeps_the_contract() -> None:
+async def test_code_environment_with_packages_passes_the_checker() -> None:
     task = next(tasks(format="functional"))
     report = await check_env(EnvSpec("code", {"packages": True}), task=task, seeds=(0,), timeout=120.0)
     assert report.ok, str(report)

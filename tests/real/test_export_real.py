@@ -99,7 +99,7 @@ def test_openenv_finds_the_folder_valid(tmp_path) -> None:
 
 
 @pytest.mark.alike("exports", "openenv")
-async def test_what_was_exported_for_openenv_comes_back(tmp_path, monkeypatch) -> None:
+async def test_environment_exported_for_openenv_pays_the_same_rewards(tmp_path, monkeypatch) -> None:
     right, _ = await plays_of("guess_number", tmp_path / "guess_number", "openenv")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(tmp_path / "path")]))
     # What this interpreter has comes after what OpenEnv's has.

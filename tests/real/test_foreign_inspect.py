@@ -100,7 +100,7 @@ async def test_a_solver_that_rewrites_the_conversation_is_an_error_of_the_episod
     await close_env(env)
 
 
-def test_its_dataset_is_the_tasks_and_what_is_wrong_is_named() -> None:
+def test_samples_become_tasks_and_wrong_names_are_config_errors() -> None:
     rows = list(tasks(f"inspect:{TASKS}@capitals", python=str(PYTHON)))
     assert [row.prompt for row in rows] == [f"The capital of {land}?" for land in ("France", "Italy", "Japan")]
     assert [row.data for row in rows] == [{"sample": 0}, {"sample": 1}, {"sample": 2}]

@@ -92,7 +92,7 @@ def config_of(framework: str, placement: str) -> dict[str, Any]:
 
 
 @pytest.mark.alike("foreign plays", "reasoning-gym")
-async def test_families_of_reasoning_gym_score_as_it_does(plays, placement) -> None:
+async def test_reasoning_gym_families_score_as_the_framework_does(plays, placement) -> None:
     recorded = plays["reasoning-gym"]
     assert len({play["name"].partition("/")[0] for play in recorded}) >= 20
     assert sum(len(play["actions"]) for play in recorded) >= 50
@@ -281,7 +281,7 @@ async def test_openenv_without_a_reward_is_an_error(monkeypatch) -> None:
     await close_env(env)
 
 
-def test_openenv_is_imported_by_an_episode_and_not_by_the_check_before_it() -> None:
+def test_openenv_is_not_imported_by_the_check() -> None:
     code = (
         "import sys; from inside import openenv as driver; assert driver.names() == []; "
         "assert driver.load('http://127.0.0.1:9', {}, None).is_url; assert 'openenv.core' not in sys.modules"

@@ -47,7 +47,7 @@ def two_processes(tmp_path: Path, logger: str, options: dict | None = None, **va
     return tmp_path / "home" / "run"
 
 
-def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
+def test_tensorboard_shows_a_resumed_run_as_one_run(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs turnwise-rl[tensorboard]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

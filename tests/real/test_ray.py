@@ -217,7 +217,7 @@ def ended(cluster: ThreeNodes) -> None:
 
 
 @pytest.mark.alike("real jobs", "ray")
-def test_the_main_job_learns_on_the_cluster_as_it_does_here(
+def test_main_job_on_a_cluster_reaches_the_success_of_one_machine(
     cluster: ThreeNodes, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     warm = shared(tmp_path_factory, "warm-lookup", warm_start) / MODEL

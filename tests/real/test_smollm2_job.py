@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs / "seed0"
 
 
-def test_it_learns_chains_that_it_was_not_shown(run: Path) -> None:
+def test_training_raises_success_on_longer_chains(run: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert summary["before"]["sampled"]["success"]["episodes"] == 64
     assert success(summary["before"], "sampled") <= 0.5
@@ -40,7 +40,7 @@ def test_it_learns_chains_that_it_was_not_shown(run: Path) -> None:
     assert success(summary["after"], "greedy") >= 0.95
 
 
-def test_the_audit_recomputes_what_it_left(run: Path) -> None:
+def test_audit_of_the_run_has_no_contradictions(run: Path) -> None:
     command = [sys.executable, "-m", "turnwise", "audit", str(run), "--at-most", "16"]
     result = run_command(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -52,7 +52,7 @@ def test_the_trained_model_shows_tools_by_its_own_template(run: Path) -> None:
     assert "tool_call" in (checkpoint / "chat_template.jinja").read_text()
 
 
-def test_one_step_of_it_is_sampled_by_vllm(run: Path, tmp_path: Path) -> None:
+def test_step_sampled_by_vllm_passes_the_audit(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "smollm2" / "main.py"), "--smoke", "--warm", str(run)]
     command += ["--model", str(run.parent / "model"), "--runs", str(tmp_path), "--name", "vllm"]
     # All else is the example's own; the entropy term gives an update even where all rewards are equal.

@@ -143,7 +143,7 @@ async def test_a_patch_by_hand_writes_nothing_but_files_of_the_repository(
     await close_env(env)
 
 
-async def test_what_is_put_back_costs_an_honest_solution_nothing(local: SandboxManager, tmp_path: Path) -> None:
+async def test_restored_files_cost_an_honest_solution_nothing(local: SandboxManager, tmp_path: Path) -> None:
     own_test = "echo 'def test_mine(): pass' >> tests/test_money.py; echo x > tests/conftest.py"
     change = f"{MENDED}; {own_test}; git add -A; git commit -qm x"
     score, env = await worth(local, task(ROW), change, cache=str(tmp_path))

@@ -36,7 +36,7 @@ async def test_a_queue_that_is_there_is_shared_and_not_ended(transfer_queue: Any
     await transfer_queue.clear(["other/0", "none"])
 
 
-def test_lookup_trains_out_of_the_queue_and_goes_on_without_it(
+def test_run_trains_from_the_queue_and_resumes_without_the_queue(
     transfer_queue: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = shared(tmp_path_factory, "lookup-model", build_model) / MODEL

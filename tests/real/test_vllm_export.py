@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(l
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["whole", "lora, merged"])
-async def test_vllm_serves_what_was_exported(checkpoint: Path, reference: Any, tmp_path: Path, lora: Any) -> None:
+async def test_vllm_serves_the_exported_model(checkpoint: Path, reference: Any, tmp_path: Path, lora: Any) -> None:
     policies = {"main": {"model": {"lora": lora}, "optim": {"lr": 5e-3}}}
     # The model is right so often that groups may have equal rewards: the entropy has a gradient all the same.
     changes = {"rollout": {"max_tokens_per_turn": 64}, "algorithm": {"entropy_coef": 0.1, "drop_zero_variance": False}}

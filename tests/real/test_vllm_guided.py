@@ -50,7 +50,7 @@ async def client(url: str) -> AsyncIterator[HTTPClient]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_random_model_answers_what_it_is_held_to(
+async def test_random_model_keeps_to_the_guide(
     dialect: str, stream: bool, random_model: Path, client: HTTPClient
 ) -> None:
     info = await client.model_info()

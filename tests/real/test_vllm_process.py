@@ -21,7 +21,7 @@ ENGINES = Path(__file__).parents[2] / "examples" / "extensions" / "inference_eng
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 
 
-async def test_a_killed_server_is_noticed_with_all_that_it_started(checkpoint: Path, tmp_path: Path) -> None:
+async def test_killed_server_is_reported_and_its_processes_end(checkpoint: Path, tmp_path: Path) -> None:
     # Started through another command, by the example of a custom engine.
     config = vllm_config(engine=f"{ENGINES}:PrefixedVLLM", custom={"prefix": "nice -n {number}"})
     options = {"log_file": tmp_path / "server.log", "number": 2}

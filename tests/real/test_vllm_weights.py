@@ -184,7 +184,7 @@ def misfits(model: Any, folder: Path) -> Iterator[tuple[WeightManifest, str]]:
     yield spoiled, "the checksum of .* differs"
 
 
-async def test_what_does_not_fit_is_refused_before_anything_changes(
+async def test_mismatched_weights_are_refused_before_loading(
     vllm: VLLMReplica, client: HTTPClient, reference: Any, tmp_path: Path
 ) -> None:
     for manifest, problem in misfits(changed(reference, 2), tmp_path):
@@ -227,7 +227,7 @@ async def mortal(untied: tuple[Path, Any], tmp_path_factory: pytest.TempPathFact
     await replica.close()
 
 
-async def test_an_update_that_fails_half_way_ends_the_server_which_comes_back_with_its_last_weights(
+async def test_update_that_fails_half_way_ends_the_server_and_a_restart_has_the_last_weights(
     mortal: Unchecked, untied: tuple[Path, Any], tmp_path: Path
 ) -> None:
     _, model = untied

@@ -65,7 +65,7 @@ async def test_logprobs_are_of_the_temperature_before_truncation(
         check_logprobs(reference, prompt, done, 0.0)
 
 
-async def test_given_ids_are_scored_at_temperature_one(client: HTTPClient, reference: Any) -> None:
+async def test_scores_are_logprobs_at_temperature_one(client: HTTPClient, reference: Any) -> None:
     for prompt in prompts(reference.config.vocab_size, 4):
         scores = await client.score(prompt.token_ids)
         expected = torch.log_softmax(logits(reference, TokenPrompt(prompt.token_ids[:1]), prompt.token_ids[1:]), -1)
@@ -176,7 +176,7 @@ async def interrupt(
     raise AssertionError("no request was in flight when the server was told to interrupt")
 
 
-async def test_an_abort_gives_what_is_there_and_the_client_goes_on(
+async def test_abort_returns_sampled_tokens_and_the_client_continues(
     client: HTTPClient, vllm: VLLMReplica, reference: Any
 ) -> None:
     aborted = []
@@ -288,7 +288,7 @@ async def test_a_stream_is_the_completion_in_pieces(client: HTTPClient, referenc
         ([9], SamplingParams(stop_token_ids=(999_999,)), "stop_token_ids contain out-of-vocab"),
     ],
 )
-async def test_refusals_name_what_is_wrong(
+async def test_refusal_names_the_wrong_value(
     client: HTTPClient, ids: list[int], params: SamplingParams, message: str
 ) -> None:
     with pytest.raises(RequestRefused, match=f"(?s)answered 400: .*{message}"):

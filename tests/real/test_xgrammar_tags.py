@@ -39,7 +39,7 @@ def jobs() -> list[tuple[str, str, dict[str, Any]]]:
     return job_list
 
 
-def test_what_vllm_samples_under_a_guide_keeps_to_it() -> None:
+def test_tokens_sampled_under_a_guide_keep_to_the_guide() -> None:
     job_list = jobs()
     done = subprocess.run(
         [vllm_python(), SCRIPT],
