@@ -142,7 +142,7 @@ def test_name_that_two_packages_register_is_an_error_of_every_command(site: Path
     assert "the entry point 'report' of the group turnwise.commands (package other) is taken by" in done.stderr
 
 
-def test_distribution_of_the_namesake_is_named_with_what_to_uninstall(tmp_path: Path) -> None:
+def test_distribution_of_the_namesake_is_reported_with_the_uninstall_command(tmp_path: Path) -> None:
     info = tmp_path / "turnwise-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: turnwise\nVersion: 0.1.0\n")

@@ -38,7 +38,7 @@ def test_torch_is_installed_first_and_can_be_chosen() -> None:
     assert torch < rest
 
 
-def test_make_test_leaves_out_what_needs_more_than_this_machine() -> None:
+def test_make_test_excludes_long_real_and_gpu_tests() -> None:
     assert '-m "not long and not real and not gpu"' in dry_run("test")
     assert "--seed 7" in dry_run("train", "SEED=7")
 
@@ -53,7 +53,7 @@ def test_make_test_leaves_out_what_needs_more_than_this_machine() -> None:
         ("exit 0", "exit 0", None),
     ],
 )
-def test_what_agents_need_is_looked_for_before_anything_is_built(
+def test_make_test_real_checks_requirements_before_it_builds(
     tmp_path: Path, node: str | None, unshare: str | None, missing: str | None
 ) -> None:
     for name, body in {"node": node, "npm": "exit 0", "unshare": unshare, "id": "echo 0"}.items():

@@ -83,7 +83,7 @@ def test_no_name_of_the_lookup_environment_stands_outside_its_file() -> None:
         assert match is None, f"{file.relative_to(ROOT)} says {match and match.group()!r}"
 
 
-def test_every_package_is_python_and_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     for file in sorted(PACKAGE.rglob("*.py")):
         docstring = ast.get_docstring(ast.parse(file.read_text()))
         assert docstring, f"{file.relative_to(ROOT)} has no module docstring"
@@ -151,7 +151,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-def test_the_wheel_has_one_top_level_name_and_all_of_the_package(wheel: Path) -> None:
+def test_wheel_holds_the_whole_package_under_one_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()

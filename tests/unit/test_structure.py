@@ -102,7 +102,7 @@ def test_methods_of_classes_are_counted_right() -> None:
     assert broken(rule, files(a="class A:\n    @property\n" + methods)) == []
 
 
-def test_a_small_file_with_one_importer_is_found() -> None:
+def test_small_file_with_one_importer_is_reported() -> None:
     def offenders(path: str, text: str, *importers: str) -> list[str]:
         imports = {importer: {module_of(path)} for importer in importers}
         return broken("small files have several importers", Tree({path: text}, imports))
@@ -129,7 +129,7 @@ def test_a_small_file_with_one_importer_is_found() -> None:
         ("turnwise/envs/lookup.py", "", False),
     ],
 )
-def test_contracts_entry_points_and_what_runs_elsewhere_may_be_small(path: str, text: str, may: bool) -> None:
+def test_contracts_entry_points_and_files_of_other_processes_may_be_small(path: str, text: str, may: bool) -> None:
     assert may_be_small(path, text) == may
 
 
@@ -291,7 +291,7 @@ def test_every_room_stands_in_one_layer(tree: Tree) -> None:
     assert sorted(layers) == sorted(rooms - outside), "pyproject.toml, [[tool.importlinter.contracts]], layers"
 
 
-def test_every_package_that_needs_no_torch_is_forbidden_to_import_it(tree: Tree) -> None:
+def test_packages_without_torch_are_under_the_torch_contract(tree: Tree) -> None:
     graph = grimp.build_graph("turnwise", include_external_packages=True, exclude_type_checking_imports=True)
     forbidden = {contract["type"]: contract for contract in tree.contracts}["forbidden"]["source_modules"]
     covered = {covering for module in forbidden for covering in (module, *graph.find_descendants(module))}

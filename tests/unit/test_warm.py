@@ -57,7 +57,7 @@ def test_forked_command_gets_its_arguments_and_environment(
     }  # fmt: skip
 
 
-def test_signals_and_errors_end_it_as_ever() -> None:
+def test_forked_program_ends_by_signals_and_errors_as_a_started_program() -> None:
     for code, status, words in (
         ("import os, turnwise; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
         ("import os, turnwise; os.kill(os.getpid(), 2)", -signal.SIGINT, "KeyboardInterrupt"),
@@ -81,7 +81,7 @@ def test_warm_process_ends_with_its_parent() -> None:
     wait_until(lambda: gone(below), "the end of its warm process")
 
 
-def test_only_what_is_the_same_is_forked(tmp_path: Path) -> None:
+def test_program_returns_only_commands_that_can_be_forked(tmp_path: Path) -> None:
     assert program([sys.executable, "-m", "turnwise.engine.server", "x"]) == ["-m", "turnwise.engine.server", "x"]
     assert program([sys.executable, "-m", "pytest"]) is None
     assert program([sys.executable, "-I", "-m", "turnwise"]) is None

@@ -471,7 +471,7 @@ def test_a_call_of_llama_3_by_a_wrong_key_is_an_error_and_no_answer() -> None:
     assert parse("llama3_1", answer + "<|eot_id|>") == {"role": "assistant", "content": answer}
 
 
-def test_ids_of_which_a_template_writes_the_end_are_read() -> None:
+def test_call_ids_shortened_by_the_template_are_detected() -> None:
     arguments = {Probe.KEY: Probe.VALUE, Probe.NUMBER_KEY: Probe.NUMBER}
     first = "0123456789abcdef"
     one = f"[TOOL_CALLS][{json.dumps({'name': Probe.FIRST, 'arguments': arguments, 'id': first[-9:]})}]"

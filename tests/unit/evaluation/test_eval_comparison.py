@@ -75,7 +75,7 @@ def test_interval_covers_the_true_difference_at_its_level() -> None:
     assert covered / rounds >= 0.88
 
 
-def test_tasks_have_equal_weight_and_only_common_ones_count() -> None:
+def test_comparison_weighs_common_tasks_equally() -> None:
     first = scores({"a": 0.0, "b": 0.5, "c": 1.0, "d": 0.25, "x": 1.0})
     second = scores({"a": 1.0, "b": 0.25, "c": 1.0, "d": 0.5, "y": 0.0, "z": 0.0})
     result = compare(first, second)

@@ -133,7 +133,7 @@ class Unscored(ToolEnv):
     """An environment without a score."""
 
 
-def test_notes_report_what_the_figures_leave_out(tmp_path: Path) -> None:
+def test_notes_name_episodes_that_the_figures_leave_out(tmp_path: Path) -> None:
     def notes(env: str, reward: float, **more: int) -> str:
         segments = [Segment(0, -1, "context", as_ids([1])), Segment(1, 0, "sampled", as_ids([2]), turn_id="t0")]
         played = Trajectory("e", "e", "g", "t", segments=segments, rewards=[("t0", "score", reward)])

@@ -77,7 +77,7 @@ def blocks_of(stream: bytes) -> list[Any]:
     return blocks_
 
 
-async def test_slow_turn_is_recognised_when_it_comes_back() -> None:
+async def test_slow_turn_with_keep_alive_blocks_is_recognised() -> None:
     """Nothing but deltas keeps Claude Code waiting; the empty block that they stand in comes back with the turn."""
     client = GatedClient(gate_after=0)
     limits = GatewayLimits(alive_seconds=0.02, first_seconds=0.0)

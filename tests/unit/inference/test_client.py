@@ -163,7 +163,7 @@ async def test_partial_answers_are_continued_and_merged(make):
     assert [body.get("continued") for body in fake.bodies] == [None, 2, 2, 3]
 
 
-async def test_an_adapter_name_with_one_version_versions_its_completions(make):
+async def test_completions_of_an_adapter_have_its_weight_version(make):
     names = iter([ServedName("solver@1", 4), ServedName("solver@2", 5), ServedName("solver@2", 5)])
     # Of its own model's weights, the server says something else.
     async with Fake(answer([5, 6], "abort", "0"), answer([7], "abort", "0"), answer([8, 9], "stop", "0")) as fake:

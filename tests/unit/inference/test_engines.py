@@ -129,7 +129,7 @@ async def test_a_set_of_replicas_of_an_engine_by_reference(caplog: pytest.LogCap
     assert OwnEngine.instances[1].events == [*first[:-1], "restart", "close"]
 
 
-async def test_running_servers_replace_launched_ones(tmp_path: Path) -> None:
+async def test_configured_urls_replace_launched_servers(tmp_path: Path) -> None:
     fleet = ReplicaSet(own(url="http://a:1/, http://b:2"), Path("model"), logs=tmp_path)
     assert [engine.given[-1] for engine in OwnEngine.instances] == ["http://a:1", "http://b:2"]
     await fleet.launch()

@@ -126,7 +126,7 @@ def ref(function) -> str:
     return f"{__name__}:{function.__name__}"
 
 
-async def test_rewards_are_noted_at_the_end_of_each_trajectory_before_it_is_written():
+async def test_group_rewards_stand_last_in_each_written_trajectory():
     written: list[Trajectory] = []
     producer = await make(ref(by_length), written=written)
     groups = await gather(producer, "a", "b")

@@ -171,12 +171,12 @@ class TestToolsShown:
         await check_tools_shown([Task("a", "x", {"tool_selection": []})], silent, rollout())
         await check_tools_shown(tasks, TextRenderer(), rollout("lookup"))
 
-    async def test_a_task_may_name_the_environment_that_offers_them(self, silent: TemplateRenderer) -> None:
+    async def test_environment_named_by_a_task_is_checked(self, silent: TemplateRenderer) -> None:
         tasks = [Task("a", "x"), Task("b", "x", env="lookup")]
         with pytest.raises(ConfigError, match="environment 'lookup' offers the model tools"):
             await check_tools_shown(tasks, silent, rollout("guess_number"))
 
-    async def test_tools_that_the_configuration_loads_are_held_to_it(
+    async def test_tools_loaded_by_the_configuration_are_checked(
         self, silent: TemplateRenderer, tmp_path: Path
     ) -> None:
         file = tmp_path / "tools.py"
@@ -190,9 +190,7 @@ class TestToolsShown:
         with pytest.raises(ConfigError, match="loaded_of_this_test"):
             await check_tools_shown([Task("a", "x")], silent, config)
 
-    async def test_a_template_that_shows_them_to_some_prompts_is_held_to_those_of_the_tasks(
-        self, tmp_path: Path
-    ) -> None:
+    async def test_template_is_checked_with_the_prompts_of_the_tasks(self, tmp_path: Path) -> None:
         renderer = load_renderer(write_model_dir(tmp_path / "shy", Family("plain"), template=SHY))
         briefed = Task("a", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}])
         await check_tools_shown([briefed], renderer, rollout("lookup"))
@@ -228,12 +226,12 @@ class TestRoom:
         assert await self.check(203 + 20, "w" * 200, max_tokens_per_turn=20) == []
         assert len(await self.check(203 + 19, "w" * 200, max_tokens_per_turn=20)) == 1
 
-    async def test_one_of_three_prompts_has_to_fit(self) -> None:
+    async def test_error_if_none_of_three_prompts_fits(self) -> None:
         assert await self.check(100, "w" * 200, "w" * 300, "w") == []
         with pytest.raises(ConfigError, match="'t1' takes 153"):
             await self.check(100, "w" * 200, "w" * 150, "w" * 300, "w")
 
-    async def test_tools_are_counted_where_the_agent_offers_them(self) -> None:
+    async def test_prompt_length_includes_tools_that_the_agent_offers(self) -> None:
         notices: list[str] = []
         await check_room([Task("t", "x")], rollout(), ToyRenderer(), 4 + 64, notices.append)
         assert len(notices) == 1, "the tool's name is in the prompt"

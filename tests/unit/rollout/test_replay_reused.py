@@ -147,7 +147,7 @@ PLANS = st.builds(
 
 @settings(max_examples=examples(30), deadline=None)
 @given(plan=PLANS)
-def test_a_killed_run_chooses_what_one_that_was_never_killed_chooses(
+def test_killed_run_chooses_the_groups_of_an_uninterrupted_run(
     tmp_path_factory: pytest.TempPathFactory, plan: Plan
 ) -> None:
     home = tmp_path_factory.mktemp("reused")

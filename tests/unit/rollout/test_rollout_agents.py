@@ -68,7 +68,7 @@ def test_the_run_configures_its_own_agent_and_a_row_has_the_last_word(tmp_path) 
     assert of(agents, "mine", style="c") == ("c", 7)
 
 
-def test_files_are_found_beside_the_file_that_names_them(tmp_path) -> None:
+def test_relative_paths_are_resolved_beside_the_file_that_names_them(tmp_path) -> None:
     (tmp_path / "own.py").write_text(
         "from turnwise.agents import rollout\n@rollout\nasync def act(episode):\n    return 1.0\n"
     )

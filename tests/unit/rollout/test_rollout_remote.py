@@ -90,7 +90,7 @@ def content(trajectory: Trajectory) -> list[Any]:
     return [(s.kind, s.parent, s.token_ids.tolist(), s.fork) for s in trajectory.segments]
 
 
-async def test_a_remote_agent_records_what_a_local_one_records(tmp_path: Path) -> None:
+async def test_remote_agent_records_the_same_as_a_local_agent(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         playing = run.runner(ReActAgent())
         groups = await run.ask("a", "b", size=2)
@@ -194,7 +194,7 @@ async def test_an_agent_there_rewards_its_turns(tmp_path: Path, name: str) -> No
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:create_react_agent")
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_remote_graph_acts_as_a_local_one(tmp_path: Path, streams: bool) -> None:
+async def test_remote_graph_plays_as_a_local_graph(tmp_path: Path, streams: bool) -> None:
     def graph(model: Any, tools: Any) -> Any:
         async def ask(state: MessagesState) -> dict[str, Any]:
             bound = model.bind_tools(tools)

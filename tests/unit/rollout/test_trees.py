@@ -351,7 +351,7 @@ async def test_turns_of_a_branch_that_failed_for_good_are_not_trained(tmp_path: 
     assert sum(OPEN) == 0
 
 
-async def test_a_server_that_fails_ends_the_episode_unless_it_is_recovered() -> None:
+async def test_server_failure_ends_the_episode() -> None:
     def broken(request: ScriptedRequest) -> Any:
         return InferenceError("gone") if request.number > 5 else drawn(request)
 

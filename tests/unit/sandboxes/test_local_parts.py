@@ -263,7 +263,7 @@ def test_host_python_is_mounted_at_its_own_path() -> None:
     assert env["PATH"].endswith("/usr/bin:/sbin:/bin")
 
 
-def test_agent_on_another_python_names_what_is_missing() -> None:
+def test_sandbox_agent_under_another_python_is_refused() -> None:
     check_python(sys.hexversion)
     with pytest.raises(SandboxUnavailable, match=r"inside a sandbox Python is 3\.9\.2, .*libpython of /.* one folder"):
         check_python(0x030902F0)

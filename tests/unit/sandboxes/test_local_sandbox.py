@@ -334,7 +334,7 @@ async def test_missing_isolation_names_the_remedy(monkeypatch: pytest.MonkeyPatc
     assert capabilities.notes
 
 
-async def test_odd_requests_are_refused_and_cancelled_ones_leave_no_process(
+async def test_invalid_requests_are_refused_and_cancelled_spawns_leave_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "work").mkdir()

@@ -96,7 +96,7 @@ def agree(
 
 @settings(max_examples=examples(25), deadline=None)
 @given(segments=forests())
-def test_each_kernel_equals_a_dense_mask(segments: Segments) -> None:
+def test_shared_and_path_kernels_equal_a_dense_mask(segments: Segments) -> None:
     layout = PackedLayout.of(segments, CPU)
     mask, positions = visible(segments)
     assert layout.positions.tolist() == positions.tolist()

@@ -201,7 +201,7 @@ def test_a_frozen_matrix_gets_no_gradient_and_costs_none(columns: int, monkeypat
     assert not allocated
 
 
-def test_one_matrix_may_be_read_twice() -> None:
+def test_tied_embedding_gets_the_gradients_of_both_uses() -> None:
     """Tied to the embedding, the matrix has two gradients: that of the look-up and that of the scores."""
     torch.manual_seed(0)
     table = nn.Embedding(11, 5)

@@ -58,7 +58,7 @@ def test_rows_are_padded_on_the_left() -> None:
     assert "advantages" not in batch.tensors()
 
 
-def test_prompts_and_completions_meet_in_one_column() -> None:
+def test_prompts_are_padded_left_and_completions_right() -> None:
     batch = turnwise.collate_padded([LONG, SHORT], pad_id=9)
     assert batch.prompt_ids.tolist() == [[11, 12], [9, 21]]
     assert batch.prompt_mask.tolist() == [[1, 1], [0, 1]]

@@ -44,7 +44,7 @@ def test_a_reward_at_the_end(credit: object, expected: dict[str, list[float]]) -
     assert turn_advantages(build(PAIR, credit)) == expected
 
 
-def test_rewards_of_turns_reach_the_turns_before_them_and_no_later_one() -> None:
+def test_turn_rewards_count_for_the_same_and_earlier_turns() -> None:
     # a: rewards 1, 0, 2, so 3, 2, 2 follow: mean 7/3. b: 0, 1, so 1, 1 follow: mean 1. The group's mean is 5/3.
     by_name = turn_advantages(build(PAID, "turns"))
     assert by_name["a"] == pytest.approx([4 / 3, 1 / 3, 1 / 3])

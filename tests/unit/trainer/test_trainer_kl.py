@@ -107,7 +107,7 @@ class Fixed:
         return logprobs
 
 
-def test_a_reward_penalty_changes_which_groups_have_a_gradient() -> None:
+def test_reward_penalty_gives_equal_rewards_a_gradient() -> None:
     """Equal rewards, but one trajectory's first token is likelier than in the reference by 0.5: it pays 0.25."""
     batch = collected(trajectory("a", 1.0), trajectory("b", 1.0))
     algorithm = AlgorithmConfig(advantage_options={"norm_by_std": False})

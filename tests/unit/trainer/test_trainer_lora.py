@@ -135,7 +135,7 @@ def test_packing_is_exact_with_trained_adapters(base: Path, rows: list[TrainRow]
     assert float((alone - logprobs(learner, rows)).abs().max()) < 1e-5
 
 
-def test_new_adapters_are_equal_and_a_saved_one_continues(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+def test_new_adapters_are_equal_and_a_saved_adapter_continues(base: Path, rows: list[TrainRow], tmp_path: Path) -> None:
     first = dict(learner_of(base).export_weights())
     torch.manual_seed(5)
     second = dict(learner_of(base).export_weights())

@@ -259,7 +259,7 @@ def test_invalid_offline_configuration_is_refused(kind: Any, changes: dict[str, 
 # -- reward models
 
 
-def test_a_reward_model_is_served_as_it_was_trained(model: Path, tmp_path: Path) -> None:
+def test_served_reward_model_scores_as_the_trained_model(model: Path, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "pairs.jsonl", preferences(PEOPLE[:4]))
     held_out = write_lines(tmp_path / "held_out.jsonl", preferences(PEOPLE[4:]))
     options = settings(model, tmp_path, data=str(data), held_out=str(held_out), pairs=2, steps=12)

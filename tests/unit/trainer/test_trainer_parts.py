@@ -44,7 +44,7 @@ def test_metrics_of_parts() -> None:
     assert merge_metrics([one, empty])["batch/failed"] == 4.0
 
 
-async def test_inline_runs_in_this_thread_and_train_thread_in_one_other() -> None:
+async def test_inline_runs_in_the_calling_thread_and_train_thread_in_its_own() -> None:
     here = threading.get_ident()
     assert await inline(threading.get_ident) == here
     with TrainThread() as train_thread:

@@ -56,7 +56,7 @@ def test_remax_subtracts_the_greedy_reward_in_groups_of_one_too() -> None:
     assert [name for name in experience.metrics if meaning(name) is None] == []
 
 
-def test_rewards_equal_to_the_greedy_one_have_no_gradient() -> None:
+def test_rewards_equal_to_the_greedy_reward_have_no_gradient() -> None:
     same = group("a", [1.0, 1.0], [greedy("a", 1.0)])
     # Equal rewards that differ from the greedy one teach.
     other = group("b", [1.0, 1.0], [greedy("b", 0.0)])

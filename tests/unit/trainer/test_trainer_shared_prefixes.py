@@ -252,7 +252,7 @@ def test_targets_behind_a_fork_are_predicted_by_the_parent() -> None:
     assert batch.sequences.tolist() == [0, 0, 0, 1, 1]
 
 
-def test_groups_stay_together_and_split_ones_repeat_their_prefix() -> None:
+def test_groups_stay_together_and_split_groups_repeat_their_prefix() -> None:
     """Two groups of four: prompts of 20 tokens, completions of 10 of which the last is not read."""
     rows = [
         row_of([*range(30 * group, 30 * group + 20), *[200 + 10 * group + n] * 10], 3 * n + 1)

@@ -113,7 +113,7 @@ def test_a_single_update_recomputes_no_logprobs(model_dir: Models, rows) -> None
     assert all(batch.old_logprobs is None for batch in batches)
 
 
-def test_each_epoch_sees_every_row_once_and_deals_anew(model_dir: Models, rows) -> None:
+def test_epochs_cover_every_row_once_in_new_minibatches(model_dir: Models, rows) -> None:
     watched = Watched(model_dir())
     update(watched, rows, epochs=4, minibatches=2)
     parts = [

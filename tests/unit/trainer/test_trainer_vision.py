@@ -168,7 +168,7 @@ def trained(directory: Path, **model: object) -> TorchLearner:
 
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4)])
-def test_the_engine_serves_what_was_trained_vision_tower_included(lora: LoRAConfig | None) -> None:
+def test_engine_serves_trained_weights_of_the_vision_tower(lora: LoRAConfig | None) -> None:
     directory = vision_model()
     runner, sight = Runner(directory), prompt(vision_model(), SETS[3])
     untrained = runner.generate(sight)
