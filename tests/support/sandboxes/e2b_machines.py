@@ -35,8 +35,9 @@ set -e
 mount --make-rprivate /
 mount --bind "$1" "$1"
 cd "$1"
-for each in $2; do mkdir -p ".$each"; mount --rbind "$each" ".$each"; done
+for folder in $2; do mkdir -p ".$folder"; mount --rbind "$folder" ".$folder"; done
 mount -t proc proc proc
+PATH="$PATH:/usr/sbin:/sbin"  # where chroot is, also for who has no such folder on the path
 exec chroot . "$3" -I -S -c "$4"
 """
 
