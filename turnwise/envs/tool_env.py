@@ -15,7 +15,7 @@ from turnwise.tasks.core import Task
 from turnwise.tools.core import AgentData, Tool
 from turnwise.tools.execute import Outcome, ToolRunner
 from turnwise.tools.response import ToolResponse, call_counts
-from turnwise.tools.selection import check_names, place_of, select_tools, tools_kwargs
+from turnwise.tools.selection import check_names, location_of, select_tools, tools_kwargs
 from turnwise.types import Message, StopReason, ToolCall
 
 
@@ -133,8 +133,8 @@ class ToolEnv(Env):
         Raises:
             ConfigError: Names collide; all that do are listed, each with both places.
         """
-        env_tools = [(tool, f"{type(self).__qualname__}: {place_of(tool)}") for tool in super().toolset().values()]
-        check_names([*env_tools, *((tool, place_of(tool)) for tool in tools)])
+        env_tools = [(tool, f"{type(self).__qualname__}: {location_of(tool)}") for tool in super().toolset().values()]
+        check_names([*env_tools, *((tool, location_of(tool)) for tool in tools)])
         self.loaded_tools = tuple(tools)
 
     def toolset(self) -> dict[str, Tool]:

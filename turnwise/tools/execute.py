@@ -37,7 +37,7 @@ from turnwise.tools.response import (
 )
 from turnwise.tools.schema import ArgumentError
 from turnwise.tools.secrets import Secret, Secrets
-from turnwise.tools.selection import Instances, ToolsKwargs
+from turnwise.tools.selection import ToolInstances, ToolsKwargs
 from turnwise.types import ToolCall
 
 P = ParamSpec("P")
@@ -221,7 +221,7 @@ class ToolRunner:
         self._secrets_found: Secrets | None = None
         self._lock = asyncio.Lock()
         self.data = AgentData(tools_kwargs=self._kwargs) if data is None else data
-        self._instances = Instances(self.tools, self._kwargs, self.data, self._secrets)
+        self._instances = ToolInstances(self.tools, self._kwargs, self.data, self._secrets)
         self._opened = not self._instances
         self._closed = False
 

@@ -23,8 +23,8 @@ Secret: TypeAlias = str | SecretStr
 """The name of an environment variable whose value is secret, or the value itself."""
 
 REDACTED: Final = "***"
-_FORM: Final = "secret_env"
-_DEPTH: Final = 32
+_ENV_KEY: Final = "secret_env"
+_MOST_LEVELS: Final = 32
 
 
 class Secrets:
@@ -38,11 +38,11 @@ class Secrets:
     def __init__(self, declared: Iterable[Secret] = (), *holders: Any) -> None:
         values = {_secret_value(secret) for secret in declared}
         for holder in holders:
-            _collect(holder, values, _DEPTH)
+            _collect(holder, values, _MOST_LEVELS)
         forms = {form for value in values if value for form in _forms(value)}
         # Longer ones first: one secret may be the beginning of another.
-        listed = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
-        self._pattern = re.compile(listed) if forms else None
+        alternatives = "|".join(re.escape(form) for form in sorted(forms, key=len, reverse=True))
+        self._pattern = re.compile(alternatives) if forms else None
 
     def redact(self, text: str) -> str:
         """Return a text without secrets."""
@@ -75,22 +75,22 @@ def check_secrets(label: str, secrets: Iterable[Secret]) -> tuple[Secret, ...]:
 
 def with_secrets(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Replace every ``{secret_env: NAME}`` by the variable as a SecretStr; ConfigError if it is not set."""
-    return {key: _read(value, f"{where}.{key}") for key, value in config.items()}
+    return {key: _resolve(value, f"{where}.{key}") for key, value in config.items()}
 
 
-def _read(value: Any, where: str) -> Any:
+def _resolve(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
-        if set(value) == {_FORM}:
-            name = value[_FORM]
+        if set(value) == {_ENV_KEY}:
+            name = value[_ENV_KEY]
             if not isinstance(name, str) or not os.environ.get(name):
                 raise ConfigError(
-                    f"{where}: {_FORM} names the environment variable {shown(name)}, which is not set: set it, or name "
-                    "another one"
+                    f"{where}: {_ENV_KEY} names the environment variable {shown(name)}, which is not set: set it, or "
+                    "name another one"
                 )
             return SecretStr(os.environ[name])
-        return {key: _read(member, f"{where}.{key}") for key, member in value.items()}
+        return {key: _resolve(member, f"{where}.{key}") for key, member in value.items()}
     if isinstance(value, list):
-        return [_read(member, f"{where}[{index}]") for index, member in enumerate(value)]
+        return [_resolve(member, f"{where}[{index}]") for index, member in enumerate(value)]
     return value
 
 

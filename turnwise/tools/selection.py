@@ -39,7 +39,7 @@ ToolsKwargs: TypeAlias = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """By tool name and then ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs`` or ``release_kwargs``."""
 
 
-class Instances:
+class ToolInstances:
     """The BaseTool instances of one episode; ``secrets`` is called on errors only."""
 
     def __init__(
@@ -59,19 +59,19 @@ class Instances:
         """Return the instance id of a tool."""
         return self._ids[name]
 
-    def kwargs(self, name: str, which: str) -> dict[str, Any]:
+    def kwargs(self, name: str, key: str) -> dict[str, Any]:
         """Return the keyword arguments of a method, by a key such as ``execute_kwargs``."""
-        arguments = dict(self._kwargs.get(name, {}).get(which, {}))
+        arguments = dict(self._kwargs.get(name, {}).get(key, {}))
         tool = self._tools.get(name)
         if tool is None:
             return arguments
-        named, takes_any = parameters_of(tool, which)
-        if which == "create_kwargs" and ("create_kwargs" in named or takes_any):
+        names, takes_any = parameters_of(tool, key)
+        if key == "create_kwargs" and ("create_kwargs" in names or takes_any):
             # As one dict too. Where it is the only way in, the names in it are not arguments.
             complete = dict(arguments)
-            arguments = arguments if takes_any else {key: value for key, value in arguments.items() if key in named}
+            arguments = arguments if takes_any else {key: value for key, value in arguments.items() if key in names}
             arguments.setdefault("create_kwargs", complete)
-        if "agent_data" in named or (which == "execute_kwargs" and takes_any):
+        if "agent_data" in names or (key == "execute_kwargs" and takes_any):
             arguments.setdefault("agent_data", self._data)
         return arguments
 
@@ -79,18 +79,22 @@ class Instances:
         """Create all instances; on EnvError those created before are released."""
         for name, tool in self._tools.items():
             async with undo_on_error_async(self.release):
-                created = await self._run_hook(name, "create", None)
-                if not (isinstance(created, tuple) and len(created) == 2 and isinstance(created[0], str)):
+                id_and_response = await self._run_hook(name, "create", None)
+                if not (
+                    isinstance(id_and_response, tuple)
+                    and len(id_and_response) == 2
+                    and isinstance(id_and_response[0], str)
+                ):
                     raise EnvError(
-                        f"{type(tool).__qualname__}.create returned {created!r}: it must return (instance_id, "
+                        f"{type(tool).__qualname__}.create returned {id_and_response!r}: it must return (instance_id, "
                         "ToolResponse)"
                     )
-            self._ids[name] = created[0]
-            response = as_response(name, created[1])
+            self._ids[name] = id_and_response[0]
+            response = as_response(name, id_and_response[1])
             if response.reward is not None:
                 self._created_rewards[name] = response.reward
 
-    async def fork(self, parent: Instances) -> None:
+    async def fork(self, parent: ToolInstances) -> None:
         """Become forks of another episode's instances; on EnvError those made before are released."""
         self._created_rewards = dict(parent._created_rewards)
         for name, instance in parent._ids.items():
@@ -115,16 +119,16 @@ class Instances:
 
     async def release(self) -> None:
         """Release every instance exactly once; idempotent. EnvError of one does not keep the others from release."""
-        failed: list[BaseException] = []
+        errors: list[BaseException] = []
         while self._ids:
             name, instance = self._ids.popitem()
             try:
                 await self._run_hook(name, "release", instance)
             except (TurnwiseError, asyncio.CancelledError) as error:
-                failed.append(error)
-        cancelled = [error for error in failed if isinstance(error, asyncio.CancelledError)]
-        if failed:
-            raise (cancelled or failed)[0]
+                errors.append(error)
+        cancelled = [error for error in errors if isinstance(error, asyncio.CancelledError)]
+        if errors:
+            raise (cancelled or errors)[0]
 
     async def _run_hook(self, name: str, method: str, instance: str | None) -> Any:
         tool = self._tools[name]
@@ -149,16 +153,16 @@ class Instances:
             raise EnvError(secrets.redact(text)) from secrets.cause(error)
 
 
-def parameters_of(tool: BaseTool, which: str) -> tuple[frozenset[str], bool]:
+def parameters_of(tool: BaseTool, key: str) -> tuple[frozenset[str], bool]:
     """Return the parameter names of a key's method (such as ``execute_kwargs``), and whether it takes others."""
-    kind = type(tool)
+    tool_class = type(tool)
     methods: dict[str, Callable[..., Any]] = {
-        "create_kwargs": kind.create,
-        "execute_kwargs": kind.execute,
-        "calc_reward_kwargs": kind.calc_reward,
-        "release_kwargs": kind.release,
+        "create_kwargs": tool_class.create,
+        "execute_kwargs": tool_class.execute,
+        "calc_reward_kwargs": tool_class.calc_reward,
+        "release_kwargs": tool_class.release,
     }
-    return _parameters_of(methods[which])
+    return _parameters_of(methods[key])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -169,9 +173,9 @@ def _parameters_of(method: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     )
 
 
-_BASE: tuple[str, ...] = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
-_FUNCTION: tuple[str, ...] = ("execute_kwargs",)
-_RESERVED: frozenset[str] = frozenset(("self", "instance_id", "parameters", "agent_data"))
+_BASE_TOOL_KEYS: tuple[str, ...] = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+_FUNCTION_TOOL_KEYS: tuple[str, ...] = ("execute_kwargs",)
+_RESERVED_PARAMETERS: frozenset[str] = frozenset(("self", "instance_id", "parameters", "agent_data"))
 """What a tool's methods are given by others than the task."""
 
 
@@ -232,18 +236,18 @@ def _check_known(where: str, names: Any, tools: Mapping[str, Tool]) -> None:
 
 
 def _read_kwargs(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str, dict[str, dict[str, Any]]]:
-    wrong = (
+    problem = (
         f"{where} is {shown(value)}: it must be an object from tool names to objects such as {{create_kwargs: {{...}}}}"
     )
     if not isinstance(value, Mapping) or not all(
         parts is None or isinstance(parts, Mapping) for parts in value.values()
     ):
-        raise TaskError(wrong)
+        raise TaskError(problem)
     tool_parts = {name: parts for name, parts in value.items() if parts is not None}
     _check_known(where, tool_parts, tools)
     by_tool: dict[str, dict[str, dict[str, Any]]] = {}
     for name, parts in tool_parts.items():
-        allowed = _FUNCTION if isinstance(tools[name], FunctionTool) else _BASE
+        allowed = _FUNCTION_TOOL_KEYS if isinstance(tools[name], FunctionTool) else _BASE_TOOL_KEYS
         by_tool[name] = {}
         for key, arguments in parts.items():
             if arguments is None:
@@ -252,7 +256,7 @@ def _read_kwargs(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str,
                 raise TaskError(
                     f"{where}[{name!r}] has {key!r}{nearest(key, allowed)}: allowed are {', '.join(allowed)}"
                 )
-            if not isinstance(arguments, Mapping) or not all(isinstance(parts, str) for parts in arguments):
+            if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
                 raise TaskError(f"{where}[{name!r}][{key!r}] is {shown(arguments)}: it must be an object")
             _check_arguments(f"{where}[{name!r}][{key!r}]", tools[name], key, arguments)
             # Copies: the row is shared, and a tool may change what it is given.
@@ -263,24 +267,24 @@ def _read_kwargs(where: str, value: Any, tools: Mapping[str, Tool]) -> dict[str,
 def _check_arguments(where: str, tool: Tool, key: str, arguments: Mapping[str, Any]) -> None:
     if isinstance(tool, FunctionTool):
         return  # see _check_injected
-    named, takes_any = parameters_of(tool, key)
-    takes_any = takes_any or key in named
-    unknown = [name for name in arguments if name in _RESERVED or not (takes_any or name in named)]
+    names, takes_any = parameters_of(tool, key)
+    takes_any = takes_any or key in names
+    unknown = [name for name in arguments if name in _RESERVED_PARAMETERS or not (takes_any or name in names)]
     if unknown:
         method = f"{type(tool).__qualname__}.{key.removesuffix('_kwargs')}"
         raise TaskError(
             f"{where} has {', '.join(map(repr, unknown))}, which {method} does not take from a task: it takes "
-            f"{', '.join(sorted(named - _RESERVED)) or 'nothing'}"
+            f"{', '.join(sorted(names - _RESERVED_PARAMETERS)) or 'nothing'}"
         )
 
 
 def _check_injected(where: str, name: str, tool: FunctionTool, arguments: Mapping[str, Any]) -> None:
     unknown = [parameter for parameter in arguments if parameter not in tool.injected]
     if unknown:
-        takes = ", ".join(tool.injected) or "none"
+        allowed = ", ".join(tool.injected) or "none"
         raise TaskError(
             f"{where}[{name!r}]['execute_kwargs'] has {', '.join(map(repr, unknown))}: the Injected parameters of "
-            f"{tool.fn.__qualname__} are {takes}"
+            f"{tool.fn.__qualname__} are {allowed}"
         )
     missing = [parameter for parameter, needed in tool.injected.items() if needed and parameter not in arguments]
     if missing:
@@ -345,8 +349,8 @@ def load_tool_config(path: str | Path) -> list[BaseTool]:
 
 def _entry_lines(file: Path) -> list[int]:
     root: Any = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    listed = next(value for key, value in root.value if key.value == "tools")
-    return [item.start_mark.line + 1 for item in listed.value]
+    entries_node = next(value for key, value in root.value if key.value == "tools")
+    return [entry.start_mark.line + 1 for entry in entries_node.value]
 
 
 def _make_tool(entry: ToolEntry, where: str) -> BaseTool:
@@ -376,9 +380,9 @@ def _make_tool(entry: ToolEntry, where: str) -> BaseTool:
         raise ConfigError(secrets.redact(f"{text}{type(error).__name__}: {error}")) from secrets.cause(error)
 
 
-def named_tool(item: str | NamedToolConfig) -> Tool:
+def named_tool(entry: str | NamedToolConfig) -> Tool:
     """Return a configured named tool; ConfigError if the name is unknown or the configuration invalid."""
-    name, config = (item, {}) if isinstance(item, str) else (item.name, item.config)
+    name, config = (entry, {}) if isinstance(entry, str) else (entry.name, entry.config)
     try:
         if not config:
             return as_tool(name)
@@ -396,19 +400,19 @@ def named_tool(item: str | NamedToolConfig) -> Tool:
 
 def check_names(tools: Iterable[tuple[Tool, str]]) -> list[Tool]:
     """Return (tool, location) pairs without repetitions; raise ConfigError for different tools of one name."""
-    named: dict[str, dict[int, tuple[Tool, str]]] = {}
+    by_name: dict[str, dict[int, tuple[Tool, str]]] = {}
     for tool, location in tools:
-        named.setdefault(tool.name, {}).setdefault(id(tool), (tool, location))
-    clashes = {name: list(namesakes.values()) for name, namesakes in named.items() if len(namesakes) > 1}
+        by_name.setdefault(tool.name, {}).setdefault(id(tool), (tool, location))
+    clashes = {name: list(namesakes.values()) for name, namesakes in by_name.items() if len(namesakes) > 1}
     if clashes:
         lines = [
             f"  {name!r}: {', and '.join(location for _, location in namesakes)}" for name, namesakes in clashes.items()
         ]
         raise ConfigError("several tools have one name: rename or leave out all but one of each\n" + "\n".join(lines))
-    return [tool for namesakes in named.values() for tool, _ in namesakes.values()]
+    return [tool for namesakes in by_name.values() for tool, _ in namesakes.values()]
 
 
-def place_of(tool: Tool) -> str:
+def location_of(tool: Tool) -> str:
     """Return a tool's source location."""
     if isinstance(tool, FunctionTool):
         code = tool.fn.__code__
@@ -449,12 +453,12 @@ class Toolbox:
 
     async def _load(self) -> list[Tool]:
         config = self._config
-        tools: list[tuple[Tool, str]] = [(named_tool(item), f"tools.named: {item}") for item in config.named]
+        tools: list[tuple[Tool, str]] = [(named_tool(entry), f"tools.named: {entry}") for entry in config.named]
         if config.function_tool_path is not None:
-            tools += [(tool, place_of(tool)) for tool in load_function_tools(config.function_tool_path)]
+            tools += [(tool, location_of(tool)) for tool in load_function_tools(config.function_tool_path)]
         if config.tool_config_path is not None:
             path = str(config.tool_config_path)
-            tools += [(tool, f"{place_of(tool)} of {path}") for tool in load_tool_config(config.tool_config_path)]
+            tools += [(tool, f"{location_of(tool)} of {path}") for tool in load_tool_config(config.tool_config_path)]
         if config.mcp:
             from turnwise.tools.mcp import MCPServer
 

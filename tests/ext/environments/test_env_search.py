@@ -22,7 +22,7 @@ from turnwise.ext.checks.environment import check_env
 from turnwise.ext.environments.search import bm25
 from turnwise.ext.environments.search.bm25 import Index, index_of_encyclopedia, index_of_file
 from turnwise.ext.environments.search.encyclopedia import SPLITS, Passage, encyclopedia, read_corpus
-from turnwise.ext.environments.search.tasks import answer_in, exact, f1, qa_tasks, questions, tasks, words
+from turnwise.ext.environments.search.tasks import exact_match, last_answer, qa_tasks, questions, tasks, word_f1, words
 from turnwise.tasks import Task, load_tasks
 from turnwise.types import ToolCall
 
@@ -219,36 +219,36 @@ async def test_the_tools_tell_ids_and_errors():
     ],
 )
 def test_answers_are_compared_by_their_words(text, accepted, right):
-    assert exact(answer_in(text), [accepted, "something else"]) == float(right)
+    assert exact_match(last_answer(text), [accepted, "something else"]) == float(right)
 
 
 @pytest.mark.parametrize("piece", ["\n", "\n.", "#### \n", "Answer:\n", "answer\n"])
 def test_no_answer_costs_more_than_its_length(piece):
     # In the square of it, each of these takes 10 to 60 s of processor time.
     started = time.process_time()
-    answer_in(piece * 20_000)
+    last_answer(piece * 20_000)
     assert time.process_time() - started < 2
 
 
 def test_f1_is_the_share_of_common_words():
     # 2 common words of 3 and 2: 2 * 2 / 5.
-    assert f1("Weamurt Gobrith Senior", ["Weamurt Gobrith"]) == pytest.approx(0.8)
-    assert f1("nothing", ["Weamurt Gobrith"]) == 0.0
-    assert f1("", ["the"]) == 0.0
-    assert f1("the Weamurt", ["the"]) == 0.0
+    assert word_f1("Weamurt Gobrith Senior", ["Weamurt Gobrith"]) == pytest.approx(0.8)
+    assert word_f1("nothing", ["Weamurt Gobrith"]) == 0.0
+    assert word_f1("", ["the"]) == 0.0
+    assert word_f1("the Weamurt", ["the"]) == 0.0
     # A word said twice is common once: 2 * 1 / 3.
-    assert f1("x x", ["x"]) == pytest.approx(2 / 3)
+    assert word_f1("x x", ["x"]) == pytest.approx(2 / 3)
 
 
 @given(st.text(), st.lists(st.text(min_size=1), min_size=1, max_size=3))
 def test_f1_is_1_exactly_where_the_words_are_the_same_up_to_their_order(text, accepted):
-    value = f1(text, accepted)
+    value = word_f1(text, accepted)
     assert 0.0 <= value <= 1.0
     same = any(
         words(accepted_text) and Counter(words(text)) == Counter(words(accepted_text)) for accepted_text in accepted
     )
     assert (value == 1.0) == same
-    if exact(text, accepted) and words(text):
+    if exact_match(text, accepted) and words(text):
         assert value == 1.0
 
 

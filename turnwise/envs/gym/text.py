@@ -24,9 +24,11 @@ _COLOURED: Final = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)
 def value_text(space: Any, value: Any) -> str:
     """Format a value of a space: numbers in at most six digits, dicts as lines."""
     if isinstance(space, spaces.Dict):
-        return "\n".join(f"{name}: {value_text(inner, value[name])}" for name, inner in space.spaces.items())
+        return "\n".join(f"{name}: {value_text(subspace, value[name])}" for name, subspace in space.spaces.items())
     if isinstance(space, spaces.Tuple):
-        return ", ".join(value_text(inner, component) for inner, component in zip(space.spaces, value, strict=True))
+        return ", ".join(
+            value_text(subspace, component) for subspace, component in zip(space.spaces, value, strict=True)
+        )
     if isinstance(space, spaces.Text):
         return str(value)
     return json.dumps(_rounded(plain_value(value)), ensure_ascii=False)
@@ -37,7 +39,7 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {str(name): plain_value(inner) for name, inner in value.items()}
+        return {str(name): plain_value(member) for name, member in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_value(component) for component in value]
     return value
@@ -47,7 +49,7 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
+        return {name: _rounded(member) for name, member in value.items()}
     return [_rounded(component) for component in value] if isinstance(value, list) else value
 
 
@@ -62,11 +64,11 @@ def space_schema(space: Any, names: Sequence[str] = ()) -> dict[str, Any]:
     if isinstance(space, spaces.Text):
         return {"type": "string", "minLength": space.min_length, "maxLength": space.max_length}
     if isinstance(space, spaces.Tuple):
-        items = [space_schema(inner) for inner in space.spaces]
+        items = [space_schema(subspace) for subspace in space.spaces]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": len(items)}
     if isinstance(space, spaces.Dict):
-        inner = {name: space_schema(component) for name, component in space.spaces.items()}
-        return {"type": "object", "properties": inner, "required": list(inner), "additionalProperties": False}
+        properties = {name: space_schema(subspace) for name, subspace in space.spaces.items()}
+        return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     raise EnvError(f"the space {space} cannot be expressed in JSON: give your own render= and parse= functions")
 
 
@@ -120,9 +122,11 @@ def _converted(space: Any, value: Any, names: Sequence[str]) -> Any:
     if isinstance(space, spaces.Text):
         return value if isinstance(value, str) else None
     if isinstance(space, spaces.Tuple) and isinstance(value, (list, tuple)) and len(value) == len(space.spaces):
-        return tuple(_converted(inner, component, ()) for inner, component in zip(space.spaces, value, strict=True))
+        return tuple(
+            _converted(subspace, component, ()) for subspace, component in zip(space.spaces, value, strict=True)
+        )
     if isinstance(space, spaces.Dict) and isinstance(value, Mapping) and set(value) == set(space.spaces):
-        return {name: _converted(inner, value[name], ()) for name, inner in space.spaces.items()}
+        return {name: _converted(subspace, value[name], ()) for name, subspace in space.spaces.items()}
     return None
 
 
@@ -137,8 +141,8 @@ def _array(space: Any, value: Any) -> Any:
     # Cast only where nothing is lost: 1.5 is not a whole number, 1e300 no float32.
     with np.errstate(over="ignore", invalid="ignore"):
         cast = array.astype(space.dtype)
-    exact = np.issubdtype(space.dtype, np.floating) or bool(np.all(array == cast))
-    return cast if exact and bool(np.all(np.isfinite(cast))) else None
+    is_lossless = np.issubdtype(space.dtype, np.floating) or bool(np.all(array == cast))
+    return cast if is_lossless and bool(np.all(np.isfinite(cast))) else None
 
 
 def _index(space: Any, value: Any, names: Sequence[str]) -> int | None:
@@ -155,13 +159,13 @@ def _index(space: Any, value: Any, names: Sequence[str]) -> int | None:
 
 def ansi_text(_observation: Any, env: Any) -> str:
     """Return ``env.render()`` as text; coloured parts in brackets."""
-    picture = env.render()
-    if not isinstance(picture, str):
+    rendering = env.render()
+    if not isinstance(rendering, str):
         raise EnvError(
-            f"env.render() returned {shown(picture)}, not text: make the environment with render_mode='ansi', or "
+            f"env.render() returned {shown(rendering)}, not text: make the environment with render_mode='ansi', or "
             "give a render= function"
         )
-    return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", picture)).strip("\n")
+    return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", rendering)).strip("\n")
 
 
 @dataclass(frozen=True, slots=True)

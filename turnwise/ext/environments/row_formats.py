@@ -6,38 +6,42 @@ from typing import Final
 
 from turnwise.tasks.formats import RowFormat
 
-_ROOM: Final = "turnwise.ext.environments"
-_SWE: Final = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
-_TESTS: Final = ("FAIL_TO_PASS", "PASS_TO_PASS")
+_PACKAGE: Final = "turnwise.ext.environments"
+_SWE_FIELDS: Final = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
+_TEST_FIELDS: Final = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
 BFCL: Final = RowFormat(
-    "tool_calls", f"{_ROOM}.tool_calls.bfcl:row", ("id", "question", "function"), f"{_ROOM}.tool_calls.bfcl:rows"
+    "tool_calls", f"{_PACKAGE}.tool_calls.bfcl:row", ("id", "question", "function"), f"{_PACKAGE}.tool_calls.bfcl:rows"
 )
-GSM8K: Final = RowFormat("math", f"{_ROOM}.math:row", ("question", "answer"))
-HUMANEVAL: Final = RowFormat("code", f"{_ROOM}.code:row", ("task_id", "prompt", "test", "entry_point"))
+GSM8K: Final = RowFormat("math", f"{_PACKAGE}.math:row", ("question", "answer"))
+HUMANEVAL: Final = RowFormat("code", f"{_PACKAGE}.code:row", ("task_id", "prompt", "test", "entry_point"))
 LIVECODEBENCH: Final = RowFormat(
     "code",
-    f"{_ROOM}.code:row",
+    f"{_PACKAGE}.code:row",
     ("question_id", "question_content", "public_test_cases", "private_test_cases", "starter_code", "metadata"),
 )
-MATH: Final = RowFormat("math", f"{_ROOM}.math.env:competition_row", ("problem", "solution"))
-MBPP: Final = RowFormat("code", f"{_ROOM}.code:row", ("task_id", "text|prompt", "code", "test_list"))
-NEMOTRON_SWE: Final = RowFormat("swe", f"{_ROOM}.swe.rows:nemo_gym_row", ("responses_create_params",))
-QUIXBUGS: Final = RowFormat("code", f"{_ROOM}.code:row", files=f"{_ROOM}.code.quixbugs:rows")
+MATH: Final = RowFormat("math", f"{_PACKAGE}.math.env:competition_row", ("problem", "solution"))
+MBPP: Final = RowFormat("code", f"{_PACKAGE}.code:row", ("task_id", "text|prompt", "code", "test_list"))
+NEMOTRON_SWE: Final = RowFormat("swe", f"{_PACKAGE}.swe.rows:nemo_gym_row", ("responses_create_params",))
+QUIXBUGS: Final = RowFormat("code", f"{_PACKAGE}.code:row", files=f"{_PACKAGE}.code.quixbugs:rows")
 R2E_GYM: Final = RowFormat(
     "swe",
-    f"{_ROOM}.swe.rows:checked_row",
+    f"{_PACKAGE}.swe.rows:checked_row",
     ("repo_name", "docker_image", "commit_hash", "problem_statement", "expected_output_json"),
 )
-SWE_BENCH: Final = RowFormat("swe", f"{_ROOM}.swe.rows:checked_row", (*_SWE, *_TESTS))
-SWE_BENCH_MULTIMODAL: Final = RowFormat("swe", f"{_ROOM}.swe.rows:multimodal_row", (*_SWE, *_TESTS, "image_assets"))
-SWE_GYM: Final = RowFormat("swe", f"{_ROOM}.swe.rows:checked_row", (*_SWE, *_TESTS))
+SWE_BENCH: Final = RowFormat("swe", f"{_PACKAGE}.swe.rows:checked_row", (*_SWE_FIELDS, *_TEST_FIELDS))
+SWE_BENCH_MULTIMODAL: Final = RowFormat(
+    "swe", f"{_PACKAGE}.swe.rows:multimodal_row", (*_SWE_FIELDS, *_TEST_FIELDS, "image_assets")
+)
+SWE_GYM: Final = RowFormat("swe", f"{_PACKAGE}.swe.rows:checked_row", (*_SWE_FIELDS, *_TEST_FIELDS))
 SWE_SMITH: Final = RowFormat(
-    "swe", f"{_ROOM}.swe.rows:checked_row", ("instance_id", "repo", "patch", "image_name", "problem_statement", *_TESTS)
+    "swe",
+    f"{_PACKAGE}.swe.rows:checked_row",
+    ("instance_id", "repo", "patch", "image_name", "problem_statement", *_TEST_FIELDS),
 )
 TAU_RETAIL: Final = RowFormat(
     "retail",
-    f"{_ROOM}.retail.tau_bench:row",
+    f"{_PACKAGE}.retail.tau_bench:row",
     ("user_id", "instruction", "actions", "outputs"),
-    f"{_ROOM}.retail.tau_bench:rows",
+    f"{_PACKAGE}.retail.tau_bench:rows",
 )

@@ -152,11 +152,11 @@ def memory_metrics(trainer: MemoryUse, servers: Sequence[MemoryUse | None]) -> d
     memory = {"trainer": trainer} | {f"server/{n}": use for n, use in enumerate(servers) if use is not None}
     metrics: dict[str, float] = {"memory/peak": sum(use.peak for use in memory.values()) / GB}
     for name, use in memory.items():
-        part, slash, number = name.partition("/")
+        process, slash, number = name.partition("/")
         metrics[f"memory/{name}"] = use.resident / GB
-        metrics[f"memory/{part}_peak{slash}{number}"] = use.peak / GB
+        metrics[f"memory/{process}_peak{slash}{number}"] = use.peak / GB
         if use.device_peak:
-            metrics[f"memory/{part}_device_peak{slash}{number}"] = use.device_peak / GB
+            metrics[f"memory/{process}_device_peak{slash}{number}"] = use.device_peak / GB
     return metrics
 
 
@@ -198,24 +198,24 @@ def figures(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
-def _eval_figures(name: str, part: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    yield name, part["success"]["mean"]
-    yield f"{name}/reward", part["reward"]["mean"]
-    yield f"{name}/turns", part["turns"]
+def _eval_figures(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
+    yield name, summary["success"]["mean"]
+    yield f"{name}/reward", summary["reward"]["mean"]
+    yield f"{name}/turns", summary["turns"]
     for mark, kind in (("pass@", "pass_at"), ("pass^", "pass_all"), ("best@", "best_at")):
-        for k, estimate in part.get(kind, {}).items():
+        for k, estimate in summary.get(kind, {}).items():
             yield f"{name}/{mark}{k}", estimate["mean"]
     for key in ("sampled_tokens", "tool_calls", "failed"):
-        if key in part:
-            yield f"{name}/{key}", part[key]
-    for key, value in part.get("search", {}).items():
+        if key in summary:
+            yield f"{name}/{key}", summary[key]
+    for key, value in summary.get("search", {}).items():
         yield f"{name}/search/{key}", value["mean"] if isinstance(value, Mapping) else value
     for key in ("by_source", "by_tag", "by_role"):
-        for which, below in part.get(key, {}).items():
-            yield from _eval_figures(f"{name}/{key}/{which}", below)
+        for label, subset in summary.get(key, {}).items():
+            yield from _eval_figures(f"{name}/{key}/{label}", subset)
 
 
-_CALLS, _FAILURES = "tool_calls/", "tool_failures/"
+_CALLS_PREFIX, _FAILURES_PREFIX = "tool_calls/", "tool_failures/"
 
 
 def dropped_tokens(
@@ -236,18 +236,18 @@ def dropped_tokens(
         account of its episode; ``dropped/cut_tokens``: truncated; ``dropped/dead_tokens``: of dead groups.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories if trajectory.policy == policy]
-    trained = {row.sample.trajectory_id for row in rows}
-    failed = sum(trajectory.sampled_tokens for trajectory in trajectories if trajectory.error is not None)
-    left_out = cut = dead = 0
+    trained_ids = {row.sample.trajectory_id for row in rows}
+    failed_tokens = sum(trajectory.sampled_tokens for trajectory in trajectories if trajectory.error is not None)
+    left_out_tokens = cut_tokens = dead_tokens = 0
     for member, member_samples in zip(members, samples, strict=True):
         trained_tokens = sum(sample.trained_tokens for sample in member_samples)
-        spared = sum(
+        excluded_tokens = sum(
             end - start for segment in member.segments if segment.sampled for start, end in segment.left_out or ()
         )
-        left_out += spared
-        cut += member.sampled_tokens - spared - trained_tokens
-        dead += 0 if member.id in trained else trained_tokens
-    counts = {"failed": failed, "left_out": left_out, "cut": cut, "dead": dead}
+        left_out_tokens += excluded_tokens
+        cut_tokens += member.sampled_tokens - excluded_tokens - trained_tokens
+        dead_tokens += 0 if member.id in trained_ids else trained_tokens
+    counts = {"failed": failed_tokens, "left_out": left_out_tokens, "cut": cut_tokens, "dead": dead_tokens}
     return {f"dropped/{reason}_tokens": float(count) for reason, count in counts.items()}
 
 
@@ -262,18 +262,22 @@ def tool_metrics(groups: Sequence[TrajectoryGroup], *, policy: str) -> dict[str,
     counts: defaultdict[str, float] = defaultdict(float)
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
-            if name in ("tool_calls", "tool_errors") or name.startswith((_CALLS, _FAILURES)):
+            if name in ("tool_calls", "tool_errors") or name.startswith((_CALLS_PREFIX, _FAILURES_PREFIX)):
                 counts[name] += value
     calls = counts["tool_calls"]
     if not calls:
         return {}
-    by_tool = {name.removeprefix(_CALLS): count for name, count in counts.items() if name.startswith(_CALLS) and count}
+    by_tool = {
+        name.removeprefix(_CALLS_PREFIX): count
+        for name, count in counts.items()
+        if name.startswith(_CALLS_PREFIX) and count
+    }
     return {
         "tools/calls": calls / len(trajectories),
         "tools/error_rate": counts["tool_errors"] / calls,
         # A slash would be a level of the metric's name.
         **{
-            f"tools/error_rate_by/{name.replace('/', '_')}": counts.get(f"{_FAILURES}{name}", 0.0) / count
+            f"tools/error_rate_by/{name.replace('/', '_')}": counts.get(f"{_FAILURES_PREFIX}{name}", 0.0) / count
             for name, count in sorted(by_tool.items())
         },
     }

@@ -13,7 +13,7 @@ from turnwise.envs.tool_env import ToolEnv
 from turnwise.errors import ConfigError, TaskError, ToolError, shown
 from turnwise.ext.environments.search.bm25 import Index, index_of_encyclopedia, index_of_file, load_bm25s
 from turnwise.ext.environments.search.encyclopedia import SPLITS
-from turnwise.ext.environments.search.tasks import accepted_of, answer_in, draw_task, exact, f1
+from turnwise.ext.environments.search.tasks import accepted_answers, draw_task, exact_match, last_answer, word_f1
 from turnwise.tasks import Task
 from turnwise.tools.core import function_tool
 from turnwise.types import Message, text_of
@@ -66,7 +66,7 @@ class SearchEnv(ToolEnv):
         task = draw_task(seed) if task is None else task
         self.task = task
         where = f"task {task.id!r}: data"
-        self.accepted = accepted_of(task.data, where)
+        self.accepted = accepted_answers(task.data, where)
         self.index = index_of_file(self.corpus) if self.corpus is not None else _encyclopedia(task, where)
         opening = task.messages()
         if opening[0]["role"] == "system":
@@ -90,8 +90,8 @@ class SearchEnv(ToolEnv):
 
     def score(self, final: Message | None) -> float:
         """Compare the answer with the accepted ones by the metric."""
-        compare = exact if self.metric == "exact" else f1
-        return compare(answer_in("" if final is None else text_of(final)), self.accepted)
+        compare = exact_match if self.metric == "exact" else word_f1
+        return compare(last_answer("" if final is None else text_of(final)), self.accepted)
 
     def solve(self) -> Solution:
         """Open the articles that lead to the answer, and answer."""

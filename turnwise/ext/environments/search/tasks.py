@@ -23,7 +23,7 @@ _ANSWER: Final = re.compile(r"^[^\w\n]*(?:final )?answer[^\w\n]*:\W*(.*)$", re.I
 _ARTICLES: Final = frozenset(("a", "an", "the"))
 
 
-def answer_in(text: str) -> str:
+def last_answer(text: str) -> str:
     """Return what follows the last ``Answer:`` of a message, or all of it."""
     answers: list[str] = _ANSWER.findall(text)
     return answers[-1] if answers else text
@@ -31,33 +31,33 @@ def answer_in(text: str) -> str:
 
 def words(text: str) -> list[str]:
     """Return the normalised words of a text: NFKC, without case, punctuation, thousands separators and articles."""
-    plain = unicodedata.normalize("NFKC", text).casefold()
-    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", plain)
-    tokens = re.findall(r"\w+", plain)
+    normalised = unicodedata.normalize("NFKC", text).casefold()
+    normalised = re.sub(r"(?<=\d),(?=\d{3}\b)", "", normalised)
+    tokens = re.findall(r"\w+", normalised)
     # An answer that is only an article, such as the choice A, must not become empty.
     return [token for token in tokens if token not in _ARTICLES] or tokens
 
 
-def exact(answer: str, accepted: Sequence[str]) -> float:
+def exact_match(answer: str, accepted: Sequence[str]) -> float:
     """Return 1 if the answer has the words of an accepted one, else 0."""
     return float(any(words(answer) == words(answer_text) for answer_text in accepted))
 
 
-def f1(answer: str, accepted: Sequence[str]) -> float:
+def word_f1(answer: str, accepted: Sequence[str]) -> float:
     """Return the largest word F1 of the answer against the accepted ones.
 
     ``F1 = 2c / (p + g)`` with p words in the answer, g in the accepted one and c in common, counted with multiplicity,
     as in SQuAD (Rajpurkar et al. 2016).
     """
-    return max((_f1(words(answer), words(answer_text)) for answer_text in accepted), default=0.0)
+    return max((_overlap_f1(words(answer), words(answer_text)) for answer_text in accepted), default=0.0)
 
 
-def _f1(answer: list[str], accepted: list[str]) -> float:
+def _overlap_f1(answer: list[str], accepted: list[str]) -> float:
     common = sum((Counter(answer) & Counter(accepted)).values())
     return 2 * common / (len(answer) + len(accepted)) if common else 0.0
 
 
-_PER_ENCYCLOPEDIA: Final = 1_000
+_QUESTIONS_PER_ENCYCLOPEDIA: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +74,20 @@ def tasks(n: int = 200, *, split: str = "train", seed: int = 0) -> Iterator[Task
     if split not in SPLITS:
         raise TaskError(f"search has no split {shown(split)}: it has {', '.join(SPLITS)}")
     for index in range(n):
-        volume = stable_hash("search", seed, index // _PER_ENCYCLOPEDIA)
-        question = questions(split, volume)[index % _PER_ENCYCLOPEDIA]
-        yield _task(f"search-{split}-{seed}-{index}", question, split, volume)
+        encyclopedia_seed = stable_hash("search", seed, index // _QUESTIONS_PER_ENCYCLOPEDIA)
+        question = questions(split, encyclopedia_seed)[index % _QUESTIONS_PER_ENCYCLOPEDIA]
+        yield _task(f"search-{split}-{seed}-{index}", question, split, encyclopedia_seed)
 
 
 def draw_task(seed: int | None) -> Task:
     """Return the task drawn from a seed, or a random one for None; all share one encyclopedia."""
-    number = random.getrandbits(63) if seed is None else seed
+    task_seed = random.getrandbits(63) if seed is None else seed
     candidates = questions("train", 0)
-    return _task(f"search-seed-{number}", candidates[stable_hash("search", number) % len(candidates)], "train", 0)
+    return _task(f"search-seed-{task_seed}", candidates[stable_hash("search", task_seed) % len(candidates)], "train", 0)
 
 
-def _task(name: str, question: Question, split: str, volume: int) -> Task:
-    data = {"split": split, "encyclopedia": volume, "answer": question.answer, "path": list(question.path)}
+def _task(name: str, question: Question, split: str, encyclopedia_seed: int) -> Task:
+    data = {"split": split, "encyclopedia": encyclopedia_seed, "answer": question.answer, "path": list(question.path)}
     return Task(name, question.text, data)
 
 
@@ -118,11 +118,11 @@ def _row_task(row: Any, where: str, name: str, question: str, answer: str) -> Ta
     data = {**row, "answer": row[answer]}
     if answer != "answer":
         del data[answer]
-    accepted_of(data, where)
+    accepted_answers(data, where)
     return Task(str(data.pop("id", name)), text, data)
 
 
-def accepted_of(data: dict[str, Any], where: str) -> list[str]:
+def accepted_answers(data: dict[str, Any], where: str) -> list[str]:
     """Return the accepted answers of a task's data."""
     answer = data.get("answer")
     answers = [answer] if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) else answer
@@ -150,24 +150,24 @@ def questions(split: str, seed: int) -> tuple[Question, ...]:
 def _about_work(work: Work) -> Iterator[Question]:
     maker, town, birthplace = work.maker, work.town, work.maker.town
     name, title = work.name, work.name[0].upper() + work.name[1:]
-    river = birthplace.river
+    birth_river = birthplace.river
     verb = {"building": "designed", "company": "founded", "book": "wrote"}[work.kind]
-    by = (title, maker.name)
-    yield Question(f"In which year was the person born who {verb} {name}?", str(maker.born), by)
-    yield Question(f"In which town was the person born who {verb} {name}?", birthplace.name, by)
+    path = (title, maker.name)
+    yield Question(f"In which year was the person born who {verb} {name}?", str(maker.born), path)
+    yield Question(f"In which town was the person born who {verb} {name}?", birthplace.name, path)
     text = f"Who is the mayor of the town in which the person was born who {verb} {name}?"
-    yield Question(text, birthplace.mayor, (*by, birthplace.name))
+    yield Question(text, birthplace.mayor, (*path, birthplace.name))
     text = f"On which river lies the birthplace of the person who {verb} {name}?"
-    yield Question(text, river.name, (*by, birthplace.name))
+    yield Question(text, birth_river.name, (*path, birthplace.name))
     town_phrase = {
         "building": f"the town in which {name} stands",
         "company": f"the town in which {name} has its seat",
         "book": f"the town that the book {name} is about",
     }[work.kind]
     yield Question(f"In which year was {town_phrase} founded?", str(town.founded), (title, town.name))
-    here = town.river
+    town_river = town.river
     text = f"How many kilometres long is the river on which {town_phrase} lies?"
-    yield Question(text, str(here.length), (title, town.name, here.name[0].upper() + here.name[1:]))
+    yield Question(text, str(town_river.length), (title, town.name, town_river.name[0].upper() + town_river.name[1:]))
 
 
 def _about_town(town: Town) -> Iterator[Question]:

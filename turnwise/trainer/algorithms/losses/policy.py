@@ -42,18 +42,18 @@ def ppo_clip_loss(
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    token_loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
-    dual = torch.zeros_like(clipped)
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    token_loss = torch.maximum(unclipped_loss, clipped_loss)
+    is_clipped = clipped_loss > unclipped_loss
+    is_dual_clipped = torch.zeros_like(is_clipped)
     if dual_clip is not None:
         limit = -advantages * dual_clip
-        dual = (advantages < 0) & (token_loss > limit)
-        token_loss = torch.where(dual, limit, token_loss)
+        is_dual_clipped = (advantages < 0) & (token_loss > limit)
+        token_loss = torch.where(is_dual_clipped, limit, token_loss)
     sums, maxima = ratio_sums(log_ratio, ratio)
-    sums["clip_fraction"] = clipped.sum().float()
-    sums["dual_clip_fraction"] = dual.sum().float()
+    sums["clip_fraction"] = is_clipped.sum().float()
+    sums["dual_clip_fraction"] = is_dual_clipped.sum().float()
     return LossSums((weights * token_loss).sum(), sums, maxima)
 
 
@@ -78,13 +78,13 @@ def gspo_loss(
         The loss; ``clip_fraction``. ``ratio`` is that of sequences.
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
-    mean = span_mean(log_ratio.detach(), sequences)
-    ratio = (mean + logprobs - logprobs.detach()).exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    mean_log_ratio = span_mean(log_ratio.detach(), sequences)
+    ratio = (mean_log_ratio + logprobs - logprobs.detach()).exp()
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     sums, maxima = ratio_sums(log_ratio, ratio)
-    sums["clip_fraction"] = (bounded > plain).sum().float()
-    return LossSums((weights * torch.maximum(plain, bounded)).sum(), sums, maxima)
+    sums["clip_fraction"] = (clipped_loss > unclipped_loss).sum().float()
+    return LossSums((weights * torch.maximum(unclipped_loss, clipped_loss)).sum(), sums, maxima)
 
 
 def gmpo_loss(
@@ -110,11 +110,11 @@ def gmpo_loss(
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     sign = advantages.sign()
-    clamped = log_ratio.clamp(-clip_low, clip_high)
-    bounded = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    ratio = (span_mean(bounded.detach(), sequences) + bounded - bounded.detach()).exp()
+    clamped_log_ratio = log_ratio.clamp(-clip_low, clip_high)
+    clipped_log_ratio = sign * torch.minimum(sign * log_ratio, sign * clamped_log_ratio)
+    ratio = (span_mean(clipped_log_ratio.detach(), sequences) + clipped_log_ratio - clipped_log_ratio.detach()).exp()
     sums, maxima = ratio_sums(log_ratio, ratio)
-    sums["clip_fraction"] = (sign * clamped < sign * log_ratio).sum().float()
+    sums["clip_fraction"] = (sign * clamped_log_ratio < sign * log_ratio).sum().float()
     return LossSums((weights * -advantages * ratio).sum(), sums, maxima)
 
 
@@ -138,10 +138,10 @@ def sapo_loss(
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     ratio = log_ratio.exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
-    open_ = torch.sigmoid(tau * (ratio - 1.0))
+    gate = torch.sigmoid(tau * (ratio - 1.0))
     sums, maxima = ratio_sums(log_ratio, ratio)
-    sums["gate"] = (4.0 * open_ * (1.0 - open_)).detach().sum()
-    return LossSums(-(weights * advantages * open_ * 4.0 / tau).sum(), sums, maxima)
+    sums["gate"] = (4.0 * gate * (1.0 - gate)).detach().sum()
+    return LossSums(-(weights * advantages * gate * 4.0 / tau).sum(), sums, maxima)
 
 
 def dro_loss(
@@ -182,10 +182,10 @@ def cispo_loss(
     """
     log_ratio = bounded_log_ratio(logprobs.detach(), old_logprobs)
     ratio = log_ratio.exp()
-    bounded = ratio.clamp(max(0.0, 1.0 - clip_low), 1.0 + clip_high)
+    clipped_ratio = ratio.clamp(max(0.0, 1.0 - clip_low), 1.0 + clip_high)
     sums, maxima = ratio_sums(log_ratio, ratio)
-    sums["clip_fraction"] = (bounded != ratio).sum().float()
-    return LossSums(-(weights * bounded * advantages * logprobs).sum(), sums, maxima)
+    sums["clip_fraction"] = (clipped_ratio != ratio).sum().float()
+    return LossSums(-(weights * clipped_ratio * advantages * logprobs).sum(), sums, maxima)
 
 
 def dppo_tv_loss(
@@ -209,8 +209,8 @@ def dppo_tv_loss(
         The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens masked); ``ratio_max``.
     """
     log_ratio = bounded_log_ratio(logprobs.detach(), old_logprobs)
-    moved = logprobs.detach().exp() - old_logprobs.exp()
-    masked = torch.where(advantages > 0, moved > clip_high, moved < -clip_low)
+    change = logprobs.detach().exp() - old_logprobs.exp()
+    masked = torch.where(advantages > 0, change > clip_high, change < -clip_low)
     return _masked_gradient(logprobs, log_ratio, advantages, weights, masked, ratio_cap)
 
 
@@ -233,12 +233,12 @@ def dppo_kl_loss(
     Returns:
         The loss; the sums ``ratio``, ``approx_kl`` and ``clip_fraction`` (tokens masked); ``ratio_max``.
     """
-    current = logprobs.detach()
-    log_ratio = bounded_log_ratio(current, old_logprobs)
-    p, p_old = current.exp(), old_logprobs.exp()
-    # Away from 1, where log(1 - p) is not finite.
-    rest, rest_old = (1.0 - p).clamp(min=1e-7), (1.0 - p_old).clamp(min=1e-7)
-    divergence = -p_old * log_ratio + rest_old * (rest_old / rest).log()
+    detached_logprobs = logprobs.detach()
+    log_ratio = bounded_log_ratio(detached_logprobs, old_logprobs)
+    p, p_old = detached_logprobs.exp(), old_logprobs.exp()
+    # q = 1 - p, away from 0, where log q is not finite.
+    q, q_old = (1.0 - p).clamp(min=1e-7), (1.0 - p_old).clamp(min=1e-7)
+    divergence = -p_old * log_ratio + q_old * (q_old / q).log()
     masked = torch.where(advantages > 0, (p > p_old) & (divergence > clip_high), (p < p_old) & (divergence > clip_low))
     return _masked_gradient(logprobs, log_ratio, advantages, weights, masked, ratio_cap)
 
@@ -257,7 +257,7 @@ def gpg_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights
 def _masked_gradient(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, weights: Tensor, masked: Tensor, ratio_cap: float
 ) -> LossSums:
-    """Return ``-sum(weights * kept * min(ratio, cap) * A * log p)`` and the masked share of tokens with advantage."""
+    """Return ``-sum(weights * unmasked * min(ratio, cap) * A * log p)``; ``clip_fraction`` counts masked tokens."""
     ratio = log_ratio.exp()
     unmasked = (~masked).to(ratio.dtype)
     sums, maxima = ratio_sums(log_ratio, ratio)
@@ -292,8 +292,8 @@ def select_clip_cov(
     selected = torch.zeros(old_logprobs.shape, dtype=torch.bool)
     if not old_logprobs.numel():
         return selected
-    values = covariance(old_logprobs, advantages)
-    candidates = torch.nonzero((values > cov_low) & (values < cov_high)).flatten()
+    covariances = covariance(old_logprobs, advantages)
+    candidates = torch.nonzero((covariances > cov_low) & (covariances < cov_high)).flatten()
     permutation = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     selected[candidates[permutation[: max(1, int(share * old_logprobs.numel()))]]] = True
     return selected
@@ -331,12 +331,14 @@ def clip_cov_loss(
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs)
     ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     sums, maxima = ratio_sums(log_ratio, ratio)
-    sums["clip_fraction"] = (bounded > plain).sum().float()
+    sums["clip_fraction"] = (clipped_loss > unclipped_loss).sum().float()
     sums["selected_fraction"] = selected.sum().float()
-    return LossSums((weights * torch.maximum(plain, bounded).masked_fill(selected, 0.0)).sum(), sums, maxima)
+    return LossSums(
+        (weights * torch.maximum(unclipped_loss, clipped_loss).masked_fill(selected, 0.0)).sum(), sums, maxima
+    )
 
 
 def kl_cov_loss(
