@@ -34,7 +34,7 @@ from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.tools.response import ToolResponse
 from turnwise.types import Message, TokenDelta, text_of
 
-_CONNECTION: Final = frozenset(("api_key", "timeout", "max_retries"))
+_CONNECTION_FIELDS: Final = frozenset(("api_key", "timeout", "max_retries"))
 
 
 async def session_messages(
@@ -54,39 +54,45 @@ async def session_messages(
         message = messages[index]
         if isinstance(message, AIMessage) and message.invalid_tool_calls:
             end = next(
-                (at for at in range(index + 1, len(converted)) if converted[at]["role"] != "tool"), len(converted)
+                (position for position in range(index + 1, len(converted)) if converted[position]["role"] != "tool"),
+                len(converted),
             )
-            order = [call.id for call in converted[index].get("tool_calls") or ()]
+            call_ids = [call.id for call in converted[index].get("tool_calls") or ()]
             converted[index + 1 : end] = await _complete_answers(
-                converted[index + 1 : end], order, message, agent, issued, run
+                converted[index + 1 : end], call_ids, message, agent, issued, run
             )
     return converted
 
 
 async def _complete_answers(
-    answers: list[Message], order: list[str], message: AIMessage, agent: str, issued: IssuedTurns, run: GraphRun | None
+    answers: list[Message],
+    call_ids: list[str],
+    message: AIMessage,
+    agent: str,
+    issued: IssuedTurns,
+    run: GraphRun | None,
 ) -> list[Message]:
     """Return the answers to a message's calls in order, including those the graph did not give."""
-    named = {answer.get("tool_call_id") for answer in answers}
-    complete = list(answers)
-    for broken in message.invalid_tool_calls:
-        call_id = broken.get("id") or ""
+    answered_ids = {answer.get("tool_call_id") for answer in answers}
+    complete_answers = list(answers)
+    for invalid_call in message.invalid_tool_calls:
+        call_id = invalid_call.get("id") or ""
         call = issued.calls.get(call_id)
-        own_id = call_id if call is None else call.named(agent)
-        if own_id not in named:
-            answer = await run.refusal(call) if run is not None and call is not None else _plain_refusal(broken)
-            complete.append({**answer, "tool_call_id": own_id})
-    return sorted(complete, key=lambda answer: _place(answer, order))
+        agent_call_id = call_id if call is None else call.named(agent)
+        if agent_call_id not in answered_ids:
+            answer = await run.refusal(call) if run is not None and call is not None else _plain_refusal(invalid_call)
+            complete_answers.append({**answer, "tool_call_id": agent_call_id})
+    return sorted(complete_answers, key=lambda answer: _position(answer, call_ids))
 
 
-def _place(answer: Message, order: list[str]) -> int:
+def _position(answer: Message, call_ids: list[str]) -> int:
     call_id = answer.get("tool_call_id", "")
-    return order.index(call_id) if call_id in order else len(order)
+    return call_ids.index(call_id) if call_id in call_ids else len(call_ids)
 
 
 def _plain_refusal(call: InvalidToolCall) -> Message:
-    why = call.get("error") or "it could not be parsed"
-    response = ToolResponse.failure("unusable_call", f"this call was not executed: {why}")
+    reason = call.get("error") or "it could not be parsed"
+    response = ToolResponse.failure("unusable_call", f"this call was not executed: {reason}")
     return {"role": "tool", "name": call.get("name") or "", "content": response.content()}
 
 
@@ -134,11 +140,13 @@ class ChatTurnwise(BaseChatModel):
     @classmethod
     def _without_connection(cls, values: Any) -> Any:
         return (
-            {name: values[name] for name in values if name not in _CONNECTION} if isinstance(values, dict) else values
+            {name: values[name] for name in values if name not in _CONNECTION_FIELDS}
+            if isinstance(values, dict)
+            else values
         )
 
     @model_validator(mode="after")
-    def _ask_always(self) -> Self:
+    def _disable_cache(self) -> Self:
         self.cache = False
         return self
 
@@ -200,29 +208,33 @@ class ChatTurnwise(BaseChatModel):
         """
         del strict
         # Also a class of pydantic.v1.
-        model: Any = schema if isinstance(schema, type) and is_basemodel_subclass(schema) else None
-        traced = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
+        pydantic_class: Any = schema if isinstance(schema, type) and is_basemodel_subclass(schema) else None
+        tracing_options = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
         parser: Runnable[Any, Any]
         if method == "function_calling":
             name = schema_of(schema).name
-            model_call = self.bind_tools([schema], tool_choice=name, **traced, **kwargs)
+            model_call = self.bind_tools([schema], tool_choice=name, **tracing_options, **kwargs)
             parser = (
-                PydanticToolsParser(tools=[model], first_tool_only=True)
-                if model is not None
+                PydanticToolsParser(tools=[pydantic_class], first_tool_only=True)
+                if pydantic_class is not None
                 else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
             )
         elif method in ("json_schema", "json_mode"):
-            form = schema_format(schema) if method == "json_schema" else {"type": "json_object"}
-            model_call = self.bind(response_format=form, **traced, **kwargs)
-            parser = JsonOutputParser() if model is None else PydanticOutputParser(pydantic_object=model)
+            response_format = schema_format(schema) if method == "json_schema" else {"type": "json_object"}
+            model_call = self.bind(response_format=response_format, **tracing_options, **kwargs)
+            parser = (
+                JsonOutputParser() if pydantic_class is None else PydanticOutputParser(pydantic_object=pydantic_class)
+            )
         else:
             methods = "json_schema, function_calling or json_mode"
             raise SessionError(f"with_structured_output: method is {shown(method)}: it must be {methods}")
         if not include_raw:
             return model_call | parser
-        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
-        unread = RunnablePassthrough.assign(parsed=lambda _: None)
-        return RunnableMap(raw=model_call) | parsed.with_fallbacks([unread], exception_key="parsing_error")
+        parsed_output = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        unparsed_output = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=model_call) | parsed_output.with_fallbacks(
+            [unparsed_output], exception_key="parsing_error"
+        )
 
     def get_num_tokens(self, text: str) -> int:
         """Return the number of tokens of a text inside a message."""
@@ -243,8 +255,8 @@ class ChatTurnwise(BaseChatModel):
     ) -> ChatResult:
         node = _node(run_manager)
         run = self._run()
-        work = self._ask(run, messages, self._read_request(run, stop, kwargs), node)
-        return run.block(work) if run is not None else run_blocking(work, self._loop)
+        asking = self._ask(run, messages, self._read_request(run, stop, kwargs), node)
+        return run.block(asking) if run is not None else run_blocking(asking, self._loop)
 
     async def _agenerate(
         self,
@@ -254,11 +266,11 @@ class ChatTurnwise(BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         run = self._run()
-        work = self._ask(run, messages, self._read_request(run, stop, kwargs), _node(run_manager))
+        asking = self._ask(run, messages, self._read_request(run, stop, kwargs), _node(run_manager))
         if run is not None:
-            return await run.run_on_loop(work)
+            return await run.run_on_loop(asking)
         self._loop = asyncio.get_running_loop()
-        return await work
+        return await asking
 
     def _stream(
         self,
@@ -308,20 +320,22 @@ class ChatTurnwise(BaseChatModel):
         if isinstance(session, TextSession):
             answer = await session.chat(prompt, request.tools, request.params, template_args=request.template_args)
             metrics = session.turn_metrics.get(answer["turn_id"], {})
-            sizes = [int(metrics.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
+            token_counts = [
+                int(metrics.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
+            ]
         elif session.recorded_as != "tokens":
             # Sessions recorded elsewhere return whole messages, without their tokens.
             answer = await session.chat(
                 prompt, request.tools, request.params, fork=request.fork, template_args=request.template_args
             )
-            sizes = [0, 0, 0]
+            token_counts = [0, 0, 0]
         else:
-            done = await session.record(
+            turn = await session.record(
                 prompt, request.tools, request.params, fork=request.fork, template_args=request.template_args
             )
-            answer, opened = done.message, done.placement
-            sizes = [opened.prompt_tokens, len(done.completion.token_ids), opened.known_tokens]
-        return self._to_message(run, session, answer, request, node, _usage(*sizes))
+            answer, placement = turn.message, turn.placement
+            token_counts = [placement.prompt_tokens, len(turn.completion.token_ids), placement.known_tokens]
+        return self._to_message(run, session, answer, request, node, _usage(*token_counts))
 
     async def _stream_turn(
         self, run: GraphRun | None, session: Session, messages: list[BaseMessage], request: ModelRequest, node: str
@@ -334,27 +348,27 @@ class ChatTurnwise(BaseChatModel):
         if request.template_args:
             reader = reader.under(template_arguments(request.template_args))
         stops = (request.params or session.params).stop
-        live: LiveTurn | None = None
-        usage, streamed = _usage(0, 0, 0), {"text": 0, "reasoning": 0}
+        live_turn: LiveTurn | None = None
+        usage, streamed_characters = _usage(0, 0, 0), {"text": 0, "reasoning": 0}
         stream = session.stream(
             prompt, request.tools, request.params, fork=request.fork, template_args=request.template_args
         )
-        async with contextlib.aclosing(stream) as items:  # type: ignore[type-var]
-            async for item in items:
-                if isinstance(item, PromptPlacement):
-                    usage = _usage(item.prompt_tokens, 0, item.known_tokens)
-                    live = reader.live(item.tail, stops) if isinstance(reader, Reader) else None
-                elif isinstance(item, TokenDelta):
-                    usage = add_usage(usage, _usage(0, len(item.token_ids), 0))
-                    for piece in live.feed(item.token_ids.tolist()) if live is not None else ():
-                        streamed[piece.kind] += len(piece.text)
+        async with contextlib.aclosing(stream) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, PromptPlacement):
+                    usage = _usage(event.prompt_tokens, 0, event.known_tokens)
+                    live_turn = reader.live(event.tail, stops) if isinstance(reader, Reader) else None
+                elif isinstance(event, TokenDelta):
+                    usage = add_usage(usage, _usage(0, len(event.token_ids), 0))
+                    for piece in live_turn.feed(event.token_ids.tolist()) if live_turn is not None else ():
+                        streamed_characters[piece.kind] += len(piece.text)
                         yield _chunk(message_id, piece.kind, piece.text)
                 else:
-                    final_chunk = _as_chunk(self._to_message(run, session, item, request, node, usage, message_id))
-                    final_chunk.content = text_of(item)[streamed["text"] :]
-                    thoughts = (item.get("reasoning_content") or "")[streamed["reasoning"] :]
-                    final_chunk.additional_kwargs = {REASONING: thoughts} if thoughts else {}
-                    yield ChatGenerationChunk(message=final_chunk)
+                    last_chunk = _as_chunk(self._to_message(run, session, event, request, node, usage, message_id))
+                    last_chunk.content = text_of(event)[streamed_characters["text"] :]
+                    reasoning = (event.get("reasoning_content") or "")[streamed_characters["reasoning"] :]
+                    last_chunk.additional_kwargs = {REASONING: reasoning} if reasoning else {}
+                    yield ChatGenerationChunk(message=last_chunk)
 
     def _to_message(
         self,
@@ -372,13 +386,13 @@ class ChatTurnwise(BaseChatModel):
         )
         if run is not None:
             run.record_node(self.agent, answer, node, usage["output_tokens"])
-        thoughts = answer.get("reasoning_content")
+        reasoning = answer.get("reasoning_content")
         return AIMessage(
             content=text_of(answer),
             id=name,
             tool_calls=usable,
             invalid_tool_calls=unusable,
-            additional_kwargs={REASONING: thoughts} if thoughts else {},
+            additional_kwargs={REASONING: reasoning} if reasoning else {},
             usage_metadata=usage,
             response_metadata={
                 "finish_reason": "tool_calls" if answer.get("tool_calls") else answer["finish_reason"],

@@ -61,8 +61,8 @@ class FinishedMembers:
     def write(self, trajectory: Trajectory) -> None:
         """Write a trajectory, failed and cancelled ones included. Raises OSError where the disk refuses."""
         self._written[trajectory.id] = Stored(trajectory.id, self._payloads.write(trajectory))
-        for record, names in self._waiting.pop(trajectory.id, ()):
-            self._note(record, names)
+        for record, trajectory_ids in self._waiting.pop(trajectory.id, ()):
+            self._record_when_written(record, trajectory_ids)
 
     def member(
         self, key: str, group_id: str, member: int, trajectories: Sequence[Trajectory], *, pending: bool = False
@@ -72,8 +72,8 @@ class FinishedMembers:
         With ``pending`` they are written later, with the reward of their group.
         """
         del pending
-        names = [trajectory.id for trajectory in trajectories]
-        self._note({"key": key, "group": group_id, "member": member}, names)
+        trajectory_ids = [trajectory.id for trajectory in trajectories]
+        self._record_when_written({"key": key, "group": group_id, "member": member}, trajectory_ids)
 
     def restore(self, key: str) -> RestoredGroup | None:
         """Return the members of a requested group that earlier processes finished."""
@@ -91,13 +91,18 @@ class FinishedMembers:
         self._payloads.close()
         self._file.close()
 
-    def _note(self, record: dict[str, Any], names: list[str]) -> None:
-        missing = next((name for name in names if name not in self._written), None)
+    def _record_when_written(self, record: dict[str, Any], trajectory_ids: list[str]) -> None:
+        missing = next((trajectory_id for trajectory_id in trajectory_ids if trajectory_id not in self._written), None)
         if missing is not None:
-            self._waiting[missing].append((record, names))
+            self._waiting[missing].append((record, trajectory_ids))
             return
         self._file.append(
-            orjson.dumps({**record, "trajectories": [self._written.pop(name).record() for name in names]})
+            orjson.dumps(
+                {
+                    **record,
+                    "trajectories": [self._written.pop(trajectory_id).record() for trajectory_id in trajectory_ids],
+                }
+            )
         )
 
     def _restore(self, record: dict[str, Any]) -> None:

@@ -71,19 +71,19 @@ class Images:
             if source.is_file():
                 client.import_image_from_file(str(source), repository=repository, tag=version)
                 return
-            with tempfile.NamedTemporaryFile(suffix=".tar") as packed:
-                with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
+            with tempfile.NamedTemporaryFile(suffix=".tar") as archive_file:
+                with tarfile.open(fileobj=archive_file, mode="w", format=tarfile.GNU_FORMAT) as archive:
                     archive.add(source, arcname=".")
-                packed.flush()
-                client.import_image_from_file(packed.name, repository=repository, tag=version)
+                archive_file.flush()
+                client.import_image_from_file(archive_file.name, repository=repository, tag=version)
 
         return await self._make_once(name, load, f"importing {source}")
 
-    async def _make_once(self, name: str, make: Callable[[Any], None], what: str) -> str:
+    async def _make_once(self, name: str, make: Callable[[Any], None], action: str) -> str:
         if not await self._exists(name):
-            await self._engine.call(make, SandboxUnavailable, what)
+            await self._engine.call(make, SandboxUnavailable, action)
             if not await self._exists(name):
-                raise SandboxUnavailable(f"{what} produced no image {name!r}")
+                raise SandboxUnavailable(f"{action} produced no image {name!r}")
         return name
 
     async def _resolve(self, image: str) -> str:
@@ -130,13 +130,13 @@ class Images:
 def _content_digest(path: Path) -> str:
     """Return a digest of a file or folder: names, permissions, times and sizes; for builds also content."""
     digest = hashlib.blake2b(digest_size=10)
-    build = (path / "Dockerfile").is_file()
+    is_build = (path / "Dockerfile").is_file()
     files = [path] if path.is_file() else [Path(top) / name for top, _, names in os.walk(path) for name in names]
     for file in sorted(files):
-        state = file.lstat()
-        digest.update(f"{file.relative_to(path)}\0{state.st_mode}\0{state.st_size}\0".encode())
-        if build and file.is_file() and not file.is_symlink():
+        status = file.lstat()
+        digest.update(f"{file.relative_to(path)}\0{status.st_mode}\0{status.st_size}\0".encode())
+        if is_build and file.is_file() and not file.is_symlink():
             digest.update(file.read_bytes())
         else:
-            digest.update(str(state.st_mtime_ns).encode())
+            digest.update(str(status.st_mtime_ns).encode())
     return digest.hexdigest()

@@ -23,9 +23,8 @@ from turnwise.trainer.core import MicroBatch, RowKey, TrainRow
 from turnwise.trajectory import TrainSample
 from turnwise.types import Media
 
-# A shared stretch of fewer tokens costs more as a separate segment than it saves.
 SHORTEST_SHARED = 8
-"""In tokens."""
+"""Tokens: a shared stretch of fewer costs more as a separate segment than it saves."""
 
 Ids = npt.NDArray[np.int32]
 _Piece = tuple[list[int], int]
@@ -72,14 +71,14 @@ class PrefixTree:
         order = sorted(range(len(rows)), key=keys.__getitem__)
         prefixes = [0] * len(rows)
         for position in range(1, len(order)):
-            prefixes[position] = _common(rows[order[position - 1]], rows[order[position]])
-        for position, lowered in enumerate(_without_short(prefixes, shortest)):
+            prefixes[position] = _common_prefix(rows[order[position - 1]], rows[order[position]])
+        for position, lowered in enumerate(_without_short_stretches(prefixes, shortest)):
             prefixes[position] = lowered
-        prefixes = [0, *_without_short(prefixes[:0:-1], shortest)[::-1]][: len(rows)]
+        prefixes = [0, *_without_short_stretches(prefixes[:0:-1], shortest)[::-1]][: len(rows)]
         return cls(tuple(order), tuple(len(rows[index]) for index in order), tuple(prefixes))
 
     @classmethod
-    def apart(cls, lengths: Sequence[int]) -> RowSegments:
+    def without_sharing(cls, lengths: Sequence[int]) -> RowSegments:
         """Lay rows of these lengths out end to end, without shared prefixes."""
         count = len(lengths)
         return cls(tuple(range(count)), tuple(lengths), (0,) * count).as_segments(range(count))
@@ -100,8 +99,8 @@ class PrefixTree:
                 depth, pieces = open_forks.pop()
                 if open_forks[-1][0] < next_prefix:
                     open_forks.append((next_prefix, []))
-                open_forks[-1][1].extend(_together(pieces, depth, budget))
-        return [sorted(positions) for positions, _ in _together(open_forks[0][1], 0, budget) if positions]
+                open_forks[-1][1].extend(_combine_children(pieces, depth, budget))
+        return [sorted(positions) for positions, _ in _combine_children(open_forks[0][1], 0, budget) if positions]
 
     def as_segments(self, positions: Sequence[int]) -> RowSegments:
         """Lay rows out as segments; ``positions`` are ascending indices into ``order``, as ``RowSegments.sources``."""
@@ -127,17 +126,17 @@ class PrefixTree:
                 rows.append(row)
                 path.append(len(ends) - 1)
             tails.append(path[-1])
-        return _walk(ends, parents, rows, tails)
+        return _depth_first(ends, parents, rows, tails)
 
 
-def _common(one: Ids, other: Ids) -> int:
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+def _common_prefix(first: Ids, second: Ids) -> int:
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    difference = int(differs.argmax()) if length else 0
+    return difference if length and differs[difference] else length
 
 
-def _without_short(prefixes: Sequence[int], shortest: int) -> list[int]:
+def _without_short_stretches(prefixes: Sequence[int], shortest: int) -> list[int]:
     """Lower a prefix to the fork above it where fewer than ``shortest`` tokens lie between them."""
     forks = [0]
     lowered = []
@@ -150,33 +149,33 @@ def _without_short(prefixes: Sequence[int], shortest: int) -> list[int]:
     return lowered
 
 
-def _together(pieces: list[_Piece], depth: int, budget: int) -> list[_Piece]:
+def _combine_children(pieces: list[_Piece], depth: int, budget: int) -> list[_Piece]:
     """Combine the children of a fork, its ``depth`` prefix tokens counted once per result."""
     total = depth + sum(cost - depth for _, cost in pieces)
     if total <= budget:
         return [([position for positions, _ in pieces for position in positions], total)]
     combined: list[_Piece] = []
-    rooms: list[tuple[int, int]] = []
+    free_tokens: list[tuple[int, int]] = []
     for positions, cost in sorted(pieces, key=lambda piece: -piece[1]):
-        fits = bisect_left(rooms, (cost - depth, -1))
-        if fits < len(rooms):
-            room, number = rooms.pop(fits)
+        index = bisect_left(free_tokens, (cost - depth, -1))
+        if index < len(free_tokens):
+            free, number = free_tokens.pop(index)
             combined[number] = (combined[number][0] + positions, combined[number][1] + cost - depth)
-            insort(rooms, (room - cost + depth, number))
+            insort(free_tokens, (free - cost + depth, number))
         else:
-            insort(rooms, (budget - cost, len(combined)))
+            insort(free_tokens, (budget - cost, len(combined)))
             combined.append((positions, cost))
     return combined
 
 
-def _walk(ends: Sequence[int], parents: Sequence[int], rows: Sequence[int], tails: Sequence[int]) -> RowSegments:
+def _depth_first(ends: Sequence[int], parents: Sequence[int], rows: Sequence[int], tails: Sequence[int]) -> RowSegments:
     """Number the nodes of a tree (0 is the empty root) in depth-first order."""
     # A node's row is the first that goes through it, so rows and then depth are the order of a walk.
-    walk = sorted(range(1, len(ends)), key=lambda node: (rows[node], ends[node]))
-    numbers = {node: number for number, node in enumerate(walk)} | {0: -1}
+    order = sorted(range(1, len(ends)), key=lambda node: (rows[node], ends[node]))
+    numbers = {node: number for number, node in enumerate(order)} | {0: -1}
     segments, sources = [], []
     start = 0
-    for node in walk:
+    for node in order:
         first = ends[parents[node]]
         segments.append((start, ends[node] - first, numbers[parents[node]]))
         sources.append((rows[node], first, ends[node]))
@@ -207,58 +206,63 @@ def pack(rows: Sequence[TrainRow], max_tokens: int, *, share_prefixes: bool = Fa
         TrainError: A row cannot be trained; the message names row and field.
     """
     for index, row in enumerate(rows):
-        _check(index, row)
-    trained = [index for index, row in enumerate(rows) if row.sample.trained_tokens]
+        _check_row(index, row)
+    trained_rows = [index for index, row in enumerate(rows) if row.sample.trained_tokens]
     if not share_prefixes:
-        lengths = [len(rows[index].sample.input_ids) for index in trained]
+        lengths = [len(rows[index].sample.input_ids) for index in trained_rows]
         parts = first_fit(lengths, max_tokens)
-        layouts = [PrefixTree.apart([lengths[number] for number in part]) for part in parts]
-        return [_lay(rows, *packed) for packed in zip(_named(parts, trained), layouts, strict=True)]
+        layouts = [PrefixTree.without_sharing([lengths[number] for number in part]) for part in parts]
+        return [_make_batch(rows, *part) for part in zip(_rows_of(parts, trained_rows), layouts, strict=True)]
     # The state that predicts the last trained token is the last one that anything needs.
-    needed = [int(np.flatnonzero(rows[index].sample.loss_mask)[-1]) for index in trained]
-    keys: dict[str, int] = {}
-    tree = PrefixTree.of([_keyed(rows[index].sample, keys)[:end] for index, end in zip(trained, needed, strict=True)])
+    needed_lengths = [int(np.flatnonzero(rows[index].sample.loss_mask)[-1]) for index in trained_rows]
+    media_numbers: dict[str, int] = {}
+    tree = PrefixTree.of(
+        [
+            _ids_with_media(rows[index].sample, media_numbers)[:end]
+            for index, end in zip(trained_rows, needed_lengths, strict=True)
+        ]
+    )
     parts = tree.partition(max_tokens)
-    members = _named([[tree.order[position] for position in part] for part in parts], trained)
-    return [_lay(rows, names, tree.as_segments(part)) for names, part in zip(members, parts, strict=True)]
+    members = _rows_of([[tree.order[position] for position in part] for part in parts], trained_rows)
+    return [_make_batch(rows, names, tree.as_segments(part)) for names, part in zip(members, parts, strict=True)]
 
 
-def _keyed(sample: TrainSample, keys: dict[str, int]) -> Ids:
+def _ids_with_media(sample: TrainSample, media_numbers: dict[str, int]) -> Ids:
     """Return the ids of a sample with negative numbers, one per content, in place of media: equal ids are equal inputs.
 
-    ``keys`` are the numbers by digest, and are extended.
+    ``media_numbers`` are the numbers by digest, and are extended.
     """
     if not sample.media:
         return sample.input_ids
     ids = sample.input_ids.copy()
     for media in sample.media:
-        ids[media.position : media.end] = -1 - keys.setdefault(media.digest, len(keys))
+        ids[media.position : media.end] = -1 - media_numbers.setdefault(media.digest, len(media_numbers))
     return ids
 
 
-def _named(parts: Sequence[Sequence[int]], names: Sequence[int]) -> list[list[int]]:
-    return [[names[number] for number in part] for part in parts]
+def _rows_of(parts: Sequence[Sequence[int]], row_indices: Sequence[int]) -> list[list[int]]:
+    return [[row_indices[number] for number in part] for part in parts]
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Assign rows of these lengths to micro-batches, longest first (stable); return the indices of each one's."""
-    bins: list[list[int]] = []
-    room: list[int] = []
+    batches: list[list[int]] = []
+    free_tokens: list[int] = []
     first_open = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        number = next((n for n in range(first_open, len(bins)) if room[n] >= lengths[index]), len(bins))
-        if number == len(bins):
-            bins.append([])
-            room.append(max_tokens)
-        bins[number].append(index)
-        room[number] -= lengths[index]
+        number = next((n for n in range(first_open, len(batches)) if free_tokens[n] >= lengths[index]), len(batches))
+        if number == len(batches):
+            batches.append([])
+            free_tokens.append(max_tokens)
+        batches[number].append(index)
+        free_tokens[number] -= lengths[index]
         # Lengths only fall from here on, so full bins at the front need no second look.
-        while first_open < len(bins) and room[first_open] <= 0:
+        while first_open < len(batches) and free_tokens[first_open] <= 0:
             first_open += 1
-    return bins
+    return batches
 
 
-def _check(index: int, row: TrainRow) -> None:
+def _check_row(index: int, row: TrainRow) -> None:
     where = f"row {index} (trajectory {row.sample.trajectory_id})"
     if row.sample.loss_mask[0]:
         raise TrainError(f"{where}: loss_mask[0] is true, but nothing stands before the first token to predict it from")
@@ -266,60 +270,62 @@ def _check(index: int, row: TrainRow) -> None:
         raise TrainError(f"{where}: advantage or weight is not finite; look at the rewards of its group")
 
 
-def _lay(rows: Sequence[TrainRow], members: Sequence[int], laid: RowSegments) -> MicroBatch:
+def _make_batch(rows: Sequence[TrainRow], members: Sequence[int], layout: RowSegments) -> MicroBatch:
     packed = [rows[index] for index in members]
-    ids = [packed[number].sample.input_ids[first:end] for number, first, end in laid.sources]
-    trained = [np.flatnonzero(row.sample.loss_mask) for row in packed]
+    ids = [packed[number].sample.input_ids[first:end] for number, first, end in layout.sources]
+    targets = [np.flatnonzero(row.sample.loss_mask) for row in packed]
 
     def of_tokens(values: Sequence[float | npt.NDArray[np.float32]]) -> Tensor:
         picked = [
             np.broadcast_to(np.asarray(value, np.float32), row.sample.loss_mask.shape)[tokens]
-            for value, row, tokens in zip(values, packed, trained, strict=True)
+            for value, row, tokens in zip(values, packed, targets, strict=True)
         ]
         return torch.from_numpy(np.concatenate(picked))
 
     return MicroBatch(
         input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64))[None],
-        position_ids=torch.from_numpy(np.concatenate([np.arange(first, end) for _, first, end in laid.sources]))[None],
-        segments=laid.segments,
+        position_ids=torch.from_numpy(np.concatenate([np.arange(first, end) for _, first, end in layout.sources]))[
+            None
+        ],
+        segments=layout.segments,
         rows=tuple(members),
-        predictors=torch.from_numpy(np.concatenate(_predictors(laid, trained))),
+        predictors=torch.from_numpy(np.concatenate(_predictors(layout, targets))),
         target_ids=torch.from_numpy(
             np.concatenate(
-                [row.sample.input_ids[tokens] for row, tokens in zip(packed, trained, strict=True)], dtype=np.int64
+                [row.sample.input_ids[tokens] for row, tokens in zip(packed, targets, strict=True)], dtype=np.int64
             )
         ),
         rollout_logprobs=of_tokens([row.sample.rollout_logprobs for row in packed]),
         advantages=of_tokens([row.advantage for row in packed]),
         weights=of_tokens([row.weight * row.importance for row in packed]),
         temperatures=of_tokens([row.temperature or 1.0 for row in packed]),
-        sequences=torch.from_numpy(np.repeat(np.arange(len(packed)), [len(tokens) for tokens in trained])),
-        turns=torch.from_numpy(_turns(packed)),
-        media=_media(packed, laid),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(packed)), [len(tokens) for tokens in targets])),
+        turns=torch.from_numpy(_turn_numbers(packed)),
+        media=_media(packed, layout),
         old_values=None if (values := _all_or_none([row.values for row in packed])) is None else of_tokens(values),
         returns=None if (returns := _all_or_none([row.returns for row in packed])) is None else of_tokens(returns),
     )
 
 
-def _media(rows: Sequence[TrainRow], laid: RowSegments) -> tuple[Media, ...]:
+def _media(rows: Sequence[TrainRow], layout: RowSegments) -> tuple[Media, ...]:
     """Return the media of rows at their packed positions."""
     return tuple(
         media.at(start + media.position - first)
-        for (start, _, _), (number, first, end) in zip(laid.segments, laid.sources, strict=True)
+        for (start, _, _), (number, first, end) in zip(layout.segments, layout.sources, strict=True)
         for media in rows[number].sample.media
         if first <= media.position < end
     )
 
 
-def _predictors(laid: RowSegments, trained: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+def _predictors(layout: RowSegments, targets: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
     """Return for each row the positions of the states that predict its trained tokens."""
     predictors = []
-    for path, tokens in zip(laid.paths, trained, strict=True):
+    for path, tokens in zip(layout.paths, targets, strict=True):
         # The token at position t is predicted by the state at t - 1, which may stand in an ancestor; no row trains its
         # first token.
-        begins = np.asarray([laid.sources[segment][1] for segment in path])
-        shifts = np.asarray([laid.segments[segment][0] for segment in path]) - begins
-        predictors.append(tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, side="right") - 1])
+        starts = np.asarray([layout.sources[segment][1] for segment in path])
+        shifts = np.asarray([layout.segments[segment][0] for segment in path]) - starts
+        predictors.append(tokens - 1 + shifts[np.searchsorted(starts, tokens - 1, side="right") - 1])
     return predictors
 
 
@@ -330,7 +336,7 @@ def _all_or_none(values: Sequence[npt.NDArray[np.float32] | None]) -> list[npt.N
     return present or None
 
 
-def _turns(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:
+def _turn_numbers(rows: Sequence[TrainRow]) -> npt.NDArray[np.int64]:
     by_row: list[npt.NDArray[np.int64]] = []
     count = 0
     for row in rows:
@@ -353,7 +359,7 @@ def score_rows(score: Scorer, rows: Sequence[TrainRow], batch: BatchConfig) -> d
     """Return the scores of the trained tokens, in main memory, by the index of their row."""
     batches = pack(rows, batch.max_tokens_per_micro_batch, share_prefixes=batch.share_prefixes)
     by_row: dict[int, Tensor] = {}
-    for micro, scores in zip(batches, score(batches), strict=True):
-        parts = torch.split(scores.cpu(), [rows[index].sample.trained_tokens for index in micro.rows])
-        by_row |= zip(micro.rows, parts, strict=True)
+    for micro_batch, scores in zip(batches, score(batches), strict=True):
+        parts = torch.split(scores.cpu(), [rows[index].sample.trained_tokens for index in micro_batch.rows])
+        by_row |= zip(micro_batch.rows, parts, strict=True)
     return by_row

@@ -28,7 +28,7 @@ LEAGUES = "league"
 # PART-KEY/MEMBER.ATTEMPT, and the name of a session that is not the main one.
 _SESSION = re.compile(r"\d+-(?P<key>.*)/\d+\.\d+(?:/.*)?", re.DOTALL)
 # Groups whose choice is remembered; those in flight are far fewer.
-_REMEMBERED = 4096
+_MOST_REMEMBERED = 4096
 
 
 def version_folder(run: Path, name: str, version: int) -> Path:
@@ -53,19 +53,19 @@ class LeagueClient(LLMClient):
         self._name = name
         self._config = config
         self._clients = list(clients)
-        self._chosen: OrderedDict[str, int] = OrderedDict()
+        self._slot_of_group: OrderedDict[str, int] = OrderedDict()
 
     def slot_of(self, session_id: str) -> int:
         """Return the slot that a session samples from; it stays the same for its group while that is in flight."""
         match = _SESSION.fullmatch(session_id)
         group = session_id if match is None else match["key"]
-        if group not in self._chosen:
+        if group not in self._slot_of_group:
             index = stable_hash("league", self._name, group) % len(self.slots)
-            self._chosen[group] = self.slots[-1 if self._config.choose == "latest" else index]
-            if len(self._chosen) > _REMEMBERED:
-                self._chosen.popitem(last=False)
-        self._chosen.move_to_end(group)
-        return self._chosen[group]
+            self._slot_of_group[group] = self.slots[-1 if self._config.choose == "latest" else index]
+            if len(self._slot_of_group) > _MOST_REMEMBERED:
+                self._slot_of_group.popitem(last=False)
+        self._slot_of_group.move_to_end(group)
+        return self._slot_of_group[group]
 
     async def generate(self, prompt: TokenPrompt, params: SamplingParams, *, session_id: str) -> Completion:
         """Sample from the version that plays the session's group."""
@@ -161,13 +161,13 @@ class League:
         if versions:
             self.versions = list(versions)
         elif self._policy.config.policy.model.continues_adapter:
-            self._write(0)
+            self._write_version(0)
         self.client.slots = list(range(len(self.versions)))
         for slot, version in enumerate(self.versions):
             if version or self._policy.config.policy.model.continues_adapter:
-                await self._serve(slot, version)
+                await self._serve_version(slot, version)
 
-    async def take(self, step: int) -> bool:
+    async def add_if_due(self, step: int) -> bool:
         """Add the policy's weights of a step where one is due; return whether they were added.
 
         Raises:
@@ -176,13 +176,13 @@ class League:
         """
         if step % self._config.every or step in self.versions:
             return False
-        self._write(step)
+        self._write_version(step)
         slots = self.client.slots
-        full = len(slots) == len(self.fleets)
-        slot = slots[0] if full else len(slots)
-        await self._serve(slot, step)
-        self.client.slots = [*(slots[1:] if full else slots), slot]
-        self.versions = [*(self.versions[1:] if full else self.versions), step]
+        is_full = len(slots) == len(self.fleets)
+        slot = slots[0] if is_full else len(slots)
+        await self._serve_version(slot, step)
+        self.client.slots = [*(slots[1:] if is_full else slots), slot]
+        self.versions = [*(self.versions[1:] if is_full else self.versions), step]
         return True
 
     def prune(self, store: CheckpointStore) -> None:
@@ -194,8 +194,8 @@ class League:
             return
         needed = {*self.versions, *(version for state in states for version in state.leagues.get(self.name, ()))}
         folders = {version_folder(self._run, self.name, version).name for version in needed}
-        home = self._run / LEAGUES / self.name
-        for folder in home.iterdir() if home.is_dir() else ():
+        league_folder = self._run / LEAGUES / self.name
+        for folder in league_folder.iterdir() if league_folder.is_dir() else ():
             if folder.name not in folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -206,27 +206,27 @@ class League:
             f"league/newest/{self.name}": float(self.versions[-1]),
         }
 
-    def _write(self, version: int) -> None:
+    def _write_version(self, version: int) -> None:
         """Write the policy's weights to the folder of a version, adapters merged. Atomic."""
-        final = version_folder(self._run, self.name, version)
+        folder = version_folder(self._run, self.name, version)
         try:
-            private_directory(final.parent)
+            private_directory(folder.parent)
             # A killed process may have written the same step.
-            with drafted_directory(final) as draft:
+            with drafted_directory(folder) as draft:
                 self._policy.learner.save_model(draft)
                 save_format(self._policy.renderer, draft)
         except OSError as error:
-            raise CheckpointError(f"league version {final} cannot be written: {error}; free disk space") from error
+            raise CheckpointError(f"league version {folder} cannot be written: {error}; free disk space") from error
 
-    async def _serve(self, slot: int, version: int) -> None:
+    async def _serve_version(self, slot: int, version: int) -> None:
         folder = version_folder(self._run, self.name, version)
         if not folder.is_dir():
-            start = Path(self._policy.config.policy.model.path)
+            start_model = Path(self._policy.config.policy.model.path)
             if version or self._policy.config.policy.model.continues_adapter:
                 raise CheckpointError(
                     f"{folder} is missing, which the league {self.name} of the checkpoint holds: restore it, or start "
                     "over with --fresh"
                 )
-            folder = start
+            folder = start_model
         fleet, writer, weights = self.fleets[slot], self._writers[slot], load_model(folder)
         await fleet.with_recovery(lambda: writer.sync(weights.named_weights(), fleet.replicas, version))

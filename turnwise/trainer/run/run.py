@@ -235,7 +235,7 @@ class TrainRun(RunFiles):
         self.state.weight_version = step
         metrics = {"sync/bytes": float(sum(written))}
         for name, league in self.leagues.items():
-            await league.take(step)
+            await league.add_if_due(step)
             self.state.leagues[name] = list(league.versions)
             metrics |= league.metrics()
         return metrics

@@ -19,7 +19,7 @@ _ANSWER_KEY: Final = re.compile(
 )
 _CHOICE_KEY: Final = re.compile(r"(^|_)(choices?|options?|candidates?)($|_)", re.IGNORECASE)
 _MAX_EPISODES: Final = 12
-_SHORT_ANSWER: Final = 3
+_SHORT_ANSWER_LENGTH: Final = 3
 _MAX_MOVES: Final = 100
 
 
@@ -32,8 +32,8 @@ async def tools_shown(context: CheckContext) -> None:
         tools = schemas(episode.env)
         if not tools:
             return
-        with_tools, without = (list(context.subject.prompt(episode.messages, offered)) for offered in (tools, ()))
-        if with_tools == without:
+        with_tools, without_tools = (list(context.subject.prompt(episode.messages, offered)) for offered in (tools, ()))
+        if with_tools == without_tools:
             context.add_finding(
                 "tools shown",
                 f"the chat template does not show tools: with and without {', '.join(tool.name for tool in tools)} the "
@@ -45,12 +45,12 @@ async def tools_shown(context: CheckContext) -> None:
 
 async def lengths(context: CheckContext) -> None:
     """Check that the prompt and the longest tool result fit into the context."""
-    count = context.subject.count_tokens
+    count_tokens = context.subject.count_tokens
     prompts: list[int] = []
-    longest = (0, "")
+    longest_answer = (0, "")
     for task, seed in context.episodes:
         async with context.new_episode(task, seed) as episode:
-            tokens = sum(map(count, _texts(episode.messages))) + count(_tools_text(schemas(episode.env)))
+            tokens = sum(map(count_tokens, _texts(episode.messages))) + count_tokens(_tools_text(schemas(episode.env)))
             prompts.append(tokens)
             start = len(episode.messages)
             for call in usable_calls(episode.env):
@@ -60,22 +60,25 @@ async def lengths(context: CheckContext) -> None:
             if not episode.is_over:
                 await context.step(episode, {"role": "assistant", "content": "I do not know."})
             for message in episode.messages[start:]:
-                longest = max(longest, (count(text_of(message)), message.get("name") or message["role"]))
-    context.report.figures |= {"prompt tokens, most": max(prompts), "answer tokens, most": longest[0]}
+                longest_answer = max(
+                    longest_answer, (count_tokens(text_of(message)), message.get("name") or message["role"])
+                )
+    answer_tokens, answer_name = longest_answer
+    context.report.figures |= {"prompt tokens, most": max(prompts), "answer tokens, most": answer_tokens}
     limit = context.subject.context_length
     if limit is None:
         return
     if max(prompts) >= limit:
         text = f"the prompt with the tools has {max(prompts)} tokens, and the context {limit}"
         context.add_finding("lengths", text, "shorten the prompt or the tools' descriptions, or use a longer context")
-    elif max(prompts) + longest[0] >= limit:
-        text = f"the prompt has {max(prompts)} tokens and an answer of {longest[1]!r} {longest[0]}: the context {limit}"
+    elif max(prompts) + answer_tokens >= limit:
+        text = f"the prompt has {max(prompts)} tokens and an answer of {answer_name!r} {answer_tokens}: the context {limit}"
         context.add_finding("lengths", text, "limit the tool's output: @function_tool(max_output=...)")
     elif 2 * max(prompts) > limit:
         text = f"the prompt with the tools has {max(prompts)} tokens: more than half of the context, {limit}"
         context.add_finding("lengths", text, "shorten it, or use a longer context", severity="warning")
-    elif 4 * longest[0] > limit:
-        text = f"an answer of {longest[1]!r} has {longest[0]} tokens: more than a quarter of the context, {limit}"
+    elif 4 * answer_tokens > limit:
+        text = f"an answer of {answer_name!r} has {answer_tokens} tokens: more than a quarter of the context, {limit}"
         context.add_finding("lengths", text, "limit it: @function_tool(max_output=...)", severity="warning")
 
 
@@ -93,7 +96,7 @@ async def answers(context: CheckContext) -> None:
     Single occurrences may be chance, and listed choices always contain the answer; so it is a leak if an episode's
     answers occur in its texts far more often than those of other episodes.
     """
-    rows: list[tuple[set[str], dict[str, str]]] = []
+    episodes_searched: list[tuple[set[str], dict[str, str]]] = []
     episodes = [(task, seed) for seed in context.subject.seeds for task in context.subject.tasks]
     if len(context.subject.tasks) == 1 and not context.single:
         episodes = [
@@ -101,39 +104,39 @@ async def answers(context: CheckContext) -> None:
         ]
     for task, seed in episodes[:_MAX_EPISODES]:
         async with context.new_episode(task, seed) as episode:
-            texts_by_place = _searched_texts(episode.env, episode.messages)
-            rows.append((await _answers_of(context, episode), texts_by_place))
-    for location in sorted({location for _, texts_by_place in rows for location in texts_by_place}):
-        texts = [texts_by_place.get(location, "") for _, texts_by_place in rows]
+            texts_by_location = _searched_texts(episode.env, episode.messages)
+            episodes_searched.append((await _answers_of(context, episode), texts_by_location))
+    for location in sorted({location for _, texts_by_location in episodes_searched for location in texts_by_location}):
+        texts = [texts_by_location.get(location, "") for _, texts_by_location in episodes_searched]
         leaked = [
-            next((answer for answer in expected if _occurs(answer, text)), None)
-            for (expected, _), text in zip(rows, texts, strict=True)
+            next((answer for answer in episode_answers if _occurs(answer, text)), None)
+            for (episode_answers, _), text in zip(episodes_searched, texts, strict=True)
         ]
-        has_answer = [bool(expected) for expected, _ in rows]
+        has_answer = [bool(episode_answers) for episode_answers, _ in episodes_searched]
         if not any(has_answer):
             continue
         share = sum(answer is not None for answer in leaked) / sum(has_answer)
-        if share - _chance_share(rows, texts) <= 0.5:
+        if share - _chance_share(episodes_searched, texts) <= 0.5:
             continue
         leaks = [answer for answer in leaked if answer is not None]
-        certain = max(map(len, leaks)) > _SHORT_ANSWER or len(set(leaks)) > 2
+        is_certain = max(map(len, leaks)) > _SHORT_ANSWER_LENGTH or len(set(leaks)) > 2
         context.add_finding(
             "answers",
             f"the answer occurs in the {location} in {len(leaks)} of {sum(has_answer)} episodes, such as {leaks[0]!r}",
             "remove it, or rename the field of task.data where it is not an answer",
-            severity="error" if certain else "warning",
+            severity="error" if is_certain else "warning",
         )
 
 
-def _chance_share(rows: Sequence[tuple[set[str], Any]], texts: Sequence[str]) -> float:
+def _chance_share(episodes_searched: Sequence[tuple[set[str], Any]], texts: Sequence[str]) -> float:
     """Return how often an episode's answers occur in the text of another one with other answers."""
-    pairs = [
-        any(_occurs(answer, text) for answer in expected - own_answers)
-        for (own_answers, _), text in zip(rows, texts, strict=True)
-        for expected, _ in rows
-        if expected - own_answers
+    occurrences = [
+        any(_occurs(answer, text) for answer in other_answers - own_answers)
+        for (own_answers, _), text in zip(episodes_searched, texts, strict=True)
+        for other_answers, _ in episodes_searched
+        if other_answers - own_answers
     ]
-    return sum(pairs) / len(pairs) if pairs else 0.0
+    return sum(occurrences) / len(occurrences) if occurrences else 0.0
 
 
 def _occurs(answer: str, text: str) -> bool:
@@ -150,7 +153,7 @@ async def _answers_of(context: CheckContext, episode: CheckEpisode) -> set[str]:
     final = await _solution_text(context, episode)
     if final:
         strings.add(final)
-    return {plain for plain in map(_normalise, strings) if plain}
+    return {normalised for normalised in map(_normalise, strings) if normalised}
 
 
 async def _solution_text(context: CheckContext, episode: CheckEpisode) -> str:
@@ -172,10 +175,10 @@ async def _solution_text(context: CheckContext, episode: CheckEpisode) -> str:
 
 def _strings(value: Any, key: re.Pattern[str], selected: bool) -> Iterator[str]:
     if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _strings(inner, key, selected or key.search(str(name)) is not None)
+        for name, member in value.items():
+            yield from _strings(member, key, selected or key.search(str(name)) is not None)
     elif isinstance(value, (list, tuple)):
-        yield from itertools.chain.from_iterable(_strings(inner, key, selected) for inner in value)
+        yield from itertools.chain.from_iterable(_strings(member, key, selected) for member in value)
     elif selected and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         yield str(value)
 
