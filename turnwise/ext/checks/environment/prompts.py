@@ -72,7 +72,8 @@ async def lengths(context: CheckContext) -> None:
         text = f"the prompt with the tools has {max(prompts)} tokens, and the context {limit}"
         context.add_finding("lengths", text, "shorten the prompt or the tools' descriptions, or use a longer context")
     elif max(prompts) + answer_tokens >= limit:
-        text = f"the prompt has {max(prompts)} tokens and an answer of {answer_name!r} {answer_tokens}: the context {limit}"
+        sizes = f"the prompt has {max(prompts)} tokens and an answer of {answer_name!r} {answer_tokens}"
+        text = f"{sizes}: the context {limit}"
         context.add_finding("lengths", text, "limit the tool's output: @function_tool(max_output=...)")
     elif 2 * max(prompts) > limit:
         text = f"the prompt with the tools has {max(prompts)} tokens: more than half of the context, {limit}"
