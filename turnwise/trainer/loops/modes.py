@@ -72,7 +72,7 @@ async def train_colocate_async(run: TrainRun) -> None:
                 await run.pause_servers()
             learned = await learn(run, batch, train_thread)
             run.advance()
-            await publish(run, [learned], still=True)
+            await publish(run, [learned], pause=True)
             request_ahead(run, step + 1)
             await finish_step(run)
 

@@ -424,10 +424,10 @@ def _update(
     return metrics
 
 
-async def publish(run: TrainRun, parts: Sequence[TrainedBatch], *, still: bool = False) -> dict[str, float]:
+async def publish(run: TrainRun, parts: Sequence[TrainedBatch], *, pause: bool = False) -> dict[str, float]:
     """Send the weights of the current step to the servers, and log its metrics.
 
-    With ``still``, the servers abort running requests and wait for the weights; clients resume under the new ones.
+    With ``pause``, the servers abort running requests and wait for the weights; clients resume under the new ones.
 
     Raises:
         InferenceError: A server died more often than ``inference.max_restarts``.
@@ -435,7 +435,7 @@ async def publish(run: TrainRun, parts: Sequence[TrainedBatch], *, still: bool =
     began = time.monotonic()
     try:
         with run.timeline.span(SYNC, run.state.step):
-            sent = await run.sync_weights(still=still)
+            sent = await run.sync_weights(pause=pause)
     except BaseException:  # also a cancellation
         # The step is made, and is saved: the log must not lack it because its weights did not get further.
         run.log(step_record(run, parts, began))

@@ -198,10 +198,10 @@ def serving_together(policies: Mapping[str, TrainedPolicy]) -> list[list[Trained
     return list(policies_by_fleet.values())
 
 
-async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, still: bool = False) -> int:
+async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, pause: bool = False) -> int:
     """Send the weights of policies of the same servers to them as a version; return the bytes written.
 
-    A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered. ``still`` makes
+    A server that dies meanwhile is restarted and then updated. Unchanged weights are only renumbered. ``pause`` makes
     servers abort running requests and pause meanwhile.
 
     Raises:
@@ -210,11 +210,11 @@ async def sync_weights(policies: Sequence[TrainedPolicy], version: int, *, still
     fleet = policies[0].fleet
 
     async def write() -> None:
-        if still:
+        if pause:
             await fleet.pause()
         for policy in policies:
             await policy.write_weights(version)
-        if still:
+        if pause:
             await fleet.resume()
 
     bytes_before = sum(policy.writer.written_bytes for policy in policies)

@@ -70,10 +70,10 @@ class Servers:
             await policy.fleet.recover(error)
         await self.frozen.recover(error)
 
-    async def beside(self, first: str) -> dict[str, ServedPolicy]:
+    async def other_policies(self, first: str) -> dict[str, ServedPolicy]:
         """Return what episodes sample from besides the ``first`` policy."""
-        further = {name: await policy.served() for name, policy in self.policies.items() if name != first}
-        return {**further, **self.frozen.policies}
+        others = {name: await policy.served() for name, policy in self.policies.items() if name != first}
+        return {**others, **self.frozen.policies}
 
 
 async def launch_servers(
@@ -81,10 +81,10 @@ async def launch_servers(
 ) -> Servers:
     """Start the servers, those of frozen policies included; all requests are recorded in the ledger."""
     model, logs = Path(config.policy.model.path), directory / "logs"
-    book = LedgerWriter(directory / "ledger.jsonl")
-    stack.push(book.leave)
-    policies = await serve_policies(config, start.policies, logs, book, stack)
-    frozen = await open_frozen(config.other_frozen, start.frozen, stack, start=model, logs=logs, book=book)
+    ledger = LedgerWriter(directory / "ledger.jsonl")
+    stack.push(ledger.leave)
+    policies = await serve_policies(config, start.policies, logs, ledger, stack)
+    frozen = await open_frozen(config.other_frozen, start.frozen, stack, start=model, logs=logs, book=ledger)
     for policy in policies.values():
         policy.teacher = Teacher.of(policy.config.algorithm.distill, frozen)
     leagues: dict[str, League] = {}
@@ -94,7 +94,7 @@ async def launch_servers(
         league = leagues[name] = await League.open(name, frozen_config, policy, directory, stack)
         await league.restore(start.state.leagues.get(name, ()))
         frozen.fleets |= {f"{name}-{slot}": fleet for slot, fleet in enumerate(league.fleets)}
-        client = LedgerClient(league.client, book)
+        client = LedgerClient(league.client, ledger)
         stack.push_async_callback(client.close)
         info = await client.model_info()
         frozen.policies[name] = ServedPolicy(client, policy.renderer, info, frozen_config.temperature)
@@ -190,10 +190,10 @@ class TrainRun(RunFiles):
         if self.scheduled != self.state.step:
             self._schedule()
 
-        def changing() -> None:
+        def mark_torn() -> None:
             self.torn = True
 
-        yield changing
+        yield mark_torn
         self.torn = False
 
     def _schedule(self) -> None:
@@ -201,13 +201,13 @@ class TrainRun(RunFiles):
         self.scheduled = self.state.step
         # What the first part sampled is counted already, the step itself is not.
         groups = self.config.batch.groups
-        first = math.ceil(groups / self.config.overlap.stream) / groups
-        steps = self.budget.expected_steps(under_way={"sampled_tokens": first})
+        first_part_share = math.ceil(groups / self.config.overlap.stream) / groups
+        steps = self.budget.expected_steps(under_way={"sampled_tokens": first_part_share})
         for policy in self.policies.values():
-            alone = policy.config
-            policy.learner.total_steps = max(1, steps - alone.critic_alone) * alone.updates_per_step
+            own_config = policy.config
+            policy.learner.total_steps = max(1, steps - own_config.critic_alone) * own_config.updates_per_step
             if policy.critic is not None:
-                policy.critic.total_steps = steps * alone.updates_per_step
+                policy.critic.total_steps = steps * own_config.updates_per_step
 
     def advance(self) -> None:
         """Advance to the next step after its updates."""
@@ -225,15 +225,17 @@ class TrainRun(RunFiles):
         for first, *_ in serving_together(self.policies):
             await first.pause()
 
-    async def sync_weights(self, *, still: bool = False) -> dict[str, float]:
+    async def sync_weights(self, *, pause: bool = False) -> dict[str, float]:
         """Send the weights of all policies to their servers as the version of this step; return metrics.
 
         See :func:`~turnwise.trainer.run.policies.sync_weights`.
         """
         step = self.state.step
-        written = [await sync_weights(policies, step, still=still) for policies in serving_together(self.policies)]
+        bytes_written = [
+            await sync_weights(policies, step, pause=pause) for policies in serving_together(self.policies)
+        ]
         self.state.weight_version = step
-        metrics = {"sync/bytes": float(sum(written))}
+        metrics = {"sync/bytes": float(sum(bytes_written))}
         for name, league in self.leagues.items():
             await league.add_if_due(step)
             self.state.leagues[name] = list(league.versions)
@@ -242,8 +244,8 @@ class TrainRun(RunFiles):
 
     async def memory(self) -> dict[str, float]:
         """Return the memory of the trainer and its servers as metrics."""
-        together = serving_together(self.policies)
-        servers = [memory for first, *_ in together for memory in await first.fleet.memory()]
+        by_fleet = serving_together(self.policies)
+        servers = [memory for first, *_ in by_fleet for memory in await first.fleet.memory()]
         return memory_metrics(process_memory(device_peak=peak_bytes()), servers)
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -257,19 +259,19 @@ class TrainRun(RunFiles):
     def diagnose(self, gaps: Mapping[str, Gaps], groups: Sequence[TrajectoryGroup]) -> None:
         """Record the gaps of the current step by policy, and print warnings."""
         step = self.state.step
-        for warned in self.diagnostics.step(step, self.state.metrics, gaps, groups):
-            self.metrics.log({"kind": "warning", "step": step, "name": warned.name, "text": warned.text})
-            self.display.say(f"warning: step {step}: {warned.text}")
+        for warning in self.diagnostics.step(step, self.state.metrics, gaps, groups):
+            self.metrics.log({"kind": "warning", "step": step, "name": warning.name, "text": warning.text})
+            self.display.say(f"warning: step {step}: {warning.text}")
 
     async def evaluate(self, label: str) -> EvalResult | None:
         """Evaluate on the held-out tasks and log the figures; None if there are none."""
-        plan = self.config.eval
-        if plan is None or not self.eval_tasks:
+        eval_config = self.config.eval
+        if eval_config is None or not self.eval_tasks:
             return None
         self.display.status(f"{label}: evaluating {len(self.eval_tasks)} tasks")
         await self.hooks.call("on_validate_begin", partition="val")
         with self.timeline.span(EVALUATION, label):
-            result = await evaluate(self.manager, plan, tasks=self.eval_tasks, label=label)
+            result = await evaluate(self.manager, eval_config, tasks=self.eval_tasks, label=label)
         self.last_eval = result.to_json()
         if self.first_eval is None:
             self.first_eval = self.last_eval
@@ -290,12 +292,12 @@ class TrainRun(RunFiles):
         with self.timeline.span(CHECKPOINT, self.state.step):
             # Groups that the checkpoint counts as trained must not become available again after a power cut.
             self.journal.sync()
-            self.store.save(self.state, self._write, self.figures)
+            self.store.save(self.state, self._write_policies, self.figures)
         self.saved_step = self.state.step
         for league in self.leagues.values():
             league.prune(self.store)
 
-    def _write(self, checkpoint: Path) -> None:
+    def _write_policies(self, checkpoint: Path) -> None:
         for name, policy in self.policies.items():
             policy.save(policy_folder(checkpoint, name, self.policies))
 
@@ -335,9 +337,9 @@ async def open_run(
             await run.sync_weights()
         yield run
         for together in serving_together(run.policies):
-            whose = {"policy": ", ".join(policy.name for policy in together)} if len(run.policies) > 1 else {}
+            policy_fields = {"policy": ", ".join(policy.name for policy in together)} if len(run.policies) > 1 else {}
             stats = await together[0].fleet.stats()
-            run.metrics.log({"kind": "inference", "step": run.state.step, **whose, **stats})
+            run.metrics.log({"kind": "inference", "step": run.state.step, **policy_fields, **stats})
 
 
 async def _check_room(run: TrainRun, console: Console) -> None:
@@ -362,7 +364,7 @@ async def _assemble(
     state = start.state
     files = open_files(config, directory, start, part, console, stack)
     servers = await launch_servers(config, directory, start, stack)
-    first, policy = next(iter(servers.policies.items()))
+    first_name, policy = next(iter(servers.policies.items()))
     fleets = {name: trained.fleet for name, trained in servers.policies.items()}
     buffer = await stack.enter_async_context(make_buffer(config.replay, config.replay_facts, files.journal))
 
@@ -379,8 +381,8 @@ async def _assemble(
         journal=files.journal,
         rolling=lambda group_id: files.timeline.span(GROUP, group_id),
         recover=servers.recover,
-        policy=first,
-        policies=await servers.beside(first),
+        policy=first_name,
+        policies=await servers.other_policies(first_name),
         search=None if config.eval is None else config.eval.search,
         custom=config.custom,
         notify=partial(console.print, highlight=False, markup=False, soft_wrap=True),
@@ -390,14 +392,14 @@ async def _assemble(
     stack.push_async_callback(manager.close)
     scheduler = TaskScheduler(config, start.tasks, manager, buffer, lambda: state.weight_version)
     budget = Budget.of(config.steps, config.budget, {**state.spent, "steps": state.step})
-    done, share = state.step, budget.nearest[1]
+    steps_done, share = state.step, budget.nearest[1]
     display = LiveDisplay(
-        config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=done, share_at_start=share
+        config.name, config.steps, COLUMNS, curve="reward/mean", console=console, done=steps_done, share_at_start=share
     )
     stack.enter_context(display)
     run = TrainRun(
         **vars(files),
-        **_read(config, directory, start),
+        **_start_fields(config, directory, start),
         policies=servers.policies,
         leagues=servers.leagues,
         buffer=buffer,
@@ -410,7 +412,7 @@ async def _assemble(
     return run
 
 
-def _read(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
+def _start_fields(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
     """Return the parts of a run that were read before it started."""
     return {
         "config": config,
@@ -426,6 +428,6 @@ def _read(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
 def _save_unsaved(run: TrainRun) -> None:
     """Save the last finished step, unless it is saved or the weights are torn or lost."""
     processes = [policy.learner.processes for policy in run.policies.values()]
-    lost = any(ranks is not None and ranks.lost for ranks in processes)
-    if run.state.step > run.saved_step and not run.torn and not lost:
+    is_lost = any(ranks is not None and ranks.lost for ranks in processes)
+    if run.state.step > run.saved_step and not run.torn and not is_lost:
         run.save()
