@@ -6,8 +6,7 @@ Usage:
 
 A dump holds public and documented names with their signatures, keys of configurations, commands, names of metrics,
 names in registries, routes, environment variables, and names of files. With ``--runs`` it trains and evaluates a small
-model in DIR (a minute) and adds the files of these runs with the keys of what they hold. Modules are no part of a name:
-where names stand is written beside them, under ``places``, and not compared.
+model in DIR (a minute) and adds the files of these runs with the keys of what they hold. Modules are no part of a name.
 """
 
 from __future__ import annotations
@@ -25,9 +24,12 @@ import subprocess
 import sys
 import tomllib
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "turnwise"
@@ -35,7 +37,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from turnwise.errors import TurnwiseError  # noqa: E402
 
-# Registries, each by names that it must hold: a registry is found whatever it is called and wherever it stands.
+# Registries, each by names that it must hold: a registry is found whatever it is called and wherever it stands, and one
+# that is not found is an error.
 REGISTRIES = {
     "advantages": ("grpo", "rloo"),
     "critic advantages": ("gae",),
@@ -45,7 +48,6 @@ REGISTRIES = {
     "chat formats": ("hermes", "glm"),
     "engines": ("torch",),
     "environments": ("lookup", "calculator"),
-    "hooks": ("on_train_begin", "on_step_end"),
     "kl estimators": ("k1", "k3"),
     "loggers": ("tensorboard", "wandb"),
     "losses": ("cispo", "gspo"),
@@ -54,8 +56,7 @@ REGISTRIES = {
     "sandbox backends": ("local", "docker"),
     "sandbox checks": ("exec: streams", "cancellation"),
     "tools": ("shell", "python"),
-    "warnings": ("entropy", "dead_groups"),
-    "wrappers": ("time_limit", "turn_limit"),
+    "wrappers": ("shape_reward", "turn_limit"),
     "formats of test logs": ("pytest", "cargo"),
     "errors that runners report": ("TurnwiseError", "ToolError"),
 }
@@ -64,13 +65,11 @@ ROOTS = (
     "RewardServerConfig",
 )  # fmt: skip
 TASKS = "turnwise.envs.basic.lookup:tasks?n=3&split=test"
+WARNINGS = "turnwise.trainer.observe.warnings"
 METHODS = {"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH"}
 FILE_NAME = re.compile(r"[\w.{}*-]*\.(jsonl|json|safetensors|ya?ml|pt|html|jinja|lock|toml|log|txt|sock)")
 ROUTE = re.compile(r"/?(v1|s|inference|sessions|runners|chat|responses|messages|models|classify|health)(/[\w{}]+)*")
 NOT_IMPORTED = re.compile(r"\.(inside|boot|guard|vllm_side|shipped|__main__)(\.|$)")
-
-Places = dict[str, list[str]]
-
 
 # The tree, read and imported.
 
@@ -82,8 +81,8 @@ def sources() -> dict[str, ast.Module]:
     return {module: ast.parse(file.read_text(encoding="utf-8")) for module, file in dotted.items()}
 
 
-def imported(trees: Mapping[str, ast.Module], locations: Places) -> dict[str, Any]:
-    """Import modules; what cannot be imported here (an optional dependency is missing) is noted."""
+def imported(trees: Mapping[str, ast.Module]) -> dict[str, Any]:
+    """Import modules; what cannot be imported here (an optional dependency is missing) is reported."""
     modules_by_name = {}
     for name, tree in trees.items():
         # A program that is sent to a sandbox as text begins without being asked.
@@ -93,14 +92,14 @@ def imported(trees: Mapping[str, ast.Module], locations: Places) -> dict[str, An
         try:
             modules_by_name[name] = importlib.import_module(name)
         except (ImportError, SystemExit, TurnwiseError) as error:
-            locations.setdefault("not imported", []).append(f"{name}: {error}")
+            sys.stderr.write(f"not imported: {name}: {error}\n")
     return modules_by_name
 
 
 def plain(text: str) -> str:
     """Return a text without modules and addresses in memory."""
     text = re.sub(r"\b(?:turnwise|typing|collections\.abc|pathlib|builtins|types|enum)(?:\.\w+)*[.:](?=\w)", "", text)
-    text = re.sub(r"func=<function \S+>", "func", text)
+    text = re.sub(r"func=<function (?:[^<>]|<\w+>)*>", "func", text)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -128,15 +127,11 @@ def members(cls: type) -> Iterator[tuple[str, str]]:
             yield name, f"property -> {plain(str(((member.fget and member.fget.__annotations__) or {}).get('return')))}"
         elif inspect.isfunction(member):
             yield name, f"{'async ' if inspect.iscoroutinefunction(member) else ''}{signature(member)}"
-    for name, kind in sorted(annotations(cls).items()):
+    bases = [base for base in reversed(cls.__mro__) if base.__module__.startswith("turnwise")]
+    annotations = {name: kind for base in bases for name, kind in vars(base).get("__annotations__", {}).items()}
+    for name, kind in sorted(annotations.items()):
         if not name.startswith("_") and name not in names:
             yield name, plain(str(kind))
-
-
-def annotations(cls: type) -> dict[str, Any]:
-    """Return what a class and those above it annotate."""
-    inherited = [base for base in reversed(cls.__mro__) if base.__module__.startswith("turnwise")]
-    return {name: kind for base in inherited for name, kind in vars(base).get("__annotations__", {}).items()}
 
 
 def fields(cls: type) -> dict[str, str]:
@@ -151,12 +146,14 @@ def fields(cls: type) -> dict[str, str]:
 
 def described(value: Any) -> Any:
     """Return what a public name is, without where it stands."""
-    from pydantic import BaseModel
-
     if isinstance(value, type) and issubclass(value, enum.Enum):
         return {"enum": {name: member.value for name, member in value.__members__.items()}}
     if isinstance(value, type) and issubclass(value, BaseModel):
-        return {"section": sorted(value.model_fields), "members": dict(section_members(value))}
+        names = {*vars(BaseModel), *value.model_fields}
+        return {
+            "section": sorted(value.model_fields),
+            "members": {name: text for name, text in members(value) if name not in names},
+        }
     if isinstance(value, type):
         bases = [base.__name__ for base in value.__bases__ if base is not object]
         description: dict[str, Any] = {"class": bases, "members": dict(members(value))}
@@ -170,19 +167,11 @@ def described(value: Any) -> Any:
     return type(value).__name__
 
 
-def section_members(cls: type) -> Iterator[tuple[str, str]]:
-    """Yield the methods of a configuration's section that are its own."""
-    from pydantic import BaseModel
-
-    return ((name, text) for name, text in members(cls) if name not in vars(BaseModel) and "(" in text)
-
-
-def public_names(modules: Mapping[str, Any], locations: Places) -> Iterator[tuple[str, Any]]:
+def public_names(modules: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the names in the ``__all__`` of the package and its sub-packages."""
-    for name, module in modules.items():
-        for exported in vars(module).get("__all__", ()) if hasattr(module, "__path__") else ():
-            locations.setdefault(f"public {exported}", []).append(name)
-            yield exported, getattr(module, exported)
+    for module in modules.values():
+        for name in vars(module).get("__all__", ()) if hasattr(module, "__path__") else ():
+            yield name, getattr(module, name)
 
 
 def by_name(values: Iterator[tuple[str, Any]]) -> dict[str, Any]:
@@ -198,7 +187,7 @@ def by_name(values: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     }
 
 
-def documented_names(locations: Places) -> Iterator[tuple[str, Any]]:
+def documented_names() -> Iterator[tuple[str, Any]]:
     """Yield the names that documents and examples import or refer to."""
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     files += [file for suffix in ("py", "yaml", "md") for file in (ROOT / "examples").rglob(f"*.{suffix}")]
@@ -211,17 +200,13 @@ def documented_names(locations: Places) -> Iterator[tuple[str, Any]]:
             try:
                 value = getattr(importlib.import_module(module), name)
             except (ImportError, AttributeError):
-                locations.setdefault("documents name what is not there", []).append(f"{file.name}: {module} {name}")
                 continue
             if not inspect.ismodule(value):
-                locations.setdefault(f"documented {name}", []).append(f"{file.name}: {module}")
                 yield name, value
 
 
 def error_names(modules: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the package's errors with what they derive from."""
-    from turnwise.errors import TurnwiseError
-
     classes = {
         candidate for module in modules.values() for candidate in vars(module).values() if isinstance(candidate, type)
     }
@@ -234,8 +219,6 @@ def error_names(modules: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def models_in(annotation: Any) -> list[type]:
     """Return the sections that an annotation names."""
-    from pydantic import BaseModel
-
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in typing.get_args(annotation) for model in models_in(inner)]
@@ -243,8 +226,6 @@ def models_in(annotation: Any) -> list[type]:
 
 def config_keys(section: type, prefix: str, above: tuple[type, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each key of a section and of those inside of it, with its type, bounds and default."""
-    from pydantic import BaseModel
-
     for name, info in section.model_fields.items():  # type: ignore[attr-defined]
         key = f"{prefix}{info.alias or name}"
         inner = models_in(info.annotation)
@@ -259,10 +240,10 @@ def config_keys(section: type, prefix: str, above: tuple[type, ...] = ()) -> Ite
         text = str(info.annotation)
         nested = "[]." if re.match(r"(typing\.)?(list|tuple|Sequence)\b|list\[", text) else "."
         nested = ".*." if "dict[" in text or "Mapping[" in text else nested
-        for one in inner:
-            if one not in above:
-                label = f"<{one.__name__}>" if len(inner) > 1 else ""
-                yield from config_keys(one, f"{key}{label}{nested}", (*above, section))
+        for subsection in inner:
+            if subsection not in above:
+                label = f"<{subsection.__name__}>" if len(inner) > 1 else ""
+                yield from config_keys(subsection, f"{key}{label}{nested}", (*above, section))
 
 
 def type_name(annotation: Any, inner: list[type]) -> str:
@@ -274,33 +255,30 @@ def type_name(annotation: Any, inner: list[type]) -> str:
     return text
 
 
-def configurations(modules: Mapping[str, Any], locations: Places) -> dict[str, Any]:
+def configurations(modules: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the configurations that files hold, and of every section by its class's own keys."""
-    from pydantic import BaseModel
-
-    every = {
+    sections = {
         candidate.__name__: candidate
         for module in modules.values()
         for candidate in vars(module).values()
         if isinstance(candidate, type) and issubclass(candidate, BaseModel)
         if candidate.__module__.startswith("turnwise")
     }
-    keys: dict[str, Any] = {root: dict(config_keys(every[root], "")) for root in ROOTS if root in every}
-    reached = {section for root in ROOTS if root in every for section in below(every[root])}
-    for name, section in sorted(every.items()):
-        locations[f"section {name}"] = [section.__module__]
+    keys: dict[str, Any] = {root: dict(config_keys(sections[root], "")) for root in ROOTS if root in sections}
+    reached = {section for root in ROOTS if root in sections for section in with_subsections(sections[root])}
+    for name, section in sorted(sections.items()):
         if section not in reached and not name.startswith("_") and section is not BaseModel:
             keys[name] = dict(config_keys(section, ""))
     return keys
 
 
-def below(section: type) -> Iterator[type]:
+def with_subsections(section: type) -> Iterator[type]:
     """Yield a section and those inside of it."""
     yield section
     for info in section.model_fields.values():  # type: ignore[attr-defined]
-        for one in models_in(info.annotation):
-            if one is not section:
-                yield from below(one)
+        for subsection in models_in(info.annotation):
+            if subsection is not section:
+                yield from with_subsections(subsection)
 
 
 # The command line.
@@ -312,15 +290,23 @@ def commands() -> dict[str, Any]:
 
     import turnwise.cli  # noqa: F401 - so that the application is there, wherever it stands
 
-    app = next(
+    applications = [
         value
         for module in list(sys.modules.values())
         if getattr(module, "__name__", "").startswith("turnwise.cli")
         for value in vars(module).values()
         if isinstance(value, typer.Typer)
-    )
-    group = typer.main.get_command(app)
-    return {"": command(group)} | {name: command(subcommand) for name, subcommand in group.commands.items()}  # type: ignore[attr-defined]
+    ]
+    # The others are groups of commands inside of it.
+    app = max(applications, key=lambda application: len(application.registered_commands))
+    return dict(with_subcommands(typer.main.get_command(app), ""))
+
+
+def with_subcommands(click_command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield a command and those inside of it by their names."""
+    yield name, command(click_command)
+    for key, subcommand in vars(click_command).get("commands", {}).items():
+        yield from with_subcommands(subcommand, f"{name} {key}".strip())
 
 
 def command(click_command: Any) -> dict[str, Any]:
@@ -352,20 +338,14 @@ def texts(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def matching(trees: Mapping[str, ast.Module], pattern: re.Pattern[str], kind: str, locations: Places) -> list[str]:
+def matching(trees: Mapping[str, ast.Module], pattern: re.Pattern[str]) -> list[str]:
     """Return the texts in the code that match a pattern as a whole."""
-    matches = set()
-    for module, tree in trees.items():
-        for text in texts(tree):
-            if pattern.fullmatch(text):
-                matches.add(text)
-                locations.setdefault(f"{kind} {text}", []).append(module)
-    return sorted(matches)
+    return sorted({text for tree in trees.values() for text in texts(tree) if pattern.fullmatch(text)})
 
 
-def environment_variables(trees: Mapping[str, ast.Module], locations: Places) -> list[str]:
+def environment_variables(trees: Mapping[str, ast.Module]) -> list[str]:
     """Return the environment variables that the code names."""
-    variables = set(matching(trees, re.compile(r"TURNWISE_[A-Z_]+"), "variable", locations))
+    variables = set(matching(trees, re.compile(r"TURNWISE_[A-Z_]+")))
     for tree in trees.values():
         for node in ast.walk(tree):
             argument: ast.expr | None = None
@@ -378,68 +358,60 @@ def environment_variables(trees: Mapping[str, ast.Module], locations: Places) ->
     return sorted(variables)
 
 
-def routes(trees: Mapping[str, ast.Module], locations: Places) -> list[str]:
+def routes(trees: Mapping[str, ast.Module]) -> list[str]:
     """Return the routes of servers and the paths that clients ask, as they stand in the code."""
-    declared = set(matching(trees, ROUTE, "route", locations))
-    for module, tree in trees.items():
+    declared = set(matching(trees, ROUTE))
+    for tree in trees.values():
         for node in ast.walk(tree):
             parts = list(node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else ())
-            said = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-            paths = [text for text in said if text.startswith("/")]
-            if paths and METHODS & set(said):
-                declared.add(f"{next(text for text in said if text in METHODS)} {paths[0]}")
+            strings = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            paths = [text for text in strings if text.startswith("/")]
+            if paths and METHODS & set(strings):
+                declared.add(f"{next(text for text in strings if text in METHODS)} {paths[0]}")
             if isinstance(node, ast.match_case) and isinstance(node.pattern, ast.MatchSequence):
                 pattern = re.sub(r"(?<![\w'])\*?[a-z_]+(?![\w'])", "*", ast.unparse(node.pattern))
                 if METHODS & set(re.findall(r"[A-Z]+", pattern)) or "runners" in " ".join(texts(tree)):
                     declared.add(pattern)
-                    locations.setdefault(f"route {pattern}", []).append(module)
-    return sorted(declared)
+    return sorted(route for route in declared if "/" in route or "[" in route)
 
 
-def constants(trees: Mapping[str, ast.Module], locations: Places, suffix: str) -> dict[str, int]:
-    """Return constants by the ending of their names, and how often each is written."""
-    values: dict[str, int] = {}
-    for module, tree in trees.items():
-        for node in tree.body:
-            target = (
-                node.target
-                if isinstance(node, ast.AnnAssign)
-                else node.targets[0]
-                if isinstance(node, ast.Assign)
-                else None
-            )
-            if (
-                isinstance(target, ast.Name)
-                and re.fullmatch(rf"_?(\w+_)?{suffix}", target.id)
-                and node.value is not None
-            ):
-                text = f"{target.id} = {ast.unparse(node.value)}"
-                values[text] = values.get(text, 0) + 1
-                locations.setdefault(f"constant {text}", []).append(module)
+def format_versions(trees: Mapping[str, ast.Module]) -> dict[str, int]:
+    """Return the constants whose name ends in VERSION or VERSIONS, and how often each is written."""
+    values: Counter[str] = Counter()
+    for node in (node for tree in trees.values() for node in tree.body):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and re.fullmatch(r"_?(\w+_)?VERSIONS?", target.id):
+                values[f"{target.id} = {ast.unparse(node.value)}"] += 1
     return values
 
 
-def registries(modules: Mapping[str, Any], locations: Places) -> dict[str, Any]:
-    """Return the names that each registry holds."""
-    mappings: dict[int, tuple[str, Mapping[str, Any]]] = {}
+def registries(modules: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names that each registry holds. Raises LookupError if one of :data:`REGISTRIES` is not found."""
+    mappings: dict[int, Mapping[str, Any]] = {}
     for module, loaded in modules.items():
         for name, value in vars(loaded).items():
             # A registry is written in capitals; it is imported elsewhere under the same name.
-            if isinstance(value, Mapping) and value and name.lstrip("_").isupper() and module != PACKAGE.name:
-                mappings.setdefault(id(value), (f"{module}.{name}", value))
+            if name.lstrip("_").isupper() and module != PACKAGE.name:
+                entries = getattr(value, "classes", value)
+                if isinstance(entries, Mapping) and entries:
+                    mappings.setdefault(id(entries), entries)
     registered: dict[str, Any] = {}
     for kind, probe in REGISTRIES.items():
-        same = [
-            (location, mapping)
-            for location, mapping in mappings.values()
-            if probe and set(probe) <= set(map(str, mapping))
-        ]
-        locations[f"registry {kind}"] = [location for location, _ in same]
-        keys = sorted({str(name) for _, mapping in same for name in mapping})
+        matches = [mapping for mapping in mappings.values() if set(probe) <= set(map(str, mapping))]
+        if not matches:
+            raise LookupError(f"no registry of {kind} holds {', '.join(probe)}: mend REGISTRIES in {__file__}")
+        keys = sorted({str(name) for mapping in matches for name in mapping})
         registered[kind] = {
-            key: " | ".join(sorted({entry(mapping[key]) for _, mapping in same if key in mapping})) for key in keys
+            key: " | ".join(sorted({entry(mapping[key]) for mapping in matches if key in mapping})) for key in keys
         }
     return registered
+
+
+def warning_names(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return the names of a run's warnings: the first of each pair that the rules yield."""
+    pairs = (node.value for node in ast.walk(trees[WARNINGS]) if isinstance(node, ast.Yield))
+    return sorted({ast.literal_eval(pair.elts[0]) for pair in pairs if isinstance(pair, ast.Tuple)})
 
 
 def entry(value: Any) -> str:
@@ -454,7 +426,7 @@ def metric_names(modules: Mapping[str, Any], trees: Mapping[str, ast.Module]) ->
     metrics = next(vars(module)["METRICS"] for module in modules.values() if "METRICS" in vars(module))
     begins = sorted({name.partition("/")[0] for name in metrics})
     pattern = re.compile(rf"({'|'.join(begins)})/[\w*./{{}}]*")
-    return {"documented": sorted(metrics), "in the code": matching(trees, pattern, "metric", {})}
+    return {"documented": sorted(metrics), "in the code": matching(trees, pattern)}
 
 
 # Runs.
@@ -471,11 +443,11 @@ def make_runs(folder: Path) -> None:
     config = train_config(folder / MODEL, folder, name="train", eval={"every": 1, "tasks": TASKS})
     (folder / "train.yaml").write_text(dump_config(config))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_NUM_THREADS": "1"}
-    for made, arguments in {
+    for name, arguments in {
         "train": ["train", str(folder / "train.yaml")],
         "eval": ["eval", "lookup", *short, "-m", str(folder / MODEL), "-t", TASKS, "-o", str(folder / "eval")],
     }.items():
-        if not (folder / made / "summary.json").exists():
+        if not (folder / name / "summary.json").exists():
             command_line = [sys.executable, "-m", "turnwise", *arguments]
             subprocess.run(command_line, check=True, env=environment, stdout=sys.stderr)
 
@@ -524,12 +496,8 @@ def read_values(file: Path) -> Iterator[tuple[str, Any]]:
         for line in file.read_text(encoding="utf-8").splitlines():
             value = json.loads(line)
             fields_by_name = value if isinstance(value, dict) else {}
-            kinds = [
-                f"{key}={fields_by_name[key]}"
-                for key in ("event", "kind", "type")
-                if isinstance(fields_by_name.get(key), str)
-            ]
-            yield "".join(kinds[:1]), value
+            kind = next((key for key in ("event", "kind", "type") if isinstance(fields_by_name.get(key), str)), None)
+            yield "" if kind is None else f"{kind}={fields_by_name[kind]}", value
     elif file.suffix == ".json":
         yield "", json.loads(file.read_text(encoding="utf-8"))
     elif file.suffix == ".yaml":
@@ -537,9 +505,9 @@ def read_values(file: Path) -> Iterator[tuple[str, Any]]:
 
         yield "", yaml.safe_load(file.read_text(encoding="utf-8"))
     elif file.suffix == ".safetensors":
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            yield "", dict.fromkeys(json.loads(opened.read(size)), "tensor")
+        data = file.read_bytes()
+        header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+        yield "", dict.fromkeys(json.loads(header), "tensor")
 
 
 # All of it.
@@ -547,32 +515,32 @@ def read_values(file: Path) -> Iterator[tuple[str, Any]]:
 
 def dump(runs: Path | None) -> dict[str, Any]:
     """Return all of it."""
-    locations: Places = {}
     trees = sources()
-    modules = imported(trees, locations)
+    modules = imported(trees)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     surface = {
-        "public names": by_name(public_names(modules, locations)),
-        "documented names": by_name(documented_names(locations)),
+        "public names": by_name(public_names(modules)),
+        "documented names": by_name(documented_names()),
         "errors": error_names(modules),
-        "configurations": configurations(modules, locations),
+        "configurations": configurations(modules),
         "commands": commands(),
         "metrics": metric_names(modules, trees),
-        "registries": registries(modules, locations),
-        "routes": [route for route in routes(trees, locations) if "/" in route or "[" in route],
-        "environment variables": environment_variables(trees, locations),
+        "registries": registries(modules),
+        "warnings": warning_names(trees),
+        "routes": routes(trees),
+        "environment variables": environment_variables(trees),
         "entry points": {
-            "groups": matching(trees, re.compile(r"turnwise\.(extensions|plugins)"), "group", locations),
+            "groups": matching(trees, re.compile(r"turnwise\.(extensions|plugins)")),
             "scripts": sorted(project["scripts"]),
         },
         "extras": sorted(project["optional-dependencies"]),
-        "file names": matching(trees, FILE_NAME, "file", locations),
-        "format versions": constants(trees, locations, "VERSIONS?"),
+        "file names": matching(trees, FILE_NAME),
+        "format versions": format_versions(trees),
     }
     if runs is not None:
         make_runs(runs)
         surface["runs"] = run_files(runs)
-    return {**surface, "places": {name: sorted(set(paths)) for name, paths in sorted(locations.items())}}
+    return surface
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -588,32 +556,25 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return what differs, a line each: renamed (the same under another name), gone, new and changed."""
+    """Return what differs, a line each: renamed (the same under another name), removed, added and changed."""
     lines: list[str] = []
     for section in [*old, *(key for key in new if key not in old)]:
         old_section, new_section = old.get(section, {}), new.get(section, {})
-        if section == "places" or old_section == new_section:
-            continue
         if isinstance(old_section, dict) and isinstance(new_section, dict):
-            gone, come = (
-                [name for name in old_section if name not in new_section],
-                [name for name in new_section if name not in old_section],
-            )
-            for name in list(gone):
-                same = [
-                    each
-                    for each in come
-                    if new_section[each] == old_section[name] and isinstance(old_section[name], dict)
-                ]
-                if len(same) == 1:
-                    lines.append(f"{section}: {name} -> {same[0]}")
-                    come.remove(same[0])
-                    old_section = {key: element for key, element in old_section.items() if key != name}
-                    new_section = {key: element for key, element in new_section.items() if key != same[0]}
-        one, other = dict(flat(old_section, section)), dict(flat(new_section, section))
-        lines += [f"- {key}" for key in one if key not in other]
-        lines += [f"+ {key}" for key in other if key not in one]
-        lines += [f"! {key}: {one[key]!r} -> {other[key]!r}" for key in one if key in other and one[key] != other[key]]
+            added = [name for name in new_section if name not in old_section]
+            for name in [name for name in old_section if name not in new_section]:
+                element = old_section[name]
+                equal = [key for key in added if new_section[key] == element and isinstance(element, dict)]
+                if len(equal) == 1:
+                    lines.append(f"{section}: {name} -> {equal[0]}")
+                    added.remove(equal[0])
+                    old_section = {key: value for key, value in old_section.items() if key != name}
+                    new_section = {key: value for key, value in new_section.items() if key != equal[0]}
+        before, after = dict(flat(old_section, section)), dict(flat(new_section, section))
+        lines += [f"- {key}" for key in before if key not in after]
+        lines += [f"+ {key}" for key in after if key not in before]
+        changed = [key for key in before if key in after and before[key] != after[key]]
+        lines += [f"! {key}: {before[key]!r} -> {after[key]!r}" for key in changed]
     return lines
 
 

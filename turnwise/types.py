@@ -62,11 +62,13 @@ class ToolSchema:
         name: The tool's name.
         description: Free text; may be empty.
         parameters: A JSON schema of type ``object``, rendered into the prompt unchanged.
+        deferred: Whether prompts leave it out, as a tool's result describes it; its calls are read by its schema.
     """
 
     name: str
     description: str
     parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    deferred: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the ``{"type": "function", "function": {...}}`` form that chat templates expect."""

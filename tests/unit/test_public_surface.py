@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -22,18 +22,16 @@ def surface() -> ModuleType:
     return module
 
 
-def test_differences_are_listed_and_locations_are_not(surface: ModuleType) -> None:
+def test_differences_are_renames_removals_additions_and_changes(surface: ModuleType) -> None:
     old = {
         "errors": {"A": ["E"], "B": ["E"]},
         "names": {"Old": {"class": [], "fields": {"x": "int"}}, "f": "def (x)", "Gone": {"class": []}},
         "files": ["a.json", "b.json"],
-        "places": {"A": ["turnwise.a"]},
     }
     new = {
         "errors": {"A": ["E"], "B": ["E"]},
         "names": {"New": {"class": [], "fields": {"x": "int"}}, "f": "def (y)"},
         "files": ["a.json", "c.json"],
-        "places": {"A": ["turnwise.b"]},
     }
     assert surface.differences(old, new) == [
         "names: Old -> New",
@@ -42,16 +40,36 @@ def test_differences_are_listed_and_locations_are_not(surface: ModuleType) -> No
         '- files / "b.json"',
         '+ files / "c.json"',
     ]
-    assert surface.differences(old, {**old, "places": {}}) == []
+    assert surface.differences(old, old) == []
 
 
 def test_modules_are_no_part_of_a_name(surface: ModuleType) -> None:
     assert surface.plain("turnwise.trainer.config.train.TrainConfig | None") == "TrainConfig | None"
     assert surface.plain("turnwise.envs.basic.lookup:LookupEnv") == "LookupEnv"
     assert surface.plain("<function f at 0x7f00>") == "<function f>"
+    assert surface.plain("Check(func=<function f.<locals>.<lambda> at 0x7f00>)") == "Check(func)"
 
 
-def test_the_shape_of_a_file_of_lines(surface: ModuleType, tmp_path: Path) -> None:
+def test_commands_are_those_of_the_application_and_its_groups(surface: ModuleType) -> None:
+    commands = surface.commands()
+    assert {"", "train", "report", "envs", "envs show"} <= commands.keys()
+    assert commands["envs show"]["--tasks -t"]["help"]
+
+
+def test_registry_that_is_not_found_raises(surface: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from turnwise.trainer.algorithms.registry import ClassRegistry
+
+    module = SimpleNamespace(
+        _AGENTS={"react": "a:React"}, ENGINES=ClassRegistry(object, "engine", "engine", {"torch": "a:T"})
+    )
+    monkeypatch.setattr(surface, "REGISTRIES", {"agents": ("react",), "engines": ("torch",)})
+    assert surface.registries({"turnwise.a": module}) == {"agents": {"react": "a:React"}, "engines": {"torch": "a:T"}}
+    monkeypatch.setattr(surface, "REGISTRIES", {"agents": ("react", "single_turn")})
+    with pytest.raises(LookupError, match="no registry of agents holds react, single_turn"):
+        surface.registries({"turnwise.a": module})
+
+
+def test_shape_of_a_file_of_lines(surface: ModuleType, tmp_path: Path) -> None:
     lines = [{"kind": "train", "step": 3, "tokens": [1, 2.5]}, {"kind": "eval", "ids": {"0a1b2c3d4e": None}}]
     (tmp_path / "run-17").mkdir()
     (tmp_path / "run-17" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -70,7 +88,7 @@ def test_the_shape_of_a_file_of_lines(surface: ModuleType, tmp_path: Path) -> No
     }
 
 
-def test_keys_of_a_configuration_are_told_by_their_path(surface: ModuleType) -> None:
+def test_keys_of_a_configuration_are_named_by_their_path(surface: ModuleType) -> None:
     from turnwise.trainer.config.train import TrainConfig
 
     keys = dict(surface.config_keys(TrainConfig, ""))

@@ -100,7 +100,8 @@ class TemplateForm:
         ]
 
     def tools(self, tools: Sequence[ToolSchema]) -> tuple[list[dict[str, Any]], int]:
-        """Return tools as JSON and the number of the tool set; equal tools have equal numbers."""
+        """Return a prompt's tools as JSON and the number of the tool set; equal tools have equal numbers."""
+        tools = [tool for tool in tools if not tool.deferred]
         if not tools:
             return [], -1
         written = _written(tools)

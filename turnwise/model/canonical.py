@@ -165,10 +165,11 @@ def canonical_arguments(arguments: Mapping[str, Any] | str | None) -> tuple[str,
 
 
 def canonical_tools(tools: Sequence[ToolSchema] | None) -> tuple[tuple[str, str, str], ...]:
-    """Return a comparison key for a list of tools: their order counts, the order of JSON keys does not."""
+    """Return a comparison key for the tools of a prompt: their order counts, the order of JSON keys does not."""
     return tuple(
         (tool.name, tool.description, json.dumps(canonical_value(tool.parameters), ensure_ascii=False))
         for tool in tools or ()
+        if not tool.deferred
     )
 
 

@@ -573,7 +573,7 @@ class Session:
                 messages=messages,
                 start=0 if parent is None else parent.end,
                 key=match.key,
-                tools=match.tools,
+                tools=tuple(tool for tool in match.tools if not tool.deferred),
                 turns=(0 if parent is None else parent.turns) + sampled,
                 completion=None if completion is None else Sampled.of(completion),
                 turn_id=turn_id,

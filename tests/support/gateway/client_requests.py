@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,8 @@ LINEAR = (1, [])
 
 
 @contextlib.asynccontextmanager
-async def talking(*lines: Any, **more: Any) -> AsyncIterator[Talk]:
-    """Serve one session over a script; what it leaves is audited."""
+async def talking(*lines: Any, tools: Sequence[ToolSchema] = (RUN,), **more: Any) -> AsyncIterator[Talk]:
+    """Serve one session over a script, whose lines call these tools; what it leaves is audited."""
     script = list(lines) if len(lines) != 1 else (lambda _: lines[0])
-    async with serving(script, tools=[RUN], **more) as served:
+    async with serving(script, tools=tools, **more) as served:
         yield Talk(served, await served.open())

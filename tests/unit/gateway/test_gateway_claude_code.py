@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from support.gateway.client_requests import BLOCK_TOOLS, DONE, LINEAR, results, said, says, talking, user
+from turnwise.gateway.dialects.core import Abilities
 from turnwise.recorder.session import SessionLimits
+from turnwise.types import ToolCall, ToolSchema
 
 GO = user([{"type": "text", "text": "Go.", "cache_control": {"type": "ephemeral"}}])
+
+
+def calls(name: str, **arguments: Any) -> Any:
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", name, arguments)]}
 
 
 def system(session: str, **more: str) -> list[Any]:
@@ -158,6 +165,39 @@ async def test_sub_agents_have_their_own_system_prompt_model_and_sampling() -> N
         assert [block["type"] for block in answer] == ["text"]
         await talk.blocks(GO, said(*blocks), results(*blocks), system=system("abc"))
         assert talk.shape == (2, ["system_changed"])
+
+
+KEY = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
+FIND = {"name": "find", "description": "Finds a value.", "input_schema": KEY}
+SEARCH = {"name": "ToolSearch", "description": "Finds tools.", "input_schema": {"type": "object"}}
+PLACEHOLDER = {**FIND, "name": "DeferredToolPlaceholder", "defer_loading": True}
+
+
+async def test_tools_that_it_searches_stand_in_the_result_and_fork_nothing() -> None:
+    """It offers a tool with the request after the one that found it; the call is read by that tool's schema."""
+    find = ToolSchema("find", "Finds a value.", KEY)
+    lines = [calls("ToolSearch", query="find"), calls("find", key="5"), DONE]
+    async with talking(*lines, tools=[find], family="qwen3_6") as talk:
+        search = await talk.blocks(GO, tools=[SEARCH, PLACEHOLDER])
+        references = [{"type": "tool_reference", "tool_name": name} for name in ("find", "gone")]
+        history = [GO, said(*search), results(*search, text=references)]
+        offered = [SEARCH, {**FIND, "defer_loading": True}, PLACEHOLDER]
+        call = await talk.blocks(*history, tools=offered)
+        assert (call[-1]["name"], call[-1]["input"]) == ("find", {"key": "5"})
+        await talk.blocks(*history, said(*call), results(*call), tools=offered)
+        assert talk.shape == LINEAR
+        first, second, _ = (request.text for request in talk.asked)
+        assert "DeferredToolPlaceholder" not in second
+        assert second.startswith(first)
+        assert f"{json.dumps(find.to_json())}\ngone" in second
+
+
+async def test_tools_that_only_the_provider_could_search_are_offered_at_once() -> None:
+    abilities = Abilities(lenient=frozenset({"server_tools"}))
+    async with talking(DONE, abilities=abilities) as talk:
+        server_search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+        await talk.blocks(GO, tools=[server_search, {**FIND, "defer_loading": True}])
+        assert "Finds a value." in talk.asked[0].text
 
 
 async def test_a_compaction_asks_behind_an_edited_message_and_begins_anew() -> None:

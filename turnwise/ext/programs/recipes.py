@@ -52,6 +52,8 @@ _CLAUDE_CODE: Final = Recipe(
         # Sub-agents ask for another model otherwise.
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
         "CLAUDE_CODE_SUBAGENT_MODEL": "{model}",
+        # All tools stand in the first request; otherwise the environment's are found by a search of the program's own.
+        "ENABLE_TOOL_SEARCH": "false",
         # By default it waits 5 s for the environment's tools, and on a busy machine begins without them.
         "MCP_CONNECTION_NONBLOCKING": "0",
         "MCP_CONNECT_TIMEOUT_MS": "60000",

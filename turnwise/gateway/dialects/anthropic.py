@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from turnwise.errors import shown
@@ -47,7 +48,7 @@ def read_messages_request(body: Mapping[str, Any], abilities: Abilities) -> Chat
     check_names(tools)
     choice, single = _choice(fields)
     resolved = read_response_format(tools, choice, _format(fields), abilities, single=single)
-    messages = _messages(fields, abilities)
+    messages = _messages(fields, abilities, {tool.name: tool for tool in tools})
     thinking = Fields(fields.get("thinking") or {}, "thinking").text("type", "")
     effort = Fields(fields.get("output_config") or {}, "output_config").text("effort", "")
     return ChatRequest(
@@ -65,12 +66,15 @@ def read_messages_request(body: Mapping[str, Any], abilities: Abilities) -> Chat
 
 
 def _tools(fields: Fields, abilities: Abilities, ignored: set[Lenient]) -> Iterator[ToolSchema]:
-    for index, entry in enumerate(fields.items("tools")):
-        at = f"tools[{index}]"
-        tool = Fields(entry, at)
+    tools = [Fields(entry, f"tools[{index}]") for index, entry in enumerate(fields.items("tools"))]
+    # What only the provider's own search could find, which is left out, is offered at once.
+    searchable = not any(tool.text("type", "custom").startswith("tool_search_tool") for tool in tools)
+    for index, tool in enumerate(tools):
         kind = tool.text("type", "custom")
         if kind == "custom":
-            yield read_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), at, "input_schema")
+            schema = (tool.get("name"), tool.get("description"), tool.get("input_schema"))
+            deferred = searchable and tool.flag("defer_loading")
+            yield replace(read_tool(*schema, f"tools[{index}]", "input_schema"), deferred=deferred)
         elif _RUN_BY_THE_SERVER.match(kind):
             ignored.add(ignore_server_tool(tool, kind, abilities))
         else:
@@ -101,7 +105,7 @@ def _format(fields: Fields) -> FormatField:
     return FormatField("output_format", fields.get("output_format"))
 
 
-def _messages(fields: Fields, abilities: Abilities) -> list[Message]:
+def _messages(fields: Fields, abilities: Abilities, tools: Mapping[str, ToolSchema]) -> list[Message]:
     entries = fields.items("messages")
     if not entries:
         raise invalid("messages", "must hold at least one message")
@@ -116,7 +120,7 @@ def _messages(fields: Fields, abilities: Abilities) -> list[Message]:
         if role == "assistant":
             messages.append(_read_assistant(content, f"{at}.content"))
         elif role == "user":
-            messages += _read_user(content, f"{at}.content", messages, abilities)
+            messages += _read_user(content, f"{at}.content", messages, abilities, tools)
         elif role == "system":
             _append_system(messages, _system(message.get("content"), f"{at}.content"))
         else:
@@ -185,7 +189,11 @@ def _read_assistant(blocks: list[Any], at: str) -> dict[str, Any]:
 
 
 def _read_user(
-    blocks: list[Any], at: str, earlier: Sequence[Mapping[str, Any]], abilities: Abilities
+    blocks: list[Any],
+    at: str,
+    earlier: Sequence[Mapping[str, Any]],
+    abilities: Abilities,
+    tools: Mapping[str, ToolSchema],
 ) -> list[dict[str, Any]]:
     """Return the messages of a user message: one per tool result, then the user's text."""
     results: list[dict[str, Any]] = []
@@ -193,9 +201,9 @@ def _read_user(
     for index, entry in enumerate(blocks):
         block = Fields(entry, f"{at}[{index}]")
         if block.text("type") == "tool_result":
-            results.append(_result(block, abilities))
+            results.append(_result(block, abilities, tools))
         else:
-            parts += _parts([entry], at, abilities, index)
+            parts.append(_part(block, abilities, tools))
     calls = next((message.get("tool_calls") or () for message in reversed(earlier) if message["role"] != "tool"), ())
     order = {call["id"]: position for position, call in enumerate(calls)}
     # Results come in the order in which the tools ended; a prompt holds them in the order of the calls.
@@ -209,34 +217,28 @@ def _read_user(
     return results
 
 
-def _result(block: Fields, abilities: Abilities) -> dict[str, Any]:
-    content = block.get("content")
-    name = block.name("content")
-    parts: str | list[dict[str, Any]]
-    parts = _parts(_blocks(content, name), name, abilities) if content is not None else ""
-    if not parts and block.flag("is_error"):
-        parts = "Error"
-    return {"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": parts}
+def _result(block: Fields, abilities: Abilities, tools: Mapping[str, ToolSchema]) -> dict[str, Any]:
+    content, name = block.get("content"), block.name("content")
+    blocks = [] if content is None else _blocks(content, name)
+    parts = [_part(Fields(entry, f"{name}[{index}]"), abilities, tools) for index, entry in enumerate(blocks)]
+    text = "Error" if block.flag("is_error") else ""
+    return {"role": "tool", "tool_call_id": block.text("tool_use_id"), "content": parts or text}
 
 
-def _parts(blocks: Sequence[Any], at: str, abilities: Abilities, first: int = 0) -> list[dict[str, Any]]:
-    parts = []
-    for index, entry in enumerate(blocks, first):
-        block = Fields(entry, f"{at}[{index}]")
-        kind = block.text("type")
-        if kind == "text":
-            parts.append(text_part(block.get("text"), block.name("text")))
-        elif kind == "image":
-            parts.append(_image(block, abilities))
-        elif kind == "document" and (text := _document(block)) is not None:
-            parts.append(text_part(text, block.name("source")))
-        elif kind == "tool_reference":
-            parts.append(text_part(block.text("tool_name"), block.name("tool_name")))
-        else:
-            raise unsupported(
-                block.name("type"), f"blocks of type {shown(kind)}; supported: text, image and tool_result"
-            )
-    return parts
+def _part(block: Fields, abilities: Abilities, tools: Mapping[str, ToolSchema]) -> dict[str, Any]:
+    kind = block.text("type")
+    if kind == "text":
+        return text_part(block.get("text"), block.name("text"))
+    if kind == "image":
+        return _image(block, abilities)
+    if kind == "document" and (text := _document(block)) is not None:
+        return text_part(text, block.name("source"))
+    if kind == "tool_reference":
+        # The provider puts the definition of a tool here that a search of the agent's own found.
+        tool = tools.get(name := block.text("tool_name"))
+        definition = name if tool is None else json.dumps(tool.to_json(), ensure_ascii=False)
+        return text_part(f"{definition}\n", block.name("tool_name"))
+    raise unsupported(block.name("type"), f"blocks of type {shown(kind)}; supported: text, image and tool_result")
 
 
 def _image(block: Fields, abilities: Abilities) -> dict[str, Any]:
@@ -289,17 +291,7 @@ class Anthropic:
         for call in answer.calls:
             name, arguments = call_for_client(call, raw=False)
             content.append({"type": "tool_use", "id": call.id, "name": name, "input": json.loads(arguments)})
-        reason, stop = _stop_reason(answer)
-        return {
-            "id": new_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": request.model,
-            "content": content,
-            "stop_reason": reason,
-            "stop_sequence": stop,
-            "usage": _usage(answer),
-        }
+        return _message(request, content, answer, *_stop_reason(answer))
 
     def writer(self, request: ChatRequest) -> EventWriter:
         """Return the event writer of a stream."""
@@ -309,6 +301,25 @@ class Anthropic:
         """Return an error in Anthropic's form."""
         kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": new_id("req_")}
+
+
+def _message(
+    request: ChatRequest,
+    content: list[dict[str, Any]],
+    answer: Answer,
+    reason: str | None = None,
+    stop: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "id": new_id("msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": request.model,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": stop,
+        "usage": _usage(answer),
+    }
 
 
 def _signature(answer: Answer) -> str:
@@ -335,11 +346,10 @@ def _stop_reason(answer: Answer) -> tuple[str, str | None]:
 class EventWriter:
     """Writer of one message's events."""
 
-    __slots__ = ("_id", "_index", "_open", "_request", "_sent", "_thought")
+    __slots__ = ("_index", "_open", "_request", "_sent", "_thought")
 
     def __init__(self, request: ChatRequest) -> None:
         self._request = request
-        self._id = new_id("msg_")
         self._index = -1
         self._open = ""
         self._sent = 0
@@ -347,22 +357,8 @@ class EventWriter:
 
     def begin(self) -> bytes:
         """Return the start of the message."""
-        message: dict[str, Any] = {
-            "id": self._id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._request.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {
-                "input_tokens": 0,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 0,
-                "output_tokens": 0,
-            },
-        }
-        return sse.event({"type": "message_start", "message": message})
+        unanswered = Answer({"role": "assistant"}, 0, 0)
+        return sse.event({"type": "message_start", "message": _message(self._request, [], unanswered)})
 
     def thoughts(self, index: int, text: str) -> bytes:  # noqa: ARG002 - this API knows one answer
         """Return a delta of a thinking block."""
