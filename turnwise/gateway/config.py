@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from turnwise.config import ConfigPath, Section
 from turnwise.errors import ConfigError
-from turnwise.gateway.errors import Lenient
+from turnwise.gateway.errors import LENIENT, Lenient
 from turnwise.inference.config import InferenceConfig, ListenerConfig, RendererConfig
 from turnwise.recorder.matching import EchoPolicy, ReasoningPolicy
 from turnwise.types import SamplingParams
@@ -200,7 +200,7 @@ class GatewayConfig(ListenerConfig):
     max_total_tokens: PositiveInt | None = None
     reasoning: Literal["keep", "template"] = "keep"
     echo: Literal["same", "strict"] = "same"
-    lenient: list[Lenient] = Field(default_factory=list)
+    lenient: list[Lenient] = Field(default=list(LENIENT))
     limits: GatewayLimits = GatewayLimits()
     renderer: RendererConfig = RendererConfig()
     inference: InferenceConfig = InferenceConfig()

@@ -52,6 +52,8 @@ class ApiError(Exception):
 CONTEXT = "context_length_exceeded"
 Lenient = Literal["tool_choice", "server_tools"]
 """What can be ignored of a request: a forced call without structured output; tools that the provider runs."""
+LENIENT: tuple[Lenient, ...] = ("server_tools",)
+"""What is ignored by default: programs offer such tools unasked."""
 
 
 def invalid(param: str, message: str) -> ApiError:

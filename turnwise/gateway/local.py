@@ -20,7 +20,7 @@ from turnwise.gateway.config import GatewayLimits, SessionSettings
 from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.response_format import abilities_of
 from turnwise.gateway.endpoints import EndpointRouter, EndpointTemplate, Place
-from turnwise.gateway.errors import ApiError, Lenient
+from turnwise.gateway.errors import LENIENT, ApiError, Lenient
 from turnwise.gateway.proxy.app import HostedApp
 from turnwise.gateway.proxy.endpoint import Endpoint
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions
@@ -167,7 +167,7 @@ class LocalGateway:
         limits: GatewayLimits | None = None,
         endpoint: Endpoint | None = None,
         guides: bool = False,
-        lenient: Collection[Lenient] = (),
+        lenient: Collection[Lenient] = LENIENT,
     ) -> None:
         """Configure a gateway; nothing is started.
 

@@ -12,7 +12,7 @@ from turnwise.config import ConfigPath, ConfigReference, Section, shorthand
 from turnwise.errors import TurnwiseError
 from turnwise.gateway.config import FrozenConfig
 from turnwise.gateway.endpoints import DEFAULT_FORM, check_base, check_template
-from turnwise.gateway.errors import Lenient
+from turnwise.gateway.errors import LENIENT, Lenient
 from turnwise.rollout.branching.tree import TreeConfig
 from turnwise.sandboxes.config import SandboxConfig
 from turnwise.tools.config import ToolsConfig
@@ -125,13 +125,13 @@ class AddressConfig(Section):
         public_urls: Base URLs of proxies or load balancers in front of it; each episode gets the least used. By default
             host and port.
         lenient: What requests ask for in vain: ``tool_choice``, a forced call where the engine cannot force one;
-            ``server_tools``, tools that the provider runs. Counted as ``ignored_...``; refused by default.
+            ``server_tools``, tools that the provider runs. Counted as ``ignored_...``; ``[]`` refuses both.
     """
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     public_urls: list[Annotated[str, _checked_by(check_base)]] = Field(default_factory=list)
-    lenient: list[Lenient] = Field(default_factory=list)
+    lenient: list[Lenient] = Field(default=list(LENIENT))
 
 
 class RemoteConfig(Section):

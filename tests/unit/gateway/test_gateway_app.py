@@ -397,7 +397,8 @@ async def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 async def test_half_characters_and_long_numbers_are_taken() -> None:
     async with serving([SAID]) as served:
         opened = await served.open()
-        body = b'{"x": 123456789012345678901234567890, "messages": [{"role": "user", "content": "a\\ud83d"}]}'
+        body = b'{"metadata": {"x": 123456789012345678901234567890}, '
+        body += b'"messages": [{"role": "user", "content": "a\\ud83d"}]}'
         async with served.http.post(opened["path"] + "/v1/chat/completions", data=body) as answer:
             assert answer.status == 200
 

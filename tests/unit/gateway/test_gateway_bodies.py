@@ -47,10 +47,16 @@ async def post(served: Served, path: str, body: Any, **headers: str) -> tuple[in
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", BODIES)
 async def test_lone_surrogates_are_no_server_error(route: str, stream: bool) -> None:
-    tool = {"name": "f", "description": HALF, "parameters": {HALF: HALF}, "input_schema": {HALF: HALF}}
-    tools = [{"type": "function", "function": tool, **tool} if route != "messages" else tool]
+    def tool(schema: Any) -> dict[str, Any]:
+        described = {"name": "f", "description": HALF}
+        if route == "messages":
+            return {**described, "input_schema": schema}
+        function = {**described, "parameters": schema}
+        return {"type": "function", **({"function": function} if route == "chat/completions" else function)}
+
     odd: list[dict[str, Any]] = [
-        {"model": HALF}, {"metadata": {HALF: HALF}, "user": HALF}, {"metadata": nested(300)}, {"tools": tools},
+        {"model": HALF}, {"metadata": {HALF: HALF}, "user": HALF}, {"metadata": nested(300)},
+        {"tools": [tool({HALF: HALF})]},
         {"chat_template_kwargs": {HALF: 1}}, {"instructions": HALF}, {"temperature": HALF}, {HALF: HALF},
     ]  # fmt: skip
     async with serving(lambda _: "Yes.") as served:
@@ -60,11 +66,9 @@ async def test_lone_surrogates_are_no_server_error(route: str, stream: bool) -> 
                 served, f"{opened['path']}/v1/{route}", {**BODIES[route], **text, "stream": stream}
             )
             assert status in (200, 400), (text, answer)
-            assert status == 200 or b"chat_template_kwargs" in answer or b"temperature" in answer, answer
-        too_deep = {"type": "object", "x": nested(900)}
-        deep = {"name": "f", "parameters": too_deep, "input_schema": too_deep}
-        tools = [{"type": "function", "function": deep, **deep} if route != "messages" else deep]
-        body = {**BODIES[route], "tools": tools, "stream": stream}
+            named = (b"chat_template_kwargs", b"temperature", b"no such field")
+            assert status == 200 or any(name in answer for name in named), answer
+        body = {**BODIES[route], "tools": [tool({"type": "object", "x": nested(900)})], "stream": stream}
         status, answer = await post(served, f"{opened['path']}/v1/{route}", body)
         assert (status, b"nested too deep" in answer) == (400, True), answer
         # What the session's controller says of it is written as well.

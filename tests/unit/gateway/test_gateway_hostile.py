@@ -55,7 +55,7 @@ async def test_an_agent_cannot_write_its_own_reward_or_end_its_own_session() -> 
             assert ADMIN.encode() not in body
             assert opened["reward_key"].encode() not in body
         # Nor by what it says in a turn.
-        told_in_turn = {**ASK, "reward": 1.0, "rewards": [1.0], "metadata": {"reward": 1.0, "user_id": "x"}}
+        told_in_turn = {**ASK, "metadata": {"reward": 1.0, "user_id": "x"}}
         assert (await send(served, "POST", f"{base}/v1/messages", told_in_turn))[0] == 200
         _, state = await send(served, "GET", "/sessions/mine", **ADMIN_HEADERS)
         assert b'"rewards":[]' in state

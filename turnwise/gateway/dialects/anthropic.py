@@ -7,7 +7,6 @@ in every dialect, calls are sent once the turn is recorded.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -15,12 +14,13 @@ from typing import Any, cast
 from turnwise.errors import shown
 from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, ToolChoice, call_for_client, new_id
+from turnwise.gateway.dialects.field_tables import MESSAGES
 from turnwise.gateway.dialects.fields import (
     Fields,
     check_names,
     echoed_call,
-    ignore_server_tool,
     image_part,
+    leave_out_tool,
     read_sampling,
     read_tool,
     text_part,
@@ -31,9 +31,6 @@ from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
 _BILLING = "x-anthropic-billing-header:"
-_RUN_BY_THE_SERVER = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool|advisor|mcp_toolset)(_|$)")
-
-
 # Under ``adaptive`` it is the model that decides.
 _THINKING = {"enabled": True, "disabled": False}
 
@@ -41,9 +38,9 @@ _THINKING = {"enabled": True, "disabled": False}
 def read_messages_request(body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
     """Parse a request body."""
     fields = Fields(body)
-    fields.refuse("container", "nothing is run here")
-    fields.refuse("mcp_servers", "the gateway runs no tools: connect them in the agent")
     ignored: set[Lenient] = set()
+    if fields.items("mcp_servers"):
+        ignored.add(leave_out_tool(fields, "mcp_servers", "mcp", abilities))
     tools = tuple(_tools(fields, abilities, ignored))
     check_names(tools)
     choice, single = _choice(fields)
@@ -75,12 +72,8 @@ def _tools(fields: Fields, abilities: Abilities, ignored: set[Lenient]) -> Itera
             schema = (tool.get("name"), tool.get("description"), tool.get("input_schema"))
             deferred = searchable and tool.flag("defer_loading")
             yield replace(read_tool(*schema, f"tools[{index}]", "input_schema"), deferred=deferred)
-        elif _RUN_BY_THE_SERVER.match(kind):
-            ignored.add(ignore_server_tool(tool, kind, abilities))
         else:
-            raise unsupported(
-                tool.name("type"), f"{shown(kind)}: its schema is not in the request; describe it as custom"
-            )
+            ignored.add(leave_out_tool(tool, "type", kind, abilities))
 
 
 def _choice(fields: Fields) -> tuple[ToolChoice, str]:
@@ -278,6 +271,7 @@ class Anthropic:
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
+        MESSAGES.check(body, "")
         return read_messages_request(body, abilities)
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import pydantic_core
 
 from turnwise.gateway.dialects.template_options import NO_TEMPLATE_OPTIONS, TemplateOptions
-from turnwise.gateway.errors import ApiError, Lenient
+from turnwise.gateway.errors import LENIENT, ApiError, Lenient
 from turnwise.model.canonical import Canonical, TemplateArguments
 from turnwise.types import Guide, Message, SamplingParams, TokenIds, ToolCall, ToolSchema, text_of
 
@@ -57,7 +57,7 @@ class Abilities:
     forced_calls: bool = False
     most_choices: int = 16
     chat_format: str = ""
-    lenient: frozenset[Lenient] = frozenset()
+    lenient: frozenset[Lenient] = frozenset(LENIENT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 2**31 - 1
 _MOST_STOPS = 64
+_RUN_BY_THE_PROVIDER = re.compile(
+    r"(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|programmatic_tool_calling|"
+    r"tool_search|advisor|mcp)(_|$)"
+)
 
 
 class Fields:
@@ -85,13 +90,6 @@ class Fields:
             raise invalid(self.name(key), f"must be a list, not {shown(value)}")
         return value
 
-    def refuse(self, key: str, message: str, *neutral: Any) -> None:
-        """Raise ApiError if an unsupported field has a value that is neither empty nor neutral."""
-        value = self._body.get(key)
-        if value is None or value is False or value in ({}, [], "") or value in neutral:
-            return
-        raise unsupported(self.name(key), message)
-
 
 def read_sampling(fields: Fields, *, limit_fields: Sequence[str], stop: str) -> dict[str, Any]:
     """Return the sampling parameters of a body; ``limit_fields`` are the token limit fields by precedence."""
@@ -110,10 +108,6 @@ def read_sampling(fields: Fields, *, limit_fields: Sequence[str], stop: str) -> 
     if sampling["top_k"] == -1:
         # Some clients write -1 for no limit.
         sampling["top_k"] = 0
-    for key in ("presence_penalty", "frequency_penalty"):
-        fields.refuse(key, "log-probabilities would not be the model's own", 0)
-    fields.refuse("repetition_penalty", "log-probabilities would not be the model's own", 1)
-    fields.refuse("logit_bias", "log-probabilities would not be the model's own")
     return {key: value for key, value in sampling.items() if value is not None}
 
 
@@ -145,16 +139,19 @@ def read_tool(name: Any, description: Any, parameters: Any, at: str, field: str 
     return ToolSchema(name, description or "", parameters)
 
 
-def ignore_server_tool(tool: Fields, kind: str, abilities: Abilities) -> Lenient:
-    """Return ``server_tools`` for a tool that the provider runs. Raises ApiError unless such tools are ignored.
+def leave_out_tool(tool: Fields, key: str, kind: str, abilities: Abilities) -> Lenient:
+    """Return ``server_tools`` for a tool that the provider runs: the model must not see what it cannot call.
 
-    The model must not see tools that it cannot call.
+    Raises ApiError unless such tools are left out, and for other tools without a schema, named by the field ``key``.
     """
+    if not _RUN_BY_THE_PROVIDER.match(kind):
+        reason = f"{shown(kind)}: its schema is not in the request; describe it as a function or custom tool"
+        raise unsupported(tool.name(key), reason)
     if "server_tools" not in abilities.lenient:
         reason = (
             f"{shown(kind)} is run by the provider's own servers, and nothing is run here; offer a tool that the agent "
         )
-        raise unsupported(tool.name("type"), f"{reason}runs, or remove it (lenient: [server_tools] leaves it out)")
+        raise unsupported(tool.name(key), f"{reason}runs, or remove it (lenient: [server_tools] leaves it out)")
     return "server_tools"
 
 

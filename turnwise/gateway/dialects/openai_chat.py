@@ -13,18 +13,20 @@ from typing import Any, cast
 from turnwise.errors import shown
 from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, ToolChoice, call_for_client, new_id
+from turnwise.gateway.dialects.field_tables import CHAT
 from turnwise.gateway.dialects.fields import (
     Fields,
     check_names,
     echoed_call,
     image_part,
+    leave_out_tool,
     read_sampling,
     read_tool,
     text_part,
 )
 from turnwise.gateway.dialects.response_format import FormatField, read_response_format
 from turnwise.gateway.dialects.template_options import read_template_options
-from turnwise.gateway.errors import ApiError, invalid, unsupported
+from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.types import Message, ToolSchema
 
 _ERROR_TYPES = {
@@ -51,9 +53,10 @@ class OpenAIChat:
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
+        CHAT.check(body, "")
         fields = Fields(body)
-        _refuse(fields)
-        tools = tuple(_tools(fields))
+        ignored: set[Lenient] = set()
+        tools = tuple(_tools(fields, abilities, ignored))
         check_names(tools)
         choice = read_choice(fields)
         single = "" if fields.flag("parallel_tool_calls", default=True) else "parallel_tool_calls"
@@ -86,7 +89,7 @@ class OpenAIChat:
             include_usage=options.flag("include_usage"),
             guide=resolved.guide,
             guide_field=resolved.field,
-            ignored=resolved.ignored,
+            ignored=resolved.ignored | ignored,
             logprobs=logprobs,
             options=read_template_options(
                 fields.text("reasoning_effort", ""), kwargs=fields.get("chat_template_kwargs")
@@ -122,25 +125,13 @@ def openai_error(error: ApiError) -> dict[str, Any]:
 # Requests
 
 
-def _refuse(fields: Fields) -> None:
-    for key in ("functions", "function_call"):
-        fields.refuse(key, "use tools and tool_choice", "none", "auto")
-    fields.refuse("audio", "responses are text only")
-    if any(kind != "text" for kind in fields.items("modalities")):
-        raise unsupported("modalities", "responses are text only")
-    fields.refuse("web_search_options", "the gateway does not search")
-    fields.refuse("continue_final_message", "assistant messages cannot be continued")
-    if fields.get("add_generation_prompt") is False:
-        raise unsupported("add_generation_prompt", "every response is the assistant's")
-    fields.refuse("prompt_logprobs", "only sampled tokens have log-probabilities")
-
-
-def _tools(fields: Fields) -> Iterator[ToolSchema]:
+def _tools(fields: Fields, abilities: Abilities, ignored: set[Lenient]) -> Iterator[ToolSchema]:
     for index, entry in enumerate(fields.items("tools")):
         tool = Fields(entry, f"tools[{index}]")
         kind = tool.text("type", "function")
         if kind != "function":
-            raise unsupported(tool.name("type"), f"{shown(kind)}; tools are functions")
+            ignored.add(leave_out_tool(tool, "type", kind, abilities))
+            continue
         function = Fields(tool.get("function"), tool.name("function"))
         at = tool.name("function")
         yield read_tool(function.get("name"), function.get("description"), function.get("parameters"), at)

@@ -12,6 +12,7 @@ from typing import Any
 
 from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, Origin, call_for_client, new_id
+from turnwise.gateway.dialects.field_tables import RESPONSES
 from turnwise.gateway.dialects.openai_chat import openai_error, token_logprobs
 from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_responses_request
 from turnwise.gateway.errors import ApiError
@@ -48,6 +49,7 @@ class OpenAIResponses:
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
+        RESPONSES.check(body, "")
         return read_responses_request(body, abilities, self._conversations)
 
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:

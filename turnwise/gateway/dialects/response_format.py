@@ -9,7 +9,7 @@ from typing import Any
 from turnwise.errors import StructuredOutputError, shown
 from turnwise.gateway.dialects.core import Abilities, ToolChoice
 from turnwise.gateway.dialects.fields import Fields
-from turnwise.gateway.errors import Lenient, invalid, unsupported
+from turnwise.gateway.errors import LENIENT, Lenient, invalid, unsupported
 from turnwise.model.core import Renderer
 from turnwise.types import Guide, ToolSchema, as_ids
 
@@ -62,7 +62,7 @@ def read_response_format(
     return ResponseFormat(offered, Guide(schema, names, text=not forced, most=limit), field)
 
 
-def abilities_of(renderer: Renderer, *, guides: bool, lenient: Collection[Lenient] = ()) -> Abilities:
+def abilities_of(renderer: Renderer, *, guides: bool, lenient: Collection[Lenient] = LENIENT) -> Abilities:
     """Return the capabilities of a renderer and an engine; ``guides``: whether it supports structured output."""
     probe = ToolSchema("f", "")
     try:

@@ -16,8 +16,8 @@ from turnwise.gateway.dialects.fields import (
     Fields,
     check_names,
     echoed_call,
-    ignore_server_tool,
     image_part,
+    leave_out_tool,
     read_sampling,
     read_tool,
     text_part,
@@ -52,9 +52,6 @@ def namespaced(namespace: Any, name: Any) -> Any:
 def read_responses_request(body: Mapping[str, Any], abilities: Abilities, stored: Conversations) -> ChatRequest:
     """Parse a request body; ``stored`` resolves ``previous_response_id`` and references. Raises ApiError."""
     fields = Fields(body)
-    fields.refuse("background", "background responses are not supported")
-    fields.refuse("conversation", "send the items, or previous_response_id")
-    fields.refuse("prompt", "stored prompts are not supported: send instructions and input")
     tools = ResponsesTools()
     for index, entry in enumerate(fields.items("tools")):
         _tool(tools, Fields(entry, f"tools[{index}]"), "", abilities)
@@ -105,7 +102,7 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str, abilities: Abilit
             _tool(tools, Fields(entry, f"{at}.tools[{index}]"), name, abilities)
         return
     else:
-        tools.ignored.add(ignore_server_tool(tool, kind, abilities))
+        tools.ignored.add(leave_out_tool(tool, "type", kind, abilities))
         return
     full_name = namespaced(namespace, schema.name)
     if namespace:
@@ -160,7 +157,7 @@ class InputReader:
             self._reasoning(item)
         elif kind == "item_reference":
             self._item(Fields(self._stored.item(item.text("id")), item.name("")[:-1]))
-        # Other items are server-side tool runs or unknown: not part of this model's conversation.
+        # Other items are those of a hosted endpoint.
 
     def _message(self, item: Fields) -> None:
         role = item.text("role")

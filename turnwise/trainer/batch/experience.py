@@ -201,7 +201,7 @@ def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, reward in trajectory.named_rewards().items():
             by_name[name] += reward
         for name, figure in trajectory.metrics.items():
-            if name.startswith(("context/", "tree/")):
+            if name.startswith(("context/", "tree/", "ignored_")):
                 reported[name] += figure
     stops = Counter(trajectory.stop_reason.value for trajectory in trajectories)
     metrics |= {f"reward/by_name/{name}": total / count for name, total in sorted(by_name.items())}

@@ -33,6 +33,7 @@ METRICS: dict[str, str] = {
     "rollout/sampled_tokens": "sampled tokens per trajectory",
     "rollout/forks": "forks per trajectory",
     "context/*": "context management of agents (drops, compactions, sub-agents), per trajectory: docs/agents.md",
+    "ignored_*": "requests of which something was ignored (lenient), per trajectory: docs/gateway.md",
     "batch/groups": "groups compared (sessions of different roles count apart, see rollout.compare)",
     "batch/dead_groups": "groups whose rewards are equal, or of one member: they teach nothing",
     "batch/trajectories": "trajectories without an error",

@@ -8,7 +8,6 @@ A run directory holds ``config.yaml``, ``run.json`` (processes so far and their 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -48,7 +47,6 @@ from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.league import League
 from turnwise.trainer.run.policies import TrainedPolicy, serve_policies, serving_together, sync_weights
 from turnwise.trainer.run.task_scheduler import TaskScheduler
-from turnwise.trainer.train_thread import TrainThread
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -133,7 +131,6 @@ class TrainRun(RunFiles):
         scheduler: The scheduler of tasks, with the groups in flight.
         store: Checkpoints.
         display: The live display.
-        train_thread: Where models compute and checkpoints are written.
         state: The checkpointed state.
         budget: Limits and amounts spent.
         first_eval: Figures of the first evaluation.
@@ -158,7 +155,6 @@ class TrainRun(RunFiles):
     scheduler: TaskScheduler
     store: CheckpointStore
     display: LiveDisplay
-    train_thread: TrainThread
     state: TrainerState
     budget: Budget
     first_eval: dict[str, Any] | None = None
@@ -289,19 +285,17 @@ class TrainRun(RunFiles):
         await self.hooks.validate_end(result)
         return result
 
-    async def save(self) -> None:
-        """Write a checkpoint of the current step, in the train thread."""
+    def save(self) -> None:
+        """Write a checkpoint of the current step."""
         self.state.rng = capture_rng()
         self.state.spent["wall_time"] = self.budget.spent.get("wall_time", 0.0)
-        # Episodes go on meanwhile, and change what is counted.
-        state, figures = copy.deepcopy(self.state), dict(self.figures)
-        with self.timeline.span(CHECKPOINT, state.step):
+        with self.timeline.span(CHECKPOINT, self.state.step):
             # Groups that the checkpoint counts as trained must not become available again after a power cut.
-            await self.journal.sync(self.train_thread)
-            await self.train_thread(lambda: self.store.save(state, self._write_policies, figures))
-        self.saved_step = state.step
+            self.journal.sync()
+            self.store.save(self.state, self._write_policies, self.figures)
+        self.saved_step = self.state.step
         for league in self.leagues.values():
-            await self.train_thread(partial(league.prune, self.store))
+            league.prune(self.store)
 
     def _write_policies(self, checkpoint: Path) -> None:
         for name, policy in self.policies.items():
@@ -328,9 +322,9 @@ async def open_run(
             if policy.learner.processes is not None:
                 stack.callback(policy.learner.processes.close)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
-        start.store.tidy(start.state.step, damaged=resume_step is None)
+        start.store.tidy(last_step=resume_step)
         # Called last, when the servers have ended: then their CPU time is that of children.
-        at_exit(stack, partial(_spend, home, started))
+        at_exit(stack, lambda: home.spend(time.monotonic() - started, cpu_seconds()))
         run = await _assemble(config, directory, start, part, console, stack, cluster)
         if not run.state.step:
             await _check_room(run, console)
@@ -413,7 +407,6 @@ async def _assemble(
         scheduler=scheduler,
         store=start.store,
         display=display,
-        train_thread=stack.enter_context(TrainThread()),
         budget=budget,
     )
     return run
@@ -432,13 +425,9 @@ def _start_fields(config: TrainConfig, directory: Path, start: Start) -> dict[st
     }
 
 
-async def _spend(home: RunDirectory, started: float) -> None:
-    home.spend(time.monotonic() - started, cpu_seconds())
-
-
-async def _save_unsaved(run: TrainRun) -> None:
+def _save_unsaved(run: TrainRun) -> None:
     """Save the last finished step, unless it is saved or the weights are torn or lost."""
     processes = [policy.learner.processes for policy in run.policies.values()]
-    lost = any(ranks is not None and ranks.lost for ranks in processes)
-    if run.state.step > run.saved_step and not run.torn and not lost:
-        await run.save()
+    is_lost = any(ranks is not None and ranks.lost for ranks in processes)
+    if run.state.step > run.saved_step and not run.torn and not is_lost:
+        run.save()
