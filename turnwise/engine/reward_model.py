@@ -134,9 +134,9 @@ class RewardApp:
             await answer_json(send, status, wire.encode_error(str(error), status=status, field=error.field))
             return
         self._received += 1
-        running = [asyncio.wrap_future(self._batcher.submit(token_ids)) for token_ids in inputs]
+        futures = [asyncio.wrap_future(self._batcher.submit(token_ids)) for token_ids in inputs]
         try:
-            outputs = await asyncio.gather(*running)
+            outputs = await asyncio.gather(*futures)
         except InferenceError as error:
             await answer_json(send, 500, wire.encode_error(str(error), status=500))
             return
@@ -168,14 +168,16 @@ class RewardApp:
             inputs = self._encoded(request)
         except (RenderError, SessionError) as error:
             raise BadRequest("messages", f"messages cannot be rendered: {error}") from error
-        end, longest = self._classifier.vocabulary, self._classifier.max_context
+        vocabulary, max_context = self._classifier.vocabulary, self._classifier.max_context
         for token_ids in inputs or [[]]:
             if not token_ids:
                 raise BadRequest("input", "an input has no tokens: there is nothing to score")
-            if len(token_ids) > longest:
-                raise BadRequest("input", f"an input has {len(token_ids)} tokens; the context length is {longest}")
-            if not 0 <= min(token_ids) <= max(token_ids) < end:
-                raise BadRequest("input", f"input holds {shown(token_ids)}: it must be text, or ids of 0 to {end - 1}")
+            if len(token_ids) > max_context:
+                raise BadRequest("input", f"an input has {len(token_ids)} tokens; the context length is {max_context}")
+            if not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
+                raise BadRequest(
+                    "input", f"input holds {shown(token_ids)}: it must be text, or ids of 0 to {vocabulary - 1}"
+                )
         return inputs
 
     def _encoded(self, request: ClassifyRequest) -> list[list[int]]:
@@ -215,15 +217,15 @@ class Classifier:
             from transformers import AutoConfig, AutoModelForSequenceClassification
         except ImportError as error:
             raise MissingExtraError("transformers", "serve", "serving a reward model") from error
-        target = resolve_device(device)
+        resolved_device = resolve_device(device)
         try:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
-            named = [name for name in config.architectures or () if "ForSequenceClassification" in name]
-            if not named:
-                kind = ", ".join(config.architectures or ()) or "none named"
+            classifier_names = [name for name in config.architectures or () if "ForSequenceClassification" in name]
+            if not classifier_names:
+                architectures = ", ".join(config.architectures or ()) or "none named"
                 raise InferenceError(
-                    f"{directory} is not a sequence classifier (its architecture: {kind}): its head would be random. "
-                    "Serve it without --reward, or name a directory of a reward model"
+                    f"{directory} is not a sequence classifier (its architecture: {architectures}): its head would be "
+                    "random. Serve it without --reward, or name a directory of a reward model"
                 )
             # A config without the field means the default of transformers, which from_pretrained applies.
             model = AutoModelForSequenceClassification.from_pretrained(
@@ -231,23 +233,23 @@ class Classifier:
             )
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise InferenceError(f"{directory} cannot be loaded as a sequence classifier: {error}") from error
-        self._model = model.to(target).eval().requires_grad_(False)
-        self._device = target
+        self._model = model.to(resolved_device).eval().requires_grad_(False)
+        self._device = resolved_device
         self._padding: int | None = model.config.get_text_config().pad_token_id
         self.labels = int(model.config.num_labels)
         self.label_names = [str(model.config.id2label.get(index, f"LABEL_{index}")) for index in range(self.labels)]
         self.problem_type = model.config.problem_type
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.max_context = min(limit for limit in (max_context, longest, 2**31 - 1) if limit)
+        model_limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_context = min(limit for limit in (max_context, model_limit, 2**31 - 1) if limit)
 
     def activate(self, outputs: list[list[float]]) -> list[list[float]]:
         """Return raw outputs as probabilities, where they mean any: sigmoid or softmax, by the kind of problem."""
         if self.problem_type == "regression":
             return outputs
         values = torch.tensor(outputs, dtype=torch.float64)
-        one_by_one = self.labels == 1 or self.problem_type == "multi_label_classification"
-        activated: list[list[float]] = (values.sigmoid() if one_by_one else values.softmax(-1)).tolist()
+        is_independent = self.labels == 1 or self.problem_type == "multi_label_classification"
+        activated: list[list[float]] = (values.sigmoid() if is_independent else values.softmax(-1)).tolist()
         return activated
 
     def forward(self, inputs: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -256,8 +258,8 @@ class Classifier:
         padding = self._padding
         if padding is None:
             # A decoder's last token is the last that is not padding: pad with an id that no input contains.
-            used = {token for token_ids in inputs for token in token_ids}
-            padding = next(token for token in range(self.vocabulary) if token not in used)
+            used_ids = {token for token_ids in inputs for token in token_ids}
+            padding = next(token for token in range(self.vocabulary) if token not in used_ids)
             self._model.config.get_text_config().pad_token_id = self._model.config.pad_token_id = padding
         token_ids = torch.full((len(inputs), length), padding, dtype=torch.int64)
         mask = torch.zeros((len(inputs), length), dtype=torch.int64)
@@ -310,20 +312,20 @@ class ClassifierBatcher:
                 del queued[-size:]
 
     def _classify_batch(self, batch: Sequence[tuple[list[int], Future[list[float]]]]) -> None:
-        live = [(token_ids, future) for token_ids, future in batch if future.set_running_or_notify_cancel()]
-        if not live:
+        active = [(token_ids, future) for token_ids, future in batch if future.set_running_or_notify_cancel()]
+        if not active:
             return
         try:
-            outputs = self._classifier.forward([token_ids for token_ids, _ in live])
+            outputs = self._classifier.forward([token_ids for token_ids, _ in active])
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: it serves on, and who waits hears of it
             _log.exception("a forward pass failed")
-            for _, future in live:
+            for _, future in active:
                 future.set_exception(InferenceError(f"the forward pass failed: {type(error).__name__}: {error}"))
             return
         self.stats.batches += 1
-        self.stats.inputs += len(live)
-        self.stats.tokens += sum(len(token_ids) for token_ids, _ in live)
-        for (_, future), values in zip(live, outputs, strict=True):
+        self.stats.inputs += len(active)
+        self.stats.tokens += sum(len(token_ids) for token_ids, _ in active)
+        for (_, future), values in zip(active, outputs, strict=True):
             future.set_result(values)
 
 

@@ -55,15 +55,15 @@ def show(source: Path, selection: Selection, *, tokens: bool = False, console: C
     console = console or Console()
     path = run_file(source)
     with TrajectoryFile(path) as file:
-        fitting = [entry for entry in file.entries if selection.holds(entry)]
-        if not fitting:
+        matching = [entry for entry in file.entries if selection.holds(entry)]
+        if not matching:
             criteria = f" with {selection}" if str(selection) else ""
             raise FormatError(f"{path} holds {len(file.entries)} trajectories, none{criteria}")
-        newest = fitting[max(0, len(fitting) - selection.number) :]
+        newest = matching[max(0, len(matching) - selection.number) :]
         for entry in newest:
             console.print(render(file.read(entry), tokens=tokens))
         console.print(
-            Text(f"{len(newest)} of {len(fitting)} trajectories ({len(file.entries)} in {path})", style="dim")
+            Text(f"{len(newest)} of {len(matching)} trajectories ({len(file.entries)} in {path})", style="dim")
         )
     return len(newest)
 
@@ -81,9 +81,9 @@ def render(trajectory: Trajectory, *, tokens: bool = False) -> RenderableType:
             if segment.index not in shown_segments:
                 shown_segments.add(segment.index)
                 parts.extend(_segment(segment, trajectory.rewards, tokens and trajectory.recorded != "text"))
-    loose = [event for event in trajectory.rewards if event[0] is None]
-    if loose:
-        parts.append(Text.assemble(("episode ", "dim"), _rewards(loose)))
+    episode_rewards = [event for event in trajectory.rewards if event[0] is None]
+    if episode_rewards:
+        parts.append(Text.assemble(("episode ", "dim"), _rewards(episode_rewards)))
     parts.extend(_ways(trajectory))
     title = Text(f" {trajectory.id} ", style="bold")
     return Panel(Group(*parts), title=title, title_align="left", border_style="red" if trajectory.error else "blue")
@@ -178,8 +178,8 @@ def _message(message: Mapping[str, Any], segment: Segment) -> Text:
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments")
-        written = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        body.append(_safe(f"\n→ {function.get('name')}({written})"), style="bold yellow")
+        arguments_text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        body.append(_safe(f"\n→ {function.get('name')}({arguments_text})"), style="bold yellow")
     return text.append_text(body)
 
 

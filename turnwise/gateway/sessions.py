@@ -205,10 +205,10 @@ class GatewaySession:
             recorded=self.session.recorded_as,
             turn_metrics=self.turn_metrics,
             turn_times=dict(self.session.turn_times),
-            metrics={**self.session.metrics(), **self.sampling_metrics, **self._sampled_at()},
+            metrics={**self.session.metrics(), **self.sampling_metrics, **self._common_temperature()},
         )
 
-    def _sampled_at(self) -> dict[str, float]:
+    def _common_temperature(self) -> dict[str, float]:
         """Return the temperature of its turns, or the number of different ones."""
         if len(self.temperatures) == 1:
             return {"temperature": next(iter(self.temperatures))}

@@ -33,7 +33,7 @@ from turnwise.trajectory_file import TRAJECTORIES, TrajectoryFile, located_traje
 
 MOST_POINTS: Final = 2_000
 """Most points of a curve when the page is opened; later ones are added to it."""
-_SLICE_S = 0.1
+_READING_S = 0.1
 """Seconds after which a reading of trajectories pauses, so that requests are answered."""
 _FIGURES_S = 1.0
 _FIGURES_SHARE = 10
@@ -102,12 +102,12 @@ class LiveRun:
     def _reset(self) -> None:
         """Discard all that was read."""
         self.facts = read_facts(self._source, self._name, metrics=False)
-        self._signature = self._changes()
+        self._states = self._file_states()
         self._generation += 1
         self._rows: list[Row] = []
         self._ids: set[str] = set()
-        self._complete = self._end = 0
-        self._identity: tuple[int, int] | None = None
+        self._complete = self._trajectories_end = 0
+        self._file_identity: tuple[int, int] | None = None
         self._points: list[tuple[int, dict[str, float]]] = []
         self._metrics_end = 0
         self._metrics_notes: list[str] = []
@@ -116,7 +116,7 @@ class LiveRun:
         self._rows_changed = False
         self._figures_due = 0.0
         self._failure = ""
-        self._sent = b""
+        self._last_content = b""
         self._revision = 0
 
     @property
@@ -130,16 +130,16 @@ class LiveRun:
             if self._has_restarted():
                 self._reset()
             self._read_metrics()
-            more = self._read_rows()
+            has_more = self._read_rows()
             self._failure = ""
         except FormatError as error:
-            more, self._failure = False, str(error)
+            has_more, self._failure = False, str(error)
         except OSError as error:
-            more, self._failure = False, f"{error.filename}: {error.strerror or error}"
-        self._compute(more)
-        return more
+            has_more, self._failure = False, f"{error.filename}: {error.strerror or error}"
+        self._compute(has_more)
+        return has_more
 
-    def _changes(self) -> tuple[Any, ...]:
+    def _file_states(self) -> tuple[Any, ...]:
         """Return what tells whether the small files are others than those that were read."""
         if self._source.is_file():
             return ()
@@ -151,19 +151,19 @@ class LiveRun:
 
     def _has_restarted(self) -> bool:
         """Whether the files are others, or shorter, than what was read of them; re-reads the small ones."""
-        if (changes := self._changes()) != self._signature:
+        if (states := self._file_states()) != self._states:
             previous, self.facts = self.facts, read_facts(self._source, self._name, metrics=False)
-            self._signature = changes
+            self._states = states
             self.facts.series, self.facts.meanings = previous.series, previous.meanings
             self.facts.warnings = previous.warnings
             if self.facts.success_reward != previous.success_reward or self.facts.role != previous.role:
                 return True
         file = self.facts.trajectories
         if file is None or not file.exists():
-            return self._end > 0
+            return self._trajectories_end > 0
         stat = file.stat()
-        identity, self._identity = self._identity, (stat.st_dev, stat.st_ino)
-        return stat.st_size < self._end or identity not in (None, self._identity)
+        previous_identity, self._file_identity = self._file_identity, (stat.st_dev, stat.st_ino)
+        return stat.st_size < self._trajectories_end or previous_identity not in (None, self._file_identity)
 
     def _read_metrics(self) -> None:
         file = self._source / METRICS_FILE
@@ -171,9 +171,9 @@ class LiveRun:
             return
         if file.stat().st_size < self._metrics_end:
             self._reset()
-        with file.open("rb") as opened:
-            opened.seek(self._metrics_end)
-            data = opened.read()
+        with file.open("rb") as metrics_file:
+            metrics_file.seek(self._metrics_end)
+            data = metrics_file.read()
         data = data[: data.rfind(b"\n") + 1]
         # A process that resumed repeats steps, and writes trajectories again.
         if self._metrics_end and any(_is_start(line) for line in data.splitlines()):
@@ -188,14 +188,14 @@ class LiveRun:
         if file is None:
             return False
         if not self._rows:
-            with TrajectoryFile(file) as opened:
-                self._add([entry_row(entry, self.facts) for entry in opened.entries])
-                if opened.entries:
-                    last_entry = opened.entries[-1]
-                    self._end = last_entry.offset + last_entry.length
-        until = time.monotonic() + _SLICE_S
+            with TrajectoryFile(file) as trajectory_file:
+                self._add_rows([entry_row(entry, self.facts) for entry in trajectory_file.entries])
+                if trajectory_file.entries:
+                    last_entry = trajectory_file.entries[-1]
+                    self._trajectories_end = last_entry.offset + last_entry.length
+        deadline = time.monotonic() + _READING_S
         while self._complete < len(self._rows):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 return True
             offset = self._rows[self._complete].offset
             row = trajectory_row(offset, trajectory_at(file, offset), self.facts)
@@ -203,36 +203,38 @@ class LiveRun:
             self._rows[self._complete] = row
             self._complete += 1
             self._rows_changed = True
-        for location, trajectory in located_trajectories(file, self._end):
+        for location, trajectory in located_trajectories(file, self._trajectories_end):
             if trajectory.id in self._ids:
                 # The earlier one is void: it was written again.
                 self._reset()
                 return True
-            self._add([trajectory_row(location.offset, trajectory, self.facts)])
+            self._add_rows([trajectory_row(location.offset, trajectory, self.facts)])
             self._complete = len(self._rows)
-            self._end = location.offset + location.length
-            if time.monotonic() > until:
+            self._trajectories_end = location.offset + location.length
+            if time.monotonic() > deadline:
                 return True
         return False
 
-    def _add(self, rows: Sequence[Row]) -> None:
+    def _add_rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
             row.slot = (row.offset, 0)
             self._ids.add(row.id)
         self._rows += rows
         self._rows_changed = self._rows_changed or bool(rows)
 
-    def _compute(self, more: bool) -> None:
+    def _compute(self, has_more: bool) -> None:
         """Compute the figures if rows were added and it is time, and note whether anything changed."""
         now = time.monotonic()
-        if self._rows_changed and (now >= self._figures_due or (not more and not self._tasks)):
+        if self._rows_changed and (now >= self._figures_due or (not has_more and not self._tasks)):
             episodes = episodes_of(self._rows, self.facts)
             self._figures = {"parts": part_figures(episodes), "errors": error_counts(self._rows)}
             self._tasks = task_columns(episodes, MOST_TASKS)
             self._rows_changed = False
             self._figures_due = time.monotonic() + max(_FIGURES_S, _FIGURES_SHARE * (time.monotonic() - now))
-        if (content := dumped({"head": self._head(), "facts": self._facts(), "tasks": self._tasks})) != self._sent:
-            self._sent = content
+        if (
+            content := dumped({"head": self._head(), "facts": self._facts(), "tasks": self._tasks})
+        ) != self._last_content:
+            self._last_content = content
             self._revision += 1
 
     def _head(self) -> dict[str, Any]:
@@ -255,16 +257,18 @@ class LiveRun:
 
     def news_since(self, seen: Position) -> dict[str, Any] | None:
         """Return what is new since a position, as orjson-serialisable values; None if nothing is."""
-        now = self.position
-        if seen == now:
+        current = self.position
+        if seen == current:
             return None
-        fresh = seen.generation != now.generation or any(old > new for old, new in zip(seen, now, strict=True))
-        seen = Position() if fresh else seen
-        news: dict[str, Any] = {"fresh": fresh, "head": self._head()}
-        if seen.revision != now.revision:
+        is_restart = seen.generation != current.generation or any(
+            old > new for old, new in zip(seen, current, strict=True)
+        )
+        seen = Position() if is_restart else seen
+        news: dict[str, Any] = {"fresh": is_restart, "head": self._head()}
+        if seen.revision != current.revision:
             news |= {"facts": self._facts(), "tasks": self._tasks}
         # Rows of which more was read, and new ones.
-        stretches = {(seen.complete, min(now.complete, seen.rows)), (seen.rows, now.rows)}
+        stretches = {(seen.complete, min(current.complete, seen.rows)), (seen.rows, current.rows)}
         news["rows"] = [
             [begin, table_columns(self._rows[begin : min(end, MOST_ROWS)])]
             for begin, end in sorted(stretches)
@@ -277,13 +281,13 @@ class LiveRun:
         """Return the curves, or, if the page has points of them, those that were added."""
         if not points_seen:
             return {name: thinned(*series, MOST_POINTS) for name, series in sorted(self.facts.series.items())}
-        added: dict[str, tuple[list[int], list[float]]] = {}
+        new_points: dict[str, tuple[list[int], list[float]]] = {}
         for step, values in self._points[points_seen:]:
             for name, value in values.items():
-                steps, points = added.setdefault(name, ([], []))
+                steps, points = new_points.setdefault(name, ([], []))
                 steps.append(step)
                 points.append(float(f"{value:.6g}"))
-        return added
+        return new_points
 
     def _trajectory(self, offset: int) -> Trajectory:
         if self.facts.trajectories is None:
@@ -293,9 +297,9 @@ class LiveRun:
     def record(self, offset: int) -> bytes:
         """Return the JSON of the trajectory at an offset, as the page shows it. Raises FormatError."""
         trajectory = self._trajectory(offset)
-        gaps = self._source / "diagnostics.jsonl"
-        if gaps.is_file() and (size := gaps.stat().st_size) != self._gaps_size:
-            self._gaps_size, self.facts.gaps = size, read_gaps(gaps, [])
+        gaps_file = self._source / "diagnostics.jsonl"
+        if gaps_file.is_file() and (size := gaps_file.stat().st_size) != self._gaps_size:
+            self._gaps_size, self.facts.gaps = size, read_gaps(gaps_file, [])
         data = dumped(trajectory_record(trajectory, self.facts))
         return data if len(data) <= LARGEST else dumped(trajectory_record(trajectory, self.facts, tokens=False))
 
@@ -316,11 +320,11 @@ class LiveRun:
         Returns:
             ``found`` ids, the number of the ``next`` row to continue at (None at the end) and ``of`` how many.
         """
-        until = time.monotonic() + _SLICE_S
+        deadline = time.monotonic() + _READING_S
         rows, needle = self._rows[:MOST_ROWS], text.lower()
         matching_ids: list[str] = []
         for number in range(begin, len(rows)):
-            if time.monotonic() > until and number > begin:
+            if time.monotonic() > deadline and number > begin:
                 return {"found": matching_ids, "next": number, "of": len(rows)}
             messages = [segment.messages for segment in self._trajectory(rows[number].offset).segments]
             if any(needle in line.lower() for line in _texts(messages)):

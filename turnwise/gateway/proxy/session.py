@@ -91,15 +91,15 @@ class TextRenderer:
 
     def parse(self, completion: TokenIds, tail: TokenIds, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
         """Raise: there are no ids."""
-        raise no_tokens()
+        raise token_request_error()
 
     def completion(self, message: Message, tools: Sequence[ToolSchema]) -> NoReturn:  # noqa: ARG002
         """Raise: the ids are unknown."""
-        raise no_tokens()
+        raise token_request_error()
 
     def live(self, tail: TokenIds, stops: Sequence[str] = ()) -> NoReturn:  # noqa: ARG002
         """Raise: there are no ids."""
-        raise no_tokens()
+        raise token_request_error()
 
     def decode(self, token_ids: TokenIds) -> str:  # noqa: ARG002
         """Return an empty text."""
@@ -115,11 +115,11 @@ class NoTokens(LLMClient):
 
     async def generate(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
         """Raise: hosted endpoints return no token ids."""
-        raise no_tokens()
+        raise token_request_error()
 
     def stream(self, prompt: object, params: object, *, session_id: str) -> NoReturn:  # noqa: ARG002
         """Raise: hosted endpoints return no token ids."""
-        raise no_tokens()
+        raise token_request_error()
 
     async def model_info(self) -> ModelInfo:
         """Return an unknown model."""
@@ -129,7 +129,7 @@ class NoTokens(LLMClient):
         """Do nothing."""
 
 
-def no_tokens() -> SessionError:
+def token_request_error() -> SessionError:
     """Return the error for token requests to a hosted endpoint."""
     return SessionError(
         "a hosted endpoint returns no token ids: an agent talks to it through the address of its session "
@@ -206,7 +206,7 @@ class TextSession(Session):
         self._ask = ask
         self._history = History(self._recognise)
         self._repeated_ids: set[str] = set()
-        self._used = 0
+        self._used_tokens = 0
         self._branch_tokens: dict[int, int] = {}
 
     async def chat(
@@ -226,32 +226,32 @@ class TextSession(Session):
             InferenceError: The endpoint failed or refused. Nothing was recorded.
         """
         if self._ask is None:
-            raise no_tokens()
+            raise token_request_error()
         if template_args:
             raise SessionError("template_args: a hosted endpoint has no accessible chat template")
-        placed = self._place_request(messages, tools, params, fork)
+        pending = self._place_request(messages, tools, params, fork)
         try:
-            answered = await self._ask(messages, tuple(tools or ()), params or self.params)
+            answer = await self._ask(messages, tuple(tools or ()), params or self.params)
         except BaseException as error:  # also a cancellation: the pending turn is withdrawn
-            self.withdraw([placed])
+            self.withdraw([pending])
             if isinstance(error, InferenceError):
                 self.fail(error)
             raise
-        if answered.model:
-            self.count(f"answered_by/{answered.model}")
-        return self.commit(placed, answered.message, cut=answered.cut, usage=answered.usage, sampling=answered.sampling)
+        if answer.model:
+            self.count(f"answered_by/{answer.model}")
+        return self.commit(pending, answer.message, cut=answer.cut, usage=answer.usage, sampling=answer.sampling)
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> PendingRequest:
         """Place a request without recording it. Raises SessionError, or BudgetExceeded at a limit."""
         return self._place_request(messages, tools, None, None)
 
     def commit(
-        self, placed: PendingRequest, message: Message, *, cut: bool, usage: Usage | None, sampling: dict[str, float]
+        self, pending: PendingRequest, message: Message, *, cut: bool, usage: Usage | None, sampling: dict[str, float]
     ) -> Message:
         """Record the answer to a request; return it with call ids made unique.
 
         Args:
-            placed: The request.
+            pending: The request.
             message: The message with the endpoint's call ids.
             cut: Whether a length limit ended it.
             usage: Reported usage, or None.
@@ -264,7 +264,7 @@ class TextSession(Session):
             call_id for call_id in call_ids if call_id in self.issued or call_ids.count(call_id) > 1
         )
         completion = Completion(NO_IDS, _NO_LOGPROBS, "length" if cut else "stop", ())
-        returned = self._record(placed, completion, message, cut=cut)
+        returned = self._record(pending, completion, message, cut=cut)
         metrics = dict(sampling)
         if usage is None:
             self.count("turns_without_usage")
@@ -272,13 +272,13 @@ class TextSession(Session):
             metrics |= usage.to_metrics()
             for name, value in usage.to_metrics().items():
                 self.count(name, value)
-            self._add_usage(placed, usage)
+            self._add_usage(pending, usage)
         self.turn_metrics[returned["turn_id"]] = metrics
         if self.journal is not None:
             branch_tokens_of_turn = self._branch_tokens.get(self._tree.nodes[-1].index)
             extra = {
                 "metrics": metrics,
-                "used": self._used,
+                "used": self._used_tokens,
                 "behind": branch_tokens_of_turn,
                 "repeated": sorted(self._repeated_ids),
             }
@@ -292,7 +292,7 @@ class TextSession(Session):
         super().restore(record, prompt, completion, media)
         extra = record.extra
         self.turn_metrics[record.turn_id] = dict(extra["metrics"])
-        self._used = int(extra["used"])
+        self._used_tokens = int(extra["used"])
         if extra["behind"] is not None:
             self._branch_tokens[self._tree.nodes[-1].index] = int(extra["behind"])
         self._repeated_ids.update(extra["repeated"])
@@ -320,15 +320,15 @@ class TextSession(Session):
         """Return counters: turns, branches, forks, rewritten echoes, reported tokens (prompt, completion, cached)."""
         counters = super().metrics()
         budget = self.limits.max_total_tokens
-        overrun = 0 if budget is None else max(0, self._used - budget)
+        overrun = 0 if budget is None else max(0, self._used_tokens - budget)
         selected = {name: counters[name] for name in ("turns", "branches", "forks", "rewritten_echoes")}
-        return {**selected, **self._counts, "tokens_over_limit": overrun, **self._sampled_at()}
+        return {**selected, **self._counts, "tokens_over_limit": overrun, **self._common_temperature()}
 
-    def _sampled_at(self) -> dict[str, float]:
+    def _common_temperature(self) -> dict[str, float]:
         """Return the temperature if all requests named the same one."""
-        named = {metrics.get("temperature") for metrics in self.turn_metrics.values()}
-        only = named.pop() if len(named) == 1 else None
-        return {} if only is None else {"temperature": only}
+        temperatures = {metrics.get("temperature") for metrics in self.turn_metrics.values()}
+        temperature = temperatures.pop() if len(temperatures) == 1 else None
+        return {} if temperature is None else {"temperature": temperature}
 
     def context_left(self, turn_id: str) -> int | None:  # noqa: ARG002 - unknown
         """Return None: the context length is unknown."""
@@ -342,7 +342,7 @@ class TextSession(Session):
                 compared by ids.
         """
         forked = super().fork(turns, resample=resample, seed=seed)
-        forked._history, forked._used = History(forked._recognise), 0
+        forked._history, forked._used_tokens = History(forked._recognise), 0
         return forked
 
     def measure(self, messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> int:
@@ -357,18 +357,20 @@ class TextSession(Session):
 
     def _limit_params(self, params: SamplingParams, prompt: TokenPrompt) -> SamplingParams:
         size = len(prompt.token_ids)
-        token_budget(self.limits, self.id, prompt=size, committed=self._used, requests=self._requests, requested=None)
+        token_budget(
+            self.limits, self.id, prompt=size, committed=self._used_tokens, requests=self._requests, requested=None
+        )
         return params
 
-    def _add_usage(self, placed: PendingRequest, usage: Usage) -> None:
+    def _add_usage(self, pending: PendingRequest, usage: Usage) -> None:
         """Count each token of the tree once, as sessions with ids do: those of the branch so far are already in."""
         turn = self._tree.nodes[-1]
-        parent = placed.match.parent
+        parent = pending.match.parent
         branch_tokens = 0 if parent is None else self._branch_tokens.get(parent.index, 0)
-        if placed.match.context is not None:
+        if pending.match.context is not None:
             branch_tokens = usage.prompt
         self._branch_tokens[turn.index] = usage.prompt + usage.completion
-        self._used += max(0, usage.prompt - branch_tokens) + usage.completion
+        self._used_tokens += max(0, usage.prompt - branch_tokens) + usage.completion
 
 
 @dataclass(frozen=True, slots=True)

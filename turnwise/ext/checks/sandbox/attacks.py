@@ -74,9 +74,9 @@ def overuse(name: str, *, may_die: bool = False, **options: Any) -> Attack:
 
 
 fork_bomb = overuse("fork_bomb", may_die=True, limit=_LIMITS.pids, most=_LIMITS.pids * 3, seconds=1.5)
-one_process = overuse("memory", may_die=True, limit=_LIMITS.memory, each=_LIMITS.memory * 3 // 2, count=1, seconds=3.0)
+one_process = overuse("memory", may_die=True, limit=_LIMITS.memory, size=_LIMITS.memory * 3 // 2, count=1, seconds=3.0)
 several_processes = overuse(
-    "memory", may_die=True, limit=_LIMITS.memory, each=_LIMITS.memory * 2 // 5, count=4, seconds=3.0
+    "memory", may_die=True, limit=_LIMITS.memory, size=_LIMITS.memory * 2 // 5, count=4, seconds=3.0
 )
 large_file = overuse("one_file", folder=".", limit=_LIMITS.file_size, most=_LIMITS.file_size * 2)
 # Several file systems may each hold the limit, or less: more than three times the limit is no rounding.
@@ -84,7 +84,7 @@ many_files = overuse(
     "many_files",
     limit=_LIMITS.disk,
     most=_LIMITS.disk * 3,
-    each=8 * _MIB,
+    size=8 * _MIB,
     folders=[".", "/tmp", "/dev/shm", "/var/tmp", "/run", "/root"],
 )
 
@@ -161,14 +161,14 @@ async def outlive_host(context: CheckContext) -> list[str]:
         line = await asyncio.wait_for(process.stdout.readline(), 60)
         if line != b"ready\n":
             raise CheckFailed(f"the host process did not start its sandbox: it wrote {line!r}")
-        local = bool(host_processes(mark))
+        is_local = bool(host_processes(mark))
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGKILL)
         await process.wait()
     try:
         if not context.capabilities.survives_host:
-            if not local:
+            if not is_local:
                 raise CheckFailed("the processes inside cannot be seen from here, so whether they ended is unknown")
             return [] if await processes_ended(mark) else ["a process outlives the host"]
         reaped = await context.backend.reap()

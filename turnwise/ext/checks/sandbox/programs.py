@@ -213,7 +213,7 @@ def fork_bomb(options: dict[str, Any]) -> list[str]:
 
 def memory(options: dict[str, Any]) -> list[str]:
     """Hold memory in several processes at the same time: more together than the limit, or more in one than it."""
-    limit, size = options["limit"], options["each"]
+    limit, size = options["limit"], options["size"]
     total = size * _hold(options["count"], size, options["seconds"])
     return [f"{total >> 20} MiB at the same time, and {limit >> 20} are allowed"] if total > limit * 1.1 else []
 
@@ -274,7 +274,7 @@ def one_file(options: dict[str, Any]) -> list[str]:
 
 def many_files(options: dict[str, Any]) -> list[str]:
     """Write many files, wherever that is possible, of more bytes together than the limit."""
-    written = _fill(options["each"], options["most"], options["folders"])
+    written = _fill(options["size"], options["most"], options["folders"])
     total, limit = sum(written.values()), options["limit"]
     where = ", ".join(f"{folder} {size >> 20}" for folder, size in written.items() if size)
     return [f"{total >> 20} MiB ({where}), and {limit >> 20} are allowed"] if total >= options["most"] else []

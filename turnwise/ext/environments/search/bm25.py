@@ -13,7 +13,7 @@ import numpy as np
 from turnwise.errors import ConfigError, MissingExtraError
 from turnwise.ext.environments.search.encyclopedia import Passage, encyclopedia, read_corpus
 
-_BUILDING = threading.Lock()
+_BUILD_LOCK = threading.Lock()
 
 
 class Index:
@@ -63,20 +63,20 @@ def load_bm25s() -> Any:
 def index_of_file(path: str) -> Index:
     """Return the cached index of a file, rebuilt when the file changes."""
     file = Path(path).expanduser()
-    written = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else (0, 0)
+    file_state = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else (0, 0)
     # Episodes reset in several threads; the first one makes the index, and the others wait for it.
-    with _BUILDING:
-        return _file_index(path, written)
+    with _BUILD_LOCK:
+        return _file_index(path, file_state)
 
 
 def index_of_encyclopedia(split: str, seed: int) -> Index:
     """Return the index of a generated encyclopedia."""
-    with _BUILDING:
+    with _BUILD_LOCK:
         return _encyclopedia_index(split, seed)
 
 
 @functools.lru_cache(maxsize=4)
-def _file_index(path: str, written: tuple[int, int]) -> Index:  # noqa: ARG001 - part of the key
+def _file_index(path: str, file_state: tuple[int, int]) -> Index:  # noqa: ARG001 - part of the key
     return Index(read_corpus(path))
 
 

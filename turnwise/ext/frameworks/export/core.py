@@ -26,9 +26,9 @@ SPEC_FILE: Final = "env.json"
 TASKS_FILE: Final = "tasks.jsonl"
 MOST_TASKS: Final = 1_000
 """Default number of tasks that are written; a source may be endless."""
-_HERE: Final = "{folder}/"
+_FOLDER_PREFIX: Final = "{folder}/"
 _VERSION: Final = 1
-_PACKAGE: Final = "package"
+_PACKAGE_FOLDER: Final = "package"
 """Folder of a framework's templates that stands for the package in which the environment lies, if any."""
 _TEMPLATES: Final = Path(__file__).with_name("templates")
 FORMS: Final = tuple(sorted(folder.name for folder in _TEMPLATES.iterdir()))
@@ -58,23 +58,23 @@ class Subject:
 
     def files(self, form: str) -> dict[str, str]:
         """Return the texts of a framework's files by their paths: its templates with ``@NAME@`` and others replaced."""
-        words = self.summary or f"The environment {self.title}."
+        summary = self.summary or f"The environment {self.title}."
         values = {
             "NAME": self.name,
             "CLASS": "".join(part.capitalize() for part in self.name.split("_")),
             "PACKAGE": self.package,
             "TITLE": self.title,
-            "SUMMARY": words,
+            "SUMMARY": summary,
             "VERSION": __version__,
             # In TOML and JSON a text is quoted alike.
-            "QUOTED": json.dumps(words, ensure_ascii=False),
+            "QUOTED": json.dumps(summary, ensure_ascii=False),
             # What has no tools is played by its only required text.
             "DEFAULT": '""' if self.has_tools else "...",
         }
         texts = {}
         for template in sorted((_TEMPLATES / form).rglob("*.in")):
             path = template.relative_to(_TEMPLATES / form).with_suffix("")
-            name = str(path).replace(f"{_PACKAGE}/", f"{self.package}/")
+            name = str(path).replace(f"{_PACKAGE_FOLDER}/", f"{self.package}/")
             texts[name] = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], template.read_text("utf-8"))
         return texts
 
@@ -134,33 +134,33 @@ async def export_env(
         raise ConfigError(f"{folder} is not an empty folder: name another one (-o DIR), or remove it first")
     if issubclass(env_class(spec.id), MultiAgentEnv):
         raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")
-    first = await first_observation(spec, tasks)
-    if first.agents > 1:
+    observation = await first_observation(spec, tasks)
+    if observation.agents > 1:
         raise ConfigError(f"environment {spec.id!r} has several agents, and {form} one: export one that has one")
     # Of a file or module, the class alone: where it was, the folder does not say.
     title = spec.id.rpartition(":")[2]
-    subject = Subject(_slug(spec.id), title, describe(spec.id).summary, has_tools=bool(first.tools))
-    home = folder / subject.package if (_TEMPLATES / form / _PACKAGE).is_dir() else folder
-    carried: dict[str, Path] = {}
+    subject = Subject(_slug(spec.id), title, describe(spec.id).summary, has_tools=bool(observation.tools))
+    env_folder = folder / subject.package if (_TEMPLATES / form / _PACKAGE_FOLDER).is_dir() else folder
+    copied_files: dict[str, Path] = {}
     record = {
         "version": _VERSION,
         "name": subject.name,
-        "env": _copy_named_files(spec.id, carried),
-        "config": _copy_named_files(spec.config, carried, "python"),
+        "env": _copy_named_files(spec.id, copied_files),
+        "config": _copy_named_files(spec.config, copied_files, "python"),
     }
-    rows = [task.to_record() for task in itertools.islice(_read(spec, tasks), limit)]
+    rows = [task.to_record() for task in itertools.islice(_read_tasks(spec, tasks), limit)]
     _check_rows(rows)
-    home.mkdir(parents=True, exist_ok=True)
-    files = {home / SPEC_FILE: json.dumps(record, ensure_ascii=False, indent=2) + "\n"}
+    env_folder.mkdir(parents=True, exist_ok=True)
+    files = {env_folder / SPEC_FILE: json.dumps(record, ensure_ascii=False, indent=2) + "\n"}
     if rows:
-        files[home / TASKS_FILE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        files[env_folder / TASKS_FILE] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     files |= {folder / name: text for name, text in subject.files(form).items()}
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
-    for name, source in carried.items():
-        shutil.copyfile(source, home / name)
-    return sorted([*files, *(home / name for name in carried)])
+    for name, source in copied_files.items():
+        shutil.copyfile(source, env_folder / name)
+    return sorted([*files, *(env_folder / name for name in copied_files)])
 
 
 def load_exported(folder: str | Path) -> ExportedEnv:
@@ -177,7 +177,7 @@ def load_exported(folder: str | Path) -> ExportedEnv:
     return ExportedEnv(record["name"], spec, tuple(load_tasks(rows)) if rows.exists() else ())
 
 
-def _read(spec: EnvSpec, source: str | None) -> Any:
+def _read_tasks(spec: EnvSpec, source: str | None) -> Any:
     source = source or default_task_source(spec.id, spec.config)
     return () if source is None else iter_tasks(source)
 
@@ -213,7 +213,7 @@ def _copy_named_files(value: Any, files: dict[str, Path], program: str = "") -> 
     for path, suffix in ((value, ""), (head, f"{colon}{rest}")):
         file = Path(path).expanduser() if path else None
         if file is not None and file.suffix and file.is_file():
-            return f"{_HERE}{_copy_of(file.absolute(), files)}{suffix}"
+            return f"{_FOLDER_PREFIX}{_copy_of(file.absolute(), files)}{suffix}"
     return value
 
 
@@ -237,6 +237,6 @@ def _resolve_files(value: Any, folder: Path) -> Any:
         return {key: _resolve_files(member, folder) for key, member in value.items()}
     if isinstance(value, list):
         return [_resolve_files(member, folder) for member in value]
-    if isinstance(value, str) and value.startswith(_HERE):
-        return str(folder / value.removeprefix(_HERE))
+    if isinstance(value, str) and value.startswith(_FOLDER_PREFIX):
+        return str(folder / value.removeprefix(_FOLDER_PREFIX))
     return value
