@@ -95,7 +95,7 @@ def test_rows_come_from_the_index_at_once_and_their_details_after(
     run = write_run(tmp_path / "run", recorded(9))
     page = Follower(LiveRun(run, "run"))
     with monkeypatch.context() as slow:
-        slow.setattr(live, "_SLICE_S", -1.0)
+        slow.setattr(live, "_READING_S", -1.0)
         assert page.run.read(), "there is more to read"
     page.take()
     assert {(row["calls"], row["forks"], row["version"]) for row in page.table} == {(None, None, None)}
