@@ -60,14 +60,7 @@ class LimitsConfig(Section):
 
     def override(self, limits: SandboxLimits) -> SandboxLimits:
         """Return limits overridden by those that are set here."""
-        values: dict[str, Any] = {
-            "memory": self.memory,
-            "pids": self.pids,
-            "cpus": self.cpus,
-            "disk": self.disk,
-            "network": self.network,
-        }
-        return replace(limits, **{name: value for name, value in values.items() if value is not None})
+        return replace(limits, **self.model_dump(exclude_none=True))
 
 
 class SandboxConfig(Section):

@@ -1,10 +1,12 @@
-"""Recipes: how the known programs are run as agents."""
+"""Recipes: how programs are run as agents; those of the known ones are in ``recipes.toml``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
 from turnwise.errors import ConfigError, RegistryError, nearest
 from turnwise.plugins import load_object
@@ -36,110 +38,18 @@ class Recipe:
     result: str = "message"
 
 
-_CLAUDE_CODE: Final = Recipe(
-    # The prompt comes over standard input: an argument has a limit, and one that begins with a dash is an option.
-    command=("claude", "-p", "--output-format", "text", "--model", "{model}", "--dangerously-skip-permissions"),
-    dialect="anthropic",
-    stdin="{prompt}",
-    env={
-        # No title requests, no error reports, no feature flags, no updates.
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "DISABLE_TELEMETRY": "1",
-        "DISABLE_ERROR_REPORTING": "1",
-        "DISABLE_AUTOUPDATER": "1",
-        # Without it the program refuses to skip permissions as root.
-        "IS_SANDBOX": "1",
-        # Sub-agents ask for another model otherwise.
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
-        "CLAUDE_CODE_SUBAGENT_MODEL": "{model}",
-        # All tools stand in the first request; otherwise the environment's are found by a search of the program's own.
-        "ENABLE_TOOL_SEARCH": "false",
-        # By default it waits 5 s for the environment's tools, and on a busy machine begins without them.
-        "MCP_CONNECTION_NONBLOCKING": "0",
-        "MCP_CONNECT_TIMEOUT_MS": "60000",
-    },
-    tool_arguments=("--strict-mcp-config", "--mcp-config", "{home}/mcp.json"),
-    tool_files={"{home}/mcp.json": '{"mcpServers": {"turnwise": {"type": "http", "url": {mcp_url!j}}}}'},
-)
+def _read_recipe(
+    *, config: str = "", command: Sequence[str] = (), tool_arguments: Sequence[str] = (), **fields: Any
+) -> Recipe:
+    for name in ("files", "tool_files"):
+        files: dict[str, str] = fields.get(name, {})
+        fields[name] = {path: text.replace("<config>", config) for path, text in files.items()}
+    return Recipe(command=tuple(command), tool_arguments=tuple(tool_arguments), **fields)
 
-_CODEX_CONFIG: Final = """model = {model!j}
-model_provider = "turnwise"
-check_for_update_on_startup = false
-web_search = "disabled"
-
-[analytics]
-enabled = false
-
-[model_providers.turnwise]
-name = "turnwise"
-base_url = {openai_base_url!j}
-wire_api = "responses"
-env_key = "OPENAI_API_KEY"
-"""
-_CODEX: Final = Recipe(
-    command=("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-"),
-    dialect="openai",
-    stdin="{prompt}",
-    files={"{home}/.codex/config.toml": _CODEX_CONFIG},
-    tool_files={"{home}/.codex/config.toml": _CODEX_CONFIG + "\n[mcp_servers.turnwise]\nurl = {mcp_url!j}\n"},
-)
-
-_MINI_SWE_AGENT: Final = Recipe(
-    # "--task=" takes a prompt that begins with a dash. Without -l 0 it would refuse a model whose price it cannot know.
-    command=(
-        *("mini", "--task={prompt}", "-y", "--exit-immediately"),
-        *("-m", "openai/{model}", "-l", "0", "-o", "{home}/trajectory.json"),
-    ),
-    dialect="openai",
-    prompt="{task}\n\n{tools}",
-    env={
-        "MSWEA_COST_TRACKING": "ignore_errors",
-        "MSWEA_CONFIGURED": "true",
-        "MSWEA_SILENT_STARTUP": "1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    },
-    result="json:{home}/trajectory.json#info.submission",
-)
-
-_OPENCODE_CONFIG: Final = """{
-  "$schema": "https://opencode.ai/config.json",
-  "model": "turnwise/{model}",
-  "small_model": "turnwise/{model}",
-  "autoupdate": false,
-  "share": "disabled",
-  "provider": {
-    "turnwise": {
-      "npm": "@ai-sdk/openai-compatible",
-      "name": "turnwise",
-      "options": {"baseURL": {openai_base_url!j}, "apiKey": {api_key!j}},
-      "models": {{model!j}: {"name": {model!j}, "limit": {"context": {context_length}, "output": {context_length}}}}
-    }
-  }%s
-}
-"""
-_OPENCODE_FILE: Final = "{home}/.config/opencode/opencode.json"
-_OPENCODE: Final = Recipe(
-    command=("opencode", "run", "--", "{prompt}"),
-    dialect="openai",
-    env={
-        "OPENCODE_DISABLE_MODELS_FETCH": "1",
-        "OPENCODE_DISABLE_AUTOUPDATE": "1",
-        "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
-        "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
-    },
-    files={_OPENCODE_FILE: _OPENCODE_CONFIG % ""},
-    tool_files={
-        _OPENCODE_FILE: _OPENCODE_CONFIG
-        % ',\n  "mcp": {"turnwise": {"type": "remote", "url": {mcp_url!j}, "enabled": true}}'
-    },
-)
 
 _RECIPES: Final[Mapping[str, Recipe]] = {
-    "program": Recipe(),
-    "claude_code": _CLAUDE_CODE,
-    "codex": _CODEX,
-    "mini_swe_agent": _MINI_SWE_AGENT,
-    "opencode": _OPENCODE,
+    name: _read_recipe(**record)
+    for name, record in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 
 

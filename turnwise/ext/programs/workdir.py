@@ -46,49 +46,7 @@ _MAX_ARGUMENT_BYTES: Final = 131_071
 """Maximum bytes of one argument on Linux."""
 
 # A separate program, so that it imports nothing of this package. Written where the tools are offered.
-_TOOL_SCRIPT: Final = '''"""Call a tool: NAME, then a JSON object of arguments, or key=value. Alone it lists them."""
-
-import json
-import sys
-import urllib.error
-import urllib.request
-
-URL = {url!r}
-
-
-def main(arguments):
-    if not arguments or arguments[0] in ("-h", "--help"):
-        with urllib.request.urlopen(URL) as answer:
-            print(json.dumps(json.load(answer)["tools"], indent=2, ensure_ascii=False))
-        return 0
-    name, *given = arguments
-    if len(given) == 1 and given[0].lstrip().startswith("{{"):
-        body = given[0]
-    else:
-        pairs = [each.partition("=") for each in given]
-        body = json.dumps({{key.lstrip("-"): value(text) for key, _, text in pairs}})
-    request = urllib.request.Request(URL + "/" + name, body.encode(), {{"content-type": "application/json"}})
-    try:
-        with urllib.request.urlopen(request) as answer:
-            said = json.load(answer)
-    except urllib.error.HTTPError as error:
-        print(json.load(error)["error"]["message"], file=sys.stderr)
-        return 1
-    content = said["content"]
-    print(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
-    return 0 if said["error"] is None else 1
-
-
-def value(text):
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    return text if isinstance(found, (str, float)) else found
-
-
-sys.exit(main(sys.argv[1:]))
-'''
+_TOOL_SCRIPT: Final = Path(__file__).with_name("tool.py.in").read_text("utf-8")
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
@@ -109,7 +67,7 @@ def placeholders_in(texts: Sequence[str]) -> set[str]:
 
 def tool_script(url: str) -> str:
     """Return the source of the command ``tool``."""
-    return _TOOL_SCRIPT.format(url=url)
+    return _TOOL_SCRIPT.replace("{url!r}", repr(url))
 
 
 def observation_values(observation: Sequence[Message]) -> dict[str, str]:

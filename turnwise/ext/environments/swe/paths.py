@@ -8,84 +8,16 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection
-from pathlib import PurePosixPath
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-_TEST_FOLDERS: Final = frozenset(("tests", "test", "testing", "__tests__", "e2e", "spec", "specs", "__pycache__"))
-_TEST_NAMES: Final = (
-    "test_*.py",
-    "*_test.py",
-    "tests.py",
-    "*_test.go",
-    "*.test.[jt]s",
-    "*.test.[jt]sx",
-    "*.test.[cm][jt]s",
-    "*.spec.[jt]s",
-    "*.spec.[jt]sx",
-    "*.spec.[cm][jt]s",
-    "*.snap",
+_PROTECTED: Final[Mapping[str, list[str]]] = tomllib.loads(
+    Path(__file__).with_name("shipped").joinpath("protected.toml").read_text("utf-8")
 )
-_RUNNER_NAMES: Final = (
-    "conftest.py",
-    "pytest.ini",
-    ".pytest.ini",
-    "pytest.toml",
-    ".pytest.toml",
-    "sitecustomize.*",
-    "usercustomize.*",
-    "*.pth",
-    "*.pyc",
-    "*.pyo",
-    "jest.config.*",
-    "vitest.config.*",
-    ".mocharc.*",
-    "noxfile.py",
-    ".gitattributes",
-)
-_RUNNER_FOLDERS: Final = ("sitecustomize", "usercustomize", "*.egg-info", "*.dist-info", "*.egg", "*.egg-link")
-"""Packages that Python imports at its start, and package metadata, whose entry points pytest loads as plugins."""
+"""Patterns of folders and files, and names of modules, that decide how tests run."""
 SETTINGS: Final = ("setup.cfg", "tox.ini", "pyproject.toml", "package.json")
 """Files that hold a runner's settings among others: only the runner's may not change."""
-_TEST_PACKAGES: Final = frozenset(
-    (
-        "pytest",
-        "_pytest",
-        "pluggy",
-        "py",
-        "iniconfig",
-        "packaging",
-        "exceptiongroup",
-        "tomli",
-        "toml",
-        "attr",
-        "attrs",
-        "six",
-        "colorama",
-        "pygments",
-        "wcwidth",
-        "atomicwrites",
-        "more_itertools",
-        "importlib_metadata",
-        "importlib_resources",
-        "typing_extensions",
-        "zipp",
-        "pathlib2",
-        "setuptools",
-        "pkg_resources",
-        "coverage",
-        "execnet",
-        "tox",
-        "virtualenv",
-        "mock",
-        "hypothesis",
-        "_hypothesis_pytestplugin",
-        "anyio",
-        "nose",
-        "xdist",
-        "turnwise",
-    )
-)
 
 
 def is_protected(path: str, *, allowed: Collection[str] = (), extra: Collection[str] = ()) -> bool:
@@ -102,9 +34,9 @@ def is_protected(path: str, *, allowed: Collection[str] = (), extra: Collection[
     if any(fnmatch.fnmatch(path, pattern) for pattern in extra):
         return True
     parts = [part.lower() for part in parsed.parts]
-    if any(part in _TEST_FOLDERS or fnmatch.filter([part], pattern) for part in parts for pattern in _RUNNER_FOLDERS):
+    if any(fnmatch.fnmatch(part, pattern) for part in parts for pattern in _PROTECTED["folders"]):
         return True
-    return any(fnmatch.fnmatch(parsed.name.lower(), pattern) for pattern in (*_TEST_NAMES, *_RUNNER_NAMES))
+    return any(fnmatch.fnmatch(parsed.name.lower(), pattern) for pattern in _PROTECTED["files"])
 
 
 def shadowed_module(path: str) -> str:
@@ -116,7 +48,7 @@ def shadowed_module(path: str) -> str:
     first = parts[1] if parts[0] in ("src", "lib") and len(parts) > 1 else parts[0]
     name = first.partition(".")[0] if first.endswith((".py", ".so")) or len(parts) == 1 else first
     python = len(parts) > 1 or first.endswith((".py", ".so"))
-    importable = name in _TEST_PACKAGES or name.startswith("pytest_") or name in sys.stdlib_module_names
+    importable = name in _PROTECTED["modules"] or name.startswith("pytest_") or name in sys.stdlib_module_names
     return "/".join(parts[: parts.index(first) + 1]) if python and importable else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -37,57 +38,16 @@ class Recipe:
     files: str = "paths"
 
 
-_DJANGO: Final = Recipe(
-    "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
-    "django",
-    # The tests read files with names that are not ASCII.
-    setup=("export LANG=en_US.UTF-8 LC_ALL=en_US.UTF-8 PYTHONIOENCODING=utf8 LANGUAGE=en_US:en",),
-    files="labels",
-)
-_SYMPY: Final = Recipe(
-    "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose",
-    "sympy",
-    protected=("bin/*", "sympy/testing/*", "sympy/utilities/runtests.py", "setup.cfg"),
-)
-_SWE_BENCH: Final = {
-    "astropy/astropy": Recipe("pytest -rA -vv -o console_output_style=classic --tb=no"),
-    "django/django": _DJANGO,
-    "matplotlib/matplotlib": Recipe("pytest -rA"),
-    "mwaskom/seaborn": Recipe("pytest --no-header -rA"),
-    "pallets/flask": Recipe("pytest -rA"),
-    "psf/requests": Recipe("pytest -rA"),
-    "pydata/xarray": Recipe("pytest -rA"),
-    "pylint-dev/pylint": Recipe("pytest -rA"),
-    "pytest-dev/pytest": Recipe("pytest -rA"),
-    "scikit-learn/scikit-learn": Recipe("pytest -rA"),
-    # tox hides environment variables from the guard, so results come from the log.
-    "sphinx-doc/sphinx": Recipe("tox --current-env -epy39 -v --", "tox"),
-    "sympy/sympy": _SYMPY,
-    "marshmallow-code/marshmallow": Recipe("pytest -rA"),
-    "pvlib/pvlib-python": Recipe("pytest -rA"),
-    "pydicom/pydicom": Recipe("pytest -rA"),
-    "pylint-dev/astroid": Recipe("pytest -rA"),
-    "pyvista/pyvista": Recipe("pytest -rA"),
-    "sqlfluff/sqlfluff": Recipe("pytest -rA"),
-}
-_SWE_GYM: Final = {
-    **dict.fromkeys(
-        (
-            "getmoto/moto",
-            "pandas-dev/pandas",
-            "dask/dask",
-            "Project-MONAI/MONAI",
-            "pydantic/pydantic",
-            "conan-io/conan",
-            "iterative/dvc",
-            "facebookresearch/hydra",
-            "bokeh/bokeh",
-            "modin-project/modin",
-        ),
-        Recipe("pytest -n0 -rA --color=no"),
-    ),
-    "python/mypy": Recipe("pytest -n0 -rA --color=no", files="cases"),
-}
+def _read_recipes(dataset: str) -> dict[str, Recipe]:
+    file = Path(__file__).with_name("shipped") / "recipes.toml"
+    recipes: dict[str, dict[str, Any]] = tomllib.loads(file.read_text("utf-8"))[dataset]
+    for fields in recipes.values():
+        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    return {repo: Recipe(**fields) for repo, fields in recipes.items()}
+
+
+_SWE_BENCH: Final = _read_recipes("swe_bench")
+_SWE_GYM: Final = _read_recipes("swe_gym")
 
 
 def recipe_of(repo: str) -> Recipe:
