@@ -5,28 +5,37 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from turnwise.version import __version__ as __version__
 
-# The stub names each public name once, for type checkers and for what follows: importing them all would take seconds.
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_HOME_OF = {
-    alias.name: str(node.module)
-    for node in _STUB.body
-    if isinstance(node, ast.ImportFrom) and node.module != "turnwise.version"
-    for alias in node.names
-}
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - from the stub
+
+def export_lazily(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
+    """Return ``__all__`` and ``__getattr__`` of a package: what its stub (``.pyi``) imports, dunder names left out.
+
+    Importing all of it at once would take up to seconds.
+
+    Args:
+        package: Its ``__name__``.
+        file: Its ``__file__``, beside which the stub is.
+    """
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    names = ((alias.name, str(node.module)) for node in imports for alias in node.names)
+    home_of = {name: module for name, module in names if not name.startswith("__")}
+
+    def import_attribute(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = vars(sys.modules[package])[name] = getattr(importlib.import_module(home_of[name]), name)
+        return value
+
+    return sorted(home_of), import_attribute
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(home), name)
-    return value
+__all__, __getattr__ = export_lazily(__name__, __file__)
 
 
 def __dir__() -> list[str]:

@@ -88,12 +88,23 @@ def read_tree() -> Tree:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return Tree(
         files,
-        import_graph(files),
+        with_stubs(import_graph(files)),
         import_graph(files, runtime=True),
         project["tool"]["importlinter"]["contracts"],
         config_keys(),
         dict(read_folder("tests")),
     )
+
+
+def with_stubs(imports: Imports) -> Imports:
+    """Return the imports of modules, with those of sub-packages that export lazily what their stub imports."""
+    lazy = {
+        module_of(path.relative_to(ROOT).with_suffix(".py").as_posix()): {
+            str(node.module) for node in nodes(path.read_text(encoding="utf-8")) if isinstance(node, ast.ImportFrom)
+        }
+        for path in (ROOT / PACKAGE).glob("*/**/__init__.pyi")
+    }
+    return {module: {*imported, *lazy.get(module, ())} for module, imported in imports.items()}
 
 
 def read_folder(folder: str) -> Iterator[tuple[str, str]]:

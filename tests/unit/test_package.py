@@ -121,7 +121,7 @@ def test_texts_recommend_this_distribution_only() -> None:
         ROOT / "Makefile",
         *(file for file in (ROOT / ".ci").iterdir() if file.is_file()),
     ]
-    kinds = (".md", ".py", ".jinja", ".toml", ".yaml", ".in")
+    kinds = (".md", ".py", ".jinja", ".toml", ".yaml", ".in", ".sh")
     for folder in ("docs", "turnwise", "examples", "benchmarks"):
         files += [file for file in (ROOT / folder).rglob("*") if file.suffix in kinds]
     installed = r"pip install[^\n]*[ '\"]turnwise(?![-\w./])"
@@ -158,8 +158,10 @@ def test_wheel_holds_the_whole_package_under_one_name(wheel: Path) -> None:
     info = f"turnwise_rl-{turnwise.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"turnwise", info}
     expected = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")} | {"turnwise/py.typed"}
-    expected |= {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.jinja")}
-    assert sum(name.endswith(".jinja") for name in expected) >= 2
+    for kind in (".in", ".jinja", ".pyi", ".sh", ".toml"):
+        files = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob(f"*{kind}")}
+        assert files, kind
+        expected |= files
     data = [file for file in (PACKAGE / "ext").rglob("*") if {"assets", "shipped", "templates"} & set(file.parts)]
     expected |= {str(file.relative_to(ROOT)) for file in data if file.is_file() and file.suffix != ".pyc"}
     assert expected <= set(names)

@@ -1,28 +1,5 @@
 """Sandboxes for untrusted code: one contract, several backends."""
 
-from turnwise.sandboxes.config import SandboxConfig, register_backend
-from turnwise.sandboxes.core import (
-    Capabilities,
-    ExecResult,
-    Mount,
-    Sandbox,
-    SandboxBackend,
-    SandboxLimits,
-    SandboxProcess,
-    SandboxSpec,
-)
-from turnwise.sandboxes.manager import SandboxManager
+from turnwise import export_lazily
 
-__all__ = [
-    "Capabilities",
-    "ExecResult",
-    "Mount",
-    "Sandbox",
-    "SandboxBackend",
-    "SandboxConfig",
-    "SandboxLimits",
-    "SandboxManager",
-    "SandboxProcess",
-    "SandboxSpec",
-    "register_backend",
-]
+__all__, __getattr__ = export_lazily(__name__, __file__)

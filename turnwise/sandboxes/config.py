@@ -60,7 +60,14 @@ class LimitsConfig(Section):
 
     def override(self, limits: SandboxLimits) -> SandboxLimits:
         """Return limits overridden by those that are set here."""
-        return replace(limits, **self.model_dump(exclude_none=True))
+        values: dict[str, Any] = {
+            "memory": self.memory,
+            "pids": self.pids,
+            "cpus": self.cpus,
+            "disk": self.disk,
+            "network": self.network,
+        }
+        return replace(limits, **{name: value for name, value in values.items() if value is not None})
 
 
 class SandboxConfig(Section):

@@ -17,9 +17,9 @@ from turnwise.tasks.config import SourceConfig
 from turnwise.tasks.core import Task
 
 Dataset: TypeAlias = "str | Path | SourceConfig | Iterable[Task | Mapping[str, Any]] | Callable[..., Any]"
-"""A source as ``tasks:`` takes it (text, a :class:`~turnwise.tasks.SourceConfig`, a list of either, which is a mix), a
-function at the top of a module that returns or yields rows, or rows: Tasks or dicts, of a list, a generator or a
-Hugging Face dataset."""
+"""A source as ``tasks:`` takes it (text, a :class:`~turnwise.tasks.config.SourceConfig`, a list of either, which is a
+mix), a function at the top of a module that returns or yields rows, or rows: Tasks or dicts, of a list, a generator or
+a Hugging Face dataset."""
 
 MAX_ROWS: Final = 1_000_000
 """More rows are not copied into a file: an iterable without an end would never let the run begin."""

@@ -1,0 +1,29 @@
+"""The public names of the package, each with the module that it comes from."""
+
+from turnwise.envs.core import Env as Env
+from turnwise.envs.core import Solution as Solution
+from turnwise.envs.core import StepResult as StepResult
+from turnwise.envs.core import as_messages as as_messages
+from turnwise.envs.core import call_env as call_env
+from turnwise.envs.core import close_env as close_env
+from turnwise.envs.core import fork_env as fork_env
+from turnwise.envs.core import reset_env as reset_env
+from turnwise.envs.core import schemas as schemas
+from turnwise.envs.core import score_env as score_env
+from turnwise.envs.core import step_env as step_env
+from turnwise.envs.demonstrations import conversation as conversation
+from turnwise.envs.demonstrations import solved_conversation as solved_conversation
+from turnwise.envs.multi_agent import MultiAgentEnv as MultiAgentEnv
+from turnwise.envs.registration import EnvSpec as EnvSpec
+from turnwise.envs.registration import env_names as env_names
+from turnwise.envs.registration import make as make
+from turnwise.envs.registration import register as register
+from turnwise.envs.results import SANDBOX_VARIES as SANDBOX_VARIES
+from turnwise.envs.single_turn import SingleTurnEnv as SingleTurnEnv
+from turnwise.envs.solution import play_solution as play_solution
+from turnwise.envs.solution import tool_call as tool_call
+from turnwise.envs.tool_env import ToolEnv as ToolEnv
+from turnwise.envs.wrappers import ShapeReward as ShapeReward
+from turnwise.envs.wrappers import TurnLimit as TurnLimit
+from turnwise.envs.wrappers import Wrapper as Wrapper
+from turnwise.envs.wrappers import wrap as wrap

@@ -1,0 +1,30 @@
+"""The public names of the package, each with the module that it comes from."""
+
+from turnwise.tools.config import MCPServerConfig as MCPServerConfig
+from turnwise.tools.config import ToolsConfig as ToolsConfig
+from turnwise.tools.core import DEFAULT_MAX_OUTPUT as DEFAULT_MAX_OUTPUT
+from turnwise.tools.core import AgentData as AgentData
+from turnwise.tools.core import BaseTool as BaseTool
+from turnwise.tools.core import FunctionTool as FunctionTool
+from turnwise.tools.core import Tool as Tool
+from turnwise.tools.core import as_tool as as_tool
+from turnwise.tools.core import function_tool as function_tool
+from turnwise.tools.core import get_tool as get_tool
+from turnwise.tools.core import register_tool as register_tool
+from turnwise.tools.core import tool_names as tool_names
+from turnwise.tools.execute import Outcome as Outcome
+from turnwise.tools.execute import ToolRunner as ToolRunner
+from turnwise.tools.execute import ToolThreads as ToolThreads
+from turnwise.tools.response import INVALID_CALLS as INVALID_CALLS
+from turnwise.tools.response import OutputLimit as OutputLimit
+from turnwise.tools.response import ToolResponse as ToolResponse
+from turnwise.tools.schema import OpenAIFunctionParametersSchema as OpenAIFunctionParametersSchema
+from turnwise.tools.schema import OpenAIFunctionPropertySchema as OpenAIFunctionPropertySchema
+from turnwise.tools.schema import OpenAIFunctionSchema as OpenAIFunctionSchema
+from turnwise.tools.schema import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
+from turnwise.tools.schema import as_schema as as_schema
+from turnwise.tools.schema import function_schema as function_schema
+from turnwise.tools.selection import Toolbox as Toolbox
+from turnwise.tools.selection import load_function_tools as load_function_tools
+from turnwise.tools.selection import load_tool_config as load_tool_config
+from turnwise.tools.signatures import Injected as Injected
