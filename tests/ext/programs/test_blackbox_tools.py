@@ -21,7 +21,7 @@ from turnwise.envs.basic.guess_number import GuessNumberEnv
 from turnwise.envs.basic.lookup import LookupEnv
 from turnwise.envs.core import Env, reset_env, schemas
 from turnwise.errors import EnvError
-from turnwise.ext.programs.tool_server import OfferedTools, ToolServer
+from turnwise.ext.programs.tool_server import ToolServer
 from turnwise.ext.programs.workdir import Workdir
 from turnwise.inference.scripted import ScriptedClient
 from turnwise.recorder.session import Session, SessionLimits
@@ -31,7 +31,7 @@ from turnwise.tasks import Task
 @contextlib.asynccontextmanager
 async def offered(
     env: Env, script: list[Any] = LINES, *, with_reply: bool = False
-) -> AsyncIterator[tuple[OfferedTools, Episode, aiohttp.ClientSession]]:
+) -> AsyncIterator[tuple[ToolServer, Episode, aiohttp.ClientSession]]:
     renderer = renderer_for("qwen3")
     client = ScriptedClient(renderer, script)
     task = Task("t", "go")
@@ -43,13 +43,12 @@ async def offered(
 
     setup = EpisodeSetup(task, 7, observation, info, schemas(env), EpisodeLimits(9, None, 5000))
     episode = Episode(env, setup, EpisodeHost(open_session))
-    server = ToolServer()
+    tools = await ToolServer.start(episode, with_reply=with_reply)
     try:
-        tools = await server.offer(episode, with_reply=with_reply)
         async with aiohttp.ClientSession() as http:
             yield tools, episode, http
     finally:
-        await server.close()
+        await tools.close()
 
 
 async def test_plain_calls() -> None:

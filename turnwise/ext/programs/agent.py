@@ -19,7 +19,7 @@ from turnwise.ext.programs.config import BlackBoxConfig, mounts_of, read_config,
 from turnwise.ext.programs.mounts import paths_within
 from turnwise.ext.programs.program import Exit, Output, Program, ProgramError, WorkerReply, Workers
 from turnwise.ext.programs.sandboxed_program import ProgramFolder, SandboxedProgram
-from turnwise.ext.programs.tool_server import OfferedTools, ToolServer
+from turnwise.ext.programs.tool_server import ToolServer
 from turnwise.ext.programs.workdir import (
     API_KEY,
     PLACEHOLDERS,
@@ -46,7 +46,7 @@ class _RunState:
 
     episode: Episode
     endpoint: SessionEndpoint
-    offered: OfferedTools | None
+    offered: ToolServer | None
     values: dict[str, str]
     started: float
 
@@ -100,7 +100,6 @@ class BlackBoxAgent(Agent):
         self._mounts = mounts_of(self._config, self._recipe)
         limit = self._config.max_concurrent
         self._slots = contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
-        self._tools = ToolServer()
         self._workers = Workers(self._config.workers, self._start_worker) if self._config.workers else None
 
     async def run(self, episode: Episode) -> None:
@@ -119,8 +118,8 @@ class BlackBoxAgent(Agent):
             offered = None
             if self._config.tools and (episode.tools or self._config.reply):
                 listener = None if sandbox is None else await sandbox.listen()
-                offered = await self._tools.offer(episode, endpoint, with_reply=self._config.reply, listener=listener)
-                stack.push_async_callback(self._tools.withdraw, offered)
+                offered = await ToolServer.start(episode, endpoint, with_reply=self._config.reply, listener=listener)
+                stack.push_async_callback(offered.close)
             url = endpoint.url if sandbox is None else await endpoint.serve_at(await sandbox.listen())
             state = _RunState(episode, endpoint, offered, self._values(episode, url, offered), time.monotonic())
             if sandbox is not None:
@@ -133,10 +132,9 @@ class BlackBoxAgent(Agent):
             await self._conclude(state, end)
 
     async def close(self) -> None:
-        """Stop the workers and the tool server."""
+        """Stop the workers."""
         if self._workers is not None:
             await self._workers.close()
-        await self._tools.close()
 
     def sandbox_mounts(self) -> tuple[Mount, ...]:
         """The program's files and the configured ``mounts``, where it runs in a sandbox."""
@@ -343,7 +341,7 @@ class BlackBoxAgent(Agent):
             # The environment would continue, but the program has ended.
             episode.finish(StopReason.COMPLETED, final=final)
 
-    def _values(self, episode: Episode, url: str, offered: OfferedTools | None) -> dict[str, str]:
+    def _values(self, episode: Episode, url: str, offered: ToolServer | None) -> dict[str, str]:
         return {
             **observation_values(episode.observation),
             "tools": shell_tools(offered.schemas) if offered is not None else "",

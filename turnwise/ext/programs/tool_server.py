@@ -10,8 +10,7 @@ import asyncio
 import json
 import secrets
 import socket
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from aiohttp import web
 
@@ -39,29 +38,30 @@ _REPLY = ToolSchema(
 )
 _MAX_BODY = 4 * 2**20
 _MAX_CONNECTIONS = 32
-"""Connections of the socket of one episode; a further one is closed at once."""
+"""Connections of one episode; a further one is closed at once."""
 
 
 class EpisodeOver(Exception):
     """A call came after the end of its episode; the message states how it ended."""
 
 
-class OfferedTools:
-    """The tools of one episode, as served to a program.
+class ToolServer:
+    """Serves the tools of one episode to a program, from :meth:`start` until :meth:`close`.
 
     Attributes:
         url: Base URL of the plain routes.
         mcp_url: URL of the MCP server.
         ended: Set when a call ended the episode or the environment failed.
-        listening: The socket of the episode alone, if any.
     """
 
     def __init__(
-        self, episode: Episode, token: str, address: str, endpoint: SessionEndpoint | None, *, with_reply: bool
+        self, episode: Episode, endpoint: SessionEndpoint | None, listener: socket.socket, *, with_reply: bool
     ) -> None:
+        host, port = listener.getsockname()[:2]
+        self._token = secrets.token_urlsafe(32)
         self.schemas = (*episode.tools, _REPLY) if with_reply else tuple(episode.tools)
-        self.url = f"{address}/tools/{token}"
-        self.mcp_url = f"{address}/mcp/{token}"
+        self.url = f"http://{host}:{port}/tools/{self._token}"
+        self.mcp_url = f"http://{host}:{port}/mcp/{self._token}"
         self.ended = asyncio.Event()
         self.failure: TurnwiseError | None = None
         self._episode = episode
@@ -69,7 +69,36 @@ class OfferedTools:
         self._with_reply = with_reply
         self._answered: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
-        self.listening: asyncio.Server | None = None
+        self._server = web.Server(self._answer, access_log=None)
+        self._listening: asyncio.Server | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        episode: Episode,
+        endpoint: SessionEndpoint | None = None,
+        *,
+        with_reply: bool = False,
+        listener: socket.socket | None = None,
+    ) -> Self:
+        """Serve the tools of an episode.
+
+        Args:
+            episode: The episode.
+            endpoint: Its recorded endpoint, if another process records it.
+            with_reply: Whether to add the tool ``reply``.
+            listener: A listening socket, such as one inside of a sandbox; by default a free port of the loopback.
+        """
+        if listener is None:
+            try:
+                listener = socket.create_server(("127.0.0.1", 0))
+            except OSError as error:
+                raise AgentError(f"the tools of an environment cannot be served at 127.0.0.1: {error}") from error
+        listener.setblocking(False)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tools = cls(episode, endpoint, listener, with_reply=with_reply)
+        tools._listening = await asyncio.get_running_loop().create_server(tools._connect, sock=listener)
+        return tools
 
     async def call(self, name: str, arguments: Any, call_id: str = "") -> ToolResponse:
         """Execute a call.
@@ -152,103 +181,28 @@ class OfferedTools:
                 return candidates[0].id
         return f"call_{len(self._answered)}"
 
-
-class ToolServer:
-    """Serves the tools of all episodes; listens from the first offer on."""
-
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self._host = host
-        self._offered: dict[str, OfferedTools] = {}
-        self._sandbox_servers: dict[str, web.Server] = {}
-        self._server: web.Server | None = None
-        self._listening: asyncio.Server | None = None
-        self._starting = asyncio.Lock()
-
-    async def offer(
-        self,
-        episode: Episode,
-        endpoint: SessionEndpoint | None = None,
-        *,
-        with_reply: bool = False,
-        listener: socket.socket | None = None,
-    ) -> OfferedTools:
-        """Serve the tools of an episode until :meth:`withdraw`.
-
-        Args:
-            episode: The episode.
-            endpoint: The program's model endpoint, if it has one here.
-            with_reply: Whether to add the tool ``reply``.
-            listener: Socket to serve them on alone, instead of this server's; closed with them.
-        """
-        if listener is not None:
-            return await self._offer_at(listener, episode, endpoint, with_reply=with_reply)
-        async with self._starting:
-            if self._listening is None:
-                await self._start()
-        assert self._listening is not None
-        token = secrets.token_urlsafe(32)
-        address = f"http://{self._host}:{self._listening.sockets[0].getsockname()[1]}"
-        offered = self._offered[token] = OfferedTools(episode, token, address, endpoint, with_reply=with_reply)
-        return offered
-
-    async def _offer_at(
-        self, listener: socket.socket, episode: Episode, endpoint: SessionEndpoint | None, *, with_reply: bool
-    ) -> OfferedTools:
-        token = secrets.token_urlsafe(32)
-        host, port = listener.getsockname()[:2]
-        offered = OfferedTools(episode, token, f"http://{host}:{port}", endpoint, with_reply=with_reply)
-
-        async def answer(request: web.BaseRequest) -> web.StreamResponse:
-            return await self._answer(request, {token: offered})
-
-        listener.setblocking(False)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        server = web.Server(answer, access_log=None)
-
-        def connected() -> asyncio.Protocol:
-            return server() if len(server.connections) < _MAX_CONNECTIONS else _RefusedConnection()
-
-        offered.listening = await asyncio.get_running_loop().create_server(connected, sock=listener)
-        self._sandbox_servers[token] = server
-        return offered
-
-    async def withdraw(self, offered: OfferedTools) -> None:
-        """Stop serving an episode."""
-        token = offered.url.rpartition("/")[2]
-        self._offered.pop(token, None)
-        await offered.shut()
-        if offered.listening is not None:
-            offered.listening.close()
-            await self._sandbox_servers.pop(token).shutdown(1.0)
-
     async def close(self) -> None:
-        """Stop listening. Idempotent."""
-        listening, self._listening = self._listening, None
-        if listening is not None and self._server is not None:
-            listening.close()
+        """Refuse further calls, cancel those that run, and stop listening."""
+        await self.shut()
+        if self._listening is not None:
+            self._listening.close()
             await self._server.shutdown(1.0)
 
-    async def _start(self) -> None:
-        self._server = web.Server(self._answer, access_log=None)
-        try:
-            self._listening = await asyncio.get_running_loop().create_server(self._server, self._host, 0)
-        except OSError as error:
-            raise AgentError(f"the tools of an environment cannot be served at {self._host}: {error}") from error
+    def _connect(self) -> asyncio.Protocol:
+        full = len(self._server.connections) >= _MAX_CONNECTIONS
+        return _RefusedConnection() if full else self._server()
 
-    async def _answer(
-        self, request: web.BaseRequest, offers: Mapping[str, OfferedTools] | None = None
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         kind, _, rest = request.path.removeprefix("/").partition("/")
         token, _, name = rest.partition("/")
-        offered = (self._offered if offers is None else offers).get(token)
-        if offered is None or kind not in ("tools", "mcp"):
+        if token != self._token or kind not in ("tools", "mcp"):
             return _error_response(404, "no open episode has this address: it may have ended")
         if request.content_length is not None and request.content_length > _MAX_BODY:
             return _error_response(413, f"the body has more than {_MAX_BODY} bytes")
         if kind == "mcp":
-            return await self._mcp(offered, request)
+            return await self._mcp(request)
         if request.method == "GET" and not name:
-            return web.json_response({"tools": [schema.to_json() for schema in offered.schemas]})
+            return web.json_response({"tools": [schema.to_json() for schema in self.schemas]})
         if request.method != "POST" or not name:
             return _error_response(405, "GET lists the tools; POST to a tool's own address calls it")
         body = await request.text() if request.can_read_body else ""
@@ -257,12 +211,12 @@ class ToolServer:
         except (ValueError, RecursionError):
             arguments = body
         try:
-            response = await offered.call(name, arguments, request.headers.get(CALL_ID, ""))
+            response = await self.call(name, arguments, request.headers.get(CALL_ID, ""))
         except EpisodeOver as error:
             return _error_response(409, str(error))
         return web.json_response({"content": response.content(), "error": response.error})
 
-    async def _mcp(self, offered: OfferedTools, request: web.BaseRequest) -> web.StreamResponse:
+    async def _mcp(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method == "DELETE":
             return web.Response(status=200)
         if request.method != "POST":
@@ -275,7 +229,7 @@ class ToolServer:
         answers = [
             answer
             for message in (body if isinstance(body, list) else [body])
-            if (answer := await _mcp_answer(offered, message)) is not None
+            if (answer := await _mcp_answer(self, message)) is not None
         ]
         if not answers:
             return web.Response(status=202)
@@ -295,7 +249,7 @@ _CALL_IDS: Final = ("claudecode/toolUseId", "turnwise/toolCallId")
 """Keys of ``_meta`` in which clients name the model's call that they execute."""
 
 
-async def _mcp_answer(offered: OfferedTools, message: Any) -> dict[str, Any] | None:
+async def _mcp_answer(server: ToolServer, message: Any) -> dict[str, Any] | None:
     """Return the response to a JSON-RPC message of MCP, or None for one that needs none."""
     if not isinstance(message, dict) or not isinstance(message.get("method"), str):
         # A client's response to a request that was never sent needs no answer either.
@@ -320,11 +274,11 @@ async def _mcp_answer(offered: OfferedTools, message: Any) -> dict[str, Any] | N
             result = {
                 "tools": [
                     {"name": tool.name, "description": tool.description, "inputSchema": tool.parameters}
-                    for tool in offered.schemas
+                    for tool in server.schemas
                 ]
             }
         case "tools/call" if isinstance(params.get("name"), str):
-            result = await _mcp_result(offered, params)
+            result = await _mcp_result(server, params)
         case "tools/call":
             return _mcp_error(number, _INVALID_PARAMS, "tools/call needs a 'name'")
         case method:
@@ -332,13 +286,13 @@ async def _mcp_answer(offered: OfferedTools, message: Any) -> dict[str, Any] | N
     return {"jsonrpc": "2.0", "id": number, "result": result}
 
 
-async def _mcp_result(offered: OfferedTools, params: dict[str, Any]) -> dict[str, Any]:
+async def _mcp_result(server: ToolServer, params: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a tool call."""
     meta, arguments = params.get("_meta"), params.get("arguments")
     ids = [meta.get(key) for key in _CALL_IDS] if isinstance(meta, dict) else []
     call_id = next((call_id for call_id in ids if isinstance(call_id, str)), "")
     try:
-        response = await offered.call(params["name"], {} if arguments is None else arguments, call_id)
+        response = await server.call(params["name"], {} if arguments is None else arguments, call_id)
     except EpisodeOver as error:
         return {"content": [{"type": "text", "text": str(error)}], "isError": True}
     content = response.content()
