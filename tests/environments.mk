@@ -10,8 +10,10 @@ PEERS ?= gem-llm==0.1.0 openenv-core==0.3.0 rllm-model-gateway==0.1.0 uvicorn[st
 PEERS_BIN := .venv-peers/bin
 PEERS_STAMP := .venv-peers/.turnwise-installed
 # Programs and clients that the gateway is tested with. litellm pins an older openai than the newest, so mini-swe-agent,
-# which brings litellm along, has an environment to itself. (It needs mcp and does not say so.)
-AGENTS_NPM ?= @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0
+# which brings litellm along, has an environment to itself. (It needs mcp and does not say so.) Of programs the newest are
+# tested, by number, so that every run tests the same. Claude Code names Node 22, but is a native program: with Node 20 npm
+# says so and installs it.
+AGENTS_NPM ?= @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0
 AGENTS_NPM_DIR := .cache/npm
 OPENCODE ?= opencode-ai@1.18.33
 OPENCODE_DIR := .cache/opencode
@@ -66,6 +68,7 @@ AGAIN := tests --last-failed --last-failed-no-failures none -n 0
 # A skipped test is a failure here: it says that the real thing is missing.
 test-real: real-needs program-needs $(STAMP) $(LOGGERS_STAMP) $(VLLM_STAMP) $(DOCS_STAMP) $(AGENTS_STAMPS) $(SMOLLM)/.turnwise-installed  ## Run the tests against real components (vLLM, agents); one that skips is a failure
 	@mkdir -p .cache
+	@cd $(AGENTS_NPM_DIR)/node_modules/.bin && echo "Node $$(node --version), $$(./claude --version), $$(./codex --version)"
 	$(TESTING) tests -m "real and not gpu" -n $(REAL_JOBS) --dist loadgroup --no-loadscope-reorder --timeout $(LIMIT_LONG) $(SLOWEST) --junit-xml .cache/real.xml
 	$(BIN)/python .ci/no_skips.py .cache/real.xml
 
@@ -144,7 +147,7 @@ $(VLLM_STAMP): .ci/vllm_requirements.py
 NPM_INSTALL := echo '{"private": true}' > package.json && npm install --ignore-scripts --no-save --no-audit --no-fund --loglevel=error
 
 # npm asks before it runs install scripts, so Claude Code's is run by name: it puts the program where its stub is.
-$(AGENTS_NPM_DIR)/.turnwise-installed: | real-needs
+$(AGENTS_NPM_DIR)/.turnwise-installed: tests/environments.mk | real-needs
 	mkdir -p $(AGENTS_NPM_DIR)
 	cd $(AGENTS_NPM_DIR) && $(NPM_INSTALL) $(AGENTS_NPM)
 	node $(AGENTS_NPM_DIR)/node_modules/@anthropic-ai/claude-code/install.cjs
