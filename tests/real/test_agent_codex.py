@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
 async def test_a_linear_run_is_one_branch(tmp_path: Path) -> None:
+    """With its defaults: it offers web_search, which only its provider runs and which is left out and counted."""
     file = tmp_path / "work" / "calc.py"
     script = [
         says("Let me read it. \n", call("exec_command", cmd="cat calc.py"), thinks="First look.\n"),
@@ -33,7 +34,9 @@ async def test_a_linear_run_is_one_branch(tmp_path: Path) -> None:
     assert run.routes == {"/v1/responses stream"}
     assert run.shape == (1, {})
     assert run.trajectory.metrics["turns"] == 4
+    assert run.trajectory.metrics["ignored_server_tools"] == 4
     assert run.trajectory.metrics["encoded_tokens"] == run.trajectory.metrics["context_tokens"]
+    assert all("web_search" not in request.text for request in run.requests)
 
 
 async def test_failed_calls_and_requests_make_no_fork(tmp_path: Path) -> None:

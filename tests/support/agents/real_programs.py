@@ -10,7 +10,6 @@ from support.agents.isolated_programs import MODEL, Caged, ProgramRun, program
 BUGGY = "def add(a, b):\n    return a - b\n\n\nprint(add(2, 3))\n"
 CODEX = """model = "{model}"
 model_provider = "local"
-web_search = "disabled"
 {more}
 [model_providers.local]
 name = "local"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from support.gateway.client_requests import BLOCK_TOOLS, DONE, LINEAR, results, said, says, talking, user
-from turnwise.gateway.dialects.core import Abilities
 from turnwise.recorder.session import SessionLimits
 from turnwise.types import ToolCall, ToolSchema
 
@@ -193,8 +192,7 @@ async def test_tools_that_it_searches_stand_in_the_result_and_fork_nothing() -> 
 
 
 async def test_tools_that_only_the_provider_could_search_are_offered_at_once() -> None:
-    abilities = Abilities(lenient=frozenset({"server_tools"}))
-    async with talking(DONE, abilities=abilities) as talk:
+    async with talking(DONE) as talk:
         server_search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
         await talk.blocks(GO, tools=[server_search, {**FIND, "defer_loading": True}])
         assert "Finds a value." in talk.asked[0].text
