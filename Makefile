@@ -12,7 +12,7 @@ SEED ?= 0
 JOBS ?= 3
 LONG_JOBS ?= 4
 # Of the examples of property tests `make test` draws a share; `make test-long` draws all.
-SHARE ?= 0.25
+SHARE ?= 0.05
 REAL_JOBS ?= 3
 
 BIN := .venv/bin

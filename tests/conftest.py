@@ -18,10 +18,12 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent))
 gc.disable()
 
+from support.envs import shipped  # noqa: E402, F401
 from support.parts import in_part  # noqa: E402
 from support.processes.warm import WarmPopen, warm_process  # noqa: E402
 from support.property_tests import examples  # noqa: E402
 from turnwise.placement.local import LocalPlacement  # noqa: E402
+from turnwise.rollout import producer  # noqa: E402
 from turnwise.rollout.replay.group_store import TransferQueueConfig  # noqa: E402
 
 # Servers that tests start are forked from a process that has imported torch and transformers.
@@ -55,14 +57,17 @@ def pytest_collection_finish() -> None:
     if "support.trainer.lookup_run" in sys.modules:
         # It gets ready while the first tests run.
         warm_process()
-    # Collections pass over all that is loaded, as in a server of ours once it has started.
+    # Collections pass over all that is loaded, as in a server of ours once it has started, and are seldom.
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 
 @pytest.fixture
-def python_s_own_collections() -> Iterator[None]:
+def python_s_own_collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests of the collections themselves: nothing is passed over when they begin."""
+    # The last one has seen that objects are frozen.
+    monkeypatch.setattr(producer, "_SETTLED", producer._SettledObjects())
     gc.unfreeze()
     yield
     gc.freeze()

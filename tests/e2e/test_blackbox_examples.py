@@ -20,7 +20,10 @@ from turnwise.tasks import iter_tasks
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["openai_client_agent", "claude_code", "mini_swe_agent"])
+# The client of OpenAI takes seconds to import.
+@pytest.mark.parametrize(
+    "name", [pytest.param("openai_client_agent", marks=pytest.mark.long), "claude_code", "mini_swe_agent"]
+)
 def test_example_plays_an_episode(name: str) -> None:
     assert len((EXAMPLES / name / "main.py").read_text().splitlines()) <= 150
     command = [sys.executable, str(EXAMPLES / name / "main.py"), "--smoke"]

@@ -66,7 +66,7 @@ def build(directory: Path) -> None:
     run_sft(
         SFTConfig.model_validate({
             "name": "sft", "runs": directory, "data": data, "model": {"path": base, "threads": 1}, "steps": 50,
-            "conversations": 16, "optim": {"name": "muon", "lr": 4e-3}, "schedule": {"kind": "wsd", "warmup_steps": 5},
+            "conversations": 8, "optim": {"name": "muon", "lr": 4e-3}, "schedule": {"kind": "wsd", "warmup_steps": 5},
         }),
         console=silent(),
     )  # fmt: skip

@@ -50,6 +50,7 @@ def greedy(out: Path) -> dict[str, Any]:
     return scores
 
 
+@pytest.mark.long
 def test_evaluation_of_a_checkpoint_does_not_depend_on_its_server(checkpoint: Path, tmp_path: Path) -> None:
     printed = evaluate(checkpoint, tmp_path / "own")
     with Turnwise(tmp_path / "serve.log", "serve", checkpoint, "--port", "0") as server:

@@ -19,7 +19,7 @@ from turnwise.trajectory import Trajectory
 from turnwise.trajectory_file import read_trajectories
 
 FOLDER = Path(__file__).parents[2] / "examples" / "extensions"
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.xdist_group("extensions")]
 STARTED = 'echo server {number} at $(nice) >> "$1"; shift; exec "$@"'
 
 

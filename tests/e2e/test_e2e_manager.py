@@ -25,6 +25,7 @@ EVAL = {"tasks": "turnwise.envs.basic.lookup:tasks?n=3&split=test", "samples": 2
 ALGORITHM = {"advantage": "remax", "kl": {"coef": 0.05, "estimator": "k2", "where": "reward"}}
 
 
+@pytest.mark.long
 def test_custom_manager_trains_as_the_built_in_manager(lookup_model: Path, tmp_path: Path) -> None:
     sections = {"eval": EVAL, "algorithm": ALGORITHM}
     builtin = run_train(train_config(lookup_model, tmp_path, name="own", **sections), console=silent())

@@ -125,6 +125,7 @@ async def test_each_policy_resumes_with_its_own_weights_optimizer_and_servers(
     assert audit_files(run_dir).sound
 
 
+@pytest.mark.long
 def test_league_keeps_past_versions_and_episodes_name_the_version_played(lookup_model: Path, tmp_path: Path) -> None:
     config = league_of_two(lookup_model, tmp_path, steps=2)
     run_train(config, console=silent())

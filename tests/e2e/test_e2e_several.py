@@ -110,7 +110,11 @@ def test_invalid_frozen_policy_is_refused_before_the_start(
     assert not (tmp_path / "run" / "logs").exists()
 
 
-def test_an_endpoint_that_does_not_answer_is_named(lookup_model: Path, tmp_path: Path) -> None:
+def test_an_endpoint_that_does_not_answer_is_named(
+    lookup_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By itself it waits for six seconds.
+    monkeypatch.setattr("turnwise.inference.client.RETRIES", 1)
     # No process listens on port 9 of the loopback.
     frozen = {"past": {"model": str(lookup_model), "url": "http://127.0.0.1:9"}}
     settings = {

@@ -50,7 +50,7 @@ def check_trees(run: Path) -> list[Trajectory]:
     return trained
 
 
-@pytest.mark.parametrize("agent", sorted(AGENTS))
+@pytest.mark.parametrize("agent", ["react", pytest.param("graph", marks=pytest.mark.long)])
 def test_a_run_of_trees_is_trained_and_sound(agent: str, lookup_model: Path, tmp_path: Path) -> None:
     run_train(forked_config(lookup_model, tmp_path, rollout={"agent": AGENTS[agent]}), console=silent())
     run = tmp_path / "run"

@@ -250,6 +250,7 @@ async def test_segments_do_not_depend_on_the_agent(model: Model, agent_class: ty
         assert trajectory.metrics["turns"] == len(model.turns_by_seed[seed].turns)
 
 
+@pytest.mark.long
 async def test_segments_of_a_gateway_process_equal_those_of_an_episode(model: Model, tmp_path: Path) -> None:
     """``turnwise gateway`` over the same server, and agents that are in no episode at all."""
     config = GatewayConfig(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,17 @@ import pytest
 
 from support.rollout.finished_groups import lively
 from support.trainer.hooks_and_buffers import QUEUED
-from support.trainer.lookup_run import GROUPS, MEMBERS, MODEL, build_model, lines, shared, silent, train_config
+from support.trainer.lookup_run import (
+    GROUPS,
+    MEMBERS,
+    MODEL,
+    build_model,
+    environment,
+    lines,
+    shared,
+    silent,
+    train_config,
+)
 from turnwise.columns import DTYPES, pack_trajectory
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.replay.buffer import LocalReplayBuffer
@@ -53,15 +64,28 @@ def test_run_trains_from_the_queue_and_resumes_without_the_queue(
     assert audit_run(run, at_most=4, console=silent()).contradictions == []
 
 
-# The last test: the queue of all of them has lost a process after it.
-async def test_a_process_of_the_queue_that_dies_ends_the_run(transfer_queue: Any, tmp_path: Path) -> None:
+# In a process of its own: a process has one Ray cluster, and that one queue, which other tests need whole.
+LOSING = """
+import asyncio, sys
+sys.path[:0] = sys.argv[3:]
+import test_transfer_queue as test
+asyncio.run(test.lose(sys.argv[1], test.Path(sys.argv[2])))
+"""
+
+
+async def lose(victim: str, folder: Path) -> None:
+    """Kill a process of a queue that holds a group, and put more groups into it."""
     import ray
     import torch
 
-    buffer = LocalReplayBuffer(journal=Journal.open(tmp_path), payloads=transfer_queue)
+    from turnwise.ext.frameworks.transfer_queue import TransferQueuePayloads
+
+    queue = TransferQueuePayloads(TransferQueueConfig(units=2))
+    await queue.start()
+    buffer = LocalReplayBuffer(journal=Journal.open(folder), payloads=queue)
     await buffer.put(lively("a", members=3))
-    ray.kill(ray.get_actor("TransferQueueStorageUnit#1"))
     threads = torch.get_num_threads()
+    ray.kill(ray.get_actor(victim, namespace="transfer_queue" if victim.endswith("Controller") else None))
 
     async def put_groups() -> None:
         for number in range(4):
@@ -71,5 +95,12 @@ async def test_a_process_of_the_queue_that_dies_ends_the_run(transfer_queue: Any
         await put_groups()
     # What TransferQueue sets for its own calls, it sets in its thread.
     assert torch.get_num_threads() == threads
-    # What is left pending is found here, and not by a test that comes later.
-    gc.collect()
+    await queue.close()
+
+
+@pytest.mark.parametrize("victim", ["TransferQueueStorageUnit#1", "TransferQueueController"])
+def test_a_process_of_the_queue_that_dies_ends_the_run(victim: str, tmp_path: Path) -> None:
+    pytest.importorskip("turnwise.ext.frameworks.transfer_queue", reason="needs turnwise-rl[transfer-queue]")
+    command = [sys.executable, "-c", LOSING, victim, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

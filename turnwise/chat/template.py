@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -95,6 +96,21 @@ def _arguments(tree: jinja2.nodes.Template) -> set[str]:
     return {name for name in names if name not in assigned or name in tested}
 
 
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> tuple[jinja2.Template, frozenset[str], frozenset[str]]:
+    """Return a template with its string literals and the names that it reads; a run loads the same one many times."""
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    template = environment.from_string(source)
+    # Each render copies them, and jinja's own mapping of several is slow to copy.
+    template.globals = dict(template.globals)
+    tree = environment.parse(source)
+    constants = (node.value for node in tree.find_all(jinja2.nodes.Const))
+    literals = frozenset(value for value in constants if isinstance(value, str))
+    return template, literals, frozenset(_arguments(tree) - environment.globals.keys())
+
+
 class ChatTemplate:
     """A compiled chat template. Raises RenderError for invalid jinja.
 
@@ -122,9 +138,6 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> None:
-        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise
         self.now = now or datetime.now()
         self.dated = now is not None
         self.variables = dict(variables or {})
@@ -132,21 +145,14 @@ class ChatTemplate:
         self.tool_source = tool_source
         self.digest = template_digest(source, tool_source)
         try:
-            self._plain = environment.from_string(source)
-            self._tools = environment.from_string(tool_source) if tool_source else self._plain
-            # Each render copies them, and jinja's own mapping of several is slow to copy.
-            self._plain.globals = self._tools.globals = dict(self._plain.globals)
-            trees = [environment.parse(text) for text in (source, tool_source) if text]
+            (self._plain, literals, names), (self._tools, *further) = map(_compile, (source, tool_source or source))
         except jinja2.TemplateSyntaxError as error:
             raise RenderError(
                 f"the chat template is not valid jinja (line {error.lineno}: {error.message}); "
                 "give a working one as chat_template"
             ) from error
-        self.literals = frozenset(
-            node.value for tree in trees for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)
-        )
-        names = frozenset[str]().union(*map(_arguments, trees))
-        self.reads = frozenset(name for name in names - _ALWAYS - environment.globals.keys() if name[-6:] != "_token")
+        self.literals, names = literals | further[0], names | further[1]
+        self.reads = frozenset(name for name in names - _ALWAYS if name[-6:] != "_token")
         # Nearly all formats of dates are written out where they are used; others could be anywhere.
         self._dates = tuple(sorted(text for text in self.literals if "%" in text)) if _NOW in names else None
         self.parts = False

@@ -245,13 +245,16 @@ class _SettledObjects:
     def __init__(self) -> None:
         self._producers = 0
         self._froze = False
+        self._program_froze = False
 
     def enter(self) -> None:
-        # Else the program has frozen its objects, and they stay frozen.
-        if not self._producers and not gc.get_freeze_count():
-            gc.collect()
-            gc.freeze()
-            self._froze = True
+        if not self._producers and not self._program_froze:
+            # To count frozen objects takes as long as to collect them, so once suffices.
+            self._program_froze = bool(gc.get_freeze_count())
+            self._froze = not self._program_froze
+            if self._froze:
+                gc.collect()
+                gc.freeze()
         self._producers += 1
 
     def leave(self) -> None:

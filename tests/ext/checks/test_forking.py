@@ -116,7 +116,9 @@ def test_no_shipped_environment_refuses() -> None:
     assert [name for name in SHIPPED if not make(name, **CONFIGS.get(name, {})).supports_fork] == []
 
 
-@pytest.mark.parametrize("name", SANDBOXED)
+@pytest.mark.parametrize(
+    "name", [name if name == "code" else pytest.param(name, marks=pytest.mark.long) for name in SANDBOXED]
+)
 async def test_environments_with_sandboxes_fork(name: str) -> None:
     await fork_at_random(name, 3)
 

@@ -138,6 +138,7 @@ async def test_a_sandboxed_environment_diverges_nowhere_and_a_planted_difference
     assert reward == 1.0 or name == "terminal"
 
 
+@pytest.mark.long
 async def test_another_task_file_is_found_and_strict_compares_everything(tmp_path: Path) -> None:
     folder = tmp_path / "task"
     shutil.copytree(read_folder("shipped:broken-build").path, folder)

@@ -28,7 +28,10 @@ from turnwise.types import StopReason, ToolCall
 
 FOLDER = os.environ.get("TURNWISE_GSM8K", "")
 ROWS = 1319
-pytestmark = pytest.mark.skipif(not FOLDER, reason="TURNWISE_GSM8K names no directory with GSM8K's test.jsonl")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not FOLDER, reason="TURNWISE_GSM8K names no directory with GSM8K's test.jsonl"),
+]
 
 Script = Callable[[Task, ScriptedRequest], Line]
 
@@ -94,30 +97,11 @@ async def play(tasks: Iterator[Task], script: Script) -> tuple[int, float]:
     return episodes, total
 
 
-async def test_the_gold_calculations_solve_the_rows_through_the_tool() -> None:
-    replay = Replay()
-    episodes, total = await play(rows(), replay)
-    assert episodes == ROWS
-    assert total / episodes >= 0.99
-    # It is the tool that earns it: most answers are results of calls, and calls agree with what people wrote.
-    assert replay.from_tool / episodes >= 0.9
-    assert replay.calls > 4000
-    assert replay.agreeing / replay.calls >= 0.999
-    print(f"{total / episodes:.4f} of {episodes} rows; {replay.calls} calls, {replay.from_tool} answers from the tool")
-
-
-async def test_an_empty_answer_is_worth_nothing_and_so_is_the_question() -> None:
-    assert await play(rows(), lambda task, request: "") == (ROWS, 0.0)
-    episodes, total = await play(rows(), lambda task, request: str(task.prompt))
-    assert episodes == ROWS
-    assert total / episodes <= 0.01
-
-
 def alive(kind: type) -> int:
     return sum(type(instance) is kind for instance in gc.get_objects())
 
 
-async def test_the_run_streams() -> None:
+async def test_the_gold_calculations_solve_the_rows_through_the_tool_and_the_run_streams() -> None:
     """Neither rows nor what episodes left are held, however many there are."""
     counts_before = alive(Task), alive(Trajectory)
     largest = [0, 0]
@@ -130,9 +114,24 @@ async def test_the_run_streams() -> None:
                     largest[index] = max(largest[index], alive(kind) - counts_before[index])
             yield task
 
-    assert (await play(watching(rows()), Replay()))[0] == ROWS
+    replay = Replay()
+    episodes, total = await play(watching(rows()), replay)
+    assert episodes == ROWS
+    assert total / episodes >= 0.99
+    # It is the tool that earns it: most answers are results of calls, and calls agree with what people wrote.
+    assert replay.from_tool / episodes >= 0.9
+    assert replay.calls > 4000
+    assert replay.agreeing / replay.calls >= 0.999
+    print(f"{total / episodes:.4f} of {episodes} rows; {replay.calls} calls, {replay.from_tool} answers from the tool")
     assert largest[0] <= 4
     assert largest[1] <= 4
+
+
+async def test_an_empty_answer_is_worth_nothing_and_so_is_the_question() -> None:
+    assert await play(rows(), lambda task, request: "") == (ROWS, 0.0)
+    episodes, total = await play(rows(), lambda task, request: str(task.prompt))
+    assert episodes == ROWS
+    assert total / episodes <= 0.01
 
 
 def test_reading_takes_less_memory_than_the_file() -> None:

@@ -1,12 +1,6 @@
 """The names of the environments that the package registers."""
 
-import subprocess
-import sys
+from turnwise.envs import env_names
 
-# In a process of its own: tests register theirs.
-SHIPPED = subprocess.run(
-    [sys.executable, "-c", "from turnwise.envs import env_names; print(*env_names())"],
-    capture_output=True,
-    text=True,
-    check=True,
-).stdout.split()
+# ``tests/conftest.py`` imports this before any test module, which may register more.
+SHIPPED = env_names()

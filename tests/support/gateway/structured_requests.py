@@ -29,11 +29,13 @@ DIALECTS = ("chat", "responses", "messages")
 TOKENS = 400
 
 
-def body(dialect: str, kind: str, *, stream: bool, seed: int = 0, schema: Mapping[str, Any] = SCHEMA) -> dict[str, Any]:
+def body(
+    dialect: str, kind: str, *, stream: bool, seed: int = 0, schema: Mapping[str, Any] = SCHEMA, tokens: int = TOKENS
+) -> dict[str, Any]:
     """Return a request: ``json``, ``required``, ``named`` (get_weather) or ``single`` (at most one call)."""
     request: dict[str, Any] = {"model": "m", "stream": stream, "messages": [{"role": "user", "content": "Hi."}]}
     if dialect == "messages":
-        request |= {"max_tokens": TOKENS}
+        request |= {"max_tokens": tokens}
         if kind == "json":
             return request | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
         choice = {
@@ -50,12 +52,12 @@ def body(dialect: str, kind: str, *, stream: bool, seed: int = 0, schema: Mappin
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     if dialect == "responses":
         request["input"] = request.pop("messages")[0]["content"]
-        request["max_output_tokens"] = TOKENS
+        request["max_output_tokens"] = tokens
         answer = {"text": {"format": {"type": "json_schema", "name": "s", "schema": schema}}}
         tools: list[dict[str, Any]] = [{"type": "function", **function} for function in functions]
         named = {"type": "function", "name": "get_weather"}
     else:
-        request["max_tokens"] = TOKENS
+        request["max_tokens"] = tokens
         answer = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
         tools = [{"type": "function", "function": function} for function in functions]
     if kind == "json":

@@ -194,7 +194,7 @@ async def test_a_method_that_never_returns_is_a_lost_thread_and_nothing_is_score
     Stuck.released = threading.Event()
     threads = ToolThreads(2)
     renderer = ToyRenderer()
-    config = RolloutConfig(env=SpecConfig(name="test-agents-stuck", config={"stuck_in": stuck_in}), episode_timeout=1.5)
+    config = RolloutConfig(env=SpecConfig(name="test-agents-stuck", config={"stuck_in": stuck_in}), episode_timeout=0.8)
     runner = EpisodeRunner(config, ScriptedClient(renderer, ["x"] * 9), renderer, context_length=5000, executor=threads)
     try:
         outcome: EpisodeOutcome = await runner.run(EpisodeSpec(Task("t", "go"), "g"))

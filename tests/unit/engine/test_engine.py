@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.crossed import crossed
 from support.engine.tiny_lm import (
     EOS,
     VOCABULARY,
@@ -97,8 +98,13 @@ def state(model) -> dict[str, torch.Tensor]:
 # -- exactness
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 16}, {"kv_tokens": 512}, {"prefix_cache": False}])
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    crossed(
+        ["qwen2", "qwen3", "llama", "mistral"],
+        [{}, {"max_batch_tokens": 16}, {"kv_tokens": 512}, {"prefix_cache": False}],
+    ),
+)
 def test_greedy_equals_generate(checkpoints, greedy_completion, architecture, options):
     model, directory = checkpoints(architecture)
     rng = np.random.default_rng(1)
@@ -117,8 +123,7 @@ def test_greedy_equals_generate(checkpoints, greedy_completion, architecture, op
     assert len({token for name in names for token in desk.result(name).token_ids.tolist()}) > 20, "degenerate model"
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(("architecture", "temperature"), crossed(["qwen2", "qwen3", "llama"], [0.5, 1.0, 1.7]))
 def test_sampled_logprobs_are_those_of_a_plain_forward(checkpoints, architecture, temperature, rng):
     model, directory = checkpoints(architecture)
     desk = Desk(directory)
@@ -612,8 +617,9 @@ def test_streamed_pieces_have_at_least_as_many_ids_as_asked(checkpoints, rng, in
 # -- scores of given ids
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
-@pytest.mark.parametrize("options", [{}, {"max_batch_tokens": 16}, {"kv_tokens": 512}])
+@pytest.mark.parametrize(
+    ("architecture", "options"), crossed(["qwen3", "mistral"], [{}, {"max_batch_tokens": 16}, {"kv_tokens": 512}])
+)
 def test_scores_equal_a_plain_forward_whatever_else_runs(checkpoints, rng, architecture, options):
     model, directory = checkpoints(architecture)
     desk = Desk(directory, **options)

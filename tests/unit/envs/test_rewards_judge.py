@@ -206,7 +206,7 @@ async def test_broken_connections_and_silence_are_tried_again(server):
         return ""
 
     server.answer = in_turn(never, verdict(5))
-    assert (await ask(judge(server, timeout=2.0)))[0] == 0.5
+    assert (await ask(judge(server, timeout=0.7)))[0] == 0.5
     gone = Judge("http://127.0.0.1:9/v1", "grader", retries=1, retry_wait=0.001)
     with pytest.raises(EndpointError, match=r"judge at http://127.0.0.1:9/v1/chat/completions failed after 2 tries"):
         await ask(gone)

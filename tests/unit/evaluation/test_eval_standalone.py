@@ -242,7 +242,11 @@ def test_ctrl_c_before_an_episode_has_ended(
     assert orjson.loads((out / "summary.json").read_bytes())["unfinished"] == 9
 
 
-def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_there_is_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By itself it waits for six seconds.
+    monkeypatch.setattr("turnwise.inference.client.RETRIES", 1)
     url = "http://127.0.0.1:9"
     assert evaluate(model, tmp_path / "out", "--url", url) == 1
     assert url in capsys.readouterr().err

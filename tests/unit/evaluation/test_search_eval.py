@@ -88,8 +88,18 @@ async def run(folder: Path, kind: str, scorer: str = "environment") -> tuple[Eva
     return await evaluate_in(folder, plan, config, guesses)
 
 
-@pytest.mark.parametrize("kind", sorted(SEARCHES))
-async def test_resumed_search_equals_the_uninterrupted_one(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [
+        ("best_of_n", (2,)),
+        ("tree", (5, None)),
+        pytest.param("best_of_n", (0, 5, None), marks=pytest.mark.long),
+        pytest.param("tree", (0, 2, None), marks=pytest.mark.long),
+    ],
+)
+async def test_resumed_search_equals_the_uninterrupted_one(
+    kind: str, counts: tuple[int | None, ...], tmp_path: Path
+) -> None:
     (tmp_path / "whole").mkdir()
     SEEN.clear()
     uninterrupted, _ = await run(tmp_path / "whole", kind)
@@ -98,7 +108,8 @@ async def test_resumed_search_equals_the_uninterrupted_one(kind: str, tmp_path: 
     assert uninterrupted.sampled.search is not None
     payloads = record_bytes(tmp_path / "whole" / TRAJECTORIES)
     lines = (tmp_path / "whole" / FINISHED).read_bytes().splitlines(keepends=True)
-    for number, count in enumerate((0, 2, 5, len(payloads))):
+    for number, end in enumerate(counts):
+        count = len(payloads) if end is None else end
         folder = tmp_path / f"killed-{number}"
         folder.mkdir()
         torn = payloads[count][:40] if count < len(payloads) else b""
@@ -110,7 +121,7 @@ async def test_resumed_search_equals_the_uninterrupted_one(kind: str, tmp_path: 
         # A finished search is not played again.
         assert finished.restored == count
         assert len(SEEN) < requests or not count
-    assert not SEEN
+        assert bool(SEEN) == (end is not None)
 
 
 async def test_costs_and_rewards_of_searches_are_shown(tmp_path: Path) -> None:

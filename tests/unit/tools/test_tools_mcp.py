@@ -38,7 +38,7 @@ async def answer(runner: ToolRunner, name: str, **arguments):
 
 
 async def test_schemas_stay_whole_and_results_are_mapped() -> None:
-    async with toolbox(command=COMMAND, media=["image"]) as box:
+    async with serving(Tools().server()) as url, toolbox(url=url, media=["image"]) as box:
         runner = await runner_of(box)
         assert list(runner.tools) == list(SCHEMAS)
         assert runner.tools["tree"].schema.parameters == TREE
@@ -60,22 +60,22 @@ async def test_schemas_stay_whole_and_results_are_mapped() -> None:
         ]  # fmt: skip
 
 
-async def test_server_death_is_a_single_error_and_the_next_call_reconnects() -> None:
+async def test_a_lost_server_is_at_most_one_error_and_the_next_call_reconnects() -> None:
     async with toolbox(command=COMMAND) as box:
         runner = await runner_of(box)
+        assert (await answer(runner, "variable", text="TURNWISE_NOT_THERE")).text == "not set"
+        # What it writes to its standard error is bounded, and its end is told.
+        assert (await answer(runner, "shout")).text == "said"
+        log = box._loaded[0]._server._shared._log
+        assert os.fstat(log.fileno()).st_size > 3 << 20
         assert (await answer(runner, "count")).text == "1"
-        with pytest.raises(EnvError, match=r"was lost during a call of 'die' .*ends with: dying as asked") as error:
+        assert os.fstat(log.fileno()).st_size == 0
+        words = r"was lost during a call of 'die' .*\(its standard error ends with: dying as asked\)"
+        with pytest.raises(EnvError, match=words) as error:
             await answer(runner, "die")
         assert error.value.retryable
         assert (await answer(runner, "count")).text == "1"
-
-
-async def test_a_server_that_was_lost_between_calls_is_no_error() -> None:
-    async with toolbox(command=COMMAND) as box:
-        runner = await runner_of(box)
-        process = (await answer(runner, "variable", text="TURNWISE_NOT_THERE")).text
-        assert process == "not set"
-        assert (await answer(runner, "count")).text == "1"
+        # Between calls it is no error.
         connection = box._loaded[0]._server._shared
         [child] = [int(pid) for pid in _children()]
         os.kill(child, signal.SIGKILL)
@@ -106,7 +106,7 @@ async def test_an_episode_may_have_a_server_of_its_own() -> None:
 
 
 async def test_a_call_that_takes_too_long_is_answered_and_the_connection_goes_on() -> None:
-    async with toolbox(command=COMMAND, timeout=0.2) as box:
+    async with serving(Tools().server()) as url, toolbox(url=url, timeout=0.2) as box:
         runner = await runner_of(box)
         runner.tools["count"].timeout = 20
         assert (await answer(runner, "hang")).error == "timeout"
@@ -137,18 +137,6 @@ async def test_a_server_that_starts_more_slowly_than_calls_may_take_is_connected
         # A call that is answered too late for this machine has counted too: it is one server that counts on.
         assert int(counted.text) >= 1
     assert not _children()
-
-
-async def test_standard_error_of_a_server_is_bounded() -> None:
-    async with toolbox(command=COMMAND) as box:
-        runner = await runner_of(box)
-        assert (await answer(runner, "shout")).text == "said"
-        log = box._loaded[0]._server._shared._log
-        assert os.fstat(log.fileno()).st_size > 3 << 20
-        assert (await answer(runner, "count")).text == "1"
-        assert os.fstat(log.fileno()).st_size == 0
-        with pytest.raises(EnvError, match=r"\(its standard error ends with: dying as asked\)"):
-            await answer(runner, "die")
 
 
 async def test_over_http_many_calls_at_once() -> None:
@@ -215,7 +203,7 @@ class TestBadConfigurations:
             await toolbox(command=command).tools()
 
     async def test_include_of_an_unknown_tool_raises_config_error(self) -> None:
-        async with toolbox(command=COMMAND, include=["ecko"]) as box:
+        async with serving(Tools().server()) as url, toolbox(url=url, include=["ecko"]) as box:
             with pytest.raises(ConfigError, match=r"include names 'ecko'; did you mean 'echo'\?; its tools are echo"):
                 await box.tools()
 

@@ -41,6 +41,8 @@ from turnwise.trajectory import TrainSample
 LENGTHS = (31, 9, 14, 6, 11, 7, 22)
 # AdamW's first step is lr * g / (|g| + eps): with both this large it is the gradient itself, to a millionth.
 SHOWS_GRADIENTS = {"lr": 1e6, "eps": 1e6, "max_grad_norm": None}
+# Four ranks cost as much as all other tests here.
+FOUR = pytest.param("four", marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,10 @@ def assert_equal_gradients(
     assert gap(*gradients) < 1e-5
 
 
-@pytest.mark.parametrize(("world", "together"), [("two", 2), ("four", 2), ("four", 4)])
+@pytest.mark.parametrize(
+    ("world", "together"),
+    [("two", 2), pytest.param("four", 2, marks=pytest.mark.long), pytest.param("four", 4, marks=pytest.mark.long)],
+)
 def test_ranks_that_share_sequences_equal_one_process(
     model: Path, world: str, together: int, request: pytest.FixtureRequest
 ) -> None:
@@ -153,7 +158,7 @@ def test_sequences_are_shared_under_windows_sinks_and_adapters(model_dir: Callab
     assert_equal_gradients((open_learner(shows, 5), sharded), micro_batches, PolicyObjective())
 
 
-@pytest.mark.parametrize("world", ["two", "four"])
+@pytest.mark.parametrize("world", ["two", FOUR])
 def test_ranks_equal_one_process(model: Path, world: str, request: pytest.FixtureRequest) -> None:
     ranks: WarmRanks = request.getfixturevalue(world)
     shows = policy(model, optim=SHOWS_GRADIENTS)
@@ -177,21 +182,26 @@ def step(learner: Learner) -> None:
     learner.optim_step()
 
 
-def test_a_checkpoint_of_two_ranks_resumes_on_four_and_on_one(
-    model: Path, two: WarmRanks, four: WarmRanks, tmp_path: Path
+@pytest.fixture(scope="module")
+def one() -> Iterator[WarmRanks]:
+    with pair_of_ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("world", ["one", FOUR])
+def test_a_checkpoint_of_two_ranks_resumes_on_other_ranks(
+    model: Path, two: WarmRanks, world: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     config = policy(model)
     saved = FSDPLearner(two, config, 9)
     step(saved)
     saved.save(tmp_path)
     step(saved)
-    with pair_of_ranks(1) as one:
-        for ranks in (four, one):
-            resumed = FSDPLearner(ranks, config, 9, model_path=tmp_path)
-            resumed.load(tmp_path)
-            assert resumed.steps == 1
-            step(resumed)
-            assert gap(weights(saved), weights(resumed)) < 1e-5
+    resumed = FSDPLearner(request.getfixturevalue(world), config, 9, model_path=tmp_path)
+    resumed.load(tmp_path)
+    assert resumed.steps == 1
+    step(resumed)
+    assert gap(weights(saved), weights(resumed)) < 1e-5
     # It is a model's folder as any other: one process scores with what two have written.
     scored = open_learner(policy(tmp_path), 1).logprobs(batches())
     with_it = FSDPLearner(two, policy(tmp_path), 1).logprobs(batches())
@@ -262,6 +272,7 @@ def train(learner: Learner, critic: Critic, seed: int) -> dict[str, float]:
     return update_policy(learner, valued(), algorithm, budget, seed=seed, critic=critic)
 
 
+@pytest.mark.long
 def test_a_critic_is_sharded_alike_and_resumes_on_other_ranks(
     model: Path, two: WarmRanks, four: WarmRanks, tmp_path: Path
 ) -> None:
@@ -409,21 +420,25 @@ def test_death_of_a_rank_ends_all_ranks(model: Path) -> None:
             learner.optim_step()
 
 
+@pytest.mark.parametrize("world", ["two", FOUR])
 def test_ranks_load_a_model_in_turn_when_memory_is_short(
-    model: Path, four: WarmRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    at_once = FSDPLearner(four, policy(model), 9)
+    ranks: WarmRanks = request.getfixturevalue(world)
+    at_once = FSDPLearner(ranks, policy(model), 9)
     size = 4 * sum(shape.numel() for shape in (weight.shape for weight in weights(at_once).values()))
-    monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 7 * size)
-    assert [loads_at_once(model, ranks) for ranks in (2, 3, 4)] == [2, 3, 3]
-    in_turn = FSDPLearner(four, policy(model), 9)
+    # Of two ranks one at a time, of four three.
+    room = {"two": 3, "four": 7}[world] * size
+    monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: room)
+    assert [loads_at_once(model, count) for count in (2, 3, 4)] == {"two": [1, 1, 1], "four": [2, 3, 3]}[world]
+    in_turn = FSDPLearner(ranks, policy(model), 9)
     assert gap(weights(at_once), weights(in_turn)) == 0
     # One that cannot be loaded leaves them in step.
     monkeypatch.setattr("turnwise.trainer.learn.fsdp_learner.machine_memory", lambda: 1)
     assert loads_at_once(model, 4) == 1
     with pytest.raises(TrainError, match="no causal language model can be loaded"):
         FSDPLearner(
-            four, policy(shutil.copytree(model, tmp_path / "broken", ignore=lambda *_: ["model.safetensors"])), 9
+            ranks, policy(shutil.copytree(model, tmp_path / "broken", ignore=lambda *_: ["model.safetensors"])), 9
         )
     step(in_turn)
 

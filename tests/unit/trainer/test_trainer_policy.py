@@ -12,6 +12,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.crossed import crossed
 from support.property_tests import examples
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.errors import InferenceError, TrainError
@@ -46,9 +47,9 @@ def reference(directory: Path, rows: list[TrainRow]) -> tuple[list[torch.Tensor]
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama", "mistral_window", "gemma2", "granite", "cohere", "gpt_oss"]
+    ("budget", "family"),
+    crossed([16, 1000], ["qwen2", "qwen3", "llama", "mistral_window", "gemma2", "granite", "cohere", "gpt_oss"]),
 )
-@pytest.mark.parametrize("budget", [1000, 16])
 def test_logprobs_entropy_and_gradients_equal_the_plain_forward(
     model_dir: Callable[..., Path], row: Row, family: str, budget: int
 ) -> None:

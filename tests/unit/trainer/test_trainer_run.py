@@ -16,6 +16,7 @@ from turnwise.trainer.run.checkpoint import CheckpointStore
 from turnwise.trainer.run.run import open_run
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("python_s_own_collections")
 def test_garbage_collections_skip_loaded_objects_while_a_run_is_open(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path

@@ -132,16 +132,18 @@ def bind(
     fields = {parameter.name: _field(parameter) for parameter in named if parameter.name not in reads}
     settings = ConfigDict(extra="allow" if takes_any else "forbid", arbitrary_types_allowed=True)
     model = create_model("Options", __config__=settings, **fields)  # type: ignore[call-overload]
-    section, _, option_key = key.partition(".")
-    inner = create_model("Inner", **{option_key: (model, ...)})  # type: ignore[call-overload]
-    outer = create_model("Outer", **{section: (inner, ...)})  # type: ignore[call-overload]
-    config = {section: {option_key: dict(options)}}
     try:
-        outer.model_validate(config)
+        checked = dict(model.model_validate(dict(options)))
     except ValidationError as error:
-        problems = report_problems(outer, config, {}, error.errors(include_url=False))
+        # Within their section, by which the message names the keys.
+        section, _, option_key = key.partition(".")
+        inner = create_model("Inner", **{option_key: (model, ...)})  # type: ignore[call-overload]
+        outer = create_model("Outer", **{section: (inner, ...)})  # type: ignore[call-overload]
+        errors = error.errors(include_url=False)
+        for problem in errors:
+            problem["loc"] = (section, option_key, *problem["loc"])
+        problems = report_problems(outer, {section: {option_key: dict(options)}}, {}, errors)
         raise RegistryError(f"{name}: {problems}") from error
-    checked = dict(model.model_validate(dict(options)))
     return ConfiguredFunction(name, function, {option: checked[option] for option in options}, reads)
 
 
