@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -218,6 +218,12 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
 """What stands before a module's name in the weights of an adapter."""
 
+BASE_DIGESTS: Final = "turnwise_base"
+"""The entry in the metadata of an adapter's weights that holds :func:`base_digests` of its model, as JSON."""
+
+# So many samples of so many bytes are read of each file: all of it up to 16 MiB.
+_SAMPLES, _SAMPLE_BYTES = 4096, 4096
+
 # Settings of peft under which an adapter is something else than one product of two factors per matrix.
 _OTHER = ("use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save",
           "target_parameters", "layer_replication", "trainable_token_indices", "use_qalora", "use_bdlora")  # fmt: skip
@@ -293,14 +299,47 @@ def read_settings(path: Path) -> tuple[Path, int, float]:
 def read_adapter(path: Path) -> SavedAdapter:
     """Read an adapter's folder. Raises FormatError if it is incomplete, broken or of another kind."""
     base, rank, alpha = read_settings(path)
-    file = path / ADAPTER_WEIGHTS
-    try:
-        stored = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise FormatError(f"{file} cannot be read: {error}") from error
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+    tensors = read_factors(path, base)
     targets = sorted({name.rpartition(".lora_")[0] for name in tensors})
     return SavedAdapter(path, base, AdapterInfo(rank, alpha, tuple(targets)), tensors)
+
+
+def base_digests(folder: Path) -> dict[str, str]:
+    """Return a digest of each weight file of a model's or an adapter's folder, by evenly spread samples of it."""
+    digests = {}
+    for file in (
+        file for name in ("model*.safetensors", "pytorch_model*.bin", ADAPTER_WEIGHTS) for file in folder.glob(name)
+    ):
+        size = file.stat().st_size
+        digest = blake2b(str(size).encode(), digest_size=16)
+        with file.open("rb") as weights:
+            for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                weights.seek(start)
+                digest.update(weights.read(_SAMPLE_BYTES))
+        digests[file.name] = digest.hexdigest()
+    return digests
+
+
+def read_factors(path: Path, base: Path) -> dict[str, Tensor]:
+    """Return the factors in an adapter's folder, to be put on the model in ``base``.
+
+    Raises FormatError if they cannot be read, or were trained on other weights than those that are in ``base`` now.
+    """
+    file = path / ADAPTER_WEIGHTS
+    try:
+        with safe_open(file, "pt") as stored:
+            saved: dict[str, str] = json.loads((stored.metadata() or {}).get(BASE_DIGESTS, "{}"))
+            tensors = {name.removeprefix(PREFIX): stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FormatError(f"{file} cannot be read: {error}") from error
+    current = base_digests(base) if saved else {}
+    changed = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
+    if current and changed:
+        raise FormatError(
+            f"{file} was trained on other weights than are in {base} now: {', '.join(changed)} changed since; put the "
+            "model back that it was trained on, or train a new adapter"
+        )
+    return tensors
 
 
 def merge_adapters(model: torch.nn.Module, chain: Sequence[SavedAdapter]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from turnwise.engine.batching.kv_cache import KVPool
 from turnwise.engine.capacity import serves_float32
 from turnwise.engine.causal_lm import CausalLM
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, is_adapter, model_under, read_adapter
-from turnwise.errors import CheckpointError, FormatError, TrainError
+from turnwise.errors import CheckpointError, FormatError, InferenceError, TrainError
 from turnwise.trainer.batch.packing import pack
 from turnwise.trainer.config.policy import LoRAConfig, PolicyConfig
 from turnwise.trainer.core import TrainRow
 from turnwise.trainer.learn.learner import Learner, open_learner
 from turnwise.trainer.learn.objectives import CrossEntropyObjective
 from turnwise.trainer.model.policy import load_model, try_adapters
+from turnwise.trainer.run.export import export_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -192,6 +194,26 @@ def test_broken_and_mismatched_adapters_are_refused(base: Path, rows: list[Train
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks adapter_model\.safetensors"):
         learner_of(base).load(tmp_path)
+
+
+def test_adapters_are_refused_on_a_model_that_changed_since(base: Path, tmp_path: Path) -> None:
+    model, saved = shutil.copytree(base, tmp_path / "model"), tmp_path / "saved"
+    learner_of(model).save(saved)
+    weights = model / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    changed = r"saved.adapter_model\.safetensors was trained on other weights .*: model\.safetensors changed since; put"
+    for use, error in (
+        (lambda: learner_of(model).load(saved), CheckpointError),
+        (lambda: learner_of(model, {"path": saved}), TrainError),
+        (lambda: load_model(saved), TrainError),
+        (lambda: CausalLM(saved), InferenceError),
+        (lambda: export_model(saved, tmp_path / "merged"), TrainError),
+    ):
+        with pytest.raises(error, match=changed):
+            use()
+    weights.write_bytes(content)
+    learner_of(model).load(saved)
 
 
 def test_every_target_must_match_a_layer(base: Path) -> None:

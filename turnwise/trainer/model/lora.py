@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from turnwise.engine.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, merged, read_settings
+from turnwise.engine.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE_DIGESTS,
+    PREFIX,
+    base_digests,
+    merged,
+    read_factors,
+    read_settings,
+)
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.trainer.config.policy import LoRAConfig
@@ -31,9 +40,10 @@ class LoRA:
         continued: Whether they started from saved ones, so that the bare model is not the initial policy.
     """
 
-    def __init__(self, wrapped: Any, rank: int, alpha: float, *, continued: bool = False) -> None:
-        """Wrap the result of :func:`attach`."""
+    def __init__(self, wrapped: Any, rank: int, alpha: float, base: Path, *, continued: bool = False) -> None:
+        """Wrap a model with adapters (:func:`attach` does it), whose weights are those in ``base``."""
         self.continued = continued
+        self._base, self._base_digests = base, base_digests(base)
         self._wrapped = wrapped
         model = wrapped.base_model.model
         layers = {name: module for name, module in model.named_modules() if _is_adapted(module)}
@@ -86,13 +96,13 @@ class LoRA:
         settings.inference_mode = False
         saved_factors = self.tensors() if factors is None else factors
         tensors = {f"{PREFIX}{name}": tensor.cpu().contiguous() for name, tensor in saved_factors}
-        save_file(tensors, directory / ADAPTER_WEIGHTS)
+        save_file(tensors, directory / ADAPTER_WEIGHTS, {"format": "pt", BASE_DIGESTS: json.dumps(self._base_digests)})
 
     def load(self, directory: Path) -> None:
         """Overwrite their factors with saved ones.
 
         Raises:
-            CheckpointError: There are none, or of another rank or other targets.
+            CheckpointError: There are none, of another rank or other targets, or trained on another model.
         """
         saved = self.read(directory)
         with torch.no_grad():
@@ -105,15 +115,15 @@ class LoRA:
             if not (directory / file).is_file():
                 raise CheckpointError(f"checkpoint {directory} lacks {file}")
         try:
-            saved = load_file(directory / ADAPTER_WEIGHTS)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{directory / ADAPTER_WEIGHTS} cannot be read: {error}") from error
-        shapes = {f"{PREFIX}{name}": tuple(tensor.shape) for name, tensor in self.tensors()}
+            saved = read_factors(directory, self._base)
+        except FormatError as error:
+            raise CheckpointError(str(error)) from error
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors()}
         if {name: tuple(tensor.shape) for name, tensor in saved.items()} != shapes:
             raise CheckpointError(
                 f"checkpoint {directory} holds an adapter of another rank or other targets than model.lora"
             )
-        return {name.removeprefix(PREFIX): tensor for name, tensor in saved.items()}
+        return saved
 
 
 def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
@@ -133,6 +143,7 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
     try:
         if config.path is not None:
             _, rank, alpha = read_settings(config.path)
+            read_factors(config.path, base)
             wrapped = peft.PeftModel.from_pretrained(
                 model, str(config.path), is_trainable=True, autocast_adapter_dtype=False
             )
@@ -153,7 +164,7 @@ def attach(model: Any, config: LoRAConfig, base: Path) -> LoRA:
         key = "targets" if config.path is None else "path"
         raise TrainError(f"model.lora.{key} is {_given(config, key)}: {error}") from error
     wrapped.peft_config[_NAME].base_model_name_or_path = str(base.absolute())
-    lora = LoRA(wrapped, rank, alpha, continued=config.path is not None)
+    lora = LoRA(wrapped, rank, alpha, base, continued=config.path is not None)
     _check(lora, model, config, frozen)
     return lora
 
