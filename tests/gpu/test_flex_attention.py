@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from support.engine.gpu import MARKS, ON_DEVICE
-from turnwise.trainer.model.attention import Scoring, _by_paths, flex_tree_attention
+from turnwise.trainer.model.attention import Scoring, _by_paths, flex_tree_attention, packed_attention
 from turnwise.trainer.model.layout import PackedLayout
 
 pytestmark = [*MARKS, ON_DEVICE]
@@ -31,3 +33,19 @@ def test_outputs_and_gradients_equal_attention_over_each_path(window: int | None
         results.append((out.detach(), *torch.autograd.grad((out * weight).sum(), tensors)))
     for name, got, want in zip(("out", "query", "key", "value"), *results, strict=True):
         torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scoring", [{"s_aux": True}, {"sliding_window": 128}, {"softcap": 20.0}, {}])
+def test_no_scores_or_masks_of_long_rows_are_stored(scoring: dict[str, Any], dtype: torch.dtype) -> None:
+    """A row of 8,192 tokens without shared prefixes: one T x T of a byte would take 64 MiB, and of scores 2 GiB."""
+    layout = PackedLayout.of([(0, 8192, -1), (8192, 300, -1)], torch.device("cuda"))
+    options = scoring | ({"s_aux": torch.zeros(8, device="cuda")} if "s_aux" in scoring else {})
+    tensors = [
+        torch.randn(1, heads, layout.tokens, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (8, 2, 2)
+    ]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = packed_attention(torch.nn.Identity(), *tensors, None, turnwise_layout=layout, **options)
+    torch.autograd.grad(out.float().sum(), tensors)
+    assert torch.cuda.max_memory_allocated() - before < 8 * sum(x.nbytes for x in (*tensors, out))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 
 from support.property_tests import examples
 from turnwise.trainer.model import attention as flex_module
@@ -135,6 +137,43 @@ def test_flex_attention_follows_the_path(window: int | None, cap: float | None, 
     tensors = [tensor.detach() for tensor in inputs(layout.tokens)]
     got = flex_tree_attention(*tensors, layout, Scoring(0.3, window, cap, sink))
     torch.testing.assert_close(got, dense(*tensors, mask, 0.3, cap, sink), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scoring", [{"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"sliding_window": 3}, {"softcap": 2.0}, {}]
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_rows_without_shared_prefixes_take_flex_attention_where_scores_would_be_stored(
+    scoring: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that compiles it; tests/gpu measures the memory."""
+    calls: list[torch.Size] = []
+
+    def attend(query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append(query.shape)
+        return flex_attention(query, *rest, **options)
+
+    for name, substitute in (
+        ("compiles_attention", lambda _: True),
+        ("on_cpu", lambda _: False),
+        ("_compiled", lambda: attend),
+    ):
+        monkeypatch.setattr(flex_module, name, substitute)
+    layout = PackedLayout.of([(0, 7, -1), (7, 5, -1)], CPU)
+    mask, _ = visible(list(layout.segments), scoring.get("sliding_window"))
+    tensors = [tensor.detach() for tensor in inputs(layout.tokens)]
+    got, _ = packed_attention(torch.nn.Identity(), *tensors, None, turnwise_layout=layout, **scoring)
+    expected = dense(*tensors, mask, 8**-0.5, scoring.get("softcap"), scoring.get("s_aux"))
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
+    assert len(calls) == (1 if scoring else 0)
+
+
+def test_block_masks_leave_out_blocks_beyond_the_window() -> None:
+    """1,024 tokens in blocks of 128: each query block sees itself and, within 128 tokens, the one before it."""
+    sparse_mask = block_mask(PackedLayout.of([(0, 1024, -1)], CPU), 128)
+    assert sparse_mask.full_kv_num_blocks is not None
+    counts = sparse_mask.kv_num_blocks + sparse_mask.full_kv_num_blocks
+    assert counts[0, 0].tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
 
 
 @settings(max_examples=examples(15), deadline=None)

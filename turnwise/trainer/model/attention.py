@@ -86,6 +86,8 @@ def _capped(softcap: float, device: torch.device) -> Callable[..., Tensor]:
 @cache
 def _compiled() -> Callable[..., Any]:
     """Compile FlexAttention, which is a fused kernel only then; lengths are dynamic."""
+    # Each kind of scores, dtype and gradient mode is a kernel of its own; beyond the limit they are not compiled.
+    torch._dynamo.config.recompile_limit = 64
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -116,7 +118,10 @@ def _block_mask(layout: PackedLayout, window: int | None) -> BlockMask:
     some = (first[None, :] <= block_end[:, None]) & (first[:, None] < furthest[None, :])
     fully_seen = (block_end[None, :] < first[:, None]) & (block_end[:, None] < nearest[None, :])
     if window is not None:
-        fully_seen = torch.zeros_like(fully_seen)
+        blocks = torch.nn.functional.pad(positions, (0, count * _BLOCK - tokens), value=int(positions[-1]))
+        lowest, highest = blocks.view(count, _BLOCK).aminmax(dim=1)
+        some &= lowest[:, None] - highest[None, :] < window
+        fully_seen &= highest[:, None] - lowest[None, :] < window
     return BlockMask.from_kv_blocks(
         *_ordered(some & ~fully_seen),
         *_ordered(fully_seen),
@@ -311,7 +316,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, sco
     plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
     if plain and on_cpu(query.device) and value.shape[-1] == query.shape[-1]:
         return shared_attention(query, key, value, layout, scoring.scaling)
-    if layout.is_tree and compiles_attention(query.device):
+    # scaled_dot_product_attention would store masks of windows, and sinks and softcaps, without a kernel, all scores.
+    if compiles_attention(query.device) and (layout.is_tree or not plain):
         return flex_tree_attention(query, key, value, layout, scoring)
     return _by_paths(query, key, value, layout, scoring)
 
@@ -345,9 +351,12 @@ def _by_paths(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, s
         bk, bv = (x.index_select(0, bucket.keys).view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         mask = _path_mask(bucket, scoring.window)
         if scoring.softcap is None and scoring.sinks is None:
-            grouped = bq.shape[1] != bk.shape[1]
+            groups = bq.shape[1] // bk.shape[1]
+            if groups > 1 and bq.dtype == torch.float32 and not on_cpu(bq.device):
+                # In float32 no fused kernel shares key heads; without one, scores of T x T are stored.
+                bk, bv, groups = bk.repeat_interleave(groups, 1), bv.repeat_interleave(groups, 1), 1
             out = F.scaled_dot_product_attention(
-                bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling, enable_gqa=grouped
+                bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling, enable_gqa=groups > 1
             )
         else:
             out = _explicit_attention(bq, bk, bv, mask, scoring)
