@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from turnwise.placement.devices import AUTO, CPU, CUDA, KINDS
@@ -45,6 +46,23 @@ def on_cpu(device: torch.device) -> bool:
 def compiles_attention(device: torch.device) -> bool:
     """Return whether flex attention has compiled kernels on a device."""
     return device.type in KINDS and KINDS[device.type].compiles_attention
+
+
+@cache
+def _autocast_experts(kind: str) -> None:
+    """Have autocast cast the operands of grouped matrix products, by which experts compute, as those of others."""
+    import torch
+
+    torch.library.register_autocast("aten::_grouped_mm", kind, torch.bfloat16)
+
+
+def autocast(device: torch.device, compute_dtype: str) -> torch.autocast:
+    """Return the context in which matrix products, those of experts included, compute in ``compute_dtype``."""
+    import torch
+
+    if enabled := compute_dtype == "bfloat16":
+        _autocast_experts(device.type)
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
 
 
 def records_graphs(device: torch.device) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import orjson
 
@@ -66,6 +66,30 @@ def model_size(path: Path) -> ModelSize | None:
         return None
     stored = sum(_BYTES.get(dtype, 1) * count for dtype, count in counts.items())
     return ModelSize(counts.total(), stored, counts.most_common(1)[0][0])
+
+
+class RopeLimit(NamedTuple):
+    """The tokens up to which rotary embeddings of a kind do not depend on the length of the whole sequence."""
+
+    kind: str
+    tokens: int
+
+
+def rope_limit(settings: Mapping[str, Any]) -> RopeLimit | None:
+    """Return the limit of a model with such embeddings, by the ``config.json`` of its text model."""
+    ropes = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    limits = []
+    # They may differ by the type of a layer.
+    for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        tokens = settings.get("max_position_embeddings")
+        if (kind := rope.get("rope_type", rope.get("type"))) == "longrope":
+            if all(rope.get(f"long_{name[6:]}") == value for name, value in rope.items() if name[:6] == "short_"):
+                continue
+            original = "original_max_position_embeddings"
+            tokens = rope.get(original) or settings.get(original) or tokens
+        if kind in ("dynamic", "longrope") and tokens is not None:
+            limits.append(RopeLimit(kind, int(tokens)))
+    return min(limits, key=lambda limit: limit.tokens, default=None)
 
 
 def machine_memory() -> int:

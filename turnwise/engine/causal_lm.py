@@ -28,7 +28,7 @@ from turnwise.engine.attention import (
     prefill_blocks,
 )
 from turnwise.engine.batching.kv_cache import Geometry, KVPool
-from turnwise.engine.capacity import machine_memory
+from turnwise.engine.capacity import machine_memory, rope_limit
 from turnwise.engine.lora import BaseWeights, NamedAdapters, adapter_chain, merge_adapters, refuse
 from turnwise.engine.vision import FAMILIES, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import FormatError, InferenceError, MissingExtraError
@@ -99,7 +99,6 @@ def _gains(weight: torch.Tensor) -> bool:
 
 
 _REMEDY = "serve this model with another backend"
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _PROBE_TOKENS = 12
 
 
@@ -110,7 +109,7 @@ class CausalLM:
         geometry: KV cache layout.
         dtype: Of weights, keys and values.
         vocabulary: Exclusive upper bound of prompt ids.
-        context_length: Longest sequence of its position embeddings.
+        context_length: Longest sequence of its position embeddings, each position computed alike.
         eos_ids: EOS ids of the checkpoint's generation config.
         vision: Its vision tower; None where it takes text only.
         adapters: Adapters that requests name.
@@ -153,7 +152,9 @@ class CausalLM:
         longest = getattr(self._config, "max_position_embeddings", None)
         if longest is None:
             raise InferenceError(f"{self._architecture} names no max_position_embeddings; {_REMEDY}")
-        self.context_length: int = int(longest)
+        # Beyond it, angles would depend on what else is in the batch.
+        limit = rope_limit(self._config.to_dict())
+        self.context_length: int = int(longest) if limit is None else min(int(longest), limit.tokens)
         generation: Any = self._model.generation_config
         eos = generation.eos_token_id if generation is not None else None
         eos = self._config.eos_token_id if eos is None else eos
@@ -379,12 +380,5 @@ class CausalLM:
 
 
 def _check_supported(config: Any) -> None:
-    text = config.get_text_config()
     if config.is_encoder_decoder:
         raise InferenceError(f"{config.model_type} is an encoder-decoder model; {_REMEDY}")
-    rope = text.to_dict().get("rope_parameters") or {}
-    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    for kind in kinds & set(_BATCH_DEPENDENT_ROPE):
-        raise InferenceError(
-            f"{config.model_type} uses rope_type {kind!r}, whose angles depend on what else is in the batch; {_REMEDY}"
-        )

@@ -38,6 +38,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"class": "Gemma2", "head_dim": 8, "sliding_window": 4},
     "granite": {"class": "Granite", "logits_scaling": 3.0},
     "cohere": {"class": "Cohere", "logit_scale": 0.25},
+    "longrope": {
+        "class": "Phi3",
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.0, 1.1, 1.2],
+            "long_factor": [1.0, 1.5, 3.0, 6.0],
+        },
+    },
+    "dynamic": {
+        "class": "Llama",
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
     "gpt_oss": {"class": "GptOss", "head_dim": 8, "num_local_experts": 4, "sliding_window": 4},
 }
 

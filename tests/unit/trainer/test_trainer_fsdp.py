@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -466,16 +465,6 @@ def test_unshardable_configurations_raise_train_error(model: Path, changes: Any,
     for check in (check_engine, lambda config: open_learner(config, 9)):
         with pytest.raises(TrainError, match=says):
             check(config)
-
-
-def test_positions_that_depend_on_the_whole_sequence_are_not_shared(model: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(model, tmp_path / "other")
-    settings = json.loads((other / "config.json").read_text())
-    settings["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    (other / "config.json").write_text(json.dumps(settings))
-    config = policy(other, engine="fsdp", engine_options={"sequence_parallel": 2})
-    with pytest.raises(TrainError, match=r"rotary embeddings of type dynamic, .*which 2 ranks cannot share: choose 1$"):
-        check_engine(config)
 
 
 def test_the_plan_of_a_run_names_the_ranks(model: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.crossed import crossed
 from support.property_tests import examples
@@ -147,6 +150,59 @@ def test_bfloat16_compute_keeps_float32_parameters(model_dir: Callable[..., Path
     scores.sum().backward()
     assert {p.dtype for p in rough.model.parameters()} == {torch.float32}
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in rough.model.parameters())
+
+
+class ProductDtypes(TorchDispatchMode):
+    """Collects the dtypes of the operands of grouped matrix products, by which experts compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            self.dtypes += [operand.dtype for operand in args[:2]]
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_experts_compute_in_the_compute_dtype(model_dir: Callable[..., Path], row: Row, compute_dtype: Any) -> None:
+    policy = load_model(model_dir("gpt_oss"), compute_dtype=compute_dtype)
+    batch = pack(rows_of(row), 1000)[0]
+    with ProductDtypes() as products:
+        scores = policy.forward(batch).logprobs
+        scores.sum().backward()
+    # In each of two layers two products, and two more of each in the backward pass.
+    assert products.dtypes == 24 * [getattr(torch, compute_dtype)]
+    difference = (scores - load_model(model_dir("gpt_oss")).forward(batch).logprobs).abs().max().item()
+    assert difference < (1e-6 if compute_dtype == "float32" else 0.5)
+    assert {p.grad.dtype for p in policy.model.parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("family", ["longrope", "dynamic"])
+def test_rows_whose_rotary_angles_depend_on_their_neighbours_are_refused(
+    model_dir: Callable[..., Path], row: Row, family: str
+) -> None:
+    """Up to 16 tokens they do not, in the trainer and in the server, whose context ends there."""
+    policy = load_model(model_dir(family))
+    rows = rows_of(row, (9, 16, 3, 16))
+    [batch] = pack(rows, 1000)
+    expected, _, _ = reference(model_dir(family), [rows[index] for index in batch.rows])
+    torch.testing.assert_close(policy.forward(batch).logprobs, torch.cat(expected), atol=2e-5, rtol=1e-4)
+    with pytest.raises(TrainError, match=rf"a row has 17 tokens, .* of type {family}, .*_per_row .* 16"):
+        policy.forward(pack(rows_of(row, (9, 17)), 1000)[0])
+    assert CausalLM(model_dir(family)).context_length == 16
+
+
+def test_equal_long_and_short_factors_have_no_limit(model_dir: Callable[..., Path], row: Row, tmp_path: Path) -> None:
+    shutil.copytree(model_dir("longrope"), tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["rope_parameters"]["short_factor"] = settings["rope_parameters"]["long_factor"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    rows = rows_of(row, (9, 30, 17))
+    [batch] = pack(rows, 1000)
+    expected, _, _ = reference(tmp_path, [rows[index] for index in batch.rows])
+    torch.testing.assert_close(load_model(tmp_path).forward(batch).logprobs, torch.cat(expected), atol=2e-5, rtol=1e-4)
 
 
 def test_ids_outside_the_vocabulary_raise_train_error(model_dir: Callable[..., Path], row: Row) -> None:

@@ -29,7 +29,7 @@ from turnwise.trainer.learn.learner import Learner, ModelHost, Objective, Stats,
 from turnwise.trainer.learn.objectives import PolicyObjective
 from turnwise.trainer.learn.rank_processes import Call, ModelFacts, RankProcesses, Sharding
 from turnwise.trainer.learn.torch_learner import LossTotals, pick_device
-from turnwise.trainer.model.policy import check_ids, sequence_obstacle, takes_images
+from turnwise.trainer.model.policy import check_rows, sequence_obstacle, takes_images
 
 Ranks = Annotated[int, Field(ge=1)]
 
@@ -305,7 +305,7 @@ class FSDPLearner(Learner, ModelHost):
         Before the arguments that are the same for all, ranks get their micro-batches and the passes that all make.
         """
         for batch in batches:
-            check_ids(batch, self._facts.vocab_size)
+            check_rows(batch, self._facts.vocab_size, self._facts.rope_limit)
         size = self._sharding.sequence_parallel
         shares = deal([batch.tokens for batch in batches], len(self._ranks) // size)
         passes = max(map(len, shares))

@@ -298,9 +298,10 @@ class RankModel:
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
         model = cls(policy, root, optimizer, head)
         model._name_tensors()
+        limits = policy.vocab_size, policy.rope_limit
         if (lora := policy.lora) is None:
-            return model, ModelFacts(model._types(), policy.vocab_size, None, starts_bare=False)
-        return model, ModelFacts(_types(lora.tensors()), policy.vocab_size, lora.info, not lora.continued)
+            return model, ModelFacts(model._types(), *limits, None, starts_bare=False)
+        return model, ModelFacts(_types(lora.tensors()), *limits, lora.info, not lora.continued)
 
     def _name_tensors(self) -> None:
         """Note the tensors of the bare model, tied ones once, by their names there: name and tensor as they are."""

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from turnwise.engine.capacity import RopeLimit
 from turnwise.errors import ConfigError, PlacementError, RankDied, TrainError
 from turnwise.model.core import AdapterInfo
 from turnwise.placement.core import RANK_TOKEN, Inherited, RankHosts
@@ -69,12 +70,14 @@ class ModelFacts:
     Attributes:
         exported: Type and shape of the weights that servers need, by name.
         vocab_size: Ids that it scores.
+        rope_limit: Tokens of the longest row that it scores; None without a limit.
         adapter: Its adapters.
         starts_bare: Whether without its adapters it is the initial model.
     """
 
     exported: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     vocab_size: int
+    rope_limit: RopeLimit | None
     adapter: AdapterInfo | None
     starts_bare: bool
 

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from turnwise.chat.model_dir import FORMAT_FILE, TOOL_TEMPLATE_FILE
 from turnwise.chat.processor import load_processor
+from turnwise.engine.accelerator import autocast
+from turnwise.engine.capacity import RopeLimit, rope_limit
 from turnwise.engine.lora import ADAPTER_CONFIG, adapter_chain, merge_adapters, model_under
 from turnwise.engine.vision import FAMILIES, Features, ImageEmbedding, PlacedEmbeddings, VisionTower, attention_by_part
 from turnwise.errors import CheckpointError, FormatError, MissingExtraError, TrainError
@@ -53,9 +55,6 @@ _COMPANIONS = (
 # Their results are kept: they are what is slow to compute, and less than half of what a layer holds.
 _MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
-# Computed from the largest position that a forward pass is given, which is another one on each rank.
-_LENGTH_ROPES = {"dynamic", "longrope"}
-
 AttentionInterface.register(ATTENTION, packed_attention)
 
 
@@ -82,7 +81,9 @@ class Policy:
         self.model = model
         self.source = source
         self.compute_dtype = compute_dtype
-        self._transform = LogitTransform.of(self.model.config.get_text_config().to_dict())
+        settings = self.model.config.get_text_config().to_dict()
+        self.rope_limit = rope_limit(settings)
+        self._transform = LogitTransform.of(settings)
         self.vocab_size = int(self.model.get_output_embeddings().weight.shape[0])
         self.value_head: nn.Module | None = None
         self.sequence: SequenceGroup | None = None
@@ -107,7 +108,7 @@ class Policy:
         if self.sequence is not None:
             computed = self.sequence.own_places(batch.predictors, batch.tokens)
             ids, temperatures = ids[computed], temperatures[computed]
-        with self._autocast():
+        with autocast(self.device, self.compute_dtype):
             head, ids = self.model.get_output_embeddings(), ids.to(states.device)
             logprobs, entropies = score_states(head, states, ids, temperatures, self._transform, entropy=entropy)
         return TokenScores(
@@ -124,13 +125,12 @@ class Policy:
         Raises:
             TrainError: An id outside of the vocabulary, or segments out of order.
         """
-        check_ids(batch, self.vocab_size)
         device = self.device
         predictors = batch.predictors
         if self.sequence is not None:
             computed = self.sequence.own_places(predictors, batch.tokens)
             predictors = self.sequence.slice_positions(predictors[computed], batch.tokens)
-        with self._autocast():
+        with autocast(self.device, self.compute_dtype):
             return self._hidden(batch, device)[0].index_select(0, predictors.to(device))
 
     def gather(self, batch: MicroBatch, values: Tensor) -> Tensor:
@@ -139,9 +139,6 @@ class Policy:
             return values
         computed = self.sequence.own_places(batch.predictors, batch.tokens)
         return self.sequence.gather(values, computed.to(values.device), batch.trained_tokens)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16")
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every parameter and saved buffer, tied ones once, detached and not copied.
@@ -183,6 +180,7 @@ class Policy:
         copy_companions(self.source, directory)
 
     def _hidden(self, batch: MicroBatch, device: torch.device) -> Tensor:
+        check_rows(batch, self.vocab_size, self.rope_limit)
         layout = PackedLayout.of(batch.segments, device, self.sequence)
         ids, positions = batch.input_ids, batch.position_ids
         if self.sequence is not None:
@@ -253,12 +251,19 @@ def rotary_positions(batch: MicroBatch, vision: VisionTower, features: Mapping[s
     return torch.from_numpy(np.concatenate(parts, axis=1))[:, None]
 
 
-def check_ids(batch: MicroBatch, vocab_size: int) -> None:
-    """Check that a model with so many ids can score a micro-batch.
+def check_rows(batch: MicroBatch, vocab_size: int, limit: RopeLimit | None) -> None:
+    """Check that a model with so many ids, and rotary embeddings with this limit, can score a micro-batch.
 
     Raises:
-        TrainError: It has an id outside of the vocabulary.
+        TrainError: It has an id outside of the vocabulary, or a row whose scores would depend on the others.
     """
+    if limit is not None and (longest := int(batch.position_ids.max()) + 1) > limit.tokens:
+        raise TrainError(
+            f"a row has {longest} tokens, but the model's rotary embeddings are of type {limit.kind}, whose angles "
+            f"depend on the length of the whole sequence beyond {limit.tokens}, so that no server samples by them: set "
+            f"max_tokens_per_row (batch.max_tokens_per_row of a run) to at most {limit.tokens}"
+            + (", or its short_* settings in config.json to the long_* ones" * (limit.kind == "longrope"))
+        )
     # The last token of a row may be trained and not be read.
     ends = [end for ids in (batch.input_ids, batch.target_ids) for end in ids.aminmax()]
     lowest, highest = int(min(ends)), int(max(ends))
@@ -380,14 +385,8 @@ def sequence_obstacle(path: Path, ranks: int) -> str | None:
         text = AutoConfig.from_pretrained(str(model_under(path)), local_files_only=True).get_text_config()
     except (OSError, ValueError, FormatError) as error:
         raise TrainError(f"model.path is {str(path)!r}: its settings cannot be read: {error}") from error
-    settings = text.to_dict()
-    ropes = settings.get("rope_parameters") or {}
-    # They may differ by the type of a layer.
-    kinds = {parameters.get("rope_type") for parameters in (ropes, *ropes.values()) if isinstance(parameters, dict)}
-    if length_ropes := _LENGTH_ROPES & kinds:
-        return f"rotary embeddings of type {min(length_ropes)}, which depend on the length of the whole sequence"
     heads = int(text.num_attention_heads)
-    return split_heads(heads, int(settings.get("num_key_value_heads") or heads), ranks)
+    return split_heads(heads, int(text.to_dict().get("num_key_value_heads") or heads), ranks)
 
 
 def empty_model(path: Path) -> Any:

@@ -13,6 +13,8 @@ from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from turnwise.engine.accelerator import autocast
+from turnwise.engine.capacity import rope_limit
 from turnwise.engine.reward_model import Encoder
 from turnwise.errors import MissingExtraError, RenderError, SessionError, TaskError, TrainError
 from turnwise.trainer.algorithms.losses.core import LossSums
@@ -61,6 +63,7 @@ class ScoringPolicy(Policy):
         self.source = source
         self.compute_dtype = config.compute_dtype
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.rope_limit = rope_limit(model.config.to_dict())
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +75,7 @@ class ScoringPolicy(Policy):
         """Return the scores of the rows of a micro-batch, shape [rows], as ``logprobs``; no entropy."""
         del entropy
         device = self.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.compute_dtype == "bfloat16"):
+        with autocast(device, self.compute_dtype):
             hidden = self._hidden(batch, device)
             states = hidden[0].index_select(0, batch.predictors.to(device))
             scores: Tensor = self.model.score(states)[:, 0].float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -12,13 +13,16 @@ from turnwise.engine.accelerator import main_memory, on_cpu, resolve_device
 from turnwise.engine.capacity import (
     MemoryNeed,
     ModelSize,
+    RopeLimit,
     check_memory,
     emulation_warning,
     model_size,
+    rope_limit,
     server_need,
     smaller_servers,
 )
 from turnwise.engine.lora import model_under
+from turnwise.errors import ConfigError
 from turnwise.inference.config import InferenceConfig
 from turnwise.trainer.config.policy import PolicyConfig
 from turnwise.trainer.learn.learner import chosen_engine
@@ -44,7 +48,10 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
         TrainError: No such device.
     """
     path = model_under(policy.model.path)
-    model_settings(path, f"{key}.path")
+    settings = model_settings(path, f"{key}.path")
+    limit = rope_limit(settings.get("text_config") or settings)
+    if limit is not None and inference is not None and inference.engine != "builtin":
+        _check_context(path, inference.max_context, limit)
     size = model_size(path)
     trains = pick_device(policy.model.device)
     serves = None if inference is None else resolve_device(inference.device)
@@ -61,6 +68,16 @@ def check_machine(policy: PolicyConfig, inference: InferenceConfig | None = None
     if on_cpu(trains):
         warnings.append(emulation_warning(f"{key}.compute_dtype", policy.model.compute_dtype, size))
     return [warning for warning in warnings if warning is not None]
+
+
+def _check_context(path: Path, context: int | None, limit: RopeLimit) -> None:
+    """Check that an engine, which chooses rotary embeddings by its longest context, chooses those of the trainer."""
+    if context is None or context > limit.tokens:
+        raise ConfigError(
+            f"inference.max_context is {context}, but the rotary embeddings of {path} are of type {limit.kind}: with "
+            f"more than {limit.tokens} tokens the server uses others than the trainer, for all rows; set it to at most "
+            f"{limit.tokens}"
+        )
 
 
 def _trainer_needs(
