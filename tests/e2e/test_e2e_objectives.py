@@ -74,7 +74,7 @@ def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, samp
             tmp_path,
             tasks=str(tasks),
             steps=1,
-            rollout={"env": {"name": "single_turn", "config": {"scorer": scorer}}, "group_size": 2},
+            rollout={"env": {"name": "single_turn", "config": {"scorer": scorer}}, "group_size": 2, "top_k": 20},
         ),
         console=silent(),
     )
@@ -85,7 +85,14 @@ def test_a_reward_model_is_the_reward_of_an_environment(lookup_model: Path, samp
     for trajectory in trajectories:
         ((score,),) = alone.forward([encoder.chat(branch_messages(trajectory), arguments={})])
         assert trajectory.reward == pytest.approx(score, abs=1e-4)
-    assert any(step.get("reward/by_name/liked") for step in lines(tmp_path / "run" / "metrics.jsonl"))
+    records = lines(tmp_path / "run" / "metrics.jsonl")
+    [step] = [record for record in records if record["kind"] == "train"]
+    assert step["reward/by_name/liked"]
+    assert step["sampling/truncated"] == 1
+    assert 0 < step["sampling/cut_mass"] < 1
+    [warned] = [record["text"] for record in records if record.get("name") == "truncation"]
+    assert "(rollout.top_k 20)" in warned
+    assert "100% of the tokens" in warned
 
 
 def test_the_example_of_distillation_can_start(lookup_model: Path, tmp_path: Path) -> None:

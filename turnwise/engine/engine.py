@@ -43,6 +43,8 @@ class EngineStats:
         prefilled_tokens: Prompt tokens run (again, after a weight update or preemption).
         reused_tokens: Prompt tokens served from the KV cache.
         generated_tokens: Sampled ids.
+        truncated_tokens: Those of them that were sampled while top-k, top-p, min-p or a grammar cut others off.
+        cut_mass: The probability of what was cut off, added up over them.
         steps: Forward passes.
         preemptions: Sequences that lost their memory to an older one.
         images: Images encoded by the vision tower.
@@ -57,6 +59,8 @@ class EngineStats:
     prefilled_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
+    truncated_tokens: int = 0
+    cut_mass: float = 0.0
     steps: int = 0
     preemptions: int = 0
     images: int = 0
@@ -360,9 +364,12 @@ class Engine:
         positions = cache.length[slots]
         table = self._roster.table
         allowed = self._roster.allowed(slots, logits.shape[1])
-        token_ids, logprobs = sample(logits, table.rows(slots), table.draws(slots, positions), allowed)
+        token_ids, logprobs, cut = sample(logits, table.rows(slots), table.draws(slots, positions), allowed)
         finite = np.isfinite(logprobs)
         stats.generated_tokens += int(finite.sum())
+        if cut is not None:
+            stats.truncated_tokens += int((cut > 0).sum())
+            stats.cut_mass += float(cut[cut > 0].sum())
         cache.append(slots, token_ids, finite)
         self._roster.table.write(slots, positions, logprobs)
         stopped = self._roster.table.stops(slots, token_ids)

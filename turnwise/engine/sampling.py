@@ -73,7 +73,7 @@ def sample(
     params: RowParams,
     draws: npt.NDArray[np.float64],
     allowed: npt.NDArray[np.bool_] | None = None,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
     """Sample one id per row by inverting the cumulative distribution.
 
     The log-probability is log softmax(logits / temperature) at the sampled id, before grammar, top-k, top-p and min-p;
@@ -86,7 +86,8 @@ def sample(
         allowed: bool of shape [rows, vocabulary]: ids that grammars allow; None without structured output.
 
     Returns:
-        Ids (int64) and log-probabilities (float32), both of shape [rows], on the CPU.
+        Ids (int64), log-probabilities (float32) and the probability that truncation cut off (float32; None where it cut
+        nothing), of shape [rows], on the CPU.
     """
     if allowed is not None:
         return _sample_allowed(logits, params, draws, allowed)
@@ -101,7 +102,7 @@ def sample(
     # Only greedy rows ask where the peak is: that takes ten times as long as its value.
     best = scaled.argmax(dim=-1, keepdim=True) if any_greedy else None
     if best is not None and bool(greedy.all()):
-        return best.squeeze(1).cpu().numpy(), weights.sum(-1).log().neg().cpu().numpy()
+        return best.squeeze(1).cpu().numpy(), weights.sum(-1).log().neg().cpu().numpy(), None
     truncated = _truncate(weights, params, greedy)
     cumulative = truncated.cumsum(-1)
     total = cumulative[:, -1:]
@@ -114,20 +115,24 @@ def sample(
         token_ids = torch.where(torch.from_numpy(greedy).to(token_ids.device).unsqueeze(1), best, token_ids)
     mass = total if truncated is weights else weights.sum(-1, keepdim=True)
     logprobs = scaled.gather(1, token_ids) - peak - mass.log()
-    return token_ids.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
+    cut = None if truncated is weights else (1 - truncated.sum(-1) / mass.squeeze(1)).cpu().numpy()
+    return token_ids.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy(), cut
 
 
 def _sample_allowed(
     logits: torch.Tensor, params: RowParams, draws: npt.NDArray[np.float64], allowed: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Sample under grammars, truncated after masking; log-probabilities are those without the mask."""
     scaled = logits.float()
     masked = scaled.masked_fill(~torch.from_numpy(allowed).to(scaled.device), -torch.inf)
-    token_ids, _ = sample(masked, params, draws)
+    token_ids, _, cut = sample(masked, params, draws)
     divisor = np.where(params.temperature == 0.0, np.float32(1.0), params.temperature)
-    scaled = scaled / torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
+    divisors = torch.from_numpy(divisor).to(scaled.device).unsqueeze(1)
+    logprobs = (scaled / divisors).log_softmax(-1)
     sampled = torch.from_numpy(token_ids).to(scaled.device).unsqueeze(1)
-    return token_ids, scaled.log_softmax(-1).gather(1, sampled).squeeze(1).cpu().numpy()
+    hidden = logprobs.exp().masked_fill_(torch.isfinite(masked), 0.0).sum(-1).cpu().numpy()
+    cut = hidden if cut is None else hidden + (1 - hidden) * cut
+    return token_ids, logprobs.gather(1, sampled).squeeze(1).cpu().numpy(), cut
 
 
 def _truncate(weights: torch.Tensor, params: RowParams, greedy: npt.NDArray[np.bool_]) -> torch.Tensor:

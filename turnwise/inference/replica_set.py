@@ -24,7 +24,10 @@ RESTART_WINDOW = 3600.0
 """Seconds after which a death no longer counts towards ``inference.max_restarts``."""
 _NOTICED = 5.0
 """Seconds within which the death of a server is noticed after a connection to it broke."""
-COUNTERS = ("requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "preemptions", "cpu_seconds")
+COUNTERS = (
+    "requests", "prefilled_tokens", "reused_tokens", "generated_tokens", "truncated_tokens", "cut_mass", "preemptions",
+    "cpu_seconds",
+)  # fmt: skip
 """Counters of a server that are summed over all; an engine may lack some."""
 
 

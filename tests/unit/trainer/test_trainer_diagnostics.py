@@ -147,6 +147,11 @@ AMISS = {
     "nothing_trained": ({"train/tokens": 0.0, "batch/rows": 3.0}, "no token of this step was trained"),
     "short": ({"replay/short": 2.0}, "the step lacks 2 groups"),
     "gap": ({"gap/mean": 0.2, "gap/max": 3.0}, "by 0.2 nats on average, 3 at most. With equal weights"),
+    "truncation": (
+        {"sampling/truncated": 0.25, "sampling/cut_mass": 0.08},
+        "(sampling parameters of requests, grammars or forced calls), while servers report, and the loss uses, their "
+        "probabilities under the whole one; 25% of the tokens lost 0.08 of the probability, on average",
+    ),
     "entropy": ({"train/entropy": 0.001}, "entropy is 0.001 nats"),
     "clipped": ({"train/clip_fraction": 0.45}, "45% of tokens are clipped"),
     "divergence": ({"train/approx_kl": 0.5}, "moved by 0.5 nats"),
@@ -189,6 +194,8 @@ def test_rules_depend_on_their_context() -> None:
     assert "0.05 at most; the largest is at token 5. With equal weights" in warned.text
     [warned] = find_warnings(AMISS["unforked"][0], WarningContext(unforked="Env cannot fork: it holds a lock"))
     assert warned.text.endswith("(tree/branches is 1): Env cannot fork: it holds a lock")
+    [warned] = find_warnings({}, WarningContext(truncations=("rollout.top_p 0.9", "rollout.top_k 20")))
+    assert "truncated distribution (rollout.top_p 0.9, rollout.top_k 20), while" in warned.text
     dead, _ = AMISS["dead_groups"]
     assert find_warnings(dead, WarningContext(compares=False)) == []
     assert find_warnings({**dead, "batch/groups": 2.0, "batch/dead_groups": 2.0}, WarningContext()) == []

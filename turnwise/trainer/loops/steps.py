@@ -441,7 +441,8 @@ async def publish(run: TrainRun, parts: Sequence[TrainedBatch], *, pause: bool =
         run.log(step_record(run, parts, began))
         raise
     synced = time.monotonic()
-    metrics = step_record(run, parts, synced) | sent | {"time/sync_s": synced - began} | await run.memory()
+    served = await run.memory() | await run.truncation()
+    metrics = step_record(run, parts, synced) | sent | {"time/sync_s": synced - began} | served
     groups = [group for part in parts for group in part.batch.groups]
     try:
         metrics = await run.hooks.step_end(metrics, groups)

@@ -57,12 +57,14 @@ class WarningContext:
         compares: Whether advantages compare the members of a group.
         worst_gap: Description of the token with the largest gap; may be empty.
         unforked: Why an episode of ``rollout.tree`` has no branches; may be empty.
+        truncations: Keys that truncate the sampled distribution, with their values.
     """
 
     exact: bool = False
     compares: bool = True
     worst_gap: str = ""
     unforked: str = ""
+    truncations: tuple[str, ...] = ()
 
 
 def find_warnings(metrics: Metrics, setting: WarningContext) -> list[TrainingWarning]:
@@ -153,6 +155,16 @@ def _server_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tupl
             "rollout.temperature and what the server truncates; turnwise audit verifies the ids. algorithm.correction "
             "bounds the effect",
         )
+    share, cut = metrics.get("sampling/truncated", 0.0), metrics.get("sampling/cut_mass", 0.0)
+    if share > 0 or setting.truncations:
+        causes = ", ".join(setting.truncations) or "sampling parameters of requests, grammars or forced calls"
+        extent = f"; {_share(share)} of the tokens lost {cut:.2g} of the probability, on average" if share > 0 else ""
+        yield (
+            "truncation",
+            f"tokens are sampled from a truncated distribution ({causes}), while servers report, and the loss uses, "
+            f"their probabilities under the whole one{extent}. Updates are off-policy by that, and gap/* does not show "
+            "it: train with top_p 1, top_k 0 and min_p 0, and let the model learn calls instead of forcing them",
+        )
     rejected, ess = metrics.get("correction/rejected", 0.0), metrics.get("correction/ess", 1.0)
     if rejected > MOST_REJECTED or ess < LEAST_ESS:
         yield (
@@ -235,14 +247,17 @@ class _PolicyDiagnostics:
 
     renderer: Renderer
     warner: Warner
-    exact: bool
-    compares: bool
+    setting: WarningContext
 
     @classmethod
     def of(cls, config: TrainConfig, renderer: Renderer) -> Self:
         model = config.policy.model
         exact = model.compute_dtype == "float32" and serves_float32(model.path, config.inference.dtype)
-        return cls(renderer, Warner(), exact, config.algorithm.advantage not in WITHOUT_GROUPS)
+        rollout = config.rollout
+        settings = (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0), ("min_p", rollout.min_p, 0))
+        truncations = tuple(f"rollout.{name} {value:g}" for name, value, whole in settings if value != whole)
+        compares = config.algorithm.advantage not in WITHOUT_GROUPS
+        return cls(renderer, Warner(), WarningContext(exact=exact, compares=compares, truncations=truncations))
 
 
 class Diagnostics:
@@ -275,7 +290,7 @@ class Diagnostics:
             [(name, policy)] = self._policies.items()
             return self._diagnose_policy(policy, step, metrics, gaps.get(name, Gaps()), groups, {})
         due: list[TrainingWarning] = []
-        shared = {key: value for key, value in metrics.items() if key.startswith("replay/")}
+        shared = {key: value for key, value in metrics.items() if key.startswith(("replay/", "sampling/"))}
         for name, policy in self._policies.items():
             head = f"policy/{name}/"
             policy_metrics = {key.removeprefix(head): value for key, value in metrics.items() if key.startswith(head)}
@@ -306,7 +321,7 @@ class Diagnostics:
             words = describe_gap(record)
         notes = (member.turn_notes.get("", {}).get(WHY_UNFORKED) for member in members)
         why = next((note for note in notes if note), "")
-        setting = WarningContext(exact=policy.exact, compares=policy.compares, worst_gap=words, unforked=why)
+        setting = replace(policy.setting, worst_gap=words, unforked=why)
         return policy.warner.due(step, find_warnings(metrics, setting))
 
     def close(self) -> None:

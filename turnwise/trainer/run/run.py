@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -167,6 +168,7 @@ class TrainRun(RunFiles):
     figures: dict[str, float] = field(default_factory=dict)
     hooks: HookCalls = field(default_factory=HookCalls)
     counted_until: float = field(default_factory=time.monotonic)
+    _counts: Counter[str] = field(default_factory=Counter)
 
     @property
     def policy(self) -> TrainedPolicy:
@@ -247,6 +249,21 @@ class TrainRun(RunFiles):
         by_fleet = serving_together(self.policies)
         servers = [memory for first, *_ in by_fleet for memory in await first.fleet.memory()]
         return memory_metrics(process_memory(device_peak=peak_bytes()), servers)
+
+    async def truncation(self) -> dict[str, float]:
+        """Return what truncation in the servers cut off since the last call, as metrics; none where it cut nothing."""
+        counts: Counter[str] = Counter()
+        for first, *_ in serving_together(self.policies):
+            # The counters of a dead server are lost.
+            with contextlib.suppress(InferenceError):
+                counts.update(await first.fleet.stats())
+        truncated, mass, sampled = (
+            counts[name] - self._counts[name] for name in ("truncated_tokens", "cut_mass", "generated_tokens")
+        )
+        self._counts = counts
+        if truncated <= 0:
+            return {}
+        return {"sampling/truncated": truncated / sampled, "sampling/cut_mass": mass / truncated}
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the current step."""
