@@ -31,6 +31,7 @@ from turnwise.chat.model_dir import check_trained, read_model_dir
 from turnwise.chat.template import ChatTemplate, template_digest
 from turnwise.chat.tokens import Tokens
 from turnwise.engine.accelerator import resolve_device
+from turnwise.engine.capacity import rope_limit
 from turnwise.errors import InferenceError, MissingExtraError, RenderError, SessionError, shown
 from turnwise.inference import wire
 from turnwise.inference.builtin import RewardServerSpec
@@ -241,7 +242,9 @@ class Classifier:
         self.problem_type = model.config.problem_type
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         model_limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.max_context = min(limit for limit in (max_context, model_limit, 2**31 - 1) if limit)
+        ropes = rope_limit(model.config.get_text_config().to_dict())
+        limits = (max_context, model_limit, ropes and ropes.tokens, 2**31 - 1)
+        self.max_context = min(limit for limit in limits if limit)
 
     def activate(self, outputs: list[list[float]]) -> list[list[float]]:
         """Return raw outputs as probabilities, where they mean any: sigmoid or softmax, by the kind of problem."""

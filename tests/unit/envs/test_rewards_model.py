@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -35,7 +36,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 GIF = "data:image/gif;base64,R0lGODdhAQABAIAAAP///////ywAAAAAAQABAAACAkQBADs="
 
 
-def make_classifier(folder: Path, labels: int, padding: int | None = None) -> Qwen2ForSequenceClassification:
+def make_classifier(
+    folder: Path, labels: int, padding: int | None = None, **settings: Any
+) -> Qwen2ForSequenceClassification:
     torch.manual_seed(labels)
     config = Qwen2Config(
         hidden_size=32,
@@ -48,6 +51,7 @@ def make_classifier(folder: Path, labels: int, padding: int | None = None) -> Qw
         max_position_embeddings=128,
         initializer_range=0.3,
         pad_token_id=padding,
+        **settings,
     )
     model = Qwen2ForSequenceClassification(config).eval().requires_grad_(False)
     model.save_pretrained(folder)
@@ -233,6 +237,18 @@ async def test_padding_changes_nothing_also_where_no_padding_token_is_configured
     model = make_classifier(tmp_path, 2, padding)
     classifier = Classifier(tmp_path, dtype="auto", device="cpu", max_context=None)
     inputs = [[1, 2, 3], [9], [0, 1, 2, 4, 5, 6, 7, 8], [3, 999]]
+    for ids, values in zip(inputs, classifier.forward(inputs), strict=True):
+        assert values == pytest.approx(direct(model, ids), abs=1e-5)
+
+
+async def test_context_of_a_classifier_ends_where_scores_would_depend_on_the_batch(tmp_path):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 8}
+    model = make_classifier(
+        tmp_path, 2, 0, rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "factor": 16.0, **factors}
+    )
+    classifier = Classifier(tmp_path, dtype="auto", device="cpu", max_context=None)
+    assert classifier.max_context == 8
+    inputs = [[1, 2, 3], [9], [5, 6, 7, 8, 9, 10, 11, 12]]
     for ids, values in zip(inputs, classifier.forward(inputs), strict=True):
         assert values == pytest.approx(direct(model, ids), abs=1e-5)
 
