@@ -66,13 +66,22 @@ async def stream_turn(
                 turn = reader.live(item.tail, params.stop)
                 yield item
             elif placement is not None:
-                yield _answer(reader, request, params, placement, pieces, item)
+                yield _answer(reader, request, params, placement, pieces, _for_agent(recorder, request, item))
 
 
 async def record_turn(recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
     """Record one turn and return it; errors are the session's."""
     done = await recorder.record(request.messages, request.tools, params, template_args=request.template_args)
-    return _answer(reader, request, params, done.placement, [done.completion], done.message)
+    message = _for_agent(recorder, request, done.message)
+    return _answer(reader, request, params, done.placement, [done.completion], message)
+
+
+def _for_agent(recorder: Session, request: ChatRequest, message: Message) -> Message:
+    """Return a recorded message, without its calls, which are counted, where the request takes none."""
+    if request.calls or not message.get("tool_calls"):
+        return message
+    recorder.count("ignored_calls")
+    return cast(Message, {key: value for key, value in message.items() if key != "tool_calls"})
 
 
 def _answer(

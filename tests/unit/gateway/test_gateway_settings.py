@@ -17,7 +17,7 @@ from turnwise.model.core import LLMClient
 from turnwise.recorder.ledger import LedgerClient, LedgerWriter
 from turnwise.seeding import stable_hash
 from turnwise.trajectory import Trajectory
-from turnwise.types import Completion, SamplingParams, TokenPrompt
+from turnwise.types import Completion, SamplingParams, TokenPrompt, ToolCall, ToolSchema
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
 
@@ -237,3 +237,32 @@ async def test_lenient_ignores_and_counts_unsupported_fields(route: str, stream:
     ignored = {name: value for name, value in metrics[1].items() if name.startswith("ignored_")}
     assert ignored == {"ignored_tool_choice": 1.0, **({"ignored_server_tools": 1.0} if len(body["tools"]) == 2 else {})}
     assert not any(name.startswith("ignored_") for name in metrics[0])
+
+
+@pytest.mark.parametrize("route", FORCED)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_turn_without_tool_choice_forks_nothing_and_calls_nothing(route: str, stream: bool) -> None:
+    called: Any = {"role": "assistant", "content": "Two.", "tool_calls": [ToolCall("", "f", {})]}
+    key, none = ("input" if route == "responses" else "messages"), {"type": "none"} if route == "messages" else "none"
+    body = {"model": "m", "stream": stream, "tools": FORCED[route]["tools"]}
+    body |= {"max_tokens": 50} if route == "messages" else {}
+    talk: list[Any] = []
+    async with serving(["One.", "Two.", "Three.", called], tools=[ToolSchema("f", "")]) as served:
+        opened = await served.open()
+        for text, choice in (
+            ("One.", {}),
+            ("Two.", {"tool_choice": none}),
+            ("Three.", {}),
+            ("Two.", {"tool_choice": none}),
+        ):
+            talk.append({"role": "user", "content": "Go."})
+            async with served.http.post(f"{opened['path']}/v1/{route}", json={**body, key: talk, **choice}) as answer:
+                reply = await answer.text()
+                assert answer.status == 200, reply
+            assert stream or text in reply
+            assert "tool_use" not in reply.replace('"tool_use_id"', "")
+            assert '"tool_calls":[' not in reply
+            assert '"function_call"' not in reply
+            talk.append({"role": "assistant", "content": text})
+        metrics = (await finalize(served, opened))["metrics"]
+    assert (metrics["branches"], metrics["forks"], metrics["ignored_calls"]) == (1, 0, 1)

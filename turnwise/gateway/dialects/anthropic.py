@@ -52,6 +52,7 @@ def read_messages_request(body: Mapping[str, Any], abilities: Abilities) -> Chat
         model=fields.text("model", ""),
         messages=messages,
         tools=resolved.tools,
+        calls=resolved.calls,
         sampling=read_sampling(fields, limit_fields=("max_tokens",), stop="stop_sequences"),
         stream=fields.flag("stream"),
         guide=resolved.guide,

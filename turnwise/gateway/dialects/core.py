@@ -31,7 +31,7 @@ class ToolChoice:
     """Whether the model must call a tool.
 
     Attributes:
-        mode: ``auto``, ``none`` (no tool is offered), ``required``, or ``named``.
+        mode: ``auto``, ``none`` (no tool may be called), ``required``, or ``named``.
         names: For ``named``: the tools of which one must be called.
     """
 
@@ -75,7 +75,8 @@ class ChatRequest:
     Attributes:
         model: Requested name, repeated in the response.
         messages: The conversation. Calls stay in OpenAI's form, as the recorder alone interprets them.
-        tools: Offered tools, in order; empty under ``tool_choice`` none.
+        tools: Offered tools, in order.
+        calls: Whether the agent takes calls; the prompt has the tools in any case, as it would be another otherwise.
         sampling: Fields of :class:`SamplingParams` that the body sets.
         n: Number of answers.
         stream: Whether events are sent while tokens are sampled.
@@ -93,6 +94,7 @@ class ChatRequest:
     model: str
     messages: list[Message]
     tools: tuple[ToolSchema, ...] = ()
+    calls: bool = True
     sampling: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
     stream: bool = False

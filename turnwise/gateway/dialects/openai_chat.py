@@ -83,6 +83,7 @@ class OpenAIChat:
             model=fields.text("model", ""),
             messages=messages,
             tools=resolved.tools,
+            calls=resolved.calls,
             sampling=sampling,
             n=fields.integer("n", 1, abilities.most_choices) or 1,
             stream=fields.flag("stream"),

@@ -25,12 +25,13 @@ class FormatField:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """Resolved tools and structured output of a request, and the field that asks for it."""
+    """Resolved tools and structured output of a request, and the field that asks for it; ``calls``: may it call."""
 
     tools: tuple[ToolSchema, ...]
     guide: Guide | None = None
     field: str = ""
     ignored: frozenset[Lenient] = frozenset()
+    calls: bool = True
 
 
 def read_response_format(
@@ -48,8 +49,10 @@ def read_response_format(
     offered = _offered_tools(tools, choice)
     schema = _schema(answer, abilities)
     forced = choice.mode in ("required", "named")
-    if not offered or not (forced or single or schema is not None):
-        return ResponseFormat(offered) if schema is None else ResponseFormat(offered, Guide(schema), answer.at)
+    calls = choice.mode != "none"
+    if not (offered and calls) or not (forced or single or schema is not None):
+        guide = None if schema is None else Guide(schema)
+        return ResponseFormat(offered, guide, answer.at if guide is not None else "", calls=calls)
     if forced and not abilities.forced_calls and "tool_choice" in abilities.lenient:
         free = read_response_format(tools, ToolChoice(), answer, abilities, single=single)
         return replace(free, ignored=frozenset({"tool_choice"}))
@@ -79,10 +82,8 @@ def abilities_of(renderer: Renderer, *, guides: bool, lenient: Collection[Lenien
 
 
 def _offered_tools(tools: Sequence[ToolSchema], choice: ToolChoice) -> tuple[ToolSchema, ...]:
-    if choice.mode == "none" or not tools:
-        if choice.mode in ("required", "named"):
-            raise invalid("tool_choice", "requires a call, but there are no tools")
-        return ()
+    if not tools and choice.mode in ("required", "named"):
+        raise invalid("tool_choice", "requires a call, but there are no tools")
     names = {tool.name for tool in tools}
     missing = [name for name in choice.names if name not in names]
     if missing:

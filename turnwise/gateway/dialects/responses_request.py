@@ -76,6 +76,7 @@ def read_responses_request(body: Mapping[str, Any], abilities: Abilities, stored
         model=fields.text("model", ""),
         messages=[*system, *earlier, *new],
         tools=resolved.tools,
+        calls=resolved.calls,
         sampling=read_sampling(fields, limit_fields=("max_output_tokens",), stop="stop"),
         stream=fields.flag("stream"),
         guide=resolved.guide,
