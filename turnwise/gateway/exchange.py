@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from turnwise.gateway.dialects.core import Answer, ChatRequest, Dialect, Reader,
 from turnwise.gateway.errors import ApiError, api_error, too_deep
 from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import template_arguments
+from turnwise.recorder.requests import RecordedTurn
 from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds
 
@@ -53,7 +55,8 @@ async def stream_turn(
     placement: PromptPlacement | None = None
     pieces: list[TokenDelta] = []
     reader = reader_of(reader, request)
-    items = recorder.stream(request.messages, request.tools, params, template_args=request.template_args)
+    options: dict[str, Any] = {"template_args": request.template_args, "key": request.key}
+    items = recorder.stream(request.messages, request.tools, params, **options)
     async with contextlib.aclosing(items) as stream:  # type: ignore[type-var]
         async for item in stream:
             if isinstance(item, TokenDelta):
@@ -71,9 +74,16 @@ async def stream_turn(
 
 async def record_turn(recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
     """Record one turn and return it; errors are the session's."""
-    done = await recorder.record(request.messages, request.tools, params, template_args=request.template_args)
-    message = _for_agent(recorder, request, done.message)
-    return _answer(reader, request, params, done.placement, [done.completion], message)
+    options: dict[str, Any] = {"template_args": request.template_args, "key": request.key}
+    done = await recorder.record(request.messages, request.tools, params, **options)
+    return _turn_answer(recorder, reader, request, params, done)
+
+
+def _turn_answer(
+    recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams, turn: RecordedTurn
+) -> Answer:
+    message = _for_agent(recorder, request, turn.message)
+    return _answer(reader, request, params, turn.placement, [turn.completion], message)
 
 
 def _for_agent(recorder: Session, request: ChatRequest, message: Message) -> Message:
@@ -148,6 +158,8 @@ class Deadline:
 
 
 _log = logging.getLogger(__name__)
+_RETRY_COUNT = b"x-stainless-retry-count"
+"""Header in which the SDKs of OpenAI and Anthropic count how often a request was sent before."""
 _WATCH_AFTER = 0.02
 """Seconds into an answer after which its client is watched for a disconnect."""
 _Event = tuple[int, StreamedTurn | Answer | ApiError | None]
@@ -160,7 +172,19 @@ class Exchange:
     ``task`` handles the request; ``size`` is how many bytes of its body were received.
     """
 
-    __slots__ = ("_headers", "_limits", "_receive", "_scope", "_send", "_started", "_writer", "method", "size", "task")
+    __slots__ = (
+        "_digest",
+        "_headers",
+        "_limits",
+        "_receive",
+        "_scope",
+        "_send",
+        "_started",
+        "_writer",
+        "method",
+        "size",
+        "task",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits) -> None:
         task = asyncio.current_task()
@@ -174,6 +198,7 @@ class Exchange:
         self._limits = limits
         self._started = False
         self.size = 0
+        self._digest = ""
         # The writer of an open stream.
         self._writer: StreamWriter | None = None
 
@@ -214,9 +239,12 @@ class Exchange:
             raise _too_large(maximum)
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                return await self._read_body(maximum)
+                raw = await self._read_body(maximum)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {self._limits.body_seconds:g} s") from None
+        if _RETRY_COUNT in self._headers:
+            self._digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
+        return raw
 
     async def _read_body(self, maximum: int) -> bytes:
         parts: list[bytes] = []
@@ -276,11 +304,16 @@ class Exchange:
         Raises ApiError or the session's TurnwiseError if nothing was answered.
         """
         watch = _DisconnectWatch(self)
+        request.key = f"{dialect.name} {self._digest}" if self._digest else ""
+        is_retry = self._headers.get(_RETRY_COUNT, b"0") != b"0"
+        attempt = entry.retries.attempt(entry.session, self.task, request.key, is_retry=is_retry, count=request.n)
         try:
-            if request.stream:
-                await self._stream(entry, dialect, request, params)
-            else:
-                await self._answer_at_once(entry, dialect, request, params)
+            async with attempt as turn_ids:
+                turns = [entry.session.recorded_turn(turn_id, params) for turn_id in turn_ids]
+                reader = reader_of(entry.reader, request)
+                answers = [_turn_answer(entry.session, reader, request, params, turn) for turn in turns]
+                send = self._stream if request.stream else self._answer_at_once
+                await send(entry, dialect, request, params, answers)
         except asyncio.CancelledError:
             # The task may also have been cancelled from outside.
             if not watch.seen or self.task.uncancel():
@@ -289,12 +322,17 @@ class Exchange:
             watch.close()
 
     async def _answer_at_once(
-        self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams
+        self,
+        entry: GatewaySession,
+        dialect: Dialect,
+        request: ChatRequest,
+        params: SamplingParams,
+        answers: list[Answer],
     ) -> None:
         session, reader = entry.session, entry.reader
-        if request.n == 1:
+        if not answers and request.n == 1:
             answers = [await record_turn(session, reader, request, params)]
-        else:
+        elif not answers:
             async with _TaskGroup() as group:
                 tasks = [
                     group.start(record_turn(session, reader, request, seeded))
@@ -305,12 +343,19 @@ class Exchange:
         await self.answer(200, dialect.respond(request, answers))
 
     async def _stream(
-        self, entry: GatewaySession, dialect: Dialect, request: ChatRequest, params: SamplingParams
+        self,
+        entry: GatewaySession,
+        dialect: Dialect,
+        request: ChatRequest,
+        params: SamplingParams,
+        answers: list[Answer],
     ) -> None:
         writer = dialect.writer(request)
         queue: asyncio.Queue[_Event] = asyncio.Queue()
         async with _TaskGroup() as group:
-            for index, seeded in enumerate(_seed_answers(params, request.n)):
+            for event in enumerate(answers):
+                queue.put_nowait(event)
+            for index, seeded in enumerate(_seed_answers(params, request.n) if not answers else ()):
                 group.start(_produce(queue, index, entry, request, seeded))
             waiting = await self._first(queue)
             await self.begin(200, sse.HEADERS)

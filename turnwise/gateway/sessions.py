@@ -27,6 +27,7 @@ from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.fields import Fields
 from turnwise.gateway.dialects.responses_request import Conversations
 from turnwise.gateway.errors import ApiError, Lenient, invalid, not_found
+from turnwise.gateway.retries import RetriedRequests
 from turnwise.gateway.session_log import NAME, SavedSession, SessionLog, rebuild
 from turnwise.model.canonical import clean
 from turnwise.recorder.ledger import LedgerWriter
@@ -97,6 +98,7 @@ class GatewaySession:
         budget_error: Budget error of its last request, or None.
         exhausted: Set while ``budget_error`` is a budget that compaction cannot restore.
         request_error: What kept its last request from being rendered or handled, or None.
+        retries: Requests that a client may send again.
         turn_metrics: Metrics by turn id.
         fixed_sampling: Whether requests cannot change their sampling; None for the gateway's setting.
         sampling_metrics: Sampling settings for the trajectory's metrics.
@@ -122,6 +124,7 @@ class GatewaySession:
     budget_error: BudgetExceeded | None = None
     exhausted: asyncio.Event = field(default_factory=asyncio.Event)
     request_error: RenderError | GatewayError | None = None
+    retries: RetriedRequests = field(default_factory=RetriedRequests)
     turn_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     fixed_sampling: bool | None = None
     sampling_metrics: dict[str, float] = field(default_factory=dict)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from turnwise.errors import SessionError
 from turnwise.model.canonical import Canonical
+from turnwise.model.core import Renderer
+from turnwise.recorder.completion import parse_completion, read_completion
 from turnwise.recorder.history import snapshot
 from turnwise.recorder.matching import RootKey, same_message
 from turnwise.recorder.requests import RecordedTurn
 from turnwise.recorder.tree import NO_IDS, Node, PromptPlacement, path_ids, path_tokens
-from turnwise.types import Completion, Message, TokenIds
+from turnwise.types import Completion, Message, SamplingParams, TokenIds
 
 
 class RequestGate(Protocol):
@@ -74,7 +76,7 @@ class Prefix:
             self.remaining.remove(turn)
             if gate is not None:
                 gate.note_repeat()
-            return self._replayed_turn(turn)
+            return _recorded_turn(turn, self.messages[turn.turn_id or ""])
         first = self.resampled is not None and answers(self.resampled)
         if gate is not None:
             await gate.admit(first=first)
@@ -88,14 +90,37 @@ class Prefix:
             self.resampled = None
         return None
 
-    def _replayed_turn(self, turn: Node) -> RecordedTurn:
+
+def returned_turn(turn: Node, message: Message | None, renderer: Renderer, params: SamplingParams) -> RecordedTurn:
+    """Return a turn of the tree as it was returned.
+
+    Args:
+        turn: The turn.
+        message: Its message as it was returned; None if another process did, where its ids are parsed again.
+        renderer: The session's renderer.
+        params: Sampling parameters of its request.
+    """
+    if message is None:
         assert turn.parent is not None
-        assert turn.completion is not None
-        sampled = turn.completion
-        completion = Completion(turn.token_ids, sampled.logprobs, sampled.finish_reason, sampled.weight_versions)
-        prompt = path_tokens(turn.parent)
-        placement = PromptPlacement(prompt, prompt, turn.parent.token_ids)
-        return RecordedTurn(placement, completion, snapshot(self.messages[turn.turn_id or ""]))
+        reader, tail = renderer.under(turn.key[1]), turn.parent.token_ids
+        parsed, cut = read_completion(reader, _completion(turn), tail, turn.tools, params)
+        message, _ = parse_completion(parsed, int((turn.turn_id or "t0")[1:]), (), cut=cut)
+        if calls := message.get("tool_calls"):
+            ids = [call.id for call in turn.messages[0].calls]
+            message["tool_calls"] = [replace(call, id=name) for call, name in zip(calls, ids, strict=True)]
+    return _recorded_turn(turn, message)
+
+
+def _recorded_turn(turn: Node, message: Message) -> RecordedTurn:
+    assert turn.parent is not None
+    prompt = path_tokens(turn.parent)
+    return RecordedTurn(PromptPlacement(prompt, prompt, turn.parent.token_ids), _completion(turn), snapshot(message))
+
+
+def _completion(turn: Node) -> Completion:
+    assert turn.completion is not None
+    sampled = turn.completion
+    return Completion(turn.token_ids, sampled.logprobs, sampled.finish_reason, sampled.weight_versions)
 
 
 def exclude_other_forks(

@@ -14,7 +14,7 @@ from turnwise.types import Completion, Message, SamplingParams, TokenDelta, Toke
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request placed in the tree, not yet completed."""
+    """A request placed in the tree, not yet completed; ``key``: what its repetitions have in common, or ``""``."""
 
     messages: list[Canonical]
     match: Match
@@ -22,6 +22,7 @@ class PendingRequest:
     params: SamplingParams
     fork: str | None
     renderer: Renderer
+    key: str = ""
     began: float = field(default_factory=time.time)
 
     def placement(self) -> PromptPlacement:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -29,7 +30,7 @@ from turnwise.recorder.completion import (
     read_completion,
     token_budget,
 )
-from turnwise.recorder.fork import Prefix, RequestGate, answers_messages, exclude_other_forks
+from turnwise.recorder.fork import Prefix, RequestGate, answers_messages, exclude_other_forks, returned_turn
 from turnwise.recorder.history import History, RequestTools, snapshot
 from turnwise.recorder.ledger import join_deltas
 from turnwise.recorder.matching import EchoPolicy, MessageMatcher, ReasoningPolicy, RootKey, ToolsKey
@@ -90,6 +91,7 @@ class Session:
         failure: Error of the last request if the server or client failed; None after a success.
         sampled_turns: Ids of the turns that this object sampled, in commit order; not those of its forks, nor those
             before it was forked.
+        turns_by_request: The turns that answered each request, by its key (``""`` where it has none).
     """
 
     recorded_as: ClassVar[str] = "tokens"
@@ -112,6 +114,7 @@ class Session:
         self.journal: Callable[[TurnRecord], None] | None = None
         self.gate: RequestGate | None = None
         self.sampled_turns: list[str] = []
+        self.turns_by_request: defaultdict[str, list[str]] = defaultdict(list)
         self.limits = limits
         self.params = params or SamplingParams()
         self.reasoning = reasoning
@@ -220,11 +223,13 @@ class Session:
         *,
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
+        key: str = "",
     ) -> RecordedTurn:
-        """Like :meth:`chat`, but return placement and completion with the message."""
+        """Like :meth:`chat`, but return placement and completion, too; ``key`` is one of ``turns_by_request``."""
         if (replayed := await self._replay_or_admit(messages, tools, template_args)) is not None:
             return replayed
         request = await self._prepare(True, messages, tools, params, fork, template_args)
+        request.key = key
         try:
             completion = await self._client.generate(request.prompt, request.params, session_id=self.id)
             return RecordedTurn(request.placement(), completion, self._commit(request, completion))
@@ -240,6 +245,7 @@ class Session:
         *,
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
+        key: str = "",
     ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
         """Like :meth:`chat`, but stream the completion.
 
@@ -252,6 +258,7 @@ class Session:
                 yield part
             return
         request = await self._prepare(True, messages, tools, params, fork, template_args)
+        request.key = key
         yield request.placement()
         pieces: list[TokenDelta] = []
         message: Message | None = None
@@ -303,8 +310,14 @@ class Session:
         self.issued.register(record.turn_id, record.message)
         self.issued.restore(record.rewritten, record.foreign)
         self.counters = record.counters
+        self.turns_by_request[record.request].append(record.turn_id)
         if record.times is not None:
             self.turn_times[record.turn_id] = record.times
+
+    def recorded_turn(self, turn_id: str, params: SamplingParams) -> RecordedTurn:
+        """Return a turn as it was returned; ``params`` are those of its request."""
+        turn = next(node for node in self._tree.nodes if node.turn_id == turn_id)
+        return returned_turn(turn, self._returned.get(turn_id), self.renderer, params)
 
     @property
     def replaying(self) -> bool:
@@ -329,6 +342,7 @@ class Session:
         forked = copy.copy(self)
         forked._prefix = Prefix(self.id, self._returned, [nodes[turn] for turn in turns or ()], nodes.get(resample))
         forked._history, forked._request_tools = History(self.issued.recognise), RequestTools()
+        forked.turns_by_request = defaultdict(list)
         forked.sampled_turns, forked._forks, forked._seed, forked.failure, forked.gate = [], [], seed, None, None
         self._inherited_turns = self._inherited_turns or ()
         forked._inherited_turns = (*self._inherited_turns, *self.sampled_turns) if turns is None else tuple(turns)
@@ -504,10 +518,10 @@ class Session:
         message, cut = read_completion(request.renderer, completion, match.token_ids, match.tools, request.params)
         returned = self._record(request, completion, message, cut=cut)
         if self.journal is not None:
-            self.journal(self._turn_record(request.params.temperature))
+            self.journal(self._turn_record(request.params.temperature, request.key, {}))
         return returned
 
-    def _turn_record(self, temperature: float | None = None, extra: Mapping[str, Any] | None = None) -> TurnRecord:
+    def _turn_record(self, temperature: float | None, key: str, extra: Mapping[str, Any]) -> TurnRecord:
         """Return the record of the turn committed last."""
         turn = self._tree.nodes[-1]
         context, completion = turn.parent, turn.completion
@@ -531,7 +545,8 @@ class Session:
             arguments=context.key[1] if root else (),
             rewritten=rewritten,
             foreign=foreign,
-            extra=extra or {},
+            extra=extra,
+            request=key,
             times=self.turn_times.get(turn.turn_id or ""),
         )
 
@@ -548,6 +563,7 @@ class Session:
         # Scored is the message as it was returned: agents edit their messages in place.
         self.last = self._returned[returned["turn_id"]] = snapshot(returned)
         self.sampled_turns.append(returned["turn_id"])
+        self.turns_by_request[request.key].append(returned["turn_id"])
         self.turn_times[returned["turn_id"]] = (round(request.began, 4), round(time.time(), 4))
         self._history.register_returned(snapshot(returned), canonical)
         self.failure = None

@@ -69,6 +69,7 @@ class TurnRecord:
         rewritten: Turns found rewritten since the turn before.
         foreign: Call ids that the agent made up, seen since the turn before.
         extra: Values that the kind of session adds.
+        request: The key of its request; see ``Session.turns_by_request``.
         times: When its request was sent and its completion arrived, in seconds since 1970.
     """
 
@@ -86,6 +87,7 @@ class TurnRecord:
     rewritten: Sequence[str] = ()
     foreign: Sequence[str] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    request: str = ""
     times: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class TurnRecord:
         if self.tools:
             # As text: a schema may hold numbers of more than 64 bits.
             record["tools"] = [[tool.name, tool.description, json.dumps(tool.parameters)] for tool in self.tools]
-        optional = ("arguments", "rewritten", "foreign", "extra", "times")
+        optional = ("arguments", "rewritten", "foreign", "extra", "request", "times")
         return record | {name: value for name in optional if (value := getattr(self, name))}
 
     @classmethod
@@ -137,6 +139,7 @@ class TurnRecord:
                 rewritten=record.get("rewritten", ()),
                 foreign=record.get("foreign", ()),
                 extra=record.get("extra", {}),
+                request=str(record.get("request", "")),
                 times=None if times is None else (float(times[0]), float(times[1])),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:

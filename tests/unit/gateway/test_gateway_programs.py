@@ -145,6 +145,56 @@ async def test_turn_with_a_lost_end_is_resampled_as_a_branch() -> None:
         assert [segment.fork for segment in served.session(opened).segments() if segment.fork] == ["resample"]
 
 
+async def attempt(served: Served, opened: Any, route: str, number: int, **more: Any) -> str:
+    """One attempt of an SDK; returns the text that its client reads, which is one letter."""
+    headers = {"x-stainless-retry-count": str(number)}
+    body = {**BODIES[route], **more}
+    async with served.http.post(f"{opened['path']}/v1/{route}", json=body, headers=headers) as answer:
+        reply = await answer.text()
+        assert answer.status == 200, reply
+    return re.findall(r'"(?:text|content|delta)":"([A-Z])"', reply)[0]
+
+
+@pytest.mark.parametrize("route", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_retry_of_an_sdk_gets_the_recorded_answer(route: str, stream: bool) -> None:
+    letters = iter("ABC")
+    async with serving(lambda _: next(letters)) as served:
+        opened = await served.open()
+        first = await attempt(served, opened, route, 0, stream=stream)
+        for number in (1, 2):
+            assert await attempt(served, opened, route, number, stream=stream) == first
+        assert (served.session(opened).turns, branches(served, opened), forks(served, opened)) == (1, 1, [])
+        # An agent that asks the same again samples; so does its retry if nothing of the second request was recorded.
+        assert await attempt(served, opened, route, 0, stream=stream) != first
+        assert served.session(opened).turns == 2
+        # Another body is another request, whatever its count.
+        await attempt(served, opened, route, 1, stream=stream, temperature=0.5)
+        assert served.session(opened).turns == 3
+
+
+async def test_retry_waits_for_the_attempt_that_still_runs() -> None:
+    client = GatedClient(gate_after=0)
+    async with serving(client=client) as served:
+        opened = await served.open()
+
+        async def send(number: int) -> Any:
+            headers = {"x-stainless-retry-count": str(number)}
+            url = f"{opened['path']}/v1/chat/completions"
+            async with served.http.post(url, json={**BODIES["chat/completions"], "n": 2}, headers=headers) as answer:
+                return [choice["message"] for choice in (await answer.json())["choices"]]
+
+        first = asyncio.ensure_future(send(0))
+        await client.waiting.wait()
+        again = asyncio.ensure_future(send(1))
+        entry = served.app.sessions.of_id(opened["id"])
+        while len(entry.running) < 2:  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0)
+        client.gate.set()
+        assert await first == await again
+        assert served.session(opened).turns == 2
+
+
 async def test_finished_blocks_of_a_turn_whose_stream_was_cut_are_kept_and_their_calls_run() -> None:
     """Claude Code and Codex keep what was whole when a stream broke."""
     async with serving([calls(1, 2), DONE], tools=[ADD]) as served:

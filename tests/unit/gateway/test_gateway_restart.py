@@ -521,3 +521,25 @@ async def test_a_hosted_session_goes_on(tmp_path: Path) -> None:
             restarted = await go_on(hosted)
     assert left(restarted) == left(straight)
     assert (straight.recorded, straight.metrics["turns"]) == ("text", 5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_retry_after_a_kill_gets_the_recorded_answer(tmp_path: Path, stream: bool) -> None:
+    body = {"model": "m", "messages": [user("Call.")], "tools": [RUN.to_json()], "stream": stream}
+
+    async def attempt(served: Any, opened: Any, number: int) -> str:
+        headers = {"x-stainless-retry-count": str(number)}
+        async with served.http.post(f"{opened['path']}/v1/chat/completions", json=body, headers=headers) as answer:
+            reply = await answer.text()
+            assert answer.status == 200, reply
+        return "".join(re.findall(r'"(?:content|reasoning_content|arguments|id)":"((?!chatcmpl)[^"]*)"', reply))
+
+    async with serving(script, tools=[RUN], out=tmp_path / "gateway") as served:
+        await served.open(id="s", seed=5)
+        first = await attempt(served, opened_again(served, "s"), 0)
+        again = killed(tmp_path / "gateway")
+    async with serving(script, tools=[RUN], out=again) as served:
+        assert await attempt(served, opened_again(served, "s"), 1) == first
+        assert "c00000000" in first
+        session = served.session({"id": "s"})
+        assert (session.turns, session.metrics()["branches"]) == (1, 1)

@@ -88,6 +88,7 @@ class ChatRequest:
         options: Requested template options.
         template_args: Template arguments derived from them.
         ignored: What was ignored of it; see :attr:`Abilities.lenient`.
+        key: What it has in common with its repetitions; "" if its client does not count them.
         extra: Dialect-specific data for the response.
     """
 
@@ -106,6 +107,7 @@ class ChatRequest:
     options: TemplateOptions = NO_TEMPLATE_OPTIONS
     template_args: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[Lenient] = frozenset()
+    key: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def params(self, defaults: SamplingParams, fixed: frozenset[str] = frozenset()) -> SamplingParams:

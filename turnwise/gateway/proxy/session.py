@@ -282,7 +282,7 @@ class TextSession(Session):
                 "behind": branch_tokens_of_turn,
                 "repeated": sorted(self._repeated_ids),
             }
-            self.journal(self._turn_record(extra=extra))
+            self.journal(self._turn_record(None, "", extra))
         return returned
 
     def restore(
