@@ -144,6 +144,7 @@ class RemoteSession(Session):
         *,
         fork: str | None = None,  # noqa: ARG002
         template_args: Mapping[str, Any] | None = None,  # noqa: ARG002
+        key: str = "",  # noqa: ARG002
     ) -> AsyncIterator[PromptPlacement | TokenDelta | Message]:
         """Refuse: a runner gets whole messages."""
         raise SessionError(
