@@ -20,7 +20,6 @@ from turnwise.gateway.dialects.core import Answer, ChatRequest, Dialect, Reader,
 from turnwise.gateway.errors import ApiError, api_error, too_deep
 from turnwise.inference.process import Receive, Scope, Send
 from turnwise.model.canonical import template_arguments
-from turnwise.recorder.requests import RecordedTurn
 from turnwise.recorder.session import PromptPlacement, Session
 from turnwise.types import Completion, Message, SamplingParams, TokenDelta, TokenIds
 
@@ -72,18 +71,14 @@ async def stream_turn(
                 yield _answer(reader, request, params, placement, pieces, _for_agent(recorder, request, item))
 
 
-async def record_turn(recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams) -> Answer:
-    """Record one turn and return it; errors are the session's."""
-    options: dict[str, Any] = {"template_args": request.template_args, "key": request.key}
-    done = await recorder.record(request.messages, request.tools, params, **options)
-    return _turn_answer(recorder, reader, request, params, done)
-
-
-def _turn_answer(
-    recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams, turn: RecordedTurn
+async def record_turn(
+    recorder: Session, reader: Reader, request: ChatRequest, params: SamplingParams, repeat: str | None = None
 ) -> Answer:
-    message = _for_agent(recorder, request, turn.message)
-    return _answer(reader, request, params, turn.placement, [turn.completion], message)
+    """Record one turn, or ``repeat`` a recorded one, and return it; errors are the session's."""
+    options: dict[str, Any] = {"template_args": request.template_args, "key": request.key, "repeat": repeat}
+    done = await recorder.record(request.messages, request.tools, params, **options)
+    message = _for_agent(recorder, request, done.message)
+    return _answer(reader, request, params, done.placement, [done.completion], message)
 
 
 def _for_agent(recorder: Session, request: ChatRequest, message: Message) -> Message:
@@ -309,9 +304,9 @@ class Exchange:
         attempt = entry.retries.attempt(entry.session, self.task, request.key, is_retry=is_retry, count=request.n)
         try:
             async with attempt as turn_ids:
-                turns = [entry.session.recorded_turn(turn_id, params) for turn_id in turn_ids]
-                reader = reader_of(entry.reader, request)
-                answers = [_turn_answer(entry.session, reader, request, params, turn) for turn in turns]
+                answers = [
+                    await record_turn(entry.session, entry.reader, request, params, turn_id) for turn_id in turn_ids
+                ]
                 send = self._stream if request.stream else self._answer_at_once
                 await send(entry, dialect, request, params, answers)
         except asyncio.CancelledError:

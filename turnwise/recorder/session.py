@@ -224,8 +224,12 @@ class Session:
         fork: str | None = None,
         template_args: Mapping[str, Any] | None = None,
         key: str = "",
+        repeat: str | None = None,
     ) -> RecordedTurn:
-        """Like :meth:`chat`, but return placement and completion, too; ``key`` is one of ``turns_by_request``."""
+        """Like :meth:`chat`, with placement and completion; ``repeat`` is a turn that answers the request again."""
+        if repeat is not None:
+            turn = next(node for node in self._tree.nodes if node.turn_id == repeat)
+            return returned_turn(turn, self._returned.get(repeat), self.renderer, params or self.params)
         if (replayed := await self._replay_or_admit(messages, tools, template_args)) is not None:
             return replayed
         request = await self._prepare(True, messages, tools, params, fork, template_args)
@@ -313,11 +317,6 @@ class Session:
         self.turns_by_request[record.request].append(record.turn_id)
         if record.times is not None:
             self.turn_times[record.turn_id] = record.times
-
-    def recorded_turn(self, turn_id: str, params: SamplingParams) -> RecordedTurn:
-        """Return a turn as it was returned; ``params`` are those of its request."""
-        turn = next(node for node in self._tree.nodes if node.turn_id == turn_id)
-        return returned_turn(turn, self._returned.get(turn_id), self.renderer, params)
 
     @property
     def replaying(self) -> bool:
