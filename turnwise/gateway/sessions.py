@@ -7,12 +7,14 @@ to this session only; the gateway's *admin key* creates and ends sessions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Set
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -27,7 +29,6 @@ from turnwise.gateway.dialects.core import Reader
 from turnwise.gateway.dialects.fields import Fields
 from turnwise.gateway.dialects.responses_request import Conversations
 from turnwise.gateway.errors import ApiError, Lenient, invalid, not_found
-from turnwise.gateway.retries import RetriedRequests
 from turnwise.gateway.session_log import NAME, SavedSession, SessionLog, rebuild
 from turnwise.model.canonical import clean
 from turnwise.recorder.ledger import LedgerWriter
@@ -74,6 +75,49 @@ def check_known(body: Fields, allowed: Set[str]) -> None:
 
 _MOST_REWARDS = 10_000
 _log = logging.getLogger(__name__)
+
+
+class RetriedRequests:
+    """The requests of a session whose client counts its retries, by what an attempt and its retries have in common.
+
+    A retry gets the turn of the lost answer: sampled anew, that turn would be trained as a branch no agent has seen.
+    """
+
+    def __init__(self) -> None:
+        self._first_attempts: Counter[str] = Counter()
+        self._running: defaultdict[str, list[asyncio.Task[None]]] = defaultdict(list)
+
+    @contextlib.asynccontextmanager
+    async def attempt(
+        self, session: Session, task: asyncio.Task[None], key: str, *, is_retry: bool, count: int
+    ) -> AsyncIterator[list[str]]:
+        """Yield the turns that answer a retry; none for a request that samples.
+
+        As many turns as requests answer all of them: a retry then is one whose answer was lost, the last by default. An
+        attempt that still runs is awaited.
+
+        Args:
+            session: The recorder.
+            task: The request's task.
+            key: Of the request; "" if its client counts nothing.
+            is_retry: Whether the client sends it again.
+            count: Number of turns that answer the request.
+        """
+        if not key:
+            yield []
+            return
+        if not is_retry:
+            self._first_attempts[key] += 1
+        turns = session.turns_by_request[key]
+        expected = max(1, self._first_attempts[key]) * count
+        running = list(self._running[key])
+        if is_retry and len(turns) < expected and running:
+            await asyncio.wait(running)
+        self._running[key].append(task)
+        try:
+            yield turns[-count:] if is_retry and len(turns) >= expected else []
+        finally:
+            self._running[key].remove(task)
 
 
 @dataclass(slots=True)
