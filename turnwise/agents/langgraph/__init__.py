@@ -3,6 +3,7 @@
 The only folder that imports langchain-core and langgraph (the extra ``langgraph``).
 """
 
+from turnwise import export_lazily
 from turnwise.errors import MissingExtraError
 
 try:
@@ -10,26 +11,4 @@ try:
 except ImportError as error:
     raise MissingExtraError("langgraph", "langgraph", "an agent that is a graph of LangGraph") from error
 
-from turnwise.agents.langgraph.agent import LangGraphAgent
-from turnwise.agents.langgraph.chat_model import ChatTurnwise
-from turnwise.agents.langgraph.run import (
-    EpisodeTool,
-    GraphRun,
-    current_run,
-    env_tools,
-    environment_node,
-    episode_over,
-    tools_of,
-)
-
-__all__ = [
-    "ChatTurnwise",
-    "EpisodeTool",
-    "GraphRun",
-    "LangGraphAgent",
-    "current_run",
-    "env_tools",
-    "environment_node",
-    "episode_over",
-    "tools_of",
-]
+__all__, __getattr__ = export_lazily(__name__, __file__)
