@@ -74,6 +74,13 @@ def python_s_own_collections(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture(scope="module")
+def settled_objects() -> None:
+    """For tests of what collects garbage many times: what earlier tests left is passed over."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def transfer_queue() -> Iterator[Any]:
     """A TransferQueue on a Ray cluster of this machine: one for the tests of a worker, with the rows of all of them."""

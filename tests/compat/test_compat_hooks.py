@@ -151,7 +151,9 @@ def test_every_hook_in_its_order_and_on_train_end_after_the_last_step(model: Pat
     assert [record["curriculum/tasks"] for record in steps] == [2, 4]
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("colocate_async", marks=pytest.mark.long), "separate_async"])
+@pytest.mark.parametrize(
+    "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("colocate_async", "separate_async"))]
+)
 def test_over_sampling_and_dynamic_filtering(model: Path, tmp_path: Path, mode: str) -> None:
     hooks = [f"{HERE}:{name}" for name in ("Recorder", "OverSampling", "DynamicFiltering")]
     summary = run_train(train_config(model, tmp_path, steps=5, mode=mode, hooks=hooks), console=silent())

@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.trainer.lookup_run import GROUPS, lines, silent, train_config
 from turnwise.trainer.train import run_train
 from turnwise.trajectory_file import read_trajectories
@@ -33,6 +35,7 @@ def taken(run: Path) -> list[tuple[str, str]]:
     return sorted((task, group.rpartition("-e")[2]) for group, task in groups.items())
 
 
+@pytest.mark.long
 def test_mix_is_trained_by_its_shares_and_resumes(lookup_model: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"tasks": mix(tmp_path), "max_prompt_tokens": 1000}
     (tmp_path / "two").mkdir()

@@ -195,6 +195,7 @@ def test_step_of_dead_groups_changes_no_weights_and_counts_as_a_step(lookup_mode
     assert report.counts["train steps"] == 2
 
 
+@pytest.mark.long
 def test_rollout_logprobs_and_recomputed_old_logprobs_give_equal_steps(lookup_model: Path, tmp_path: Path) -> None:
     """Two epochs of two updates: from the second update on the weights are others than those that sampled."""
     values = {}

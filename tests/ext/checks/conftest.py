@@ -1,12 +1,8 @@
 """What the tests of the checkers share."""
 
-import gc
-
 import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _settled_objects() -> None:
-    """The checkers collect garbage, many times: what earlier tests left is passed over."""
-    gc.collect()
-    gc.freeze()
+def _settled(settled_objects: None) -> None:
+    """Each check of an environment looks several times for what it left."""

@@ -692,6 +692,7 @@ async def test_episodes_leave_no_connection_behind():
     assert connections() == open_before
 
 
+@pytest.mark.usefixtures("settled_objects")
 @pytest.mark.parametrize("dialogue", [False, True])
 async def test_retail_passes_the_checker(dialogue):
     tasks = [task_of("multi"), task_of("question")]

@@ -151,12 +151,14 @@ def test_ctrl_c_cleans_up_and_exits_with_130(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.usefixtures("settled_objects")
 @pytest.mark.ext
 def test_check_env_of_a_sound_environment(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check-env", "lookup", "--seeds", "1") == 0
     assert "0 errors, 0 warnings" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("settled_objects")
 @pytest.mark.ext
 def test_check_env_of_a_broken_environment_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "broken.py"
@@ -169,6 +171,7 @@ def test_check_env_of_a_broken_environment_exits_with_1(tmp_path: Path, capsys: 
     assert "✗" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("settled_objects")
 @pytest.mark.ext
 def test_check_env_takes_the_arguments_of_the_environment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"

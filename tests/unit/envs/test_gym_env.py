@@ -309,6 +309,7 @@ def test_bad_arguments_are_told():
         from_gymnasium(Odd(spaces.Sequence(spaces.Discrete(2))))
 
 
+@pytest.mark.usefixtures("settled_objects")
 @pytest.mark.ext
 @pytest.mark.parametrize("env_id", [name for name in NAMES if name != "Taxi-v4"])
 async def test_checker_accepts_gymnasium_environments(env_id):

@@ -85,6 +85,7 @@ class Tooled(ToolEnv):
 ALL = [lambda env: TurnLimit(env, 100), lambda env: ShapeReward(env, lambda reward, info, action: reward), Wrapper]
 
 
+@pytest.mark.usefixtures("settled_objects")
 @pytest.mark.ext
 @pytest.mark.parametrize("number", range(len(ALL)))
 async def test_wrapper_of_a_tool_env_is_a_tool_env_and_passes_the_checker(number):

@@ -172,7 +172,9 @@ async def test_an_endpoint_is_evaluated(
     assert "recorded as text" in output.out
 
 
-@pytest.mark.parametrize("agent", ["react", f"{__name__}:OverChat", f"{__name__}:OverMessages"])
+@pytest.mark.parametrize(
+    "agent", ["react", f"{__name__}:OverChat", pytest.param(f"{__name__}:OverMessages", marks=pytest.mark.long)]
+)
 async def test_the_best_of_several_answers_of_an_endpoint(
     agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,7 +85,7 @@ def group_reward(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
 async def test_resumed_evaluation_equals_the_uninterrupted_one(group_reward: bool, kills: int, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     uninterrupted, _ = await run(tmp_path / "whole", group_reward)

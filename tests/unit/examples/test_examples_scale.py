@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from support.crossed import crossed
 from turnwise.config import load_config
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.dry_run import dry_run
@@ -48,8 +49,7 @@ def test_every_gpus_file_passes_a_dry_run() -> None:
     assert {file.name for file in HERE.glob("gpus-*.yaml")} == set(LAYOUTS)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("algorithm", "layout"), crossed(["grpo", "ppo"], list(LAYOUTS)))
 async def test_a_dry_run_for_the_cluster_passes(models: Path, tmp_path: Path, layout: str, algorithm: str) -> None:
     files = [HERE / "train.yaml", HERE / layout, *([HERE / "ppo.yaml"] if algorithm == "ppo" else [])]
     name = load_config(TrainConfig, files).policy.model.path.name

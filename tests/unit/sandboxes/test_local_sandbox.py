@@ -92,7 +92,10 @@ print(turnwise.__file__, sys.executable, report.summary)
 """
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["linked interpreter", "copied interpreter"])
+@pytest.mark.parametrize(
+    "links",
+    [pytest.param(True, id="linked interpreter"), pytest.param(False, id="copied interpreter", marks=pytest.mark.long)],
+)
 def test_checkout_and_interpreter_work_in_any_folder(links: bool) -> None:
     # Below /tmp, which sandboxes see their own of, in a folder that their user cannot traverse.
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="turnwise-checkout-") as folder:
