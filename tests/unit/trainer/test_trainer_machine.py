@@ -50,6 +50,20 @@ def test_the_size_of_a_model_is_that_of_all_its_files(tmp_path: Path) -> None:
     assert model_size(tmp_path / "model") is None
 
 
+def test_context_in_which_servers_use_other_rotary_embeddings_is_refused(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "model", (10, 10))
+    rope = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    settings = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_scaling": rope}
+    (path / "config.json").write_text(json.dumps(settings))
+    for context in (None, 4097):
+        with pytest.raises(
+            ConfigError, match=rf"max_context is {context}, but .* type longrope: .* set it to at most 4096"
+        ):
+            check_machine(policy(path), InferenceConfig(engine="vllm", max_context=context, device="cpu"), key=KEY)
+    check_machine(policy(path), InferenceConfig(engine="vllm", max_context=4096, device="cpu"), key=KEY)
+    check_machine(policy(path), InferenceConfig(device="cpu"), key=KEY)
+
+
 def test_model_that_is_too_large_is_refused_with_its_size(tmp_path: Path) -> None:
     path = model_dir(tmp_path / "huge", (10_000_000, 1_000_000))
     servers = InferenceConfig(replicas=2, dtype="float32", device="cpu")

@@ -11,6 +11,7 @@ from typing import Literal
 
 from turnwise.agents.roles import check_played
 from turnwise.chat.model_dir import check_same_vocabulary, model_settings
+from turnwise.engine.capacity import rope_limit
 from turnwise.engine.lora import model_under
 from turnwise.envs.core import Env, close_env, reset_env, schemas
 from turnwise.envs.wrappers import wrap
@@ -244,7 +245,9 @@ class _Checker:
         settings = model_settings(model_under(path), f"{key}.path", weights=here)
         if here:
             self._warnings = check_machine(config.policy, config.inference, key=key)
+        ropes = rope_limit(settings.get("text_config") or settings)
         limits = [self._context, config.inference.max_context, settings.get("max_position_embeddings")]
+        limits.append(None if ropes is None else ropes.tokens)
         context_lengths = [limit for limit in limits if type(limit) is int]
         self._context = min(context_lengths, default=None)
         self._has_model = True
