@@ -29,7 +29,7 @@ from turnwise.gateway.dialects.fields import Fields
 from turnwise.gateway.dialects.openai_chat import OpenAIChat
 from turnwise.gateway.dialects.openai_responses import OpenAIResponses
 from turnwise.gateway.dialects.template_options import NO_TEMPLATE_OPTIONS, template_args
-from turnwise.gateway.errors import ApiError, api_error, invalid, not_found, too_deep
+from turnwise.gateway.errors import ApiError, api_error, invalid, missing_route, not_found, too_deep
 from turnwise.gateway.exchange import Deadline, Exchange, reader_of
 from turnwise.gateway.sessions import FIXED_SAMPLING, GatewaySession, Sessions, check_known, read_id, read_settings
 from turnwise.inference.process import Receive, Scope, Send
@@ -134,7 +134,7 @@ class SessionApp(ABC):
     async def _post(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
         """Admit a request that only a model answers."""
         if exchange.method != "POST" or route not in _POSTED:
-            raise not_found(f"{exchange.method} /{route} is not a route of a session")
+            raise missing_route(exchange.method, route)
         await self._admit(exchange, entry, dialect, route)
 
     async def _admit(self, exchange: Exchange, entry: GatewaySession, dialect: Dialect, route: str) -> None:
@@ -180,7 +180,7 @@ class SessionApp(ABC):
                 if not hmac.compare_digest(self._admin_key.encode(), exchange.key().encode("utf-8", "replace")):
                     raise ApiError(401, "this route needs the admin key", code="invalid_key")
                 return await self._administer(exchange, parts)
-        raise not_found(f"{method} /{'/'.join(parts)} is not a route of this gateway")
+        raise missing_route(method, "/".join(parts))
 
     async def _administer(self, exchange: Exchange, parts: list[str]) -> dict[str, Any]:
         match (exchange.method, parts):
@@ -208,7 +208,7 @@ class SessionApp(ABC):
             case ("POST", ["sessions", session_id, "abort"]):
                 await self.sessions.end(session_id, StopReason.CANCELLED)
                 return {"id": session_id, "status": "aborted"}
-        raise not_found(f"{exchange.method} /{'/'.join(parts)} is not a route of this gateway")
+        raise missing_route(exchange.method, "/".join(parts))
 
 
 class GatewayApp(SessionApp):

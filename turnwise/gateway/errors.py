@@ -71,6 +71,27 @@ def not_found(message: str) -> ApiError:
     return ApiError(404, message, code="not_found")
 
 
+_INSTEAD = (
+    ("completions", "a text is no conversation; use /v1/chat/completions (lm-eval: local-chat-completions)"),
+    ("responses/input_tokens", "use POST /v1/messages/count_tokens"),
+    ("responses/compact", "nothing is compacted here; compact in the agent"),
+    ("responses", "stored responses are only continued; send the id as previous_response_id to POST /v1/responses"),
+    ("messages/batches", "use POST /v1/messages for each request"),
+    ("tokenize", "use POST /v1/messages/count_tokens, or the tokenizer in the directory of the model"),
+    ("detokenize", "use the tokenizer in the directory of the model"),
+)
+_ROUTES = (
+    "a session has POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, GET /v1/models"
+)
+
+
+def missing_route(method: str, route: str) -> ApiError:
+    """Return the error of a route that does not exist, with the one to use."""
+    path = route.removeprefix("v1/") + "/"
+    instead = next((text for start, text in _INSTEAD if path.startswith(f"{start}/")), _ROUTES)
+    return not_found(f"{method} /{route} is not a route here: {instead}")
+
+
 def too_deep() -> ApiError:
     """Return the error of a body that is nested too deep."""
     return ApiError(400, "the body is nested too deeply: reduce its nesting", code="invalid_json")

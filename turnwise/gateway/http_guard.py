@@ -14,6 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _FILES_KEPT = 256
 """File descriptors reserved for all but clients' connections."""
+_PROBE_S = 0.2
+"""Seconds between the two probes of a client that ended its sending side."""
 _TOO_LARGE = (431, "Request Header Fields Too Large", "the head of the request has more than {bytes} bytes")
 _TOO_LATE = (408, "Request Timeout", "the head of the request did not arrive within {seconds:g} s")
 _TOO_MANY = (503, "Service Unavailable", "{maximum} connections are open, which is the limit")
@@ -93,6 +95,21 @@ class _Guarded(HttpToolsProtocol):  # type: ignore[misc]
         self._stop_waiting()
         self.connections.discard(self)
         self.transport.abort()
+
+    def eof_received(self) -> bool:
+        """Stay open for the answer to a whole request, whose client may have ended only its sending side."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_started:
+            return False
+        cycle.keep_alive = False
+        self._probe()
+        self.loop.call_later(_PROBE_S, self._probe)
+        return True
+
+    def _probe(self) -> None:
+        """Write what clients skip: one that is gone resets the connection, which the next write notices."""
+        if self.scope["http_version"] == "1.1" and not (self.transport.is_closing() or self.cycle.response_started):
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes = self._head_bytes + len(data) if self._in_head else 0

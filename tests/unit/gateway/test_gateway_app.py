@@ -469,3 +469,25 @@ async def test_tool_schemas_that_name_no_parameters_are_refused(schema: dict[str
         for route, request in bodies.items():
             status, body = await post(served, f"{opened['path']}/v1/{route}", request)
             assert (status, f".{field}: must be" in body["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "words"),
+    [
+        ("POST", "v1/completions", "local-chat-completions"),
+        ("GET", "v1/responses/resp_1", "previous_response_id"),
+        ("POST", "v1/responses/compact", "compact in the agent"),
+        ("POST", "tokenize", "count_tokens"),
+        ("POST", "v1/embeddings", "/v1/chat/completions"),
+        ("GET", "version", "/v1/models"),
+    ],
+)
+async def test_missing_route_says_what_to_use(method: str, route: str, words: str) -> None:
+    async with serving() as served:
+        opened = await served.open()
+        body = {"model": "m", "prompt": [[1, 2]], "echo": True, "logprobs": 1}
+        async with served.http.request(method, f"{opened['path']}/{route}", json=body) as answer:
+            error = (await answer.json())["error"]
+        assert (answer.status, error["code"]) == (404, "not_found")
+        assert f"{method} /{route.removeprefix('v1/')}" in error["message"]
+        assert words in error["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
 import socket
 import time
@@ -287,3 +288,37 @@ async def answer_or_refusal(served: Served) -> bytes:
         return await answer_of(wire)
     finally:
         wire[1].close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_ends_its_sending_side_gets_its_answer(stream: bool) -> None:
+    client = GatedClient(gate_after=0)
+    async with serving(client=client) as served:
+        opened = await served.open()
+        body = json.dumps({**ASK, "stream": stream}).encode()
+        head = f"POST {opened['path']}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        reader, writer = await connect(served, head.encode() + body)
+        writer.write_eof()
+        await client.waiting.wait()
+        for _ in range(2):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.gate.set()
+        answer = await all_said((reader, writer))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"All done." in answer or (stream and b"[DONE]" in answer)
+        assert served.session(opened).turns == 1
+        writer.close()
+
+
+async def test_client_that_closes_while_it_waits_is_no_half_closed_one() -> None:
+    client = GatedClient(gate_after=0)
+    async with serving(client=client) as served:
+        opened = await served.open()
+        body = json.dumps(ASK).encode()
+        head = f"POST {opened['path']}/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        _, writer = await connect(served, head.encode() + body)
+        await client.waiting.wait()
+        writer.close()
+        async with asyncio.timeout(30):
+            await client.stopped.wait()
+        assert served.session(opened).turns == 0

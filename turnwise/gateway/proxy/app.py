@@ -16,7 +16,7 @@ import aiohttp
 from turnwise.errors import BudgetExceeded, InferenceError, SessionError, TurnwiseError, undo_on_error
 from turnwise.gateway.app import SessionApp, read_json
 from turnwise.gateway.dialects.core import Dialect, Origin
-from turnwise.gateway.errors import ApiError, not_found
+from turnwise.gateway.errors import ApiError, missing_route
 from turnwise.gateway.exchange import Exchange
 from turnwise.gateway.proxy.answer import UpstreamAnswer, answer_reader, failure_of
 from turnwise.gateway.proxy.endpoint import Endpoint
@@ -144,7 +144,7 @@ class HostedApp(SessionApp):
         short = route.removeprefix("v1/")
         if exchange.method in ("GET", "HEAD") and short.startswith("models"):
             if not _MODELS.match(short):
-                raise not_found(f"{exchange.method} /{short} is not a route of a session")
+                raise missing_route(exchange.method, short)
             await self._admit(exchange, entry, dialect, short)
             return
         if exchange.method in ("GET", "HEAD") and short in ("", "v1"):
