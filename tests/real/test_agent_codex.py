@@ -66,6 +66,20 @@ async def test_continued_run_extends_its_branch(tmp_path: Path) -> None:
     assert run.trajectory.metrics["turns"] == 3
 
 
+async def test_tools_that_it_searches_stand_in_the_result_and_fork_nothing(tmp_path: Path) -> None:
+    """By the name of a model that it knows; its sub-agents are among them."""
+    close = call("multi_agent_v1__close_agent", target="none")
+    script = [says("", call("tool_search", query="close a sub-agent")), says("", close), says("Done.")]
+    async with caged(tmp_path, script) as cage:
+        run = await codex(cage, model="gpt-5.5")
+    assert run.code == 0, run.stdout + run.stderr
+    assert (run.shape, run.trajectory.metrics["turns"]) == ((1, {}), 3)
+    first, _, last = (request.text for request in run.requests)
+    assert '"name": "multi_agent_v1__close_agent"' not in first
+    assert last.count('"function": {"name": "multi_agent_v1__close_agent"') == 1
+    assert "unsupported call" not in last
+
+
 async def test_a_compaction_is_two_forks(tmp_path: Path) -> None:
     """The summary is asked for without tools, and a new history begins with the task and the summary."""
 

@@ -39,11 +39,11 @@ async def claude(cage: Caged, *flags: str, then: str = "", **env: str) -> Progra
     return await cage.run(argv, {name: value for name, value in settings.items() if value})
 
 
-async def codex(cage: Caged, more: str = "", *, provider: str = "", then: str = "") -> ProgramRun:
+async def codex(cage: Caged, more: str = "", *, provider: str = "", then: str = "", model: str = MODEL) -> ProgramRun:
     """Run Codex with more settings (of the provider), and perhaps a second time on what the user says then."""
     settings = cage.home / ".codex"
     settings.mkdir()
-    text = CODEX.format(model=MODEL, base=cage.base, more=more, provider=provider)
+    text = CODEX.format(model=model, base=cage.base, more=more, provider=provider)
     (settings / "config.toml").write_text(text)
     start = [program("codex", ".cache/npm/node_modules/.bin"), "exec"]
     flags = ["--skip-git-repo-check", "--json", "--dangerously-bypass-approvals-and-sandbox"]

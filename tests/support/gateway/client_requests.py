@@ -24,6 +24,11 @@ def says(text: str = "", *arguments: dict[str, Any], thinks: str = "") -> Any:
     return {"role": "assistant", "content": text, "reasoning_content": thinks, "tool_calls": calls}
 
 
+def calls(name: str, **arguments: Any) -> Any:
+    """A line of a script: a turn that calls another tool."""
+    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", name, arguments)]}
+
+
 def user(content: Any) -> dict[str, Any]:
     """A message of the user."""
     return {"role": "user", "content": content}

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.gateway.client_requests import BLOCK_TOOLS, DONE, LINEAR, results, said, says, talking, user
+from support.gateway.client_requests import BLOCK_TOOLS, DONE, LINEAR, calls, results, said, says, talking, user
 from turnwise.recorder.session import SessionLimits
-from turnwise.types import ToolCall, ToolSchema
+from turnwise.types import ToolSchema
 
 GO = user([{"type": "text", "text": "Go.", "cache_control": {"type": "ephemeral"}}])
-
-
-def calls(name: str, **arguments: Any) -> Any:
-    return {"role": "assistant", "content": "", "tool_calls": [ToolCall("", name, arguments)]}
 
 
 def system(session: str, **more: str) -> list[Any]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from support.gateway.client_requests import DONE, ITEM_TOOLS, LINEAR, says, talking
+from support.gateway.client_requests import DONE, ITEM_TOOLS, LINEAR, calls, says, talking
 from turnwise.gateway.config import GatewayLimits
 from turnwise.recorder.session import SessionLimits
+from turnwise.types import ToolSchema
 
 RULES = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rules."}], "id": "msg_1"}
 GO = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}], "id": "msg_2"}
@@ -53,6 +54,32 @@ async def test_items_come_back_and_the_history_only_grows(change: Any) -> None:
         await talk.items(*history, *map(change, second), asked("On."), client_metadata={"a": 2, "b": 1})
         assert talk.shape == LINEAR
         assert talk.metrics["encoded_tokens"] == talk.metrics["context_tokens"]
+
+
+async def test_tools_that_it_searches_stand_in_the_result_and_fork_nothing() -> None:
+    """With a model that it knows it offers a search of its own; what that finds is never among the tools."""
+    key = {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}
+    find = ToolSchema("mcp__env__find", "Finds a value.", key)
+    search = {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": key}
+    function = {"type": "function", "name": "find", "description": "Finds a value.", "parameters": key}
+    namespace = {"type": "namespace", "name": "mcp__env", "tools": [{**function, "defer_loading": True}]}
+    lines = [calls("tool_search", key="value"), calls(find.name, key="5"), DONE]
+    async with talking(*lines, tools=[find], family="qwen3_6") as talk:
+        asks: dict[str, Any] = {"tools": [search, {"type": "web_search"}]}
+        (called,) = await talk.items(RULES, GO, **asks)
+        assert (called["type"], called["execution"], called["arguments"]) == (
+            "tool_search_call",
+            "client",
+            {"key": "value"},
+        )
+        searched = {"type": "tool_search_output", "execution": "client", "status": "completed", "tools": [namespace]}
+        history = [RULES, GO, called, {**searched, "call_id": called["call_id"], "id": "tso_1"}]
+        (use,) = await talk.items(*history, **asks)
+        assert [use[name] for name in ("namespace", "name", "arguments")] == ["mcp__env", "find", '{"key": "5"}']
+        await talk.items(*history, kept(use), *outputs(use), **asks)
+        assert talk.shape == LINEAR
+        assert talk.metrics["ignored_server_tools"] == 3
+        assert talk.asked[-1].text.count(json.dumps(find.to_json())) == 1
 
 
 async def test_sub_agent_runs_concurrently_with_its_parent() -> None:

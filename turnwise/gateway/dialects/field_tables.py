@@ -208,7 +208,8 @@ _ITEMS: dict[str, Rule] = {
     "message": KindTable(
         "role", "", {**dict.fromkeys(("system", "developer", "user"), _INPUT_MESSAGE), "assistant": _ECHO}
     ),
-    **dict.fromkeys(("function_call", "custom_tool_call", "reasoning"), _ECHO),
+    **dict.fromkeys(("function_call", "custom_tool_call", "tool_search_call", "reasoning"), _ECHO),
+    "tool_search_output": _table("type call_id execution tools", "id status"),
     **dict.fromkeys(("function_call_output", "custom_tool_call_output", "local_shell_call_output"), _INPUT_RESULT),
     "item_reference": _table("type id"),
 }
@@ -240,6 +241,7 @@ RESPONSES = _table(
         {
             **_FUNCTION_TOOLS,
             "namespace": _table("type name", "description", tools=KindTable("type", "function", _FUNCTION_TOOLS)),
+            "tool_search": _table("type execution description parameters"),
         },
     ),
     reasoning=_table(

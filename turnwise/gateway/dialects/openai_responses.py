@@ -14,7 +14,7 @@ from turnwise.gateway.dialects import sse
 from turnwise.gateway.dialects.core import Abilities, Answer, ChatRequest, Origin, call_for_client, new_id
 from turnwise.gateway.dialects.field_tables import RESPONSES
 from turnwise.gateway.dialects.openai_chat import openai_error, token_logprobs
-from turnwise.gateway.dialects.responses_request import Conversations, ResponsesTools, read_responses_request
+from turnwise.gateway.dialects.responses_request import SEARCH, Conversations, ResponsesTools, read_responses_request
 from turnwise.gateway.errors import ApiError
 from turnwise.types import Message, ToolCall
 
@@ -177,6 +177,9 @@ class _Response:
         name, arguments = call_for_client(call, raw=True)
         item: dict[str, Any]
         text = call.arguments.get("input")
+        if call.error is None and name == SEARCH and self._tools.searchable:
+            item = {"type": f"{SEARCH}_call", "id": self.item_id("tsc", index), "execution": "client"}
+            return item | {"arguments": call.arguments, "call_id": call.id, "status": "completed"}
         if call.error is None and name in self._tools.custom and isinstance(text, str):
             item = {"type": "custom_tool_call", "id": self.item_id("ctc", index), "input": text}
         else:
@@ -255,14 +258,17 @@ class ItemWriter:
         index = len(self._items)
         item = self._response.call(index, call)
         self._items.append(item)
+        if item["type"] == f"{SEARCH}_call":
+            added = self._event("response.output_item.added", output_index=index, item=item)
+            return added + self._event("response.output_item.done", output_index=index, item=item)
         key = "input" if item["type"] == "custom_tool_call" else "arguments"
         kind = "custom_tool_call_input" if key == "input" else "function_call_arguments"
-        added = {**item, key: "", "status": "in_progress"}
+        begun = {**item, key: "", "status": "in_progress"}
         at = {"item_id": item["id"], "output_index": index}
         done: dict[str, Any] = {key: item[key]} if key == "input" else {key: item[key], "name": item["name"]}
         return b"".join(
             [
-                self._event("response.output_item.added", output_index=index, item=added),
+                self._event("response.output_item.added", output_index=index, item=begun),
                 self._event(f"response.{kind}.delta", **at, delta=item[key]),
                 self._event(f"response.{kind}.done", **at, **done),
                 self._event("response.output_item.done", output_index=index, item=item),

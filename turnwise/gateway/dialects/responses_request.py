@@ -5,9 +5,10 @@ Consecutive assistant items form one turn as long as the ids that this gateway g
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from turnwise.errors import SessionError, shown
@@ -29,19 +30,25 @@ from turnwise.gateway.errors import ApiError, Lenient, invalid, unsupported
 from turnwise.trajectory import Segment
 from turnwise.types import Message, ToolSchema
 
-_ITEM = re.compile(r"(?:msg|fc|rs|ctc)_([0-9a-f]{24})(\d{2,})\Z")
+_ITEM = re.compile(r"(?:msg|fc|rs|ctc|tsc)_([0-9a-f]{24})(\d{2,})\Z")
 """An item id of this gateway: its kind, the response that holds it, its index there."""
+SEARCH = "tool_search"
+"""The tool of an agent that finds its further tools itself."""
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 @dataclass(slots=True)
 class ResponsesTools:
-    """Tools of a request: schemas in order, (namespace, own name) by name, those that take text, what was ignored."""
+    """Tools of a request: schemas in order, (namespace, own name) by name, those that take text, what was ignored.
+
+    ``searchable``: whether the agent itself finds further ones, by calls of ``tool_search``.
+    """
 
     schemas: list[ToolSchema] = field(default_factory=list)
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
     custom: set[str] = field(default_factory=set)
     ignored: set[Lenient] = field(default_factory=set)
+    searchable: bool = False
 
 
 def namespaced(namespace: Any, name: Any) -> Any:
@@ -56,6 +63,10 @@ def read_responses_request(body: Mapping[str, Any], abilities: Abilities, stored
     for index, entry in enumerate(fields.items("tools")):
         _tool(tools, Fields(entry, f"tools[{index}]"), "", abilities)
     check_names(tools.schemas)
+    earlier = list(stored.conversation(previous)) if (previous := fields.text("previous_response_id", "")) else []
+    new = InputReader(abilities, tools, stored).read(fields.get("input"))
+    if not earlier and not new:
+        raise invalid("input", "must be a string or a non-empty list of items")
     schemas = tuple(tools.schemas)
     choice = read_choice(fields)
     single = "" if fields.flag("parallel_tool_calls", default=True) else "parallel_tool_calls"
@@ -65,10 +76,6 @@ def read_responses_request(body: Mapping[str, Any], abilities: Abilities, stored
     resolved = read_response_format(
         schemas, choice, FormatField("text.format", text.get("format")), abilities, single=single
     )
-    earlier = list(stored.conversation(previous)) if (previous := fields.text("previous_response_id", "")) else []
-    new = InputReader(abilities, tools.custom, stored).read(fields.get("input"))
-    if not earlier and not new:
-        raise invalid("input", "must be a string or a non-empty list of items")
     reasoning = Fields(fields.get("reasoning") or {}, "reasoning")
     instructions = fields.text("instructions", "")
     system: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
@@ -97,6 +104,9 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str, abilities: Abilit
         schema = read_tool(function.get("name"), function.get("description"), function.get("parameters"), at)
     elif kind == "custom":
         schema = read_tool(tool.get("name"), tool.get("description"), dict(_CUSTOM), at)
+    elif kind == SEARCH and tool.get("execution") == "client":
+        schema = read_tool(SEARCH, tool.get("description"), tool.get("parameters"), at)
+        tools.searchable = True
     elif kind == "namespace":
         name = tool.text("name")
         for index, entry in enumerate(tool.items("tools")):
@@ -114,13 +124,13 @@ def _tool(tools: ResponsesTools, tool: Fields, namespace: str, abilities: Abilit
 
 
 class InputReader:
-    """Parser of the items of an input; ``custom`` names the tools that take text, ``stored`` resolves references."""
+    """Parser of the items of an input; ``tools`` gets those that the agent found, ``stored`` resolves references."""
 
-    __slots__ = ("_abilities", "_custom", "_messages", "_stored", "_turn")
+    __slots__ = ("_abilities", "_messages", "_stored", "_tools", "_turn")
 
-    def __init__(self, abilities: Abilities, custom: set[str], stored: Conversations | None = None) -> None:
+    def __init__(self, abilities: Abilities, tools: ResponsesTools, stored: Conversations | None = None) -> None:
         self._abilities = abilities
-        self._custom = custom
+        self._tools = tools
         self._stored = stored or Conversations()
         self._messages: list[dict[str, Any]] = []
         self._turn = ""
@@ -156,6 +166,10 @@ class InputReader:
             self._messages.append({"role": "tool", "tool_call_id": item.text("call_id", ""), "content": content})
         elif kind == "reasoning":
             self._reasoning(item)
+        elif kind == f"{SEARCH}_call" and item.get("execution") == "client":
+            self._call(item, echoed_call(item.get("call_id"), SEARCH, item.get("arguments")))
+        elif kind == f"{SEARCH}_output" and item.get("execution") == "client":
+            self._search_result(item)
         elif kind == "item_reference":
             self._item(Fields(self._stored.item(item.text("id")), item.name("")[:-1]))
         # Other items are those of a hosted endpoint.
@@ -176,6 +190,18 @@ class InputReader:
         # Extended in place: a copy for each of many items would cost quadratic time.
         parts = assistant["content"] = _as_parts(existing)
         parts += _as_parts(content)
+
+    def _search_result(self, item: Fields) -> None:
+        """Put the definitions of tools into the result of the search; further calls are read by their schemas."""
+        result = ResponsesTools()
+        for index, entry in enumerate(item.items("tools")):
+            _tool(result, Fields(entry, f"{item.name('tools')}[{index}]"), "", self._abilities)
+        names = {tool.name for tool in self._tools.schemas}
+        self._tools.schemas += [replace(tool, deferred=True) for tool in result.schemas if tool.name not in names]
+        self._tools.namespaces |= result.namespaces
+        self._tools.custom |= result.custom
+        text = "\n".join(json.dumps(tool.to_json(), ensure_ascii=False) for tool in result.schemas)
+        self._messages.append({"role": "tool", "tool_call_id": item.text("call_id", ""), "content": text})
 
     def _call(self, item: Fields, call: dict[str, Any]) -> None:
         self._assistant_of(item).setdefault("tool_calls", []).append(call)

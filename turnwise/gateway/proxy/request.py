@@ -12,7 +12,7 @@ from turnwise.errors import SessionError
 from turnwise.gateway.dialects.anthropic import read_messages_request
 from turnwise.gateway.dialects.core import Abilities
 from turnwise.gateway.dialects.openai_chat import read_message
-from turnwise.gateway.dialects.responses_request import Conversations, InputReader
+from turnwise.gateway.dialects.responses_request import Conversations, InputReader, ResponsesTools
 from turnwise.gateway.errors import ApiError, unsupported
 from turnwise.model.canonical import canonical_arguments, canonical_value, clean
 from turnwise.types import Message, ToolCall, ToolSchema, text_of
@@ -172,7 +172,7 @@ def _resolved(item: Any, items: Mapping[str, Mapping[str, Any]]) -> Any:
 def _read_items(value: Any) -> list[Message]:
     if isinstance(value, list):
         value = [_item(item) for item in value]
-    return InputReader(_ANY, set()).read(value)
+    return InputReader(_ANY, ResponsesTools()).read(value)
 
 
 def _without_prefill(messages: Sequence[Message]) -> tuple[list[Message], str]:
