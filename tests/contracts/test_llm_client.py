@@ -169,7 +169,7 @@ async def test_a_stream_is_the_same_completion_in_pieces(client):
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [completion.finish_reason]
 
 
-async def test_many_at_once_are_not_mixed_up(client):
+async def test_concurrent_requests_are_not_mixed_up(client):
     prompts = [TokenPrompt(as_ids([1, 2, 3, number])) for number in range(30)]
     alone = [await client.generate(prompt, PARAMS, session_id="") for prompt in prompts[:3]]
     together = await asyncio.gather(

@@ -174,7 +174,7 @@ async def test_fetch_returns_only_the_named_fields(make: Make) -> None:
         await buffer.fetch(ref, ["ids"])
 
 
-async def test_release_forgets(make: Make) -> None:
+async def test_released_groups_cannot_be_fetched(make: Make) -> None:
     buffer = make()
     await buffer.put(group("a"))
     ref, _ = await buffer.sample(1, "train", 1)

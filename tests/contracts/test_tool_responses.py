@@ -58,7 +58,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("family", sorted(TEXTS))
-def test_the_text_of_some(family: str) -> None:
+def test_decoded_tool_response_equals_the_text_of_its_family(family: str) -> None:
     renderer = renderer_for(family)
     ids = tool_response_ids(renderer, [ToolCall("", "weather", {})], ["rain"], [TOOL])
     assert renderer.decode(ids) == TEXTS[family]

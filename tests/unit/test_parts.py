@@ -27,7 +27,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, part: str | None) -> list[str]:
     return [test_item.nodeid for test_item in selected]
 
 
-def test_parts_together_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_group_cover_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken(monkeypatch, None) == sorted(GROUPS)
     # Those of one name stay together, and what is like no other is in every part.
     assert taken(monkeypatch, "0/2") == ["a", "b", "d", "f"]

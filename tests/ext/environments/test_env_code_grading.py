@@ -46,7 +46,7 @@ async def graded(env: CodeEnv, record: dict[str, Any], code: str) -> float:
 
 
 @pytest.mark.parametrize("form", list(rows()))
-async def test_the_reference_passes_and_nothing_does_not(boxes: SandboxManager, form: str) -> None:
+async def test_reference_passes_and_an_empty_answer_does_not(boxes: SandboxManager, form: str) -> None:
     env = made(boxes)
     record = rows()[form]
     await reset_env(env, task_of(record), seed=0)

@@ -47,7 +47,7 @@ async def test_nobody_takes_more_than_there_are() -> None:
     assert results[-1].reward == 0.0
 
 
-async def test_after_the_end_nothing_goes_on() -> None:
+async def test_step_after_the_end_raises_env_error() -> None:
     env, _, _ = await game("0")
     with pytest.raises(EnvError, match="no episode runs"):
         await step_env(env, say("1"))

@@ -24,7 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("repositories")
 
 
-async def test_the_solution_is_worth_1_and_nothing_0(cache: Path) -> None:
+async def test_solution_scores_1_and_no_answer_scores_0(cache: Path) -> None:
     async with any_manager() as manager:
         async with episode(manager, task(ROW), cache=str(cache)) as env:
             assert await score_env(env, None) == {"score": 0.0}
@@ -82,11 +82,11 @@ def test_verdict_counts_fixed_and_broken_tests():
         ({"image": "x"}, "image is 'x'"),
     ],
 )
-def test_settings_that_are_wrong(config, message):
+def test_wrong_settings_raise_config_error(config, message):
     with pytest.raises(ConfigError, match=message):
         SweEnv(**config)
 
 
-async def test_a_task_is_needed():
+async def test_reset_without_a_task_raises_env_error():
     with pytest.raises(EnvError, match="got no task"):
         await reset_env(SweEnv(), None)

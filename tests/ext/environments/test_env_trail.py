@@ -34,7 +34,7 @@ async def test_signs_lead_to_the_end_of_the_trail():
     assert (result.terminated, result.reward) == (True, 1.0)
 
 
-async def test_nobody_gets_ahead_of_the_trail_but_everybody_may_read_again():
+async def test_sign_ahead_of_the_trail_is_refused_and_earlier_signs_are_read_again():
     env, _ = await begun()
     first, second, third, *_ = env.trail.places
     [answer] = (await step_env(env, read(third))).observation
@@ -93,7 +93,7 @@ async def test_option_out_of_range_is_an_error(config, words):
         await reset_env(make("trail"), Task("a", "", config), seed=1)
 
 
-def test_tasks_that_cannot_be_are_told():
+def test_impossible_tasks_raise_task_error():
     with pytest.raises(TaskError, match="least is 9"):
         list(trail.tasks(3, least=9))
     with pytest.raises(TaskError, match="no split 'dev'"):

@@ -160,5 +160,5 @@ async def test_honest_mistakes_are_no_tampering(number: int, cache: Path) -> Non
         ("class A:", False),
     ],
 )
-def test_a_comparison_that_looks_at_nothing_is_told(text: str, detected: bool) -> None:
+def test_comparison_that_equals_everything_is_detected(text: str, detected: bool) -> None:
     assert equal_to_all(text) == detected

@@ -104,7 +104,7 @@ class TestOneClient:
             result = await client.call_tool("reply", {"text": "stop"})
             assert result.structured_content == {"over": "terminated", "reward": 1.0, "rewards": {"step": 1.0}}
 
-    async def test_pictures_go_through(self) -> None:
+    async def test_images_of_tools_reach_the_client(self) -> None:
         class Camera(ToolEnv):
             @function_tool(media=["image"])
             def shoot(self) -> ToolResponse:
@@ -284,7 +284,7 @@ class TestProcesses:
         assert (process.returncode, out) == (1, b"")
         assert "TaskError: --task x: turnwise.envs.basic.lookup:tasks?n=3 has no task with this id" in err.decode()
 
-    async def test_a_port_that_cannot_be(self) -> None:
+    async def test_port_out_of_range_is_a_config_error(self) -> None:
         with pytest.raises(ConfigError, match=r"cannot bind 127.0.0.1 port 99999 .*choose another, or 0"):
             await EnvServer(LookupEnv, "lookup").serve_http("127.0.0.1", 99999, print)
 

@@ -49,7 +49,7 @@ async def test_a_program_acts_and_is_scored_as_any_agent_is() -> None:
     ],
     ids=["stdin", "prompt-file", "call-ids", "stdout", "file", "json"],
 )
-async def test_every_way_to_be_told_and_to_answer(agent: dict[str, Any]) -> None:
+async def test_every_input_and_result_channel_of_a_program_works(agent: dict[str, Any]) -> None:
     outcome = await run_episode(LINES, agent)
     assert outcome.error is None, outcome.error
     assert ended(outcome)[0] is StopReason.COMPLETED
@@ -72,7 +72,7 @@ async def test_turns_that_are_used_up_end_a_program_that_goes_on_asking() -> Non
     assert outcome.trajectories[0].metrics["blackbox/lingered"] == 1
 
 
-async def test_tokens_that_are_used_up() -> None:
+async def test_token_limit_stops_the_program() -> None:
     outcome = await run_episode(LINES, LOOP, max_total_tokens=200)
     assert (outcome.error, ended(outcome)[0]) == (None, StopReason.MAX_TOKENS)
 
@@ -110,7 +110,7 @@ async def test_a_server_that_fails_is_no_fault_of_the_policy() -> None:
     assert ended(outcome)[:2] == (StopReason.ERROR, [])
 
 
-async def test_time_that_is_up() -> None:
+async def test_time_limits_stop_the_program() -> None:
     sleeping = {"command": "sleep 1000", "timeout": 0.3}
     outcome = await run_episode(LINES, sleeping)
     assert (outcome.error, ended(outcome)[0]) == (None, StopReason.TIMEOUT)
@@ -140,7 +140,7 @@ async def test_an_answer_that_a_limit_cut_is_told_as_such() -> None:
     assert (outcome.error, ended(outcome)[0]) == (None, StopReason.MAX_TOKENS)
 
 
-async def test_eight_at_once_and_never_more_than_said() -> None:
+async def test_max_concurrent_bounds_the_programs_that_run() -> None:
     live: set[str] = set()
     peak = 0
     several = asyncio.Event()

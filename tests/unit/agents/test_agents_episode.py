@@ -114,7 +114,7 @@ async def test_usable_call_resets_the_count_of_invalid_single_calls() -> None:
     assert LOG == ["unknown_tool", "add 1", "answered", "unknown_tool", "add 1", "answered", "score None"]
 
 
-async def test_zero_is_never() -> None:
+async def test_max_invalid_calls_of_zero_never_ends_the_episode() -> None:
     trajectory, _ = await run(*[BAD] * 9, max_invalid_calls=0)
     assert trajectory.stop_reason is StopReason.COMPLETED
     assert LOG.count("unknown_tool") == 9

@@ -127,7 +127,7 @@ def test_invalid_agent_functions_raise_errors_with_the_reason(make, message) -> 
     assert message in str(raised.value)
 
 
-def test_functions_by_name() -> None:
+def test_functions_are_registered_and_found_by_name() -> None:
     @rollout("test-functions-named")
     async def first(episode: Episode) -> None:
         pass

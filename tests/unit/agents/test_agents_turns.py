@@ -190,12 +190,12 @@ async def test_an_unknown_policy_is_named_with_those_that_there_are() -> None:
         ({"others": 7}, "is not a policy"),
     ],
 )
-def test_its_configuration_is_checked(config: dict, words: str) -> None:
+def test_invalid_settings_of_the_agent_turns_raise(config: dict, words: str) -> None:
     with pytest.raises(AgentError, match=words):
         make_agent("turns", **config)
 
 
-def test_who_plays_whom() -> None:
+def test_policies_of_roles_and_drawn_opponents() -> None:
     assert make_agent("turns").policies() == frozenset()
     by_role = make_agent("turns", policies={"solver": "old", "solver/1": "main"})
     assert by_role.policies() == {"old", "main"}

@@ -80,7 +80,7 @@ async def test_rewards_stay_on_their_turns_after_dropping(tmp_path):
     assert played.trajectory.rewards == [*expected, ("t4", "score", 1.0)]
 
 
-async def test_above_a_share_all_that_is_old_goes_together(tmp_path):
+async def test_above_a_share_all_old_results_are_dropped_together(tmp_path):
     context = {"drop_tool_results": {"keep": 1, "above": 0.6, "note": "(gone)"}}
     played = await play(tmp_path, ToyRenderer(), [*reads(*range(12)), DONE], context, context_length=3000)
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "completed")
@@ -90,7 +90,7 @@ async def test_above_a_share_all_that_is_old_goes_together(tmp_path):
     assert played.counted()["dropped_results"] > forks
 
 
-async def test_until_a_share_no_more_goes_than_must(tmp_path):
+async def test_until_a_share_no_more_results_are_dropped_than_needed(tmp_path):
     context = {"drop_tool_results": {"keep": 0, "until": 0.6, "note": "(gone)"}}
     played = await play(tmp_path, ToyRenderer(), [*reads(*range(12)), DONE], context, context_length=3000)
     assert (played.trajectory.error, played.trajectory.stop_reason) == (None, "completed")

@@ -50,7 +50,7 @@ def heard(played: Played) -> list[dict]:
 
 
 @pytest.mark.parametrize("renderer", [ToyRenderer(), renderer_for("qwen3")])
-async def test_its_last_message_is_the_answer_of_the_call(tmp_path, renderer):
+async def test_last_message_of_a_sub_agent_answers_the_call(tmp_path, renderer):
     script = acting([give("alpha reads page 3"), DONE], alpha=[*reads(3), say("it says lorem")])
     played = await act(tmp_path, script, renderer=renderer, context_length=9000)
     trajectory = played.trajectory

@@ -123,7 +123,7 @@ def test_a_way_of_writing_calls_that_no_format_reads_is_refused(tmp_path: Path) 
         renderer.completion({"role": "assistant", "content": "", "tool_calls": [CALL]}, TOOLS)
 
 
-def test_two_formats_that_read_the_same_are_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ambiguous_format_detection_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Twin(FORMATS["hermes"]):  # type: ignore[misc]
         name = "twin"
 

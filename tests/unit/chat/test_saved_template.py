@@ -84,7 +84,7 @@ def test_unchanged_template_leaves_the_folder_untouched(tmp_path: Path) -> None:
     assert files_after == files_before
 
 
-def test_older_places_of_a_template_say_nothing_else(tmp_path: Path) -> None:
+def test_templates_in_older_locations_are_kept_or_replaced(tmp_path: Path) -> None:
     source = write_model_dir(tmp_path / "source", Family("plain"), template=PLAIN)
     (source / "chat_template.jinja").unlink()
     settings = json.loads((source / "tokenizer_config.json").read_text())
@@ -186,7 +186,7 @@ def test_a_template_that_ships_speaks_hermes_without_tokens_for_tags(tmp_path: P
     assert [*ids_before, *ids, *behind] == list(renderer.render(messages, TOOLS))
 
 
-def test_the_short_template_is_short() -> None:
+def test_short_template_lists_tools_in_one_line() -> None:
     renderers = [load_renderer(model_dir("qwen2_5"), chat_template=name) for name in ("hermes-short", "hermes")]
     short, full = (renderer.decode(renderer.render(canonical_messages(MESSAGES), TOOLS)) for renderer in renderers)
     assert "- calculate(expression): Computes an expression.\n- finish()\n" in short

@@ -23,7 +23,7 @@ from turnwise.tasks import Task
 TEXT = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text(encoding="utf-8")
 
 
-async def test_its_agent_runs(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_agent_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     names: dict[str, Any] = {"__name__": "docs_gateway"}
     exec(block, names)

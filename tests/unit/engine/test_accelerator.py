@@ -41,7 +41,7 @@ def test_no_device_is_named_anywhere_else() -> None:
     assert named == []
 
 
-def test_a_name_is_seen() -> None:
+def test_device_names_in_code_are_found() -> None:
     code = 'a = "cuda"\nb = "cuda:1"\nc = torch.cuda.is_available()\nd = "a cuda device"\ne = x.cpu()\n'
     assert literals(code) == [(1, "cuda"), (2, "cuda:1"), (3, "torch.cuda")]
 

@@ -173,7 +173,7 @@ def test_the_largest_draw_hits_an_id_with_weight():
     assert ids[0] in (0, 1)
 
 
-def test_rows_that_are_not_finite_are_told():
+def test_logprobs_of_non_finite_rows_are_nan():
     logits = torch.tensor([[float("nan"), 1.0], [0.0, 1.0]])
     _, logprobs, _ = sample(logits, params(2), np.array([0.3, 0.3]))
     assert np.isnan(logprobs[0])

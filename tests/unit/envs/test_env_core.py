@@ -94,7 +94,7 @@ class TestInvoke:
         assert error.value.__cause__ is not None
 
     @KINDS
-    async def test_errors_of_ours_pass(self, kind):
+    async def test_errors_of_the_package_are_raised_unchanged(self, kind):
         with pytest.raises(ConfigError, match="as it is"):
             await score_env(kind(score=ConfigError("as it is")), None)
 

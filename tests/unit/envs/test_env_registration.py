@@ -38,7 +38,7 @@ def test_shipped_environments_and_references_are_made():
     assert type(make(f"{__name__}:Unregistered")) is Unregistered
 
 
-def test_a_file(tmp_path):
+def test_environment_of_a_file_is_made(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(
         "from turnwise.envs import Env\nclass Mine(Env):\n    def __init__(self, n=1):\n        self.n = n\n"
@@ -57,7 +57,7 @@ def test_a_file(tmp_path):
         ("/no/such/file.py:Env", "no such file"),
     ],
 )
-def test_unknown_names(name, words):
+def test_unknown_or_invalid_names_raise_registry_error(name, words):
     with pytest.raises(RegistryError, match=words):
         make(name)
 
@@ -75,19 +75,19 @@ def test_a_taken_name_names_both():
     assert register("registration_test", Registered, size=3) is None
 
 
-def test_bad_registrations():
+def test_invalid_registrations_raise_registry_error():
     with pytest.raises(RegistryError, match="is not a name"):
         register("a:b", Unregistered)
     with pytest.raises(RegistryError, match="must be a subclass"):
         register("not_an_env")(NoEnv)
 
 
-def test_a_lazy_entry_point():
+def test_reference_is_registered_and_made():
     register("registration_lazy", f"{__name__}:Registered", size=9)
     assert make("registration_lazy").size == 9
 
 
-def test_specs_travel():
+def test_specs_survive_json_and_pickle():
     spec = EnvSpec("registration_test", {"size": 7})
     for other in (EnvSpec(**json.loads(json.dumps(spec.to_record()))), pickle.loads(pickle.dumps(spec))):
         assert other == spec

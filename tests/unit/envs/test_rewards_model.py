@@ -282,7 +282,7 @@ async def test_a_model_that_is_no_classifier_is_refused(tmp_path, scalar):
         Classifier(tmp_path, dtype="auto", device="cpu", max_context=None)
 
 
-async def test_a_label_and_no_answer(triple, replica):
+async def test_missing_label_or_model_raises_and_without_answer_is_the_reward(triple, replica):
     reward = RewardModel(replica.url, label=1, retries=0)
     with pytest.raises(EnvError, match="returned 1 outputs; label is 1"):
         await reward({"role": "assistant", "content": "a"}, "a", talk(1))

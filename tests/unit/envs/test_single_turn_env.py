@@ -23,7 +23,7 @@ TASK = Task("a", "2 + 2?", {"gold": "4"})
     ("scorer", "rewards"),
     [(exact, {"score": 1.0}), (parts, {"exact": 1.0, "short": 0.5}), (f"{__name__}:exact", {"score": 1.0})],
 )
-async def test_scorers(scorer, rewards):
+async def test_scorer_function_or_reference_scores_the_answer(scorer, rewards):
     env = make("single_turn", scorer=scorer)
     messages, _ = await reset_env(env, TASK, seed=0)
     assert messages == [{"role": "user", "content": "2 + 2?"}]

@@ -49,7 +49,7 @@ async def played(cls):
     return env, moves
 
 
-async def test_every_kind_of_move():
+async def test_text_call_and_message_moves_are_played():
     env, moves = await played(Plain)
     assert env.seen == ["2", "3", "4"]
     ids = [[call.id for call in message.get("tool_calls", ())] for message, _ in moves]

@@ -155,7 +155,7 @@ class TestStep:
         assert result.reward == 0.75
         assert result.info["rewards"] == {"right": 1.0, "short": -0.5, "tool/purse": 0.25}
 
-    async def test_before_reset(self):
+    async def test_step_before_reset_raises_env_error(self):
         with pytest.raises(EnvError, match="the episode has not begun: call reset"):
             await Counter().step(says(UP))
 
@@ -176,7 +176,7 @@ class TestStep:
 
 
 class TestCall:
-    async def test_the_primitive(self):
+    async def test_call_returns_the_tools_response(self):
         env = await begun()
         response = await env.call(ToolCall("c", "up", {"by": 2}))
         assert response == ToolResponse("2")
@@ -185,7 +185,7 @@ class TestCall:
 
 
 class TestInvalidCalls:
-    async def test_so_many_messages_in_a_row_truncate(self):
+    async def test_max_invalid_calls_in_a_row_truncate(self):
         env = await begun()
         for _ in range(2):
             assert not (await env.step(says(BAD, BAD, BAD, BAD))).truncated
@@ -210,7 +210,7 @@ class TestInvalidCalls:
         for _ in range(5):
             assert not (await env.step(says(("up", {"by": -1})))).truncated
 
-    async def test_0_is_never(self):
+    async def test_max_invalid_calls_of_zero_never_truncates(self):
         env = Counter()
         env.max_invalid_calls = 0
         await begun(env)
@@ -281,7 +281,7 @@ class TestEpisodes:
             await close_env(env)
         assert env.purse.log == ["create", "release"]
 
-    async def test_after_close_the_episode_is_gone(self):
+    async def test_step_after_close_raises_env_error(self):
         env = await begun()
         await env.close()
         with pytest.raises(EnvError, match="has not begun"):
@@ -322,7 +322,7 @@ class TestEpisodes:
 
 
 class TestTasksKwargs:
-    async def test_they_reach_the_tool(self):
+    async def test_create_kwargs_of_the_task_reach_the_tool(self):
         seen = {}
 
         class Keyed(Purse):

@@ -186,11 +186,11 @@ async def test_slow_answers_stop_the_growth() -> None:
         ({}, None),
     ],
 )
-def test_how_long_an_endpoint_says_to_wait(headers: dict[str, str], seconds: float | None) -> None:
+def test_retry_after_headers_give_seconds_to_wait(headers: dict[str, str], seconds: float | None) -> None:
     assert retry_after(headers) == seconds
 
 
-def test_a_date_to_wait_for() -> None:
+def test_retry_after_date_gives_seconds_to_wait() -> None:
     date = email.utils.formatdate(time.time() + 20, usegmt=True)
     seconds = retry_after({"retry-after": date})
     assert seconds is not None
@@ -218,7 +218,9 @@ SGLANG = 'sglang:num_queue_reqs{model_name="m"} 5.0\n'
         ({}, None),
     ],
 )
-async def test_the_queue_of_a_server(answers: dict[str, Callable[[], web.Response]], waiting: int | None) -> None:
+async def test_queue_length_is_read_from_each_servers_route(
+    answers: dict[str, Callable[[], web.Response]], waiting: int | None
+) -> None:
     control = ControlRoutes()
     async with provider(serving(answers)) as there:
         assert await waiting_at(control, there.url) == waiting

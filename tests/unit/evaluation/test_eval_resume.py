@@ -137,7 +137,7 @@ async def test_a_damaged_trajectory_is_rolled_out_again(tmp_path: Path) -> None:
     assert figures(resumed) == figures(uninterrupted)
 
 
-def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+def test_malformed_line_is_a_format_error_with_its_number(tmp_path: Path) -> None:
     (tmp_path / FINISHED).write_text('{"event": "start"}\n{"key": "a"}\n')
     with pytest.raises(FormatError, match=r"finished\.jsonl:2: not a finished member: .*Remove the line"):
         FinishedMembers(tmp_path)

@@ -63,7 +63,7 @@ def shown(source: Path, selection: Selection, **options: bool) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_everything_that_matters_is_there(run: Path) -> None:
+def test_view_shows_messages_calls_rewards_and_branches(run: Path) -> None:
     text = shown(run, Selection(number=1))
     for part in (
         "Who manages [bold]mia[/bold]?", 'team_of({"person":"mia"})', "hm hm", "Let me see.", "tool team_of", "red",
@@ -92,7 +92,7 @@ def test_tokens_are_shown_on_request(run: Path) -> None:
     assert "version 4: [0, 2)" in text
 
 
-def test_an_error_and_missing_messages_are_said(tmp_path: Path) -> None:
+def test_error_and_missing_messages_are_shown(tmp_path: Path) -> None:
     trajectory = forked()
     trajectory.error = "EnvError: reset raised"
     trajectory.segments = [Segment(0, -1, "context", as_ids([1, 2]))]

@@ -72,7 +72,7 @@ POINTS: dict[str, tuple[str, str, str, Callable[[str], Any]]] = {
 }
 
 
-def test_all_files_are_here() -> None:
+def test_examples_and_the_page_list_the_same_files() -> None:
     files = {file.name for file in FOLDER.glob("*.py")}
     assert files == {file for file, _, _, _ in POINTS.values()} | {"tool.py"}
     page = (FOLDER.parents[1] / "docs" / "extending.md").read_text()

@@ -54,7 +54,7 @@ def test_calls_of_the_teacher_are_right_and_answers_are_shown_numbers(conversati
         assert int(number) == (values[len(expressions)] if expressions else problem.start)
 
 
-def test_most_are_wrong_and_about_a_fifth_is_right(conversations):
+def test_about_a_fifth_of_the_answers_is_right(conversations):
     answers = [
         read_number(row["messages"][-1]["content"]) == calculator.Problem.from_data(task.data, "here").answer
         for row, task in zip(conversations, calculator.tasks(COUNT), strict=True)

@@ -166,7 +166,7 @@ def test_a_call_that_must_not_be_executed_has_the_name_of_no_tool() -> None:
     assert block["input"] == {"tool": "add", "error": "the call was not closed", "input": '{"a": 1'}
 
 
-def test_why_a_turn_ended() -> None:
+def test_stop_reason_of_each_way_a_turn_ends() -> None:
     call = ToolCall("c1", "add", {"a": 1})
     ends = [
         (answer(content="x"), ("end_turn", None)),

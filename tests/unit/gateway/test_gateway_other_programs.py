@@ -179,7 +179,7 @@ async def test_items_without_ids_and_joined_parts_are_the_same_turn() -> None:
         assert talk.shape == LINEAR
 
 
-async def test_a_history_that_is_told_anew_is_a_restart() -> None:
+async def test_rewritten_history_is_recorded_as_a_restart() -> None:
     """After an overflow: a summary is asked for without tools, and a new history begins with it."""
     async with talking(says("", {"command": "ls"}), says("Summary."), DONE) as talk:
         await talk.message(GO)

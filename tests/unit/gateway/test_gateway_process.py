@@ -139,7 +139,7 @@ async def test_a_rebound_page_is_refused_by_gateway_and_server(running: dict[str
                     assert (b"'evil.example:80'" in page and b"allowed_hosts" in page) == (expected == 403)
 
 
-def test_its_files_are_its_owners_only(running: dict[str, Running]) -> None:
+def test_files_of_the_process_are_readable_by_their_owner_only(running: dict[str, Running]) -> None:
     out = running["SIGINT"].out
     modes = {stat.S_IMODE(path.stat().st_mode) for path in [out, *out.rglob("*")] if path.is_dir()}
     files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in out.rglob("*") if path.is_file()}

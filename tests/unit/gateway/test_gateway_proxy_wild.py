@@ -43,7 +43,7 @@ class Twofold(Wild):
     cut=st.sampled_from([4, 20, 200, 200]),
     echo=st.sampled_from(["same", "same", "strict"]),
 )
-async def test_both_tell_the_same(
+async def test_text_session_records_the_same_tree_as_a_token_session(
     tmp_path_factory: Any, script: list[Any], plan: list[tuple[str, str, int]], cut: int, echo: str
 ) -> None:
     wild = Twofold(script, tmp_path_factory.mktemp("wild") / "ledger.jsonl", cut, echo)

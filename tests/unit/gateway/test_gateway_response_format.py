@@ -48,7 +48,7 @@ CALL: Message = {"role": "assistant", "content": "", "tool_calls": [ToolCall("",
 
 @pytest.mark.parametrize("kind", MEANT)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_api_says_the_same(dialect: str, kind: str) -> None:
+def test_every_dialect_reads_the_same_guide(dialect: str, kind: str) -> None:
     request = READ[dialect](body(dialect, kind, stream=False), ALL)
     assert (request.guide, request.guide_field) == (MEANT[kind], FIELDS[kind][dialect])
     assert tuple(tool.name for tool in request.tools) == (() if kind == "json" else NAMES)
@@ -56,7 +56,7 @@ def test_every_api_says_the_same(dialect: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MEANT)
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_an_engine_that_cannot_is_told_of_by_the_field(dialect: str, kind: str) -> None:
+def test_engine_without_structured_output_is_a_400_that_names_the_field(dialect: str, kind: str) -> None:
     with pytest.raises(ApiError) as raised:
         READ[dialect](body(dialect, kind, stream=False), Abilities())
     assert (raised.value.status, raised.value.param) == (400, FIELDS[kind][dialect])

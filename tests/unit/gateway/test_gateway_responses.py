@@ -84,8 +84,8 @@ def test_items_of_a_broken_stream_are_dropped() -> None:
 
 
 def test_a_cut_answer_is_incomplete_but_for_programs_that_would_give_up() -> None:
-    for carries_on, status in ((False, "incomplete"), (True, "completed")):
-        dialect = OpenAIResponses(carries_on=carries_on)
+    for reports_complete, status in ((False, "incomplete"), (True, "completed")):
+        dialect = OpenAIResponses(reports_complete=reports_complete)
         request = dialect.read(body(), Abilities())
         cut = answer(content="It", finish_reason="length")
         assert dialect.respond(request, [cut])["status"] == status

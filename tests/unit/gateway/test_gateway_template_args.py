@@ -76,7 +76,7 @@ async def test_reasoning_is_switched_off_where_the_template_can(route: str, wish
         (MESSAGES, {"output_config": {"effort": "high"}}),
     ],
 )
-async def test_a_wish_that_the_template_does_not_know_is_nothing(route: str, wish: dict[str, Any]) -> None:
+async def test_option_that_the_template_does_not_read_is_ignored(route: str, wish: dict[str, Any]) -> None:
     async with serving(lambda _: "Yes.") as served:
         opened = await served.open()
         for more in ({}, wish):
@@ -141,7 +141,7 @@ async def test_unknown_template_argument_is_a_400(route: str, kwargs: Any, field
         (MESSAGES, {"thinking": "off"}),
     ],
 )
-async def test_a_wish_of_a_wrong_kind_is_a_400(route: str, wish: dict[str, Any]) -> None:
+async def test_template_option_of_a_wrong_type_is_a_400(route: str, wish: dict[str, Any]) -> None:
     async with serving(lambda _: "Yes.") as served:
         opened = await served.open()
         status, body = await ask(served, opened, route, wish)

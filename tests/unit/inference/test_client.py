@@ -113,7 +113,7 @@ async def make():
         await client.close()
 
 
-async def test_a_request_and_its_answer(make):
+async def test_request_fields_are_sent_and_the_answer_is_read(make):
     async with Fake(answer([5, 6])) as fake:
         params = SamplingParams(temperature=0.5, max_tokens=7, stop_token_ids=(9,), stop=("x",), seed=3, top_k=2)
         done = await make(fake, model="lora").generate(PROMPT, params, session_id="s1")

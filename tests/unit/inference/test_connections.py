@@ -197,7 +197,7 @@ def test_bytes_that_nobody_asked_for_are_no_answer_to_the_next_request(run):
     run(main)
 
 
-def test_nobody_there(run):
+def test_refused_connection_raises_connection_failed(run):
     async def main():
         async with Peer(plays()) as peer:
             url = peer.url
@@ -292,7 +292,7 @@ def test_no_header_can_be_smuggled_in(run):
     run(main)
 
 
-def test_who_is_cancelled_closes_the_connection(run):
+def test_cancelled_request_closes_its_connection(run):
     async def main():
         async with Peer(plays(b"")) as peer:
             pool = Connections()

@@ -144,7 +144,7 @@ class Simulation:
     imbalance=st.sampled_from([0.0, 0.25, 2.0]),
     remembered=st.sampled_from([0, 4 * BLOCK, 10_000]),
 )
-def test_bounds_hold_whatever_happens(
+def test_router_keeps_its_bounds_under_random_events(
     events: list[tuple[str, int]], count: int, max_requests: int | None, imbalance: float, remembered: int
 ) -> None:
     """Imbalance is bounded, an ejected server gets nothing, limits hold, and waiting is in order and not in vain."""

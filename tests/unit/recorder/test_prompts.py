@@ -214,7 +214,7 @@ def test_a_panic_of_the_tokenizer_is_an_error_of_the_text_and_an_interrupt_is_no
         Tokens(Panicking(KeyboardInterrupt())).encode("x" * 2000)
 
 
-def test_is_heavy() -> None:
+def test_long_histories_arguments_and_tools_are_heavy() -> None:
     assert not is_heavy({"role": "user", "content": "x" * 1000}, user("y"))
     assert not is_heavy()
     assert is_heavy(*[user("m")] * 10_000)

@@ -46,7 +46,7 @@ class Owner:
 
 
 class TestDecorator:
-    def test_three_forms(self):
+    def test_decorator_without_arguments_with_a_name_and_with_keywords(self):
         assert (core_bare.name, core_bare.schema.description) == ("core_bare", "Adds one.")
         assert core_other.name == "core_named"
         assert core_other.is_async
@@ -68,7 +68,7 @@ class TestDecorator:
     def test_functions_are_concurrent_unless_said_otherwise(self):
         assert core_bare.concurrent
 
-    def test_two_names(self):
+    def test_two_names_raise_schema_error(self):
         with pytest.raises(ToolSchemaError, match="two names"):
             function_tool("a", name="b")
 
@@ -81,7 +81,7 @@ class TestDecorator:
             ({"inline": True, "timeout": 1.0}, "inline"),
         ],
     )
-    def test_bad_keywords(self, keywords, words):
+    def test_invalid_keywords_raise_schema_error(self, keywords, words):
         with pytest.raises(ToolSchemaError, match=words):
 
             @function_tool(**keywords)
@@ -173,7 +173,7 @@ class TestAsTool:
             as_tool(Needs)
 
     @pytest.mark.parametrize("item", [3, len, Owner, None])
-    def test_anything_else(self, item):
+    def test_object_that_is_no_tool_raises_schema_error(self, item):
         with pytest.raises(ToolSchemaError, match="is not a tool"):
             as_tool(item)
 

@@ -79,7 +79,7 @@ class Base(BaseTool):
 
 
 class TestAnswers:
-    async def test_a_result(self):
+    async def test_result_of_a_function_is_its_text(self):
         assert (await answer(add, a=2)).text == "3"
 
     @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ class TestReturnValues:
             (([1],), "[1]"),
         ],
     )
-    async def test_texts(self, value, text):
+    async def test_returned_values_become_text(self, value, text):
         response = await answer(FunctionTool(lambda: value, name="f"))
         assert response == ToolResponse(text)
 

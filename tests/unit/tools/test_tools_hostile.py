@@ -114,7 +114,7 @@ class TestArgumentsOfTasksThatNoMethodTakes:
             ({"execute_kwargs": {"parameters": {}}}, "has 'parameters', which Narrow.execute"),
         ],
     )  # fmt: skip
-    async def test_they_are_the_tasks_error_and_not_told_to_the_model(self, kwargs, words):
+    async def test_wrong_tool_kwargs_raise_task_error(self, kwargs, words):
         env = type("Env", (ToolEnv,), {"tools": (Narrow(),), "score": lambda self, final: 1.0})()
         await reset_env(env, Task("t", "go", {"tools_kwargs": {"narrow": kwargs}}))
         with pytest.raises(TaskError, match=words):
@@ -147,7 +147,7 @@ class TestReferencesInSchemas:
         schema["elsewhere"]["second"] = {"type": "integer"}
         assert as_schema({"name": "x", "parameters": schema}).parameters == schema
 
-    def test_a_property_of_that_name_is_none(self):
+    def test_property_named_ref_is_no_reference(self):
         schema = {
             "type": "object",
             "properties": {"$ref": {"type": "string", "default": {"$ref": "no"}}, "a": {"$ref": "#/properties/%24ref"}},
@@ -219,7 +219,7 @@ class TestToolsThatEndThings:
 
 class TestAuthorsAreTold:
     @pytest.mark.parametrize("timeout", [None, 20.0])
-    async def test_of_an_execute_that_is_not_async(self, timeout):
+    async def test_execute_that_is_not_async_raises_env_error(self, timeout):
         class Plain(BaseTool):
             def execute(self, instance_id, parameters, **kwargs):
                 return ToolResponse("x"), None, {}
@@ -229,7 +229,7 @@ class TestAuthorsAreTold:
         with pytest.raises(EnvError, match=r"Plain.execute of tool 'x' is not async: write async def"):
             await ToolRunner({"x": tool}).run(ToolCall("c", "x", {}))
 
-    def test_of_functions_that_yield(self):
+    def test_generator_functions_raise_schema_error(self):
         def numbers(n: int):
             yield n
 
@@ -240,7 +240,7 @@ class TestAuthorsAreTold:
             with pytest.raises(ToolSchemaError, match="yields: a call has one answer, so return it"):
                 FunctionTool(fn)
 
-    def test_of_class_methods(self):
+    def test_class_methods_raise_schema_error(self):
         with pytest.raises(ToolSchemaError, match="a class method cannot be a tool: write a method"):
 
             class Above:
@@ -257,7 +257,7 @@ class TestAuthorsAreTold:
                 def tool(cls, n: int) -> int:
                     return n
 
-    def test_of_metrics_that_are_no_dict(self):
+    def test_metrics_that_are_no_dict_raise_env_error(self):
         with pytest.raises(EnvError, match=r"ToolResponse.metrics is \[1\]: it must be a dict"):
             ToolResponse(metrics=[1])
 

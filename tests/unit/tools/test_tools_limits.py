@@ -62,7 +62,7 @@ class TestWhatIsKept:
         assert len(bare) + sum(int(count) for count in MARKER.findall(shortened)) == len(self.TEXT)
         assert 80 < len(shortened) <= 100
 
-    def test_the_middle_is_the_middle(self):
+    def test_middle_cut_keeps_the_middle(self):
         text = numbered(1000)
         shortened = OutputLimit(200, "characters", "middle").cut(text)
         head_count, tail_count = (int(count) for count in MARKER.findall(shortened))
@@ -94,7 +94,7 @@ class TestRefusals:
             ({"amount": 5, "keep": "sides"}, "keep is 'sides': allowed are ends, head, tail, middle"),
         ],
     )
-    def test_bad_limits(self, fields, words):
+    def test_invalid_limits_raise_schema_error(self, fields, words):
         with pytest.raises(ToolSchemaError, match=words):
             OutputLimit(**fields)
 

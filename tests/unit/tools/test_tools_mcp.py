@@ -149,7 +149,7 @@ async def test_over_http_many_calls_at_once() -> None:
     assert first.counted == 1
 
 
-async def test_nobody_listens_any_more_and_then_somebody_does() -> None:
+async def test_lost_server_raises_env_error_and_a_restarted_server_answers() -> None:
     async with serving(Tools().server()) as url:
         port = int(url.split(":")[2].split("/")[0])
         box = toolbox(url=url)
@@ -177,11 +177,11 @@ class TestBadConfigurations:
             ({"command": ["x"], "timeout": 0}, "greater than 0"),
         ],
     )
-    def test_are_refused(self, config, words) -> None:
+    def test_invalid_settings_raise_validation_error(self, config, words) -> None:
         with pytest.raises(ValidationError, match=words):
             MCPServerConfig(**config)
 
-    def test_are_told_with_their_place(self, tmp_path) -> None:
+    def test_unknown_key_is_named_with_its_line(self, tmp_path) -> None:
         path = tmp_path / "run.yaml"
         path.write_text("env:\n  name: tool\n  tools:\n    mcp:\n      - {comand: [x]}\n")
         with pytest.raises(ConfigError, match=r"env\.tools\.mcp\.0\.comand \(run\.yaml:5\): unknown key.*command\?"):

@@ -57,7 +57,7 @@ SCHEMAS = st.fixed_dictionaries(
 
 @settings(max_examples=examples(300), deadline=None)
 @given(SCHEMAS, st.dictionaries(st.sampled_from((*NAMES, "d")), VALUES))
-def test_a_quick_yes_is_the_validators_yes(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+def test_quick_check_accepts_only_valid_arguments(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
     fits = quick_check(schema)
     assert fits is not None
     valid = Draft202012Validator(schema).is_valid(arguments)
@@ -98,5 +98,5 @@ def test_a_quick_yes_is_the_validators_yes(schema: dict[str, Any], arguments: di
         {"type": "string"},
     ],
 )
-def test_a_schema_with_anything_else_is_the_validators(schema: dict[str, Any]) -> None:
+def test_schema_with_other_keywords_has_no_quick_check(schema: dict[str, Any]) -> None:
     assert quick_check(schema) is None

@@ -46,14 +46,14 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(SCHEMAS, st.integers(0, 2**32))
-def test_they_fit_the_schema(schema, seed):
+def test_random_arguments_fit_the_schema(schema, seed):
     tool = of(value=schema)
     arguments = random_arguments(tool, random.Random(seed), ["word", "other"])
     assert arguments is not None
     jsonschema.validate(arguments, tool.parameters)
 
 
-def test_they_vary_are_decided_by_the_seed_and_take_words_of_the_conversation():
+def test_random_arguments_depend_on_the_seed_and_use_words_of_the_conversation():
     tool = of(where={"type": "string"}, times={"type": "integer", "minimum": 1, "maximum": 3})
     samples = [random_arguments(tool, random.Random(seed), ["kitchen"]) for seed in range(60)]
     assert samples == [random_arguments(tool, random.Random(seed), ["kitchen"]) for seed in range(60)]

@@ -117,7 +117,7 @@ class TestConfiguration:
         assert tool.config["url"] == "u"
         assert KEY not in repr(tool.config)
 
-    def test_a_variable_that_is_not_set(self):
+    def test_unset_variable_raises_config_error(self):
         with pytest.raises(
             ConfigError, match=r"tool 'search': config\.keys\[1\]: secret_env names .* 'NOPE'.* not set"
         ):
@@ -143,19 +143,19 @@ class TestConfiguration:
             load_tool_config(file)
         assert KEY not in traced(raised.value)
 
-    def test_other_objects_stay(self):
+    def test_config_without_secrets_is_unchanged(self):
         config = {"env": {"secret_env": "A", "more": 1}, "list": [1, None]}
         assert with_secrets(config, "x") == config
 
     @pytest.mark.parametrize("secrets", ["NAME", [3], [""], SecretStr("x")])
-    def test_bad_declarations(self, secrets):
+    def test_invalid_declarations_raise_schema_error(self, secrets):
         with pytest.raises(ToolSchemaError, match="tool 'f': secrets must be a list of names"):
             function_tool("f", secrets=secrets)(lambda: "")
 
 
 class TestErrors:
     @pytest.mark.parametrize("kind", [RuntimeError, ToolError])
-    async def test_of_a_call(self, kind):
+    async def test_error_of_a_call_is_redacted(self, kind):
         assert_clean(await answer(Search(fails=["execute"], kind=kind)))
 
     async def test_a_text_that_the_tool_marks_as_an_error(self):
@@ -170,7 +170,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("kind", [RuntimeError, ToolError])
     @pytest.mark.parametrize("declared", ["tool", "owner", "kwargs"])
-    async def test_of_a_function(self, kind, declared):
+    async def test_error_of_a_function_is_redacted(self, kind, declared):
         def fails() -> str:
             raise kind(f"no {KEY}")
 
@@ -188,7 +188,7 @@ class TestErrors:
 
         assert KEY[:5] not in await answer(fails)
 
-    async def test_notes_hold_none_and_are_cut_behind_that(self):
+    async def test_notes_are_redacted_before_they_are_cut(self):
         @function_tool("notes", secrets=[NAME])
         async def notes() -> ToolResponse:
             return ToolResponse("x", metrics={"status": f"key {KEY}", "long": "0123456789" * 49 + KEY + "y" * 5000})
@@ -200,7 +200,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("method", ["create", "calc_reward", "release"])
     @pytest.mark.parametrize("kind", [RuntimeError, InferenceError])
-    async def test_of_the_life_of_a_tool(self, method, kind):
+    async def test_errors_of_create_reward_and_release_are_redacted(self, method, kind):
         runner = ToolRunner({"search": Search(fails=[method], kind=kind)})
 
         async def live():
@@ -214,7 +214,7 @@ class TestErrors:
         assert KEY not in traced(raised.value)
         assert repr(KEY)[1:-1] not in traced(raised.value)
 
-    async def test_of_the_infrastructure(self):
+    async def test_error_of_the_infrastructure_is_redacted(self):
         def fails() -> str:
             raise InferenceError(f"no {KEY}")
 
@@ -258,7 +258,7 @@ async def test_neither_model_nor_trajectory_sees_a_secret(final):
     assert_clean(trajectory.error)
 
 
-async def test_an_environment_alone_too():
+async def test_error_of_an_environment_without_an_episode_is_redacted():
     env = Leaky()
     await reset_env(env)
     with pytest.raises(EnvError) as raised:

@@ -230,7 +230,7 @@ class TestDataclasses:
             ({"stops": [{"city": ""}]}, "$.value", "needs a city"),
         ],
     )
-    def test_they_are_enforced(self, value, path, words):
+    def test_limits_of_nested_types_are_enforced(self, value, path, words):
         _, arguments = self.of(Trip)
         with pytest.raises(ArgumentError, match=words) as error:
             arguments.parse({"value": value})

@@ -21,7 +21,7 @@ def test_threads_return_results_and_raise_exceptions():
     threads.shutdown()
 
 
-def test_as_many_at_once_as_there_are_workers():
+def test_calls_run_at_once_up_to_the_number_of_workers():
     threads = ToolThreads(3)
     together = threading.Barrier(3)
     for future in [threads.submit(together.wait, WAIT) for _ in range(3)]:
@@ -74,7 +74,7 @@ def test_pending_and_finished_calls_are_not_lost():
     threads.shutdown()
 
 
-def test_no_more_than_so_many_are_lost():
+def test_threads_lost_up_to_max_lost_refuse_further_calls():
     threads = ToolThreads(4, max_lost=2)
     release = threading.Event()
     started = threading.Barrier(3)
@@ -88,7 +88,7 @@ def test_no_more_than_so_many_are_lost():
         future.result(WAIT)
 
 
-def test_shutdown():
+def test_shutdown_keeps_results_and_refuses_further_calls():
     threads = ToolThreads(1)
     done = threads.submit(pow, 2, 2)
     threads.shutdown(wait=True)

@@ -152,7 +152,7 @@ def answers(trajectory) -> list[str]:
 class TestCallsInsideReasoning:
     @pytest.mark.parametrize("family", list(CALLS))
     @pytest.mark.parametrize("closed", [True, False])
-    async def test_they_are_answered_and_not_executed(self, family, closed):
+    async def test_calls_inside_reasoning_are_answered_and_not_executed(self, family, closed):
         opened = "" if family == "qwen3_6" else "<think>\n"
         thought = f"{opened}I could say {CALLS[family]} or not.\n"
         first = ids(family, f"{thought}</think>\n\nWait." if closed else thought)
@@ -268,7 +268,7 @@ class TestLongAnswers:
             assert sample.input_ids[: len(prompt)].tolist() == prompt.tolist()
             assert len(prompt) < len(sample.input_ids) <= context_length
 
-    async def test_a_context_that_is_full_is_said(self):
+    async def test_full_context_ends_the_episode_as_context_overflow(self):
         trajectory, client = await episode([called("read", words=5)])
         full = len(client.requests[0].prompt) + len(trajectory.segments[-1].token_ids) + 3
         trajectory, client = await episode([called("read", words=5), "done"], context_length=full)
@@ -333,7 +333,7 @@ class TestBaseTools:
         # A release that fails costs no trajectory.
         assert (trajectory.error, trajectory.metrics["close_errors"]) == (None, 1.0)
 
-    async def test_its_rewards_reach_the_turns_the_trajectory_and_the_advantages(self):
+    async def test_tool_rewards_reach_the_turns_the_trajectory_and_the_advantages(self):
         """Two members of a group differ in their tool rewards only: that is what is trained."""
         renderer = renderer_for("qwen3")
         calls = {"0": 2, "1": 0}
@@ -364,7 +364,7 @@ class TestBaseTools:
 
 class TestMetricsThatAreNoNumbers:
     @pytest.mark.parametrize("final", [False, True])
-    async def test_they_are_kept_and_counted_and_the_episode_goes_on(self, final):
+    async def test_unusable_metrics_are_kept_as_notes_and_counted(self, final):
         metrics = {
             "role": "assistant",
             "content": "",
