@@ -116,7 +116,7 @@ class SessionApp(ABC):
             return
         try:
             if route in ("v1/responses", "responses"):
-                dialect = OpenAIResponses(entry.conversations, carries_on=exchange.is_codex)
+                dialect = OpenAIResponses(entry.conversations, reports_complete=exchange.is_codex)
             await self._route(exchange, entry, dialect, route)
         except ApiError as error:
             await exchange.refuse(dialect, error)
@@ -291,7 +291,7 @@ class GatewayApp(SessionApp):
                 "display_name": self._model,
                 "created_at": "1970-01-01T00:00:00Z",
             }
-            listed = {"data": [card], "has_more": False, "first_id": self._model, "last_id": self._model}
+            body = {"data": [card], "has_more": False, "first_id": self._model, "last_id": self._model}
         else:
             card = {
                 "id": self._model,
@@ -300,9 +300,9 @@ class GatewayApp(SessionApp):
                 "owned_by": "turnwise",
                 "max_model_len": self._context_length,
             }
-            listed = {"object": "list", "data": [card]}
+            body = {"object": "list", "data": [card]}
         if not route.startswith("models/"):
-            return listed
+            return body
         model = route.removeprefix("models/")
         if model != self._model:
             raise not_found(f"model {shown(model)} does not exist; the model here is {self._model!r}")

@@ -92,7 +92,7 @@ class FrozenPolicies:
         renderer: Renderer,
         start: Path | None,
         logs: Path,
-        book: LedgerWriter | None,
+        ledger: LedgerWriter | None,
     ) -> contextlib.AsyncExitStack:
         """Open one policy; return the stack that closes it. Raises InferenceError if its server fails."""
         async with contextlib.AsyncExitStack() as stack:
@@ -110,7 +110,7 @@ class FrozenPolicies:
                 client = fleet.client
             if isinstance(client, HTTPClient):
                 self.clients.append(client)
-            logged = client if config.hosted is not None or book is None else LedgerClient(client, book)
+            logged = client if config.hosted is not None or ledger is None else LedgerClient(client, ledger)
             stack.push_async_callback(logged.close)
             try:
                 info = await logged.model_info()
@@ -128,7 +128,7 @@ async def open_frozen(
     *,
     start: Path | None,
     logs: Path,
-    book: LedgerWriter | None,
+    ledger: LedgerWriter | None,
 ) -> FrozenPolicies:
     """Start or connect to the servers of all policies concurrently.
 
@@ -138,14 +138,14 @@ async def open_frozen(
         stack: Closes what was started.
         start: The run's start model.
         logs: Directory of the server logs.
-        book: Ledger of all calls.
+        ledger: Ledger of all calls.
 
     Raises:
         InferenceError: A server does not start or respond.
     """
     policies = FrozenPolicies()
     opening = [
-        asyncio.create_task(policies.open(name, config, renderers[name], start, logs, book))
+        asyncio.create_task(policies.open(name, config, renderers[name], start, logs, ledger))
         for name, config in frozen.items()
     ]
     try:

@@ -341,14 +341,14 @@ def _stop_reason(answer: Answer) -> tuple[str, str | None]:
 class EventWriter:
     """Writer of one message's events."""
 
-    __slots__ = ("_index", "_open", "_request", "_sent", "_thought")
+    __slots__ = ("_index", "_open_kind", "_reasoning_sent", "_request", "_text_sent")
 
     def __init__(self, request: ChatRequest) -> None:
         self._request = request
         self._index = -1
-        self._open = ""
-        self._sent = 0
-        self._thought = 0
+        self._open_kind = ""
+        self._text_sent = 0
+        self._reasoning_sent = 0
 
     def begin(self) -> bytes:
         """Return the start of the message."""
@@ -357,31 +357,31 @@ class EventWriter:
 
     def thoughts(self, index: int, text: str) -> bytes:  # noqa: ARG002 - this API knows one answer
         """Return a delta of a thinking block."""
-        self._thought += len(text)
+        self._reasoning_sent += len(text)
         if not self._request.reasoning:
             return b""
-        return self._into("thinking") + self._delta("thinking_delta", "thinking", text)
+        return self._switch_to("thinking") + self._delta("thinking_delta", "thinking", text)
 
     def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
         """Return a delta of a text block."""
-        self._sent += len(text)
-        return self._into("text") + self._delta("text_delta", "text", text)
+        self._text_sent += len(text)
+        return self._switch_to("text") + self._delta("text_delta", "text", text)
 
     def alive(self) -> bytes:
         """Return an empty delta, the only keep-alive that Claude Code accepts."""
-        if self._open == "thinking":
+        if self._open_kind == "thinking":
             return self._delta("thinking_delta", "thinking", "")
-        return self._into("text") + self._delta("text_delta", "text", "")
+        return self._switch_to("text") + self._delta("text_delta", "text", "")
 
     def finish(self, index: int, answer: Answer) -> bytes:
         """Return the rest of the message, its calls and its stop reason."""
         events = []
-        if rest := answer.thoughts[self._thought :]:
+        if rest := answer.thoughts[self._reasoning_sent :]:
             events.append(self.thoughts(index, rest))
-        if rest := answer.text[self._sent :]:
+        if rest := answer.text[self._text_sent :]:
             events.append(self.text(index, rest))
         elif not answer.calls and not answer.text:
-            events.append(self._into("text") + self._delta("text_delta", "text", ""))
+            events.append(self._switch_to("text") + self._delta("text_delta", "text", ""))
         events.append(self._close(answer))
         for call in answer.calls:
             name, arguments = call_for_client(call, raw=False)
@@ -402,24 +402,24 @@ class EventWriter:
         """Return an error event."""
         return sse.event(Anthropic().error(error))
 
-    def _into(self, kind: str) -> bytes:
+    def _switch_to(self, kind: str) -> bytes:
         """Return the events that make ``kind`` the open block."""
-        if self._open == kind:
+        if self._open_kind == kind:
             return b""
         closed = self._close(None)
-        self._open = kind
+        self._open_kind = kind
         self._index += 1
         block = {"type": "text", "text": ""} if kind == "text" else {"type": kind, "thinking": "", "signature": ""}
         return closed + self._start(block)
 
     def _close(self, answer: Answer | None) -> bytes:
-        if not self._open:
+        if not self._open_kind:
             return b""
         signed = b""
-        if self._open == "thinking":
+        if self._open_kind == "thinking":
             signature = _signature(answer) if answer is not None else "turnwise"
             signed = self._delta("signature_delta", "signature", signature)
-        self._open = ""
+        self._open_kind = ""
         return signed + sse.event({"type": "content_block_stop", "index": self._index})
 
     def _start(self, block: dict[str, Any]) -> bytes:

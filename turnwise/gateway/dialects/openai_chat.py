@@ -294,7 +294,7 @@ def _choice(request: ChatRequest, index: int, answer: Answer) -> dict[str, Any]:
 class ChunkWriter:
     """Writer of ``chat.completion.chunk`` objects."""
 
-    __slots__ = ("_answers", "_base", "_request", "_sent", "_thought")
+    __slots__ = ("_answers", "_base", "_reasoning_sent", "_request", "_text_sent")
 
     def __init__(self, request: ChatRequest) -> None:
         self._request = request
@@ -304,8 +304,8 @@ class ChunkWriter:
             "created": int(time.time()),
             "model": request.model,
         }
-        self._sent = [0] * request.n
-        self._thought = [0] * request.n
+        self._text_sent = [0] * request.n
+        self._reasoning_sent = [0] * request.n
         self._answers: list[Answer] = []
 
     def begin(self) -> bytes:
@@ -314,12 +314,12 @@ class ChunkWriter:
 
     def thoughts(self, index: int, text: str) -> bytes:
         """Return a chunk of reasoning."""
-        self._thought[index] += len(text)
+        self._reasoning_sent[index] += len(text)
         return self._delta(index, {"reasoning_content": text})
 
     def text(self, index: int, text: str) -> bytes:
         """Return a chunk of text."""
-        self._sent[index] += len(text)
+        self._text_sent[index] += len(text)
         return self._delta(index, {"content": text})
 
     def alive(self) -> bytes:
@@ -330,9 +330,9 @@ class ChunkWriter:
         """Return the rest of an answer, its calls and its finish reason."""
         self._answers.append(answer)
         chunks = []
-        if rest := answer.thoughts[self._thought[index] :]:
+        if rest := answer.thoughts[self._reasoning_sent[index] :]:
             chunks.append(self.thoughts(index, rest))
-        if rest := answer.text[self._sent[index] :]:
+        if rest := answer.text[self._text_sent[index] :]:
             chunks.append(self.text(index, rest))
         for position, call in enumerate(_calls(answer)):
             function = call["function"]

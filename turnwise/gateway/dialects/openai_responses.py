@@ -1,7 +1,7 @@
 """The OpenAI Responses dialect, stateless or with ``previous_response_id``: responses, events and errors.
 
 Codex ignores ``response.completed.output`` in favour of ``response.output_item.done`` items, and stops at
-``response.incomplete``; with ``carries_on`` it gets ``response.completed`` instead.
+``response.incomplete``; with ``reports_complete`` it gets ``response.completed`` instead.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _REPEATED_FIELDS: dict[str, Any] = {
 
 
 class OpenAIResponses:
-    """The dialect of ``POST /v1/responses``; ``carries_on``: truncated responses are reported as complete."""
+    """The dialect of ``POST /v1/responses``; ``reports_complete``: truncated responses are reported as complete."""
 
     name = "openai_responses"
     statuses: Mapping[int, int] = {}
 
-    def __init__(self, conversations: Conversations | None = None, *, carries_on: bool = False) -> None:
+    def __init__(self, conversations: Conversations | None = None, *, reports_complete: bool = False) -> None:
         self._conversations = conversations or Conversations()
-        self._carries_on = carries_on
+        self._reports_complete = reports_complete
 
     def read(self, body: Mapping[str, Any], abilities: Abilities) -> ChatRequest:
         """Parse a request body."""
@@ -55,14 +55,14 @@ class OpenAIResponses:
     def respond(self, request: ChatRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return a ``response``, which later requests may reference."""
         (answer,) = answers
-        response = _Response(request, self._carries_on)
+        response = _Response(request, self._reports_complete)
         items = response.items(answer)
         self.store(response.id, request, answer, items)
         return response.finished(answer, items)
 
     def writer(self, request: ChatRequest) -> ItemWriter:
         """Return the item writer of a stream."""
-        return ItemWriter(self, request, self._carries_on)
+        return ItemWriter(self, request, self._reports_complete)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         """Return an error in OpenAI's form."""
@@ -86,13 +86,13 @@ def _echo(answer: Answer) -> Message:
 class _Response:
     """One response: id, fields and items."""
 
-    __slots__ = ("_base", "_carries_on", "_key", "_request", "_tools", "id")
+    __slots__ = ("_base", "_key", "_reports_complete", "_request", "_tools", "id")
 
-    def __init__(self, request: ChatRequest, carries_on: bool) -> None:
+    def __init__(self, request: ChatRequest, reports_complete: bool) -> None:
         self._key = new_id("")
         self.id = f"resp_{self._key}"
         self._request = request
-        self._carries_on = carries_on
+        self._reports_complete = reports_complete
         self._tools: ResponsesTools = request.extra["tools"]
         body: Mapping[str, Any] = request.extra["body"]
         repeated = {key: default if body.get(key) is None else body[key] for key, default in _REPEATED_FIELDS.items()}
@@ -119,7 +119,7 @@ class _Response:
         return {**self._base, "status": "failed", "error": details, "output": [], "usage": None}
 
     def finished(self, answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
-        cut = answer.cut and not self._carries_on
+        cut = answer.cut and not self._reports_complete
         return {
             **self._base,
             "status": "incomplete" if cut else "completed",
@@ -158,7 +158,7 @@ class _Response:
     def message(self, index: int, text: str, answer: Answer | None) -> dict[str, Any]:
         """Return a message item, in progress if ``answer`` is None."""
         status = "completed" if answer is not None else "in_progress"
-        if answer is not None and answer.cut and not self._carries_on:
+        if answer is not None and answer.cut and not self._reports_complete:
             status = "incomplete"
         content = [self.text(text, answer)] if answer is not None else []
         return {
@@ -193,18 +193,28 @@ class _Response:
 class ItemWriter:
     """Writer of one response's events: each item is added, grows and is done."""
 
-    __slots__ = ("_dialect", "_items", "_number", "_open", "_parts", "_request", "_response", "_sent", "_thought")
+    __slots__ = (
+        "_dialect",
+        "_items",
+        "_number",
+        "_open_kind",
+        "_open_text",
+        "_reasoning_sent",
+        "_request",
+        "_response",
+        "_text_sent",
+    )
 
-    def __init__(self, dialect: OpenAIResponses, request: ChatRequest, carries_on: bool) -> None:
+    def __init__(self, dialect: OpenAIResponses, request: ChatRequest, reports_complete: bool) -> None:
         self._dialect = dialect
         self._request = request
-        self._response = _Response(request, carries_on)
+        self._response = _Response(request, reports_complete)
         self._number = 0
         self._items: list[dict[str, Any]] = []
-        self._open = ""
-        self._parts: list[str] = []
-        self._sent = 0
-        self._thought = 0
+        self._open_kind = ""
+        self._open_text: list[str] = []
+        self._text_sent = 0
+        self._reasoning_sent = 0
 
     def begin(self) -> bytes:
         """Return the start of the response."""
@@ -219,24 +229,24 @@ class ItemWriter:
 
     def thoughts(self, index: int, text: str) -> bytes:  # noqa: ARG002 - this API knows one answer
         """Return the events of more reasoning."""
-        self._thought += len(text)
-        opened = self._into("reasoning")
-        self._parts.append(text)
-        return opened + self._part_event("response.reasoning_text.delta", delta=text)
+        self._reasoning_sent += len(text)
+        opening = self._switch_to("reasoning")
+        self._open_text.append(text)
+        return opening + self._part_event("response.reasoning_text.delta", delta=text)
 
     def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
         """Return the events of more text."""
-        self._sent += len(text)
-        opened = self._into("message")
-        self._parts.append(text)
-        return opened + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        self._text_sent += len(text)
+        opening = self._switch_to("message")
+        self._open_text.append(text)
+        return opening + self._part_event("response.output_text.delta", delta=text, logprobs=[])
 
     def finish(self, index: int, answer: Answer) -> bytes:
         """Return the rest of the response, its calls and its end."""
         events = []
-        if rest := answer.thoughts[self._thought :]:
+        if rest := answer.thoughts[self._reasoning_sent :]:
             events.append(self.thoughts(index, rest))
-        rest = answer.text[self._sent :]
+        rest = answer.text[self._text_sent :]
         if rest or not (answer.text or answer.calls):
             events.append(self.text(index, rest))
         events.append(self._close(answer))
@@ -259,41 +269,41 @@ class ItemWriter:
         item = self._response.call(index, call)
         self._items.append(item)
         if item["type"] == f"{SEARCH}_call":
-            added = self._event("response.output_item.added", output_index=index, item=item)
-            return added + self._event("response.output_item.done", output_index=index, item=item)
+            adding = self._event("response.output_item.added", output_index=index, item=item)
+            return adding + self._event("response.output_item.done", output_index=index, item=item)
         key = "input" if item["type"] == "custom_tool_call" else "arguments"
         kind = "custom_tool_call_input" if key == "input" else "function_call_arguments"
-        begun = {**item, key: "", "status": "in_progress"}
-        at = {"item_id": item["id"], "output_index": index}
-        done: dict[str, Any] = {key: item[key]} if key == "input" else {key: item[key], "name": item["name"]}
+        added_item = {**item, key: "", "status": "in_progress"}
+        location = {"item_id": item["id"], "output_index": index}
+        done_fields: dict[str, Any] = {key: item[key]} if key == "input" else {key: item[key], "name": item["name"]}
         return b"".join(
             [
-                self._event("response.output_item.added", output_index=index, item=begun),
-                self._event(f"response.{kind}.delta", **at, delta=item[key]),
-                self._event(f"response.{kind}.done", **at, **done),
+                self._event("response.output_item.added", output_index=index, item=added_item),
+                self._event(f"response.{kind}.delta", **location, delta=item[key]),
+                self._event(f"response.{kind}.done", **location, **done_fields),
                 self._event("response.output_item.done", output_index=index, item=item),
             ]
         )
 
-    def _into(self, kind: str) -> bytes:
+    def _switch_to(self, kind: str) -> bytes:
         """Return the events that make an item of ``kind`` the open one."""
-        if self._open == kind:
+        if self._open_kind == kind:
             return b""
-        closed = self._close(None)
-        self._open = kind
+        closing = self._close(None)
+        self._open_kind = kind
         index = len(self._items)
         if kind == "reasoning":
             item = {**self._response.reasoning(index, ""), "status": "in_progress"}
-            added = self._event("response.output_item.added", output_index=index, item=item)
-            return closed + added
-        added = self._event(
+            adding = self._event("response.output_item.added", output_index=index, item=item)
+            return closing + adding
+        adding = self._event(
             "response.output_item.added", output_index=index, item=self._response.message(index, "", None)
         )
-        return closed + added + self._part_event("response.content_part.added", part=self._response.text("", None))
+        return closing + adding + self._part_event("response.content_part.added", part=self._response.text("", None))
 
     def _close(self, answer: Answer | None) -> bytes:
         """Return the end of the open item; ``answer`` is set if the response ends with it."""
-        kind, text, index = self._open, "".join(self._parts), len(self._items)
+        kind, text, index = self._open_kind, "".join(self._open_text), len(self._items)
         if not kind:
             return b""
         if kind == "reasoning":
@@ -306,16 +316,16 @@ class ItemWriter:
             item = self._response.message(index, text, answer)
             if answer is None:
                 item |= {"status": "completed", "content": [part]}
-        self._open = ""
-        self._parts.clear()
+        self._open_kind = ""
+        self._open_text.clear()
         self._items.append(item)
         return events + self._event("response.output_item.done", output_index=index, item=item)
 
     def _part_event(self, kind: str, **values: Any) -> bytes:
         index = len(self._items)
-        prefix = "rs" if self._open == "reasoning" else "msg"
-        at = {"item_id": self._response.item_id(prefix, index), "output_index": index, "content_index": 0}
-        return self._event(kind, **at, **values)
+        prefix = "rs" if self._open_kind == "reasoning" else "msg"
+        location = {"item_id": self._response.item_id(prefix, index), "output_index": index, "content_index": 0}
+        return self._event(kind, **location, **values)
 
     def _event(self, kind: str, **values: Any) -> bytes:
         number = self._number

@@ -33,13 +33,13 @@ _QUOTED = 300
 
 async def _while_connected(exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
     """Run ``work``, cancelled if the client disconnects."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(exchange.disconnected())
+    task, disconnection = asyncio.ensure_future(work), asyncio.ensure_future(exchange.disconnected())
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnection), return_when=asyncio.FIRST_COMPLETED)
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        disconnection.cancel()
+        await asyncio.gather(task, disconnection, return_exceptions=True)
     if not task.cancelled():
         task.result()
 

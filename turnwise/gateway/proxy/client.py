@@ -141,31 +141,31 @@ class HostedClient(NoTokens):
 
 def _sampling_fields(params: SamplingParams, max_tokens: int | None) -> dict[str, float]:
     """Return the non-default sampling parameters (some models reject explicit defaults). Raises SessionError."""
-    named: dict[str, float] = {}
+    fields: dict[str, float] = {}
     default = SamplingParams()
     unknown = [name for name in _UNKNOWN if getattr(params, name) != getattr(default, name)]
     if unknown:
         raise SessionError(f"params.{unknown[0]}: session.chat cannot pass it to a hosted endpoint: remove it")
     if params.temperature != default.temperature:
-        named["temperature"] = params.temperature
+        fields["temperature"] = params.temperature
     if params.top_p != default.top_p:
-        named["top_p"] = params.top_p
+        fields["top_p"] = params.top_p
     if params.seed is not None:
-        named["seed"] = params.seed
+        fields["seed"] = params.seed
     limits = [limit for limit in (params.max_tokens, max_tokens) if limit is not None]
-    return {**named, "max_completion_tokens": min(limits)} if limits else named
+    return {**fields, "max_completion_tokens": min(limits)} if limits else fields
 
 
 def _sent(message: Message) -> dict[str, Any]:
-    sent: dict[str, Any] = {"role": message["role"], "content": message.get("content")}
+    entry: dict[str, Any] = {"role": message["role"], "content": message.get("content")}
     for key in ("name", "tool_call_id"):
         value = message.get(key)
         if value is not None:
-            sent[key] = value
+            entry[key] = value
     calls: Sequence[ToolCall | Mapping[str, Any]] = message.get("tool_calls") or ()
     if calls:
-        sent["tool_calls"] = [_sent_call(call) for call in calls]
-    return sent
+        entry["tool_calls"] = [_sent_call(call) for call in calls]
+    return entry
 
 
 def _sent_call(call: ToolCall | Mapping[str, Any]) -> Mapping[str, Any]:

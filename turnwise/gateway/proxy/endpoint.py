@@ -97,20 +97,27 @@ class Endpoint:
 
     def request_headers(self, agent_headers: Headers, *, anthropic: bool, token: str) -> dict[str, str]:
         """Return the headers to send: the agent's, without secrets and the session's token, with the endpoint's key."""
-        named = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in agent_headers]
-        listed = {part.strip().lower() for name, value in named if name == "connection" for part in value.split(",")}
-        sent: dict[str, str] = {}
-        for name, value in named:
-            if name in _NOT_SENT or name in listed or name.startswith(_NOT_SENT_BEGINNINGS) or token in value:
+        headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in agent_headers]
+        connection_headers = {
+            part.strip().lower() for name, value in headers if name == "connection" for part in value.split(",")
+        }
+        forwarded: dict[str, str] = {}
+        for name, value in headers:
+            if (
+                name in _NOT_SENT
+                or name in connection_headers
+                or name.startswith(_NOT_SENT_BEGINNINGS)
+                or token in value
+            ):
                 continue
             # Repeated headers are a list.
-            sent[name] = f"{sent[name]}, {value}" if name in sent else value
-        sent |= {name.lower(): value for name, value in self._config.headers.items()}
-        sent["accept-encoding"] = "identity"
+            forwarded[name] = f"{forwarded[name]}, {value}" if name in forwarded else value
+        forwarded |= {name.lower(): value for name, value in self._config.headers.items()}
+        forwarded["accept-encoding"] = "identity"
         if self._key:
             header = self._config.key_header or ("x-api-key" if anthropic else "authorization")
-            sent[header] = f"Bearer {self._key}" if header == "authorization" else self._key
-        return sent
+            forwarded[header] = f"Bearer {self._key}" if header == "authorization" else self._key
+        return forwarded
 
     @contextlib.asynccontextmanager
     async def request(
