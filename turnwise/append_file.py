@@ -80,13 +80,13 @@ def replace_file(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def drafted_directory(target: Path) -> Iterator[Path]:
     """Yield an empty directory that takes the place of ``target`` at the end of the block, and goes where it fails."""
-    home = target.absolute().parent
-    for abandoned in home.glob(f".draft-{target.name}-*"):
+    folder = target.absolute().parent
+    for abandoned in folder.glob(f".draft-{target.name}-*"):
         # Of a process that was killed, or, by the same number, of one before a restart of the machine.
         process = Path("/proc", abandoned.name.rpartition("-")[2])
         if process.name == str(os.getpid()) or (Path("/proc/self").exists() and not process.exists()):
             shutil.rmtree(abandoned, ignore_errors=True)
-    draft, replaced = (home / f".{kind}-{target.name}-{os.getpid()}" for kind in ("draft", "replaced"))
+    draft, replaced = (folder / f".{kind}-{target.name}-{os.getpid()}" for kind in ("draft", "replaced"))
     try:
         draft.mkdir(parents=True)
         yield draft
@@ -157,13 +157,13 @@ def writing(path: Path) -> Iterator[None]:
 
 def append_whole(file: int, data: bytes) -> None:
     """Append bytes; after a failed write none stay, since a torn line would swallow the next one."""
-    written = 0
+    bytes_written = 0
     try:
-        while written < len(data):
-            written += os.write(file, data[written:] if written else data)
+        while bytes_written < len(data):
+            bytes_written += os.write(file, data[bytes_written:] if bytes_written else data)
     except OSError:
-        if written:
-            os.ftruncate(file, os.fstat(file).st_size - written)
+        if bytes_written:
+            os.ftruncate(file, os.fstat(file).st_size - bytes_written)
         raise
 
 

@@ -122,7 +122,7 @@ def _models_at(model: type[BaseModel], keys: Keys) -> list[type[BaseModel]]:
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [cls for inner in get_args(annotation) for cls in _models_in(inner)]
+    return [cls for argument in get_args(annotation) for cls in _models_in(argument)]
 
 
 def _meaning(model: type[BaseModel], keys: Keys) -> str:
@@ -150,10 +150,10 @@ def _nearest(model: type[BaseModel], keys: Keys) -> str:
 
 def _all_keys(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[tuple[str, str]]:
     for name, field in model.model_fields.items():
-        inner = [cls for cls in _models_in(field.annotation) if cls not in above]
+        subsections = [cls for cls in _models_in(field.annotation) if cls not in above]
         # In a section whose keys are names that the user chose, such as policies.main.
         pattern = f"{name}.{(field.examples or ['NAME'])[0]}" if get_origin(field.annotation) is dict else name
-        for cls in inner:
+        for cls in subsections:
             yield from _all_keys(cls, f"{prefix}{pattern}.", (*above, model))
         yield name, f"{prefix}{name}"
 
@@ -424,12 +424,12 @@ def merge_sections(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[s
 
 
 def _override(data: dict[str, Any], text: str, origins: dict[Keys, str]) -> None:
-    dotted, equals, written = text.partition("=")
+    dotted, equals, value_text = text.partition("=")
     names = [name for name in re.split(r"\.|\[(?=\d+\])|\](?=\.|\[|$)", dotted.strip()) if name]
     if not equals or not names:
         raise ConfigError(f"the override {text!r} is not of the form key=value, such as optim.lr=1e-4")
     try:
-        value = _Located.wrap(read_yaml(written), Path.cwd())
+        value = _Located.wrap(read_yaml(value_text), Path.cwd())
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of the override {text!r} is not YAML: {error}") from error
     section: Any = data

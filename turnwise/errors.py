@@ -211,11 +211,11 @@ def shown(value: object, limit: int = 80) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` with the closest known name, ignoring case and marks, or an empty text."""
-    plain = {re.sub(r"[\W_]", "", key.lower()): key for key in sorted(names)}
+    by_normalised_key = {re.sub(r"[\W_]", "", key.lower()): key for key in sorted(names)}
     spelled = re.sub(r"[\W_]", "", name.lower())
-    longer = [key for key in plain if len(spelled) > 2 and key.startswith(spelled)]
-    close = sorted(longer, key=len) or get_close_matches(spelled, plain, n=1)
-    return f"; did you mean {plain[close[0]]!r}?" if close else ""
+    longer = [key for key in by_normalised_key if len(spelled) > 2 and key.startswith(spelled)]
+    close = sorted(longer, key=len) or get_close_matches(spelled, by_normalised_key, n=1)
+    return f"; did you mean {by_normalised_key[close[0]]!r}?" if close else ""
 
 
 def first_of(error: BaseException) -> Exception:
@@ -224,9 +224,9 @@ def first_of(error: BaseException) -> Exception:
         error = error.exceptions[0]
     if isinstance(error, Exception):
         return error
-    named = AgentError(f"{type(error).__name__}: {error}")
-    named.__cause__ = error
-    return named
+    agent_error = AgentError(f"{type(error).__name__}: {error}")
+    agent_error.__cause__ = error
+    return agent_error
 
 
 @contextmanager

@@ -262,9 +262,9 @@ def reference_to(target: Any, what: str) -> str:
 
 def _name_of(target: Any) -> tuple[str | None, str | None]:
     """Return module and qualified name of a definition, also below decorators."""
-    named = inspect.unwrap(target) if callable(target) else target
-    if isinstance(named, type) or inspect.isroutine(named):
-        return named.__module__, named.__qualname__
+    unwrapped = inspect.unwrap(target) if callable(target) else target
+    if isinstance(unwrapped, type) or inspect.isroutine(unwrapped):
+        return unwrapped.__module__, unwrapped.__qualname__
     return None, None
 
 

@@ -126,9 +126,9 @@ class Media:
 
     def at(self, position: int) -> Media:
         """Return the same media at another position of a prompt."""
-        moved = replace(self, position=position)
-        object.__setattr__(moved, "_digest", self._digest)
-        return moved
+        copy = replace(self, position=position)
+        object.__setattr__(copy, "_digest", self._digest)
+        return copy
 
 
 @dataclass(frozen=True, slots=True)

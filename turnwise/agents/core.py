@@ -263,8 +263,8 @@ class Episode:
             raise
         info = result.info
         turn = message.get("turn_id")
-        named = info.get("rewards") or ({"step": result.reward} if result.reward else {})
-        for name, value in named.items():
+        rewards = info.get("rewards") or ({"step": result.reward} if result.reward else {})
+        for name, value in rewards.items():
             self.note(name, value, turn, agent=agent)
         for other, parts in agent_parts(info.get("agent_rewards"), "step").items():
             for name, value in parts.items():

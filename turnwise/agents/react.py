@@ -104,12 +104,12 @@ class TurnsAgent(Agent):
         policies = self._cast(agents, episode.seed)
         sessions = {name: episode.session_for(name, policies[name]) for name in agents}
         histories: dict[str, list[Message]] = {name: [] for name in agents}
-        heard = episode.observation
+        observation = episode.observation
         while True:
             if turn not in sessions:
                 raise AgentError(f"it is {turn!r}'s turn, none of those that reset named: {', '.join(agents)}")
             messages = histories[turn]
-            messages.extend(heard)
+            messages.extend(observation)
             message = await sessions[turn].chat(messages, _offered(episode, turn))
             if message["finish_reason"] == "length" and not message.get("tool_calls"):
                 episode.finish(StopReason.MAX_TOKENS, final=message)
@@ -118,7 +118,7 @@ class TurnsAgent(Agent):
             if result.terminated or result.truncated:
                 return
             messages.append(message)
-            heard = as_messages(result.observation)
+            observation = as_messages(result.observation)
             turn = result.info.get("turn") or turn
 
     def _cast(self, agents: Sequence[str], seed: int) -> dict[str, str | None]:

@@ -165,21 +165,21 @@ def _slow_tokenizer(path: Path) -> Tokenizer:
 
 def read_templates(path: Path) -> tuple[str | None, str | None]:
     """Return a directory's chat template, and the one for prompts with tools if there are two. Raises RenderError."""
-    named: dict[str, str] = {}
+    templates: dict[str, str] = {}
     configured = (read_json(path / _TOKENIZER_CONFIG) or {}).get("chat_template")
     if isinstance(configured, str):
-        named["default"] = configured
+        templates["default"] = configured
     elif isinstance(configured, list):
-        named = {str(item.get("name")): str(item.get("template")) for item in configured if isinstance(item, dict)}
+        templates = {str(item.get("name")): str(item.get("template")) for item in configured if isinstance(item, dict)}
     file = path / _TEMPLATE_FILE
     if file.is_file():
-        named["default"] = _text(file)
+        templates["default"] = _text(file)
     elif (old := read_json(path / _OLD_TEMPLATE_FILE)) and isinstance(old.get("chat_template"), str):
-        named["default"] = old["chat_template"]
+        templates["default"] = old["chat_template"]
     more = path / TOOL_TEMPLATE_FILE
     if more.is_file():
-        named["tool_use"] = _text(more)
-    return named.get("default") or named.get("tool_use"), named.get("tool_use")
+        templates["tool_use"] = _text(more)
+    return templates.get("default") or templates.get("tool_use"), templates.get("tool_use")
 
 
 def _text(file: Path) -> str:
@@ -239,8 +239,8 @@ def check_trained(path: Path, digest: str, chat_template: str | Path | None = No
 
 
 def _eos_ids(path: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple[int, ...]:
-    added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
-    ids: list[int] = [added[special["eos_token"]]] if special.get("eos_token") in added else []
+    added_tokens = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
+    ids: list[int] = [added_tokens[special["eos_token"]]] if special.get("eos_token") in added_tokens else []
     for name in (_GENERATION_CONFIG, "config.json"):
         value = (read_json(path / name) or {}).get("eos_token_id")
         eos_ids = value if isinstance(value, list) else [value]
@@ -292,7 +292,7 @@ def _vocabulary(directory: Path) -> object:
     file = directory / "tokenizer.json"
     try:
         record = orjson.loads(file.read_bytes())
-        added = {token["content"]: token["id"] for token in record.get("added_tokens", ())}
-        return record["model"]["vocab"], added
+        added_tokens = {token["content"]: token["id"] for token in record.get("added_tokens", ())}
+        return record["model"]["vocab"], added_tokens
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return None

@@ -90,9 +90,9 @@ def _evaluate_suite(
 
     if config is not None:
         raise ConfigError(f"--config is {config}, and ENV is {env}: write settings of all into the suite's defaults")
-    named = {key: value for key, value in options.items() if value is not None and key != "rollout.env.name"}
-    out = named.pop("out", None)
-    defaults = as_overrides(named, "defaults.")
+    overrides = {key: value for key, value in options.items() if value is not None and key != "rollout.env.name"}
+    out = overrides.pop("out", None)
+    defaults = as_overrides(overrides, "defaults.")
     if "," not in env:
         suite = load_suite(Path(env), [*defaults, *as_overrides({"out": out}), *keys])
     else:
@@ -101,19 +101,19 @@ def _evaluate_suite(
         evaluations = {name: {"rollout": {"env": {"name": name}}} for name in names}
         suite = load_suite(None, defaults, {"evaluations": evaluations, "out": str(out or "runs/eval-suite")})
     rows = run_suite(suite, _evaluate)
-    below = [] if fail_under is None else [row for row in rows if row.below(fail_under)]
-    for row in below:
+    failing_rows = [] if fail_under is None else [row for row in rows if row.below(fail_under)]
+    for row in failing_rows:
         words = f"success of {row.model} on {row.evaluation} is below --fail-under {fail_under:g}"
         typer.secho(words, fg="red", err=True)
-    if below or any(row.error is not None for row in rows):
+    if failing_rows or any(row.error is not None for row in rows):
         raise typer.Exit(1)
 
 
 def _fail_below(result: EvalResult, success: float | None) -> None:
-    below = {} if success is None else result.below(success)
-    for name, rate in below.items():
+    shortfalls = {} if success is None else result.below(success)
+    for name, rate in shortfalls.items():
         typer.secho(f"success, {name}, is {rate:.3f}, below --fail-under {success:g}", fg="red", err=True)
-    if below:
+    if shortfalls:
         raise typer.Exit(1)
 
 

@@ -44,18 +44,18 @@ def init(
     package = name.replace("-", "_")
     if name in env_names() or package in env_names() or package == "turnwise":
         raise ConfigError(f"NAME is {name!r}, which is taken by an environment: choose another name")
-    home = directory or Path.cwd() / name
-    if home.exists() and (not home.is_dir() or any(home.iterdir())):
-        raise ConfigError(f"{home} is not an empty directory: choose another one with --dir")
+    folder = directory or Path.cwd() / name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty directory: choose another one with --dir")
     words = {"name": name, "package": package, "class": "".join(map(str.capitalize, package.split("_"))) + "Env"}
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
     for template, path in _FILES.items():
-        file = home / path.format(package=package)
+        file = folder / path.format(package=package)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(templates.get_template(f"{template}.jinja").render(words), encoding="utf-8")
-    typer.echo(f"{home}: {len(_FILES)} files; begin with its README.md and src/{package}/env.py")
+    typer.echo(f"{folder}: {len(_FILES)} files; begin with its README.md and src/{package}/env.py")
 
 
 def make_model(
@@ -95,6 +95,6 @@ def make_model(
     file, colon, name = env.rpartition(":")
     reference = f"{os.path.relpath(file)}{colon}{name}" if file.endswith(".py") else env
     held_out = tasks or (None if env_class(spec.id).default_tasks else source(200, "test"))
-    named = "" if held_out is None else f" --tasks '{held_out}'"
-    typer.echo(f"turnwise eval {reference} --model {directory}{named} evaluates it")
+    tasks_option = "" if held_out is None else f" --tasks '{held_out}'"
+    typer.echo(f"turnwise eval {reference} --model {directory}{tasks_option} evaluates it")
     typer.echo(f"turnwise train {directory / TRAINING} trains it, with rates for its size")

@@ -84,12 +84,12 @@ def _run(checked: TrainConfig, fresh: bool, resume_step: int | None) -> None:
         from turnwise.inference.builtin import forked_servers
         from turnwise.trainer.train import run_train
 
-    here = []
+    server_configs = []
     if checked.placement == "local":
         frozen = [policy for policy in checked.rollout.frozen.values() if policy.hosted is None and not policy.urls]
-        here = [checked.of_policy(name).inference for name in checked.served]
-        here += [policy.inference for policy in frozen]
-    with forked_servers(here):
+        server_configs = [checked.of_policy(name).inference for name in checked.served]
+        server_configs += [policy.inference for policy in frozen]
+    with forked_servers(server_configs):
         run_train(checked, fresh=fresh, resume_step=resume_step)
 
 
@@ -234,9 +234,9 @@ def export(
     filters = (partition, policy, min_reward, best_per_task)
     names = ("--partition", "--policy", "--min-reward", "--best-per-task")
     runs = {name: value is not None for name, value in zip(names, filters, strict=True) if name != "--policy"}
-    if wrong := [name for name, is_set in (runs if to == "model" else models).items() if is_set]:
+    if unfitting := [name for name, is_set in (runs if to == "model" else models).items() if is_set]:
         reason = "a model has none" if to == "model" else "they choose a model: leave out --to"
-        raise ConfigError(f"--to is {to}, with {', '.join(wrong)}: {reason}")
+        raise ConfigError(f"--to is {to}, with {', '.join(unfitting)}: {reason}")
     if to == "model":
         from turnwise.trainer.run.export import export_model
 

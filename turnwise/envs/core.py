@@ -45,9 +45,9 @@ def tool_methods(cls: type) -> dict[str, FunctionTool]:
     by_attribute: dict[str, FunctionTool] = {}
     for base in reversed(cls.__mro__):
         for attribute, value in vars(base).items():
-            inner = value.__func__ if isinstance(value, staticmethod) else value
-            if isinstance(inner, FunctionTool):
-                by_attribute[attribute] = inner
+            function = value.__func__ if isinstance(value, staticmethod) else value
+            if isinstance(function, FunctionTool):
+                by_attribute[attribute] = function
             elif attribute in by_attribute and value is None:
                 del by_attribute[attribute]
             elif attribute in by_attribute and attribute in vars(cls):

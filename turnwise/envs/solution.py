@@ -31,13 +31,13 @@ class Solver:
         Args:
             observation: Answer to the message before; None at first.
         """
-        answered = cast("list[Message]", None if observation is None else list(observation))
+        messages = cast("list[Message]", None if observation is None else list(observation))
         with user_code(EnvError, f"{self._name}.solve raised"):
             try:
                 if isinstance(self._solution, AsyncGenerator):
-                    move = await self._solution.asend(answered)
+                    move = await self._solution.asend(messages)
                 else:
-                    move = self._solution.send(answered)
+                    move = self._solution.send(messages)
             except (StopIteration, StopAsyncIteration):
                 return None
         self.moves += 1

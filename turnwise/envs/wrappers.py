@@ -157,11 +157,11 @@ class Wrapper(Env):
 
     async def fork(self) -> Env:
         """Return the wrapper, with a copy of its attributes, around a fork of the wrapped environment."""
-        inner = await fork_env(self.env)
+        forked_env = await fork_env(self.env)
         try:
-            fork: Env = await copy_env(self, self.fork_shares, _carry_nothing, {id(self.env): inner})
+            fork: Env = await copy_env(self, self.fork_shares, _carry_nothing, {id(self.env): forked_env})
         except BaseException:  # also a cancellation: what was forked is closed
-            await close_env(inner)
+            await close_env(forked_env)
             raise
         return fork
 
@@ -215,13 +215,13 @@ async def call_by_name(env: Env, method: str, *args: Any) -> Any:
         AgentError: There is no such method.
         EnvError: It raised.
     """
-    inner = env.unwrapped if isinstance(env, Wrapper) else env
-    methods = [name for name in dir(type(inner)) if not name.startswith("_") and name not in dir(Env)]
+    base_env = env.unwrapped if isinstance(env, Wrapper) else env
+    methods = [name for name in dir(type(base_env)) if not name.startswith("_") and name not in dir(Env)]
     if method not in methods:
         hint = nearest(method, methods) or f": it has {', '.join(methods) or 'no methods'}"
-        raise AgentError(f"{type(inner).__qualname__} has no method {method!r}{hint}")
-    function: Callable[..., Any] = getattr(inner, method)
-    return await run_method(inner, function, *args)
+        raise AgentError(f"{type(base_env).__qualname__} has no method {method!r}{hint}")
+    function: Callable[..., Any] = getattr(base_env, method)
+    return await run_method(base_env, function, *args)
 
 
 @functools.cache
@@ -277,8 +277,8 @@ class ShapeReward(Wrapper):
     async def step(self, action: Message) -> StepResult:
         """Shape the reward of a step."""
         result = await super().step(action)
-        named = result.info.get("rewards")
-        parts = dict(named) if named is not None else {"step": result.reward} if result.reward else {}
+        rewards = result.info.get("rewards")
+        parts = dict(rewards) if rewards is not None else {"step": result.reward} if result.reward else {}
         parts = await self._shape_parts(result.reward, result.info, action, parts)
         return result._replace(reward=sum(parts.values()), info={**result.info, "rewards": parts})
 

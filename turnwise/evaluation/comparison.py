@@ -226,19 +226,19 @@ def sign_flip_test(differences: Means) -> float:
     Args:
         differences: float64 of shape [tasks].
     """
-    moved = differences[differences != 0]
-    if not len(moved):
+    changes = differences[differences != 0]
+    if not len(changes):
         return 1.0
-    observed = abs(moved.sum()) * (1 - 1e-9)
-    if len(moved) <= _EXACT_UP_TO:
-        codes = np.arange(1 << len(moved))
-        signs = 1 - 2 * (codes[:, None] >> np.arange(len(moved)) & 1)
-        return float((np.abs(signs @ moved) >= observed).mean())
+    observed = abs(changes.sum()) * (1 - 1e-9)
+    if len(changes) <= _EXACT_UP_TO:
+        codes = np.arange(1 << len(changes))
+        signs = 1 - 2 * (codes[:, None] >> np.arange(len(changes)) & 1)
+        return float((np.abs(signs @ changes) >= observed).mean())
     rng = np.random.default_rng(0)
     extreme = 0
-    for count in _chunks(_PERMUTATIONS, len(moved)):
-        signs = rng.integers(0, 2, (count, len(moved)), dtype=np.int8) * 2 - 1
-        extreme += int((np.abs(signs @ moved) >= observed).sum())
+    for count in _chunks(_PERMUTATIONS, len(changes)):
+        signs = rng.integers(0, 2, (count, len(changes)), dtype=np.int8) * 2 - 1
+        extreme += int((np.abs(signs @ changes) >= observed).sum())
     return (extreme + 1) / (_PERMUTATIONS + 1)
 
 

@@ -50,13 +50,13 @@ class EvalBudget(Section):
     def remaining(self, figures: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Return what remains of each limit after evaluations with these summaries."""
         spent = [summary.get("spent", {}) for summary in figures]
-        used = {
+        spent_by_limit = {
             "tokens": sum(tokens.get("sampled_tokens", 0) for tokens in spent),
             "seconds": sum(summary.get("seconds", 0.0) for summary in figures),
             "money": sum(tokens.get("cost") or 0.0 for tokens in spent),
         }
-        limits = {name: getattr(self, name) for name in used}
-        return {name: limit - used[name] for name, limit in limits.items() if limit is not None}
+        limits = {name: getattr(self, name) for name in spent_by_limit}
+        return {name: limit - spent_by_limit[name] for name, limit in limits.items() if limit is not None}
 
     def within(self, amounts: Mapping[str, float]) -> EvalBudget:
         """Return the smaller of this and of what remains of another one."""
@@ -213,7 +213,7 @@ class EvalConfig(EvalPlan):
             return self
         base_url(self.url)
         rollout = self.rollout
-        wrong = {
+        not_of_endpoints = {
             "model": self.model is not None,
             "greedy": self.greedy,
             "max_prompt_tokens": self.max_prompt_tokens is not None,
@@ -222,7 +222,7 @@ class EvalConfig(EvalPlan):
             "rollout.context_length": rollout.context_length is not None,
             "rollout.reasoning": rollout.reasoning != "keep",
         }
-        conflicting = [name for name, is_set in wrong.items() if is_set]
+        conflicting = [name for name, is_set in not_of_endpoints.items() if is_set]
         if conflicting:
             keys = ", ".join(conflicting)
             raise ValueError(f"no {keys} together with hosted: its tokens are not known, and agents ask it")

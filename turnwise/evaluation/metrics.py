@@ -505,7 +505,7 @@ def money(amount: float) -> str:
 
 def _counts(counts: Mapping[str, int]) -> str:
     total = counts.get("all")
-    named = ", ".join(f"{name} {count}" for name, count in counts.items() if name != "all" and count)
+    counts_text = ", ".join(f"{name} {count}" for name, count in counts.items() if name != "all" and count)
     if total is None:
-        return named or "-"
-    return f"{total} ({named})" if named else str(total)
+        return counts_text or "-"
+    return f"{total} ({counts_text})" if counts_text else str(total)

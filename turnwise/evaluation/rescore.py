@@ -160,10 +160,10 @@ def _selected_trajectories(settings: RescoreSettings) -> list[Trajectory]:
 
 def _run_config(source: Path) -> dict[str, Any]:
     """Return ``config.yaml`` of the run whose trajectories are rescored, through earlier rescorings; empty without."""
-    home = run_file(source).parent
-    while (home / RESCORED).is_file():
-        home = Path(orjson.loads((home / RESCORED).read_bytes())["source"]).parent
-    file = home / "config.yaml"
+    run_folder = run_file(source).parent
+    while (run_folder / RESCORED).is_file():
+        run_folder = Path(orjson.loads((run_folder / RESCORED).read_bytes())["source"]).parent
+    file = run_folder / "config.yaml"
     content = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
     return content or {}
 

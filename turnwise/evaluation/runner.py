@@ -173,10 +173,10 @@ class EvalProgress:
     @property
     def time_left(self) -> float | None:
         """Estimated remaining seconds by the rate of this process; None before its first episode."""
-        here = self.ended - self._restored
-        if here <= 0:
+        ended_here = self.ended - self._restored
+        if ended_here <= 0:
             return None
-        return (self._clock() - self._started) / here * (self.total - self.ended)
+        return (self._clock() - self._started) / ended_here * (self.total - self.ended)
 
     def wrote(self, trajectory: Trajectory) -> None:
         """Count the episode of a written trajectory."""
@@ -395,12 +395,12 @@ async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: 
         # text, so there are no tokens to record.
         policies = config.rollout.frozen
         tells = config.hosted is None or any(policy.hosted is None for policy in policies.values())
-        book = LedgerWriter(folder / "ledger.jsonl") if tells else None
-        if book is not None:
-            stack.push(book.leave)
-        client = LedgerClient(model.client, book) if book is not None and config.hosted is None else model.client
+        ledger = LedgerWriter(folder / "ledger.jsonl") if tells else None
+        if ledger is not None:
+            stack.push(ledger.leave)
+        client = LedgerClient(model.client, ledger) if ledger is not None and config.hosted is None else model.client
         stack.push_async_callback(client.close)
-        frozen = await open_frozen(policies, renderers, stack, start=config.model, logs=folder / "logs", book=book)
+        frozen = await open_frozen(policies, renderers, stack, start=config.model, logs=folder / "logs", ledger=ledger)
 
         async def recover(error: InferenceError) -> None:
             if model.recover is not None:

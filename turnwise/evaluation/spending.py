@@ -43,8 +43,8 @@ class Spending:
             self.prompt_tokens += prompt_tokens(trajectory)
             self.sampled_tokens += trajectory.sampled_tokens
         tokens, money = self._budget.tokens, self._budget.money
-        used = (("tokens", self.sampled_tokens, tokens), ("money", self.figures.get("cost", 0.0), money))
-        for name, value, limit in used:
+        amounts = (("tokens", self.sampled_tokens, tokens), ("money", self.figures.get("cost", 0.0), money))
+        for name, value, limit in amounts:
             if limit is not None and value >= limit:
                 self.end(name)
 

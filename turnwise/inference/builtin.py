@@ -286,10 +286,10 @@ def _become_server(link: socket.socket, main: Callable[[list[str]], int]) -> int
     request = orjson.loads(body)
     descriptors = request["descriptors"]
     # First out of the way of the numbers that they shall have.
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(descriptors) + 1) for descriptor in received]
+    duplicates = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(descriptors) + 1) for descriptor in received]
     for descriptor in received:
         os.close(descriptor)
-    for source, number in zip(moved, descriptors, strict=True):
+    for source, number in zip(duplicates, descriptors, strict=True):
         os.dup2(source, number, inheritable=True)
         os.close(source)
     os.environ.clear()

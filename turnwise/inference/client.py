@@ -320,7 +320,7 @@ class HTTPClient(LLMClient):
         body = _parse(await self._get(url, "/v1/models"), url)
         try:
             cards = body["data"]
-            card = next((listed for listed in cards if listed["id"] == served.model), cards[0])
+            card = next((entry for entry in cards if entry["id"] == served.model), cards[0])
             # vLLM's cards of adapters do not repeat it.
             name, length = str(card["id"]), int(card.get("max_model_len") or cards[0]["max_model_len"])
             # Ours say so; vLLM always can.
@@ -330,8 +330,8 @@ class HTTPClient(LLMClient):
         if served.version is not None:
             return ModelInfo(name, length, served.version, guides)
         try:
-            whose = "" if served.model is None else f"?model={quote(served.model, safe='')}"
-            info = _parse(await self._get(url, "/weight_info" + whose), url)
+            query = "" if served.model is None else f"?model={quote(served.model, safe='')}"
+            info = _parse(await self._get(url, "/weight_info" + query), url)
         except RequestRefused:
             # vLLM has this route in its development mode only.
             return ModelInfo(name, length, guides=guides)

@@ -144,11 +144,11 @@ class Response(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Have a server noticed that vanishes without closing its connections."""
         self.transport = cast(asyncio.Transport, transport)
-        plain = transport.get_extra_info("socket")
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        raw_socket = transport.get_extra_info("socket")
+        raw_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _PROBES.items():
             if name in vars(socket):  # not every system has them all
-                plain.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
+                raw_socket.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
 
     def data_received(self, data: bytes) -> None:
         """Parse data, unless nothing was requested: it would be read as the beginning of the next response."""

@@ -138,10 +138,10 @@ class EngineEnvironment:
         elif (spec := importlib.util.find_spec(self.engine)) is not None and spec.origin is not None:
             return Path(sys.executable)
         else:
-            here, relative = Path.cwd(), Path(f".venv-{self.engine}") / "bin" / "python"
-            near = (folder / relative for folder in (here, *here.parents))
+            working_directory, relative = Path.cwd(), Path(f".venv-{self.engine}") / "bin" / "python"
+            near = (folder / relative for folder in (working_directory, *working_directory.parents))
             # Not resolved: an interpreter knows its environment by the path of its link.
-            python = next((candidate for candidate in near if candidate.exists()), here / relative)
+            python = next((candidate for candidate in near if candidate.exists()), working_directory / relative)
             if not python.exists():
                 raise ConfigError(
                     f"inference.engine is {self.engine}, but no interpreter with {self.title} was found: {key} and "
@@ -208,10 +208,10 @@ def engine_clashes(model: Path, config: InferenceConfig, reserved: Container[str
             f"inference.kv_tokens is {config.kv_tokens}, less than one sequence ({key}: {longest}): raise it, or lower "
             "inference.max_context"
         )
-    if server.gpus and len(server.gpus) != (needed := config.replicas * server.tensor_parallel):
+    if server.gpus and len(server.gpus) != (gpus := config.replicas * server.tensor_parallel):
         problems.append(
             f"inference.server.gpus is {server.gpus}, but {config.replicas} replicas of {server.tensor_parallel} GPUs "
-            f"(inference.replicas, inference.server.tensor_parallel) need {needed}"
+            f"(inference.replicas, inference.server.tensor_parallel) need {gpus}"
         )
     return problems
 
@@ -303,10 +303,10 @@ def make_replica(
     """
     engine: Any = find_engine(config.engine)
     # Only engines that can serve them know the argument.
-    named = {"adapters": adapters} if adapters else {}
+    extra = {"adapters": adapters} if adapters else {}
     try:
         replica: Replica = engine(
-            model, config, name=name, weight_version=weight_version, log_file=log_file, number=number, url=url, **named
+            model, config, name=name, weight_version=weight_version, log_file=log_file, number=number, url=url, **extra
         )
     except TypeError as error:
         raise ConfigError(

@@ -183,8 +183,8 @@ class ServerProcess:
         await child.process.ended.wait()
         if not child.expected:
             story = self._exit_report(child)
-            whose = f"the server of {self.what} (process {child.process.pid})"
-            self._death = EngineDied(f"{whose} died: {child.why}{story}")
+            server_name = f"the server of {self.what} (process {child.process.pid})"
+            self._death = EngineDied(f"{server_name} died: {child.why}{story}")
             self.died.set()
 
     def _exit_report(self, child: _Child) -> str:

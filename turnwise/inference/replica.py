@@ -57,8 +57,8 @@ class ControlRoutes:
 
     async def set_version(self, url: str, version: int, *, model: str | None = None) -> int:
         """Set the version of the served weights, or of the adapter ``model``; return what the server reports."""
-        named = {} if model is None else {"model": model}
-        answer = await self.request(url, "POST", "/update_weight_version", {"new_version": str(version), **named})
+        model_field = {} if model is None else {"model": model}
+        answer = await self.request(url, "POST", "/update_weight_version", {"new_version": str(version), **model_field})
         return int(answer["new_version"])
 
     async def request(

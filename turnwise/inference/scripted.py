@@ -181,12 +181,12 @@ async def replay(
             answer = await session.chat(history, tools)
             _check_round_trip(message, answer, trajectory_id, len(history))
             # Later messages name the calls by the ids that the conversation was written with.
-            written = message.get("tool_calls") or ()
-            ids.update(zip(map(_call_id, written), (call.id for call in answer.get("tool_calls", ())), strict=False))
+            calls = message.get("tool_calls") or ()
+            ids.update(zip(map(_call_id, calls), (call.id for call in answer.get("tool_calls", ())), strict=False))
             history.append(answer)
         else:
-            named = message.get("tool_call_id")
-            history.append({**message, "tool_call_id": ids[named]} if named in ids else message)
+            call_id = message.get("tool_call_id")
+            history.append({**message, "tool_call_id": ids[call_id]} if call_id in ids else message)
     return Trajectory(
         id=trajectory_id,
         episode_id=trajectory_id,

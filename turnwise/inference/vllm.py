@@ -386,7 +386,7 @@ class VLLMReplica(ServerReplica):
         """Call a method of all workers; return what they list, without repetitions."""
         body = {"method": method, "args": [orjson.dumps(manifest).decode()]}
         answer = await self._control.request(self._running_url(), "POST", "/collective_rpc", body)
-        return list(dict.fromkeys(text for listed in answer["results"] for text in listed))
+        return list(dict.fromkeys(text for texts in answer["results"] for text in texts))
 
     async def stats(self) -> dict[str, Any]:
         """Return the server's counters: requests, tokens, preemptions, CPU seconds and peak memory."""

@@ -44,18 +44,17 @@ def encode_choice(
     weight_versions: Sequence[VersionSpan],
 ) -> dict[str, Any]:
     """Return ``choices[0]`` of a response."""
-    listed = token_ids.tolist()
+    ids = token_ids.tolist()
     content = None
     if logprobs is not None:
         content = [
-            {"token_id": token_id, "logprob": logprob}
-            for token_id, logprob in zip(listed, logprobs.tolist(), strict=True)
+            {"token_id": token_id, "logprob": logprob} for token_id, logprob in zip(ids, logprobs.tolist(), strict=True)
         ]
     return {
         "index": 0,
         "finish_reason": finish_reason,
         "stop_reason": stop_reason,
-        "token_ids": listed,
+        "token_ids": ids,
         "logprobs": None if content is None else {"content": content},
         "weight_versions": [
             {"version": str(version), "start": start, "end": end} for version, start, end in weight_versions

@@ -27,8 +27,8 @@ class ResourcesConfig(Section):
 
     def bundle(self) -> dict[str, float]:
         """Return them by Ray's names, without zeros."""
-        named = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
-        return {name: amount for name, amount in named.items() if amount}
+        resources = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
+        return {name: amount for name, amount in resources.items() if amount}
 
 
 class WorkersConfig(ResourcesConfig):

@@ -117,12 +117,12 @@ def check_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> None:
         ]
         if not fitting:
             keys = " and ".join(_KEYS[kind] for kind in kinds)
-            needed = total(layout.bundles)
-            have = {name: sum(node.get(name, 0.0) for node in nodes) for name in needed}
-            by_node = "; ".join(amounts({name: node.get(name, 0.0) for name in needed}) for node in nodes)
+            required = total(layout.bundles)
+            have = {name: sum(node.get(name, 0.0) for node in nodes) for name in required}
+            by_node = "; ".join(amounts({name: node.get(name, 0.0) for name in required}) for node in nodes)
             raise ConfigError(
                 f"{keys} asks for {amounts(bundle)} on one node, and no node of the cluster has them left for the last "
-                f"of {len(layout.bundles)} bundles: all of them need {amounts(needed)}, and {len(nodes)} nodes have "
+                f"of {len(layout.bundles)} bundles: all of them need {amounts(required)}, and {len(nodes)} nodes have "
                 f"{amounts(have)} ({by_node})"
                 ": add nodes, or lower inference.replicas, ray.workers.min or the resources of either"
             )

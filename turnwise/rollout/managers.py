@@ -362,10 +362,10 @@ def _arguments(
     }
     parameters = inspect.signature(create).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        named = {parameter.name for parameter in parameters}
+        parameter_names = {parameter.name for parameter in parameters}
         second = {"client": "llm_client", "buffer": "replay_buffer"}
-        ours = {ours for ours, theirs in second.items() if theirs not in named}
-        return {name: value for name, value in offered.items() if name in named | ours | {"config", "parts"}}
+        ours = {ours for ours, theirs in second.items() if theirs not in parameter_names}
+        return {name: value for name, value in offered.items() if name in parameter_names | ours | {"config", "parts"}}
     unknown = [
         parameter.name
         for parameter in parameters

@@ -127,11 +127,11 @@ class GroupRewarder:
                 self.abandon(name, f"{type(error).__name__}: {error}", StopReason.ERROR)
                 episodes = {trajectory.episode_id for trajectory in group.trajectories}
                 return replace(group, trajectories=[], failed=group.failed + len(episodes))
-            for member, named in zip(members, values, strict=True):
+            for member, rewards in zip(members, values, strict=True):
                 weight = self._config.weight
-                member.metrics |= {f"group/{reward}": value for reward, value in named.items()}
+                member.metrics |= {f"group/{reward}": value for reward, value in rewards.items()}
                 member.metrics["group/seconds"] = time.monotonic() - began
-                member.rewards += [(None, reward, weight * value) for reward, value in named.items() if weight]
+                member.rewards += [(None, reward, weight * value) for reward, value in rewards.items() if weight]
         for trajectory in (*self._journaled.pop(name, ()), *self._waiting.pop(name, ())):
             self._write(trajectory)
         return group

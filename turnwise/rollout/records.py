@@ -135,8 +135,8 @@ class BatchWriter:
             for sample in samples
         ]
         with writing(self._path):
-            whose = {} if policy == MAIN else {"policy": policy}
-            self._file.append(orjson.dumps({"step": step, "epoch": epoch, **whose, "rows": rows}))
+            policy_field = {} if policy == MAIN else {"policy": policy}
+            self._file.append(orjson.dumps({"step": step, "epoch": epoch, **policy_field, "rows": rows}))
         self.records += 1
 
     def undo(self, step: int, records: int) -> None:

@@ -122,8 +122,8 @@ class EpisodeRunner:
             port=config.gateway.port,
             form=EndpointTemplate(config.address, config.gateway.public_urls),
         )
-        further = {name: Sampler.of(served, config) for name, served in (policies or {}).items()}
-        self._samplers = {policy: main, **further}
+        other_samplers = {name: Sampler.of(served, config) for name, served in (policies or {}).items()}
+        self._samplers = {policy: main, **other_samplers}
         self.gateway = main.gateway
         self._config = config
         self._renderer = renderer

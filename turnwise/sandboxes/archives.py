@@ -200,16 +200,16 @@ def _stays_inside(parts: list[str], goal: str) -> bool:
 def _open_folder(root: int, parts: list[str]) -> int:
     """Open (or create) a folder below another without following links."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    here = os.dup(root)
+    folder_fd = os.dup(root)
     for part in parts:
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(part, 0o755, dir_fd=here)
-            below = os.open(part, flags, dir_fd=here)
+                os.mkdir(part, 0o755, dir_fd=folder_fd)
+            child_fd = os.open(part, flags, dir_fd=folder_fd)
         finally:
-            os.close(here)
-        here = below
-    return here
+            os.close(folder_fd)
+        folder_fd = child_fd
+    return folder_fd
 
 
 def _write_file(content: IO[bytes], member: tarfile.TarInfo, folder: int, name: str, budget: _ByteBudget) -> None:

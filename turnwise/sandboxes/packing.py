@@ -35,12 +35,12 @@ def write_archive(source: str, stream: IO[bytes], name: str = ".", uid: int = 0,
     while pending:
         path, member_name = pending.pop()
         try:
-            below = _add_entry(path, member_name, stream, uid, gid)
+            children = _add_entry(path, member_name, stream, uid, gid)
         except OSError as error:
             if path == source or error.errno not in _VANISHED:
                 raise
             continue
-        pending += [(f"{path}/{child}", f"{member_name}/{child}") for child in sorted(below, reverse=True)]
+        pending += [(f"{path}/{child}", f"{member_name}/{child}") for child in sorted(children, reverse=True)]
     stream.write(bytes(2 * _BLOCK))
 
 
@@ -88,10 +88,10 @@ def _add_entry(path: str, name: str, stream: IO[bytes], uid: int, gid: int) -> l
             os.close(fd)
         return []
     if stat.S_ISDIR(status.st_mode):
-        below = os.listdir(path)
+        children = os.listdir(path)
         member.type = tarfile.DIRTYPE
         _write_header(member, status, stream)
-        return below
+        return children
     if stat.S_ISLNK(status.st_mode):
         member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
         _write_header(member, status, stream)

@@ -94,10 +94,10 @@ class SourceConfig(Section):
     @field_validator("columns")
     @classmethod
     def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
-        wrong = [name for name in columns if name not in ("id", "prompt", "env", "agent", "data")]
-        wrong = [name for name in wrong if not (name.startswith("data.") and all(name.split(".")))]
-        if wrong:
-            raise ValueError(f"fields of a task: id, prompt, env, agent, data, data.NAME (not {', '.join(wrong)})")
+        unknown = [name for name in columns if name not in ("id", "prompt", "env", "agent", "data")]
+        unknown = [name for name in unknown if not (name.startswith("data.") and all(name.split(".")))]
+        if unknown:
+            raise ValueError(f"fields of a task: id, prompt, env, agent, data, data.NAME (not {', '.join(unknown)})")
         return columns
 
     @model_validator(mode="after")
@@ -139,8 +139,8 @@ Sources: TypeAlias = "str | SourceConfig | Sequence[str | SourceConfig]"
 
 def sources_of(tasks: Sources) -> list[SourceConfig]:
     """Normalise ``tasks:`` to a list of sources."""
-    listed = [tasks] if isinstance(tasks, (str, SourceConfig)) else list(tasks)
-    return [source if isinstance(source, SourceConfig) else SourceConfig(source=source) for source in listed]
+    sources = [tasks] if isinstance(tasks, (str, SourceConfig)) else list(tasks)
+    return [source if isinstance(source, SourceConfig) else SourceConfig(source=source) for source in sources]
 
 
 POOL_BOUNDS: Final = (0.0, 0.2, 0.8, 1.0)

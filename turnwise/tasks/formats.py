@@ -65,9 +65,9 @@ class RowFormat:
             raise TaskError(f"{where}: a row of format {name} has columns, but this is {kind(row)}")
         for column in self.columns:
             if all(row.get(name) is None for name in column.split("|")):
-                needed = " or ".join(map(repr, column.split("|")))
+                column_names = " or ".join(map(repr, column.split("|")))
                 raise TaskError(
-                    f"{where}: column {needed} is missing, which rows of format {name} have "
+                    f"{where}: column {column_names} is missing, which rows of format {name} have "
                     f"(here: {', '.join(map(repr, row)) or 'nothing'})"
                 )
 

@@ -247,9 +247,9 @@ def _order(
             tasks, dropped = collected.tasks, collected.dropped
             report = [SourceReport(source.name, len(tasks), dropped)]
             if curriculum is None:
-                named = source.label
+                label = source.label
                 return InMemoryOrder(
-                    tasks, seed=seed, shuffle=shuffle, state=state, name=named, dropped=dropped
+                    tasks, seed=seed, shuffle=shuffle, state=state, name=label, dropped=dropped
                 ), report
             kind = CurriculumOrder if curriculum.by is None else LevelOrder
             order = kind(tasks, curriculum, seed=seed, shuffle=shuffle, state=state, name=source.label, dropped=dropped)

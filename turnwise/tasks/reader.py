@@ -41,7 +41,7 @@ class _Columns:
         if not isinstance(row, Mapping):
             raise TaskError(f"{where}: columns need a row with names, not {kind(row)}")
         moved_columns = {column for column in self._columns.values() if column in row}
-        moved = {key: row[key] for key in ROW_FIELDS if key in row and key not in moved_columns}
+        task_fields = {key: row[key] for key in ROW_FIELDS if key in row and key not in moved_columns}
         data: dict[str, Any] = {}
         for target, column in self._columns.items():
             value = _at(row, column, where)
@@ -52,12 +52,12 @@ class _Columns:
             elif target.startswith("data."):
                 _put(data, target.removeprefix("data.").split("."), value, where)
             else:
-                moved[target] = value
+                task_fields[target] = value
         handled = {*moved_columns, *ROW_FIELDS, "data"}
         rest = {key: value for key, value in row.items() if key not in handled}
         existing = row.get("data") if "data" not in moved_columns else None
         inner = existing if isinstance(existing, Mapping) else {} if existing is None else {"data": existing}
-        return {**moved, "data": {**rest, **inner, **data}}
+        return {**task_fields, "data": {**rest, **inner, **data}}
 
 
 def _at(row: Mapping[str, Any], column: str, where: str) -> Any:

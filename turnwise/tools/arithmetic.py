@@ -71,12 +71,12 @@ def _as_python(text: str) -> tuple[str, dict[str, Fraction]]:
 
     A percent sign becomes an attribute, which binds as tightly.
     """
-    plain = text.translate(_WRITTEN)
+    ascii_text = text.translate(_WRITTEN)
     tokens: list[str] = []
     numbers: dict[str, Fraction] = {}
-    position = len(plain) - len(plain.lstrip())
-    while position < len(plain):
-        match = _TOKEN.match(plain, position)
+    position = len(ascii_text) - len(ascii_text.lstrip())
+    while position < len(ascii_text):
+        match = _TOKEN.match(ascii_text, position)
         if match is None:
             raise ToolError(
                 f"{shown(text[position : position + 20])} cannot be evaluated: write numbers, + - * / ** and "
@@ -152,11 +152,11 @@ def read_number(text: str) -> Fraction | None:
     """
     if len(text) > MAX_CHARACTERS:
         return None
-    plain = text.translate(_WRITTEN).replace("%", " ").strip().rstrip(".").strip()
-    plain = re.sub(r"^([-+])\s+", r"\1", plain)
-    if not _PLAIN.fullmatch(plain):
+    ascii_text = text.translate(_WRITTEN).replace("%", " ").strip().rstrip(".").strip()
+    ascii_text = re.sub(r"^([-+])\s+", r"\1", ascii_text)
+    if not _PLAIN.fullmatch(ascii_text):
         return None
     try:
-        return evaluate(plain)
+        return evaluate(ascii_text)
     except ToolError:
         return None

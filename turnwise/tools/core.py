@@ -367,10 +367,10 @@ class BaseTool:
         """
         cls = type(self)
         stores = [name for name, value in vars(self).items() if isinstance(value, Mapping) and instance_id in value]
-        plain = cls.create is BaseTool.create and cls.release is BaseTool.release
-        if plain and not stores:
+        is_stateless = cls.create is BaseTool.create and cls.release is BaseTool.release
+        if is_stateless and not stores:
             return uuid.uuid4().hex
-        state = f"state of its instance in {stores[0]!r}" if plain else "its own instances (create or release)"
+        state = f"state of its instance in {stores[0]!r}" if is_stateless else "its own instances (create or release)"
         raise EnvError(
             f"tool {self.name!r} cannot fork: {cls.__qualname__} has {state}: write "
             "fork(instance_id, agent_data) in it, which returns the id of a new instance in the same state"
@@ -495,9 +495,9 @@ def undeclared_media(tool: Tool, response: ToolResponse) -> EnvError | None:
     kinds = [kind for kind, items in media if items and kind not in tool.media]
     if not kinds:
         return None
-    listed = ", ".join(map(repr, kinds))
+    names = ", ".join(map(repr, kinds))
     return EnvError(
-        f"tool {tool.name!r} returned {', '.join(kinds)}, which it does not declare: write media=({listed},) in "
+        f"tool {tool.name!r} returned {', '.join(kinds)}, which it does not declare: write media=({names},) in "
         "@function_tool, or as an attribute of the BaseTool, so that a model that cannot take it is refused before "
         "the rollout starts"
     )

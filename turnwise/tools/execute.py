@@ -368,9 +368,9 @@ class ToolRunner:
 
     def _check(self, tool: Tool, response: ToolResponse) -> None:
         if response.image or response.video or response.audio:
-            wrong = undeclared_media(tool, response)
-            if wrong is not None:
-                raise wrong
+            undeclared = undeclared_media(tool, response)
+            if undeclared is not None:
+                raise undeclared
         if response.notes:
             secrets = self._secrets()
             response.notes = {name: NOTE.cut(secrets.redact(text)) for name, text in response.notes.items()}

@@ -310,17 +310,17 @@ class MCPServer:
 
     async def tools(self) -> list[MCPTool]:
         """Connect and return the offered tools. Raises EnvError, or ConfigError for an unknown or invalid tool."""
-        listed = {tool.name: tool for tool in await self._shared.list_tools()}
+        tools_by_name = {tool.name: tool for tool in await self._shared.list_tools()}
         include = self.config.include
-        unknown = [name for name in include or () if name not in listed]
+        unknown = [name for name in include or () if name not in tools_by_name]
         if unknown:
             raise ConfigError(
                 f"MCP server {self.name!r}: include names {', '.join(map(repr, unknown))}"
-                f"{nearest(unknown[0], listed)}; its tools are {', '.join(listed) or 'none'}"
+                f"{nearest(unknown[0], tools_by_name)}; its tools are {', '.join(tools_by_name) or 'none'}"
             )
         if self.config.scope == "episode":
             await self._shared.close()
-        return [MCPTool(self, tool) for name, tool in listed.items() if include is None or name in include]
+        return [MCPTool(self, tool) for name, tool in tools_by_name.items() if include is None or name in include]
 
     async def join(self, episode: str) -> None:
         """Open the connection of an episode, with ``scope: episode``. Raises EnvError."""

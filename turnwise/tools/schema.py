@@ -334,8 +334,8 @@ def arguments_of(fn: Callable[..., Any], schema: ToolSchema, *, namespace: Names
             f"tool {schema.name!r}: its schema has {', '.join(map(repr, extra))}, which {fn.__qualname__} does not "
             "take: add parameters, or **arguments"
         )
-    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    missing = [name for name in needed if name not in schema.parameters.get("required", ())]
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    missing = [name for name in required if name not in schema.parameters.get("required", ())]
     if missing:
         raise ToolSchemaError(
             f"tool {schema.name!r}: {fn.__qualname__} needs {', '.join(map(repr, missing))}, which the schema does not "
@@ -373,10 +373,10 @@ def _parameters(fn: Callable[..., Any], label: str) -> list[inspect.Parameter]:
         raise ToolSchemaError(f"tool {label!r}: a class method cannot be a tool: write a method or a static one")
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            plain = "list[str]" if parameter.kind is parameter.VAR_POSITIONAL else "dict[str, str]"
+            annotation = "list[str]" if parameter.kind is parameter.VAR_POSITIONAL else "dict[str, str]"
             raise ToolSchemaError(
                 f"tool {label!r}: {parameter} cannot be described to a model: name the parameters, take one of type "
-                f"{plain}, or give the schema with @function_tool(schema={{...}})"
+                f"{annotation}, or give the schema with @function_tool(schema={{...}})"
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ToolSchemaError(
@@ -414,9 +414,9 @@ def _adapter(
         return adapter, plain_schema(adapter.json_schema())
     except _INEXPRESSIBLE as error:
         culprit = next((key for key, hint in fields.items() if not _expressible(hint)), None)
-        named = f"parameter {culprit!r}: {_type_name(fields[culprit])}" if culprit is not None else "its signature"
+        part = f"parameter {culprit!r}: {_type_name(fields[culprit])}" if culprit is not None else "its signature"
         raise ToolSchemaError(
-            f"tool {label!r}: {named} cannot be described to a model ({str(error).splitlines()[0]}): use {_EXPRESSIBLE}"
+            f"tool {label!r}: {part} cannot be described to a model ({str(error).splitlines()[0]}): use {_EXPRESSIBLE}"
         ) from error
 
 

@@ -79,8 +79,8 @@ def _typed_dict(annotation: Any, label: str, above: tuple[Any, ...]) -> Any:
     hints = typing_extensions.get_type_hints(annotation, include_extras=True)
     fields: dict[str, Any] = {}
     for key, hint in hints.items():
-        inner = plain_hint(hint, label, (*above, annotation))
-        fields[key] = Required[inner] if _is_required(hint, key in annotation.__required_keys__) else NotRequired[inner]
+        plain = plain_hint(hint, label, (*above, annotation))
+        fields[key] = Required[plain] if _is_required(hint, key in annotation.__required_keys__) else NotRequired[plain]
     return _copy_docs(_TypedDict(annotation.__name__, fields), annotation)
 
 
@@ -235,8 +235,8 @@ class _Inliner:
         if name in above:
             self.recursive.setdefault(name, {})
         elif name not in self.recursive:
-            inner: dict[str, Any] = self.plain(self.definitions[name], (*above, name))
+            definition: dict[str, Any] = self.plain(self.definitions[name], (*above, name))
             if name not in self.recursive:
-                return {**inner, **siblings}
-            self.recursive[name] = inner
+                return {**definition, **siblings}
+            self.recursive[name] = definition
         return {"$ref": schema["$ref"], **siblings}

@@ -113,8 +113,8 @@ def _line(row: Any, where: str, whole_rows: bool) -> bytes:
         return orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
         field = next((key for key, value in record.items() if not _is_json(value)), None)
-        named = f": field {field!r} is {shown(record[field])}" if field is not None else ""
-        raise TaskError(f"{where} cannot be written as JSON ({error}){named}") from error
+        field_text = f": field {field!r} is {shown(record[field])}" if field is not None else ""
+        raise TaskError(f"{where} cannot be written as JSON ({error}){field_text}") from error
 
 
 def _is_json(value: Any) -> bool:

@@ -205,13 +205,13 @@ class Conversation:
 
         Computed only from half a context on: below that, results are not cut.
         """
-        config, answered = self._config.drop_tool_results, self.messages[:-1]
+        config, messages = self._config.drop_tool_results, self.messages[:-1]
         room = self.session.context_left(self._turn) if self._turn is not None else None
         if config is None or room is None or room > self.limit // 2:
             return 0
         # The answers that are to come are among the last ones.
         indices = droppable_results(self.messages, config.model_copy(update={"keep": max(0, config.keep - calls)}))
-        return max(0, self.measure(answered) - self.measure(drop_results(answered, indices, config))) if indices else 0
+        return max(0, self.measure(messages) - self.measure(drop_results(messages, indices, config))) if indices else 0
 
     async def _make_room(self) -> None:
         if self._config.drop_tool_results is not None:

@@ -66,17 +66,17 @@ class Team:
         if delegated:
             runner = self._delegating_runner(talk.depth, sub_agent)
             work += [_run_delegation(runner, call) for call in delegated]
-        further: list[Message] = []
-        for heard in await _gather(work):
-            for reply_message in heard:
+        others: list[Message] = []
+        for replies in await _gather(work):
+            for reply_message in replies:
                 call_id = reply_message.get("tool_call_id")
                 if reply_message["role"] == "tool" and call_id is not None:
                     answers[call_id] = reply_message
                 else:
-                    further.append(reply_message)
+                    others.append(reply_message)
         ordered = [answers[call.id] for call in calls if call.id in answers]
-        heard, spare = [*ordered, *further], talk.spare(len(calls))
-        return fit_results(self._episode, heard, message["turn_id"], len(calls), "main", spare=spare)
+        results, spare = [*ordered, *others], talk.spare(len(calls))
+        return fit_results(self._episode, results, message["turn_id"], len(calls), "main", spare=spare)
 
     async def _step(self, talk: Conversation, message: Message) -> list[Message]:
         # The environment has one state: calls are answered in order of arrival, while the other models continue.

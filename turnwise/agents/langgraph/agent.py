@@ -76,14 +76,16 @@ class GraphFactory:
         """Return which of ``model`` and ``tools`` a function takes."""
         parameters = inspect.signature(function).parameters.values()
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
+        keywords = {parameter.name: parameter for parameter in parameters if parameter.kind in by_name}
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        taken_parameters = [name for name in _FILLED if (name in named or takes_all) and name not in self._options]
-        unknown = sorted(self._options.keys() - named.keys()) if not takes_all else []
+        taken_parameters = [name for name in _FILLED if (name in keywords or takes_all) and name not in self._options]
+        unknown = sorted(self._options.keys() - keywords.keys()) if not takes_all else []
         if unknown:
-            raise AgentError(f"graph {self._name} takes no option {unknown[0]!r}; it takes {', '.join(sorted(named))}")
-        needed = {name for name, parameter in named.items() if parameter.default is parameter.empty}
-        missing = sorted(needed - {*taken_parameters, *self._options})
+            raise AgentError(
+                f"graph {self._name} takes no option {unknown[0]!r}; it takes {', '.join(sorted(keywords))}"
+            )
+        required = {name for name, parameter in keywords.items() if parameter.default is parameter.empty}
+        missing = sorted(required - {*taken_parameters, *self._options})
         if missing:
             raise AgentError(f"graph {self._name} needs {missing[0]!r}: give it under options")
         return taken_parameters

@@ -112,14 +112,20 @@ class IssuedTurns:
     def session_calls(self, message: AIMessage, agent: str) -> list[ToolCall]:
         """Return a message's calls in their own form, in order."""
         calls = [self._session_call(call["id"], call["name"], call["args"], agent) for call in message.tool_calls]
-        for broken in message.invalid_tool_calls:
-            issued_call = self.calls.get(broken.get("id") or "")
+        for invalid_call in message.invalid_tool_calls:
+            issued_call = self.calls.get(invalid_call.get("id") or "")
             if issued_call is not None:
                 calls.append(_call_in_session(issued_call, agent))
             else:
-                error = broken.get("error") or "it could not be parsed"
+                error = invalid_call.get("error") or "it could not be parsed"
                 calls.append(
-                    ToolCall(broken.get("id") or "", broken.get("name") or "", {}, broken.get("args") or "", error)
+                    ToolCall(
+                        invalid_call.get("id") or "",
+                        invalid_call.get("name") or "",
+                        {},
+                        invalid_call.get("args") or "",
+                        error,
+                    )
                 )
         turn = self.turns.get(message.id or "")
         if turn is None or len(calls) < 2:
@@ -160,8 +166,8 @@ def session_message(message: BaseMessage, issued: IssuedTurns, agent: str = "mai
         return _assistant_message(message, issued, agent)
     if isinstance(message, ToolMessage):
         call = issued.calls.get(message.tool_call_id)
-        named = message.tool_call_id if call is None else call.named(agent)
-        answer: Message = {"role": "tool", "tool_call_id": named, "content": _content(message.content)}
+        call_id = message.tool_call_id if call is None else call.named(agent)
+        answer: Message = {"role": "tool", "tool_call_id": call_id, "content": _content(message.content)}
         if message.name:
             answer["name"] = message.name
         return answer

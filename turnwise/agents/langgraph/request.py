@@ -109,10 +109,10 @@ def _response_format(value: Any) -> Any:
 def schema_format(schema: Any) -> dict[str, Any]:
     """Return the response format of a class or a JSON schema, in OpenAI's format."""
     try:
-        plain = convert_to_json_schema(schema)
+        json_schema = convert_to_json_schema(schema)
     except (TypeError, ValueError) as error:
         raise SessionError(f"ChatTurnwise: {shown(schema)} is not a schema of an answer: {error}") from error
-    return {"type": "json_schema", "json_schema": {"name": plain.get("title", "answer"), "schema": plain}}
+    return {"type": "json_schema", "json_schema": {"name": json_schema.get("title", "answer"), "schema": json_schema}}
 
 
 def schema_of(tool: Any) -> ToolSchema:

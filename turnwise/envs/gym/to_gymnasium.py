@@ -302,9 +302,9 @@ class GymnasiumAdapter(gymnasium.Env):  # type: ignore[misc]
             parts: dict[str, float] = self._run(score_env(self._env, None))
             info["rewards"] = {**(info.get("rewards") or {"step": reward}), **parts}
             reward += sum(parts.values())
-        answered = as_messages(result.observation)
-        self.conversation += answered
-        observed = self._observed(answered)
+        messages = as_messages(result.observation)
+        self.conversation += messages
+        observed = self._observed(messages)
         return observed, float(reward), result.terminated, result.truncated, _comparable(info)
 
     def render(self) -> str | None:

@@ -317,10 +317,10 @@ class Rubric:
             value = values[part.name]
             score.metrics[f"rubric/{part.name}"] = value.total
             score.metrics.update({f"rubric/{part.name}/{key}": number for key, number in value.metrics.items()})
-            named = {"": value.total} if value.named is None else value.named
+            parts = {"": value.total} if value.named is None else value.named
             if part.weight:
-                keys = {key: f"{part.name}/{key}" if key else part.name for key in named}
-                score.update({keys[key]: part.weight * number for key, number in named.items()})
+                keys = {key: f"{part.name}/{key}" if key else part.name for key in parts}
+                score.update({keys[key]: part.weight * number for key, number in parts.items()})
         return score
 
 
@@ -368,13 +368,13 @@ async def _evaluate(
     part: ReadyPart, attempt: Attempt, running: Mapping[str, asyncio.Future[_Value | EnvError]]
 ) -> _Value | EnvError:
     """Return a part's value or error; raises only on cancellation."""
-    needed: dict[str, _Value] = {}
+    values: dict[str, _Value] = {}
     for name in (*part.only_if, *part.multiply_by):
         value = await running[name]
         if isinstance(value, EnvError):
             return value
-        needed[name] = value
-    if any(needed[name].total <= 0 for name in part.only_if):
+        values[name] = value
+    if any(values[name].total <= 0 for name in part.only_if):
         return _Value(0.0)
     try:
         result = await call_function(
@@ -390,9 +390,9 @@ async def _evaluate(
     except EnvError as error:
         return error
     for name in part.multiply_by:
-        factor = needed[name].total
-        named = None if value.named is None else {key: factor * number for key, number in value.named.items()}
-        value = _Value(factor * value.total, named, value.metrics)
+        factor = values[name].total
+        parts = None if value.named is None else {key: factor * number for key, number in value.named.items()}
+        value = _Value(factor * value.total, parts, value.metrics)
     return value
 
 
@@ -463,8 +463,8 @@ def _read(result: Any, label: str) -> _Value:
         }
     if not isinstance(result, Mapping):
         return _Value(finite(result, where), None, metrics)
-    named = {key: finite(value, f"{where} {key!r}:") for key, value in named_numbers(result, where).items()}
-    return _Value(sum(named.values()), named, metrics)
+    parts = {key: finite(value, f"{where} {key!r}:") for key, value in named_numbers(result, where).items()}
+    return _Value(sum(parts.values()), parts, metrics)
 
 
 class VerlScore(RewardFunction):

@@ -301,17 +301,17 @@ def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's format."""
     wire = []
     for message in canonical_messages(messages):
-        plain = message.to_template()
+        wire_message = message.to_template()
         if message.media:
-            plain["content"] = [
+            wire_message["content"] = [
                 {"type": "text", "text": part} if isinstance(part, str) else image_part(part.data)
                 for part in message.parts()
             ]
-        for call in plain.get("tool_calls", ()):
+        for call in wire_message.get("tool_calls", ()):
             function = call["function"]
             if not isinstance(function["arguments"], str):
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        wire.append(plain)
+        wire.append(wire_message)
     return wire
 
 
@@ -337,6 +337,6 @@ def _said(text: str) -> str:
         return shown(text, 300)
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and key in body:
-            inner = body[key]
-            return shown(inner.get("message", inner) if isinstance(inner, dict) else inner, 300)
+            detail = body[key]
+            return shown(detail.get("message", detail) if isinstance(detail, dict) else detail, 300)
     return shown(text, 300)

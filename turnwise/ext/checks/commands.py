@@ -133,8 +133,8 @@ def show_report(report: CheckReport, console: Console) -> None:
     from rich.text import Text
 
     for finding in (*report.errors, *report.warnings):
-        wrong = finding.severity == "error"
-        mark, style = ("✗", "red") if wrong else ("!", "yellow")
+        is_error = finding.severity == "error"
+        mark, style = ("✗", "red") if is_error else ("!", "yellow")
         console.print(Text.assemble((f"{mark} {finding.check}: ", f"bold {style}"), finding.message), soft_wrap=True)
         for label, text in (("where", finding.where), ("remedy", finding.remedy)):
             if text:

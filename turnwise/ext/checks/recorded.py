@@ -107,11 +107,11 @@ class RecordedRun:
         with TrajectoryFile(self.path) as trajectories:
             ids = {name for entry in trajectories.entries for name in (entry.episode_id, entry.id)}
             names_branch = episode is not None and episode not in ids
-            named = re.sub(r"~\d+(?=/\d+\.\d+(?:/|$))", "", episode or "", count=1) if names_branch else episode
+            episode_id = re.sub(r"~\d+(?=/\d+\.\d+(?:/|$))", "", episode or "", count=1) if names_branch else episode
             matching = [
                 entry
                 for entry in trajectories.entries
-                if task in (None, entry.task_id) and named in (None, entry.episode_id, entry.id)
+                if task in (None, entry.task_id) and episode_id in (None, entry.episode_id, entry.id)
             ]
             keys = list(dict.fromkeys((entry.episode_id, entry.attempt) for entry in matching))
             selected = set(keys if number is None else keys[max(0, len(keys) - number) :])

@@ -156,8 +156,8 @@ class ServedEpisode:
             call = ToolCall(f"call_{self._calls}", name, arguments, raw=json.dumps(arguments))
             message = {"role": "assistant", "content": "", "tool_calls": [call]}
         result: StepResult = await step_env(self._env, message)
-        named = result.info.get("rewards") or ({"step": result.reward} if result.reward else {})
-        self._add(named)
+        rewards = result.info.get("rewards") or ({"step": result.reward} if result.reward else {})
+        self._add(rewards)
         if self._env.lost_thread:
             raise EnvError("a call exceeded its time-out and cannot be stopped, so the episode ends")
         if result.truncated and not result.terminated:
@@ -179,13 +179,13 @@ class ServedEpisode:
 def _call_answer(answers: Sequence[Message], call: ToolCall | None) -> CallAnswer:
     """Return the environment's answer to a call, with its further messages."""
     results = [message for message in answers if call is not None and message.get("tool_call_id") == call.id]
-    further = [message for message in answers if message not in results]
+    new_messages = [message for message in answers if message not in results]
     content = results[0].get("content") if results else None
     error = isinstance(content, str) and _is_error(content)
-    if not further:
+    if not new_messages:
         return CallAnswer(content or "", error)
     parts: list[dict[str, Any]] = []
-    for piece in (content, *(message.get("content") for message in further)):
+    for piece in (content, *(message.get("content") for message in new_messages)):
         parts += [{"type": "text", "text": piece}] if piece and isinstance(piece, str) else piece or []
     return CallAnswer(parts, error)
 

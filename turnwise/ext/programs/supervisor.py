@@ -75,8 +75,8 @@ def _exec_program(spec: dict[str, object], descriptors: tuple[int, ...], report_
             signal.signal(handled, signal.SIG_DFL)
         _prctl(_DEATH_SIGNAL, signal.SIGKILL)
         # Away from 0, 1 and 2 first: one of them may occupy another's target.
-        moved = [os.dup(descriptor) for descriptor in descriptors]
-        for number, descriptor in enumerate(moved):
+        duplicates = [os.dup(descriptor) for descriptor in descriptors]
+        for number, descriptor in enumerate(duplicates):
             os.dup2(descriptor, number)
         os.chdir(str(spec["cwd"]))
         argv, env = spec["argv"], spec["env"]

@@ -42,11 +42,11 @@ def report(
     if port is not None:
         raise ConfigError(f"--port is {port}, but nothing is served: add --serve, or leave it out")
     out = out or Path("report.html")
-    written = write_report(runs, out, max_bytes=DEFAULT_SIZE if max_mb is None else int(max_mb * MEGABYTE))
-    for note in written.notes:
+    report = write_report(runs, out, max_bytes=DEFAULT_SIZE if max_mb is None else int(max_mb * MEGABYTE))
+    for note in report.notes:
         typer.echo(f"note: {note}", err=True)
-    count = f"{written.readable:,} of {written.total:,} trajectories"
-    typer.echo(f"written: {out.resolve()} ({written.size / MEGABYTE:.1f} MB, {count})")
+    count = f"{report.readable:,} of {report.total:,} trajectories"
+    typer.echo(f"written: {out.resolve()} ({report.size / MEGABYTE:.1f} MB, {count})")
     if show:
         _open(out.resolve().as_uri())
 
@@ -55,10 +55,10 @@ def _open(address: str) -> None:
     import webbrowser
 
     try:
-        opened = webbrowser.open(address)
+        is_open = webbrowser.open(address)
     except webbrowser.Error:
-        opened = False
-    if not opened:
+        is_open = False
+    if not is_open:
         typer.echo(f"no browser was found: open {address}", err=True)
 
 

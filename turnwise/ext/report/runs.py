@@ -91,22 +91,22 @@ class RunFacts:
         Returns:
             The points that were added: step, and values by metric.
         """
-        added: list[tuple[int, dict[str, float]]] = []
-        unread = 0
+        points: list[tuple[int, dict[str, float]]] = []
+        unreadable = 0
         for record in records:
             try:
                 if record.get("kind") == "warning":
                     self._add_warning(int(record["step"]), str(record["name"]), str(record["text"]))
                 elif record.get("kind") in ("train", "eval"):
-                    added.append((int(record["step"]), _points(record)))
+                    points.append((int(record["step"]), _points(record)))
             except (AttributeError, KeyError, TypeError, ValueError):
-                unread += 1
-        if unread:
-            notes.append(f"{unread} records of {METRICS_FILE} lack what their kind has, and are left out")
-        for step, values in added:
+                unreadable += 1
+        if unreadable:
+            notes.append(f"{unreadable} records of {METRICS_FILE} lack what their kind has, and are left out")
+        for step, values in points:
             for name, value in values.items():
                 self._add_point(name, step, value)
-        return added
+        return points
 
     def _add_point(self, name: str, step: int, value: float) -> None:
         if name not in self.series:
@@ -232,8 +232,8 @@ def _note_unfinished(facts: RunFacts, file: Path) -> None:
 
 def _points(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite figures of a train step or an evaluation."""
-    named = figures({key: figure for key, figure in record.items() if figure is not None})
-    return {name: value for name, value in named.items() if math.isfinite(value)}
+    values = figures({key: figure for key, figure in record.items() if figure is not None})
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 Gaps = dict[str, list[tuple[int, int, float, float, int]]]
@@ -245,7 +245,7 @@ def read_gaps(file: Path, notes: list[str]) -> Gaps:
     gaps: Gaps = {}
     if not file.is_file():
         return gaps
-    unread = 0
+    unreadable = 0
     for line in file.read_bytes().split(b"\n"):
         if not line.endswith(b"}"):
             continue
@@ -256,9 +256,9 @@ def read_gaps(file: Path, notes: list[str]) -> Gaps:
                     position = (gap["segment"], gap["place"], gap["rollout"], gap["trainer"], record["step"])
                     gaps.setdefault(gap["trajectory"], []).append(position)
         except (AttributeError, KeyError, TypeError, orjson.JSONDecodeError):
-            unread += 1
-    if unread:
-        notes.append(f"{unread} lines of {file.name} cannot be read, and are left out")
+            unreadable += 1
+    if unreadable:
+        notes.append(f"{unreadable} lines of {file.name} cannot be read, and are left out")
     return gaps
 
 

@@ -258,7 +258,7 @@ class RunnerApp:
             raise _Refused(400, f"places is {shown(capacity)}: it must be a number of at least 1")
         await send({"type": "http.response.start", "status": 200, "headers": _LINE})
         runner = self._hub.join(str(body.get("name") or "runner")[:80], capacity)
-        gone = asyncio.ensure_future(_disconnected(receive))
+        disconnection = asyncio.ensure_future(_disconnected(receive))
         why, silent = "its connection is gone", f"no heartbeat for {self._hub.lost_after:g} s"
         clock, seconds = asyncio.get_running_loop().time, self._hub.lost_after / 3
         ping_at = clock() + seconds
@@ -266,9 +266,11 @@ class RunnerApp:
             while True:
                 next_event = asyncio.ensure_future(runner.events.get())
                 done, _ = await asyncio.wait(
-                    {next_event, gone}, timeout=max(0.0, ping_at - clock()), return_when=asyncio.FIRST_COMPLETED
+                    {next_event, disconnection},
+                    timeout=max(0.0, ping_at - clock()),
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
-                if gone in done:
+                if disconnection in done:
                     next_event.cancel()
                     break
                 if next_event in done:
@@ -287,7 +289,7 @@ class RunnerApp:
         except TimeoutError:
             why = silent
         finally:
-            gone.cancel()
+            disconnection.cancel()
             self._hub.leave(runner, why)
 
     async def _answer_lease(self, lease: Lease, what: str, body: dict[str, Any]) -> dict[str, Any]:

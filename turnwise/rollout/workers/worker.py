@@ -121,13 +121,13 @@ class RolloutWorker:
         _check_code(spec)
         # Every process writes another file, also a worker that has the name of one before the run was resumed.
         images = MediaFiles(spec.run / FOLDER)
-        book = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl", images)
-        self._stack.push(book.leave)
+        ledger = LedgerWriter(spec.run / LEDGERS / f"{spec.name}-{secrets.token_hex(4)}.jsonl", images)
+        self._stack.push(ledger.leave)
         first, *further_policies = spec.policies
-        served = {policy.name: await self._served(policy, book) for policy in spec.policies}
+        served = {policy.name: await self._served(policy, ledger) for policy in spec.policies}
         renderers = load_renderers(spec.frozen, first.model, first.renderer)
         logs = spec.run / "logs"
-        frozen = await open_frozen(spec.frozen, renderers, self._stack, start=first.model, logs=logs, book=book)
+        frozen = await open_frozen(spec.frozen, renderers, self._stack, start=first.model, logs=logs, ledger=ledger)
         self._clients += frozen.clients
         main = served[first.name]
         runner = EpisodeRunner(
@@ -146,10 +146,10 @@ class RolloutWorker:
         self._runner = runner
         _log.info("ready for episodes")
 
-    async def _served(self, policy: WorkerPolicy, book: LedgerWriter) -> ServedPolicy:
+    async def _served(self, policy: WorkerPolicy, ledger: LedgerWriter) -> ServedPolicy:
         renderer, http_client = policy.renderer.load(policy.model), policy.client()
         self._clients.append(http_client)
-        client = LedgerClient(http_client, book)
+        client = LedgerClient(http_client, ledger)
         self._stack.push_async_callback(client.close)
         return ServedPolicy(client, renderer, await client.model_info())
 

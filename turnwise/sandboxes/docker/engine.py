@@ -66,9 +66,9 @@ class Engine:
             try:
                 self._client = await self._in_thread(self._open)
             except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as error:
-                named = "DOCKER_HOST" if os.environ.get("DOCKER_HOST") else "the default"
+                source = "DOCKER_HOST" if os.environ.get("DOCKER_HOST") else "the default"
                 raise SandboxUnavailable(
-                    f"no container engine answers at {self.url} ({named}): {reason(error)}. To remedy it, {REMEDY}"
+                    f"no container engine answers at {self.url} ({source}): {reason(error)}. To remedy it, {REMEDY}"
                 ) from error
 
     async def call(
@@ -124,10 +124,12 @@ def reason(error: Exception) -> str:
     """Return the engine's own explanation of an error."""
     if isinstance(error, docker.errors.APIError):
         return str(error.explanation or error).strip()
-    inner: BaseException = error
-    while (cause := inner.__context__ or inner.__cause__) is not None and not isinstance(inner, OSError | TimeoutError):
-        inner = cause
-    return str(inner) or type(inner).__name__
+    origin: BaseException = error
+    while (cause := origin.__context__ or origin.__cause__) is not None and not isinstance(
+        origin, OSError | TimeoutError
+    ):
+        origin = cause
+    return str(origin) or type(origin).__name__
 
 
 async def _hijacked_stream(attached: Any) -> Stream:

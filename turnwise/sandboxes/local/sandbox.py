@@ -446,8 +446,8 @@ class LocalSandbox(Sandbox):
         """Translate a path for processes inside: without a mount namespace the workdir is a host folder."""
         if self.capabilities.isolation == "bubblewrap" or not path.startswith("/"):
             return path
-        below = os.path.relpath(os.path.normpath(path), self.spec.workdir)
-        return path if below.split("/")[0] == ".." else below
+        relative_path = os.path.relpath(os.path.normpath(path), self.spec.workdir)
+        return path if relative_path.split("/")[0] == ".." else relative_path
 
     def _track(self, stream: Collector) -> Collector:
         self._open_streams.add(stream)

@@ -53,9 +53,9 @@ def replace_text(text: str, old: str, new: str) -> tuple[str, int]:
     positions = _find_all(text, old)
     if len(positions) > 1:
         lines = [text.count("\n", 0, position) + 1 for position in positions]
-        named = ", ".join(map(str, lines[:_MAX_LINES_NAMED])) + (", ..." if len(lines) > _MAX_LINES_NAMED else "")
+        numbers = ", ".join(map(str, lines[:_MAX_LINES_NAMED])) + (", ..." if len(lines) > _MAX_LINES_NAMED else "")
         raise ToolError(
-            f"old_str occurs {len(positions)} times, at lines {named}: take more lines around it into old_str, so "
+            f"old_str occurs {len(positions)} times, at lines {numbers}: take more lines around it into old_str, so "
             "that it occurs once"
         )
     if not positions:
@@ -206,10 +206,10 @@ class EditorTool(FileTool):
         try:
             text = await self._text(sandbox, path)
         except ToolError:
-            listed = await self._listing(sandbox, path)
-            if listed is None:
+            listing = await self._listing(sandbox, path)
+            if listing is None:
                 raise
-            return listed
+            return listing
         lines = lines_of(text)
         first_line, last_line = 1, len(lines)
         if view_range is not None:

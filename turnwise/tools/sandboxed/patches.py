@@ -131,9 +131,9 @@ def _find_start(lines: list[str], hunk: Hunk, position: int, where: str) -> int:
     if hunk.line is not None and hunk.line - 1 in starts:
         return hunk.line - 1
     if len(starts) > 1 and not hunk.anchors:
-        named = ", ".join(str(at + 1) for at in starts[:_MAX_POSITIONS_NAMED])
+        line_numbers = ", ".join(str(at + 1) for at in starts[:_MAX_POSITIONS_NAMED])
         raise ToolError(
-            f"{where} fits at {len(starts)} positions, at lines {named}: give more lines of context"
+            f"{where} fits at {len(starts)} positions, at lines {line_numbers}: give more lines of context"
             + ("" if hunk.line is None else f" (it does not fit at line {hunk.line}, as given)")
         )
     return starts[0]
@@ -161,8 +161,8 @@ def _mismatch(lines: list[str], hunk: Hunk, start: int) -> str:
         return f"is marked as the end of the file, but line {best + matched} is not its last line"
     expected = shown(hunk.old[matched], 200)
     if matched == 0:
-        loose = [at + 1 for at in range(start, len(lines)) if lines[at].split() == hunk.old[0].split()]
-        hint = f"; with different whitespace it is line {loose[0]}: {shown(lines[loose[0] - 1], 200)}" if loose else ""
+        near = [at + 1 for at in range(start, len(lines)) if lines[at].split() == hunk.old[0].split()]
+        hint = f"; with different whitespace it is line {near[0]}: {shown(lines[near[0] - 1], 200)}" if near else ""
         return f"does not match: the file has no line {expected}{f' below line {start}' if start else ''}{hint}"
     at = best + matched
     actual = f"line {at + 1} of the file is {shown(lines[at], 200)}" if at < len(lines) else "the file ends there"
@@ -172,18 +172,18 @@ def _mismatch(lines: list[str], hunk: Hunk, start: int) -> str:
 def _parse_unified(lines: list[str]) -> list[FileChange]:
     changes: list[FileChange] = []
     moved_from: str | None = None
-    named: re.Match[str] | None = None
+    same_name: re.Match[str] | None = None
     at = 0
     while at < len(lines):
         line = lines[at]
         if line.startswith(("GIT binary patch", "Binary files ")):
             raise ToolError(f"line {at + 1} of the patch is {shown(line)}: binary files cannot be patched")
         if line.startswith("diff --git "):
-            moved_from, named = None, _SAME_NAMES.match(line)
-        elif named is not None and line.startswith(("new file mode ", "deleted file mode ")):
+            moved_from, same_name = None, _SAME_NAMES.match(line)
+        elif same_name is not None and line.startswith(("new file mode ", "deleted file mode ")):
             if not _has_lines(lines, at):
                 # An empty file that is new or deleted has a header only.
-                changes.append(FileChange("add" if line.startswith("new") else "delete", named[1]))
+                changes.append(FileChange("add" if line.startswith("new") else "delete", same_name[1]))
         elif line.startswith("rename from "):
             moved_from = line.removeprefix("rename from ")
         elif line.startswith("rename to ") and moved_from is not None:

@@ -252,9 +252,9 @@ def gdpo(
     summed = torch.zeros_like(total.rewards)
     dead = torch.ones_like(total.dead)
     for name, weight in weights.items():
-        named = Groups.of(components[name], groups)
-        summed += weight * _scaled(named, True, eps)
-        dead &= named.dead if weight else torch.ones_like(named.dead)
+        component_groups = Groups.of(components[name], groups)
+        summed += weight * _scaled(component_groups, True, eps)
+        dead &= component_groups.dead if weight else torch.ones_like(component_groups.dead)
     return total.result(whitened(summed, shift=False), dead)
 
 

@@ -311,8 +311,8 @@ def anchor_states(trajectory: Trajectory, state: AnchorState | None) -> list[Has
                     f"trajectory {trajectory.id}: return info['state'] (a text or a whole number) from reset and step, "
                     "or set it to seen or shown"
                 )
-            named = name is not None and state in (None, "named")
-            states.append(("named", name) if named else (news if state == "shown" else ids_before).digest())
+            has_name = name is not None and state in (None, "named")
+            states.append(("named", name) if has_name else (news if state == "shown" else ids_before).digest())
             name = trajectory.states.get(segment.turn_id or "")
         ids = segment.token_ids.tobytes()
         ids_before.update(ids)
@@ -352,17 +352,17 @@ class CustomCredit:
     def read_numbers(self, values: Any, trajectory: Trajectory) -> Values:
         """Return the numbers of a trajectory's turns, in commit order; raises TrainError where they are none."""
         turns = _turns(trajectory)
-        listed = values.tolist() if isinstance(values, np.ndarray) else values
-        if not isinstance(listed, (list, tuple)) or len(listed) != turns:
+        value_list = values.tolist() if isinstance(values, np.ndarray) else values
+        if not isinstance(value_list, (list, tuple)) or len(value_list) != turns:
             raise TrainError(
                 f"{self.what} returned {shown(values)} for trajectory {trajectory.id}: it must be a list of {turns} "
                 "numbers, one for each turn in commit order"
             )
-        for value in listed:
+        for value in value_list:
             if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
                 what = f"{self.what} returned {shown(value)}"
                 raise TrainError(f"{what} for a turn of trajectory {trajectory.id}: not a finite number")
-        return np.array(listed, np.float64)
+        return np.array(value_list, np.float64)
 
 
 def load_credit(config: CreditConfig) -> CustomCredit | None:

@@ -126,10 +126,10 @@ def bind(
             f"it is called with ({', '.join(arguments)}), options by keyword"
         )
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [parameter for parameter in parameters[len(arguments) :] if parameter.kind not in variadic]
+    option_parameters = [parameter for parameter in parameters[len(arguments) :] if parameter.kind not in variadic]
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    reads = frozenset(parameter.name for parameter in named if parameter.name in data)
-    fields = {parameter.name: _field(parameter) for parameter in named if parameter.name not in reads}
+    reads = frozenset(parameter.name for parameter in option_parameters if parameter.name in data)
+    fields = {parameter.name: _field(parameter) for parameter in option_parameters if parameter.name not in reads}
     settings = ConfigDict(extra="allow" if takes_any else "forbid", arbitrary_types_allowed=True)
     model = create_model("Options", __config__=settings, **fields)  # type: ignore[call-overload]
     try:
@@ -137,8 +137,8 @@ def bind(
     except ValidationError as error:
         # Within their section, by which the message names the keys.
         section, _, option_key = key.partition(".")
-        inner = create_model("Inner", **{option_key: (model, ...)})  # type: ignore[call-overload]
-        outer = create_model("Outer", **{section: (inner, ...)})  # type: ignore[call-overload]
+        option_model = create_model("Inner", **{option_key: (model, ...)})  # type: ignore[call-overload]
+        outer = create_model("Outer", **{section: (option_model, ...)})  # type: ignore[call-overload]
         errors = error.errors(include_url=False)
         for problem in errors:
             problem["loc"] = (section, option_key, *problem["loc"])

@@ -56,8 +56,8 @@ class StepRewards:
 def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, float]) -> StepRewards:
     """Return the rewards of trajectories with sampled tokens; ``baselines`` are greedy rewards by group id."""
     numbers: dict[str, int] = {}
-    named = [trajectory.named_rewards() for trajectory in trajectories]
-    names = sorted({name for rewards in named for name in rewards})
+    parts = [trajectory.named_rewards() for trajectory in trajectories]
+    names = sorted({name for rewards in parts for name in rewards})
     greedy = [baselines.get(trajectory.group_id, math.nan) for trajectory in trajectories]
     return StepRewards(
         totals=torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64),
@@ -68,7 +68,7 @@ def step_rewards(trajectories: Sequence[Trajectory], baselines: Mapping[str, flo
             for trajectory in trajectories
         ],
         components={
-            name: torch.tensor([rewards.get(name, 0.0) for rewards in named], dtype=torch.float64) for name in names
+            name: torch.tensor([rewards.get(name, 0.0) for rewards in parts], dtype=torch.float64) for name in names
         },
         baselines=torch.tensor(greedy, dtype=torch.float64),
     )

@@ -77,8 +77,8 @@ def check_sharding(config: PolicyConfig, options: Mapping[str, Any]) -> str:
     if device == CPU and sharding.cpu_offload:
         raise TrainError(f"{_KEY}.cpu_offload is true, but the ranks compute on the CPU already: remove it")
     _check_sequences(config, sharding)
-    together = f", {sharding.sequence_parallel} for each sequence" if sharding.sequence_parallel > 1 else ""
-    return f"{device} in {ranks} ranks ({backend}{', bfloat16 weights' * sharding.mixed_precision}{together})"
+    share = f", {sharding.sequence_parallel} for each sequence" if sharding.sequence_parallel > 1 else ""
+    return f"{device} in {ranks} ranks ({backend}{', bfloat16 weights' * sharding.mixed_precision}{share})"
 
 
 def _check_sequences(config: PolicyConfig, sharding: Sharding) -> None:

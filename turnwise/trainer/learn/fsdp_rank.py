@@ -286,7 +286,7 @@ class RankModel:
         """
         with in_step():
             mesh = init_device_mesh(device, (dist.get_world_size(),))
-            together = _sequence_group(sharding.sequence_parallel) if sharding.sequence_parallel > 1 else None
+            sequence_group = _sequence_group(sharding.sequence_parallel) if sharding.sequence_parallel > 1 else None
         with _in_turn(at_once):
             policy = _load(config.model, path, trained=total_steps is not None)
             head = open_head(policy.model, path) if values else None
@@ -294,7 +294,7 @@ class RankModel:
             trained = None if head is None else ValueModel(policy.model, head)
             root = _shard(policy, head, mesh, sharding)
             return_freed_memory()
-        policy.sequence = together
+        policy.sequence = sequence_group
         optimizer = None if total_steps is None else _Optimizer(policy, config, total_steps, trained=trained)
         model = cls(policy, root, optimizer, head)
         model._name_tensors()

@@ -148,16 +148,16 @@ class OptimizerSet:
         else:
             decayed = {**matrices, **decayed}
         decayed |= {name: p for name, p in rest.items() if p.ndim >= 2}
-        plain = {name: p for name, p in rest.items() if p.ndim < 2}
+        vectors = {name: p for name, p in rest.items() if p.ndim < 2}
         groups: list[dict[str, Any]] = []
         if decayed:
             groups.append({"params": list(decayed.values()), "weight_decay": config.weight_decay})
-        if plain:
-            groups.append({"params": list(plain.values()), "weight_decay": 0.0})
+        if vectors:
+            groups.append({"params": list(vectors.values()), "weight_decay": 0.0})
         if groups:
             adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
             self.optimizers.append(adamw)
-            self.names.append([*decayed, *plain])
+            self.names.append([*decayed, *vectors])
         self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def step(self, factor: float) -> None:
@@ -182,13 +182,13 @@ class OptimizerSet:
 
     def move(self, device: torch.device) -> int:
         """Move the state to a device; return its bytes."""
-        moved = 0
+        moved_bytes = 0
         for state in (state_of for optimizer in self.optimizers for state_of in optimizer.state.values()):
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    moved += value.nbytes
+                    moved_bytes += value.nbytes
                     state[key] = value.to(device)
-        return moved
+        return moved_bytes
 
     def learning_rates(self, factor: float) -> dict[str, float]:
         """Return the learning rate of each optimizer by its lower-case name."""

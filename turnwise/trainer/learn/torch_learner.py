@@ -287,17 +287,17 @@ class TorchLearner(Learner):
         return self._move(self._home)
 
     def _move(self, device: torch.device) -> int:
-        moved = 0
+        moved_bytes = 0
         for tensor in [*self.policy.model.parameters(), *self.policy.model.buffers()]:
-            moved += tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes)
+            moved_bytes += tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes)
             # The parameter stays the object that the optimizer and ties know.
             tensor.data = tensor.data.to(device)
             if tensor.grad is not None:
                 tensor.grad.data = tensor.grad.data.to(device)
-        moved += self._optimizers.move(device)
+        moved_bytes += self._optimizers.move(device)
         if on_cpu(device):
             release_cached()
-        return moved
+        return moved_bytes
 
     def _skip_bad_step(self, norm: float) -> None:
         self._optimizers.zero_grad()

@@ -81,7 +81,7 @@ def chosen_logger(config: LoggerConfig) -> ConfiguredFunction:
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping) and value:
-        for name, below in value.items():
-            yield from _flat(below, f"{key}.{name}" if key else str(name))
+        for name, nested in value.items():
+            yield from _flat(nested, f"{key}.{name}" if key else str(name))
     else:
         yield key, str(value)

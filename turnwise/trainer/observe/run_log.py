@@ -292,9 +292,9 @@ class LiveDisplay:
         if self._live is not None:
             self._live.update(self._render())
         else:
-            named = "  ".join(f"{head} {cell}" for head, cell in zip(self._columns, cells[1:], strict=True) if cell)
+            pairs = "  ".join(f"{head} {cell}" for head, cell in zip(self._columns, cells[1:], strict=True) if cell)
             of = f"/{self._total}" if self._total is not None else f" ({min(share, 1):.0%})"
-            self.say(f"{self._title} {step}{of}  {named}  {self._time_left(share)}".rstrip())
+            self.say(f"{self._title} {step}{of}  {pairs}  {self._time_left(share)}".rstrip())
 
     def _time_left(self, share: float) -> str:
         if share <= self._share_at_start:

@@ -200,11 +200,11 @@ def _episode_warnings(metrics: Metrics, setting: WarningContext) -> Iterator[tup
         }
         worst = max(by_tool, key=lambda name: by_tool[name], default="")
         what = "text that is no call of a known tool" if worst == UNKNOWN_TOOL else worst
-        named = f" (the worst is {what}: {_share(by_tool[worst])})" if worst else ""
+        worst_tool = f" (the worst is {what}: {_share(by_tool[worst])})" if worst else ""
         yield (
             "tool_errors",
-            f"{_share(rate)} of tool calls were answered by an error{named}. turnwise view shows them; look at the "
-            "tools' descriptions and schemas, show calls in a warm start (turnwise sft), or use guided decoding",
+            f"{_share(rate)} of tool calls were answered by an error{worst_tool}. turnwise view shows them; look at "
+            "the tools' descriptions and schemas, show calls in a warm start (turnwise sft), or use guided decoding",
         )
     failed = metrics.get("batch/failed", 0.0)
     if failed > MOST_FAILED * (failed + trained):

@@ -85,7 +85,7 @@ async def launch_servers(
     ledger = LedgerWriter(directory / "ledger.jsonl")
     stack.push(ledger.leave)
     policies = await serve_policies(config, start.policies, logs, ledger, stack)
-    frozen = await open_frozen(config.other_frozen, start.frozen, stack, start=model, logs=logs, book=ledger)
+    frozen = await open_frozen(config.other_frozen, start.frozen, stack, start=model, logs=logs, ledger=ledger)
     for policy in policies.values():
         policy.teacher = Teacher.of(policy.config.algorithm.distill, frozen)
     leagues: dict[str, League] = {}

@@ -199,8 +199,8 @@ def main_memory(config: TrainConfig, shape: ModelShape) -> Iterator[Part]:
     model in float32 before it keeps its share, as many at a time as there is room for: ``4 N`` for each.
     """
     lora, sharding = config.policy.model.lora, sharding_of(config.policy)
-    sent = shape.parameters if lora is None else shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
-    yield "two versions of the weights on their way to servers", 8.0 * sent
+    count = shape.parameters if lora is None else shape.adapter_parameters(lora.rank or _ADAPTER_RANK, lora.targets)
+    yield "two versions of the weights on their way to servers", 8.0 * count
     if sharding.ranks > 1:
         yield "each rank that loads the model, as many at a time as there is room for", 4.0 * shape.parameters
     if sharding.cpu_offload:

@@ -161,12 +161,12 @@ class Plan:
     def problems(self) -> list[str]:
         """Return what keeps the run from fitting on the cluster, each with a remedy."""
         cluster, problems = self._cluster, list[str]()
-        if (used := len(self.devices)) > cluster.count:
+        if (occupied := len(self.devices)) > cluster.count:
             names = f" of the policies {', '.join(self.policies)}" if len(self.policies) > 1 else ""
             ranks = sum(len(policy.placement.trainer) for policy in self.policies.values())
             servers = sum(len(policy.placement.servers) for policy in self.policies.values())
             problems.append(
-                f"cluster.count is {cluster.count}, but {ranks} ranks and {servers} servers{names} occupy {used} "
+                f"cluster.count is {cluster.count}, but {ranks} ranks and {servers} servers{names} occupy {occupied} "
                 "devices: lower engine_options.ranks or inference.replicas, or plan for a larger cluster"
             )
         for policy in self.policies.values():

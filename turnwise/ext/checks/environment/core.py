@@ -33,8 +33,8 @@ CONCURRENT_TASKS: Final = 4
 
 def checks_tasks(env: Env) -> bool:
     """Return whether an environment implements ``check_task``."""
-    inner = env.unwrapped if isinstance(env, Wrapper) else env
-    return type(inner).check_task is not Env.check_task
+    base_env = env.unwrapped if isinstance(env, Wrapper) else env
+    return type(base_env).check_task is not Env.check_task
 
 
 async def check_tasks(context: CheckContext) -> None:

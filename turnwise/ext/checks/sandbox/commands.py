@@ -84,8 +84,8 @@ async def folders(context: CheckContext) -> None:
     """Commands run in the workdir, or in ``cwd``, absolute or relative to it."""
     sandbox, name = await context.scratch()
     await sandbox.exec(["mkdir", "-p", f"{name}/inner"])
-    home = context.spec.workdir if context.rooted else (await sandbox.exec("pwd -P")).stdout.decode().strip()
-    cases = ((None, home), (f"{name}/inner", f"{home}/{name}/inner"), ("/", "/"))
+    workdir = context.spec.workdir if context.rooted else (await sandbox.exec("pwd -P")).stdout.decode().strip()
+    cases = ((None, workdir), (f"{name}/inner", f"{workdir}/{name}/inner"), ("/", "/"))
     for cwd, expected_folder in cases:
         result = await sandbox.exec("pwd -P", cwd=cwd)
         same(result.stdout.decode().strip(), expected_folder, f"folder of a command with cwd={cwd!r}")

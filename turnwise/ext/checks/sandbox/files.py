@@ -37,8 +37,8 @@ async def paths(context: CheckContext) -> None:
     """Paths are absolute or relative to the workdir; parent folders are created."""
     sandbox, name = await context.scratch()
     await sandbox.write_file(f"{name}/a/b/file", b"deep")
-    home = (await sandbox.exec("pwd -P")).stdout.decode().strip()
-    need(await sandbox.read_file(f"{home}/{name}/a/b/file") == b"deep", "a relative path is not in the workdir")
+    workdir = (await sandbox.exec("pwd -P")).stdout.decode().strip()
+    need(await sandbox.read_file(f"{workdir}/{name}/a/b/file") == b"deep", "a relative path is not in the workdir")
     if context.rooted:
         await sandbox.write_file(f"/tmp/{name}/file", b"tmp")
         result = await sandbox.exec(["cat", f"/tmp/{name}/file", f"{name}/a/b/file"])

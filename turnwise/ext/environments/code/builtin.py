@@ -118,11 +118,11 @@ def _mbpp(problem: BuiltinProblem) -> dict[str, Any]:
 
 
 def _tests(problem: BuiltinProblem, kind: str) -> tuple[str, str]:
-    listed = [
+    cases = [
         {"input": "\n".join(map(json.dumps, arguments)), "output": json.dumps(expected), "testtype": kind}
         for arguments, expected in problem.cases
     ]
-    return json.dumps(listed[:2]), json.dumps(listed[2:])
+    return json.dumps(cases[:2]), json.dumps(cases[2:])
 
 
 def _functional(problem: BuiltinProblem) -> dict[str, Any]:

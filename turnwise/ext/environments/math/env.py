@@ -42,10 +42,10 @@ def tasks(
         source = SourceConfig(source=str(file), name=file.stem, map="turnwise.ext.environments.math:row")
         yield from itertools.islice(iter_tasks(source), n)
         return
-    named = split or "train"
-    for index, (question, solution) in enumerate(generated_rows(200 if n is None else n, split=named, seed=seed)):
+    split_name = split or "train"
+    for index, (question, solution) in enumerate(generated_rows(200 if n is None else n, split=split_name, seed=seed)):
         record = row({"question": question, "answer": solution})
-        yield Task.from_record(record, default_id=f"math-{named}-{seed}-{index}")
+        yield Task.from_record(record, default_id=f"math-{split_name}-{seed}-{index}")
 
 
 def row(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,12 +133,12 @@ class _PlanBuilder:
             families = remaining
         if clean < 2:
             families = ()
-        used = {family.path for family in families}
+        paths = {family.path for family in families}
         covered = {family.node(case) for family in families for case in family.cases if case not in family.void}
         covered |= {node.split()[0] for node in covered}
         lacking = tuple(name for name in instance.fail_to_pass if name not in covered)
         reason = "" if families else "none of its tests has a check that can be altered"
-        return TwinPlan(families, {path: self.digests[path] for path in sorted(used)}, lacking, reason)
+        return TwinPlan(families, {path: self.digests[path] for path in sorted(paths)}, lacking, reason)
 
     async def _read(self) -> None:
         paths = {node.partition("::")[0] for node in self.solution.statuses}
@@ -161,10 +161,10 @@ class _PlanBuilder:
             path, _, test = head.partition("::")
             if path in self.files and test in self.files[path].tests:
                 cases.setdefault((path, test), []).append(f"{mark}{case}")
-        named = {key: [f"{key[0]}::{key[1]}{case}" for case in suffixes] for key, suffixes in cases.items()}
-        first = [key for key, nodes in named.items() if any(self._required(node, fix) for node in nodes)]
+        node_ids = {key: [f"{key[0]}::{key[1]}{case}" for case in suffixes] for key, suffixes in cases.items()}
+        first = [key for key, nodes in node_ids.items() if any(self._required(node, fix) for node in nodes)]
         further = [
-            key for key, nodes in named.items() if key not in first and all(self._required(n, keep) for n in nodes)
+            key for key, nodes in node_ids.items() if key not in first and all(self._required(n, keep) for n in nodes)
         ]
         self.rng.shuffle(further)
         # Tests of the same files first, which are rewritten anyway.
@@ -173,12 +173,12 @@ class _PlanBuilder:
         budget = max(0.1, _SHARE * sum(took.values()))
         options = {}
         for key in [*first, *further[:_MOST_KEPT]]:
-            seconds = sum(took.get(node, 0.0) for node in named[key])
+            seconds = sum(took.get(node, 0.0) for node in node_ids[key])
             limit = (_MOST[len(first) - 1] if len(first) <= len(_MOST) else _MOST_OF_MANY) if key in first else 1
             room = int(budget / max(1, len(first)) / max(seconds, 1e-6))
             if key not in first and seconds > budget / _MOST_KEPT:
                 continue
-            lines = [self.without.lines[node] for node in named[key] if node in self.without.lines]
+            lines = [self.without.lines[node] for node in node_ids[key] if node in self.without.lines]
             function = self.files[key[0]].tests[key[1]]
             limit, since, makers = max(1, min(limit, room)), min(lines, default=0), self.files[key[0]].makers
             alterations_of_test = alterations(function, limit, self.rng, makers=makers, since=since)

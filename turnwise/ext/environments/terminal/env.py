@@ -248,8 +248,8 @@ def harbor_class(prefix: str, name: str) -> type[TerminalEnv]:
     source = f"turnwise.ext.environments.terminal:tasks?path={quote(str(path.absolute()))}"
     next(tasks(str(path)))
     # Module and qualified name together form its registered name.
-    named = {"__module__": prefix, "__qualname__": name, "__doc__": f"Tasks of {name}."}
-    return type(name, (TerminalEnv,), {**named, "default_tasks": source})
+    attributes = {"__module__": prefix, "__qualname__": name, "__doc__": f"Tasks of {name}."}
+    return type(name, (TerminalEnv,), {**attributes, "default_tasks": source})
 
 
 def _folder_of(task: Task | None) -> TaskFolder:

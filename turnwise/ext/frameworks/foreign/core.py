@@ -391,8 +391,8 @@ def tasks(
 def _check_levels(env: str, framework: Framework, levels: Any) -> None:
     if not framework.has_levels:
         raise TaskError(f"tasks of {env}: {framework.prefix} has no levels: remove levels")
-    listed = isinstance(levels, (list, tuple)) and levels
-    if not listed or not all(type(level) is int and level >= 0 for level in levels):
+    has_list = isinstance(levels, (list, tuple)) and levels
+    if not has_list or not all(type(level) is int and level >= 0 for level in levels):
         raise TaskError(
             f"tasks of {env}: levels is {shown(levels)}: it must be a list of numbers from 0, such as [0,1,2]"
         )
@@ -433,14 +433,14 @@ def _check_openable(framework: Framework, spec: WorkerSpec | None, request: byte
         # Rows may have different arguments; the episodes of later rows report what is wrong with theirs.
         # A framework with rows lists no names either: one start of an interpreter is enough.
         skips_names = (arguments["kwargs"] or framework.has_rows) and _check_openable.cache_info().currsize < _CHECKED
-        listed = None if spec is None or skips_names else _list_names(framework, spec)
-        if listed is None or not listed["names"]:
-            listed = _ask_once(framework, spec, {"op": "open", **arguments})
-        elif arguments["name"] not in listed["names"]:
-            raise Failure("unknown", f"there is no {arguments['name']!r}", known=listed["names"])
+        answer = None if spec is None or skips_names else _list_names(framework, spec)
+        if answer is None or not answer["names"]:
+            answer = _ask_once(framework, spec, {"op": "open", **arguments})
+        elif arguments["name"] not in answer["names"]:
+            raise Failure("unknown", f"there is no {arguments['name']!r}", known=answer["names"])
     except Failure as failure:
         raise _to_error(framework, arguments["name"], failure, spec) from failure
-    _warn_of_version(framework, str(listed["version"]))
+    _warn_of_version(framework, str(answer["version"]))
 
 
 @functools.cache
@@ -498,9 +498,9 @@ def _interpreter(label: str, python: Any) -> str:
     if not isinstance(python, (str, os.PathLike)):
         raise ConfigError(f"{label}: python is {shown(python)}: it must be the path of an interpreter")
     path = Path(os.path.abspath(Path(python).expanduser()))
-    inner = path / "bin" / "python"
+    interpreter = path / "bin" / "python"
     if path.is_dir():
-        hint = f"write {inner}" if inner.exists() else "name an interpreter"
+        hint = f"write {interpreter}" if interpreter.exists() else "name an interpreter"
         raise ConfigError(f"{label}: python is {python!r}, a folder: {hint}")
     if not path.is_file() or not os.access(path, os.X_OK):
         raise ConfigError(f"{label}: python is {python!r}: there is no such program: name an interpreter")

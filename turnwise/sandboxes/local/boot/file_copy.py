@@ -157,12 +157,12 @@ class FolderCopy:
                 raise
             os.lseek(target, at, os.SEEK_SET)
             while at < end:
-                sent = os.sendfile(target, source, at, min(end - at, _CHUNK))
-                if not sent:
+                bytes_sent = os.sendfile(target, source, at, min(end - at, _CHUNK))
+                if not bytes_sent:
                     return  # truncated meanwhile
-                at += sent
+                at += bytes_sent
                 if self._remaining is not None:
-                    self._remaining -= sent
+                    self._remaining -= bytes_sent
                     if self._remaining < 0:
                         raise OSError(errno.ENOSPC, "the files hold more than the limit of disk")
 

@@ -132,13 +132,13 @@ class Launcher:
     def kill(self, pid: int) -> None:
         """End a sandbox. Its first process waits for its last one, so all are gone when it ends."""
         try:
-            inner = file_copy.children(pid)
+            child_pids = file_copy.children(pid)
         except OSError:
-            inner = []
+            child_pids = []
         # A sandbox with a process namespace ends with the first process inside. One that is still starting, or has no
         # namespace, is killed here, and its agent sees the control socket close.
         plan = self.boxes[pid][1]
-        for target in inner if plan["nested"] and inner else [pid]:
+        for target in child_pids if plan["nested"] and child_pids else [pid]:
             try:
                 os.kill(target, signal.SIGKILL)
             except OSError:
