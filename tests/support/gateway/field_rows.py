@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from turnwise.gateway.dialects.field_tables import (
     CHAT,
-    ENGINE_FIELDS,
     MESSAGES,
     RESPONSES,
     Accepted,
@@ -17,7 +16,14 @@ from turnwise.gateway.dialects.field_tables import (
     Rule,
 )
 
-TABLES = {"Chat Completions": CHAT, "Responses": RESPONSES, "Messages": MESSAGES, "engines": ObjectTable(ENGINE_FIELDS)}
+APIS = {"Chat Completions": CHAT, "Responses": RESPONSES, "Messages": MESSAGES}
+COMMON = {
+    name: rule for name, rule in CHAT.fields.items() if all(table.fields.get(name) == rule for table in APIS.values())
+}
+TABLES = {"all APIs": ObjectTable(COMMON)} | {
+    title: ObjectTable({name: rule for name, rule in table.fields.items() if name not in COMMON})
+    for title, table in APIS.items()
+}
 HEAD = ["| object | honoured | without effect | refused |", "|---|---|---|---|"]
 
 
@@ -42,7 +48,7 @@ def _rows(rule: Rule, name: str, seen: set[int]) -> Iterator[str]:
         neutral = [key for key in honoured if rule.fields[key] == Accepted(False)]
         refused: defaultdict[str, list[str]] = defaultdict(list)
         for key, inner in rule.fields.items():
-            if isinstance(inner, Refused) and (key not in ENGINE_FIELDS or rule.fields == ENGINE_FIELDS):
+            if isinstance(inner, Refused):
                 values = [value for value in inner.neutral if value]
                 refused[inner.remedy].append(f"`{key}`" + (f" (unless {values[0]!r})" if values else ""))
         remedies = "; ".join(f"{', '.join(keys)}: {remedy}" for remedy, keys in refused.items())

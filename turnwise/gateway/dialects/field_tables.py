@@ -114,7 +114,7 @@ def _refuse(remedy: str, names: str, *neutral: Any) -> dict[str, Refused]:
 _ECHO = ObjectTable({}, is_open=True)
 _OWN = "log-probabilities would not be the model's own: remove it"
 _IDS = "ids and log-probabilities are in the trajectory: remove it"
-ENGINE_FIELDS = {
+_ENGINE = {
     **_refuse(_OWN, "presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words min_tokens ignore_eos"),
     **_refuse(_OWN, "use_beam_search best_of watermarking repetition_detection"),
     **_refuse(_OWN, "repetition_penalty length_penalty", 1),
@@ -136,7 +136,6 @@ ENGINE_FIELDS = {
     **_refuse("it is not passed to the engine: remove it", "kv_transfer_params ec_transfer_params vllm_xargs"),
     **_refuse("it is not passed to the engine: remove it", "mm_processor_kwargs media_io_kwargs"),
 }
-"""Fields of inference engines beyond the APIs, which every API refuses."""
 _SAMPLING = "model temperature top_p top_k min_p seed stream tool_choice chat_template_kwargs"
 _LABELS = (
     "metadata service_tier user safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
@@ -166,7 +165,7 @@ CHAT = _table(
     f"{_SAMPLING} max_tokens max_completion_tokens stop n logprobs top_logprobs reasoning_effort parallel_tool_calls",
     f"{_LABELS} store prediction verbosity",
     {
-        **ENGINE_FIELDS,
+        **_ENGINE,
         **_MODERATION,
         **_refuse("use tools and tool_choice", "functions function_call", [], "none", "auto"),
         **_refuse("responses are text only: remove it", "audio"),
@@ -224,7 +223,7 @@ RESPONSES = _table(
     "top_logprobs",
     f"{_LABELS} client_metadata max_tool_calls access_programs image",
     {
-        **ENGINE_FIELDS,
+        **_ENGINE,
         **_MODERATION,
         **_refuse("background responses are not supported: wait for the answer", "background background_options"),
         **_refuse("send the items, or previous_response_id", "conversation"),
@@ -279,7 +278,7 @@ MESSAGES = _table(
     f"{_LABELS} cache_control betas inference_geo speed user_profile_id workspace_id diagnostics billing_policy "
     "fallbacks fallback_credit_token",
     {
-        **ENGINE_FIELDS,
+        **_ENGINE,
         **_refuse("nothing is run here: remove it", "container"),
         **_refuse(
             "the gateway edits no history: edit it in the agent",
