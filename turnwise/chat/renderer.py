@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import orjson
 
-from turnwise.chat.formats.core import ChatFormat, TurnText
+from turnwise.chat.formats.core import ChatFormat, Plain, TurnText
 from turnwise.chat.formats.detect import Choice, configured_format, detect, stored_format
 from turnwise.chat.formats.live import LiveTurn
 from turnwise.chat.formats.tags import Tag, unenforced_keyword
@@ -419,6 +419,7 @@ class TemplateRenderer:
             "format": self._format.name,
             "markers": dict(self._format.markers),
             "source": self._choice.source,
+            "warning": self._choice.warning,
             "proof": list(self._choice.proof),
             "unproven": list(self._choice.unproven),
             "stop_ids": {str(number): self._tokens.decode([number]) for number in sorted(self.stop_ids)},
@@ -485,6 +486,8 @@ def load_renderer(
     variables = {**files.special, **(template_kwargs or {})}
     facts = TemplateFacts(ChatTemplate(source, tool_source=tool_source, variables=variables, now=now), tokens)
     choice = _choose_format(format, files, facts, tokens)
+    if choice.format.name == Plain.name and choice.source != "config":
+        choice = replace(choice, warning=_no_calls(files.path, chat_template, facts))
     try:
         return TemplateRenderer(
             facts,
@@ -507,6 +510,17 @@ def _choose_format(name: str, files: ModelFiles, facts: TemplateFacts, tokens: T
     if files.saved_format is not None:
         return stored_format(files.saved_format, str(files.path / FORMAT_FILE), facts, tokens)
     return detect(facts, tokens)
+
+
+def _no_calls(path: Path, chat_template: str | Path | None, facts: TemplateFacts) -> str:
+    """Return the warning that a template writes no calls."""
+    named = "its own chat template" if chat_template is None else f"renderer.chat_template {str(chat_template)[:80]!r}"
+    why = f"raises on tool calls ({facts.call_error})" if facts.call_error else "drops tool calls"
+    return (
+        f"model {str(path)!r}: {named} {why}, so that the model's calls are neither read nor kept in the conversation; "
+        f"set renderer.chat_template to one that writes calls ({', '.join(shipped_templates())}, or a jinja file), or "
+        "renderer.format: plain where the model shall answer in text only"
+    )
 
 
 def _template_text(chat_template: str | Path | None, files: ModelFiles) -> str:

@@ -19,7 +19,7 @@ import jinja2.runtime
 import jinja2.sandbox
 
 from turnwise.chat.formats.core import Probe
-from turnwise.chat.formats.derive import common_start
+from turnwise.chat.formats.derive import common_prefix, common_start
 from turnwise.chat.tokens import Tokens
 from turnwise.errors import RenderError
 
@@ -258,6 +258,7 @@ class TemplateFacts:
         followers: Added tokens of the next message (user, or tool after calls) that end a turn if the template closes
             none.
         history_close: The added token that ends a plain answer before a user message, or None.
+        call_error: Why the template refuses a call; empty where it writes it, or drops it.
         probe: Texts for format detection.
     """
 
@@ -267,6 +268,7 @@ class TemplateFacts:
         self.text_arguments = False
         self.short_ids = False
         self.calls_need_tools = False
+        self.call_error = ""
         try:
             self.prompt = template.render([USER], None, generate=True)
             head = template.render([USER], None, generate=False)
@@ -287,7 +289,9 @@ class TemplateFacts:
                 for need in (False, True):
                     self.text_arguments, self.short_ids, self.calls_need_tools = text_arguments, short_ids, need
                     turn = self.turn(self.assistant(calls=1))
-                    if turn is not None and Probe.FIRST in turn and Probe.VALUE in turn:
+                    written = turn is not None and Probe.FIRST in turn and Probe.VALUE in turn
+                    # A template that writes Python's text of an object is made for JSON text.
+                    if turn is not None and written and str(self._first_arguments()) not in turn:
                         return
         self.text_arguments, self.short_ids, self.calls_need_tools = False, False, False
 
@@ -301,7 +305,7 @@ class TemplateFacts:
         message: Wire = {"role": "assistant", "content": content}
         if thought:
             message["reasoning_content"] = message["thinking"] = thought
-        first: Wire = {} if bare else {Probe.KEY: Probe.VALUE, Probe.NUMBER_KEY: Probe.NUMBER}
+        first = {} if bare else self._first_arguments()
         arguments = [(Probe.FIRST, first), (Probe.SECOND, {Probe.KEY: Probe.VALUE})][:calls]
         if calls:
             message["tool_calls"] = [
@@ -309,6 +313,10 @@ class TemplateFacts:
                 for (name, value), call_id in zip(arguments, self.ids, strict=False)
             ]
         return message
+
+    @staticmethod
+    def _first_arguments() -> Wire:
+        return {Probe.KEY: Probe.VALUE, Probe.NUMBER_KEY: Probe.NUMBER}
 
     def arguments(self, value: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
         """Return arguments in the form that the template accepts."""
@@ -344,7 +352,8 @@ class TemplateFacts:
                 return text, self.prompt, self.head
             prompt = self.template.render([USER], tools, generate=True)
             head = self.template.render([USER], tools, generate=False)
-        except RenderError:
+        except RenderError as error:
+            self.call_error = str(error) if "tool_calls" in message else self.call_error
             return None
         return text, prompt, common_start(prompt, head)
 
@@ -417,7 +426,7 @@ class TemplateFacts:
             if turn is None:
                 return None
             turn = self.cut(turn, called=True)
-            return turn[len(common_start(lead, turn)) :]
+            return turn[len(common_prefix(lead, turn, self._tokens.added)) :]
 
         reason = None
         try:

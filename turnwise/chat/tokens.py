@@ -300,15 +300,17 @@ class Marks:
     """The markers of a chat format, each mapped to one private character if it is an added token.
 
     Decoded text holds that character where the *id* occurred, and ordinary text where the string was spelled in pieces,
-    so that parsers see ids only.
+    so that parsers see ids only. ``silent`` is an added token that stands for a blank: the markup before an answer.
     """
 
-    def __init__(self, added: Mapping[str, int], literals: Iterable[str]) -> None:
+    def __init__(self, added: Mapping[str, int], literals: Iterable[str], silent: str | None = None) -> None:
         everything = alternatives(added)
         used = sorted({token for text in literals for token in everything.findall(text)}) if everything else []
         self._chars = {token: chr(0xD800 + number) for number, token in enumerate(used)}
+        if silent in self._chars:
+            self._chars[silent] = " "
         self._ids = {added[token]: char for token, char in self._chars.items()}
-        self._plain = {ord(char): token for token, char in self._chars.items()}
+        self._plain = {ord(char): token for token, char in self._chars.items() if char != " "}
         self._pattern = alternatives(used)
 
     def of(self, literal: str) -> str:

@@ -377,7 +377,10 @@ def print_notes(config: EvalConfig, folder: Path, result: EvalResult, errors: Se
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     check_manager(config.rollout, config.custom)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
-    console.print(Text(f"chat format: {renderer.describe()['format']}", style="dim"), soft_wrap=True)
+    description = renderer.describe()
+    console.print(Text(f"chat format: {description['format']}", style="dim"), soft_wrap=True)
+    if description.get("warning"):
+        console.print(Text(f"warning: {description['warning']}", style="yellow"), soft_wrap=True)
     renderers = load_renderers(config.rollout.frozen, config.model, config.renderer)
     loaded = await load_eval_tasks(config, config.rollout, renderer)
     for report in loaded.reports:

@@ -142,11 +142,11 @@ async def check_specs(tasks: Iterable[Task], rollout: RolloutConfig) -> None:
 
 
 async def check_tools_shown(tasks: Iterable[Task], renderer: Renderer, rollout: RolloutConfig) -> None:
-    """Check that prompts show the tools of their environments, for the first 32 different ones.
+    """Check that prompts show the tools of their environments, for the first 32 different ones, and read calls.
 
-    Nothing is made where the chat template shows tools with and without a system message.
+    Nothing is made where the chat template shows tools with and without a system message, and writes calls.
     """
-    if all(_shows(renderer, messages, [_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])):
+    if not _warning(renderer) and all(_shows(renderer, messages, [_TOOL]) for messages in ([_USER], [_SYSTEM, _USER])):
         return
     task_by_specs: dict[tuple[str, str], Task] = {}
     for task in tasks:
@@ -206,13 +206,23 @@ async def check_room(
 
 
 def check_shows_tools(env: str, messages: Sequence[Message], tools: Sequence[ToolSchema], renderer: Renderer) -> None:
-    """Refuse a prompt that is the same with and without its tools."""
+    """Refuse a prompt that is the same with and without its tools, and a template that drops calls."""
     if tools and not _shows(renderer, messages, tools):
         raise ConfigError(
             f"environment {env!r} offers the model tools ({', '.join(tool.name for tool in tools)}), but the chat "
             "template shows none: the prompt is the same with and without them, so the model cannot know them. Set "
             f"renderer.chat_template to one that shows tools: {', '.join(shipped_templates())}, or a jinja file"
         )
+
+    if tools and (warning := _warning(renderer)):
+        raise ConfigError(
+            f"environment {env!r} offers the model tools ({', '.join(tool.name for tool in tools)}), but no call of "
+            f"them can be read: {warning}"
+        )
+
+
+def _warning(renderer: Renderer) -> str:
+    return str(renderer.describe().get("warning", ""))
 
 
 def _shows(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:

@@ -95,24 +95,27 @@ _HEADERS = """{%- for m in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
 
-PYTHONIC_TEMPLATE = _HEADERS.replace(
-    "CALLS",
+
+def template_with_calls(calls: str) -> str:
+    """Return a ChatML template that writes calls by this jinja text, which reads ``m.tool_calls``."""
+    return _HEADERS.replace("CALLS", calls)
+
+
+PYTHONIC_TEMPLATE = template_with_calls(
     "{{ '[' }}{% for c in m.tool_calls %}{{ c.function.name + '(' }}"
     "{% for k, v in c.function.arguments|items %}{{ k + '=' + (v|tojson) + ('' if loop.last else ', ') }}{% endfor %}"
-    "{{ ')' + ('' if loop.last else ', ') }}{% endfor %}{{ ']' }}",
+    "{{ ')' + ('' if loop.last else ', ') }}{% endfor %}{{ ']' }}"
 )
-KIMI_TEMPLATE = _HEADERS.replace(
-    "CALLS",
+KIMI_TEMPLATE = template_with_calls(
     "{{ '<|tool_calls_section_begin|>' }}{% for c in m.tool_calls %}{{ '<|tool_call_begin|>' + c.id "
     "+ '<|tool_call_argument_begin|>' + c.function.arguments|tojson + '<|tool_call_end|>' }}{% endfor %}"
-    "{{ '<|tool_calls_section_end|>' }}",
+    "{{ '<|tool_calls_section_end|>' }}"
 )
-MINIMAX_TEMPLATE = _HEADERS.replace(
-    "CALLS",
+MINIMAX_TEMPLATE = template_with_calls(
     "{{ '<minimax:tool_call>' }}{% for c in m.tool_calls %}{{ '\\n<invoke name=\"' + c.function.name + '\">' }}"
     "{% for k, v in c.function.arguments|items %}{{ '\\n<parameter name=\"' + k + '\">' "
     "+ (v if v is string else v|tojson) + '</parameter>' }}{% endfor %}{{ '\\n</invoke>' }}{% endfor %}"
-    "{{ '\\n</minimax:tool_call>' }}",
+    "{{ '\\n</minimax:tool_call>' }}"
 )
 
 

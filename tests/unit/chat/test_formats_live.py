@@ -189,7 +189,7 @@ def test_an_answer_behind_reasoning_that_nobody_opened_may_be_a_call(step: int) 
         return None if text == "{" else text.startswith("{c")
 
     def walked(text: str) -> list[StreamedTurn]:
-        scan = LiveScan(Marks({}, ()), ("<think>", "</think>"), (), begins, opened=False, settled=False)
+        scan = LiveScan(Marks({}, ()), ("<think>", "</think>"), (), begins, opened=False, settled=False, bare=True)
         return [piece for at in range(0, len(text), step) for piece in scan.feed(text[at : at + step])]
 
     assert "".join(piece.text for piece in walked("Hm, so</think>{call}")) == "Hm, so"

@@ -328,7 +328,7 @@ def test_tagged_values_are_read_by_the_schema() -> None:
     ("inner", "error"),
     [
         ("<function=lookup>\n<parameter=key>\na\n</function>\n", "'key' is not closed"),
-        ("<function=lookup>\n<parameter=key\n</function>\n", "is not closed"),
+        ("<function=lookup>\n<parameter=key\n</function>\n", "has no value"),
         ("<function=lookup>\n<parameter=key", "a parameter has no value"),
         ("<function=>\n</function>\n", "no name"),
         ("<function=lookup>\n", "tags are not closed"),

@@ -191,13 +191,24 @@ class TestToolsShown:
             await check_tools_shown([Task("a", "x")], silent, config)
 
     async def test_template_is_checked_with_the_prompts_of_the_tasks(self, tmp_path: Path) -> None:
-        renderer = load_renderer(write_model_dir(tmp_path / "shy", Family("plain"), template=SHY))
+        renderer = load_renderer(write_model_dir(tmp_path / "shy", Family("plain"), template=SHY), format="plain")
         briefed = Task("a", [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}])
         await check_tools_shown([briefed], renderer, rollout("lookup"))
         with pytest.raises(ConfigError, match="shows none"):
             await check_tools_shown(
                 [briefed, Task("b", "x", env="support.envs.task_envs:Paid")], renderer, rollout("lookup")
             )
+
+    async def test_template_that_drops_calls_is_refused_with_model_and_remedy(self, tmp_path: Path) -> None:
+        path = write_model_dir(tmp_path / "dropping", Family("plain"), template="{{ tools|tojson }}" + PLAIN)
+        with pytest.raises(
+            ConfigError,
+            match=r"environment 'lookup' offers the model tools \(team_of, manager_of\), but no call of them can be read: "
+            r"model '.*dropping': its own chat template drops tool calls, .*; set renderer\.chat_template to one",
+        ):
+            await check_tools_shown([Task("a", "x")], load_renderer(path), rollout("lookup"))
+        await check_tools_shown([Task("a", "x")], load_renderer(path), rollout("guess_number"))
+        await check_tools_shown([Task("a", "x")], load_renderer(path, format="plain"), rollout("lookup"))
 
     async def test_no_environment_is_made_where_the_template_shows_tools(self) -> None:
         config = rollout("support.envs.task_envs:NoSuchEnvironment")

@@ -18,14 +18,16 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from turnwise.chat.formats import tags
-from turnwise.chat.formats.json_calls import skip_blanks
+from turnwise.chat.formats.json_calls import bare_call, skip_blanks
 from turnwise.chat.formats.live import Live, LiveScan
 from turnwise.chat.formats.tags import Tag
 from turnwise.chat.tokens import Marks
 from turnwise.types import Guide, Message, ToolCall, ToolSchema
 
 OPEN, CLOSE = "reasoning_open", "reasoning_close"
+TEXT_OPEN = "text_open"
 INSIDE_REASONING = "the call stands inside the reasoning, where calls are not executed"
+OUTSIDE_CALLS = "the section of calls holds text outside its calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,9 @@ class ChatFormat(ABC):
         defaults: Markers for templates that do not show their own.
         extra_stops: Stop tokens besides those of the template.
         whole_turn: Whether the format parses reasoning itself, without a pair of markers.
+        ends: Roles of the markers behind a call's first part: one behind text shows a call that was not opened.
+        closers: Those markers.
+        bare: Whether calls may be the whole text, without an opening marker.
         markers: Marker strings by their role in the format.
     """
 
@@ -146,16 +151,19 @@ class ChatFormat(ABC):
     defaults: ClassVar[Mapping[str, str]] = {}
     extra_stops: ClassVar[tuple[str, ...]] = ()
     whole_turn: ClassVar[bool] = False
+    ends: ClassVar[tuple[str, ...]] = ("section_close", "close")
 
-    __slots__ = ("_added", "_close", "_open", "_openers", "markers", "marks")
+    __slots__ = ("_added", "_close", "_open", "_openers", "bare", "closers", "markers", "marks")
 
     def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
         self._added = added
         self.markers = dict(markers)
-        self.marks = Marks(added, self.markers.values())
+        self.marks = Marks(added, self.markers.values(), self.markers.get(TEXT_OPEN))
         self._open = self._mark(OPEN)
         self._close = self._mark(CLOSE)
         self._openers = tuple(filter(None, self.openers()))
+        self.closers = tuple(filter(None, map(self._mark, self.ends))) if self._openers else ()
+        self.bare = not self._openers
 
     @classmethod
     @abstractmethod
@@ -172,6 +180,10 @@ class ChatFormat(ABC):
         In an unclosed block the closed calls come first, the unfinished one, with its error, last.
         """
         return None
+
+    def unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:
+        """Return the end of a text that is calls without the markers of the format, or ``""``."""
+        return bare_call(content, tools)
 
     def _mark(self, key: str) -> str:
         return self.marks.of(self.markers.get(key, ""))
@@ -222,10 +234,11 @@ class ChatFormat(ABC):
         return LiveScan(
             self.marks,
             (self._open, self._close),
-            self._openers,
+            (*self._openers, *self.closers),
             self.begins_call,
             opened=self.opened_by(prefix),
             settled=self.settled_by(prefix),
+            bare=self.bare,
         )
 
     def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:  # noqa: ARG002
@@ -263,6 +276,7 @@ class _Scan:
     """One scan of a turn: reasoning, blocks, and the text around them; ``thinking``: reasoning is open at the end."""
 
     __slots__ = (
+        "_behind",
         "_content",
         "_format",
         "_marks",
@@ -290,6 +304,7 @@ class _Scan:
         self._tools = tools
         self._marks = reasoning
         self._openers = openers
+        self._behind = 0
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._parsed = Parsed()
@@ -305,7 +320,7 @@ class _Scan:
         while position < end:
             thought = text.find(opener, position) if opener else -1
             stray = text.find(closer, position) if closer else -1
-            start = self._next_block(position, end)
+            start = self._next_block(position, end, (*self._openers, *self._format.closers))
             first = min((at for at in (thought, stray, start) if at >= 0), default=end)
             if first == end:
                 self._content.append(text[position:])
@@ -314,7 +329,7 @@ class _Scan:
             if first == thought:
                 position = self._think(thought + len(opener))
             elif first == stray:
-                position = stray + len(closer)
+                self._behind = position = stray + len(closer)
                 if not self._parsed.calls and not self._settled:
                     # Closed by the model but never opened: templates parse the text before it as reasoning.
                     self._thoughts += self._content
@@ -326,18 +341,22 @@ class _Scan:
         plain = self._format.marks.plain
         self._parsed.content = plain("".join(self._content)).strip()
         self._parsed.reasoning = plain("".join(self._thoughts)).strip()
+        if not self._parsed.calls and (call := self._format.unmarked_call(self._parsed.content, self._tools)):
+            opened = f"the call was not opened with {plain(self._openers[0])}" if self._openers else ""
+            self._parsed.calls.append(ToolCall("", "", {}, call, opened or "there is text before the call"))
         return self._parsed
 
-    def _next_block(self, position: int, limit: int) -> int:
-        if self._openers:
-            starts = [at for at in (self._text.find(opener, position, limit) for opener in self._openers) if at >= 0]
-            return min(starts, default=-1)
-        if self._parsed.calls or "".join(self._content).strip():
-            return -1
-        start = skip_blanks(self._text, position)
-        return start if start < limit else -1
+    def _next_block(self, position: int, limit: int, markers: tuple[str, ...]) -> int:
+        starts = [at for at in (self._text.find(marker, position, limit) for marker in markers) if at >= 0]
+        if self._format.bare and not self.thinking and not self._parsed.calls and not "".join(self._content).strip():
+            start = skip_blanks(self._text, position)
+            starts += [start] if start < limit else []
+        return min(starts, default=-1)
 
     def _block(self, start: int) -> int:
+        stray = next((closer for closer in self._format.closers if self._text.startswith(closer, start)), "")
+        if stray:
+            return self._unopened(start, start + len(stray))
         block = self._format.block(Region(self._text, start, len(self._text), self._tools))
         if block is None:
             self._content.append(self._text[start])
@@ -346,7 +365,19 @@ class _Scan:
         if not block.closed and block.end >= len(self._text) and not self._turn.stopped:
             calls = calls[:-1]
         self._parsed.calls += calls
-        return max(block.end, start + 1)
+        self._behind = max(block.end, start + 1)
+        return self._behind
+
+    def _unopened(self, start: int, end: int) -> int:
+        """Report a call that is closed but was never opened; its text stays content, which may have been streamed."""
+        plain = self._format.marks.plain
+        raw = plain(self._text[self._behind : start]).strip()
+        self._content.append(self._text[start:end])
+        self._behind = end
+        if raw:
+            error = f"the call before {plain(self._text[start:end])} was not opened with {plain(self._openers[0])}"
+            self._parsed.calls.append(ToolCall("", "", {}, raw, error))
+        return end
 
     def _think(self, position: int) -> int:
         text, closer = self._text, self._marks[1]
@@ -357,7 +388,7 @@ class _Scan:
         self._thoughts.append(text[position:limit])
         self._parsed.spans.append((position, limit))
         at = position
-        while self._openers and (at := self._next_block(at, limit)) >= 0:
+        while self._openers and (at := self._next_block(at, limit, self._openers)) >= 0:
             block = self._format.block(Region(text, at, limit, self._tools))
             if block is None:
                 at += 1
@@ -368,7 +399,8 @@ class _Scan:
                 calls = calls[:-1]
             self._parsed.calls += [replace(call, error=INSIDE_REASONING) for call in calls]
             at = max(block.end, at + 1)
-        return limit if close < 0 else close + len(closer)
+        self._behind = limit if close < 0 else close + len(closer)
+        return self._behind
 
 
 class Plain(ChatFormat):
@@ -386,3 +418,7 @@ class Plain(ChatFormat):
     def begins_call(self, text: str) -> bool | None:  # noqa: ARG002
         """Return False."""
         return False
+
+    def unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:  # noqa: ARG002
+        """Return ``""``."""
+        return ""

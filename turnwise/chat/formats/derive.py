@@ -70,6 +70,16 @@ def split_added(text: str, added: Mapping[str, int]) -> list[str]:
     return [piece for piece in re.split(f"({pattern.pattern})", text) if piece] if pattern else [text]
 
 
+def common_prefix(one: str, other: str, added: Mapping[str, int]) -> str:
+    """Return the common prefix of two texts, without a part of an added token."""
+    common = ""
+    for first, second in zip(split_added(one, added), split_added(other, added), strict=False):
+        if first != second:
+            return common if first in added or second in added else common + common_start(first, second)
+        common += first
+    return common
+
+
 def first_marker(text: str, added: Mapping[str, int]) -> str:
     """Return the added token or tag at the start of a text, ignoring white space; else ``""``."""
     text = text.lstrip()

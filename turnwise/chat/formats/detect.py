@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnwise.chat.formats import FORMATS, find_format
-from turnwise.chat.formats.core import CLOSE, OPEN, ChatFormat, Parsed, Probe, TurnText
-from turnwise.chat.formats.derive import common_start, reasoning_markers, split_added
+from turnwise.chat.formats.core import CLOSE, OPEN, TEXT_OPEN, ChatFormat, Parsed, Probe, TurnText
+from turnwise.chat.formats.derive import common_prefix, reasoning_markers
 from turnwise.chat.template import TemplateFacts, Wire
 from turnwise.chat.tokens import Tokens
 from turnwise.errors import ConfigError, RegistryError, RenderError
@@ -36,12 +36,14 @@ class Choice:
         source: ``auto``, ``config`` or ``turnwise_format.json``.
         proof: Names of the conversations that were rendered and parsed back equal.
         unproven: Conversations that the template refuses, or that do not parse back.
+        warning: Why calls cannot be read, and what to do, where nobody chose that; or ``""``.
     """
 
     format: ChatFormat
     source: str
     proof: tuple[str, ...]
     unproven: tuple[str, ...]
+    warning: str = ""
 
 
 def _conversations(facts: TemplateFacts) -> dict[str, tuple[Wire, Parsed]]:
@@ -78,24 +80,16 @@ def prove(chat_format: ChatFormat, facts: TemplateFacts, tokens: Tokens) -> tupl
         text, prefix = facts.completion_text(message), generation
         if text is None and (turn := facts.turn(message)) is not None:
             # The generation prompt opens reasoning that a history leaves out: calls are read all the same.
-            prefix = _common_prefix(generation, turn, tokens)
+            prefix, turn = generation.lstrip(), turn.lstrip()
+            prefix = common_prefix(prefix, turn, tokens.added)
             text = turn[len(prefix) :]
-        parses_back = text is not None and _equal(
-            _read_back(chat_format, text, prefix, expected, facts, tokens), expected
+        parses_back = text is not None and any(
+            _equal(_read_back(chat_format, text, before, expected, facts, tokens), expected)
+            # Some histories hold the opening marker of reasoning, but neither the reasoning nor its end.
+            for before in (prefix, "")
         )
         (agreed if parses_back else unproven).append(name)
     return agreed, unproven
-
-
-def _common_prefix(one: str, other: str, tokens: Tokens) -> str:
-    """Return the common prefix of two texts, without a part of an added token."""
-    common = ""
-    for first, second in zip(split_added(one, tokens.added), split_added(other, tokens.added), strict=False):
-        if first != second:
-            is_token = first in tokens.added or second in tokens.added
-            return common if is_token else common + common_start(first, second)
-        common += first
-    return common
 
 
 def _read_back(
@@ -124,8 +118,17 @@ def _reasoning(facts: TemplateFacts, tokens: Tokens) -> dict[str, str]:
 def _build_format(
     format_class: type[ChatFormat], markers: Mapping[str, str], facts: TemplateFacts, tokens: Tokens
 ) -> ChatFormat:
-    reasoning = {} if format_class.whole_turn else _reasoning(facts, tokens)
-    return format_class({**markers, **reasoning}, tokens.added)
+    if format_class.whole_turn:
+        return format_class(markers, tokens.added)
+    reasoning = _reasoning(facts, tokens)
+    return format_class({**markers, **reasoning, **_text_opener(facts, reasoning)}, tokens.added)
+
+
+def _text_opener(facts: TemplateFacts, reasoning: Mapping[str, str]) -> dict[str, str]:
+    """Return the added token that the template writes before an answer, besides the generation prompt."""
+    opener = facts.last_added(facts.probe.answer.split(Probe.TEXT, 1)[0]) or ""
+    in_prompt = opener in facts.prompt[len(facts.head) :]
+    return {} if not opener or in_prompt or opener in reasoning.values() else {TEXT_OPEN: opener}
 
 
 def _required_conversations(facts: TemplateFacts) -> list[str]:

@@ -153,6 +153,8 @@ class GptOss(ChatFormat):
         recipient = _RECIPIENT.search(self.marks.plain(header))
         if recipient is not None and recipient[1] != "assistant":
             return None
+        if recipient is None and self._mentions_tool(header):
+            return None
         return "text" if has_body or (first and self._channel not in header) else None
 
     def _open_message(self, prefix: str) -> str:
@@ -208,7 +210,10 @@ class GptOss(ChatFormat):
                 if body and at > offset:
                     parsed.spans.append((max(start - offset, 0), at - offset))
             if recipient is None or recipient[1] == "assistant":
-                if not reasons and body is not None:
+                if self._mentions_tool(header) and body is not None and not reasons:
+                    error = f"the header of the call does not name the tool as to={self.markers['recipient']}NAME"
+                    parsed.calls.append(ToolCall("", "", {}, text, error))
+                elif not reasons and body is not None:
                     content.append(text)
                 elif body is None and self._channel not in header and number == 0:
                     # A model that left the format out: plain text is an answer, but not the role's name.
@@ -222,6 +227,10 @@ class GptOss(ChatFormat):
         parsed.content = "\n".join(filter(None, (text.strip() for text in content)))
         parsed.reasoning = "\n".join(filter(None, (text.strip() for text in thoughts)))
         return parsed
+
+    def _mentions_tool(self, header: str) -> bool:
+        """Return whether a header without a recipient holds the prefix of tools."""
+        return bool(self.markers["recipient"]) and self.markers["recipient"] in self.marks.plain(header)
 
     def _call(self, recipient: str, body: str | None, *, unclosed: bool) -> ToolCall:
         name = recipient.removeprefix(self.markers["recipient"]).split("<", 1)[0]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from turnwise.chat.formats import tags
-from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
+from turnwise.chat.formats.core import OUTSIDE_CALLS, Block, ChatFormat, Probe, Region
 from turnwise.chat.formats.derive import first_marker, json_span, last_marker
 from turnwise.chat.formats.json_calls import named_arguments
 from turnwise.chat.formats.tags import Tag
@@ -50,70 +50,66 @@ def _derive(probe: Probe) -> dict[str, str] | None:
     }
 
 
-class _Reader:
-    """Parser of a section, given the parser of a header."""
+class _Headed(ChatFormat):
+    """Base of both formats; ``numbered``: the header is the call's id, which ends in a number."""
 
-    __slots__ = ("_after", "_before", "_close", "_ids", "_name", "_open", "_plain", "_section")
+    __slots__ = ("_call", "_section")
 
-    def __init__(self, chat_format: ChatFormat, *, ids: bool) -> None:
-        marks, markers = chat_format.marks, chat_format.markers
-        self._plain = marks.plain
-        self._section = (marks.of(markers["section_open"]), marks.of(markers["section_close"]))
-        self._open, self._close = marks.of(markers["open"]), marks.of(markers["close"])
-        self._name = marks.of(markers["before_name"])
-        self._before, self._after = marks.of(markers["before_json"]), markers["after_json"]
-        self._ids = ids
+    numbered: ClassVar[bool]
 
-    def block(self, text: str, start: int, limit: int) -> Block:
-        position = start + len(self._section[0])
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        super().__init__(markers, added)
+        self._section = (self._mark("section_open"), self._mark("section_close"))
+        self._call = (self._mark("open"), self._mark("close"))
+
+    def openers(self) -> tuple[str, ...]:
+        """Return the section's opening marker."""
+        return (self._mark("section_open"),)
+
+    def block(self, region: Region) -> Block | None:
+        """Parse the section."""
+        text, limit, plain = region.text, region.limit, self.marks.plain
+        opener, closer = self._call
+        position = region.start + len(self._section[0])
         calls: list[ToolCall] = []
         while True:
-            begin = text.find(self._open, position, limit)
+            begin = text.find(opener, position, limit)
             end = text.find(self._section[1], position, limit)
+            between = text[position : min((at for at in (begin, end) if at >= 0), default=position)]
+            if between.strip():
+                calls.append(ToolCall("", "", {}, plain(between).strip(), OUTSIDE_CALLS))
             if begin < 0 or 0 <= end < begin:
                 if end >= 0:
                     return Block(end + len(self._section[1]), tuple(calls))
-                rest = self._plain(text[position:limit]).strip()
-                error = f"the calls were not closed with {self._plain(self._section[1])}"
-                return Block(limit, (*calls, ToolCall("", "", {}, rest, error)), closed=False)
-            inner = begin + len(self._open)
-            close = text.find(self._close, inner, limit)
-            next_open = text.find(self._open, inner, limit)
-            ends = [at for at in (close, next_open, end) if at >= 0]
+                error = f"the calls were not closed with {self.markers['section_close']}"
+                unclosed = ToolCall("", "", {}, plain(text[position:limit]).strip(), error)
+                return Block(limit, (*calls, unclosed), closed=False)
+            inner = begin + len(opener)
+            close = text.find(closer, inner, limit)
+            ends = [at for at in (close, text.find(opener, inner, limit), end) if at >= 0]
             if close < 0 or min(ends) != close:
                 stop = min(ends, default=limit)
-                error = f"the call was not closed with {self._plain(self._close)}"
-                raw = self._plain(text[inner:stop]).strip()
-                calls.append(ToolCall("", self.read(text[inner:stop]).name, {}, raw, error))
+                error = f"the call was not closed with {self.markers['close']}"
+                name = self._read(text[inner:stop]).name
+                calls.append(ToolCall("", name, {}, plain(text[inner:stop]).strip(), error))
                 if stop >= limit:
                     return Block(limit, tuple(calls), closed=False)
                 position = stop
                 continue
-            calls.append(self.read(text[inner:close]))
-            position = close + len(self._close)
+            calls.append(self._read(text[inner:close]))
+            position = close + len(closer)
 
-    def read(self, inner: str) -> ToolCall:
-        at = inner.find(self._before) if self._before else inner.find("{")
+    def _read(self, inner: str) -> ToolCall:
+        plain, before_json, name_prefix = self.marks.plain, self._mark("before_json"), self.markers["before_name"]
+        at = inner.find(before_json) if before_json else inner.find("{")
         if at < 0:
-            return ToolCall("", "", {}, self._plain(inner).strip(), "the call has no arguments")
-        header = self._plain(inner[:at]).strip()
-        body = self._plain(inner[at:]).strip().removeprefix(self._plain(self._before)).strip()
-        if self._after:
-            body = body.removesuffix(self._after)
-        if self._ids:
-            name = re.sub(r":\d+$", "", header).removeprefix(self._name)
-            return named_arguments(name, body, header)
-        name = header.split(self._plain(self._name))[-1].strip() if self._name else header
-        return named_arguments(name, body)
-
-
-class _Headed(ChatFormat):
-    """Base of both formats."""
-
-    __slots__ = ()
-
-    numbered: ClassVar[bool]
-    """Whether a number follows the name."""
+            return ToolCall("", "", {}, plain(inner).strip(), "the call has no arguments")
+        header = plain(inner[:at]).strip()
+        body = plain(inner[at:]).strip().removeprefix(self.markers["before_json"]).strip()
+        body = body.removesuffix(self.markers["after_json"])
+        if self.numbered:
+            return named_arguments(re.sub(r":\d+$", "", header).removeprefix(name_prefix), body, header)
+        return named_arguments(header.split(name_prefix)[-1].strip() if name_prefix else header, body)
 
     def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:
         excludes = [self.markers[key] for key in ("section_open", "section_close", "open", "close")]
@@ -149,11 +145,7 @@ class DeepSeek(_Headed):
         "after_json": "```",
     }
 
-    __slots__ = ("_reader",)
-
-    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
-        super().__init__(markers, added)
-        self._reader = _Reader(self, ids=False)
+    __slots__ = ()
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
@@ -161,14 +153,6 @@ class DeepSeek(_Headed):
         if probe.one is None or probe.ids[0] in probe.one:
             return None
         return _derive(probe)
-
-    def openers(self) -> tuple[str, ...]:
-        """Return the section's opening marker."""
-        return (self._mark("section_open"),)
-
-    def block(self, region: Region) -> Block | None:
-        """Parse the section."""
-        return self._reader.block(region.text, region.start, region.limit)
 
 
 class Kimi(_Headed):
@@ -186,11 +170,7 @@ class Kimi(_Headed):
         "after_json": "",
     }
 
-    __slots__ = ("_reader",)
-
-    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
-        super().__init__(markers, added)
-        self._reader = _Reader(self, ids=True)
+    __slots__ = ()
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
@@ -201,14 +181,6 @@ class Kimi(_Headed):
         if markers is None or not markers["before_json"].startswith(":0"):
             return None
         return markers | {"before_json": markers["before_json"].removeprefix(":0").strip()}
-
-    def openers(self) -> tuple[str, ...]:
-        """Return the section's opening marker."""
-        return (self._mark("section_open"),)
-
-    def block(self, region: Region) -> Block | None:
-        """Parse the section."""
-        return self._reader.block(region.text, region.start, region.limit)
 
     def call_id(self, call_id: str, name: str, index: int) -> str:
         """Return the model's own id if it is one, else an id of its syntax."""

@@ -27,6 +27,8 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
 _PLACES = 4
 """How many places of a call are tried to find the text of its arguments, which are the first in all but odd calls."""
 _BLANK = re.compile(r"\s*")
+_BETWEEN = re.compile(r"[\s,;]*")
+_JSON_LINE = re.compile(r"^[\[{]", re.MULTILINE)
 
 
 def skip_blanks(text: str, position: int) -> int:
@@ -77,6 +79,30 @@ def _kind(value: Json) -> str:
     return kinds.get(type(value), "null")
 
 
+def _names_tool(value: Json, tools: Sequence[ToolSchema]) -> bool:
+    """Return whether a JSON object holds the name of a tool and an object of arguments, under whatever keys."""
+    if not isinstance(value, dict) or not any(isinstance(item, dict) for item in value.values()):
+        return False
+    return any(tool.name == item for tool in tools for item in value.values())
+
+
+def bare_call(text: str, tools: Sequence[ToolSchema]) -> str:
+    """Return the end of a text that is nothing but calls of tools as JSON, without a format's markers; or ``""``."""
+    start = _JSON_LINE.search(text) if tools else None
+    if start is None:
+        return ""
+    position, calls = start.start(), []
+    while position < len(text):
+        try:
+            value, position = decode_at(text, position)
+        except ValueError:
+            return ""
+        calls += value if isinstance(value, list) else [value]
+        match = _BETWEEN.match(text, position)
+        position = match.end() if match else position
+    return text[start.start() :] if calls and all(_names_tool(call, tools) for call in calls) else ""
+
+
 def named_arguments(name: str, raw: str, call_id: str = "") -> ToolCall:
     """Return a call by name, with its arguments as JSON text."""
     raw = raw.strip()
@@ -91,7 +117,7 @@ def named_arguments(name: str, raw: str, call_id: str = "") -> ToolCall:
 class JsonCalls:
     """Parser of calls that are objects with these keys of name, arguments and the model's own call id (or empty)."""
 
-    __slots__ = ("_arguments", "_arguments_at", "_broken", "_id", "_name")
+    __slots__ = ("_arguments", "_arguments_at", "_attempt", "_broken", "_id", "_name")
 
     def __init__(self, name_key: str, arguments_key: str, id_key: str = "") -> None:
         self._name = name_key
@@ -99,21 +125,18 @@ class JsonCalls:
         self._id = id_key
         name, arguments = (re.escape(json.dumps(key, ensure_ascii=False)) for key in (name_key, arguments_key))
         self._arguments_at = re.compile(rf"{arguments}\s*:\s*")
+        self._attempt = re.compile(rf"\s*\{{?\s*\W?\s*{name_key}\b.{{0,200}}?\b{arguments_key}\b", re.DOTALL)
         self._broken = re.compile(rf'\s*\{{\s*{name}\s*:\s*"([^"\\]*)"\s*(?:,\s*{arguments}\s*:\s*(.*))?', re.DOTALL)
 
     def attempted(self, text: str) -> bool:
         """Return whether a text begins like a call: with its name and the key of its arguments."""
-        match = self._broken.match(text)
-        return match is not None and match[2] is not None
+        return self._attempt.match(text) is not None
 
     def is_call(self, value: Json, tools: Sequence[ToolSchema]) -> bool:
         """Return whether a JSON value is a call rather than an answer in JSON; one of a tool also by a wrong key."""
-        if not isinstance(value, dict) or not isinstance(value.get(self._name), str):
+        if not isinstance(value, dict):
             return False
-        if self._arguments in value:
-            return True
-        by_wrong_key = any(isinstance(value.get(key), dict) for key in ("arguments", "parameters"))
-        return by_wrong_key and any(tool.name == value[self._name] for tool in tools)
+        return (isinstance(value.get(self._name), str) and self._arguments in value) or _names_tool(value, tools)
 
     def read(self, raw: str) -> ToolCall:
         """Parse a call; with ``error`` if it is invalid."""
@@ -143,7 +166,7 @@ class JsonCalls:
         text = self._arguments_text(value, raw)
         if not isinstance(name, str) or not name:
             return ToolCall(identity, "", {}, text, f"the call has no {json.dumps(self._name)}")
-        extra = value.keys() - {self._name, self._arguments, self._id, "type"}
+        extra = value.keys() - {self._name, self._arguments, self._id or "id", "type"}
         if self._arguments not in value and extra:
             return ToolCall(identity, name, {}, text, f"the call has no {json.dumps(self._arguments)}")
         try:

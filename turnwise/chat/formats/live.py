@@ -78,12 +78,24 @@ class LiveScan(Live):
         marks: Markers of the format.
         reasoning: Opening and closing reasoning markers as they occur in the text; empty for none.
         openers: Markers that open a block.
-        begins: Without openers: whether a text begins a call, None while undecided.
+        begins: Where calls may be the whole text: whether a text begins a call, None while undecided.
         opened: Whether reasoning is open at the start.
         settled: Whether reasoning was closed before, so that a closing marker means nothing.
+        bare: Whether calls may be the whole text.
     """
 
-    __slots__ = ("_begins", "_begun", "_close", "_done", "_open", "_openers", "_searched", "_settled", "_thinking")
+    __slots__ = (
+        "_bare",
+        "_begins",
+        "_begun",
+        "_close",
+        "_done",
+        "_open",
+        "_openers",
+        "_searched",
+        "_settled",
+        "_thinking",
+    )
 
     def __init__(
         self,
@@ -94,6 +106,7 @@ class LiveScan(Live):
         *,
         opened: bool,
         settled: bool,
+        bare: bool,
     ) -> None:
         super().__init__(marks)
         self._open, self._close = reasoning
@@ -101,7 +114,8 @@ class LiveScan(Live):
         self._begins = begins
         self._thinking = opened
         self._settled = settled or opened or not self._close
-        self._begun = bool(openers)
+        self._bare = bare
+        self._begun = not bare
         self._done = False
         self._searched = 0
 
@@ -148,7 +162,7 @@ class LiveScan(Live):
             kind: Kind = "text" if self._settled else "reasoning"
             if not self._settled:
                 # Text before the first marker may still be reasoning, so the answer has not begun.
-                self._settled, self._begun = True, bool(self._openers)
+                self._settled, self._begun = True, not self._bare
             return self._take(first, marker, kind)
         if not self._settled:
             # A closing marker without an opening one would make reasoning of all this.

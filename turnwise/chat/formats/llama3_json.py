@@ -30,6 +30,7 @@ class Llama3Json(ChatFormat):
         super().__init__(markers, added)
         # A marker that is not an added token here would be ordinary text.
         self._begin = self._mark("open") if self.markers["open"] in added else ""
+        self.bare = True
         self._calls = JsonCalls(self.markers["name"], self.markers["arguments"])
 
     @classmethod
@@ -45,12 +46,12 @@ class Llama3Json(ChatFormat):
         return {"open": opener or cls.defaults["open"], "name": keys[0], "arguments": keys[1]}
 
     def openers(self) -> tuple[str, ...]:
-        """Return none: calls are the whole text."""
-        return ()
+        """Return the marker where it is a token: calls without it are the whole text."""
+        return (self._mark("open"),) if self.markers["open"] in self._added else ()
 
     def begins_call(self, text: str) -> bool | None:
         """Return True after the marker; an object may be a call."""
-        return text.startswith("{") or (bool(self._begin) and text.startswith(self._begin))
+        return text.startswith(("{", '"name"')) or (bool(self._begin) and text.startswith(self._begin))
 
     def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:
         """Return the tag of objects separated by semicolons."""
@@ -72,6 +73,8 @@ class Llama3Json(ChatFormat):
         while position < limit:
             try:
                 value, stop = decode_at(text, position, strict=False)
+                if isinstance(value, str):
+                    raise ValueError("it is a JSON string, not an object")
             except ValueError as error:
                 raw = self.marks.plain(text[position:limit])
                 if (tagged and not calls) or self._calls.attempted(raw):
@@ -84,11 +87,11 @@ class Llama3Json(ChatFormat):
             calls.append(self._calls.read(raw))
             end = position = stop
             next_start = skip_blanks(text, stop)
-            if text.startswith(";", next_start):
+            if text.startswith((";", ","), next_start):
                 next_start = skip_blanks(text, next_start + 1)
             if self._begin and text.startswith(self._begin, next_start):
                 next_start += len(self._begin)
-            if not text.startswith("{", next_start):
+            if not text.startswith(("{", '"'), next_start):
                 break
             position = next_start
         return Block(end, tuple(calls)) if calls else None

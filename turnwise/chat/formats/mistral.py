@@ -1,7 +1,7 @@
 """Mistral: a marker and a JSON list of calls; in later models, a marker, name and arguments for each.
 
-``[TOOL_CALLS][{"name": "f", "arguments": {...}, "id": "abcdefghi"}]`` and ``[TOOL_CALLS]f[ARGS]{...}``. Each complete
-object counts even if what follows was cut.
+``[TOOL_CALLS][{"name": "f", "arguments": {...}, "id": "abcdefghi"}]``, ``[TOOL_CALLS]f[ARGS]{...}`` and
+``[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{...}``. Each complete object counts even if what follows was cut.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ class Mistral(ChatFormat):
     """Calls after one marker, as a list or one marker each."""
 
     name: ClassVar[str] = "mistral"
+    ends: ClassVar[tuple[str, ...]] = ("before_id", "separator")
     defaults: ClassVar[Mapping[str, str]] = {
         "open": "[TOOL_CALLS]",
+        "before_id": "",
         "separator": "",
         "name": "name",
         "arguments": "arguments",
         "id": "id",
     }
 
-    __slots__ = ("_begin", "_calls", "_separator")
+    __slots__ = ("_before_id", "_begin", "_calls", "_separator")
 
     def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
         super().__init__(markers, added)
         self._begin = self._mark("open")
-        self._separator = self._mark("separator")
+        self._separator, self._before_id = self._mark("separator"), self._mark("before_id")
         self._calls = JsonCalls(self.markers["name"], self.markers["arguments"], self.markers["id"])
 
     @classmethod
@@ -51,13 +53,15 @@ class Mistral(ChatFormat):
             # Some templates write only the end of an id: nine characters are what the models sample.
             written = {key: value for key, value in span.value[0].items() if isinstance(value, str) and value}
             id_key = next((key for key, value in written.items() if probe.ids[0].endswith(value)), "")
-            return {"open": prefix, "separator": "", "name": keys[0], "arguments": keys[1], "id": id_key}
-        if span.value != probe.arguments or prefix.count(probe.FIRST) != 1:
+            return {**cls.defaults, "open": prefix, "name": keys[0], "arguments": keys[1], "id": id_key}
+        opener, name, separator = (part.strip() for part in prefix.partition(probe.FIRST))
+        before_id, has_id, after_id = separator.partition(probe.ids[0])
+        if span.value != probe.arguments or not name or probe.FIRST in before_id + after_id:
             return None
-        opener, separator = (part.strip() for part in prefix.split(probe.FIRST))
-        if opener not in probe.added or (separator and separator not in probe.added):
+        before_id, separator = (before_id, after_id) if has_id else ("", separator)
+        if opener not in probe.added or any(part and part not in probe.added for part in (before_id, separator)):
             return None
-        return {**cls.defaults, "open": opener, "separator": separator, "id": ""}
+        return {**cls.defaults, "open": opener, "before_id": before_id, "separator": separator, "id": ""}
 
     def openers(self) -> tuple[str, ...]:
         """Return the marker of a list or call."""
@@ -75,6 +79,8 @@ class Mistral(ChatFormat):
         if not self._separator:
             return None
         between = self._marked("separator")
+        if self._before_id:
+            between = tags.sequence(self._marked("before_id"), tags.pattern("[a-zA-Z0-9]{9}"), between)
         named = (tags.sequence(tags.text(tool.name), between, tags.arguments(tool, excludes)) for tool in tools)
         return tags.repeated(tags.sequence(opener, tags.either(*named)), None, limit)
 
@@ -119,13 +125,14 @@ class Mistral(ChatFormat):
         if at < 0 or brace < 0:
             raw = self.marks.plain(text[start:end]).strip()
             return Block(end, (ToolCall("", "", {}, raw, "the call has no arguments"),), closed=False)
-        name = self.marks.plain(text[start:at]).strip()
+        header, _, call_id = text[start:at].partition(self._before_id) if self._before_id else (text[start:at], "", "")
+        name, call_id = self.marks.plain(header).strip(), self.marks.plain(call_id).strip()
         position = at + len(self._separator) if self._separator else at
         try:
             _, stop = decode_at(text, position, strict=False)
         except ValueError as error:
             raw = self.marks.plain(text[position:end]).strip()
-            call = ToolCall("", name, {}, raw, f"the arguments are not valid JSON: {error}")
+            call = ToolCall(call_id, name, {}, raw, f"the arguments are not valid JSON: {error}")
             return Block(end, (call,), closed=False)
         stop = min(stop, end)
-        return Block(stop, (named_arguments(name, self.marks.plain(text[position:stop])),))
+        return Block(stop, (named_arguments(name, self.marks.plain(text[position:stop]), call_id),))

@@ -6,11 +6,11 @@ Each complete call counts even if the list was cut. A list of anything else is c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
-from turnwise.types import Json, ToolCall
+from turnwise.types import Json, ToolCall, ToolSchema
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*)?(?:\.\d+|\.)?(?:[eE][+-]?\d+)?")
@@ -225,6 +225,12 @@ class Pythonic(ChatFormat):
         if _BEGINS.match(text):
             return True
         return None if _MAY_BEGIN.match(text) else False
+
+    def unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:
+        """Return the calls of tools that begin a line, with or without the bracket of their list; or ``""``."""
+        names = "|".join(re.escape(tool.name) for tool in tools)
+        match = re.search(rf"^\[?\s*(?:{names})\w*\s*[(=]", content, re.MULTILINE) if names else None
+        return content[match.start() :] if match else ""
 
     def block(self, region: Region) -> Block | None:
         """Parse the calls of a list."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from turnwise.chat.formats import tags
-from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
+from turnwise.chat.formats.core import OUTSIDE_CALLS, Block, ChatFormat, Probe, Region
 from turnwise.chat.formats.derive import common_start, first_marker, last_marker, split_added
 from turnwise.chat.formats.json_calls import decode_whole
 from turnwise.chat.formats.tags import Shape, Tag, choices_of, parameter_types, shapes, type_of, types_of
@@ -71,9 +71,12 @@ def _as_type(value: Json, types: frozenset[str]) -> Json:
     return _NOTHING
 
 
-KEYS = ("section_open", "section_close", "open", "close", "head", "first", "value", "next", "end", "empty")
+KEYS = ("section_open", "section_close", "open", "close", "head", "first", "value", "json", "next", "end", "empty")
 """Parts of the grammar: a call is ``open head NAME first KEY value VALUE next KEY value VALUE end close``, or
-``open head NAME empty close``; all calls may be between ``section_open`` and ``section_close``."""
+``open head NAME empty close``; all calls may be between ``section_open`` and ``section_close``. Where ``json`` is not
+empty, it stands for ``value`` before all but strings."""
+_MARK = "\ud800-\udbff"
+_TAG_START = re.compile(rf"[{_MARK}]|</?[^\s<>=\"'{_MARK}]+")
 
 
 def derive(probe: Probe) -> dict[str, str] | None:
@@ -88,12 +91,18 @@ def derive(probe: Probe) -> dict[str, str] | None:
     first = one[name + len(probe.FIRST) : key]
     separator = one[key + len(probe.KEY) : value]
     following = one[value + len(probe.VALUE) : number_key]
-    if separator != one[number_key + len(probe.NUMBER_KEY) : number] or not (first and separator and following):
+    other_separator = one[number_key + len(probe.NUMBER_KEY) : number]
+    typed = separator != other_separator
+    if not (first and separator and following) or first.startswith("{"):
+        return None
+    if typed and not common_start(separator, other_separator).strip():
         return None
     if probe.FIRST not in probe.bare:
         return None
     empty = probe.bare.split(probe.FIRST, 1)[1]
-    opener, closer = first_marker(prefix, probe.added), last_marker(suffix, probe.added)
+    # A tag with an attribute for the name is the call's opening marker itself.
+    opener = first_marker(prefix, probe.added) or prefix.strip()
+    closer = last_marker(suffix, probe.added)
     if not opener or not closer:
         return None
     grammar = {"section_open": "", "section_close": "", "open": opener, "close": closer}
@@ -110,6 +119,7 @@ def derive(probe: Probe) -> dict[str, str] | None:
         "head": prefix.lstrip(),
         "first": first,
         "value": separator,
+        "json": other_separator if typed else "",
         "next": following,
         "end": suffix,
         "empty": empty,
@@ -138,7 +148,7 @@ def _ahead(text: str, marker: str) -> str:
 
 def _loose(text: str) -> str:
     """Return a pattern for a text, with any white space where it has some, and between two tags."""
-    return r"\s*".join(re.escape(part) for part in re.split(r"\s+|(?<=>)(?=<)", text))
+    return r"\s*".join(re.escape(part) for part in re.split(rf"\s+|(?<=[>{_MARK}])(?=[<{_MARK}])", text))
 
 
 def _padded(text: str, *, at_end: bool) -> str:
@@ -157,10 +167,10 @@ class Tagged:
         "_end",
         "_first",
         "_head",
-        "_key_tag",
         "_markers",
         "_next",
         "_value",
+        "_walls",
         "close",
         "head",
         "open",
@@ -178,11 +188,13 @@ class Tagged:
         # White space before these belongs to a name or key, which is stripped: a pattern that begins with it would
         # take quadratic time on long runs of blanks.
         self._first = re.compile(_loose(part["first"].lstrip()))
-        self._value = re.compile(_padded(part["value"].lstrip(), at_end=True))
+        value, typed = (_padded(part[key].lstrip(), at_end=True) for key in ("value", "json"))
+        self._value = re.compile(f"{value}|(?P<json>{typed})" if typed else value)
         self._next = re.compile(_padded(part["next"], at_end=False))
         self._end = re.compile(_padded(part["end"], at_end=False) + r"\s*\Z")
-        # The tag before a key: within a value it shows that the value was not closed.
-        self._key_tag = re.compile(re.escape("<" + part["next"].rpartition("<")[2]))
+        # The tags around keys and values: within a name, key or value they show that another tag is missing.
+        tag_starts = sorted(set(_TAG_START.findall(part["value"] + part["next"])))
+        self._walls = re.compile("|".join(re.escape(tag) + r"(?![\w:.-])" for tag in tag_starts))
         self._empty = re.compile(_loose(part["empty"].strip()) + r"\Z")
 
     def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:
@@ -203,22 +215,32 @@ class Tagged:
         arguments: dict[str, Json] = {}
         types = parameter_types(tools, name)
         position = first.end()
+        if self._walls.search(inner, head.end(), first.start()):
+            return ToolCall("", "", {}, raw, "the call's tags are not closed")
         while True:
             value = self._value.search(inner, position)
-            if value is None:
+            if value is None or self._walls.search(inner, position, value.start()):
                 return ToolCall("", name, {}, raw, "a parameter has no value")
             key = plain(inner[position : value.start()]).strip()
+            if any(mark in self._markers["value"] for mark in "<>\"'=\n" if mark in key):
+                return ToolCall("", name, {}, raw, "a parameter has no value")
             following = self._next.search(inner, value.end())
             stop = following or self._end.search(inner, value.end())
-            if stop is None:
-                return ToolCall("", name, {}, raw, f"the parameter {key!r} is not closed")
-            if self._key_tag.search(inner, value.end(), stop.start()):
+            if stop is None or self._walls.search(inner, value.end(), stop.start()):
                 return ToolCall("", name, {}, raw, f"the parameter {key!r} is not closed")
             text = plain(inner[value.end() : stop.start()])
-            arguments[key] = coerce(text, types.get(key, frozenset()))
+            try:
+                arguments[key] = self._read_value(value, text, types.get(key, frozenset()))
+            except ValueError as error:
+                return ToolCall("", name, {}, raw, f"the parameter {key!r} is not valid JSON: {error}")
             if following is None:
                 return self._named(name, arguments, raw)
             position = following.end()
+
+    def _read_value(self, separator: re.Match[str], text: str, types: frozenset[str]) -> Json:
+        if not self._markers["json"]:
+            return coerce(text, types)
+        return decode_whole(text) if separator["json"] else text
 
     def one(self, text: str, start: int, limit: int, tools: Sequence[ToolSchema]) -> Block:
         """Parse the call whose opening marker is at ``start``."""
@@ -263,6 +285,9 @@ def tagged_block(call: Tagged, region: Region) -> Block:
     while True:
         begin = text.find(call.open, position, limit)
         close = text.find(closer, position, limit)
+        between = text[position : min((at for at in (begin, close) if at >= 0), default=position)]
+        if between.strip():
+            calls.append(ToolCall("", "", {}, call.plain(between).strip(), OUTSIDE_CALLS))
         if begin < 0 or 0 <= close < begin:
             if close >= 0:
                 return Block(close + len(closer), tuple(calls))
@@ -322,7 +347,9 @@ class _Grammar:
         more_tag, empty_tag = self.tag("end"), self.tag("empty")
         for key, schema in reversed(shape.properties.items()):
             wall = tags.marked(self._wall, self._added)
-            pair = (tags.text(key), self.tag("value"), self._value(tool, schema), wall)
+            value = self._value(tool, schema)
+            typed = bool(self._markers["json"]) and value["type"] == "json_schema"
+            pair = (tags.text(key), self.tag("json" if typed else "value"), value, wall)
             first = tags.sequence(self.tag("first"), *pair, more_tag)
             more = tags.sequence(self.tag("next"), *pair, more_tag)
             if key in shape.required:
@@ -381,6 +408,7 @@ class Glm(TaggedFormat):
         "head": "",
         "first": "\n<arg_key>",
         "value": "</arg_key>\n<arg_value>",
+        "json": "",
         "next": "</arg_value>\n<arg_key>",
         "end": "</arg_value>\n",
         "empty": "\n",
@@ -406,6 +434,7 @@ class MiniMax(TaggedFormat):
         "head": "",
         "first": '">\n<parameter name="',
         "value": '">',
+        "json": "",
         "next": '</parameter>\n<parameter name="',
         "end": "</parameter>\n",
         "empty": '">\n',
@@ -430,6 +459,7 @@ class Qwen3Coder(TaggedFormat):
         "head": "<function=",
         "first": ">\n<parameter=",
         "value": ">\n",
+        "json": "",
         "next": "\n</parameter>\n<parameter=",
         "end": "\n</parameter>\n</function>\n",
         "empty": ">\n</function>\n",

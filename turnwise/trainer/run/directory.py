@@ -337,7 +337,10 @@ def _renderer(config: TrainConfig, name: str, checkpoint: Path | None, console: 
     for warning in check_machine(alone.policy, alone.inference, key=f"policies.{name}.model"):
         console.print(f"warning: {whose}{warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     renderer = alone.renderer.load(alone.policy.model.path)
-    console.print(f"{whose}chat format: {renderer.describe()['format']}", highlight=False)
+    description = renderer.describe()
+    console.print(f"{whose}chat format: {description['format']}", highlight=False)
+    if description.get("warning"):
+        console.print(f"warning: {whose}{description['warning']}", style="yellow", markup=False, soft_wrap=True)
     if checkpoint is not None:
         check_template(policy_folder(checkpoint, name, config.policies), renderer, name)
     return renderer
