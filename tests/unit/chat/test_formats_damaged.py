@@ -59,7 +59,7 @@ def test_values_with_an_attribute_for_their_type_are_read_by_it(tokens: tuple[st
     text = (
         '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="lookup">\n<｜DSML｜parameter name="key" string="true">12'
         '</｜DSML｜parameter>\n<｜DSML｜parameter name="count" string="false">oops</｜DSML｜parameter>\n'
-        '</｜DSML｜invoke>\n'
+        "</｜DSML｜invoke>\n"
         "</｜DSML｜tool_calls><|im_end|>"
     )
     renderer = load_renderer(tmp_path)

@@ -203,8 +203,8 @@ class TestToolsShown:
         path = write_model_dir(tmp_path / "dropping", Family("plain"), template="{{ tools|tojson }}" + PLAIN)
         with pytest.raises(
             ConfigError,
-            match=r"environment 'lookup' offers the model tools \(team_of, manager_of\), but no call of them can be read: "
-            r"model '.*dropping': its own chat template drops tool calls, .*; set renderer\.chat_template to one",
+            match=r"environment 'lookup' offers the model tools \(team_of, manager_of\), but no call of them can be "
+            r"read: model '.*dropping': its own chat template drops tool calls, .*; set renderer\.chat_template to one",
         ):
             await check_tools_shown([Task("a", "x")], load_renderer(path), rollout("lookup"))
         await check_tools_shown([Task("a", "x")], load_renderer(path), rollout("guess_number"))
