@@ -50,7 +50,7 @@ from turnwise.rollout.config import RolloutConfig
 from turnwise.rollout.core import OnGroup, RolloutParts, RolloutRequest
 from turnwise.rollout.journal.finished import FinishedMembers
 from turnwise.rollout.managers import Rollouts, check_manager, create_manager
-from turnwise.rollout.preflight import load_checked
+from turnwise.rollout.preflight import format_lines, load_checked
 from turnwise.tasks.core import Task
 from turnwise.tasks.mix import LoadedTasks
 from turnwise.trajectory import Trajectory, TrajectoryGroup
@@ -377,10 +377,8 @@ def print_notes(config: EvalConfig, folder: Path, result: EvalResult, errors: Se
 async def _evaluate(config: EvalConfig, folder: Path, console: Console, errors: list[str]) -> EvalResult:
     check_manager(config.rollout, config.custom)
     renderer = TextRenderer() if config.hosted is not None else config.renderer.load(config.directory)
-    description = renderer.describe()
-    console.print(Text(f"chat format: {description['format']}", style="dim"), soft_wrap=True)
-    if description.get("warning"):
-        console.print(Text(f"warning: {description['warning']}", style="yellow"), soft_wrap=True)
+    for line in format_lines(renderer):
+        console.print(Text(line, style="dim"), soft_wrap=True)
     renderers = load_renderers(config.rollout.frozen, config.model, config.renderer)
     loaded = await load_eval_tasks(config, config.rollout, renderer)
     for report in loaded.reports:

@@ -221,6 +221,12 @@ def check_shows_tools(env: str, messages: Sequence[Message], tools: Sequence[Too
         )
 
 
+def format_lines(renderer: Renderer) -> list[str]:
+    """Return what is printed of a chat format at the start: its name, and a warning where it reads no calls."""
+    warning = _warning(renderer)
+    return [f"chat format: {renderer.describe()['format']}", *([f"warning: {warning}"] if warning else [])]
+
+
 def _warning(renderer: Renderer) -> str:
     return str(renderer.describe().get("warning", ""))
 

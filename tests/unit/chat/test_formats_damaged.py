@@ -8,7 +8,7 @@ import pytest
 
 from support.chat.model_dirs import FAMILIES, Family, model_dir, renderer_for, template_with_calls, write_model_dir
 from support.chat.real_templates import CALL, TOOLS, Report, check_damage, check_messages
-from turnwise.chat.formats.mistral import Mistral
+from turnwise.chat.formats.json_lists import Mistral
 from turnwise.chat.renderer import load_renderer
 from turnwise.types import Message, ToolCall, as_ids
 

@@ -11,7 +11,7 @@ import pytest
 from support.chat.model_dirs import FAMILIES, model_dir, renderer_for
 from turnwise.chat.formats import find_format
 from turnwise.chat.formats.core import INSIDE_REASONING, Probe, TurnText
-from turnwise.chat.formats.mistral import Mistral
+from turnwise.chat.formats.json_lists import Mistral
 from turnwise.chat.formats.tagged import Glm, MiniMax, Qwen3Coder, Tagged, TaggedFormat, coerce
 from turnwise.chat.renderer import load_renderer
 from turnwise.chat.tokens import Marks

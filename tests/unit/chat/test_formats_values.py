@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.chat.formats.json_calls import JsonCalls, decode_at, decode_whole
-from turnwise.chat.formats.pythonic import Reader, Unreadable
+from turnwise.chat.formats.literals import Reader, Unreadable
 from turnwise.chat.formats.tagged import coerce
 from turnwise.chat.formats.tags import parameter_types
 from turnwise.types import ToolSchema

@@ -12,10 +12,10 @@ from turnwise.chat.formats.core import Block, ChatFormat, Parsed, Plain, Probe, 
 from turnwise.chat.formats.gpt_oss import GptOss
 from turnwise.chat.formats.headed import DeepSeek, Kimi
 from turnwise.chat.formats.hermes import Hermes
+from turnwise.chat.formats.json_lists import JsonSection, Mistral
+from turnwise.chat.formats.literals import Gemma, Pythonic
 from turnwise.chat.formats.llama3_json import Llama3Json
-from turnwise.chat.formats.mistral import Mistral
-from turnwise.chat.formats.pythonic import Pythonic
-from turnwise.chat.formats.tagged import Glm, MiniMax, Qwen3Coder
+from turnwise.chat.formats.tagged import Glm, MiniMax, NestedTags, Qwen3Coder
 from turnwise.errors import RegistryError, nearest
 from turnwise.plugins import check_contract, load_object, register_entry
 
@@ -23,7 +23,10 @@ F = TypeVar("F", bound=type[ChatFormat])
 
 FORMATS: dict[str, type[ChatFormat]] = {
     format_class.name: format_class
-    for format_class in (Hermes, Qwen3Coder, Llama3Json, Pythonic, Mistral, Glm, GptOss, DeepSeek, Kimi, MiniMax, Plain)
+    for format_class in (
+        *(Hermes, Qwen3Coder, Llama3Json, Pythonic, Mistral, Glm, GptOss, DeepSeek, Kimi, MiniMax),
+        *(JsonSection, Gemma, NestedTags, Plain),
+    )
 }
 
 

@@ -1,8 +1,10 @@
-r"""GLM, MiniMax and Qwen 3 Coder: calls as tags, with a name, keys and unquoted values.
+r"""GLM, MiniMax, Qwen 3 Coder and DeepSeek V3.2: calls as tags, with a name, keys and unquoted values.
 
 - GLM: ``<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>``; turns have no closing token.
 - MiniMax (a complete invocation counts even if the section was cut):
   ``<minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n</invoke>\n</minimax:tool_call>``.
+- MiniMax M3: ``]<]minimax[>[<invoke name="f">]<]minimax[>[<key>a]<]minimax[>[</key>]<]minimax[>[</invoke>``, with
+  nested elements for objects, and ``<item>`` for lists.
 - Qwen 3 Coder: ``<tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n</tool_call>``.
 """
 
@@ -75,6 +77,7 @@ KEYS = ("section_open", "section_close", "open", "close", "head", "first", "valu
 """Parts of the grammar: a call is ``open head NAME first KEY value VALUE next KEY value VALUE end close``, or
 ``open head NAME empty close``; all calls may be between ``section_open`` and ``section_close``. Where ``json`` is not
 empty, it stands for ``value`` before all but strings."""
+_ITEM, _DEPTH = "item", 64
 _MARK = "\ud800-\udbff"
 _TAG_START = re.compile(rf"[{_MARK}]|</?[^\s<>=\"'{_MARK}]+")
 
@@ -480,3 +483,99 @@ class Qwen3Coder(TaggedFormat):
         if region.text.startswith(self._call.open, region.start):
             return super().block(region)
         return self._call.without_opener(region)
+
+
+class NestedCall(Tagged):
+    """Parser of one call whose arguments are elements named by their keys, nested for objects and lists."""
+
+    __slots__ = ("_element_tag", "_token")
+
+    def __init__(self, markers: Mapping[str, str], marks: Marks) -> None:
+        super().__init__(markers, marks)
+        self._token = marks.of(markers["token"])
+        self._element_tag = re.compile(re.escape(self._token) + r"<(/?)([^<>\s/]+)>")
+
+    def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:
+        """Parse a call from its name on."""
+        raw = self.plain(inner).strip()
+        name, quote, body = inner.partition('">')
+        if not quote or not name or self._token in name or re.search(r'[\s<>"]', name):
+            return ToolCall("", "", {}, raw, "the call has no name")
+        try:
+            value, end = self._read_element(body, 0, 0, parameter_types(tools, name))
+            if end < len(body) or (isinstance(value, str) and value.strip()) or isinstance(value, list):
+                raise ValueError("there is text outside the arguments")
+        except ValueError as error:
+            return ToolCall("", name, {}, raw, f"the call cannot be parsed: {error}")
+        return ToolCall("", name, value if isinstance(value, dict) else {}, raw)
+
+    def _read_element(
+        self, text: str, position: int, depth: int, types: Mapping[str, frozenset[str]]
+    ) -> tuple[Json, int]:
+        """Return the value from ``position`` on, and where it ends: at a closing tag, or the end of the text."""
+        if depth > _DEPTH:
+            raise ValueError("it is nested too deeply")
+        pairs: list[tuple[str, Json]] = []
+        while True:
+            at = text.find(self._token, position)
+            end = at if at >= 0 else len(text)
+            between, tag = text[position:end], self._element_tag.match(text, end)
+            if at >= 0 and tag is None:
+                raise ValueError("a tag is missing")
+            opens = tag is not None and not tag[1]
+            if between.strip() and (pairs or opens):
+                raise ValueError(f"there is text beside elements: {self.plain(between).strip()[:40]!r}")
+            if tag is None or not opens:
+                return (self._group(pairs) if pairs else self.plain(between)), end
+            value, end = self._read_element(text, tag.end(), depth + 1, {})
+            closing = self._element_tag.match(text, end)
+            if closing is None or closing[2] != tag[2]:
+                raise ValueError(f"<{tag[2]}> is not closed")
+            pairs.append((tag[2], coerce(value, types.get(tag[2], frozenset())) if isinstance(value, str) else value))
+            position = closing.end()
+
+    @staticmethod
+    def _group(pairs: list[tuple[str, Json]]) -> Json:
+        """Return an object, or the list that items are."""
+        if all(key == _ITEM for key, _ in pairs):
+            return [value for _, value in pairs]
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError("a key occurs twice")
+        return dict(pairs)
+
+
+class NestedTags(TaggedFormat):
+    """Calls in one section, with nested elements as arguments, each tag behind a token."""
+
+    name: ClassVar[str] = "nested_tags"
+    defaults: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(KEYS, ""),
+        "token": "]<]minimax[>[",
+        "section_open": "]<]minimax[>[<tool_call>",
+        "section_close": "]<]minimax[>[</tool_call>",
+        "open": ']<]minimax[>[<invoke name="',
+        "close": "]<]minimax[>[</invoke>",
+    }
+
+    def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
+        super().__init__(markers, added)
+        self._call = NestedCall(self.markers, self.marks)
+
+    @classmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return the markers if an element named by the key holds the value, and one section all calls."""
+        element = re.search(rf"(\S+?)<{probe.KEY}>{probe.VALUE}(\S+?)</{probe.KEY}>", probe.one or "")
+        if element is None or element[1].rpartition('">')[2] != element[2] or element[2] not in probe.added:
+            return None
+        token = re.escape(element[2])
+        pattern = rf'\s*({token}<\w+>)\s*({token}<\w+ name="){probe.FIRST}">.*({token}</\w+>)\s*({token}</\w+>)'
+        match = re.match(pattern, probe.one or "", re.DOTALL)
+        if match is None:
+            return None
+        section_open, opener, closer, section_close = match.groups()
+        shared = {"section_open": section_open, "section_close": section_close, "open": opener, "close": closer}
+        return {**cls.defaults, **shared, "token": element[2]}
+
+    def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:  # noqa: ARG002
+        """Return None: there is no grammar."""
+        return None

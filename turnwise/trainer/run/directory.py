@@ -26,7 +26,7 @@ from turnwise.gateway.frozen import load_renderers
 from turnwise.model.core import Renderer
 from turnwise.rollout.journal.journal import Journal
 from turnwise.rollout.managers import check_manager
-from turnwise.rollout.preflight import load_checked
+from turnwise.rollout.preflight import format_lines, load_checked
 from turnwise.rollout.records import BatchWriter
 from turnwise.rollout.replay.config import allowed_uses, check_replay
 from turnwise.tasks.core import Task
@@ -337,10 +337,8 @@ def _renderer(config: TrainConfig, name: str, checkpoint: Path | None, console: 
     for warning in check_machine(alone.policy, alone.inference, key=f"policies.{name}.model"):
         console.print(f"warning: {whose}{warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     renderer = alone.renderer.load(alone.policy.model.path)
-    description = renderer.describe()
-    console.print(f"{whose}chat format: {description['format']}", highlight=False)
-    if description.get("warning"):
-        console.print(f"warning: {whose}{description['warning']}", style="yellow", markup=False, soft_wrap=True)
+    for line in format_lines(renderer):
+        console.print(f"{whose}{line}", highlight=False, markup=False, soft_wrap=True)
     if checkpoint is not None:
         check_template(policy_folder(checkpoint, name, config.policies), renderer, name)
     return renderer

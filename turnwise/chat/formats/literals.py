@@ -1,6 +1,9 @@
-"""Pythonic calls: a list in Python's syntax, ``[f(a=1, b='x'), g()]``, with or without markers around it.
+"""Calls with literals as arguments: in Python's syntax, and in Gemma's.
 
-Each complete call counts even if the list was cut. A list of anything else is content.
+- A list in Python's syntax, ``[f(a=1, b='x'), g()]``, with or without markers around it. Each complete call counts even
+  if the list was cut. A list of anything else is content.
+- Gemma 4, FunctionGemma: ``<|tool_call>call:f{key:<|"|>text<|"|>,count:3,rows:[1,2]}<tool_call|>``, with tokens as
+  quotes.
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
+from turnwise.chat.formats.json_calls import skip_blanks
+from turnwise.chat.formats.tagged import coerce
+from turnwise.chat.formats.tags import parameter_types
 from turnwise.types import Json, ToolCall, ToolSchema
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", re.ASCII)
@@ -184,11 +190,8 @@ _BEGINS = re.compile(r"\[\s*[A-Za-z_][\w.]*\(", re.ASCII)
 _MAY_BEGIN = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?\Z", re.ASCII)
 
 
-class Pythonic(ChatFormat):
-    """Calls in Python's syntax."""
-
-    name: ClassVar[str] = "pythonic"
-    defaults: ClassVar[Mapping[str, str]] = {"open": "", "close": ""}
+class _Literals(ChatFormat):
+    """Base of both formats."""
 
     __slots__ = ("_begin", "_end")
 
@@ -196,6 +199,30 @@ class Pythonic(ChatFormat):
         super().__init__(markers, added)
         self._begin = self._mark("open")
         self._end = self._mark("close")
+
+    def openers(self) -> tuple[str, ...]:
+        """Return the marker, if there is one; else calls are the whole text."""
+        return (self._mark("open"),)
+
+    def _plain(self, arguments: dict[str, object]) -> dict[str, object]:
+        """Return arguments with the markers in strings spelled out."""
+        return {key: self._spell(value) for key, value in arguments.items()}
+
+    def _spell(self, value: object) -> object:
+        if isinstance(value, str):
+            return self.marks.plain(value)
+        if isinstance(value, list):
+            return [self._spell(item) for item in value]
+        return self._plain(value) if isinstance(value, dict) else value
+
+
+class Pythonic(_Literals):
+    """Calls in Python's syntax."""
+
+    name: ClassVar[str] = "pythonic"
+    defaults: ClassVar[Mapping[str, str]] = {"open": "", "close": ""}
+
+    __slots__ = ()
 
     @classmethod
     def detect(cls, probe: Probe) -> dict[str, str] | None:
@@ -215,10 +242,6 @@ class Pythonic(ChatFormat):
         if name != probe.FIRST or arguments != probe.arguments or bool(prefix) != bool(suffix):
             return None
         return {"open": prefix, "close": suffix}
-
-    def openers(self) -> tuple[str, ...]:
-        """Return the marker, if there is one; else the list is the whole text."""
-        return (self._mark("open"),)
 
     def begins_call(self, text: str) -> bool | None:
         """Return whether the first item of a list is a name with an opening parenthesis."""
@@ -277,13 +300,112 @@ class Pythonic(ChatFormat):
             return Block(limit, (*calls, broken), closed=False)
         return Block(reader.position, tuple(calls))
 
-    def _plain(self, arguments: dict[str, object]) -> dict[str, object]:
-        """Return arguments with the markers in strings spelled out."""
-        return {key: self._spell(value) for key, value in arguments.items()}
 
-    def _spell(self, value: object) -> object:
-        if isinstance(value, str):
-            return self.marks.plain(value)
-        if isinstance(value, list):
-            return [self._spell(item) for item in value]
-        return self._plain(value) if isinstance(value, dict) else value
+_KEY = re.compile(r"[^,:{}\[\]\s]+")
+_TOOL = re.compile(r"[\w.-]+")
+
+
+class _QuotedReader(Reader):
+    """Parser of Gemma's literals: keys without quotes, and a token as quote."""
+
+    __slots__ = ("_quote",)
+
+    def __init__(self, text: str, position: int, end: int, quote: str) -> None:
+        super().__init__(text, position, end)
+        self._quote = quote
+
+    def value(self, depth: int) -> Json:
+        """Parse a literal."""
+        self.peek()
+        if self._text.startswith(self._quote, self.position):
+            return self._between_quotes()
+        if self.peek() in ("'", '"', "("):
+            raise Unreadable(f"texts stand between {self._quote}", at_end=False)
+        return super().value(depth)
+
+    def _mapping(self, depth: int) -> dict[str, Json]:
+        self.need("{")
+        mapping: dict[str, Json] = {}
+        while not self.take("}"):
+            self.peek()
+            quoted = self._text.startswith(self._quote, self.position)
+            match = None if quoted else _KEY.match(self._text, self.position, self._end)
+            if match is None and not quoted:
+                raise Unreadable("a key is missing", at_end=not self.peek())
+            key = self._between_quotes() if match is None else match[0]
+            self.position = self.position if match is None else match.end()
+            self.need(":")
+            mapping[key] = self.value(depth + 1)
+            if not self.take(","):
+                self.need("}")
+                break
+        return mapping
+
+    def _between_quotes(self) -> str:
+        start = self.position + len(self._quote)
+        end = self._text.find(self._quote, start, self._end)
+        if end < 0:
+            raise Unreadable(f"a text is not closed with {self._quote}", at_end=True)
+        self.position = end + len(self._quote)
+        return self._text[start:end]
+
+
+class Gemma(_Literals):
+    """Calls in Gemma's notation, each between its own markers."""
+
+    name: ClassVar[str] = "gemma"
+    defaults: ClassVar[Mapping[str, str]] = {
+        "open": "<|tool_call>",
+        "close": "<tool_call|>",
+        "before_name": "call:",
+        "quote": '<|"|>',
+    }
+
+    __slots__ = ()
+
+    @classmethod
+    def detect(cls, probe: Probe) -> dict[str, str] | None:
+        """Return the markers if the name precedes a brace and a quoted value."""
+        pattern = rf"\s*(\S+?)(\w+:){probe.FIRST}\{{(?:.*,)?{probe.KEY}:(\W\S*?\W){probe.VALUE}\3.*\}}(\S+)"
+        match = re.match(pattern, probe.one or "", re.DOTALL)
+        if match is None or str(probe.NUMBER) not in match[0]:
+            return None
+        return {"open": match[1], "close": match[4], "before_name": match[2], "quote": match[3]}
+
+    def block(self, region: Region) -> Block | None:
+        """Parse one call."""
+        text, limit = region.text, region.limit
+        inner = region.start + len(self._begin)
+        close, next_open = text.find(self._end, inner, limit), text.find(self._begin, inner, limit)
+        if close < 0 or 0 <= next_open < close:
+            end = next_open if next_open >= 0 else limit
+            error = f"the call was not closed with {self.markers['close']}"
+            return Block(end, (self._broken(text[inner:end], error),), closed=False)
+        return Block(close + len(self._end), (self._read(text, inner, close, region.tools),))
+
+    def _broken(self, inner: str, error: str) -> ToolCall:
+        raw = self.marks.plain(inner).strip()
+        name = _TOOL.match(raw.removeprefix(self.markers["before_name"]))
+        return ToolCall("", name[0] if name else "", {}, raw, error)
+
+    def _read(self, text: str, start: int, end: int, tools: Sequence[ToolSchema]) -> ToolCall:
+        begin = skip_blanks(text, start) + len(self.markers["before_name"])
+        name = _TOOL.match(text, begin, end)
+        if not text.endswith(self.markers["before_name"], start, begin) or name is None:
+            return self._broken(text[start:end], f"the call does not begin with {self.markers['before_name']}NAME")
+        reader = _QuotedReader(text, name.end(), end, self._mark("quote"))
+        try:
+            arguments = reader.value(0)
+            if not isinstance(arguments, dict):
+                raise Unreadable("there is no { behind the name", at_end=False)
+            arguments = self._plain(arguments)
+            if reader.peek():
+                raise Unreadable("there is more text behind the arguments", at_end=False)
+        except Unreadable as error:
+            return self._broken(text[start:end], self.marks.plain(f"the call cannot be parsed: {error}"))
+        types = parameter_types(tools, name[0])
+        for key, value in arguments.items():
+            # FunctionGemma quotes all values.
+            if isinstance(value, str) and types.get(key):
+                arguments[key] = coerce(value, types[key])
+        return ToolCall("", name[0], arguments, self.marks.plain(text[name.end() : end]).strip())
