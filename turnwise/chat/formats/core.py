@@ -13,7 +13,7 @@ Rules for every format:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -143,6 +143,7 @@ class ChatFormat(ABC):
         whole_turn: Whether the format parses reasoning itself, without a pair of markers.
         ends: Roles of the markers behind a call's first part: one behind text shows a call that was not opened.
         closers: Those markers.
+        unmarked: Returns the end of an answer that is calls without the format's markers, or ``""``.
         bare: Whether calls may be the whole text, without an opening marker.
         markers: Marker strings by their role in the format.
     """
@@ -152,6 +153,7 @@ class ChatFormat(ABC):
     extra_stops: ClassVar[tuple[str, ...]] = ()
     whole_turn: ClassVar[bool] = False
     ends: ClassVar[tuple[str, ...]] = ("section_close", "close")
+    unmarked: ClassVar[Callable[[str, Sequence[ToolSchema]], str]] = staticmethod(bare_call)
 
     __slots__ = ("_added", "_close", "_open", "_openers", "bare", "closers", "markers", "marks")
 
@@ -180,10 +182,6 @@ class ChatFormat(ABC):
         In an unclosed block the closed calls come first, the unfinished one, with its error, last.
         """
         return None
-
-    def unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:
-        """Return the end of a text that is calls without the markers of the format, or ``""``."""
-        return bare_call(content, tools)
 
     def _mark(self, key: str) -> str:
         return self.marks.of(self.markers.get(key, ""))
@@ -341,7 +339,7 @@ class _Scan:
         plain = self._format.marks.plain
         self._parsed.content = plain("".join(self._content)).strip()
         self._parsed.reasoning = plain("".join(self._thoughts)).strip()
-        if not self._parsed.calls and (call := self._format.unmarked_call(self._parsed.content, self._tools)):
+        if not self._parsed.calls and (call := self._format.unmarked(self._parsed.content, self._tools)):
             opened = f"the call was not opened with {plain(self._openers[0])}" if self._openers else ""
             self._parsed.calls.append(ToolCall("", "", {}, call, opened or "there is text before the call"))
         return self._parsed
@@ -407,6 +405,7 @@ class Plain(ChatFormat):
     """Text and reasoning without calls."""
 
     name: ClassVar[str] = "plain"
+    unmarked: ClassVar[Callable[[str, Sequence[ToolSchema]], str]] = staticmethod(lambda *_: "")
 
     __slots__ = ()
 
@@ -418,7 +417,3 @@ class Plain(ChatFormat):
     def begins_call(self, text: str) -> bool | None:  # noqa: ARG002
         """Return False."""
         return False
-
-    def unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:  # noqa: ARG002
-        """Return ``""``."""
-        return ""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
@@ -216,10 +216,18 @@ class _Literals(ChatFormat):
         return self._plain(value) if isinstance(value, dict) else value
 
 
+def _unmarked_calls(content: str, tools: Sequence[ToolSchema]) -> str:
+    """Return the calls of tools that begin a line, with or without the bracket of their list; or ``""``."""
+    names = "|".join(re.escape(tool.name) for tool in tools)
+    match = re.search(rf"^\[?\s*(?:{names})\w*\s*[(=]", content, re.MULTILINE) if names else None
+    return content[match.start() :] if match else ""
+
+
 class Pythonic(_Literals):
     """Calls in Python's syntax."""
 
     name: ClassVar[str] = "pythonic"
+    unmarked: ClassVar[Callable[[str, Sequence[ToolSchema]], str]] = staticmethod(_unmarked_calls)
     defaults: ClassVar[Mapping[str, str]] = {"open": "", "close": ""}
 
     __slots__ = ()
@@ -248,12 +256,6 @@ class Pythonic(_Literals):
         if _BEGINS.match(text):
             return True
         return None if _MAY_BEGIN.match(text) else False
-
-    def unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:
-        """Return the calls of tools that begin a line, with or without the bracket of their list; or ``""``."""
-        names = "|".join(re.escape(tool.name) for tool in tools)
-        match = re.search(rf"^\[?\s*(?:{names})\w*\s*[(=]", content, re.MULTILINE) if names else None
-        return content[match.start() :] if match else ""
 
     def block(self, region: Region) -> Block | None:
         """Parse the calls of a list."""
