@@ -13,7 +13,7 @@ Rules for every format:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -143,7 +143,6 @@ class ChatFormat(ABC):
         whole_turn: Whether the format parses reasoning itself, without a pair of markers.
         ends: Roles of the markers behind a call's first part: one behind text shows a call that was not opened.
         closers: Those markers.
-        unmarked: Returns the end of an answer that is calls without the format's markers, or ``""``.
         bare: Whether calls may be the whole text, without an opening marker.
         markers: Marker strings by their role in the format.
     """
@@ -153,7 +152,6 @@ class ChatFormat(ABC):
     extra_stops: ClassVar[tuple[str, ...]] = ()
     whole_turn: ClassVar[bool] = False
     ends: ClassVar[tuple[str, ...]] = ("section_close", "close")
-    unmarked: ClassVar[Callable[[str, Sequence[ToolSchema]], str]] = staticmethod(bare_call)
 
     __slots__ = ("_added", "_close", "_open", "_openers", "bare", "closers", "markers", "marks")
 
@@ -266,8 +264,16 @@ class ChatFormat(ABC):
 
     def parse(self, turn: TurnText, tools: Sequence[ToolSchema]) -> Parsed:
         """Parse a turn. Never raises, whatever was sampled."""
-        scan = _Scan(self, turn, tools, (self._open, self._close), self._openers)
-        return scan.run()
+        parsed = _Scan(self, turn, tools, (self._open, self._close), self._openers).run()
+        if not parsed.calls and (call := self._unmarked_call(parsed.content, tools)):
+            opener = self.marks.plain(self._openers[0]) if self._openers else ""
+            error = f"the call was not opened with {opener}" if opener else "there is text before the call"
+            parsed.calls.append(ToolCall("", "", {}, call, error))
+        return parsed
+
+    def _unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:
+        """Return the end of an answer that is calls without the markers of the format, or ``""``."""
+        return bare_call(content, tools)
 
 
 class _Scan:
@@ -339,9 +345,6 @@ class _Scan:
         plain = self._format.marks.plain
         self._parsed.content = plain("".join(self._content)).strip()
         self._parsed.reasoning = plain("".join(self._thoughts)).strip()
-        if not self._parsed.calls and (call := self._format.unmarked(self._parsed.content, self._tools)):
-            opened = f"the call was not opened with {plain(self._openers[0])}" if self._openers else ""
-            self._parsed.calls.append(ToolCall("", "", {}, call, opened or "there is text before the call"))
         return self._parsed
 
     def _next_block(self, position: int, limit: int, markers: tuple[str, ...]) -> int:
@@ -405,7 +408,6 @@ class Plain(ChatFormat):
     """Text and reasoning without calls."""
 
     name: ClassVar[str] = "plain"
-    unmarked: ClassVar[Callable[[str, Sequence[ToolSchema]], str]] = staticmethod(lambda *_: "")
 
     __slots__ = ()
 
@@ -417,3 +419,6 @@ class Plain(ChatFormat):
     def begins_call(self, text: str) -> bool | None:  # noqa: ARG002
         """Return False."""
         return False
+
+    def _unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:  # noqa: ARG002
+        return ""

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
@@ -216,18 +216,10 @@ class _Literals(ChatFormat):
         return self._plain(value) if isinstance(value, dict) else value
 
 
-def _unmarked_calls(content: str, tools: Sequence[ToolSchema]) -> str:
-    """Return the calls of tools that begin a line, with or without the bracket of their list; or ``""``."""
-    names = "|".join(re.escape(tool.name) for tool in tools)
-    match = re.search(rf"^\[?\s*(?:{names})\w*\s*[(=]", content, re.MULTILINE) if names else None
-    return content[match.start() :] if match else ""
-
-
 class Pythonic(_Literals):
     """Calls in Python's syntax."""
 
     name: ClassVar[str] = "pythonic"
-    unmarked: ClassVar[Callable[[str, Sequence[ToolSchema]], str]] = staticmethod(_unmarked_calls)
     defaults: ClassVar[Mapping[str, str]] = {"open": "", "close": ""}
 
     __slots__ = ()
@@ -250,6 +242,12 @@ class Pythonic(_Literals):
         if name != probe.FIRST or arguments != probe.arguments or bool(prefix) != bool(suffix):
             return None
         return {"open": prefix, "close": suffix}
+
+    def _unmarked_call(self, content: str, tools: Sequence[ToolSchema]) -> str:
+        """Return the calls of tools that begin a line, with or without the bracket of their list; or ``""``."""
+        names = "|".join(re.escape(tool.name) for tool in tools)
+        match = re.search(rf"^\[?\s*(?:{names})\w*\s*[(=]", content, re.MULTILINE) if names else None
+        return content[match.start() :] if match else ""
 
     def begins_call(self, text: str) -> bool | None:
         """Return whether the first item of a list is a name with an opening parenthesis."""
