@@ -279,21 +279,6 @@ class ChatFormat(ABC):
 class _Scan:
     """One scan of a turn: reasoning, blocks, and the text around them; ``thinking``: reasoning is open at the end."""
 
-    __slots__ = (
-        "_behind",
-        "_content",
-        "_format",
-        "_marks",
-        "_openers",
-        "_parsed",
-        "_settled",
-        "_text",
-        "_thoughts",
-        "_tools",
-        "_turn",
-        "thinking",
-    )
-
     def __init__(
         self,
         chat_format: ChatFormat,

@@ -165,22 +165,6 @@ def _padded(text: str, *, at_end: bool) -> str:
 class Tagged:
     """Parser of the inside of one call, by a grammar (:data:`KEYS`)."""
 
-    __slots__ = (
-        "_empty",
-        "_end",
-        "_first",
-        "_head",
-        "_markers",
-        "_next",
-        "_value",
-        "_walls",
-        "close",
-        "head",
-        "open",
-        "plain",
-        "section",
-    )
-
     def __init__(self, markers: Mapping[str, str], marks: Marks) -> None:
         part = {key: marks.of(markers[key]) for key in KEYS}
         self.plain = marks.plain
@@ -487,8 +471,6 @@ class Qwen3Coder(TaggedFormat):
 
 class NestedCall(Tagged):
     """Parser of one call whose arguments are elements named by their keys, nested for objects and lists."""
-
-    __slots__ = ("_element_tag", "_token")
 
     def __init__(self, markers: Mapping[str, str], marks: Marks) -> None:
         super().__init__(markers, marks)
