@@ -199,6 +199,7 @@ class SessionApp(ABC):
                 return self.sessions.of_id(session_id).state()
             case ("POST", ["sessions", session_id, "finalize"]):
                 fields = Fields(read_json(await exchange.body() or b"{}"))
+                check_known(fields, {"stop_reason", "error"})
                 reason = fields.text("stop_reason", StopReason.COMPLETED.value)
                 if reason not in set(StopReason):
                     raise invalid("stop_reason", f"must be one of {', '.join(StopReason)}, not {shown(reason)}")
@@ -322,6 +323,7 @@ def _read(raw: bytes, dialect: Dialect, abilities: Abilities, *, counts: bool) -
 
 
 def _reward(entry: GatewaySession, fields: Fields) -> dict[str, Any]:
+    check_known(fields, {"value", "name", "turn_id", "id"})
     value = fields.number("value", -1e9, 1e9)
     if value is None:
         raise invalid("value", "is required")

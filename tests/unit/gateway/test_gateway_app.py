@@ -327,6 +327,10 @@ async def test_a_reward_names_a_turn_of_its_session() -> None:
         assert (await post(served, "/sessions/one/rewards", reward_body, **reward))[0] == 200
         status, body = await post(served, "/sessions/one/rewards", {**reward_body, "turn_id": "t9"}, **reward)
         assert (status, body["error"]["param"]) == (400, "turn_id")
+        status, body = await post(served, "/sessions/one/rewards", {"value": 1.0, "turn": turns[1]}, **reward)
+        assert (status, body["error"]["param"]) == (400, "turn")
+        status, body = await post(served, "/sessions/one/finalize", {"reason": "error"}, **ADMIN_HEADERS)
+        assert (status, body["error"]["param"]) == (400, "reason")
         # One whose answer was lost is sent again.
         for _ in range(2):
             assert (await post(served, "/sessions/one/rewards", {"value": 2, "id": "r"}, **reward))[0] == 200
