@@ -142,7 +142,7 @@ class ChatFormat(ABC):
         extra_stops: Stop tokens besides those of the template.
         whole_turn: Whether the format parses reasoning itself, without a pair of markers.
         ends: Roles of the markers behind a call's first part: one behind text shows a call that was not opened.
-        closers: Those markers.
+        closers: Those markers, if they are tags or added tokens.
         bare: Whether calls may be the whole text, without an opening marker.
         markers: Marker strings by their role in the format.
     """
@@ -162,7 +162,9 @@ class ChatFormat(ABC):
         self._open = self._mark(OPEN)
         self._close = self._mark(CLOSE)
         self._openers = tuple(filter(None, self.openers()))
-        self.closers = tuple(filter(None, map(self._mark, self.ends))) if self._openers else ()
+        closers = [self.markers.get(role, "") for role in self.ends] if self._openers else []
+        # Other texts, such as brackets, stand in ordinary answers.
+        self.closers = tuple(self.marks.of(text) for text in closers if text[:1] == "<" or self.marks.of(text) != text)
         self.bare = not self._openers
 
     @classmethod
