@@ -168,18 +168,9 @@ class Exchange:
     """
 
     __slots__ = (
-        "_digest",
-        "_headers",
-        "_limits",
-        "_receive",
-        "_scope",
-        "_send",
-        "_started",
-        "_writer",
-        "method",
-        "size",
-        "task",
-    )
+        "_digest", "_headers", "_limits", "_receive", "_scope", "_send", "_started", "_writer",
+        "method", "size", "task",
+    )  # fmt: skip
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, limits: GatewayLimits) -> None:
         task = asyncio.current_task()
