@@ -483,3 +483,9 @@ def test_call_ids_shortened_by_the_template_are_detected() -> None:
 
 def test_formats_are_found_by_names_with_hyphens() -> None:
     assert find_format("gpt-oss") is find_format("gpt_oss")
+
+
+def test_a_grammar_without_tags_around_values_is_read() -> None:
+    markers = {**Glm.defaults, "first": "(", "value": "=", "next": ";", "end": ")", "empty": "()"}
+    parsed = Tagged(markers, Marks({}, ())).read("lookup(key=a b;n=3)", TOOLS)
+    assert (parsed.error, parsed.arguments) == (None, {"key": "a b", "n": 3})

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from turnwise.chat.formats import tags
-from turnwise.chat.formats.core import OUTSIDE_CALLS, Block, ChatFormat, Probe, Region
+from turnwise.chat.formats.core import Block, ChatFormat, Probe, Region
 from turnwise.chat.formats.derive import first_marker, json_span, last_marker
 from turnwise.chat.formats.json_calls import named_arguments
+from turnwise.chat.formats.tagged import CallParser
 from turnwise.chat.formats.tags import Tag
+from turnwise.chat.tokens import Marks
 from turnwise.types import ToolCall, ToolSchema
 
 
@@ -50,17 +52,38 @@ def _derive(probe: Probe) -> dict[str, str] | None:
     }
 
 
-class _Headed(ChatFormat):
-    """Base of both formats; ``numbered``: the header is the call's id, which ends in a number."""
+class _HeadedCall(CallParser):
+    """Parser of a header and the JSON behind it; ``numbered``: the header is the call's id, which ends in a number."""
 
-    __slots__ = ("_call", "_section")
+    def __init__(self, markers: Mapping[str, str], marks: Marks, *, numbered: bool) -> None:
+        super().__init__(markers, marks)
+        self._before_json = marks.of(markers["before_json"])
+        self._numbered = numbered
+
+    def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:  # noqa: ARG002 - arguments are JSON
+        """Parse a header and its JSON."""
+        plain, name_prefix = self.plain, self._markers["before_name"]
+        at = inner.find(self._before_json) if self._before_json else inner.find("{")
+        if at < 0:
+            return ToolCall("", "", {}, plain(inner).strip(), "the call has no arguments")
+        header = plain(inner[:at]).strip()
+        body = plain(inner[at:]).strip().removeprefix(self._markers["before_json"]).strip()
+        body = body.removesuffix(self._markers["after_json"])
+        if self._numbered:
+            return named_arguments(re.sub(r":\d+$", "", header).removeprefix(name_prefix), body, header)
+        return named_arguments(header.split(name_prefix)[-1].strip() if name_prefix else header, body)
+
+
+class _Headed(ChatFormat):
+    """Base of both formats; ``numbered``: the header is the call's id."""
+
+    __slots__ = ("_call",)
 
     numbered: ClassVar[bool]
 
     def __init__(self, markers: Mapping[str, str], added: Mapping[str, int]) -> None:
         super().__init__(markers, added)
-        self._section = (self._mark("section_open"), self._mark("section_close"))
-        self._call = (self._mark("open"), self._mark("close"))
+        self._call = _HeadedCall(self.markers, self.marks, numbered=self.numbered)
 
     def openers(self) -> tuple[str, ...]:
         """Return the section's opening marker."""
@@ -68,48 +91,7 @@ class _Headed(ChatFormat):
 
     def block(self, region: Region) -> Block | None:
         """Parse the section."""
-        text, limit, plain = region.text, region.limit, self.marks.plain
-        opener, closer = self._call
-        position = region.start + len(self._section[0])
-        calls: list[ToolCall] = []
-        while True:
-            begin = text.find(opener, position, limit)
-            end = text.find(self._section[1], position, limit)
-            between = text[position : min((at for at in (begin, end) if at >= 0), default=position)]
-            if between.strip():
-                calls.append(ToolCall("", "", {}, plain(between).strip(), OUTSIDE_CALLS))
-            if begin < 0 or 0 <= end < begin:
-                if end >= 0:
-                    return Block(end + len(self._section[1]), tuple(calls))
-                error = f"the calls were not closed with {self.markers['section_close']}"
-                unclosed = ToolCall("", "", {}, plain(text[position:limit]).strip(), error)
-                return Block(limit, (*calls, unclosed), closed=False)
-            inner = begin + len(opener)
-            close = text.find(closer, inner, limit)
-            ends = [at for at in (close, text.find(opener, inner, limit), end) if at >= 0]
-            if close < 0 or min(ends) != close:
-                stop = min(ends, default=limit)
-                error = f"the call was not closed with {self.markers['close']}"
-                name = self._read(text[inner:stop]).name
-                calls.append(ToolCall("", name, {}, plain(text[inner:stop]).strip(), error))
-                if stop >= limit:
-                    return Block(limit, tuple(calls), closed=False)
-                position = stop
-                continue
-            calls.append(self._read(text[inner:close]))
-            position = close + len(closer)
-
-    def _read(self, inner: str) -> ToolCall:
-        plain, before_json, name_prefix = self.marks.plain, self._mark("before_json"), self.markers["before_name"]
-        at = inner.find(before_json) if before_json else inner.find("{")
-        if at < 0:
-            return ToolCall("", "", {}, plain(inner).strip(), "the call has no arguments")
-        header = plain(inner[:at]).strip()
-        body = plain(inner[at:]).strip().removeprefix(self.markers["before_json"]).strip()
-        body = body.removesuffix(self.markers["after_json"])
-        if self.numbered:
-            return named_arguments(re.sub(r":\d+$", "", header).removeprefix(name_prefix), body, header)
-        return named_arguments(header.split(name_prefix)[-1].strip() if name_prefix else header, body)
+        return self._call.block(region)
 
     def calls_tag(self, tools: Sequence[ToolSchema], limit: int | None) -> Tag | None:
         excludes = [self.markers[key] for key in ("section_open", "section_close", "open", "close")]

@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -162,15 +163,66 @@ def _padded(text: str, *, at_end: bool) -> str:
     return _loose(core) + loose if at_end else loose + _loose(core)
 
 
-class Tagged:
+class CallParser(ABC):
+    """Parser of calls between markers of their own, alone or in one section."""
+
+    def __init__(self, markers: Mapping[str, str], marks: Marks) -> None:
+        self.plain = marks.plain
+        self.open, self.close = marks.of(markers["open"]), marks.of(markers["close"])
+        section = (marks.of(markers["section_open"]), marks.of(markers["section_close"]))
+        self.section = section if section[0] else None
+        self._markers = markers
+
+    @abstractmethod
+    def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:
+        """Parse the text between a call's own markers."""
+
+    def one(self, text: str, start: int, limit: int, tools: Sequence[ToolSchema]) -> Block:
+        """Parse the call whose opening marker is at ``start``."""
+        inner = start + len(self.open)
+        close = text.find(self.close, inner, limit)
+        next_open = text.find(self.open, inner, limit)
+        if close < 0 or 0 <= next_open < close:
+            end = next_open if next_open >= 0 else limit
+            broken = self.read(text[inner:end], tools)
+            error = f"the call was not closed with {self.plain(self.close)}"
+            return Block(end, (ToolCall("", broken.name, {}, broken.raw, error),), closed=False)
+        return Block(close + len(self.close), (self.read(text[inner:close], tools),))
+
+    def block(self, region: Region) -> Block:
+        """Parse the block at the start of a region: one call, or a section of them."""
+        text, start, limit, tools = region.text, region.start, region.limit, region.tools
+        if not self.section:
+            return self.one(text, start, limit, tools)
+        opener, closer = self.section
+        position = start + len(opener)
+        calls: list[ToolCall] = []
+        while True:
+            begin = text.find(self.open, position, limit)
+            close = text.find(closer, position, limit)
+            between = text[position : min((at for at in (begin, close) if at >= 0), default=position)]
+            if between.strip():
+                calls.append(ToolCall("", "", {}, self.plain(between).strip(), OUTSIDE_CALLS))
+            if begin < 0 or 0 <= close < begin:
+                if close >= 0:
+                    return Block(close + len(closer), tuple(calls))
+                raw = self.plain(text[position:limit]).strip()
+                unclosed = ToolCall("", "", {}, raw, f"the calls were not closed with {self.plain(closer)}")
+                return Block(limit, (*calls, unclosed), closed=False)
+            block = self.one(text, begin, limit if close < 0 else close, tools)
+            calls += block.calls
+            position = block.end
+            if not block.closed and block.end >= limit:
+                return Block(limit, tuple(calls), closed=False)
+
+
+class Tagged(CallParser):
     """Parser of the inside of one call, by a grammar (:data:`KEYS`)."""
 
     def __init__(self, markers: Mapping[str, str], marks: Marks) -> None:
+        super().__init__(markers, marks)
         part = {key: marks.of(markers[key]) for key in KEYS}
-        self.plain = marks.plain
-        self.open, self.close, self.head = part["open"], part["close"], part["head"]
-        self.section = (part["section_open"], part["section_close"]) if part["section_open"] else None
-        self._markers = markers
+        self.head = part["head"]
         self._head = re.compile(r"\s*" + _loose(part["head"]))
         # White space before these belongs to a name or key, which is stripped: a pattern that begins with it would
         # take quadratic time on long runs of blanks.
@@ -181,7 +233,7 @@ class Tagged:
         self._end = re.compile(_padded(part["end"], at_end=False) + r"\s*\Z")
         # The tags around keys and values: within a name, key or value they show that another tag is missing.
         tag_starts = sorted(set(_TAG_START.findall(part["value"] + part["next"])))
-        self._walls = re.compile("|".join(re.escape(tag) + r"(?![\w:.-])" for tag in tag_starts))
+        self._walls = re.compile("|".join(re.escape(tag) + r"(?![\w:.-])" for tag in tag_starts) or "(?!)")
         self._empty = re.compile(_loose(part["empty"].strip()) + r"\Z")
 
     def read(self, inner: str, tools: Sequence[ToolSchema]) -> ToolCall:
@@ -229,18 +281,6 @@ class Tagged:
             return coerce(text, types)
         return decode_whole(text) if separator["json"] else text
 
-    def one(self, text: str, start: int, limit: int, tools: Sequence[ToolSchema]) -> Block:
-        """Parse the call whose opening marker is at ``start``."""
-        inner = start + len(self.open)
-        close = text.find(self.close, inner, limit)
-        next_open = text.find(self.open, inner, limit)
-        if close < 0 or 0 <= next_open < close:
-            end = next_open if next_open >= 0 else limit
-            broken = self.read(text[inner:end], tools)
-            error = f"the call was not closed with {self.plain(self.close)}"
-            return Block(end, (ToolCall("", broken.name, {}, broken.raw, error),), closed=False)
-        return Block(close + len(self.close), (self.read(text[inner:close], tools),))
-
     def without_opener(self, region: Region) -> Block | None:
         """Parse a call of an offered tool whose opening marker is missing: it begins with its head."""
         text, start, limit = region.text, region.start, region.limit
@@ -259,33 +299,6 @@ class Tagged:
         if not name or re.search(r"\s", name):
             return ToolCall("", "", {}, raw, "the call has no name")
         return ToolCall("", name, arguments, raw)
-
-
-def tagged_block(call: Tagged, region: Region) -> Block:
-    """Parse the block at ``region.start``: one call, or a section of them."""
-    text, start, limit, tools = region.text, region.start, region.limit, region.tools
-    if not call.section:
-        return call.one(text, start, limit, tools)
-    opener, closer = call.section
-    position = start + len(opener)
-    calls: list[ToolCall] = []
-    while True:
-        begin = text.find(call.open, position, limit)
-        close = text.find(closer, position, limit)
-        between = text[position : min((at for at in (begin, close) if at >= 0), default=position)]
-        if between.strip():
-            calls.append(ToolCall("", "", {}, call.plain(between).strip(), OUTSIDE_CALLS))
-        if begin < 0 or 0 <= close < begin:
-            if close >= 0:
-                return Block(close + len(closer), tuple(calls))
-            raw = call.plain(text[position:limit]).strip()
-            unclosed = ToolCall("", "", {}, raw, f"the calls were not closed with {call.plain(closer)}")
-            return Block(limit, (*calls, unclosed), closed=False)
-        block = call.one(text, begin, limit if close < 0 else close, tools)
-        calls += block.calls
-        position = block.end
-        if not block.closed and block.end >= limit:
-            return Block(limit, tuple(calls), closed=False)
 
 
 def tagged_calls(
@@ -380,7 +393,7 @@ class TaggedFormat(ChatFormat):
 
     def block(self, region: Region) -> Block | None:
         """Parse one call, or the section."""
-        return tagged_block(self._call, region)
+        return self._call.block(region)
 
 
 class Glm(TaggedFormat):
