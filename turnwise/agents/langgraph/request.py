@@ -83,7 +83,8 @@ def _constrain(arguments: Mapping[str, Any], tools: tuple[ToolSchema, ...]) -> t
         )
     except ApiError as error:
         raise SessionError(f"ChatTurnwise: {error.message}") from error
-    return constraint.tools, constraint.guide
+    # A graph that takes no calls is offered none: it would run those that come all the same.
+    return constraint.tools if constraint.calls else (), constraint.guide
 
 
 def _choice(value: Any, names: Sequence[str]) -> Any:
