@@ -99,7 +99,7 @@ def imported(trees: Mapping[str, ast.Module]) -> dict[str, Any]:
 def plain(text: str) -> str:
     """Return a text without modules and addresses in memory."""
     text = re.sub(r"\b(?:turnwise|typing|collections\.abc|pathlib|builtins|types|enum)(?:\.\w+)*[.:](?=\w)", "", text)
-    text = re.sub(r"func=<function (?:[^<>]|<locals>)*>", "func", text)
+    text = re.sub(r"func=<function (?:[^<>]|<\w+>)*>", "func", text)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 

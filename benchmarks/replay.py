@@ -95,7 +95,7 @@ async def ours(directory: Path, count: int) -> dict[str, float]:
                 await buffer.release(ref)
         spent += time.process_time() - start
     start = time.process_time()
-    journal.sync()
+    await journal.sync()
     spent += time.process_time() - start
     journal.close()
     stored = (directory / TRAJECTORIES_FILE).stat().st_size / 1e6

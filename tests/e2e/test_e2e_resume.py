@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from safetensors.torch import load_file
 
 from support.trainer.lookup_run import (
@@ -31,10 +35,11 @@ from turnwise.cli import main
 from turnwise.config import dump_config
 from turnwise.errors import CheckpointError, FormatError, TrainError, TurnwiseError
 from turnwise.rollout.records import read_batches
+from turnwise.trainer.learn.torch_learner import TorchLearner
 from turnwise.trainer.loops.modes import train_sync
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.run.checkpoint import capture_rng
-from turnwise.trainer.run.directory import RunDirectory
+from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory
 from turnwise.trainer.run.run import open_run
 from turnwise.trainer.train import run_train
 from turnwise.trainer.weight_sync import SharedMemoryWriter
@@ -194,7 +199,10 @@ async def test_killed_run_resumes_bit_for_bit(
     assert "train steps undone by a kill" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     lookup_model: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -224,7 +232,7 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
     assert json.loads((run / "run.json").read_text())["cpu_s"] > 0
     assert audit_run(run, console=silent()).contradictions == []
 
-    if number == signal.SIGTERM:
+    if number != signal.SIGINT:
         return  # going on is the same
     summary = run_train(config, console=silent())
     assert summary.steps == 3
@@ -239,9 +247,28 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_no_process(
 @pytest.fixture(scope="module")
 def finished(lookup_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def build(runs: Path) -> None:
-        run_train(train_config(lookup_model, runs, steps=1), console=silent())
+        calls: list[tuple[str, str]] = []
+
+        def noting(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                calls.append((method.__name__, threading.current_thread().name))
+                return method(*arguments)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("forward_backward", "save"):
+                patch.setattr(TorchLearner, name, noting(getattr(TorchLearner, name)))
+            run_train(train_config(lookup_model, runs, steps=1), console=silent())
+        (runs / "threads.json").write_text(json.dumps(sorted(set(calls))))
 
     return shared(tmp_path_factory, "finished", build)
+
+
+def test_updates_and_checkpoints_run_beside_the_event_loop(finished: Path) -> None:
+    """In ``sync`` too: episodes that are carried into the next step go on meanwhile, with their clocks."""
+    threads = json.loads((finished / "threads.json").read_text())
+    assert threads == [["forward_backward", "turnwise-train_0"], ["save", "turnwise-train_0"]]
 
 
 def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
@@ -297,18 +324,54 @@ def test_failed_start_leaves_and_removes_nothing(
     assert snapshot(finished) == snapshot_before
 
 
-def test_a_broken_checkpoint_is_named_and_nothing_is_written(
+def test_damaged_and_missing_files_are_named_and_nothing_is_written(
     finished: Path, lookup_model: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(finished / "run", tmp_path / "run")
-    (step_dir(tmp_path / "run", 1) / "optimizer.pt").unlink()
-    snapshot_before = snapshot(tmp_path)
-    with pytest.raises(CheckpointError, match=r"step_000001 lacks optimizer\.pt"):
+    run = Path(shutil.copytree(finished / "run", tmp_path / "run"))
+    checkpoint = step_dir(run, 1)
+    for file in (run / "journal.jsonl", run / "batches.jsonl", checkpoint / "optimizer.pt"):
+        content = file.read_bytes()
+        file.unlink()
+        snapshot_before = snapshot(tmp_path)
+        with pytest.raises(CheckpointError, match=rf"{file.name}.*restore .* from a copy, or start over with --fresh"):
+            run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
+        assert snapshot(tmp_path) == snapshot_before
+        if file.parent == run:
+            [contradiction] = audit_run(run, console=silent()).contradictions
+            assert f"{file} is missing: restore it from a copy" in contradiction
+        file.write_bytes(content)
+    for file in (checkpoint / "optimizer.pt", checkpoint / "model.safetensors"):
+        flip_byte(file)
+        with pytest.raises(CheckpointError, match=rf"{file.name} is damaged: .*restore the files from a copy"):
+            run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
+        with pytest.raises(CheckpointError, match=rf"{file.name} is damaged"):
+            audit_run(run, console=silent())
+        flip_byte(file)
+    (run / "run.json").write_text("{")
+    with pytest.raises(FormatError, match=r"run\.json is not JSON: .*restore it from a copy"):
         run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
-    assert snapshot(tmp_path) == snapshot_before
-    (tmp_path / "run" / "run.json").write_text("{")
-    with pytest.raises(FormatError, match=r"run\.json is not JSON"):
-        run_train(train_config(lookup_model, tmp_path, steps=2), console=silent())
+
+
+def flip_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_run_resumes_from_the_checkpoint_before_a_damaged_one(
+    finished: Path, lookup_model: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(finished / "run", tmp_path / "run"))
+    damaged = Path(shutil.copytree(step_dir(run, 1), step_dir(run, 2)))
+    flip_byte(damaged / "model.safetensors")
+    notices = io.StringIO()
+    config = train_config(lookup_model, tmp_path, steps=2)
+    assert run_train(config, console=Console(file=notices, width=1000)).steps == 2
+    words = "model.safetensors is damaged: its checksum differs from what was saved; the run resumes from the intact"
+    assert f"warning: {damaged}/{words} step_000001" in notices.getvalue()
+    names = ["damaged_step_000002", "step_000001", "step_000002"]
+    assert sorted(path.name for path in (run / CHECKPOINTS).iterdir()) == names
+    assert audit_run(run, console=silent()).contradictions == []
 
 
 def test_steps_and_checkpoint_keys_may_change_on_resume_and_fresh_starts_over(

@@ -47,6 +47,7 @@ def test_modules_are_no_part_of_a_name(surface: ModuleType) -> None:
     assert surface.plain("turnwise.trainer.config.train.TrainConfig | None") == "TrainConfig | None"
     assert surface.plain("turnwise.envs.basic.lookup:LookupEnv") == "LookupEnv"
     assert surface.plain("<function f at 0x7f00>") == "<function f>"
+    assert surface.plain("Check(func=<function f.<locals>.<lambda> at 0x7f00>)") == "Check(func)"
 
 
 def test_commands_are_those_of_the_application_and_its_groups(surface: ModuleType) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import gc
+import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import NoReturn
 
 import typer
 
@@ -115,6 +120,31 @@ def _warn_of_namesake() -> None:
     )
 
 
+@contextlib.contextmanager
+def _sudden_ends_announced() -> Iterator[None]:
+    """Print where code of this process calls ``os._exit`` or crashes, such as that of an environment."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)
+    end, owner = os._exit, os.getpid()
+
+    def announce_and_end(status: int) -> NoReturn:
+        # Forked children end this way in order.
+        if os.getpid() == owner:
+            typer.echo(
+                f"turnwise: os._exit({status}) is called here and ends the process at once; raise an exception "
+                "instead, which ends the episode alone:",
+                err=True,
+            )
+            traceback.print_stack(limit=8)
+        end(status)
+
+    os._exit = announce_and_end
+    try:
+        yield
+    finally:
+        os._exit = end
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command line (default: the process's) and exit: 0, 1 after an error, 2 for usage, 130 after Ctrl-C."""
     # The interpreter looks for garbage once more when it ends, among all that was imported: a second with torch.
@@ -124,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = [argument for argument in arguments if argument != "--debug"]
     _warn_of_namesake()
     try:
-        app(arguments, prog_name="turnwise")
+        with _sudden_ends_announced():
+            app(arguments, prog_name="turnwise")
     except TurnwiseError as error:
         if debug:
             raise

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from turnwise.trajectory import Segment, Trajectory, branch_paths, path_media, t
 from turnwise.trajectory_file import TRAJECTORIES, read_trajectories
 from turnwise.types import Branch, StopReason, TokenIds
 
-BATCHES = "batches.jsonl"
+BATCHES, RUN_FILE = "batches.jsonl", "run.json"
 _TEXT = "text"
 _OF_TEXT = "trajectories of text: not audited"
 
@@ -86,11 +86,22 @@ def audit_files(run: Path) -> AuditReport:
         if (run / JOURNAL).is_file():
             report.counts.update(journal.fates(audit.finished))
             report.contradictions += journal.unreferenced(audit.finished, run / TRAJECTORIES)
+        begins = {JOURNAL: journal.begins_after, BATCHES: next((step for _, step in batches.starts), 0)}
+        report.contradictions += _missing_records(run, begins)
     except FormatError as error:
         report.contradictions.append(str(error))
     if report.sound and report.counts["trajectories"] and report.counts[_OF_TEXT] == report.counts["trajectories"]:
         raise _nothing_to_audit(run, report.counts[_OF_TEXT])
     return report
+
+
+def _missing_records(run: Path, begins_after: Mapping[str, int]) -> Iterator[str]:
+    """Yield which records of training a run lacks, by the step after which each of its files begins."""
+    for name, step in begins_after.items() if (run / RUN_FILE).is_file() else ():
+        if not (run / name).is_file():
+            yield f"{run / name} is missing: restore it from a copy; what was trained cannot be checked without it"
+        elif step:
+            yield f"{run / name} begins after step {step}: restore it from a copy; earlier steps cannot be checked"
 
 
 def _forms(run: Path) -> Counter[str]:

@@ -76,7 +76,8 @@ def run_train(
 ) -> TrainSummary:
     """Train, from the beginning or from the last checkpoint of the run directory.
 
-    Ctrl-C (or SIGTERM) ends the run in order, with a checkpoint of the last finished step; the same command resumes it.
+    Ctrl-C (or SIGTERM, or SIGHUP without nohup) ends the run in order, with a checkpoint of the last finished step; the
+    same command resumes it.
 
     Args:
         config: The run's configuration.
@@ -93,7 +94,7 @@ def run_train(
     try:
         return asyncio.run(train(config, fresh=fresh, resume_step=resume_step, console=console, loop=loop))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        # Of SIGTERM asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
+        # Of other signals asyncio says that the task was cancelled; to a caller it is an interrupt like Ctrl-C.
         steps = CheckpointStore(config.runs / config.name / CHECKPOINTS).steps()
         outcome = f"the same command resumes after step {steps[-1]}" if steps else "no step was finished"
         console.print(f"interrupted: {outcome}", highlight=False)
@@ -127,7 +128,7 @@ async def _train_once(
     config: TrainConfig, fresh: bool, resume_step: int | None, console: Console, loop: Loop
 ) -> TrainSummary:
     directory = config.runs / config.name
-    with _sigterm_cancels():
+    with _signals_cancel():
         async with open_run(config, directory, console, fresh=fresh, resume_step=resume_step) as run:
             await run.hooks.call("on_init_end")
             _hint(console, f"turnwise report {directory} --serve shows the run in a browser while it trains")
@@ -179,22 +180,27 @@ def _hint(console: Console, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_cancels() -> Iterator[None]:
-    """Let SIGTERM end the run as Ctrl-C does; no effect outside of the main thread."""
+def _signals_cancel() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the run as Ctrl-C does; no effect outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     if task is None:
         raise TrainError("a run needs an asyncio task")
+    # SIGHUP is ignored under nohup.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
 
     def cancel() -> None:
         # Once: another one must not cut off the checkpoint and the end of the servers that the first began.
-        loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        for number in numbers:
+            loop.add_signal_handler(number, lambda: None)
         task.cancel()
 
-    loop.add_signal_handler(signal.SIGTERM, cancel)
+    for number in numbers:
+        loop.add_signal_handler(number, cancel)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number in numbers:
+            loop.remove_signal_handler(number)

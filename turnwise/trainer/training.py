@@ -128,9 +128,9 @@ class Training:
         """Evaluate on the held-out tasks and log the figures; None if there are none."""
         return await self.run.evaluate(label or f"step-{self.step}-own")
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """Write a checkpoint of the last finished step."""
-        self.run.save()
+        await self.run.save()
 
 
 TrainingLoop: TypeAlias = Callable[[Training], Awaitable[None]]

@@ -213,3 +213,13 @@ def test_reading_costs_the_new_ids_only() -> None:
         for _ in range(500):
             live.feed(word)
     assert max(read) <= 2 * len(word) + 2
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_text_after_an_id_that_ends_the_turn_is_neither_parsed_nor_streamed(family: str) -> None:
+    renderer = renderer_for(family)
+    encode, stop = renderer._tokens.encode, min(renderer.stop_ids)
+    ids = [*encode("Hello"), stop]
+    longer = [*ids, *encode(" and later"), stop]
+    assert renderer.parse(as_ids(longer), tail_of(family), ()) == renderer.parse(as_ids(ids), tail_of(family), ())
+    assert shown(family, longer, list(range(len(longer))))[-1] == shown(family, ids, [])[-1]

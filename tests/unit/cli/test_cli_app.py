@@ -212,3 +212,16 @@ def test_later_file_of_train_overrides_single_keys(tmp_path: Path, capsys: pytes
     error = capsys.readouterr().err
     for part in ("steps (other.yml:1)", "other.yml:2", "batch.groups (override"):
         assert part in error
+
+
+def test_code_that_ends_the_process_is_named_where_it_does() -> None:
+    """Not what a forked child does, which ends this way in order."""
+    code = (
+        "import os\nfrom turnwise.cli.app import app, main\n@app.command('leave')\ndef leave():\n"
+        "    if os.fork() == 0:\n        os._exit(0)\n    os.wait()\n    os._exit(3)\nmain(['leave'])"
+    )
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert done.stderr.count("turnwise: os._exit(") == 1
+    assert "os._exit(3) is called here and ends the process at once" in done.stderr
+    assert "in leave" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from turnwise.rollout.audit import audit_files
 from turnwise.rollout.journal.state import SCHEMA_VERSION, seal
 from turnwise.rollout.journal.summary import summarize_journal
 from turnwise.trajectory import Trajectory
@@ -35,8 +36,25 @@ def test_steps_that_a_kill_undid_give_their_groups_back(tmp_path: Path) -> None:
         "finished trajectories dropped": 1, "finished trajectories that a kill cut off": 1, "finished, in no group": 1,
     }  # fmt: skip
     assert summary.misused([("a1", 1), ("a1", 1), ("x", 4)]) == []
+    assert summary.begins_after == 0
     assert summary.misused([("e1", 1)]) == ["trajectory e1: trained in step 1, but the journal gave its group to none"]
     assert summary.misused([("b1", 2)]) == ["trajectory b1: trained in step 2, but the journal gave its group to none"]
+
+
+def test_journal_that_was_emptied_begins_after_a_step(tmp_path: Path) -> None:
+    starts = [
+        {"event": "start", "part": part, "after_step": part, "schema_version": SCHEMA_VERSION, "payload": 0}
+        for part in (2, 3)
+    ]
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(seal(event) + b"\n" for event in starts))
+    assert summarize_journal(tmp_path / "journal.jsonl").begins_after == 2
+    for name in ("ledger.jsonl", "trajectories.twz"):
+        (tmp_path / name).touch()
+    (tmp_path / "run.json").write_text("{}")
+    assert audit_files(tmp_path).contradictions == [
+        f"{tmp_path}/journal.jsonl begins after step 2: restore it from a copy; earlier steps cannot be checked",
+        f"{tmp_path}/batches.jsonl is missing: restore it from a copy; what was trained cannot be checked without it",
+    ]
 
 
 def test_a_group_may_be_trained_as_often_as_the_run_allows(tmp_path: Path) -> None:

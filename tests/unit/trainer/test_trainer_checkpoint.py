@@ -16,6 +16,8 @@ from turnwise.errors import CheckpointError
 from turnwise.trainer.config.train import BestConfig
 from turnwise.trainer.run.checkpoint import CheckpointStore, TrainerState, capture_rng, load_state, restore_rng
 
+LAST = 1_000_000
+
 
 def write_weights(text: str):
     def write(directory: Path) -> None:
@@ -28,7 +30,7 @@ def write_weights(text: str):
 
 def test_save_load_and_keep(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
-    assert store.latest() is None
+    assert store.newest() == (None, [])
     for step in (1, 5, 10):
         state = TrainerState(step, 2, 7, step + 1, "digest", {"reward": 0.1 + 0.2}, {"x": [1]})
         path = store.save(state, write_weights(str(step)))
@@ -37,7 +39,7 @@ def test_save_load_and_keep(tmp_path: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in path.rglob("*") if file.is_file()} == {0o600}
     assert {folder.stat().st_mode & 0o777 for folder in (store.directory, path, path / "sub")} == {0o700}
     assert store.steps() == [5, 10]
-    assert store.latest() == tmp_path / "checkpoints" / "step_000010"
+    assert store.newest()[0] == tmp_path / "checkpoints" / "step_000010"
     assert sorted(entry.name for entry in store.directory.iterdir()) == ["step_000005", "step_000010"]
     with pytest.raises(CheckpointError, match=r"checkpoint\.keep is 0"):
         CheckpointStore(tmp_path, keep=0)
@@ -59,9 +61,9 @@ def test_best_checkpoint_remains_besides_the_newest_and_is_linked(tmp_path: Path
     store.rate(7, {"eval/sampled": 1.0})
     assert (os.readlink(tmp_path / "best"), store.steps()) == ("step_000005", [5])
     # Another process knows it too; one that is to keep the lowest, or no best at all, goes by its own configuration.
-    CheckpointStore(tmp_path, keep=1, best=best_of("min")).tidy()
+    CheckpointStore(tmp_path, keep=1, best=best_of("min")).tidy(LAST)
     assert (os.readlink(tmp_path / "best"), store.steps()) == ("step_000005", [5])
-    CheckpointStore(tmp_path, keep=1).tidy()
+    CheckpointStore(tmp_path, keep=1).tidy(LAST)
     assert not (tmp_path / "best").is_symlink()
 
 
@@ -73,27 +75,51 @@ def test_repeated_step_replaces_its_rating(tmp_path: Path) -> None:
     assert not (tmp_path / "best").is_symlink()
     (tmp_path / "best.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"best\.json is malformed: .*remove it"):
-        CheckpointStore(tmp_path, keep=1, best=best_of()).tidy()
+        CheckpointStore(tmp_path, keep=1, best=best_of()).tidy(LAST)
 
 
 def test_resuming_from_an_earlier_step_removes_later_checkpoints(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         store.save(TrainerState(step), write_weights("w"))
-    (tmp_path / "step_000003" / "trainer_state.json").unlink()
-    assert store.latest() == tmp_path / "step_000003", "a run does not resume from an older one silently"
-    assert store.whole_before(3) == 2
-    (tmp_path / "step_000002" / "sub" / "part").unlink()
-    assert (store.whole_before(3), store.whole_before(1)) == (1, None)
-    store.tidy(last_step=1)
+    store.tidy(1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "sub/part", "trainer_state.json"])
+def test_flipped_byte_makes_the_checkpoint_before_the_newest(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        store.save(TrainerState(step), write_weights("weights"))
+    (tmp_path / "step_000003" / "trainer_state.json").unlink()
+    file = tmp_path / "step_000004" / name
+    flip_byte(file)
+    newest, problems = store.newest()
+    assert newest == tmp_path / "step_000002"
+    assert [str(problem) for problem in problems] == [
+        f"{file} is damaged: its checksum differs from what was saved",
+        f"checkpoint {tmp_path / 'step_000003'} lacks trainer_state.json",
+    ]
+    assert store.newest(before=2) == (tmp_path / "step_000001", [])
+    # Set aside, also where an earlier one of this step was.
+    (tmp_path / "damaged_step_000004" / "old").mkdir(parents=True)
+    store.tidy(2, damaged=True)
+    names = ["damaged_step_000003", "damaged_step_000004", "step_000001", "step_000002"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+    assert not (tmp_path / "damaged_step_000004" / "old").exists()
+
+
+def flip_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 def test_a_million_steps_sort_by_number(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1_000_000, 999_999):
         store.save(TrainerState(step), write_weights("w"))
-    assert store.latest() == tmp_path / "step_1000000"
+    assert store.newest()[0] == tmp_path / "step_1000000"
 
 
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
@@ -116,7 +142,7 @@ def test_failed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="disk full; earlier ones are intact: free disk space"):
         store.save(TrainerState(2), fail)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_000001"], "the draft would fill the disk"
-    assert store.latest() == tmp_path / "step_000001"
+    assert store.newest()[0] == tmp_path / "step_000001"
     store.save(TrainerState(3), write_weights("three"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_000003"]
 
@@ -169,9 +195,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: 
     )
     assert result.returncode == -signal.SIGKILL, result.stderr
     reopened = CheckpointStore(tmp_path, keep=1, best=best_of())
-    latest = reopened.latest()
+    latest, _ = reopened.newest()
     assert latest is not None
-    reopened.tidy()
+    reopened.tidy(LAST)
     assert (tmp_path / "best").resolve() == latest
     assert load_state(latest).epoch == (1 if survivor == "second" else 0)
     assert (latest / "model.safetensors").read_text() == survivor
@@ -212,7 +238,7 @@ def test_kill_during_removal_leaves_no_partial_checkpoint(tmp_path: Path) -> Non
     assert result.returncode == -signal.SIGKILL, result.stderr
     store = CheckpointStore(tmp_path, keep=1)
     assert store.steps() == [5]
-    store.tidy()
+    store.tidy(LAST)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_000005"]
 
 
@@ -228,7 +254,7 @@ def test_missing_and_changed_files_are_named(tmp_path: Path) -> None:
         load_state(path)
     path = store.save(TrainerState(3), write_weights("weights"))
     (path / "trainer_state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json is malformed"):
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json is damaged"):
         load_state(path)
     (path / "trainer_state.json").unlink()
     with pytest.raises(CheckpointError, match=r"lacks trainer_state\.json"):

@@ -220,7 +220,7 @@ async def test_an_earlier_run_is_seen_and_left_alone(model: Path, tmp_path: Path
     (run / "run.json").write_text('{"config_digest": "another"}')
     files_before = sorted(tmp_path.rglob("*"))
     settings = config(model, tmp_path / "runs")
-    assert "holds a run of another configuration" in by_name(await dry_run(settings))["run directory"]
+    assert "was trained with another configuration" in by_name(await dry_run(settings))["run directory"]
     assert "an earlier run there is removed" in by_name(await dry_run(settings, fresh=True))["run directory"]
     settings_inside = config(run, tmp_path / "runs")
     assert "that --fresh would remove" in by_name(await dry_run(settings_inside, fresh=True))["run directory"]
@@ -236,6 +236,9 @@ async def test_resumed_run_with_another_chat_template_fails_the_check(model: Pat
     renderer = settings.renderer.load(model)
     store = CheckpointStore(home.path / "checkpoints")
     checkpoint = store.save(state, lambda folder: save_format(renderer, folder) and None)
+    assert "run.json is missing, which records" in by_name(await dry_run(settings))["run directory"]
+    for name in ("run.json", "journal.jsonl", "trajectories.twz", "batches.jsonl", "ledger.jsonl"):
+        (home.path / name).write_text("{}")
     checks = by_name(await dry_run(settings))
     assert "resumes after step 2" in checks["run directory"]
     assert checks["chat format"] == "ok: hermes"

@@ -37,6 +37,14 @@ def test_values_and_gradients(name: str, values: list[float], gradients: list[fl
     assert logprobs.grad.tolist() == pytest.approx(gradients)
 
 
+@pytest.mark.parametrize("name", [*KL_ESTIMATORS, "k3+"])
+def test_reference_is_cut_off_from_the_gradients(name: str) -> None:
+    logprobs, reference = torch.tensor([-1.0], requires_grad=True), torch.tensor([-2.0], requires_grad=True)
+    kl_estimate(name, logprobs, reference).sum().backward()
+    assert reference.grad is None
+    assert logprobs.grad is not None
+
+
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     logprobs = torch.tensor([-1.0, -0.3, -4.0], dtype=torch.float64, requires_grad=True)

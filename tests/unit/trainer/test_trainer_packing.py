@@ -65,6 +65,15 @@ def test_every_row_is_whole_in_exactly_one_micro_batch(sizes: list[tuple[int, in
     assert [batch.rows for batch in repacked] == [batch.rows for batch in batches]
 
 
+def test_turns_of_packed_rows_have_numbers_of_their_own(row: Callable[..., TrainRow]) -> None:
+    """The n-th turn of one trajectory is another turn than the n-th of the next."""
+    rows = [row(8, [2, 3, 5, 6]) for _ in range(2)]
+    for sample in (packed.sample for packed in rows):
+        sample.turn_ids[:] = [-1, -1, 4, 4, -1, 7, 7, -1]
+    [batch] = pack(rows, 16)
+    assert batch.turns.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_first_fit_fills_gaps_with_short_rows() -> None:
     rows = [simple_row(length, 1, n) for n, length in enumerate((6, 3, 7, 4))]
     # Longest first: 7 opens a bin of 10, 6 another; 4 fits beside 6, 3 beside 7.

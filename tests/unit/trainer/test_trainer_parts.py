@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from turnwise.trainer.loops.steps import TrainThread, inline, merge_metrics, split_evenly
+from turnwise.trainer.loops.steps import merge_metrics, split_evenly
+from turnwise.trainer.train_thread import TrainThread
 
 
 def test_parts_are_as_equal_as_can_be() -> None:
@@ -44,9 +45,8 @@ def test_metrics_of_parts() -> None:
     assert merge_metrics([one, empty])["batch/failed"] == 4.0
 
 
-async def test_inline_runs_in_the_calling_thread_and_train_thread_in_its_own() -> None:
+async def test_train_thread_runs_in_one_other_thread() -> None:
     here = threading.get_ident()
-    assert await inline(threading.get_ident) == here
     with TrainThread() as train_thread:
         threads = {await train_thread(threading.get_ident) for _ in range(3)}
     assert len(threads) == 1

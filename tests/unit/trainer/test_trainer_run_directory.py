@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,30 +121,42 @@ def save(store: CheckpointStore, step: int, digest: str) -> Path:
 def test_run_resumes_from_its_newest_checkpoint_with_its_configuration_only(tmp_path: Path) -> None:
     home, store = RunDirectory(tmp_path), CheckpointStore(tmp_path / "checkpoints")
     first, other = config(), config(seed=1, rollout={"env": {"name": "lookup"}, "temperature": 0.5}, steps=9)
-    digest = config_digest(first)
-    assert home.resume_point(store, first) == (None, TrainerState(0))
+    digest, warnings = config_digest(first), list[str]()
+    assert home.resume_point(store, first, None, warnings.append) == (None, TrainerState(0))
     # Begun, and killed before the first checkpoint: the files are those of this configuration.
     home.begin(first, digest, fresh=False)
     with pytest.raises(CheckpointError, match=r"another configuration.*only runs, name, steps") as raised:
-        home.resume_point(store, other)
+        home.resume_point(store, other, None, warnings.append)
     # Only the keys that must not change.
     assert "seed was 0 and is 1, rollout.temperature was 1.0 and is 0.5; resume it" in str(raised.value)
     save(store, 1, digest)
     newest = save(store, 2, digest)
-    assert home.resume_point(store, first) == (newest, TrainerState(2, config_digest=digest))
+    for name in ("journal.jsonl", "trajectories.twz", "batches.jsonl", "ledger.jsonl"):
+        with pytest.raises(CheckpointError, match=rf"{name} is missing, which records .*: restore it from a copy, or"):
+            home.resume_point(store, first, None, warnings.append)
+        (tmp_path / name).touch()
+    assert home.resume_point(store, first, None, warnings.append) == (newest, TrainerState(2, config_digest=digest))
+    # A damaged one is passed over with a warning, unless it was asked for.
+    damaged = save(store, 3, digest)
+    (damaged / "w").write_bytes(b"2")
+    assert home.resume_point(store, first, None, warnings.append)[0] == newest
+    [warning] = warnings
+    assert re.search(r"w is damaged.*resumes from the intact step_000002 .*set aside", warning)
+    with pytest.raises(CheckpointError, match=r"w is damaged.*--resume-step 2 resumes from it"):
+        home.resume_point(store, first, 3, warnings.append)
     # A checkpoint of another run.
     save(store, 3, "e")
     with pytest.raises(CheckpointError, match=r"step_000003 was trained with another configuration; resume"):
-        home.resume_point(store, first)
+        home.resume_point(store, first, None, warnings.append)
     # The configuration that another version saved cannot be compared.
     (tmp_path / "config.yaml").write_text("no_such_key: 1\n")
     with pytest.raises(CheckpointError, match=r"was trained with another configuration; resume"):
-        home.resume_point(store, other)
+        home.resume_point(store, other, None, warnings.append)
 
 
 def test_run_json_that_is_not_json_raises_an_error(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"parts": 1')
-    with pytest.raises(FormatError, match=r"run\.json is not JSON"):
+    with pytest.raises(FormatError, match=r'run\.json is not JSON: .*restore it from a copy.*write \{"parts": N\}'):
         RunDirectory(tmp_path).read()
 
 
@@ -168,7 +181,7 @@ def test_tidying_removes_drafts_and_old_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(everything, step, "d")
     (tmp_path / ".draft-step_000004-1").mkdir()
-    CheckpointStore(tmp_path, keep=2).tidy()
+    CheckpointStore(tmp_path, keep=2).tidy(9)
     assert sorted(os.listdir(tmp_path)) == ["step_000002", "step_000003"]
-    CheckpointStore(tmp_path / "none").tidy()
+    CheckpointStore(tmp_path / "none").tidy(9)
     assert not (tmp_path / "none").exists()

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from support.chat.model_dirs import build_model_dir
+from turnwise.append_file import lock_directory
 from turnwise.chat.renderer import load_renderer
 from turnwise.errors import RenderError, TaskError, TrainError
 from turnwise.evaluation.config import EvalConfig
@@ -226,14 +227,19 @@ def test_epochs_cover_every_conversation(
         assert sorted(index for batch in seen[2 * epoch : 2 * epoch + 2] for index in batch) == [0, 1, 2]
 
 
-def test_existing_model_is_not_replaced_without_overwrite(start: Callable[[str], Path], tmp_path: Path) -> None:
+def test_existing_model_is_not_replaced_without_overwrite_nor_by_two_processes(
+    start: Callable[[str], Path], tmp_path: Path
+) -> None:
     config = configure(start("qwen3"), tmp_path, steps=1)
     first = run_sft(config, console=quiet()).model
     weights_before = (first / "model.safetensors").read_bytes()
     with pytest.raises(TrainError, match="overwrite: true"):
         run_sft(config, console=quiet())
     assert (first / "model.safetensors").read_bytes() == weights_before
-    run_sft(config.model_copy(update={"overwrite": True, "steps": 2}), console=quiet())
+    again = config.model_copy(update={"overwrite": True, "steps": 2})
+    with lock_directory(first.parent, TrainError, "the run"), pytest.raises(TrainError, match="another process"):
+        run_sft(again, console=quiet())
+    run_sft(again, console=quiet())
     assert (first / "model.safetensors").read_bytes() != weights_before
 
 

@@ -6,8 +6,9 @@ group reward are in ``pending.twz``.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Self
@@ -39,8 +40,8 @@ def drop_lost(
         if not stored.pending and stored.location.offset < last_intact:
             raise FormatError(
                 f"{payloads}: trajectory {stored.id} at byte {stored.location.offset} is corrupt (its checksum "
-                f"differs), and intact ones follow: restore the file from a copy, or remove {journal}: what no "
-                "checkpoint has trained is then rolled out again"
+                f"differs), and intact ones follow: restore the file from a copy, or empty {journal}: what no "
+                "checkpoint has trained is then rolled out again, and the audit reports that the journal begins late"
             )
     for key, entry in waiting.items():
         if entry.complete is not None and not damaged.isdisjoint(
@@ -160,10 +161,11 @@ class Journal:
                 offsets.update(references(event))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise FormatError(f"{path}:{number}: malformed journal line: {error!r}") from error
-        if read.damaged_bytes:
+        if read.events and read.events[-1][1]["event"] != "end":
             say(
-                f"{path}: the last {read.damaged_bytes} bytes are an incomplete write (a process was killed, or power "
-                "was lost): truncated"
+                f"{path}: process {state.starts[-1][0]} of the run did not end in order: it was killed (kill -9, out "
+                "of memory), power or disk space ran out, or code in it called os._exit; "
+                f"{read.damaged_bytes} bytes of an incomplete write are truncated"
             )
         with writing(path):
             file, payloads = AppendFile(path, cut=True), TrajectoryWriter(directory / TRAJECTORIES)
@@ -273,15 +275,27 @@ class Journal:
         """Drop a group from memory; its lines stay."""
         self._state.entries.pop(key, None)
 
-    def sync(self) -> None:
-        """Flush to disk (fsync): a power cut loses at most what comes after. Raises TrainError on failure."""
-        waits = any(stored.pending for entry in self._state.entries.values() for stored in entry.stored())
+    async def sync(self, run_blocking: Callable[[Callable[[], None]], Awaitable[None]] = asyncio.to_thread) -> None:
+        """Flush to disk (fsync): a power cut loses at most what comes after. Raises DiskError on failure.
+
+        Args:
+            run_blocking: Awaits a blocking function, beside the event loop.
+        """
+        waited = self._waits()
+        files = [file for file in (self._pending, self._payloads, self._file) if file is not None]
+
+        def flush() -> None:
+            for file in files:
+                file.sync()
+
         with self._writing(self._file_path):
-            for file in (self._pending, self._payloads, self._file):
-                if file is not None:
-                    file.sync()
-            if self._pending is not None and not waits:
+            await run_blocking(flush)
+            # Not where a group became complete meanwhile: its line may not be on disk yet.
+            if self._pending is not None and not waited and not self._waits():
                 self._pending.truncate(0)
+
+    def _waits(self) -> bool:
+        return any(stored.pending for entry in self._state.entries.values() for stored in entry.stored())
 
     def close(self) -> None:
         """Record an orderly end and close the files. Idempotent."""

@@ -221,7 +221,7 @@ class JournalFile:
 
 def seal(record: Mapping[str, Any]) -> bytes:
     """Return a record's line (without line break)."""
-    text = orjson.dumps(record)
+    text = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
     return b"%b%b%d}" % (text[:-1], _SEAL, zlib.crc32(text))
 
 
@@ -267,8 +267,8 @@ def read_journal(path: Path) -> JournalFile:
             elif damaged_line is not None:
                 raise FormatError(
                     f"{path}:{damaged_line}: the line is corrupt (its checksum differs), and intact lines follow: "
-                    "restore the file from a copy, or remove it: what no checkpoint has trained is then rolled out "
-                    "again"
+                    "restore the file from a copy, or empty it: what no checkpoint has trained is then rolled out "
+                    "again, and the audit reports that the journal begins late"
                 )
             damaged_line, end = None, offset
             events.append((number, record))

@@ -23,6 +23,7 @@ class JournalSummary:
         late: Trajectories that a custom manager put into no group in time.
         max_uses: How many steps may train a group.
         parts: (first byte in trajectories.twz, whether it ended in order) of each process.
+        begins_after: The step that the first of them resumed from; 0 where the journal is complete.
     """
 
     trajectories: dict[str, str] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class JournalSummary:
     late: set[str] = field(default_factory=set)
     max_uses: int = 1
     parts: list[tuple[int, bool]] = field(default_factory=list)
+    begins_after: int = 0
 
     def fates(self, finished: Iterable[str]) -> Counter[str]:
         """Count finished trajectories by outcome."""
@@ -92,6 +94,7 @@ def summarize_journal(file: Path) -> JournalSummary:
     for _, event in read_journal(file).events:
         kind = event["event"]
         if kind == "start":
+            summary.begins_after = summary.begins_after if summary.parts else int(event["after_step"])
             summary.parts.append((int(event.get("payload", 0)), False))
             after_step, summary.max_uses = int(event["after_step"]), int(event.get("max_uses", 1))
             summary.taken = {

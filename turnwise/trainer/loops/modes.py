@@ -26,7 +26,6 @@ from turnwise.errors import DiskError, TrainError
 from turnwise.trainer.config.train import Mode
 from turnwise.trainer.loops.steps import (
     TrainedBatch,
-    TrainThread,
     finish_step,
     learn,
     publish,
@@ -62,19 +61,18 @@ async def train_colocate_async(run: TrainRun) -> None:
     update; tools and environments continue. Raises as :func:`train_sync`.
     """
     pauses = run.config.overlap.sampling == "pause"
-    with TrainThread() as train_thread:
-        while not run.ended:
-            step = run.state.step + 1
-            request_ahead(run, step)
-            batch = await wait_for(run, run.config.batch.groups)
-            request_ahead(run, step + 1)
-            if pauses:
-                await run.pause_servers()
-            learned = await learn(run, batch, train_thread)
-            run.advance()
-            await publish(run, [learned], pause=True)
-            request_ahead(run, step + 1)
-            await finish_step(run)
+    while not run.ended:
+        step = run.state.step + 1
+        request_ahead(run, step)
+        batch = await wait_for(run, run.config.batch.groups)
+        request_ahead(run, step + 1)
+        if pauses:
+            await run.pause_servers()
+        learned = await learn(run, batch)
+        run.advance()
+        await publish(run, [learned], pause=True)
+        request_ahead(run, step + 1)
+        await finish_step(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +120,14 @@ async def train_separate_async(run: TrainRun) -> None:
     A batch has ``overlap.stream`` parts, each trained by one optimizer step as soon as the replay strategy has its
     groups. The servers get the weights after the last part. Raises as :func:`train_sync`.
     """
-    with TrainThread() as train_thread:
-        while not run.ended:
-            learned = await _stream(run, train_thread)
-            await publish(run, learned)
-            request_ahead(run, run.state.step + 1)
-            await finish_step(run)
+    while not run.ended:
+        learned = await _stream(run)
+        await publish(run, learned)
+        request_ahead(run, run.state.step + 1)
+        await finish_step(run)
 
 
-async def _stream(run: TrainRun, train_thread: TrainThread) -> list[TrainedBatch]:
+async def _stream(run: TrainRun) -> list[TrainedBatch]:
     """Train a batch part by part.
 
     An interrupt between two parts, or an error before the next one changed any weights, ends the step early with the
@@ -145,7 +142,7 @@ async def _stream(run: TrainRun, train_thread: TrainThread) -> list[TrainedBatch
             batch = await wait_for(run, size, settles=received + size == run.config.batch.groups)
             received += size
             request_ahead(run, *((step, received) if received < run.config.batch.groups else (step + 1, 0)))
-            learned.append(await learn(run, batch, train_thread, part=len(sizes) > 1))
+            learned.append(await learn(run, batch, part=len(sizes) > 1))
             progress = StepProgress.now(run)
     except BaseException:  # also a cancellation: what was learned is kept
         if _any_updated(learned) and not run.torn:

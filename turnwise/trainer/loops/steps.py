@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from turnwise.errors import TrainError
 from turnwise.rollout.core import RolloutRequest
@@ -28,71 +24,15 @@ from turnwise.trainer.observe.metrics import dropped_tokens, split_policy, tool_
 from turnwise.trainer.observe.timeline import SYNC, UPDATE, WAIT
 from turnwise.trainer.run.policies import TrainedPolicy
 from turnwise.trainer.run.task_scheduler import task_metrics
+from turnwise.trainer.train_thread import TrainThread, uninterrupted
 from turnwise.trajectory import TrajectoryGroup
 
 if TYPE_CHECKING:
     from turnwise.trainer.run.run import TrainRun
 
-Result = TypeVar("Result")
-
 # Freed blocks of a real model's step would lie idle during the next rollout; to find those of a small one again costs
 # more than they are worth.
 _MOST_IDLE = 1 << 29
-
-
-class Runner(Protocol):
-    """Runs a blocking function."""
-
-    async def __call__(self, function: Callable[[], Result]) -> Result:
-        """Return the function's result, or raise its error."""
-
-
-async def inline(function: Callable[[], Result]) -> Result:
-    """Run a function in the event loop's thread."""
-    return function()
-
-
-class TrainThread:
-    """One thread for all train steps of a run; a context manager.
-
-    OpenMP creates a pool per calling thread, so the thread is kept. torch releases the interpreter lock meanwhile.
-    """
-
-    def __init__(self) -> None:
-        threads = torch.get_num_threads()
-        self._executor = ThreadPoolExecutor(1, "turnwise-train", lambda: torch.set_num_threads(threads))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._executor.shutdown(wait=True)
-
-    async def __call__(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the thread, uninterrupted by cancellation (:func:`uninterrupted`)."""
-        return await uninterrupted(asyncio.get_running_loop().run_in_executor(self._executor, function))
-
-
-async def uninterrupted(work: Awaitable[Result]) -> Result:
-    """Await to the end despite a cancellation, which is raised at the next ``await``.
-
-    An interrupt thus neither leaves a partial update nor loses a finished one.
-    """
-    future = asyncio.ensure_future(work)
-    cancelled = False
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            cancelled = True
-    task = asyncio.current_task()
-    if cancelled and task is not None:
-        # Cancel again without counting twice: ``task.cancelling()`` must stay 1.
-        task.uncancel()
-        task.cancel()
-    return future.result()
 
 
 # Of several samplings or parts of a step these are added up.
@@ -323,11 +263,11 @@ async def wait_for(run: TrainRun, groups: int, *, refill: bool = True, settles: 
     return Batch(received, metrics, started, time.monotonic())
 
 
-async def learn(run: TrainRun, batch: Batch, runner: Runner = inline, *, part: bool = False) -> TrainedBatch:
-    """Train each policy on its trajectories of a batch: advantages and rows, then updates.
+async def learn(run: TrainRun, batch: Batch, *, part: bool = False) -> TrainedBatch:
+    """Train each policy on its trajectories of a batch, in the train thread: advantages and rows, then updates.
 
-    The run's step counter does not advance. ``runner`` runs the blocking half; one ``part`` of a step's batch may have
-    nothing to train, and so may one of several policies.
+    The run's step counter does not advance. One ``part`` of a step's batch may have nothing to train, and so may one of
+    several policies.
 
     Raises:
         TrainError: Every episode failed.
@@ -336,7 +276,9 @@ async def learn(run: TrainRun, batch: Batch, runner: Runner = inline, *, part: b
     run.display.status(f"step {step}: updating")
     overlap = run.timeline.overlap
     with run.timeline.span(UPDATE, step):
-        experiences = {name: await _prepare_experience(policy, batch, runner) for name, policy in run.policies.items()}
+        experiences = {
+            name: await _prepare_experience(policy, batch, run.train_thread) for name, policy in run.policies.items()
+        }
         by_policy = {name: experience.metrics for name, experience in experiences.items()}
         trained = {
             name: experience for name, experience in experiences.items() if experience.metrics["batch/trajectories"]
@@ -347,15 +289,15 @@ async def learn(run: TrainRun, batch: Batch, runner: Runner = inline, *, part: b
             raise TrainError(f"step {step}: every episode ended in an error; the last one: {run.last_error}")
         with run.updating() as changing:
             # All policies or none: an interrupt between two would leave weights of no step.
-            updates = await uninterrupted(_train_all(run, trained, runner, changing))
+            updates = await uninterrupted(_train_all(run, trained, changing))
     metrics = batch.metrics | policy_metrics(by_policy | {name: figures for name, (figures, _) in updates.items()})
     gaps = {name: gaps for name, (_, gaps) in updates.items()}
     return TrainedBatch(batch, metrics, gaps, time.monotonic(), run.timeline.overlap - overlap)
 
 
-async def _prepare_experience(policy: TrainedPolicy, batch: Batch, runner: Runner) -> Experience:
+async def _prepare_experience(policy: TrainedPolicy, batch: Batch, train_thread: TrainThread) -> Experience:
     """Return the rows that one policy learns from, with advantages."""
-    experience = await runner(lambda: _compute_experience(policy, batch))
+    experience = await train_thread(lambda: _compute_experience(policy, batch))
     distill = policy.config.algorithm.distill
     if policy.teacher is not None and distill is not None and experience.rows:
         scores = await uninterrupted(policy.teacher.score([row.sample for row in experience.rows]))
@@ -381,18 +323,18 @@ def _compute_experience(policy: TrainedPolicy, batch: Batch) -> Experience:
 
 
 async def _train_all(
-    run: TrainRun, experiences: Mapping[str, Experience], runner: Runner, changing: Callable[[], object]
+    run: TrainRun, experiences: Mapping[str, Experience], changing: Callable[[], object]
 ) -> dict[str, tuple[dict[str, float], Gaps]]:
     """Update the policies that have trajectories, in order; return metrics and gaps of each."""
-    return {name: await _train(run, name, experience, runner, changing) for name, experience in experiences.items()}
+    return {name: await _train(run, name, experience, changing) for name, experience in experiences.items()}
 
 
 async def _train(
-    run: TrainRun, name: str, experience: Experience, runner: Runner, changing: Callable[[], object]
+    run: TrainRun, name: str, experience: Experience, changing: Callable[[], object]
 ) -> tuple[dict[str, float], Gaps]:
     """Update one policy; return the metrics of its step, and its gaps."""
     watch = GapWatch()
-    metrics = await runner(lambda: _update(run, run.policies[name], experience, watch, changing))
+    metrics = await run.train_thread(lambda: _update(run, run.policies[name], experience, watch, changing))
     run.budget.spend(trained_tokens=experience.metrics["batch/trained_tokens"])
     gaps = watch.take_gaps()
     lag = staleness_metrics(experience.rows, run.state.step + 1)
@@ -492,4 +434,4 @@ async def finish_step(run: TrainRun) -> None:
     # Weights that an evaluation found to be the best so far are kept, whatever the step.
     best = run.store.improves({name: value for name, value in run.figures.items() if name.startswith("eval/")})
     if step % config.checkpoint.every == 0 or best or limit:
-        run.save()
+        await run.save()

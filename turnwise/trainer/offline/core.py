@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections import defaultdict
@@ -14,7 +15,7 @@ import numpy as np
 import orjson
 from rich.console import Console
 
-from turnwise.append_file import drafted_directory
+from turnwise.append_file import drafted_directory, lock_directory
 from turnwise.chat.renderer import save_format
 from turnwise.errors import FormatError, TaskError, TrainError
 from turnwise.images import texts_of
@@ -73,19 +74,23 @@ class DisplayLayout:
     curve: str
 
 
-def prepare(config: OfflineConfig, console: Console | None = None) -> None:
-    """Check what a run needs, without writing anything; warnings are printed.
+@contextlib.contextmanager
+def locked_directory(config: OfflineConfig, console: Console | None = None) -> Iterator[None]:
+    """Check what a run needs, and lock its directory for the block; warnings are printed.
 
     Raises:
-        TrainError: The future model exists already.
+        TrainError: The future model exists already, or another process trains it.
         ConfigError: There is no initial model, or it does not fit into memory.
         MissingExtraError: A logger's package is not installed.
     """
     check_loggers(config.loggers)
     for warning in check_machine(config.policy):
         print_notice(console, f"warning: {warning}")
-    if _model_directory(config).exists() and not config.overwrite:
-        raise TrainError(f"{_model_directory(config)} exists; choose another name, remove it, or set overwrite: true")
+    model = _model_directory(config)
+    with lock_directory(model.parent, TrainError, "the run"):
+        if model.exists() and not config.overwrite:
+            raise TrainError(f"{model} exists; choose another name, remove it, or set overwrite: true")
+        yield
 
 
 def _model_directory(config: OfflineConfig) -> Path:

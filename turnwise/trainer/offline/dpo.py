@@ -18,7 +18,7 @@ from turnwise.trainer.algorithms.losses.preference import dpo_loss, ipo_loss, pa
 from turnwise.trainer.config.offline import DPOConfig
 from turnwise.trainer.core import MicroBatch, TokenScores
 from turnwise.trainer.learn.learner import Learner, open_learner
-from turnwise.trainer.offline.core import OfflineResult, make_pairs, prepare, print_notice, read_recorded
+from turnwise.trainer.offline.core import OfflineResult, locked_directory, make_pairs, print_notice, read_recorded
 from turnwise.trainer.offline.preferences import (
     Pair,
     load_preferences,
@@ -74,25 +74,25 @@ def run_dpo(config: DPOConfig, *, console: Console | None = None) -> OfflineResu
         TaskError: The data cannot be read or rendered in the model's chat format, or has no pair.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
     """
-    prepare(config, console)
-    renderer = config.renderer.load(config.model.path)
-    pairs, left_out = _pairs(config, renderer)
-    if not pairs:
-        raise TrainError("max_tokens_per_row leaves nothing to train of any pair: raise it")
-    if left_out:
-        print_notice(console, f"max_tokens_per_row {config.max_tokens_per_row} leaves {left_out} pairs out")
-    steps = config.steps_over(len(pairs), config.pairs)
-    learner = judge = open_learner(config.policy, steps)
-    if config.reference is not None:
-        model = config.model.model_copy(update={"path": config.reference, "lora": None})
-        judge = open_learner(config.policy.model_copy(update={"model": model}), steps)
-    reference = reference_sums(judge, pairs, config)
-    del judge
+    with locked_directory(config, console):
+        renderer = config.renderer.load(config.model.path)
+        pairs, left_out = _pairs(config, renderer)
+        if not pairs:
+            raise TrainError("max_tokens_per_row leaves nothing to train of any pair: raise it")
+        if left_out:
+            print_notice(console, f"max_tokens_per_row {config.max_tokens_per_row} leaves {left_out} pairs out")
+        steps = config.steps_over(len(pairs), config.pairs)
+        learner = judge = open_learner(config.policy, steps)
+        if config.reference is not None:
+            model = config.model.model_copy(update={"path": config.reference, "lora": None})
+            judge = open_learner(config.policy.model_copy(update={"model": model}), steps)
+        reference = reference_sums(judge, pairs, config)
+        del judge
 
-    def objective(indices: list[int], sides: Tensor) -> PreferenceObjective:
-        return PreferenceObjective(config, sides, reference[indices])
+        def objective(indices: list[int], sides: Tensor) -> PreferenceObjective:
+            return PreferenceObjective(config, sides, reference[indices])
 
-    return train_pairs(config, learner, pairs, objective, "dpo", console, renderer)
+        return train_pairs(config, learner, pairs, objective, "dpo", console, renderer)
 
 
 def reference_sums(learner: Learner, pairs: Sequence[Pair], config: DPOConfig) -> Tensor:

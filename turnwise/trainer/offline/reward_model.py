@@ -28,8 +28,8 @@ from turnwise.trainer.model.policy import Policy, load_model
 from turnwise.trainer.offline.core import (
     OfflineResult,
     branch_messages,
+    locked_directory,
     make_pairs,
-    prepare,
     print_notice,
     read_recorded,
 )
@@ -160,26 +160,28 @@ def run_reward_model(config: RewardModelConfig, *, console: Console | None = Non
     """
     if config.model.lora is not None:
         raise TrainError("model.lora is given, but a reward model is trained as a whole: remove it")
-    prepare(config, console)
-    encoder = Encoder(config.model.path)
-    pairs = _drop_long_pairs(config, _pairs(config, encoder, console), console)
-    if not pairs:
-        raise TrainError("max_tokens_per_row leaves no pair: raise it")
-    held_out = []
-    if config.held_out is not None:
-        held_out = _drop_long_pairs(config, _read_pairs(load_preferences(config.held_out), encoder, console), console)
-    scoring = load_scoring(config.model, seed=config.seed)
-    learner = TorchLearner(scoring, config.policy, config.steps_over(len(pairs), config.pairs))
+    with locked_directory(config, console):
+        encoder = Encoder(config.model.path)
+        pairs = _drop_long_pairs(config, _pairs(config, encoder, console), console)
+        if not pairs:
+            raise TrainError("max_tokens_per_row leaves no pair: raise it")
+        held_out = []
+        if config.held_out is not None:
+            held_out = _drop_long_pairs(
+                config, _read_pairs(load_preferences(config.held_out), encoder, console), console
+            )
+        scoring = load_scoring(config.model, seed=config.seed)
+        learner = TorchLearner(scoring, config.policy, config.steps_over(len(pairs), config.pairs))
 
-    def objective(indices: list[int], sides: Tensor) -> RewardObjective:
-        return RewardObjective(config.center_coef, sides, torch.tensor([pairs[index].margin for index in indices]))
+        def objective(indices: list[int], sides: Tensor) -> RewardObjective:
+            return RewardObjective(config.center_coef, sides, torch.tensor([pairs[index].margin for index in indices]))
 
-    result = train_pairs(config, learner, pairs, objective, "reward model", console)
-    if held_out:
-        right = accuracy(learner, held_out, config.max_tokens_per_micro_batch)
-        result.metrics["preference/held_out_accuracy"] = right
-        print_notice(console, f"held out: {right:.3f} of {len(held_out)} preferences are right")
-    return result
+        result = train_pairs(config, learner, pairs, objective, "reward model", console)
+        if held_out:
+            right = accuracy(learner, held_out, config.max_tokens_per_micro_batch)
+            result.metrics["preference/held_out_accuracy"] = right
+            print_notice(console, f"held out: {right:.3f} of {len(held_out)} preferences are right")
+        return result
 
 
 def accuracy(learner: Learner, pairs: Sequence[Pair], max_tokens: int) -> float:

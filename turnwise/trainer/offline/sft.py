@@ -19,7 +19,7 @@ from turnwise.trainer.offline.core import (
     DisplayLayout,
     OfflineResult,
     filter_trajectories,
-    prepare,
+    locked_directory,
     print_notice,
     read_recorded,
     shuffled,
@@ -42,26 +42,26 @@ def run_sft(config: SFTConfig, *, console: Console | None = None) -> OfflineResu
         TaskError: The data cannot be read or rendered in the model's chat format, or has nothing to learn from.
         TrainError: The model cannot be loaded or trained, or a model of this name exists.
     """
-    prepare(config, console)
-    renderer = config.renderer.load(config.model.path)
-    rows, cut = _rows(config, renderer, console)
-    rows = [group for group in rows if group]
-    if not rows:
-        raise TrainError("no conversation of the data has an assistant token within max_tokens_per_row")
-    if cut:
-        print_notice(console, f"max_tokens_per_row {config.max_tokens_per_row} cuts {cut} assistant tokens off")
-    steps = config.steps_over(len(rows), config.conversations)
-    learner = open_learner(config.policy, steps)
-    objective = CrossEntropyObjective()
+    with locked_directory(config, console):
+        renderer = config.renderer.load(config.model.path)
+        rows, cut = _rows(config, renderer, console)
+        rows = [group for group in rows if group]
+        if not rows:
+            raise TrainError("no conversation of the data has an assistant token within max_tokens_per_row")
+        if cut:
+            print_notice(console, f"max_tokens_per_row {config.max_tokens_per_row} cuts {cut} assistant tokens off")
+        steps = config.steps_over(len(rows), config.conversations)
+        learner = open_learner(config.policy, steps)
+        objective = CrossEntropyObjective()
 
-    def make(indices: list[int]) -> Batch:
-        batch_rows = [row for index in indices for row in rows[index]]
-        weighed, normalizer = weigh(batch_rows, config.loss_aggregation, scale=config.loss_scale)
-        packed = pack(weighed, config.max_tokens_per_micro_batch, share_prefixes=config.share_prefixes)
-        return Batch(packed, objective, normalizer)
+        def make(indices: list[int]) -> Batch:
+            batch_rows = [row for index in indices for row in rows[index]]
+            weighed, normalizer = weigh(batch_rows, config.loss_aggregation, scale=config.loss_scale)
+            packed = pack(weighed, config.max_tokens_per_micro_batch, share_prefixes=config.share_prefixes)
+            return Batch(packed, objective, normalizer)
 
-    batches = map(make, shuffled(len(rows), config.conversations, config.seed))
-    return train_offline(config, learner, batches, _SHOWN, console, renderer)
+        batches = map(make, shuffled(len(rows), config.conversations, config.seed))
+        return train_offline(config, learner, batches, _SHOWN, console, renderer)
 
 
 def _rows(config: SFTConfig, renderer: Renderer, console: Console | None) -> tuple[list[list[TrainRow]], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import math
 import os
 import random
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from turnwise.append_file import private_directory, replace_file
 from turnwise.engine.accelerator import random_states, restore_random_states
 from turnwise.errors import CheckpointError
+from turnwise.rollout.journal.state import seal, unseal
 from turnwise.trainer.config.train import BestConfig
 
 BEST = "best"
@@ -192,10 +194,11 @@ class CheckpointStore:
             if self._ratings is not None:
                 self._ratings.note(state.step, figures or {})
             write(draft)
-            # What belongs to the checkpoint, with sizes: a copy that lost a file is noticed when it is loaded.
-            files = {str(f.relative_to(draft)): f.stat().st_size for f in sorted(draft.rglob("*")) if f.is_file()}
-            record = {**asdict(state), "files": files, "schema_version": SCHEMA_VERSION}
-            (draft / STATE_FILE).write_bytes(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY))
+            # What belongs to the checkpoint: a file that is lost or damaged later is noticed when it is loaded.
+            paths = [path for path in sorted(draft.rglob("*")) if path.is_file()]
+            files = {str(path.relative_to(draft)): [path.stat().st_size, _digest(path)] for path in paths}
+            record = {"event": "checkpoint", **asdict(state), "files": files, "schema_version": SCHEMA_VERSION}
+            (draft / STATE_FILE).write_bytes(seal(record))
             for file in draft.rglob("*"):
                 # Libraries write weights by the process's umask.
                 file.chmod(0o700 if file.is_dir() else 0o600)
@@ -248,30 +251,38 @@ class CheckpointStore:
             return []
         return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
 
-    def latest(self) -> Path | None:
-        """Return the newest checkpoint's directory, or None; first completes an interrupted replacement."""
+    def newest(self, *, before: int | None = None) -> tuple[Path | None, list[CheckpointError]]:
+        """Return the newest intact checkpoint, and why later ones are damaged; completes an interrupted replacement.
+
+        Args:
+            before: Only checkpoints of earlier steps count.
+        """
         self._restore()
-        # Including one that lacks its state: a run never resumes from an older checkpoint silently.
-        steps = self._step_folders()
-        return self.path(steps[-1]) if steps else None
-
-    def whole_before(self, broken: int) -> int | None:
-        """Return the step of the newest complete checkpoint before a step, or None."""
-        earlier = [step for step in self.steps() if step < broken]
-        for step in reversed(earlier):
-            with contextlib.suppress(CheckpointError):
+        problems: list[CheckpointError] = []
+        # Including those that lack their state: a run never resumes from an older checkpoint silently.
+        for step in reversed([step for step in self._step_folders() if before is None or step < before]):
+            try:
                 load_state(self.path(step))
-                return step
-        return None
+            except CheckpointError as error:
+                problems.append(error)
+            else:
+                return self.path(step), problems
+        return None, problems
 
-    def tidy(self, *, last_step: int | None = None) -> None:
-        """Remove drafts of killed processes, checkpoints beyond ``keep``, and those of steps after ``last_step``."""
+    def tidy(self, last_step: int, *, damaged: bool = False) -> None:
+        """Remove drafts of killed processes, checkpoints beyond ``keep``, and those of steps after ``last_step``.
+
+        With ``damaged`` the later ones are set aside instead, as ``damaged_step_000010``.
+        """
         self._clean()
         # Newest first, so that a kill in between leaves no gap.
-        for step in reversed(
-            [] if last_step is None else [newer for newer in self._step_folders() if newer > last_step]
-        ):
-            self._remove(step)
+        for step in reversed([newer for newer in self._step_folders() if newer > last_step]):
+            if damaged:
+                aside = self.directory / f"damaged_{self.path(step).name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                self.path(step).rename(aside)
+            else:
+                self._remove(step)
         self._prune()
         if self._ratings is None:
             # Left by a process with checkpoint.best: its target is no longer kept.
@@ -310,31 +321,47 @@ class CheckpointStore:
                 replaced.rename(final)
 
 
-def load_state(directory: Path) -> TrainerState:
-    """Read the state of a checkpoint, and check that it is complete.
+def load_state(directory: Path, *, contents: bool = True) -> TrainerState:
+    """Read the state of a checkpoint, and check that its files are those that were saved.
+
+    Args:
+        directory: The checkpoint.
+        contents: Whether the files are read and compared, not only their sizes.
 
     Raises:
-        CheckpointError: There is no checkpoint, a file is missing or has another size, or the state is malformed.
+        CheckpointError: There is no checkpoint, or a file is missing, damaged or cannot be read.
     """
     file = directory / STATE_FILE
     if not file.is_file():
         raise CheckpointError(f"checkpoint {directory} lacks {STATE_FILE}")
     try:
-        record = orjson.loads(file.read_bytes())
-        version = record.pop("schema_version")
-        files = record.pop("files")
+        record = unseal(file.read_bytes())
+        if record is None:
+            raise CheckpointError(f"{file} is damaged: its checksum differs from what was saved")
+        version, files = record.pop("schema_version"), record.pop("files")
         if version != SCHEMA_VERSION:
             raise CheckpointError(f"{file} has schema version {version}; this version reads {SCHEMA_VERSION}")
+        del record["event"]
         state = TrainerState(**record)
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is malformed: {error!r}") from error
-    for name, size in files.items():
+    for name, (size, digest) in files.items():
         part = directory / name
         if not part.is_file():
             raise CheckpointError(f"checkpoint {directory} lacks {name}")
         if part.stat().st_size != size:
             raise CheckpointError(f"{part} has {part.stat().st_size} bytes; {size} were saved")
+        if contents and _digest(part) != digest:
+            raise CheckpointError(f"{part} is damaged: its checksum differs from what was saved")
     return state
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def capture_rng() -> dict[str, Any]:

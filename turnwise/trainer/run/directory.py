@@ -8,7 +8,7 @@ import resource
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,10 @@ from turnwise.config import dump_config, load_config
 from turnwise.errors import CheckpointError, ConfigError, DiskError, FormatError, TrainError, shown
 from turnwise.gateway.frozen import load_renderers
 from turnwise.model.core import Renderer
+from turnwise.recorder.ledger import LEDGER
+from turnwise.rollout.audit import BATCHES, RUN_FILE
 from turnwise.rollout.journal.journal import Journal
+from turnwise.rollout.journal.state import JOURNAL
 from turnwise.rollout.managers import check_manager
 from turnwise.rollout.preflight import format_lines, load_checked
 from turnwise.rollout.records import BatchWriter
@@ -45,9 +48,11 @@ from turnwise.trainer.run.hooks import Hooks, load_hooks
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trainer.run.policies import LoadedPolicy, check_shared_servers
 from turnwise.trainer.run.task_scheduler import open_tasks
+from turnwise.trajectory_file import TRAJECTORIES
 
 CHECKPOINTS = "checkpoints"
 _MOST_NAMED = 4
+_NO_OTHER = "there is no intact one before it: restore the files from a copy, or start over with --fresh"
 
 # What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
 _FREE_SECTIONS = (
@@ -112,36 +117,59 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path / "run.json"
+        self._file = path / RUN_FILE
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Create and lock the directory for a block. Raises TrainError if another process works in it."""
         return lock_directory(self.path, TrainError, "the run")
 
     def resume_point(
-        self, store: CheckpointStore, config: TrainConfig, step: int | None = None
+        self, store: CheckpointStore, config: TrainConfig, step: int | None, say: Callable[[str], object]
     ) -> tuple[Path | None, TrainerState]:
-        """Return the checkpoint to resume from (the newest, or that of ``step``) and its state; None for a new run.
+        """Return the checkpoint to resume from (the newest intact one, or that of ``step``) and its state; None for a
+        new run.
 
         Raises:
-            CheckpointError: The run has another configuration, or the checkpoint is missing or incomplete; the message
-                names a complete one.
+            CheckpointError: The run has another configuration, no checkpoint is intact, or it lacks a file besides.
             FormatError: ``run.json`` cannot be read.
         """
-        digest = config_digest(config)
-        self._check(self.path, self.read().get("config_digest", digest), config)
-        latest = store.latest() if step is None else store.path(step)
-        if step is not None and step not in (there := store.steps()):
+        self.check_config(config)
+        if step is None:
+            latest, problems = store.newest()
+        elif step in (steps := store.steps()):
+            latest, problems = store.path(step), []
+        else:
             raise CheckpointError(
                 f"--resume-step is {step}, but {self.path} has no checkpoint of that step; it has "
-                f"{', '.join(map(str, there)) or 'none'}"
+                f"{', '.join(map(str, steps)) or 'none'}"
             )
-        if latest is None:
+        if latest is None and not problems:
             return None, TrainerState(0)
+        if latest is None:
+            raise CheckpointError(f"{problems[0]}; {_NO_OTHER}")
         with self.with_remedy(store, latest):
-            state = load_state(latest)
+            state = load_state(latest, contents=step is not None)
         self._check(latest, state.config_digest, config)
+        self.check_records()
+        for problem in problems:
+            say(
+                f"warning: {problem}; the run resumes from the intact {latest.name} before it, and the damaged one is "
+                f"set aside beside it as damaged_step_..., to be removed"
+            )
         return latest, state
+
+    def check_config(self, config: TrainConfig) -> None:
+        """Check that the run, if there is one, has the same configuration. Raises CheckpointError."""
+        self._check(self.path, self.read().get("config_digest") or config_digest(config), config)
+
+    def check_records(self) -> None:
+        """Check that what earlier processes of a run with a checkpoint recorded is there. Raises CheckpointError."""
+        for name in (RUN_FILE, JOURNAL, TRAJECTORIES, BATCHES, LEDGER):
+            if not (self.path / name).is_file():
+                raise CheckpointError(
+                    f"{self.path / name} is missing, which records what the run's checkpoints were trained on: restore "
+                    "it from a copy, or start over with --fresh"
+                )
 
     @contextlib.contextmanager
     def with_remedy(self, store: CheckpointStore, checkpoint: Path | None) -> Iterator[None]:
@@ -151,12 +179,13 @@ class RunDirectory:
         except (CheckpointError, TrainError) as error:
             if checkpoint is None:
                 raise
-            complete = store.whole_before(int(checkpoint.name.rpartition("_")[2]))
+            earlier, _ = store.newest(before=int(checkpoint.name.rpartition("_")[2]))
+            step = earlier and int(earlier.name.rpartition("_")[2])
             remedy = (
-                "there is no complete one before it: restore the missing files, or start over with --fresh"
-                if complete is None
-                else f"the newest complete one is that of step {complete}: --resume-step {complete} resumes from it "
-                "and removes the later ones; or restore the missing files"
+                _NO_OTHER
+                if step is None
+                else f"the newest intact one before it is that of step {step}: --resume-step {step} resumes from it "
+                "and removes the later ones; or restore the files from a copy"
             )
             raise CheckpointError(f"{error}; {remedy}") from error
 
@@ -206,7 +235,10 @@ class RunDirectory:
         try:
             record: dict[str, Any] = orjson.loads(self._file.read_bytes())
         except orjson.JSONDecodeError as error:
-            raise FormatError(f"{self._file} is not JSON: {error}") from error
+            raise FormatError(
+                f"{self._file} is not JSON: {error}; restore it from a copy, start over with --fresh, or write "
+                f'{{"parts": N}} into it, with N above each "part" in {JOURNAL}'
+            ) from error
         return record
 
     def note(self, **values: Any) -> None:
@@ -301,7 +333,8 @@ async def read_start(
         home.check_removable(config)
         latest, state = None, TrainerState(0)
     else:
-        latest, state = home.resume_point(store, config, resume_step)
+        warn = partial(console.print, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        latest, state = home.resume_point(store, config, resume_step, warn)
     state.config_digest = digest
     for host, names in config.served.items():
         check_shared_servers(config, host, names)
@@ -375,7 +408,7 @@ def open_files(
     )
     files = RunFiles(
         Journal.open(directory, part=part, after_step=resumed_step, max_uses=uses, say=say),
-        BatchWriter(directory / "batches.jsonl", part=part, after_step=resumed_step, max_tokens=cut),
+        BatchWriter(directory / BATCHES, part=part, after_step=resumed_step, max_tokens=cut),
         RunLog.open(logged, config.loggers, console, part=part),
         Diagnostics(directory, {name: (policy.config, policy.renderer) for name, policy in start.policies.items()}),
         Timeline(directory / "timeline.jsonl", part=part, mode=config.mode),
@@ -385,16 +418,16 @@ def open_files(
     return files
 
 
-def at_exit(stack: contextlib.AsyncExitStack, write: Callable[[], object]) -> None:
+def at_exit(stack: contextlib.AsyncExitStack, write: Callable[[], Awaitable[None]]) -> None:
     """Register a write for the end of the run.
 
     A disk error is suppressed if another one already ended the run; else it is combined with the run's error.
     """
 
-    def leave(kind: object, error: BaseException | None, trace: object) -> None:
+    async def leave(kind: object, error: BaseException | None, trace: object) -> None:
         del kind, trace
         try:
-            write()
+            await write()
         except (CheckpointError, DiskError) as refused:
             if isinstance(error, (CheckpointError, DiskError)):
                 return
@@ -403,4 +436,4 @@ def at_exit(stack: contextlib.AsyncExitStack, write: Callable[[], object]) -> No
                 raise type(refused)(message) from error
             raise
 
-    stack.push(leave)
+    stack.push_async_exit(leave)

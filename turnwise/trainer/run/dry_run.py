@@ -15,7 +15,7 @@ from turnwise.engine.capacity import rope_limit
 from turnwise.engine.lora import model_under
 from turnwise.envs.core import Env, close_env, reset_env, schemas
 from turnwise.envs.wrappers import wrap
-from turnwise.errors import CheckpointError, EnvError, TurnwiseError
+from turnwise.errors import EnvError, TurnwiseError
 from turnwise.gateway.frozen import load_renderers
 from turnwise.inference.engines import engine_warnings, find_engine
 from turnwise.model.canonical import canonical_messages
@@ -44,7 +44,7 @@ from turnwise.trainer.observe.run_log import check_loggers
 from turnwise.trainer.run.budget import Budget
 from turnwise.trainer.run.checkpoint import CheckpointStore, policy_folder
 from turnwise.trainer.run.cluster import placement_text
-from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, changed_keys, check_template, config_digest
+from turnwise.trainer.run.directory import CHECKPOINTS, RunDirectory, check_template
 from turnwise.trainer.run.hooks import load_hooks
 from turnwise.trainer.run.machine import check_machine
 from turnwise.trainer.run.policies import check_shared_servers
@@ -227,14 +227,10 @@ class _Checker:
         if fresh:
             home.check_removable(config)
             return f"{home.path}: {'an earlier run there is removed' if home.path.exists() else 'a new run'}"
+        home.check_config(config)
         store = CheckpointStore(home.path / CHECKPOINTS)
-        steps = store.steps()
-        if home.read().get("config_digest", digest := config_digest(config)) != digest:
-            changed = changed_keys(home.path / "config.yaml", config)
-            raise CheckpointError(
-                f"{home.path} holds a run of another configuration{changed}; choose another name, resume it with its "
-                "own config.yaml, or start over with --fresh"
-            )
+        if steps := store.steps():
+            home.check_records()
         self.resumed = store.path(steps[-1]) if steps else None
         return f"{home.path}: {f'resumes after step {steps[-1]}' if steps else 'a new run'}"
 

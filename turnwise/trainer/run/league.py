@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import shutil
@@ -19,6 +20,7 @@ from turnwise.seeding import stable_hash
 from turnwise.trainer.model.policy import load_model
 from turnwise.trainer.run.checkpoint import CheckpointStore, load_state
 from turnwise.trainer.run.policies import TrainedPolicy
+from turnwise.trainer.train_thread import uninterrupted
 from turnwise.trainer.weight_sync import WeightWriter, open_transport
 from turnwise.types import Completion, SamplingParams, TokenDelta, TokenPrompt
 
@@ -161,7 +163,7 @@ class League:
         if versions:
             self.versions = list(versions)
         elif self._policy.config.policy.model.continues_adapter:
-            self._write_version(0)
+            await uninterrupted(asyncio.to_thread(self._write_version, 0))
         self.client.slots = list(range(len(self.versions)))
         for slot, version in enumerate(self.versions):
             if version or self._policy.config.policy.model.continues_adapter:
@@ -176,7 +178,7 @@ class League:
         """
         if step % self._config.every or step in self.versions:
             return False
-        self._write_version(step)
+        await uninterrupted(asyncio.to_thread(self._write_version, step))
         slots = self.client.slots
         is_full = len(slots) == len(self.fleets)
         slot = slots[0] if is_full else len(slots)
@@ -188,7 +190,7 @@ class League:
     def prune(self, store: CheckpointStore) -> None:
         """Remove the folders of versions that neither the league nor a checkpoint needs."""
         try:
-            states = [load_state(store.path(step)) for step in store.steps()]
+            states = [load_state(store.path(step), contents=False) for step in store.steps()]
         except CheckpointError:
             # What a broken checkpoint needs is not known.
             return
@@ -228,5 +230,5 @@ class League:
                     "over with --fresh"
                 )
             folder = start_model
-        fleet, writer, weights = self.fleets[slot], self._writers[slot], load_model(folder)
+        fleet, writer, weights = self.fleets[slot], self._writers[slot], await asyncio.to_thread(load_model, folder)
         await fleet.with_recovery(lambda: writer.sync(weights.named_weights(), fleet.replicas, version))

@@ -8,6 +8,7 @@ A run directory holds ``config.yaml``, ``run.json`` (processes so far and their 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections import Counter
@@ -48,6 +49,7 @@ from turnwise.trainer.run.hooks import STOPPED, HookCalls
 from turnwise.trainer.run.league import League
 from turnwise.trainer.run.policies import TrainedPolicy, serve_policies, serving_together, sync_weights
 from turnwise.trainer.run.task_scheduler import TaskScheduler
+from turnwise.trainer.train_thread import TrainThread
 from turnwise.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -132,6 +134,7 @@ class TrainRun(RunFiles):
         scheduler: The scheduler of tasks, with the groups in flight.
         store: Checkpoints.
         display: The live display.
+        train_thread: Where models compute and checkpoints are written.
         state: The checkpointed state.
         budget: Limits and amounts spent.
         first_eval: Figures of the first evaluation.
@@ -156,6 +159,7 @@ class TrainRun(RunFiles):
     scheduler: TaskScheduler
     store: CheckpointStore
     display: LiveDisplay
+    train_thread: TrainThread
     state: TrainerState
     budget: Budget
     first_eval: dict[str, Any] | None = None
@@ -302,17 +306,19 @@ class TrainRun(RunFiles):
         await self.hooks.validate_end(result)
         return result
 
-    def save(self) -> None:
-        """Write a checkpoint of the current step."""
+    async def save(self) -> None:
+        """Write a checkpoint of the current step, in the train thread."""
         self.state.rng = capture_rng()
         self.state.spent["wall_time"] = self.budget.spent.get("wall_time", 0.0)
-        with self.timeline.span(CHECKPOINT, self.state.step):
+        # Episodes go on meanwhile, and change what is counted.
+        state, figures = copy.deepcopy(self.state), dict(self.figures)
+        with self.timeline.span(CHECKPOINT, state.step):
             # Groups that the checkpoint counts as trained must not become available again after a power cut.
-            self.journal.sync()
-            self.store.save(self.state, self._write_policies, self.figures)
-        self.saved_step = self.state.step
+            await self.journal.sync(self.train_thread)
+            await self.train_thread(lambda: self.store.save(state, self._write_policies, figures))
+        self.saved_step = state.step
         for league in self.leagues.values():
-            league.prune(self.store)
+            await self.train_thread(partial(league.prune, self.store))
 
     def _write_policies(self, checkpoint: Path) -> None:
         for name, policy in self.policies.items():
@@ -339,9 +345,9 @@ async def open_run(
             if policy.learner.processes is not None:
                 stack.callback(policy.learner.processes.close)
         part = home.begin(config, start.state.config_digest, fresh=fresh)
-        start.store.tidy(last_step=resume_step)
+        start.store.tidy(start.state.step, damaged=resume_step is None)
         # Called last, when the servers have ended: then their CPU time is that of children.
-        at_exit(stack, lambda: home.spend(time.monotonic() - started, cpu_seconds()))
+        at_exit(stack, partial(_spend, home, started))
         run = await _assemble(config, directory, start, part, console, stack, cluster)
         if not run.state.step:
             await _check_room(run, console)
@@ -424,6 +430,7 @@ async def _assemble(
         scheduler=scheduler,
         store=start.store,
         display=display,
+        train_thread=stack.enter_context(TrainThread()),
         budget=budget,
     )
     return run
@@ -442,9 +449,13 @@ def _start_fields(config: TrainConfig, directory: Path, start: Start) -> dict[st
     }
 
 
-def _save_unsaved(run: TrainRun) -> None:
+async def _spend(home: RunDirectory, started: float) -> None:
+    home.spend(time.monotonic() - started, cpu_seconds())
+
+
+async def _save_unsaved(run: TrainRun) -> None:
     """Save the last finished step, unless it is saved or the weights are torn or lost."""
     processes = [policy.learner.processes for policy in run.policies.values()]
-    is_lost = any(ranks is not None and ranks.lost for ranks in processes)
-    if run.state.step > run.saved_step and not run.torn and not is_lost:
-        run.save()
+    lost = any(ranks is not None and ranks.lost for ranks in processes)
+    if run.state.step > run.saved_step and not run.torn and not lost:
+        await run.save()
