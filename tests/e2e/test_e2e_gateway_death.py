@@ -125,6 +125,7 @@ async def test_a_gateway_that_is_killed_keeps_every_session(lookup_model: Path, 
 
 
 KILLS = 30
+MOST_EVENTS = 60
 AGENTS = 6
 TURNS = 5
 FAILED = (aiohttp.ClientError, ConnectionError, TimeoutError)
@@ -136,19 +137,23 @@ class Retrying:
     Attributes:
         said: What each session's agent was answered, turn by turn.
         over: Set when no kill comes any more.
+        events: Released whenever a request is sent, and when it is answered.
     """
 
     def __init__(self, url: str, key: str, http: aiohttp.ClientSession) -> None:
         self.url, self.admin, self.http = url, {"authorization": f"Bearer {key}"}, http
         self.said: dict[str, list[str]] = {}
         self.over = asyncio.Event()
+        self.events = asyncio.Semaphore(0)
 
     async def send(self, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
         """Send a request until it is answered as a whole."""
         while True:
             with contextlib.suppress(*FAILED):
+                self.events.release()
                 async with self.http.request(method, self.url + path, json=body, headers=headers) as answer:
                     raw = await answer.read()
+                    self.events.release()
                     if answer.status != 503 and (not body.get("stream") or raw.endswith(b"data: [DONE]\n\n")):
                         return answer.status, raw
             await asyncio.sleep(0.02)
@@ -203,7 +208,7 @@ def streamed(raw: bytes) -> dict[str, Any]:
     return {**message, "tool_calls": list(calls.values())} if calls else message
 
 
-async def test_a_gateway_killed_at_random_moments_loses_nothing(lookup_model: Path, tmp_path: Path) -> None:
+async def test_a_gateway_killed_at_random_events_loses_nothing(lookup_model: Path, tmp_path: Path) -> None:
     out, draw = tmp_path / "out", random.Random(5)
     replica = BuiltinReplica(lookup_model, InferenceConfig(), log_file=tmp_path / "server.log")
     await replica.launch()
@@ -218,7 +223,9 @@ async def test_a_gateway_killed_at_random_moments_loses_nothing(lookup_model: Pa
             agents = Retrying(gateway.url, gateway.admin_key, http)
             playing = [asyncio.ensure_future(agents.play(number)) for number in range(AGENTS)]
             for _ in range(KILLS):
-                await asyncio.sleep(draw.uniform(0, 0.5))
+                agents.events = asyncio.Semaphore(0)
+                for _ in range(draw.randint(1, MOST_EVENTS)):
+                    await agents.events.acquire()
                 await kill(Client(gateway, http))
                 await gateway.close()
                 gateway = GatewayProcess(config)

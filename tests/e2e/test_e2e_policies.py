@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.trainer.lookup_run import kill_at_random_moments, lines, silent
+from support.crash.runs import kill_at_random_events
+from support.trainer.lookup_run import lines, silent
 from support.trainer.policies_run import MODES, ROLES, solver_and_critic
 from turnwise.errors import ConfigError
 from turnwise.rollout.audit import audit_files
@@ -158,10 +159,10 @@ def test_league_keeps_past_versions_and_episodes_name_the_version_played(lookup_
 
 
 @pytest.mark.long
-def test_a_run_of_two_policies_survives_random_kills(lookup_model: Path, tmp_path: Path) -> None:
+def test_a_run_of_two_policies_survives_kills_at_random_events(lookup_model: Path, tmp_path: Path) -> None:
     config = two_policies(lookup_model, tmp_path, steps=6, mode="colocate_async")
     run = tmp_path / "run"
-    kill_at_random_moments(config, KILLS, seed=7)
+    kill_at_random_events(config, KILLS, seed=7)
     run_train(config, console=silent())
     attribution = check_attribution(run)
     assert audit_run(run, at_most=8, console=silent()).contradictions == []

@@ -1,4 +1,4 @@
-"""A run is killed again and again, at random moments, and still ends with every step trained once, proven by the audit.
+"""A run is killed again and again, at random events, and still ends with every step trained once, proven by the audit.
 
 Each kill hits one of the processes that the run needs, wherever they are: the trainer (which carries the gateway and
 owns the sandboxes), its inference server, a runner, the process that starts the sandboxes. A dead server is started
@@ -13,15 +13,16 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from support.crash.checks import Left, left_on_disk, prove
+from support.crash.events import EVENTS, KILL, Kill, ran_below, struck
 from support.crash.moments import listening
-from support.crash.runs import Boxes, killed_config, open_boxes, start_runner
+from support.crash.runs import MODES, Boxes, kill_at, killed_config, open_boxes, start_runner
 from support.trainer.lookup_run import Turnwise, gone, silent, training, wait_until
 from turnwise.trainer.config.train import TrainConfig
 from turnwise.trainer.run.checkpoint import CheckpointStore
@@ -29,11 +30,10 @@ from turnwise.trainer.train import run_train
 
 # How often each victim is drawn, among those that a run has.
 SHARES = {"trainer": 1, "server": 1, "runner": 3, "sandboxes": 3}
-LONGEST_S = 1.5
 
 
 class RandomKills:
-    """Kills processes of one run at random, and starts them again.
+    """Kills processes of one run at events drawn at random, and starts them again.
 
     Attributes:
         killed: Who was, how often.
@@ -57,13 +57,13 @@ class RandomKills:
         with contextlib.ExitStack() as stack:
             stack.callback(self._end_runner)
             while self.killed.total() < kills:
-                with training(self.config) as process:
+                with training(self.config, watched=True) as process:
                     _see_the_end_of(self._live(process, kills))
                 self.lives.append(left_on_disk(self.run))
 
     def _live(self, process: Turnwise, kills: int) -> list[psutil.Process]:
         """Kill until the trainer has ended; return the processes below it that were seen last."""
-        below: list[psutil.Process] = []
+        order, below = self.config.runs / KILL, list[psutil.Process]()
         while self.killed.total() < kills:
             victim = self._draw.choices(self._victims, [SHARES[kind] for kind in self._victims])[0]
             victims: list[psutil.Process] = []
@@ -71,21 +71,23 @@ class RandomKills:
                 self._keep_runner(process)
                 victims = self._up(victim, process)
                 time.sleep(0.01)
-            # No synchronisation: which moment it is, is what is drawn.
-            time.sleep(self._draw.uniform(0, LONGEST_S))
-            with contextlib.suppress(psutil.NoSuchProcess):
-                below = psutil.Process(process.pid).children(recursive=True)
+            if victims:
+                Kill.draw(self._draw, victims[0].pid).order(self.config.runs)
+            while order.exists() and process.poll() is None:
+                self._keep_runner(process)
+                time.sleep(0.01)
+            order.unlink(missing_ok=True)
+            new = struck(self.config.runs)[self.killed.total() :]
+            for kill in new:
+                self.killed[victim] += 1
+                below = list(ran_below(kill)) if victim == "trainer" else below
+            if victim == "trainer" and new:
+                assert process.wait() == -signal.SIGKILL, process.output()
+                return below
             if process.poll() is not None:
                 output = process.output()
                 assert "died again after a restart" in output or "did not start: signal 9" in output, output
-                return below
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victims[0].kill()
-                self.killed[victim] += 1
-            if victim == "trainer":
-                assert process.wait() == -signal.SIGKILL, process.output()
-                return below
-            wait_until(lambda remaining=victims: gone(remaining), f"the end of the killed {victim}")
+                return []
         process.kill()
         process.wait()
         return below
@@ -121,17 +123,23 @@ class RandomKills:
 
     def check(self) -> None:
         """Let the run end, and prove that each step was trained once."""
-        steps = max([0, *CheckpointStore(self.run / "checkpoints").steps()]) + 2
-        ending = self.config.model_copy(update={"steps": steps})
         with contextlib.ExitStack() as stack:
             if self.config.rollout.remote is not None:
                 self._end_runner()
                 stack.enter_context(start_runner(self.config))
-            assert run_train(ending, console=silent()).steps == steps
-        proof = prove(self.run, self.lives, short=self.config.overlap.stream > 1)
-        assert proof.steps == steps
-        assert proof.trained > 0
-        print(f"killed {dict(self.killed)}, {len(self.lives)} processes did not end in order; {proof}")
+            end_and_prove(self.config, self.lives)
+        events = Counter(kill["event"] for kill in struck(self.config.runs))
+        print(f"killed {dict(self.killed)} at {dict(events)}, {len(self.lives)} did not end in order")
+
+
+def end_and_prove(config: TrainConfig, lives: Sequence[Left]) -> None:
+    """Train two more steps than the last checkpoint has, and prove that each step was trained once."""
+    steps = max([0, *CheckpointStore(config.runs / config.name / "checkpoints").steps()]) + 2
+    assert run_train(config.model_copy(update={"steps": steps}), console=silent()).steps == steps
+    proof = prove(config.runs / config.name, lives, short=config.overlap.stream > 1)
+    assert proof.steps == steps
+    assert proof.trained > 0
+    print(proof)
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -162,7 +170,21 @@ def random_kills(model: Path, runs: Path, victim: str, mode: str, seed: int) -> 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_few_random_kills_lose_no_step(lookup_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_kills_at_each_kind_of_event_lose_no_step(mode: str, lookup_model: Path, tmp_path: Path) -> None:
+    """In an order that is drawn, each at one of the first events of its kind, and some in the middle of a line."""
+    draw = random.Random(mode)
+    config = killed_config(lookup_model, tmp_path, "trainer", mode)
+    events = draw.sample(list(EVENTS), len(EVENTS))
+    kills = [Kill(event, draw.randint(1, EVENTS[event][2]), draw.random() < 0.3) for event in events]
+    lives = kill_at(config, kills)
+    assert [kill["event"] for kill in struck(tmp_path)] == events
+    end_and_prove(config, lives)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_few_kills_at_random_events_lose_no_step(lookup_model: Path, tmp_path: Path) -> None:
     with random_kills(lookup_model, tmp_path, "sandboxes", "sync", seed=1) as run:
         run.kill_at_random(4)
         run.check()
@@ -175,7 +197,7 @@ def test_a_few_random_kills_lose_no_step(lookup_model: Path, tmp_path: Path) -> 
     ("victim", "mode", "kills"),
     [("runner", "sync", 80), ("gateway", "colocate_async", 40), ("sandboxes", "separate_async", 80)],
 )
-def test_two_hundred_random_kills_lose_no_step(
+def test_two_hundred_kills_at_random_events_lose_no_step(
     victim: str, mode: str, kills: int, lookup_model: Path, tmp_path: Path
 ) -> None:
     """In three runs, each with other things around it."""

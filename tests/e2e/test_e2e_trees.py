@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from support.crash.runs import kill_at_random_events
 from support.processes.warm import run_command
-from support.trainer.lookup_run import environment, kill_at_random_moments, lines, silent, train_config
+from support.trainer.lookup_run import environment, lines, silent, train_config
 from turnwise.agents import Episode, rollout, within_budget
 from turnwise.rollout.records import read_batches
 from turnwise.trainer.config.train import TrainConfig
@@ -107,10 +108,10 @@ def test_a_run_whose_agent_forks_is_trained_and_sound(lookup_model: Path, tmp_pa
 
 
 @pytest.mark.long
-def test_a_run_of_trees_survives_random_kills(lookup_model: Path, tmp_path: Path) -> None:
+def test_a_run_of_trees_survives_kills_at_random_events(lookup_model: Path, tmp_path: Path) -> None:
     config = forked_config(lookup_model, tmp_path, steps=6, mode="colocate_async")
     run = tmp_path / "run"
-    kill_at_random_moments(config, KILLS, seed=11)
+    kill_at_random_events(config, KILLS, seed=11)
     run_train(config, console=silent())
     check_trees(run)
     assert audit_run(run, at_most=8, console=silent()).contradictions == []

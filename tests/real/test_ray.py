@@ -8,9 +8,9 @@ import os
 import random
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from support.crash.checks import Left, left_on_disk, prove
+from support.crash.events import Kill
 from support.crash.moments import listening
 from support.crash.runs import killed_config
 from support.engine.vllm_server import train_checkpoint, vllm_python
@@ -48,7 +49,6 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(3000)]
 # 50 were made by hand (docs/scaling.md).
 KILLS = int(os.environ.get("TURNWISE_RAY_KILLS", "6"))
 SHARES = {"worker": 3, "replica": 3, "rank": 2, "node": 2, "driver": 2, "in order": 1}
-LONGEST_S = 1.5
 KINDS = ("sampled", "greedy")
 # A lost node is noticed within three seconds instead of half a minute.
 HASTY = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
@@ -156,8 +156,9 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, run: Path, draw: random.Ra
         if not killed:
             raylets = {raylet_of(process) for kind in ("replica", "worker") for process in parts(cluster, kind)}
             assert len(raylets - {None}) == 2, "they are spread over the nodes"
-        # No synchronisation: which moment it is, is what is drawn.
-        time.sleep(draw.uniform(0, LONGEST_S))
+        event = Kill.draw(draw, seen_outside=True)
+        count = event.count(run) + event.number
+        wait_until(partial(_has, run, event, count), f"{event.number} more events {event.event}", driver, within=180)
         killed[victim] += 1
         if victim == "in order":
             # As by Ctrl-C: the episodes on the workers are cancelled, and the audit asks what became of them.
@@ -178,6 +179,10 @@ def kill_parts(cluster: ThreeNodes, driver: Turnwise, run: Path, draw: random.Ra
     assert driver.poll() is None, driver.output()
     driver.kill()
     assert driver.wait() == -signal.SIGKILL
+
+
+def _has(run: Path, event: Kill, count: int) -> bool:
+    return event.count(run) >= count
 
 
 def called(run: Path) -> int:

@@ -109,7 +109,7 @@ class _Schedule:
             if self.due != moment or (victim := self._find()) is None:
                 return
             self._note(moment, victim)
-            with _ended(victim):
+            with ended(victim):
                 victim.kill()
 
     def strike_when_sent(self, moment: str) -> None:
@@ -158,7 +158,7 @@ class _Schedule:
 
 
 @contextlib.contextmanager
-def _ended(process: psutil.Process) -> Iterator[None]:
+def ended(process: psutil.Process) -> Iterator[None]:
     """Wait for the end of a process that is killed inside."""
     descriptor = os.pidfd_open(process.pid)
     try:

@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import psutil
 
 from support.agents.blackbox_episodes import CHAT_LOOP
 from support.crash.checks import Left, left_on_disk
+from support.crash.events import KILL, Kill, ran_below
+from support.crash.events import struck as event_kills
 from support.crash.moments import ITSELF, MOMENTS
 from support.rollout.remote_runs import make_key, remote_rollout, runner
 from support.trainer.lookup_run import Turnwise, gone, lines, train_config, training, wait_until
@@ -174,3 +178,28 @@ def _play_through(config: TrainConfig, process: Turnwise) -> None:
         with start_runner(config) as player:
             while process.poll() is None and player.poll() is None:
                 time.sleep(0.02)
+
+
+def kill_at_random_events(config: TrainConfig, kills: int, *, seed: int) -> list[Left]:
+    """Start a run so often, and kill its trainer at drawn events; see :func:`kill_at`."""
+    draw = random.Random(seed)
+    return kill_at(config, [Kill.draw(draw) for _ in range(kills)])
+
+
+def kill_at(config: TrainConfig, kills: Sequence[Kill]) -> list[Left]:
+    """Start a run for each kill of its trainer, until it ends in order; return what the killed processes left."""
+    lives: list[Left] = []
+    for number, kill in enumerate(kills, 1):
+        with training(config, watched=True) as process:
+            kill.order(config.runs)
+            code, output = process.wait(), process.output()
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, output
+        [*_, last] = events = event_kills(config.runs)
+        assert len(events) == number, output
+        below = list(ran_below(last))
+        wait_until(partial(gone, below), f"the end of what {last} had started")
+        lives.append(left_on_disk(config.runs / config.name))
+    (config.runs / KILL).unlink(missing_ok=True)
+    return lives

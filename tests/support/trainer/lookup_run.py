@@ -179,11 +179,14 @@ class Turnwise(WarmPopen):
         log: The file that it writes to, standard output and error.
     """
 
-    def __init__(self, log: Path, *arguments: str | Path) -> None:
+    def __init__(self, log: Path, *arguments: str | Path, before: str = "") -> None:
+        """Start it; ``before`` is Python that its process runs first."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        words = list(map(str, arguments))
+        code = f"{before}; from turnwise.cli import main; main({words!r})"
         with log.open("wb") as file:
-            command = [sys.executable, "-m", "turnwise", *map(str, arguments)]
+            command = [sys.executable, *(["-c", code] if before else ["-m", "turnwise", *words])]
             super().__init__(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
 
     def __exit__(self, *exception: Any) -> None:
@@ -204,25 +207,13 @@ class Turnwise(WarmPopen):
         return [child for child in self.children() if "turnwise.engine.server" in child.cmdline()]
 
 
-def training(config: TrainConfig) -> Turnwise:
-    """Start ``turnwise train`` on a configuration."""
+def training(config: TrainConfig, *, watched: bool = False) -> Turnwise:
+    """Start ``turnwise train`` on a configuration; ``watched``, it carries out the kills of ``crash/events.py``."""
     file = config.runs / f"{config.name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(dump_config(config))
-    return Turnwise(config.runs / f"{config.name}.log", "train", file)
-
-
-def kill_at_random_moments(config: TrainConfig, kills: int, *, seed: int) -> None:
-    """Start a run so often, and kill its trainer 3 to 9 seconds later."""
-    draw = random.Random(seed)
-    for _ in range(kills):
-        with training(config) as process:
-            deadline = time.monotonic() + draw.uniform(3, 9)
-            while process.poll() is None and time.monotonic() < deadline:
-                # No synchronisation: which moment the kill hits is what is drawn.
-                time.sleep(0.02)
-            process.kill()
-            process.wait()
+    watch = f"from pathlib import Path; from support.crash.events import watch; watch(Path({str(config.runs)!r}))"
+    return Turnwise(config.runs / f"{config.name}.log", "train", file, before=watch if watched else "")
 
 
 def wait_until(
