@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 
 Result = TypeVar("Result")
 
 
-class TrainThread:
+class TrainThread(ThreadPoolExecutor):
     """One thread for all train steps and checkpoints of a run; a context manager.
 
     Episodes go on meanwhile: torch and writes release the interpreter lock. OpenMP creates a pool per calling thread,
@@ -22,19 +21,11 @@ class TrainThread:
 
     def __init__(self) -> None:
         threads = torch.get_num_threads()
-        self._executor = ThreadPoolExecutor(1, "turnwise-train", lambda: torch.set_num_threads(threads))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._executor.shutdown(wait=True)
+        super().__init__(1, "turnwise-train", lambda: torch.set_num_threads(threads))
 
     async def __call__(self, function: Callable[[], Result]) -> Result:
         """Run a function in the thread, uninterrupted by cancellation (:func:`uninterrupted`)."""
-        return await uninterrupted(asyncio.get_running_loop().run_in_executor(self._executor, function))
+        return await uninterrupted(asyncio.get_running_loop().run_in_executor(self, function))
 
 
 async def uninterrupted(work: Awaitable[Result]) -> Result:

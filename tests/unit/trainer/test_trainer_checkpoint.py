@@ -100,7 +100,6 @@ def test_flipped_byte_makes_the_checkpoint_before_the_newest(tmp_path: Path, nam
         f"{file} is damaged: its checksum differs from what was saved",
         f"checkpoint {tmp_path / 'step_000003'} lacks trainer_state.json",
     ]
-    assert store.newest(before=2) == (tmp_path / "step_000001", [])
     # Set aside, also where an earlier one of this step was.
     (tmp_path / "damaged_step_000004" / "old").mkdir(parents=True)
     store.tidy(2, damaged=True)

@@ -276,11 +276,7 @@ class Journal:
         self._state.entries.pop(key, None)
 
     async def sync(self, run_blocking: Callable[[Callable[[], None]], Awaitable[None]] = asyncio.to_thread) -> None:
-        """Flush to disk (fsync): a power cut loses at most what comes after. Raises DiskError on failure.
-
-        Args:
-            run_blocking: Awaits a blocking function, beside the event loop.
-        """
+        """Flush to disk (fsync) by ``run_blocking``: a power cut loses at most what comes after. Raises DiskError."""
         waited = self._waits()
         files = [file for file in (self._pending, self._payloads, self._file) if file is not None]
 

@@ -251,16 +251,12 @@ class CheckpointStore:
             return []
         return sorted(int(match[1]) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name)))
 
-    def newest(self, *, before: int | None = None) -> tuple[Path | None, list[CheckpointError]]:
-        """Return the newest intact checkpoint, and why later ones are damaged; completes an interrupted replacement.
-
-        Args:
-            before: Only checkpoints of earlier steps count.
-        """
+    def newest(self) -> tuple[Path | None, list[CheckpointError]]:
+        """Return the newest intact checkpoint, and why later ones are damaged; completes an interrupted replacement."""
         self._restore()
         problems: list[CheckpointError] = []
         # Including those that lack their state: a run never resumes from an older checkpoint silently.
-        for step in reversed([step for step in self._step_folders() if before is None or step < before]):
+        for step in reversed(self._step_folders()):
             try:
                 load_state(self.path(step))
             except CheckpointError as error:

@@ -52,7 +52,6 @@ from turnwise.trajectory_file import TRAJECTORIES
 
 CHECKPOINTS = "checkpoints"
 _MOST_NAMED = 4
-_NO_OTHER = "there is no intact one before it: restore the files from a copy, or start over with --fresh"
 
 # What may differ between the parts of a run: how far, how often and with what machine, but not what is learned.
 _FREE_SECTIONS = (
@@ -146,7 +145,9 @@ class RunDirectory:
         if latest is None and not problems:
             return None, TrainerState(0)
         if latest is None:
-            raise CheckpointError(f"{problems[0]}; {_NO_OTHER}")
+            raise CheckpointError(
+                f"{problems[0]}; no other one is intact: restore the files from a copy, or start over with --fresh"
+            )
         with self.with_remedy(store, latest):
             state = load_state(latest, contents=step is not None)
         self._check(latest, state.config_digest, config)
@@ -179,15 +180,11 @@ class RunDirectory:
         except (CheckpointError, TrainError) as error:
             if checkpoint is None:
                 raise
-            earlier, _ = store.newest(before=int(checkpoint.name.rpartition("_")[2]))
-            step = earlier and int(earlier.name.rpartition("_")[2])
-            remedy = (
-                _NO_OTHER
-                if step is None
-                else f"the newest intact one before it is that of step {step}: --resume-step {step} resumes from it "
-                "and removes the later ones; or restore the files from a copy"
-            )
-            raise CheckpointError(f"{error}; {remedy}") from error
+            steps = ", ".join(str(step) for step in store.steps() if store.path(step) < checkpoint) or "none"
+            raise CheckpointError(
+                f"{error}; resume from an earlier one with --resume-step ({steps}), restore the files from a copy, or "
+                "start over with --fresh"
+            ) from error
 
     def check_removable(self, config: TrainConfig) -> None:
         """Reject a fresh start whose model is in the directory to remove. Raises ConfigError."""
