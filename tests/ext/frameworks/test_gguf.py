@@ -16,9 +16,9 @@ from support.trainer.gguf_file import write_gguf
 from turnwise.chat.renderer import load_renderer
 from turnwise.cli.app import app
 from turnwise.errors import ConfigError, TrainError
+from turnwise.ext.frameworks import gguf as conversion
+from turnwise.ext.frameworks.gguf import CONVERSION_FILE, convert_gguf, find_gguf
 from turnwise.model.canonical import canonical_messages
-from turnwise.trainer.model import gguf as conversion
-from turnwise.trainer.model.gguf import CONVERSION_FILE, convert_gguf, find_gguf
 from turnwise.trainer.model.policy import load_model
 
 
