@@ -16,6 +16,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.crossed import crossed
 from support.engine.tiny_lm import save_random_model
 from support.gateway.server import serving
 from support.gateway.structured_requests import DIALECTS, SCHEMA, TOKENS, ask, body, check
@@ -45,8 +46,7 @@ async def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
     await server.close()
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("stream", "dialect"), crossed([True, False], DIALECTS))
 async def test_guided_answers_of_a_random_model_match_their_grammar(
     dialect: str, stream: bool, checkpoint: Path, url: str
 ) -> None:

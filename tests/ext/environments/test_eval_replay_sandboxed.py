@@ -114,7 +114,7 @@ def planted(trajectory: Trajectory, original: str, replacement: str) -> Trajecto
 
 
 @pytest.mark.parametrize(
-    "name", ["code answers", "code", *(pytest.param(name, marks=pytest.mark.long) for name in ("swe", "terminal"))]
+    "name", ["code answers", *(pytest.param(name, marks=pytest.mark.long) for name in ("code", "swe", "terminal"))]
 )
 async def test_a_sandboxed_environment_diverges_nowhere_and_a_planted_difference_is_found(name: str) -> None:
     renderer, (arguments, task, lines) = renderer_for("qwen3"), played(name)
