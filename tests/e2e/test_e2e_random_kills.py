@@ -102,9 +102,8 @@ class RandomKills:
             below = psutil.Process(process.pid).children(recursive=True)
             if victim == "sandboxes":
                 return [process for process in below if any("boot.launcher" in part for part in _command(process))]
-            servers = [
-                process for process in below if "turnwise.engine.server" in _command(process) and listening(process)
-            ]
+            # A forked server has the command line of the trainer.
+            servers = [child for child in psutil.Process(process.pid).children() if listening(child)]
             return servers if victim == "server" else [psutil.Process(process.pid)] * bool(servers)
         return []
 

@@ -127,12 +127,15 @@ def test_tasks_and_their_limit(tmp_path: Path, file: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("Hangs", "final messages: step took longer than 0.3 s"), ("Exits", "reset: Exits.reset raised SystemExit: 7")],
+    ("name", "timeout", "words"),
+    [
+        ("Hangs", "1", "final messages: step took longer than 1 s"),
+        ("Exits", "30", "reset: Exits.reset raised SystemExit: 7"),
+    ],
 )
-def test_hanging_and_exiting_environments_are_reported(file: str, name: str, words: str) -> None:
+def test_hanging_and_exiting_environments_are_reported(file: str, name: str, timeout: str, words: str) -> None:
     done = run_command(
-        [sys.executable, "-m", "turnwise", "check-env", f"{file}:{name}", "--timeout", "0.3"],
+        [sys.executable, "-m", "turnwise", "check-env", f"{file}:{name}", "--timeout", timeout],
         capture_output=True,
         text=True,
         check=False,
