@@ -265,7 +265,8 @@ class TrainRun(RunFiles):
             counts[name] - self._counts[name] for name in ("truncated_tokens", "cut_mass", "generated_tokens")
         )
         self._counts = counts
-        if truncated <= 0:
+        # Less than before: a server was started again.
+        if min(truncated, sampled) <= 0:
             return {}
         return {"sampling/truncated": truncated / sampled, "sampling/cut_mass": mass / truncated}
 
