@@ -107,7 +107,10 @@ def walker(family: str) -> Walker:
 def check(kind: str, message: Message) -> None:
     """Hold a message to what was asked."""
     guide = HELD[kind]
-    calls, text = message.get("tool_calls") or (), text_of(message)
+    calls, text = list(message.get("tool_calls") or ()), text_of(message)
+    if guide.schema is not None:
+        # A string may hold the tag behind a call: text all the same, and an error beside it.
+        calls = [call for call in calls if "was not opened" not in (call.error or "")]
     for call in calls:
         assert call.error is None
         assert call.name in guide.calls
