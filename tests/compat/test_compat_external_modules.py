@@ -85,6 +85,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_an_engine_by_entry_point_and_a_loss_by_the_variable(home: Path) -> None:
     variables = {"PYTHONPATH": str(home / "site"), "OMP_NUM_THREADS": "1", "TURNWISE_EXTERNAL_MODULES": "my_loss"}
     done = run_command(

@@ -69,6 +69,7 @@ def check_run(run: Path, steps: int) -> None:
     ]
 
 
+@pytest.mark.long
 async def test_two_adapters_train_on_one_server_and_resume(lookup_model: Path, tmp_path: Path) -> None:
     config, run_dir = two_adapters(lookup_model, tmp_path), tmp_path / "run"
     await train(config.model_copy(update={"steps": 1}), console=silent())

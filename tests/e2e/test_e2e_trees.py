@@ -92,6 +92,7 @@ async def forks_itself(episode: Episode) -> None:
         await asyncio.gather(*(go_on(branch, list(messages)) for branch in (episode, await episode.fork())))
 
 
+@pytest.mark.long
 def test_a_run_whose_agent_forks_is_trained_and_sound(lookup_model: Path, tmp_path: Path) -> None:
     rollout = {"agent": {"name": f"{__name__}:forks_itself"}}
     algorithm = {"credit": "tree_value", "drop_zero_variance": False}

@@ -60,7 +60,7 @@ def maker(model: Path, name: str, ranks: RankProcesses) -> Callable[[], Learner]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name == "fsdp-lora" else name for name in SETTINGS]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name.startswith("fsdp") else name for name in SETTINGS]
 )
 def test_learner_passes_the_checker(model: Path, name: str, ranks: RankProcesses) -> None:
     assert check_learner(maker(model, name, ranks), vocabulary=VOCABULARY) == []

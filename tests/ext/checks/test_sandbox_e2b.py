@@ -74,6 +74,7 @@ async def test_sandbox_has_metadata_and_only_dead_hosts_are_reaped(cloud: tuple[
 
 
 @needs_machines
+@pytest.mark.long
 async def test_forks_are_made_in_one_request_and_reaped_with_their_host(cloud: tuple[Cloud, dict[str, Any]]) -> None:
     served, config = cloud
     report = await check_sandbox(SandboxConfig(name="e2b", config=config), only=["life: fork"])

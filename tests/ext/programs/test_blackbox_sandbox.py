@@ -85,6 +85,7 @@ async def test_leftover_processes_are_killed_before_scoring() -> None:
     assert rewards(await boxed({"command": seen})) == {"score": 1.0, "left": 1.0}
 
 
+@pytest.mark.long
 async def test_sandboxed_program_ends_like_a_local_program() -> None:
     outcome = await boxed({**LOOP, "env": {"CRASH_AFTER": "2"}, "nonzero_exit": "error"})
     assert type(outcome.error) is AgentError

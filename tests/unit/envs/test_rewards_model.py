@@ -325,6 +325,7 @@ async def test_settings_of_the_server_are_checked(scalar):
         RewardModel(model_dir=str(scalar[1]), server={"max_seq": 3})
 
 
+@pytest.mark.long
 async def test_served_model_ends_with_its_process(scalar):
     model, folder = scalar
     code = textwrap.dedent(

@@ -57,6 +57,7 @@ def said(trajectories: list[Trajectory]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 async def test_endpoint_that_rejects_excess_requests_loses_no_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
