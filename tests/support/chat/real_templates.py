@@ -221,14 +221,14 @@ def check_damage(renderer: TemplateRenderer, calls: list[ToolCall], report: Repo
         stop = min(renderer.stop_ids)
     if any(call.name not in text for call in calls):
         return
-    meant, names = [_stripped(call) for call in calls], {tool.name for tool in TOOLS}
+    expected, names = [_stripped(call) for call in calls], {tool.name for tool in TOOLS}
     for damaged, done in damaged_texts(text, list(tokens.added), calls):
         message = renderer.parse(as_ids([*tokens.encode(damaged), stop]), prompt, TOOLS)
         parsed = message.get("tool_calls", ())
         executed = [_stripped(call) for call in parsed if call.error is None]
-        if any(call not in meant and call[0] in names for call in executed):
+        if any(call not in expected and call[0] in names for call in executed):
             outcome = "wrong"
-        elif executed == meant:
+        elif executed == expected:
             outcome = "read"
         elif len(executed) < len(parsed) or any(call[0] not in names for call in executed):
             # A call of a tool that is not offered is answered with an error.

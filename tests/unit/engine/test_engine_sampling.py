@@ -158,9 +158,9 @@ def test_any_row_of_a_mixed_batch(data):
         near = full - full[chances > 0].min() > -0.001
         assert chances[ids[row]] > 0 or near[ids[row]]
         likeliest = int(chances.argmax())
-        kept = np.exp(full[likeliest]) / chances[likeliest]
+        remaining_mass = np.exp(full[likeliest]) / chances[likeliest]
         border = np.exp(full[near & (full - full[chances > 0].min() < 0.001)]).sum()
-        assert 1 - (0.0 if cut is None else cut[row]) == pytest.approx(kept, abs=1e-5 + border)
+        assert 1 - (0.0 if cut is None else cut[row]) == pytest.approx(remaining_mass, abs=1e-5 + border)
 
 
 def test_the_largest_draw_hits_an_id_with_weight():

@@ -126,15 +126,19 @@ class Reader:
         self.position += 1
         mapping: dict[str, Json] = {}
         while not self.take("}"):
-            key = self.value(depth + 1)
-            if not isinstance(key, str):
-                raise Unreadable("keys are strings", at_end=False)
+            key = self._key(depth + 1)
             self.need(":")
             mapping[key] = self.value(depth + 1)
             if not self.take(","):
                 self.need("}")
                 break
         return mapping
+
+    def _key(self, depth: int) -> str:
+        key = self.value(depth)
+        if not isinstance(key, str):
+            raise Unreadable("keys are strings", at_end=False)
+        return key
 
     def _number(self) -> int | float:
         match = _NUMBER.match(self._text, self.position, self._end)
@@ -323,23 +327,16 @@ class _QuotedReader(Reader):
             raise Unreadable(f"texts stand between {self._quote}", at_end=False)
         return super().value(depth)
 
-    def _mapping(self, depth: int) -> dict[str, Json]:
-        self.need("{")
-        mapping: dict[str, Json] = {}
-        while not self.take("}"):
-            self.peek()
-            quoted = self._text.startswith(self._quote, self.position)
-            match = None if quoted else _KEY.match(self._text, self.position, self._end)
-            if match is None and not quoted:
-                raise Unreadable("a key is missing", at_end=not self.peek())
-            key = self._between_quotes() if match is None else match[0]
-            self.position = self.position if match is None else match.end()
-            self.need(":")
-            mapping[key] = self.value(depth + 1)
-            if not self.take(","):
-                self.need("}")
-                break
-        return mapping
+    def _key(self, depth: int) -> str:
+        del depth
+        self.peek()
+        if self._text.startswith(self._quote, self.position):
+            return self._between_quotes()
+        match = _KEY.match(self._text, self.position, self._end)
+        if match is None:
+            raise Unreadable("a key is missing", at_end=not self.peek())
+        self.position = match.end()
+        return match[0]
 
     def _between_quotes(self) -> str:
         start = self.position + len(self._quote)

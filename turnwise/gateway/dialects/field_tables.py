@@ -66,8 +66,8 @@ class ObjectTable:
                 if not isinstance(rule, Accepted):
                     name = f"{at}.{key}" if at else key
                     if rule is None:
-                        known = [field for field, rule in self.fields.items() if not isinstance(rule, Refused)]
-                        remedy = nearest(key, known) or "; remove it"
+                        accepted = [field for field, rule in self.fields.items() if not isinstance(rule, Refused)]
+                        remedy = nearest(key, accepted) or "; remove it"
                         message = f"{name}: this API has no such field, which is {shown(entry)}{remedy}"
                         raise ApiError(400, message, param=name, code="unknown_parameter")
                     rule.check(entry, name)

@@ -255,7 +255,7 @@ class _PolicyDiagnostics:
         exact = model.compute_dtype == "float32" and serves_float32(model.path, config.inference.dtype)
         rollout = config.rollout
         settings = (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0), ("min_p", rollout.min_p, 0))
-        truncations = tuple(f"rollout.{name} {value:g}" for name, value, whole in settings if value != whole)
+        truncations = tuple(f"rollout.{name} {value:g}" for name, value, off in settings if value != off)
         compares = config.algorithm.advantage not in WITHOUT_GROUPS
         return cls(renderer, Warner(), WarningContext(exact=exact, compares=compares, truncations=truncations))
 
