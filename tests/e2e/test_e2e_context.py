@@ -77,6 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "context-model", build) / MODEL
 
 
+@pytest.mark.long
 def test_a_run_with_summaries_and_sub_agents_trains_each_sampled_token_once(model: Path, tmp_path: Path) -> None:
     context = {
         "length": 100,

@@ -15,6 +15,8 @@ from turnwise.rollout.records import read_batches
 from turnwise.trainer.run.audit import audit_run
 from turnwise.trainer.train import run_train
 
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("mixed-run")]
+
 STEPS = 6
 # Three tasks are soon known: the later ones are drawn by their success rates.
 MIXED: dict[str, Any] = {

@@ -104,6 +104,7 @@ def test_two_policies_train_in_one_run_each_on_its_own_tokens(mode: str, lookup_
     assert equal(load_file(tmp_path / "out" / "model.safetensors"), weights(run, 2, "solver"))
 
 
+@pytest.mark.long
 async def test_each_policy_resumes_with_its_own_weights_optimizer_and_servers(
     lookup_model: Path, tmp_path: Path
 ) -> None:

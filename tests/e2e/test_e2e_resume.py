@@ -130,6 +130,7 @@ def test_kill_leaves_the_last_checkpoint_and_complete_files(killed: Path) -> Non
     assert report.contradictions == []
 
 
+@pytest.mark.long
 async def test_killed_run_resumes_bit_for_bit(
     killed: Path, lookup_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
