@@ -46,15 +46,14 @@ def _rows(rule: Rule, name: str, seen: set[int]) -> Iterator[str]:
             return
         honoured = [key for key, inner in rule.fields.items() if not isinstance(inner, Refused)]
         neutral = [key for key in honoured if rule.fields[key] == Accepted(False)]
-        refused: defaultdict[str, list[str]] = defaultdict(list)
+        refused = []
         for key, inner in rule.fields.items():
             if isinstance(inner, Refused):
                 values = [value for value in inner.neutral if value]
-                refused[inner.remedy].append(f"`{key}`" + (f" (unless {values[0]!r})" if values else ""))
-        remedies = "; ".join(f"{', '.join(keys)}: {remedy}" for remedy, keys in refused.items())
+                refused.append(f"`{key}`" + (f" (unless {values[0]!r})" if values else ""))
         honoured = [key for key in honoured if key not in neutral]
-        if neutral or remedies:
-            yield f"| {name} | {_code(honoured)} | {_code(neutral)} | {remedies} |"
+        if neutral or refused:
+            yield f"| {name} | {_code(honoured)} | {_code(neutral)} | {', '.join(refused)} |"
         for key, inner in rule.fields.items():
             yield from _rows(inner, f"{'' if name == 'the request' else name + ' '}`{key}`", seen)
 
